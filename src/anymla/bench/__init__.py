@@ -1,0 +1,1 @@
+"""Counting of work, timing, and the benchmarks behind the published figures."""

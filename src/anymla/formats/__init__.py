@@ -1,0 +1,1 @@
+"""What bytes mean: number formats, page layouts, and their encoders and decoders."""

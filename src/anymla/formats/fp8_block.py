@@ -1,0 +1,101 @@
+"""Block-scaled FP8: weights in blocks of 128 x 128, activations in runs of 128 channels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
+from anymla.formats.ue8m0 import decode_ue8m0, encode_ue8m0, scale_exponent
+
+FP8_BLOCK = 128
+ACTIVATION_AMAX_FLOOR = 1e-4
+
+
+def quantize_fp8_weight(w: Tensor, scale_format: str = "ue8m0") -> tuple[Tensor, Tensor]:
+    """Quantise a weight in 128 x 128 blocks; blocks at the edges may be smaller.
+
+    Args:
+        w: [N, K] floating point.
+        scale_format: "ue8m0" (power of two, rounded up) or "fp32" (amax / 448).
+
+    Returns:
+        e4m3 codes uint8 [N, K]; scales [ceil(N/128), ceil(K/128)], uint8 (ue8m0) or float32.
+
+    Raises:
+        ValueError: for another scale format.
+    """
+    amax = _blocks(w.float()).abs().amax((1, 3))
+    if scale_format == "ue8m0":
+        stored = encode_ue8m0(scale_exponent(amax, E4M3_MAX, ACTIVATION_AMAX_FLOOR))
+        scale = decode_ue8m0(stored)
+    elif scale_format == "fp32":
+        stored = scale = amax.clamp(min=ACTIVATION_AMAX_FLOOR) / E4M3_MAX
+    else:
+        raise ValueError(
+            f"quantize_fp8_weight: scale_format must be ue8m0 or fp32, got {scale_format!r}"
+        )
+    return encode_e4m3(w.float() / expand_block_scales(scale, w.shape)), stored
+
+
+def dequantize_fp8_weight(
+    codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Decode a block-scaled weight.
+
+    Args:
+        codes: e4m3 codes uint8 [N, K].
+        scales: [ceil(N/128), ceil(K/128)], uint8 (ue8m0) or float32.
+        dtype: of the result. Power-of-two scales decode exactly in bfloat16 and wider.
+
+    Returns:
+        [N, K] of ``dtype``; the product is taken in float32 (float64 if asked) and rounded once.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scale = decode_ue8m0(scales, wide) if scales.dtype == torch.uint8 else scales.to(wide)
+    return (decode_e4m3(codes, wide) * expand_block_scales(scale, codes.shape)).to(dtype)
+
+
+def quantize_fp8_rows(
+    x: Tensor, block: int = FP8_BLOCK, floor: float = ACTIVATION_AMAX_FLOOR
+) -> tuple[Tensor, Tensor]:
+    """Quantise activations in runs of ``block`` channels with power-of-two scales.
+
+    Args:
+        x: [..., K] floating point; the last run may be shorter.
+        block: channels that share a scale.
+        floor: lower bound of a run's amax.
+
+    Returns:
+        e4m3 codes uint8 [..., K]; scales float32 [..., ceil(K/block)], powers of two.
+    """
+    width = x.shape[-1]
+    runs = -(-width // block)
+    wide = x if x.dtype == torch.float64 else x.float()
+    padded = torch.nn.functional.pad(wide, (0, runs * block - width)).unflatten(-1, (runs, block))
+    exponent = scale_exponent(padded.abs().amax(-1), E4M3_MAX, floor)
+    codes = encode_e4m3(torch.ldexp(padded, -exponent.unsqueeze(-1))).flatten(-2)[..., :width]
+    return codes, torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
+def dequantize_fp8_rows(
+    codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, block: int = FP8_BLOCK
+) -> Tensor:
+    """Decode activations: codes uint8 [..., K] times scales [..., ceil(K/block)], in ``dtype``."""
+    expanded = scales.repeat_interleave(block, -1)[..., : codes.shape[-1]]
+    return decode_e4m3(codes, dtype) * expanded.to(dtype)
+
+
+def expand_block_scales(scales: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Repeat scales [ceil(N/128), ceil(K/128)] over their blocks to [N, K]."""
+    rows, columns = shape
+    return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[
+        :, :columns
+    ]
+
+
+def _blocks(w: Tensor) -> Tensor:
+    """View [N, K] padded with zeros as [N/128, 128, K/128, 128]."""
+    rows, columns = w.shape
+    padded = torch.nn.functional.pad(w, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    return padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))

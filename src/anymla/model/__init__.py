@@ -1,0 +1,1 @@
+"""Configuration, checkpoint loading and the whole transformer."""

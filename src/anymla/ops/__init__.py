@@ -1,0 +1,1 @@
+"""Operations: one folder a family, each with its contract, its mathematics and its backends."""

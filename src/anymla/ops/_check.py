@@ -1,0 +1,107 @@
+"""Check the tensors of a call once, at the edge, from a spec that doubles as documentation."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOAT32_UP = (torch.float32, torch.float64)
+INT32 = torch.int32
+INT64 = torch.int64
+
+DTypes = torch.dtype | tuple[torch.dtype, ...]
+
+
+@functools.cache
+def _parse(spec: str) -> tuple[tuple[str, int | None, bool], ...]:
+    """Split "T H 512 N+" into (letter, literal, at_least) triples."""
+    dims = []
+    for word in spec.split():
+        name = word.removesuffix("+")
+        dims.append((name, int(name) if name.isdigit() else None, word.endswith("+")))
+    return tuple(dims)
+
+
+def check(
+    operation: str, /, *, dims: dict[str, int] | None = None, **tensors: tuple[object, str, DTypes]
+) -> dict[str, int]:
+    """Check ranks, sizes, dtypes and devices.
+
+    Args:
+        operation: name for the message.
+        dims: sizes known beforehand, by letter.
+        **tensors: argument name -> (value, spec, dtype or dtypes). A spec names each dim: a letter
+            is bound at its first sight and compared later, a number is itself, ``_`` is anything,
+            ``X+`` is at least X. A value of None is skipped.
+
+    Returns:
+        Sizes by letter.
+
+    Raises:
+        TypeError: not a tensor, or of another dtype.
+        ValueError: another shape, or tensors on different devices.
+    """
+    sizes = dict(dims) if dims else {}
+    at_least: list[tuple[str, Tensor, str, DTypes, int, int | str]] = []
+    device: torch.device | None = None
+    for name, (value, spec, dtypes) in tensors.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{operation}: {name} must be a tensor [{spec}], got {type(value).__name__}"
+            )
+        if value.dtype not in dtypes if isinstance(dtypes, tuple) else value.dtype != dtypes:
+            raise TypeError(_message(operation, name, value, spec, dtypes, sizes))
+        parsed = _parse(spec)
+        if value.ndim != len(parsed):
+            raise ValueError(_message(operation, name, value, spec, dtypes, sizes))
+        for axis, (letter, literal, minimum) in enumerate(parsed):
+            size = value.shape[axis]
+            if letter == "_":
+                continue
+            if minimum:
+                bound = literal if literal is not None else letter
+                at_least.append((name, value, spec, dtypes, size, bound))
+                continue
+            expected = literal if literal is not None else sizes.setdefault(letter, size)
+            if size != expected:
+                raise ValueError(_message(operation, name, value, spec, dtypes, sizes))
+        if device is None:
+            device = value.device
+        elif value.device != device:
+            raise ValueError(f"{operation}: {name} must be on {device}, got {value.device}")
+    for name, value, spec, dtypes, size, bound in at_least:
+        smallest = sizes[bound] if isinstance(bound, str) else bound
+        if size < smallest:
+            raise ValueError(_message(operation, name, value, spec, dtypes, sizes))
+    return sizes
+
+
+def require(condition: bool, operation: str, argument: str, expected: str, got: object) -> None:
+    """Raise ValueError in the same words as ``check`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(f"{operation}: {argument} must be {expected}, got {got}")
+
+
+def _message(
+    operation: str, name: str, value: Tensor, spec: str, dtypes: DTypes, sizes: dict[str, int]
+) -> str:
+    words = []
+    for letter, literal, minimum in _parse(spec):
+        known = literal is None and letter in sizes
+        word = f"{letter}={sizes[letter]}" if known else letter
+        words.append(f"{word} or more" if minimum else word)
+    allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    want = " or ".join(_dtype_name(dtype) for dtype in allowed)
+    return (
+        f"{operation}: {name} must be {want} [{', '.join(words)}], "
+        f"got {_dtype_name(value.dtype)} {list(value.shape)}"
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

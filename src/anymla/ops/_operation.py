@@ -1,0 +1,251 @@
+"""An operation: one contract, several backends, registered with torch.library.
+
+An interface file declares the contract as a function whose body only checks its arguments; backends
+are registered on it afterwards. In eager mode a call runs the checks and then the chosen backend,
+with nothing in between. While torch.compile or export traces, it goes through
+``torch.ops.anymla.<name>`` instead, whose schema takes the results as mutated arguments, so that
+the fake kernel is the same for all of them: it does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.ops._check import FLOAT32_UP, FLOATS, INT32, INT64, check, require
+
+__all__ = [
+    "FLOAT32_UP",
+    "FLOATS",
+    "INT32",
+    "INT64",
+    "BackendUnavailable",
+    "Operation",
+    "Support",
+    "check",
+    "operation",
+    "require",
+]
+
+# Best first; a backend that is not listed here is only used when it is named.
+_PRIORITY = ("gluon_sm90", "triton", "torch", "reference")
+
+
+class BackendUnavailable(RuntimeError):
+    """This machine, or this backend, cannot run this call; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """Whether a backend can run a call, and if not, why."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+SUPPORTED = Support(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One implementation of an operation."""
+
+    name: str
+    run: Callable[..., Any]
+    supports: Callable[..., Support] | None
+
+    def support(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Support:
+        """Whether this backend can run the call; nothing is launched."""
+        return SUPPORTED if self.supports is None else self.supports(*args, **kwargs)
+
+
+class Operation:
+    """A callable with a contract and a table of backends; made by ``operation``.
+
+    Attributes:
+        name: name of the operation, also under ``torch.ops.anymla``.
+        backends: the registered implementations by name, best first.
+    """
+
+    def __init__(
+        self,
+        contract: Callable[..., None],
+        mutates: tuple[str, ...],
+        outputs: Callable[..., tuple[Tensor, ...]] | None,
+    ) -> None:
+        self.name = contract.__name__
+        self.backends: dict[str, Backend] = {}
+        self._contract = contract
+        self._outputs = outputs
+        self._signature = inspect.signature(contract)
+        self._mutates = mutates
+        functools.update_wrapper(self, contract)
+
+    def register(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        *,
+        supports: Callable[..., Support] | None = None,
+    ) -> None:
+        """Add a backend.
+
+        Args:
+            name: "reference", "torch", "triton", ...
+            run: called with the operation's arguments; returns its results.
+            supports: called with the same arguments, answers whether ``run`` can take them.
+        """
+        self.backends[name] = Backend(name, run, supports)
+        order = {known: place for place, known in enumerate(_PRIORITY)}
+        ranked = sorted(self.backends.values(), key=lambda b: order.get(b.name, len(order)))
+        self.backends = {backend.name: backend for backend in ranked}
+
+    def __call__(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        """Check the arguments and run; ``backend=None`` takes the best that supports the call.
+
+        Raises:
+            TypeError, ValueError: the arguments break the contract.
+            BackendUnavailable: the named backend, or every backend, cannot run the call.
+        """
+        if torch.compiler.is_compiling():
+            return self._call_traced(args, kwargs, backend)
+        self._contract(*args, **kwargs)
+        return self._choose(backend, args, kwargs).run(*args, **kwargs)
+
+    def supports(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Support:
+        """Whether the call could run (on ``backend``, or on any), without launching it.
+
+        Raises:
+            TypeError, ValueError: the arguments break the contract.
+        """
+        self._contract(*args, **kwargs)
+        try:
+            self._choose(backend, args, kwargs)
+        except BackendUnavailable as unavailable:
+            return Support(False, str(unavailable))
+        return SUPPORTED
+
+    def _choose(self, name: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Backend:
+        if name is not None:
+            if name not in self.backends:
+                known = ", ".join(self.backends)
+                raise BackendUnavailable(f"{self.name}: no backend {name!r}; there are: {known}")
+            support = self.backends[name].support(args, kwargs)
+            if not support:
+                raise BackendUnavailable(f"{self.name}: backend {name!r}: {support.reason}")
+            return self.backends[name]
+        reasons = []
+        for backend in self.backends.values():
+            if backend.name not in _PRIORITY:
+                continue
+            support = backend.support(args, kwargs)
+            if support:
+                return backend
+            reasons.append(f"{backend.name}: {support.reason}")
+        raise BackendUnavailable(
+            f"{self.name}: no backend can run this call ({'; '.join(reasons)})"
+        )
+
+    def _call_traced(self, args: Sequence[Any], kwargs: dict[str, Any], backend: str | None) -> Any:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        results = () if self._outputs is None else self._outputs(**arguments)
+        packet = getattr(torch.ops.anymla, self.name)
+        packet(**arguments, backend=backend, results=list(results))
+        if self._outputs is None:
+            return None
+        return results[0] if len(results) == 1 else results
+
+    def _run_registered(
+        self, *args: Any, results: Sequence[Tensor], backend: str | None = None, **kwargs: Any
+    ) -> None:
+        # torch.library hands keyword arguments over by position where the schema allows it.
+        bound = self._signature.bind(*args, **kwargs)
+        given = self(*bound.args, backend=backend, **bound.kwargs)
+        if self._outputs is None:
+            return
+        produced = given if isinstance(given, tuple) else (given,)
+        for result, value in zip(results, produced, strict=True):
+            if result.data_ptr() != value.data_ptr() or not value.numel():
+                result.copy_(value)
+
+    def schema(self) -> str:
+        """The operator's schema in the language of torch.library, without its name."""
+        hints = typing.get_type_hints(self._contract)
+        words: list[str] = []
+        keyword_only = False
+        alias = iter("abcdefghijklmnopqrstuvwxyz")
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+                keyword_only = True
+                words.append("*")
+            mark = f"({next(alias)}!)" if name in self._mutates else ""
+            word = f"{_schema_type(hints[name], mark)} {name}"
+            default = parameter.default
+            if default is not inspect.Parameter.empty:
+                word += f"={_schema_default(default)}"
+            words.append(word)
+        if not keyword_only:
+            words.append("*")
+        words += ["str? backend=None", f"Tensor({next(alias)}!)[] results"]
+        return f"({', '.join(words)}) -> ()"
+
+
+def operation(
+    *,
+    mutates: tuple[str, ...] = (),
+    outputs: Callable[..., tuple[Tensor, ...]] | None = None,
+) -> Callable[[Callable[..., Any]], Operation]:
+    """Turn a contract function into an Operation and register it with torch.library.
+
+    Args:
+        mutates: names of the tensor arguments that are written.
+        outputs: for operations that return tensors, a function of all arguments by name that
+            allocates the results (empty, right shape and dtype); used while tracing.
+
+    Returns:
+        A decorator for the contract: a function of the operation's arguments, annotated with
+        Tensor, int, float, bool, str, their optionals, or list[Tensor], whose body checks them.
+    """
+
+    def decorate(contract: Callable[..., Any]) -> Operation:
+        made = Operation(contract, mutates, outputs)
+        qualified = f"anymla::{made.name}"
+        torch.library.define(qualified, made.schema())
+        torch.library.impl(qualified, "default", made._run_registered)
+        torch.library.register_fake(qualified, lambda *args, **kwargs: None)
+        return made
+
+    return decorate
+
+
+_SCALARS = {int: "SymInt", float: "float", bool: "bool", str: "str"}
+
+
+def _schema_type(hint: Any, mark: str) -> str:
+    optional = ""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
+        optional = "?"
+    if typing.get_origin(hint) is list:
+        (member,) = typing.get_args(hint)
+        return f"{_schema_type(member, mark)}[]{optional}"
+    if hint is Tensor:
+        return f"Tensor{mark}{optional}"
+    return _SCALARS[hint] + optional
+
+
+def _schema_default(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)

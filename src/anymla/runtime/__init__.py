@@ -1,0 +1,1 @@
+"""Page pools, step plans, scheduling and sampling on one device."""
