@@ -1,0 +1,55 @@
+"""Pytest settings that the package's tests and the public conformance suite share."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from anymla.testing.poison import poisoned_empty
+
+# Drawing numbers is torch's part (from the seed), so examples are cheap to draw but not to run:
+# no deadline, and slow data generation is not a health problem.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", derandomize=True, max_examples=20, **_COMMON)  # type: ignore[arg-type]
+settings.register_profile("dev", max_examples=20, **_COMMON)  # type: ignore[arg-type]
+settings.register_profile("night", max_examples=500, **_COMMON)  # type: ignore[arg-type]
+
+MARKERS = {
+    "gpu": "needs a GPU; skipped elsewhere, with that reason",
+    "slow": "takes more than ten seconds on one core",
+    "bench": "measures time",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers, choose the hypothesis profile, and limit torch's threads."""
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked gpu where torch sees none."""
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a GPU, and torch sees none on this machine")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def inference_rules(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seed from the test's name, disable autograd, and poison the package's empty tensors."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
+    with torch.no_grad(), poisoned_empty():
+        yield

@@ -1,0 +1,5 @@
+from anymla.testing.pytest_plugin import (  # noqa: F401
+    inference_rules,
+    pytest_collection_modifyitems,
+    pytest_configure,
+)
