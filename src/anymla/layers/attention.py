@@ -1,0 +1,169 @@
+"""DeepSeek-V4 attention: a sliding window, compressed entries and a learned sink per head."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from anymla.layers.caches import LayerCache
+from anymla.layers.compressor import Compressor
+from anymla.layers.indexer import Indexer
+from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.rope_table import RopeTable
+from anymla.layers.spec import WINDOW_GROUP, LayerSpec
+from anymla.layers.step import Rows, Step
+from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
+from anymla.ops.output_projection import grouped_output_projection
+from anymla.ops.selection import compute_global_topk_indices_and_lens
+from anymla.ops.sparse_attention import sparse_attention
+
+
+class OutputProjection(nn.Module):
+    """Inverse RoPE, then a low-rank projection of every group of heads, then one of all groups.
+
+    The grouped weight is decoded to the activations' dtype and the product taken there, as
+    DeepSeek's inference code does.
+
+    Attributes:
+        wo_a: [groups * rank, heads per group * head_dim].
+        wo_b: [hidden, groups * rank].
+        groups: number of groups.
+    """
+
+    def __init__(
+        self, *, wo_a: PackedWeight, wo_b: Linear, groups: int, backend: str | None = None
+    ) -> None:
+        super().__init__()
+        self.wo_a = wo_a
+        self.wo_b = wo_b
+        self.groups = groups
+        self.backend = backend
+
+    def forward(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        """Map attention outputs [T, H, D] to [T, hidden]."""
+        wo_a = self.wo_a.dense(o.dtype).unflatten(0, (self.groups, -1))
+        z = grouped_output_projection(o, positions, cos_sin, wo_a, backend=self.backend)
+        out: Tensor = self.wo_b(z)
+        return out
+
+
+class AttentionLayer(nn.Module):
+    """Attention of one layer, whatever its compression ratio; ``spec`` says which.
+
+    Attributes:
+        spec: the layer as data.
+        wq_a, wq_b: query projections down to the latent and up to the heads.
+        wkv: projection to the one key that all heads share; it is the value as well.
+        q_norm, kv_norm: RMSNorm weights [q_lora_rank] and [D].
+        sink: float32 [H], a logit in every softmax that carries no value.
+        compressor, indexer: None where the spec has none.
+        output: inverse RoPE and output projection.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: LayerSpec,
+        wq_a: Linear,
+        wq_b: Linear,
+        wkv: Linear,
+        q_norm: Tensor,
+        kv_norm: Tensor,
+        sink: Tensor,
+        compressor: Compressor | None,
+        indexer: Indexer | None,
+        output: OutputProjection,
+        rope: RopeTable,
+        eps: float,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.wq_a = wq_a
+        self.wq_b = wq_b
+        self.wkv = wkv
+        self.q_norm = q_norm
+        self.kv_norm = kv_norm
+        self.sink = sink
+        self.compressor = compressor
+        self.indexer = indexer
+        self.output = output
+        self.rope = rope
+        self.eps = eps
+        self.backend = backend
+
+    def forward(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """Attend [T, hidden] -> [T, hidden]; the step's own rows are written to the caches first.
+
+        A query may read its own window row, and an entry that its own token closes, so every write
+        of the step precedes the first read.
+        """
+        cos_sin = self.rope.upto(step.max_seq_len)
+        latent, kv = fused_q_kv_rmsnorm(
+            self.wq_a(x), self.wkv(x), self.q_norm, self.kv_norm, self.eps, backend=self.backend
+        )
+        q = self.wq_b(latent).unflatten(-1, (len(self.sink), -1))
+        q = qnorm_rope_kv_insert(
+            q,
+            kv,
+            cache.window,
+            step.groups[WINDOW_GROUP].slot_mapping,
+            step.positions,
+            cos_sin,
+            self.eps,
+            layout=cache.format.main,
+            backend=self.backend,
+        )
+        entries = self._compressed_rows(x, latent, step, cache)
+        out, _ = sparse_attention(
+            q,
+            cache.window,
+            step.window.indices,
+            step.window.lengths,
+            sink=self.sink,
+            extra_cache=None if entries is None else cache.compressed,
+            extra_indices=None if entries is None else entries.indices,
+            extra_lengths=None if entries is None else entries.lengths,
+            layout=cache.format.main,
+            extra_layout=cache.format.main,
+            backend=self.backend,
+        )
+        projected: Tensor = self.output(out, step.positions, cos_sin)
+        return projected
+
+    def _compressed_rows(
+        self, x: Tensor, latent: Tensor, step: Step, cache: LayerCache
+    ) -> Rows | None:
+        """Write the step's compressed entries; the entries that each token attends to."""
+        if self.compressor is None:
+            return None
+        spec = self.spec
+        assert spec.compressed_group is not None
+        assert spec.state_group is not None
+        assert cache.compressed is not None
+        assert cache.state is not None
+        group = step.groups[spec.compressed_group]
+        self.compressor(
+            x,
+            step,
+            cache.state,
+            step.groups[spec.state_group],
+            cache.compressed,
+            group,
+            cache.format.main,
+        )
+        if self.indexer is None:
+            return step.dense[spec.compressed_group]
+        assert cache.index is not None
+        assert cache.index_state is not None
+        selected = self.indexer(x, latent, step, cache.index, cache.index_state, cache.format.index)
+        if step.recorder is not None:
+            step.recorder("topk", spec.index, selected)
+        indices, lengths = compute_global_topk_indices_and_lens(
+            selected,
+            step.token_to_req,
+            group.block_table,
+            group.page_size,
+            step.is_valid,
+            backend=self.backend,
+        )
+        return Rows(indices, lengths)

@@ -1,0 +1,144 @@
+"""Mixture of experts: routed by token id in the first layers, by score in the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.step import Step
+from anymla.ops.moe import experts, route_biased, route_hash, swiglu
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How tokens find their experts.
+
+    Attributes:
+        gate: float32 [E, hidden].
+        scale: factor on the normalised weights.
+        experts_per_token: k.
+        bias: float32 [E], added for the choice only; None in layers that route by token id.
+        token_experts: int64 [vocab, k], experts of every token id; None in layers that score.
+    """
+
+    gate: Tensor
+    scale: float
+    experts_per_token: int
+    bias: Tensor | None = None
+    token_experts: Tensor | None = None
+
+    def __call__(
+        self, x: Tensor, token_ids: Tensor, backend: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """Expert ids int32 [T, k] and weights float32 [T, k]."""
+        if self.token_experts is not None:
+            ids, weights = route_hash(
+                x, self.gate, token_ids, self.token_experts, scale=self.scale, backend=backend
+            )
+        else:
+            ids, weights = route_biased(
+                x,
+                self.gate,
+                self.bias,
+                k=self.experts_per_token,
+                scale=self.scale,
+                backend=backend,
+            )
+        return ids, weights
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """One projection of all experts, kept one by one so that mapped files are read in place."""
+
+    kind: str
+    weights: list[Tensor]
+    scales: list[Tensor]
+
+    @classmethod
+    def of(cls, packed: list[PackedWeight]) -> ExpertWeights:
+        """Gather the experts' weights; all must be stored in the same way."""
+        kinds = {each.kind for each in packed}
+        if len(kinds) != 1:
+            raise ValueError(f"experts must share one weight format, got {sorted(kinds)}")
+        scales = [each.scale for each in packed if each.scale is not None]
+        return cls(kinds.pop(), [each.weight for each in packed], scales)
+
+
+class SharedExpert(nn.Module):
+    """The expert every token passes through."""
+
+    def __init__(
+        self, *, w1: Linear, w2: Linear, w3: Linear, limit: float, backend: str | None = None
+    ) -> None:
+        super().__init__()
+        self.w1 = w1
+        self.w2 = w2
+        self.w3 = w3
+        self.limit = limit
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [T, hidden] to [T, hidden]."""
+        inner = swiglu(self.w1(x), self.w3(x), self.limit, backend=self.backend)
+        out: Tensor = self.w2(inner)
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts plus the shared one.
+
+    Attributes:
+        index: layer index, for the recorder.
+        router: finds the experts.
+        w1, w2, w3: gate, down and up projections of the routed experts.
+        shared: the shared expert, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        router: Router,
+        w1: ExpertWeights,
+        w2: ExpertWeights,
+        w3: ExpertWeights,
+        shared: SharedExpert | None,
+        limit: float,
+        quantize_activations: bool,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.router = router
+        self.w1 = w1
+        self.w2 = w2
+        self.w3 = w3
+        self.shared = shared
+        self.limit = limit
+        self.quantize_activations = quantize_activations
+        self.backend = backend
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Map [T, hidden] to [T, hidden]; needs the step's token ids where routing does."""
+        ids, weights = self.router(x, step.token_ids, self.backend)
+        if step.recorder is not None:
+            step.recorder("experts", self.index, ids)
+        out: Tensor = experts(
+            x,
+            ids,
+            weights,
+            self.w1.weights,
+            self.w3.weights,
+            self.w2.weights,
+            self.w1.scales,
+            self.w3.scales,
+            self.w2.scales,
+            weight_format=self.w1.kind,
+            swiglu_limit=self.limit,
+            quantize_activations=self.quantize_activations,
+            backend=self.backend,
+        )
+        return out if self.shared is None else out + self.shared(x)

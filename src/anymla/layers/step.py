@@ -1,0 +1,76 @@
+"""All that one forward step knows about its batch, as plain tensors shared by every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+Recorder = Callable[[str, int, Tensor], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStep:
+    """One cache group's view of the step.
+
+    Attributes:
+        block_table: int32 [R, pages], page ids of each request; unused entries are 0 or negative.
+        slot_mapping: int64 [T], where each token's row (or the entry it closes) goes; -1 for none.
+        page_size: entries a page holds.
+    """
+
+    block_table: Tensor
+    slot_mapping: Tensor
+    page_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Cache rows each token attends to.
+
+    Attributes:
+        indices: int32 [T, K], global slots, valid ones first, then -1.
+        lengths: int32 [T], how many are valid.
+    """
+
+    indices: Tensor
+    lengths: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A batch of tokens: decode requests first, then prefill chunks.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int64 [T], absolute, 0-based.
+        token_to_req: int32 [T], request row of each token; -1 for padding.
+        is_valid: bool [T], false for padding.
+        seq_lens: int32 [R], lengths including this step's tokens.
+        query_start_loc: int32 [R + 1], prefix sums of the query lengths.
+        query_lens: the query lengths on the host.
+        num_decodes: how many of the requests are decodes.
+        max_seq_len: largest entry of ``seq_lens``, on the host.
+        groups: by cache group.
+        window: rows of the sliding window.
+        dense: by compressed group without indexer, the rows of all visible entries.
+        index_lens: int32 [T], entries visible to each token's indexer, or None without indexers.
+        recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
+            request-local selection [T, K], "experts" with the expert ids [T, k].
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    token_to_req: Tensor
+    is_valid: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    query_lens: tuple[int, ...]
+    num_decodes: int
+    max_seq_len: int
+    groups: Mapping[str, GroupStep]
+    window: Rows
+    dense: Mapping[str, Rows]
+    index_lens: Tensor | None
+    recorder: Recorder | None = None
