@@ -1,0 +1,275 @@
+"""A DeepSeek-V4 model's hyperparameters, read from its ``config.json``.
+
+Two spellings are in use and give the same ``ModelConfig``: DeepSeek's own (``compress_ratios``,
+``num_hash_layers``, ``qk_rope_head_dim``, ``rope_scaling``) and that of transformers 5
+(``layer_types`` with ``compress_rates``, ``mlp_layer_types``, ``partial_rotary_factor``, flat or
+nested ``rope_parameters``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, SplitFp8Layout, get_layout
+from anymla.model.config_fields import ConfigError, Fields, unsupported
+from anymla.model.config_schedule import hash_layers, layer_ratios, rope_tables
+from anymla.ops.norm_rope.rope_tables import YarnScaling
+
+__all__ = ["ConfigError", "ModelConfig", "Quantization"]
+
+MODEL_TYPE = "deepseek_v4"
+EXPERT_DTYPES = ("fp4", "fp8", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How the checkpoint says it is quantised; which tensors are is read from the files.
+
+    Attributes:
+        method: "fp8", or "modelopt" for checkpoints that NVIDIA's Model Optimizer wrote.
+        block: rows and columns of a weight block that share a scale.
+        scale_fmt: "ue8m0" or "fp32": scales of activations, and of weights unless the file differs.
+        activation_scheme: "dynamic": FP8 and FP4 linears quantise their input row by row.
+    """
+
+    method: str
+    block: tuple[int, int]
+    scale_fmt: str
+    activation_scheme: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Hyperparameters, under the names of ``config.json``.
+
+    Attributes that differ from the file:
+        compress_ratios: one per backbone layer, then one per MTP layer; 0 means window only.
+        yarn: scaling of the rotary table of layers that compress, or None.
+        eos_token_ids: every id that ends a text.
+        quantization: None for an unquantised checkpoint.
+        expert_dtype: "fp4", "fp8", "bf16", or None where the file does not say.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_nextn_predict_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    rope_theta: float
+    compress_rope_theta: float
+    yarn: YarnScaling | None
+    max_position_embeddings: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    num_hash_layers: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    rms_norm_eps: float
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    tie_word_embeddings: bool
+    quantization: Quantization | None
+    expert_dtype: str | None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first id that ends a text."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    @property
+    def backbone_ratios(self) -> tuple[int, ...]:
+        """Compress ratios of the backbone layers."""
+        return self.compress_ratios[: self.num_hidden_layers]
+
+    def without_mtp(self) -> ModelConfig:
+        """The same model without its draft layers."""
+        return dataclasses.replace(
+            self, num_nextn_predict_layers=0, compress_ratios=self.backbone_ratios
+        )
+
+    @classmethod
+    def from_dir(cls, directory: str | Path) -> ModelConfig:
+        """Read ``config.json`` of a checkpoint directory.
+
+        Raises:
+            ConfigError: no such directory or file, not JSON, or as ``from_dict``.
+        """
+        path = Path(directory) / "config.json"
+        if not Path(directory).is_dir():
+            raise ConfigError(f"{directory}: no such directory")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{directory}: not a checkpoint, it has no config.json") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: must hold a JSON object")
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Read a configuration in either spelling.
+
+        Nothing that changes the mathematics is guessed: such a field is required.
+
+        Raises:
+            ConfigError: a field is missing, of the wrong type, contradicts another, or has a value
+                that is not supported; the message names it.
+        """
+        fields = Fields(values)
+        _require_family(fields)
+        layers = fields.integer("num_hidden_layers", minimum=1)
+        mtp = fields.integer("num_nextn_predict_layers", 0)
+        head_dim = fields.integer("head_dim", minimum=1)
+        rope_dim = _rope_dim(fields, head_dim)
+        ratios = layer_ratios(fields, layers, mtp)
+        tables = rope_tables(fields, rope_dim / head_dim, compresses=any(ratios))
+        config = cls(
+            vocab_size=fields.integer("vocab_size", minimum=1),
+            hidden_size=fields.integer("hidden_size", minimum=1),
+            num_hidden_layers=layers,
+            num_nextn_predict_layers=mtp,
+            num_attention_heads=fields.integer("num_attention_heads", minimum=1),
+            head_dim=head_dim,
+            qk_rope_head_dim=rope_dim,
+            q_lora_rank=fields.integer("q_lora_rank", minimum=1),
+            o_groups=fields.integer("o_groups", minimum=1),
+            o_lora_rank=fields.integer("o_lora_rank", minimum=1),
+            sliding_window=fields.integer("sliding_window", minimum=1),
+            compress_ratios=ratios,
+            index_n_heads=fields.integer("index_n_heads", minimum=1),
+            index_head_dim=fields.integer("index_head_dim", minimum=1),
+            index_topk=fields.integer("index_topk", minimum=1),
+            rope_theta=tables.theta,
+            compress_rope_theta=tables.compress_theta,
+            yarn=tables.yarn,
+            max_position_embeddings=fields.integer("max_position_embeddings", minimum=1),
+            hc_mult=fields.integer("hc_mult", minimum=1),
+            hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", minimum=1),
+            hc_eps=fields.number("hc_eps"),
+            n_routed_experts=fields.integer("n_routed_experts", minimum=1),
+            n_shared_experts=fields.integer("n_shared_experts", minimum=1),
+            num_experts_per_tok=fields.integer("num_experts_per_tok", minimum=1),
+            moe_intermediate_size=fields.integer("moe_intermediate_size", minimum=1),
+            num_hash_layers=hash_layers(fields, layers),
+            routed_scaling_factor=fields.number("routed_scaling_factor"),
+            swiglu_limit=fields.number("swiglu_limit"),
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            bos_token_id=fields.integer("bos_token_id") if fields.has("bos_token_id") else None,
+            eos_token_ids=_eos(fields),
+            tie_word_embeddings=bool(values.get("tie_word_embeddings")),
+            quantization=_quantization(fields),
+            expert_dtype=_expert_dtype(fields),
+        )
+        _require_consistent(config)
+        return config
+
+
+def _require_family(fields: Fields) -> None:
+    """Check everything that must have one value for this code to be the right one."""
+    if fields.values.get("model_type") != MODEL_TYPE:
+        raise unsupported("model_type", fields.values.get("model_type"), repr(MODEL_TYPE))
+    main, index = get_layout(MAIN_FP8), get_layout(INDEX_FP8)
+    fields.only("head_dim", main.channels)
+    fields.only("index_head_dim", index.channels)
+    fields.only("num_key_value_heads", 1)
+    fields.only("n_shared_experts", 1)
+    fields.only("hidden_act", "silu")
+    fields.only("scoring_func", "sqrtsoftplus")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("norm_topk_prob", True)
+    fields.only("attention_bias", False)
+    fields.only("mlp_bias", False)
+    fields.only("tie_word_embeddings", True, False)
+
+
+def _rope_dim(fields: Fields, head_dim: int) -> int:
+    """Rotated channels of a head, from ``qk_rope_head_dim`` or ``partial_rotary_factor``."""
+    if not fields.has("qk_rope_head_dim") and not fields.has("partial_rotary_factor"):
+        raise ConfigError("config: qk_rope_head_dim is missing")
+    main = get_layout(MAIN_FP8)
+    assert isinstance(main, SplitFp8Layout)
+    rope_dim = main.channels - main.nope
+    fields.only("qk_rope_head_dim", rope_dim)
+    fields.only("partial_rotary_factor", rope_dim / head_dim)
+    fields.only("qk_nope_head_dim", head_dim - rope_dim)
+    fields.only("v_head_dim", head_dim)
+    return rope_dim
+
+
+def _eos(fields: Fields) -> tuple[int, ...]:
+    if not fields.has("eos_token_id"):
+        return ()
+    if isinstance(fields.values["eos_token_id"], list | tuple):
+        return fields.integers("eos_token_id")
+    return (fields.integer("eos_token_id"),)
+
+
+def _quantization(fields: Fields) -> Quantization | None:
+    if not fields.has("quantization_config"):
+        return None
+    quantization = fields.section("quantization_config")
+    method = quantization.string("quant_method", ("fp8", "modelopt"))
+    if method is None:
+        raise ConfigError("config: quantization_config.quant_method is missing")
+    quantization.only("fmt", "e4m3")
+    quantization.only("activation_scheme", "dynamic")
+    quantization.only("weight_block_size", [FP8_BLOCK, FP8_BLOCK])
+    scale_fmt = quantization.string("scale_fmt", ("ue8m0", "fp32", "float32"))
+    return Quantization(
+        method=method,
+        block=(FP8_BLOCK, FP8_BLOCK),
+        scale_fmt="ue8m0" if scale_fmt == "ue8m0" else "fp32",
+        activation_scheme="dynamic",
+    )
+
+
+def _expert_dtype(fields: Fields) -> str | None:
+    """DeepSeek writes it beside, transformers inside ``quantization_config``."""
+    outer = fields.string("expert_dtype", EXPERT_DTYPES)
+    inner = fields.section("quantization_config").string("expert_dtype", EXPERT_DTYPES)
+    if outer and inner and outer != inner:
+        raise ConfigError(
+            f"config: expert_dtype is {outer!r}, but quantization_config.expert_dtype is {inner!r}"
+        )
+    return outer or inner
+
+
+def _require_consistent(config: ModelConfig) -> None:
+    heads, groups = config.num_attention_heads, config.o_groups
+    if heads % groups:
+        raise unsupported("o_groups", groups, f"a divisor of num_attention_heads = {heads}")
+    if config.num_experts_per_tok > config.n_routed_experts:
+        raise unsupported(
+            "num_experts_per_tok",
+            config.num_experts_per_tok,
+            f"at most n_routed_experts = {config.n_routed_experts}",
+        )
+    for name, ids in (
+        ("bos_token_id", () if config.bos_token_id is None else (config.bos_token_id,)),
+        ("eos_token_id", config.eos_token_ids),
+    ):
+        for token in ids:
+            if token >= config.vocab_size:
+                raise unsupported(name, token, f"below vocab_size = {config.vocab_size}")
