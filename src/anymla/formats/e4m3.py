@@ -67,7 +67,7 @@ def encode_e4m3fnuz(x: Tensor) -> Tensor:
     clamped = _round_to_float32_odd(x.clamp(-E4M3FNUZ_MAX, E4M3FNUZ_MAX)).float()
     magnitude = clamped.abs()
     # A code step is 2^(exponent - 3); below the smallest normal, 2^-7, steps stay at 2^-10.
-    exponent = torch.frexp(magnitude).exponent.clamp(min=-6) - 1
+    exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent, -6).clamp(min=-6) - 1
     steps = torch.round(torch.ldexp(magnitude, 3 - exponent)).to(torch.int32)
     # Codes are consecutive in steps within and across binades, subnormals included.
     codes = steps + (exponent + 7) * 8

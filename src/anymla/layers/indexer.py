@@ -153,11 +153,11 @@ def score_spans(
             yield ScoreSpan(token, request, requests, tokens)
             request += requests
             token += requests * tokens
-    for request in range(request, len(query_lens)):
-        end = token + query_lens[request]
+    for single in range(request, len(query_lens)):
+        end = token + query_lens[single]
         while token < end:
             tokens = min(most_rows, end - token)
-            yield ScoreSpan(token, request, 1, tokens)
+            yield ScoreSpan(token, single, 1, tokens)
             token += tokens
 
 

@@ -29,9 +29,7 @@ class Router:
     bias: Tensor | None = None
     token_experts: Tensor | None = None
 
-    def __call__(
-        self, x: Tensor, token_ids: Tensor, backend: str | None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, token_ids: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
         """Expert ids int32 [T, k] and weights float32 [T, k]."""
         if self.token_experts is not None:
             ids, weights = route_hash(
