@@ -1,0 +1,237 @@
+"""From a checkpoint's tensors to modules: the one place that knows both kinds of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from anymla.layers.attention import AttentionLayer, OutputProjection
+from anymla.layers.compressor import Compressor, merge_kv_gate
+from anymla.layers.decoder import DecoderLayer
+from anymla.layers.hyper_connection import (
+    HyperConnection,
+    HyperConnectionHead,
+    HyperConnectionOptions,
+)
+from anymla.layers.indexer import Indexer
+from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.moe import ExpertWeights, MixtureOfExperts, Router, SharedExpert
+from anymla.layers.mtp import DraftLayer
+from anymla.layers.rope_table import RopeTable
+from anymla.layers.spec import LayerSpec
+from anymla.model.config import ModelConfig
+from anymla.model.layer_specs import layer_specs
+from anymla.model.transformer import Transformer
+
+ReadTensor = Callable[[str], Tensor]
+ReadLinear = Callable[[str], PackedWeight]
+
+
+class Builder:
+    """Builds the network from two readers, so that it does not care where weights come from.
+
+    Attributes:
+        read: a tensor by its checkpoint name, on the target device.
+        read_linear: a linear layer's weight by its prefix, on the target device.
+        dtype: dtype of the activations. Plain weights are kept in it; quantised ones as stored.
+        quantize_activations: as the checkpoint asks, and only in reduced precision.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: ReadTensor,
+        read_linear: ReadLinear,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str | None,
+    ) -> None:
+        self.config = config
+        self.read = read
+        self.read_linear = read_linear
+        self.dtype = dtype
+        self.device = device
+        self.backend = backend
+        scheme = config.quantization.activation_scheme if config.quantization else None
+        self.quantize_activations = scheme == "dynamic" and dtype != torch.float32
+        self.options = HyperConnectionOptions(
+            config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+        )
+        rope_dim = config.qk_rope_head_dim
+        self.plain_rope = RopeTable(rope_dim, config.rope_theta, None, device)
+        self.compressed_rope = RopeTable(rope_dim, config.compress_rope_theta, config.yarn, device)
+
+    def transformer(self) -> Transformer:
+        """The whole network."""
+        config = self.config
+        specs = layer_specs(config)
+        return Transformer(
+            config=config,
+            layer_specs=specs,
+            dtype=self.dtype,
+            embedding=self.read("embed.weight").to(self.dtype),
+            layers=[
+                self.decoder(f"layers.{spec.index}.", spec)
+                for spec in specs
+                if spec.role == "backbone"
+            ],
+            head=self.head("", "norm.weight"),
+            lm_head=self.read("head.weight").float(),
+            drafts=[
+                self.draft(f"mtp.{spec.index - config.num_hidden_layers}.", spec)
+                for spec in specs
+                if spec.role == "mtp"
+            ],
+            backend=self.backend,
+        )
+
+    def decoder(self, prefix: str, spec: LayerSpec) -> DecoderLayer:
+        """One decoder layer."""
+        return DecoderLayer(
+            attention_site=self.site(prefix, "attn"),
+            attention=self.attention(prefix + "attn.", spec),
+            ffn_site=self.site(prefix, "ffn"),
+            ffn=self.experts(prefix + "ffn.", spec),
+        )
+
+    def draft(self, prefix: str, spec: LayerSpec) -> DraftLayer:
+        """One MTP layer."""
+        return DraftLayer(
+            e_proj=self.linear(prefix + "e_proj"),
+            h_proj=self.linear(prefix + "h_proj"),
+            e_norm=self.float32(prefix + "enorm.weight"),
+            h_norm=self.float32(prefix + "hnorm.weight"),
+            block=self.decoder(prefix, spec),
+            head=self.head(prefix, prefix + "norm.weight"),
+            eps=self.config.rms_norm_eps,
+            backend=self.backend,
+        )
+
+    def attention(self, prefix: str, spec: LayerSpec) -> AttentionLayer:
+        """Attention of one layer."""
+        rope = self.compressed_rope if spec.ratio else self.plain_rope
+        return AttentionLayer(
+            spec=spec,
+            wq_a=self.linear(prefix + "wq_a"),
+            wq_b=self.linear(prefix + "wq_b"),
+            wkv=self.linear(prefix + "wkv"),
+            q_norm=self.float32(prefix + "q_norm.weight"),
+            kv_norm=self.float32(prefix + "kv_norm.weight"),
+            sink=self.float32(prefix + "attn_sink"),
+            compressor=self.compressor(prefix + "compressor.", spec, rope) if spec.ratio else None,
+            indexer=self.indexer(prefix + "indexer.", spec, rope) if spec.selects else None,
+            output=OutputProjection(
+                wo_a=self.weight(prefix + "wo_a"),
+                wo_b=self.linear(prefix + "wo_b"),
+                groups=self.config.o_groups,
+                backend=self.backend,
+            ),
+            rope=rope,
+            eps=self.config.rms_norm_eps,
+            backend=self.backend,
+        )
+
+    def compressor(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Compressor:
+        """The main compressor, or the one inside an indexer."""
+        return Compressor(
+            kv_gate=merge_kv_gate(
+                self.read(prefix + "wkv.weight"), self.read(prefix + "wgate.weight")
+            ),
+            ape=self.float32(prefix + "ape"),
+            norm=self.float32(prefix + "norm.weight"),
+            eps=self.config.rms_norm_eps,
+            rope=rope,
+            overlap=spec.overlap,
+            backend=self.backend,
+        )
+
+    def indexer(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Indexer:
+        """The lightning indexer."""
+        return Indexer(
+            wq_b=self.linear(prefix + "wq_b"),
+            weights_proj=self.linear(prefix + "weights_proj"),
+            compressor=self.compressor(prefix + "compressor.", spec, rope),
+            heads=self.config.index_n_heads,
+            width=spec.selection_width,
+            rope=rope,
+            quantize_q=self.dtype != torch.float32,
+            backend=self.backend,
+        )
+
+    def site(self, prefix: str, kind: str) -> HyperConnection:
+        """The hyper-connection around a sub-layer, with its norm."""
+        return HyperConnection(
+            fn=self.float32(f"{prefix}hc_{kind}_fn"),
+            base=self.float32(f"{prefix}hc_{kind}_base"),
+            scale=self.float32(f"{prefix}hc_{kind}_scale"),
+            norm=self.float32(f"{prefix}{kind}_norm.weight"),
+            options=self.options,
+            backend=self.backend,
+        )
+
+    def head(self, prefix: str, norm: str) -> HyperConnectionHead:
+        """The collapse of the streams in front of the lm head."""
+        return HyperConnectionHead(
+            fn=self.float32(prefix + "hc_head_fn"),
+            base=self.float32(prefix + "hc_head_base"),
+            scale=self.float32(prefix + "hc_head_scale"),
+            norm=self.float32(norm),
+            options=self.options,
+            backend=self.backend,
+        )
+
+    def experts(self, prefix: str, spec: LayerSpec) -> MixtureOfExperts:
+        """The mixture of experts; the first layers route by token id."""
+        config = self.config
+        hashed = spec.index < config.num_hash_layers
+        router = Router(
+            gate=self.float32(prefix + "gate.weight"),
+            scale=config.routed_scaling_factor,
+            experts_per_token=config.num_experts_per_tok,
+            bias=None if hashed else self.float32(prefix + "gate.bias"),
+            token_experts=self.read(prefix + "gate.tid2eid") if hashed else None,
+        )
+        names = [f"{prefix}experts.{expert}." for expert in range(config.n_routed_experts)]
+        return MixtureOfExperts(
+            index=spec.index,
+            router=router,
+            w1=ExpertWeights.of([self.weight(name + "w1") for name in names]),
+            w2=ExpertWeights.of([self.weight(name + "w2") for name in names]),
+            w3=ExpertWeights.of([self.weight(name + "w3") for name in names]),
+            shared=self.shared_expert(prefix + "shared_experts."),
+            limit=config.swiglu_limit,
+            quantize_activations=self.quantize_activations,
+            backend=self.backend,
+        )
+
+    def shared_expert(self, prefix: str) -> SharedExpert | None:
+        """The shared expert, if the model has one."""
+        if not self.config.n_shared_experts:
+            return None
+        return SharedExpert(
+            w1=self.linear(prefix + "w1"),
+            w2=self.linear(prefix + "w2"),
+            w3=self.linear(prefix + "w3"),
+            limit=self.config.swiglu_limit,
+            backend=self.backend,
+        )
+
+    def linear(self, name: str) -> Linear:
+        """A linear layer; formats with quantised activations quantise them as asked."""
+        packed = self.weight(name)
+        quantize = self.quantize_activations and packed.kind in ("fp8", "mxfp4")
+        return Linear(packed, quantize_activations=quantize, backend=self.backend)
+
+    def weight(self, name: str) -> PackedWeight:
+        """A linear weight; plain ones in the activations' dtype."""
+        packed = self.read_linear(name)
+        if packed.kind == "plain":
+            return PackedWeight("plain", packed.weight.to(self.dtype))
+        return packed
+
+    def float32(self, name: str) -> Tensor:
+        """A small tensor that the mathematics uses in float32."""
+        return self.read(name).float()

@@ -1,0 +1,116 @@
+"""The whole network: embedding, decoder layers, head, and the draft layers behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from anymla.layers.caches import LayerCache
+from anymla.layers.decoder import DecoderLayer
+from anymla.layers.hyper_connection import HyperConnectionHead
+from anymla.layers.mtp import DraftLayer
+from anymla.layers.spec import LayerSpec
+from anymla.layers.step import Step
+from anymla.model.config import ModelConfig
+from anymla.ops.linear import linear
+
+
+class Transformer(nn.Module):
+    """DeepSeek-V4.
+
+    Attributes:
+        config: the checkpoint's configuration.
+        layer_specs: one spec a layer, backbone first, then draft layers.
+        dtype: dtype of the activations.
+        embedding: [vocab, hidden].
+        layers: the backbone.
+        head: collapses the streams after the last layer.
+        lm_head: float32 [vocab, hidden].
+        drafts: MTP layers; may be empty.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        layer_specs: tuple[LayerSpec, ...],
+        dtype: torch.dtype,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        head: HyperConnectionHead,
+        lm_head: Tensor,
+        drafts: Sequence[DraftLayer],
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_specs = layer_specs
+        self.dtype = dtype
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+        self.lm_head = lm_head
+        self.drafts = nn.ModuleList(drafts)
+        self.backend = backend
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    @torch.no_grad()
+    def forward(self, step: Step, caches: Sequence[LayerCache]) -> Tensor:
+        """Run the backbone.
+
+        Args:
+            step: the batch.
+            caches: one a backbone layer; written.
+
+        Returns:
+            [T, N, hidden], the streams after the last layer.
+        """
+        h = self.embed(step.token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            h = layer(h, step, cache)
+        return h
+
+    @torch.no_grad()
+    def logits(self, h: Tensor) -> Tensor:
+        """Next-token logits, float32 [n, vocab], of backbone streams [n, N, hidden]."""
+        return self._logits(self.head(h))
+
+    @torch.no_grad()
+    def mtp_forward(
+        self, h: Tensor, next_ids: Tensor, step: Step, cache: LayerCache, draft: int = 0
+    ) -> Tensor:
+        """Run a draft layer.
+
+        Args:
+            h: [T, N, hidden], backbone streams, or this layer's own output for a further draft.
+            next_ids: int64 [T], the token that follows each position.
+            step: the batch at the positions of ``h``.
+            cache: the draft layer's caches; written.
+            draft: which draft layer.
+
+        Returns:
+            [T, N, hidden], to be read by ``mtp_logits``.
+        """
+        out: Tensor = self.drafts[draft](h, self.embed(next_ids), step, cache)
+        return out
+
+    @torch.no_grad()
+    def mtp_logits(self, h: Tensor, draft: int = 0) -> Tensor:
+        """Logits, float32 [n, vocab], of a draft layer's streams [n, N, hidden]."""
+        layer = self.drafts[draft]
+        assert isinstance(layer, DraftLayer)
+        return self._logits(layer.head(h))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings [T, hidden] of int64 ids [T], in the activations' dtype."""
+        return self.embedding[token_ids].to(self.dtype)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        out: Tensor = linear(x.float(), self.lm_head, backend=self.backend)
+        return out
