@@ -1,0 +1,46 @@
+# `make demo` and `make test` set everything up by themselves, in .venv, and can be repeated.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint types imports check bench clean
+
+help:
+	@echo "make demo    run DeepSeek-V4 end to end on a tiny checkpoint, checked against float64"
+	@echo "make test    run the CPU test suite"
+	@echo "make check   lint, types and import contracts"
+	@echo "make bench   CPU benchmarks (several minutes)"
+	@echo "make clean   remove .venv and the demo's output"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "anymla needs Python 3.11 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/anymla demo --output demo-output README.md docs/*.md
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+check: lint types imports
+
+bench: $(READY)
+	$(BIN)/anymla bench cpu --json benchmarks/results/cpu.jsonl
+
+clean:
+	rm -rf $(VENV) demo-output
