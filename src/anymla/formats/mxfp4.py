@@ -9,7 +9,7 @@ from anymla.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_nibbles
 from anymla.formats.ue8m0 import decode_ue8m0, encode_ue8m0, scale_exponent
 
 MXFP4_BLOCK = 32
-_AMAX_FLOOR = 6 * 2.0**-126
+MXFP4_AMAX_FLOOR = 6 * 2.0**-126
 
 
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"quantize_mxfp4: last dim must be a multiple of 32, got {x.shape[-1]}")
     blocks = x.unflatten(-1, (-1, MXFP4_BLOCK))
     amax = blocks.abs().amax(-1)
-    exponent = scale_exponent(amax, E2M1_MAX, _AMAX_FLOOR).clamp(-127, 127)
+    exponent = scale_exponent(amax, E2M1_MAX, MXFP4_AMAX_FLOOR).clamp(-127, 127)
     wide = blocks if x.dtype == torch.float64 else blocks.float()
     codes = encode_e2m1(torch.ldexp(wide, -exponent.unsqueeze(-1)))
     return pack_nibbles(codes.flatten(-2)), encode_ue8m0(exponent)

@@ -1,0 +1,67 @@
+"""Storing and reading cache rows one at a time, through the codecs of ``formats``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import PageLayout, get_layout, pages_of
+
+
+def quantize_and_insert_k_cache(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str
+) -> None:
+    """See ``interface.quantize_and_insert_k_cache``."""
+    row_layout, cache = get_layout(layout), pages_of(k_cache)
+    pages, entries = cache.shape[:2]
+    data_plane, scale_plane = row_layout.planes(cache)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if not 0 <= slot < pages * entries:
+            continue
+        page, offset = divmod(slot, entries)
+        data, scales = row_layout.encode(k[token : token + 1])
+        data_plane[page, offset] = data[0]
+        if scale_plane is not None and scales is not None:
+            scale_plane[page, offset] = scales[0]
+
+
+def dequantize_and_gather_k_cache(
+    out: Tensor,
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    *,
+    offset: int = 0,
+    layout: str,
+) -> None:
+    """See ``interface.dequantize_and_gather_k_cache``."""
+    row_layout, cache = get_layout(layout), pages_of(k_cache)
+    entries = cache.shape[1]
+    lengths = seq_lens if gather_lens is None else gather_lens
+    for request, (stop, length) in enumerate(zip(seq_lens.tolist(), lengths.tolist(), strict=True)):
+        for row in range(min(length, out.shape[1] - offset)):
+            position = stop - length + row
+            slot = -1
+            if 0 <= position < block_table.shape[1] * entries:
+                page = int(block_table[request, position // entries])
+                slot = page * entries + position % entries if page >= 0 else -1
+            out[request, offset + row] = _row(row_layout, cache, slot, out.dtype)
+
+
+def dequant_gather_slots(out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str) -> None:
+    """See ``interface.dequant_gather_slots``."""
+    row_layout, cache = get_layout(layout), pages_of(k_cache)
+    for row, slot in enumerate(indices.tolist()):
+        out[row] = _row(row_layout, cache, slot, out.dtype)
+
+
+def _row(layout: PageLayout, cache: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
+    """Decoded row [channels] of one slot; zeros outside the cache."""
+    pages, entries = cache.shape[:2]
+    if not 0 <= slot < pages * entries:
+        return torch.zeros(layout.channels, dtype=dtype, device=cache.device)
+    page, offset = divmod(slot, entries)
+    data_plane, scale_plane = layout.planes(cache)
+    scales = None if scale_plane is None else scale_plane[page, offset].unsqueeze(0)
+    return layout.decode(data_plane[page, offset].unsqueeze(0), scales, dtype)[0]

@@ -1,0 +1,63 @@
+"""Gather cache rows and decode them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import pages_of
+from anymla.ops import _host
+from anymla.ops.kv_cache.torch_pages import read_rows
+
+
+def dequant_gather_slots(out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str) -> None:
+    """See ``interface.dequant_gather_slots``."""
+    read_rows(k_cache, indices, layout, out)
+
+
+def dequantize_and_gather_k_cache(
+    out: Tensor,
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    *,
+    offset: int = 0,
+    layout: str,
+) -> None:
+    """See ``interface.dequantize_and_gather_k_cache``."""
+    entries = pages_of(k_cache).shape[1]
+    lengths = seq_lens if gather_lens is None else gather_lens
+    room = max(0, out.shape[1] - offset)
+    if not room or not out.shape[0]:
+        return
+    if _host.on_host(out):
+        for request, (stop, length) in enumerate(
+            zip(seq_lens.tolist(), lengths.tolist(), strict=True)
+        ):
+            if length > 0:
+                count = min(length, room)
+                positions = torch.arange(stop - length, stop - length + count)
+                slots = _slots(positions, block_table[request], entries)
+                read_rows(k_cache, slots, layout, out[request, offset : offset + count])
+        return
+    row = torch.arange(room, device=out.device)
+    positions = (seq_lens.long() - lengths.long()).unsqueeze(1) + row
+    slots = _slots(positions, block_table, entries)
+    rows = torch.empty((slots.numel(), out.shape[2]), dtype=out.dtype, device=out.device)
+    read_rows(k_cache, slots.flatten(), layout, rows)
+    target = out[:, offset:]
+    wanted = (row < lengths.unsqueeze(1)).unsqueeze(2)
+    target.copy_(torch.where(wanted, rows.view(target.shape), target))
+
+
+def _slots(positions: Tensor, block_table: Tensor, entries: int) -> Tensor:
+    """Slots of positions [..., n] through tables [..., P]; -1 where there is no page."""
+    columns = block_table.shape[-1]
+    if not columns:
+        return torch.full_like(positions, -1)
+    column = torch.div(positions, entries, rounding_mode="floor")
+    page = block_table.long().gather(-1, column.clamp(0, columns - 1))
+    slots = page * entries + positions - column * entries
+    known = (page >= 0) & (column >= 0) & (column < columns)
+    return torch.where(known, slots, -1)

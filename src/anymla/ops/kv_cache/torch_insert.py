@@ -1,0 +1,14 @@
+"""Quantise rows and store them in a cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from anymla.ops.kv_cache.torch_pages import write_rows
+
+
+def quantize_and_insert_k_cache(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str
+) -> None:
+    """See ``interface.quantize_and_insert_k_cache``."""
+    write_rows(k_cache, slot_mapping, k[: slot_mapping.shape[0]], layout)

@@ -1,0 +1,183 @@
+"""Contracts of the norms and of the rotary positions."""
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, check, operation, require
+from anymla.ops.kv_cache.checks import check_cache
+from anymla.ops.norm_rope import reference, torch_insert, torch_norm, torch_rope
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@operation(outputs=lambda x, weight, eps: (_like(x),))
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise rows by their root mean square: ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Args:
+        x: [..., D] floating point, any strides.
+        weight: [D] floating point.
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] of x's dtype, contiguous. Statistics and products in float32 (float64 for float64
+        x), rounded once.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+
+    Source: DeepSeek-V4 reference, inference/model.py (RMSNorm).
+    """
+    _check_rows("rms_norm", x, weight)
+
+
+@operation(outputs=lambda x, positions, cos_sin_cache, inverse: (_like(x),))
+def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate the last channels of every head by the token's position.
+
+    Channels (2i, 2i+1) of the last R are one pair, turned by the angle of table column i:
+    ``even' = even cos - odd sin``, ``odd' = odd cos + even sin``; the other channels pass.
+
+    Args:
+        x: [T, H, D] floating point, any strides. D even.
+        positions: [T] int64. Read clamped to the table, so padding tokens may hold anything.
+        cos_sin_cache: [L, R] float32 (or float64), cosines in columns 0..R/2-1, sines after them.
+            1 <= L, R even, 2 <= R <= D.
+        inverse: turn backwards (sines negated).
+
+    Returns:
+        [T, H, D] of x's dtype, contiguous; float32 products (float64 for float64 x), rounded once.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+
+    Source: DeepSeek-V4 reference, inference/model.py (apply_rotary_emb).
+    """
+    dims = check("rope", x=(x, "T H D", FLOATS), positions=(positions, "T", INT64))
+    _check_table("rope", cos_sin_cache, dims["D"], x)
+
+
+@operation(outputs=lambda qr, kv, q_weight, kv_weight, eps: (_like(qr), _like(kv)))
+def fused_q_kv_rmsnorm(
+    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Apply ``rms_norm`` to the two slices of the fused query/key-value projection.
+
+    Args:
+        qr: [T, Q] floating point; a strided view of the fused output is fine.
+        kv: [T, D] floating point; likewise.
+        q_weight: [Q] floating point.
+        kv_weight: [D] floating point.
+        eps: added to the mean squares.
+
+    Returns:
+        ([T, Q] of qr's dtype, [T, D] of kv's dtype), contiguous; rounded once each.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+
+    Source: DeepSeek-V4 reference, inference/model.py (q_norm, kv_norm).
+    """
+    check(
+        "fused_q_kv_rmsnorm",
+        qr=(qr, "T Q", FLOATS),
+        kv=(kv, "T D", FLOATS),
+        q_weight=(q_weight, "Q", FLOATS),
+        kv_weight=(kv_weight, "D", FLOATS),
+    )
+
+
+@operation(
+    mutates=("k_cache", "out"),
+    outputs=lambda q, **rest: (_like(q),),
+)
+def qnorm_rope_kv_insert(
+    q: Tensor,
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    *,
+    layout: str = MAIN_FP8,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Norm and rotate the query heads; rotate the key-value rows and store them in the cache.
+
+    ``q'[t, h] = rope(q[t, h] / sqrt(mean(q[t, h]^2) + eps), positions[t])``, without a weight;
+    ``cache[slot_mapping[n]] = encode(rope(kv[n], positions[n]))``.
+
+    Args:
+        q: [T, H, D] floating point.
+        kv: [T, D] floating point, already normed; not modified.
+        k_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride; written.
+        slot_mapping: [N] int64, N <= T, ``page * B + offset`` of the first N tokens. Slots outside
+            the cache (negative, or past its end) are skipped; valid slots are distinct.
+        positions: [T] int64. Read clamped to the table.
+        cos_sin_cache: [L, R] float32 (or float64), as in ``rope``.
+        eps: added to the mean square.
+        layout: layout id of the cache, of D channels.
+        out: [T, H, D] of q's dtype to write q' into, or None.
+
+    Returns:
+        q' [T, H, D] of q's dtype (``out`` if given). All T rows, whatever their slots. float32
+        inside (float64 for float64 input), rounded once; cache rows are rounded by the layout only.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device or layout.
+
+    Source: DeepSeek-V4 reference, inference/model.py (Attention.forward), with the query's norm
+    and rotation in float32 throughout.
+    """
+    name = "qnorm_rope_kv_insert"
+    dims = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        kv=(kv, "T D", FLOATS),
+        slot_mapping=(slot_mapping, "_", INT64),
+        positions=(positions, "T", INT64),
+        out=(out, "T H D", q.dtype),
+    )
+    inserted = slot_mapping.shape[0]
+    require(inserted <= dims["T"], name, "slot_mapping", f"at most T={dims['T']} long", inserted)
+    _check_table(name, cos_sin_cache, dims["D"], q)
+    check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=q.device)
+
+
+def _check_rows(name: str, x: Tensor, weight: Tensor) -> None:
+    leading = "_ " * (x.ndim - 1) if isinstance(x, Tensor) else ""
+    check(name, x=(x, leading + "D", FLOATS), weight=(weight, "D", FLOATS))
+
+
+def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
+    dims = check(name, cos_sin_cache=(table, "_ R", FLOAT32_UP))
+    fits = dims["R"] % 2 == 0 and 2 <= dims["R"] <= width and width % 2 == 0
+    require(
+        fits,
+        name,
+        "cos_sin_cache",
+        f"[L, R] with R even and 2 <= R <= D={width} (even)",
+        list(table.shape),
+    )
+    require(
+        len(table) > 0 or not len(like),
+        name,
+        "cos_sin_cache",
+        "[L, R] with L >= 1",
+        list(table.shape),
+    )
+    require(table.device == like.device, name, "cos_sin_cache", f"on {like.device}", table.device)
+
+
+rms_norm.register("reference", reference.rms_norm)
+rms_norm.register("torch", torch_norm.rms_norm)
+rope.register("reference", reference.rope)
+rope.register("torch", torch_rope.rope)
+fused_q_kv_rmsnorm.register("reference", reference.fused_q_kv_rmsnorm)
+fused_q_kv_rmsnorm.register("torch", torch_norm.fused_q_kv_rmsnorm)
+qnorm_rope_kv_insert.register("reference", reference.qnorm_rope_kv_insert)
+qnorm_rope_kv_insert.register("torch", torch_insert.qnorm_rope_kv_insert)

@@ -1,0 +1,48 @@
+"""Query norm and rotation, and the insertion of rotated rows, in blocks that stay in cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anymla.ops.kv_cache.torch_pages import write_rows
+from anymla.ops.norm_rope.torch_rope import rotate_, turns
+
+# Query elements in flight on the CPU: 1 MiB of float32, which a core's own cache holds.
+_BLOCK_ELEMENTS = 1 << 18
+
+
+def qnorm_rope_kv_insert(
+    q: Tensor,
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    *,
+    layout: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.qnorm_rope_kv_insert``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    by = turns(positions, cos_sin_cache, wide)
+    tokens, heads, width = q.shape
+    step = max(1, _BLOCK_ELEMENTS // max(1, heads * width)) if q.is_cpu else tokens
+    if tokens <= step:
+        turned = rotate_(F.rms_norm(q.to(wide), (width,), None, eps), by)
+        result = turned.to(q.dtype) if out is None else out.copy_(turned)
+    else:
+        result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        for start in range(0, tokens, step):
+            part = slice(start, start + step)
+            block = F.rms_norm(q[part].to(wide), (width,), None, eps)
+            result[part] = rotate_(block, by[part])
+
+    inserted = slot_mapping.shape[0]
+    kv_wide = torch.promote_types(kv.dtype, torch.float32)
+    by = by[:inserted] if kv_wide == wide else turns(positions[:inserted], cos_sin_cache, kv_wide)
+    rows = kv[:inserted].to(kv_wide, copy=True, memory_format=torch.contiguous_format)
+    write_rows(k_cache, slot_mapping, rotate_(rows, by), layout)
+    return result
