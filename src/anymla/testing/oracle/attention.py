@@ -1,0 +1,205 @@
+"""One attention layer over a whole sequence: dense blocks of scores with masks, no pages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from anymla.testing.oracle.blocks import rms_norm
+from anymla.testing.oracle.config import OracleConfig
+from anymla.testing.oracle.rope import frequencies, rotate
+from anymla.testing.oracle.rounding import hadamard
+from anymla.testing.oracle.row_formats import ROW_FORMATS
+from anymla.testing.oracle.selection import best
+from anymla.testing.oracle.weights import Weights
+
+_BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRounding:
+    """How computed rows are rounded when no recorded ones take their place.
+
+    Attributes:
+        main: layout id for window rows and entries; None keeps them exact.
+        index: layout id for index keys; None keeps them exact.
+    """
+
+    main: str | None = None
+    index: str | None = None
+
+
+@dataclasses.dataclass
+class LayerRows:
+    """What a layer writes to its caches, exact: window [T, D], compressed [E, D], index [E, Di]."""
+
+    window: Tensor
+    compressed: Tensor | None = None
+    index: Tensor | None = None
+
+    def rounded(self, rounding: RowRounding) -> LayerRows:
+        """The rows as they read back from a cache."""
+
+        def store(rows: Tensor | None, layout_id: str | None) -> Tensor | None:
+            if rows is None or layout_id is None:
+                return rows
+            return ROW_FORMATS[layout_id].round(rows)
+
+        window = store(self.window, rounding.main)
+        assert window is not None
+        index = self.index
+        if index is not None and rounding.index == "v4_index_mxfp4":
+            index = hadamard(index)
+        return LayerRows(
+            window, store(self.compressed, rounding.main), store(index, rounding.index)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexQueries:
+    """What scores the index keys: q [T, H, Di] and weights [T, H]."""
+
+    q: Tensor
+    weights: Tensor
+
+    def scores(self, tokens: slice, keys: Tensor) -> Tensor:
+        """sum_h weight * relu(q_h . key) for a block of tokens: [n, E]."""
+        dots = (self.q[tokens].flatten(0, 1) @ keys.T).clamp_(min=0)
+        dots = dots.unflatten(0, (-1, self.q.shape[1]))
+        return torch.einsum("nhe,nh->ne", dots, self.weights[tokens])
+
+    def magnitudes(self, keys: Tensor) -> Tensor:
+        """sum_h |weight| |q_h|, times the largest |key|: [T]. Errors of scores scale with it."""
+        heads = (self.weights.abs() * self.q.norm(dim=-1)).sum(1)
+        return heads * (keys.norm(dim=-1).max() if len(keys) else 0.0)
+
+
+class AttentionOracle:
+    """Attention of layer ``index``, from the weights under ``prefix``."""
+
+    def __init__(self, config: OracleConfig, weights: Weights, index: int, prefix: str) -> None:
+        self.config = config
+        self.weights = weights
+        self.prefix = prefix
+        self.ratio = config.ratios[index]
+        self.selects = f"{prefix}.indexer.wq_b.weight" in weights
+        self.inv_freq = frequencies(config, compressed=self.ratio > 0)
+
+    def queries(self, x: Tensor, positions: Tensor) -> tuple[Tensor, IndexQueries | None]:
+        """Main queries [T, H, D] and those of the indexer."""
+        config, eps = self.config, self.config.norm_eps
+        latent = rms_norm(self._project(x, "wq_a"), self._tensor("q_norm.weight"), eps)
+        q = self._project(latent, "wq_b").unflatten(1, (config.heads, config.head_dim))
+        q = rotate(rms_norm(q, None, eps), positions, self.inv_freq)
+        if not self.selects:
+            return q, None
+        index_q = self._project(latent, "indexer.wq_b")
+        index_q = index_q.unflatten(1, (config.index_heads, config.index_dim))
+        weights = self._project(x, "indexer.weights_proj")
+        weights = weights * config.index_dim**-0.5 * config.index_heads**-0.5
+        return q, IndexQueries(rotate(index_q, positions, self.inv_freq), weights)
+
+    def rows(self, x: Tensor, positions: Tensor) -> LayerRows:
+        """What the layer writes to its caches for the whole sequence."""
+        kv = rms_norm(self._project(x, "wkv"), self._tensor("kv_norm.weight"), self.config.norm_eps)
+        rows = LayerRows(rotate(kv, positions, self.inv_freq))
+        if self.ratio:
+            rows.compressed = self._compress(x, "compressor")
+        if self.selects:
+            rows.index = self._compress(x, "indexer.compressor")
+        return rows
+
+    def _compress(self, x: Tensor, name: str) -> Tensor:
+        """Entries [T // r, D]: softmax over each window's rows, channel by channel."""
+        ratio, norm = self.ratio, self._tensor(f"{name}.norm.weight")
+        count, dim = len(x) // ratio, len(norm)
+        x = x[: count * ratio]
+        kv = self._project(x, f"{name}.wkv").unflatten(0, (count, ratio))
+        score = self._project(x, f"{name}.wgate").unflatten(0, (count, ratio))
+        score = score + self._tensor(f"{name}.ape")
+        if kv.shape[-1] == 2 * dim:
+            # The first half of the channels belongs to the next window's entry.
+            kv = torch.cat((_shifted(kv[..., :dim], 0.0), kv[..., dim:]), 1)
+            score = torch.cat((_shifted(score[..., :dim], -torch.inf), score[..., dim:]), 1)
+        pooled = (score.softmax(1) * kv).sum(1)
+        normed = rms_norm(pooled, norm, self.config.norm_eps)
+        return rotate(normed, torch.arange(count) * ratio, self.inv_freq)
+
+    def visible(self, tokens: slice, entries: int) -> Tensor:
+        """Which entries each token of a block may see: bool [n, E]."""
+        positions = torch.arange(tokens.start, tokens.stop).unsqueeze(1)
+        return torch.arange(entries) < (positions + 1) // self.ratio
+
+    def select(self, index: IndexQueries, keys: Tensor, tokens: slice) -> Tensor:
+        """The oracle's own selection for a block of tokens: [n, K], -1 where fewer are visible."""
+        scores = index.scores(tokens, keys)
+        return best(scores, self.visible(tokens, len(keys)), self.config.index_topk)
+
+    def attend(self, q: Tensor, rows: LayerRows, chosen: Tensor | None) -> Tensor:
+        """Attend every token to its window and its entries, and to the sink: [T, H, D].
+
+        Args:
+            q: [T, H, D].
+            rows: cache rows as they are read.
+            chosen: [T, K] entries, -1 for none, or None for all that are visible.
+        """
+        window = self.config.window
+        sink = self._tensor("attn_sink")
+        out = torch.empty_like(q)
+        entries = rows.compressed if rows.compressed is not None else rows.window[:0]
+        for tokens in spans(len(q)):
+            first = max(0, tokens.start - window + 1)
+            distance = torch.arange(tokens.start, tokens.stop).unsqueeze(1)
+            distance = distance - torch.arange(first, tokens.stop)
+            mask = (distance >= 0) & (distance < window)
+            keys = rows.window[first : tokens.stop]
+            if len(entries):
+                count = tokens.stop // self.ratio
+                seen = self.visible(tokens, count)
+                if chosen is not None:
+                    seen &= membership(chosen[tokens], count)
+                mask = torch.cat((mask, seen), 1)
+                keys = torch.cat((keys, entries[:count]))
+            scores = (q[tokens].flatten(0, 1) @ keys.T).unflatten(0, (-1, q.shape[1]))
+            scores = scores * self.config.head_dim**-0.5
+            scores = scores.masked_fill_(~mask.unsqueeze(1), -torch.inf)
+            largest = scores.amax(-1, keepdim=True)
+            weight = scores.sub_(largest).exp_()
+            total = weight.sum(-1, keepdim=True) + (sink.view(-1, 1) - largest).exp()
+            mixed = weight.flatten(0, 1) @ keys
+            out[tokens] = mixed.unflatten(0, (-1, q.shape[1])) / total
+        return out
+
+    def output(self, out: Tensor, positions: Tensor) -> Tensor:
+        """Inverse rotation, grouped projection and output projection: [T, H, D] -> [T, hidden]."""
+        out = rotate(out, positions, self.inv_freq, inverse=True)
+        grouped = out.flatten(1).unflatten(1, (self.config.groups, -1))
+        wo_a = self.weights.linear(f"{self.prefix}.wo_a").unflatten(0, (self.config.groups, -1))
+        return self._project(torch.einsum("tgd,grd->tgr", grouped, wo_a).flatten(1), "wo_b")
+
+    def _project(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.weights.linear(f"{self.prefix}.{name}").T
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.weights[f"{self.prefix}.{name}"]
+
+
+def spans(n: int) -> Iterator[slice]:
+    """Blocks of tokens 0 .. n-1."""
+    for start in range(0, n, _BLOCK):
+        yield slice(start, min(start + _BLOCK, n))
+
+
+def membership(chosen: Tensor, count: int) -> Tensor:
+    """Bool [n, count], which of 0 .. count-1 stand in each row of ``chosen`` [n, K]."""
+    member = torch.zeros(len(chosen), count + 1, dtype=torch.bool)
+    inside = (chosen >= 0) & (chosen < count)
+    return member.scatter_(1, torch.where(inside, chosen, count), True)[:, :count]
+
+
+def _shifted(x: Tensor, fill: float) -> Tensor:
+    """Each window's rows one window later; the first window gets ``fill``."""
+    return torch.cat((torch.full_like(x[:1], fill), x[:-1]))

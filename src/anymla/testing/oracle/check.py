@@ -1,0 +1,132 @@
+"""Judge a recorded run of the engine: is what it computed, stored and decided right?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Sequence
+
+import torch
+
+from anymla.testing.oracle.judge import Judge, RowFindings
+from anymla.testing.oracle.model import OracleModel
+from anymla.testing.oracle.recording import Recording
+from anymla.testing.oracle.selection import Selections
+from anymla.testing.tolerance import Bound, ulps
+
+
+@dataclasses.dataclass(frozen=True)
+class RunReport:
+    """What was found.
+
+    Attributes:
+        tokens: positions that were run.
+        compared: log-probabilities compared.
+        max_difference: largest |run's - oracle's| log-probability.
+        mean_difference: the mean of them.
+        allowed: bound on the largest.
+        rows: findings by kind of cache row: "window", "compressed", "index".
+        selections: findings by kind of selection: "topk", "experts".
+    """
+
+    tokens: int
+    compared: int
+    max_difference: float
+    mean_difference: float
+    allowed: Bound
+    rows: dict[str, RowFindings]
+    selections: dict[str, Selections]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is within its bound."""
+        return (
+            self.max_difference <= self.allowed
+            and not any(found.unexplained for found in self.rows.values())
+            and not any(found.violations for found in self.selections.values())
+        )
+
+    def lines(self) -> list[str]:
+        """The findings as text, one a line."""
+        lines = [
+            f"log-probabilities: {self.compared} compared, largest difference "
+            f"{self.max_difference:.3g} (mean {self.mean_difference:.3g}, "
+            f"allowed {float(self.allowed):.3g})"
+        ]
+        for kind, found in self.rows.items():
+            lines.append(
+                f"{kind} rows ({found.layout_id}): {found.rows} rows, "
+                f"{found.identical / found.channels:.4%} of channels identical, "
+                f"{found.unexplained} unexplained" + (f"; {found.first}" if found.first else "")
+            )
+        for kind, judged in self.selections.items():
+            if judged.checked:
+                lines.append(
+                    f"{kind} selections: {judged.checked} checked by score, {judged.swapped} "
+                    f"near-ties ({judged.worst:.2g} of their bound), "
+                    f"{len(judged.violations)} wrong"
+                    + (f"; {judged.violations[0]}" if judged.violations else "")
+                )
+        return lines
+
+
+def check_run(
+    directory: str | pathlib.Path,
+    recording: Recording,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> RunReport:
+    """Compare a run with the oracle that reads the same cache bytes.
+
+    The oracle computes every layer in float64 from its own inputs, but attends to the rows that
+    the run stored and takes the run's selections. So the only difference left is the run's
+    arithmetic, and each of the three (rows, selections, log-probabilities) is judged by itself.
+
+    Args:
+        directory: the checkpoint.
+        recording: from a ``Recorder``.
+        token_ids: prompt and generated tokens; the last may be one that was never run.
+        logprobs: of each token given those before it; None where unknown (the first always).
+        dtype: of the run's activations. The bounds below depend on it.
+
+    Returns:
+        The report; ``ok`` is the verdict.
+
+    Raises:
+        ValueError: lengths differ, or the recording is of other tokens.
+        LookupError: the recording lacks rows or decisions.
+    """
+    if len(token_ids) != len(logprobs):
+        raise ValueError(
+            f"check_run: {len(token_ids)} tokens but {len(logprobs)} log-probabilities"
+        )
+    ran = recording.token_ids[: len(token_ids)]
+    if ran != list(token_ids[: len(ran)]) or len(token_ids) - len(ran) > 1:
+        raise ValueError("check_run: the recording is of other tokens than token_ids")
+    model = OracleModel(directory)
+    errors = [hidden_error(dtype, layer) for layer in range(model.config.layers + 1)]
+    judge = Judge(recording, tuple(errors[:-1]), tuple(errors[:-1]))
+    result = model.run(ran, judge=judge)
+    want = result.logprobs(token_ids)
+    known = [i for i, value in enumerate(logprobs[1:]) if value is not None]
+    got = torch.tensor([logprobs[i + 1] for i in known], dtype=torch.float64)
+    difference = (got - want[known]).abs()
+    largest = float(difference.max()) if known else 0.0
+    spread = float(result.logits.std(-1).mean())
+    return RunReport(
+        tokens=len(ran),
+        compared=len(known),
+        max_difference=math.inf if math.isnan(largest) else largest,
+        mean_difference=float(difference.mean()) if known else 0.0,
+        allowed=errors[-1] * max(1.0, spread),
+        rows=judge.found,
+        selections=judge.selections,
+    )
+
+
+def hidden_error(dtype: torch.dtype, layer: int) -> Bound:
+    """Relative error that a run's streams may have gathered before ``layer``."""
+    return ulps(dtype, 8.0 * (1 + 2 * layer))

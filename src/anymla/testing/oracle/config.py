@@ -1,0 +1,143 @@
+"""The numbers of a config.json that the mathematics needs, read without anymla's own parser."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN's parameters; without mscale, which DeepSeek-V4 does not use."""
+
+    factor: float
+    original: int
+    beta_fast: float
+    beta_slow: float
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleConfig:
+    """What the forward pass depends on.
+
+    Attributes:
+        ratios: compression ratio per layer, backbone then MTP; 0 for none.
+        weight_block: rows and columns that share a scale in an FP8 weight.
+    """
+
+    layers: int
+    mtp_layers: int
+    heads: int
+    head_dim: int
+    rope_dim: int
+    groups: int
+    window: int
+    ratios: tuple[int, ...]
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    rope_theta: float
+    compress_rope_theta: float
+    yarn: Yarn | None
+    sinkhorn_iters: int
+    hc_eps: float
+    experts_per_token: int
+    hash_layers: int
+    routed_scaling: float
+    swiglu_limit: float
+    norm_eps: float
+    weight_block: tuple[int, int]
+
+    @classmethod
+    def from_dir(cls, directory: str | pathlib.Path) -> OracleConfig:
+        """Read DIR/config.json, in DeepSeek's or in transformers' spelling."""
+        text = (pathlib.Path(directory) / "config.json").read_text(encoding="utf-8")
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> OracleConfig:
+        """Take the numbers out of a parsed config.json."""
+        main, compress = _rope_sections(raw)
+        layers = raw["num_hidden_layers"]
+        head_dim = raw["head_dim"]
+        mtp_layers = raw.get("num_nextn_predict_layers", 0)
+        rope_dim = raw.get("qk_rope_head_dim")
+        if rope_dim is None:
+            rope_dim = round(head_dim * raw.get("partial_rotary_factor", 64 / 512))
+        quantization = raw.get("quantization_config") or {}
+        return cls(
+            layers=layers,
+            mtp_layers=mtp_layers,
+            heads=raw["num_attention_heads"],
+            head_dim=head_dim,
+            rope_dim=rope_dim,
+            groups=raw["o_groups"],
+            window=raw["sliding_window"],
+            ratios=_ratios(raw, layers, mtp_layers),
+            index_heads=raw["index_n_heads"],
+            index_dim=raw["index_head_dim"],
+            index_topk=raw["index_topk"],
+            rope_theta=float(main.get("rope_theta", raw.get("rope_theta", 10000))),
+            compress_rope_theta=float(
+                compress.get("rope_theta", raw.get("compress_rope_theta", 160000))
+            ),
+            yarn=_yarn(compress),
+            sinkhorn_iters=raw["hc_sinkhorn_iters"],
+            hc_eps=raw["hc_eps"],
+            experts_per_token=raw["num_experts_per_tok"],
+            hash_layers=_hash_layers(raw),
+            routed_scaling=raw["routed_scaling_factor"],
+            swiglu_limit=raw["swiglu_limit"],
+            norm_eps=raw["rms_norm_eps"],
+            weight_block=tuple(quantization.get("weight_block_size") or (128, 128)),
+        )
+
+
+_LAYER_TYPES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+def _ratios(raw: dict[str, Any], layers: int, mtp_layers: int) -> tuple[int, ...]:
+    ratios = raw.get("compress_ratios")
+    if ratios is None:
+        rates = raw.get("compress_rates") or {}
+        ratios = [rates.get(kind, _LAYER_TYPES[kind]) for kind in raw["layer_types"]]
+    # Ratio 1 says "uncompressed" too; layers past the backbone see the window only.
+    backbone = [ratio if ratio > 1 else 0 for ratio in ratios[:layers]]
+    return tuple(backbone + [0] * mtp_layers)
+
+
+def _hash_layers(raw: dict[str, Any]) -> int:
+    if "num_hash_layers" in raw:
+        return int(raw["num_hash_layers"])
+    return sum(kind == "hash_moe" for kind in raw["mlp_layer_types"])
+
+
+def _rope_sections(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rope parameters of uncompressed and of compressed layers.
+
+    A flat section holds the YaRN numbers of the compressed layers; its base, if it has one, is the
+    uncompressed layers'.
+    """
+    section = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if "main" in section:
+        return section["main"], section["compress"]
+    yarn = {key: value for key, value in section.items() if key != "rope_theta"}
+    main = {key: value for key, value in section.items() if key == "rope_theta"}
+    return main, yarn
+
+
+def _yarn(section: dict[str, Any]) -> Yarn | None:
+    if section.get("rope_type", section.get("type")) != "yarn":
+        return None
+    return Yarn(
+        factor=float(section["factor"]),
+        original=int(section["original_max_position_embeddings"]),
+        beta_fast=float(section.get("beta_fast", 32)),
+        beta_slow=float(section.get("beta_slow", 1)),
+    )

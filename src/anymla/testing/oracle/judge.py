@@ -1,0 +1,150 @@
+"""Compares what a run stored and decided, layer by layer, with the oracle that follows it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from anymla.testing.oracle.attention import AttentionOracle, IndexQueries, LayerRows
+from anymla.testing.oracle.recording import COMPRESSED, INDEX, WINDOW, Recording, StoredRows
+from anymla.testing.oracle.rounding import hadamard
+from anymla.testing.oracle.row_formats import ROW_FORMATS
+from anymla.testing.oracle.selection import Selections
+
+
+@dataclasses.dataclass
+class RowFindings:
+    """How the stored rows of one kind compare with the oracle's.
+
+    Attributes:
+        layout_id: their layout.
+        rows: rows compared.
+        channels: channels compared.
+        identical: channels whose stored value is the rounding of the oracle's.
+        unexplained: channels that no value within the error bound rounds to.
+        worst: largest |stored - oracle's rounded| relative to the row's root mean square.
+        first: names the first unexplained channel.
+    """
+
+    layout_id: str
+    rows: int = 0
+    channels: int = 0
+    identical: int = 0
+    unexplained: int = 0
+    worst: float = 0.0
+    first: str = ""
+
+
+class Judge:
+    """Follows a recording of one request.
+
+    Attributes:
+        recording: what the run stored and decided.
+        row_error: bound on the error of a cache row in units of the row's root mean square, per
+            layer.
+        score_error: bound on the error of an index score, in units of
+            sum_h |weight_h| |q_h| max|key|, and of an expert's score in units of the largest.
+        found: findings by kind of row.
+        selections: findings about selections, by "topk" and "experts".
+    """
+
+    def __init__(
+        self, recording: Recording, row_error: tuple[float, ...], score_error: tuple[float, ...]
+    ) -> None:
+        self.recording = recording
+        self.row_error = row_error
+        self.score_error = score_error
+        self.found: dict[str, RowFindings] = {}
+        self.selections = {"topk": Selections(), "experts": Selections()}
+
+    def rows(self, layer: int, exact: LayerRows) -> tuple[LayerRows, bool]:
+        """The recorded rows, judged; and whether the index keys are Hadamard-transformed."""
+        window = self._stored(layer, WINDOW, exact.window)
+        compressed = index = None
+        rotated = False
+        if exact.compressed is not None:
+            compressed = self._stored(layer, COMPRESSED, exact.compressed)
+        if exact.index is not None:
+            rotated = self._layout(layer, INDEX, len(exact.index)) == "v4_index_mxfp4"
+            keys = hadamard(exact.index) if rotated else exact.index
+            index = self._stored(layer, INDEX, keys)
+        return LayerRows(window, compressed, index), rotated
+
+    def entries(
+        self,
+        layer: int,
+        attention: AttentionOracle,
+        queries: IndexQueries,
+        keys: Tensor,
+        tokens: slice,
+    ) -> None:
+        """Judge the selections of a block of tokens by the scores of the recorded keys."""
+        chosen = self.recording.decisions(layer, "topk", tokens.stop)[tokens]
+        block = IndexQueries(queries.q[tokens], queries.weights[tokens])
+        self.selections["topk"].judge(
+            queries.scores(tokens, keys),
+            attention.visible(tokens, len(keys)),
+            chosen,
+            attention.config.index_topk,
+            self.score_error[layer] * block.magnitudes(keys),
+            f"layer {layer} topk from position {tokens.start}",
+        )
+
+    def experts(self, layer: int, biased: Tensor, k: int) -> Tensor:
+        """The recorded experts [T, k], judged by their biased scores."""
+        chosen = self.recording.decisions(layer, "experts", len(biased))
+        self.selections["experts"].judge(
+            biased,
+            torch.ones_like(biased, dtype=torch.bool),
+            chosen,
+            k,
+            self.score_error[layer] * biased.abs().amax(1),
+            f"layer {layer} experts",
+        )
+        return chosen
+
+    def hashed_experts(self, layer: int, table: Tensor) -> Tensor:
+        """The recorded experts [T, k] of a layer that routes by token id: exactly the table's."""
+        chosen = self.recording.decisions(layer, "experts", len(table))
+        wrong = (chosen.sort(1).values != table.sort(1).values).any(1)
+        findings = self.selections["experts"]
+        findings.checked += len(table)
+        findings.violations += [
+            f"layer {layer} experts, row {row}: not those of the token's table entry"
+            for row in wrong.nonzero().flatten().tolist()
+        ]
+        return chosen
+
+    def _layout(self, layer: int, kind: str, n: int) -> str:
+        return self.recording.rows(layer, kind, n).layout_id if n else ""
+
+    def _stored(self, layer: int, kind: str, exact: Tensor) -> Tensor:
+        if not len(exact):
+            return exact
+        stored = self.recording.rows(layer, kind, len(exact))
+        findings = self.found.setdefault(kind, RowFindings(stored.layout_id))
+        self._compare(findings, layer, kind, stored, exact)
+        return stored.decode()
+
+    def _compare(
+        self, findings: RowFindings, layer: int, kind: str, stored: StoredRows, exact: Tensor
+    ) -> None:
+        row_format = ROW_FORMATS[stored.layout_id]
+        size = exact.square().mean(1, keepdim=True).sqrt()
+        slack = size * self.row_error[layer]
+        explained = row_format.explains(stored.data, stored.scales, exact - slack, exact + slack)
+        values, expected = stored.decode(), row_format.round(exact)
+        findings.rows += len(exact)
+        findings.channels += exact.numel()
+        findings.identical += int((values == expected).sum())
+        findings.unexplained += int((~explained).sum())
+        error = ((values - expected).abs() / size).amax()
+        findings.worst = float(torch.maximum(torch.tensor(findings.worst).double(), error))
+        if not findings.first and not explained.all():
+            row, channel = (int(i) for i in (~explained).nonzero()[0])
+            findings.first = (
+                f"layer {layer} {kind} row {row} channel {channel}: stored "
+                f"{float(values[row, channel]):.6g}, the oracle's {float(exact[row, channel]):.6g}"
+            )

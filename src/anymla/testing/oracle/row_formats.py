@@ -1,0 +1,176 @@
+"""What a cache entry's bytes mean, and whether bytes could have come from a given value.
+
+A stored row was computed with some error, so it cannot be compared with the oracle's row bit for
+bit: a value near a rounding boundary may fall on either side. But rounding is monotone. If the
+true value lies in [low, high], what is stored lies between the roundings of low and of high, and
+that is checked exactly (``explains``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from anymla.testing.oracle import rounding
+from anymla.testing.oracle.rounding import E2M1_MAX, E4M3_MAX
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+    """A cache entry: blocks of scaled codes, or plain values, or one then the other.
+
+    Attributes:
+        channels: width of a decoded row.
+        data_bytes: bytes of an entry in the page's first plane.
+        scale_bytes: bytes of an entry in the page's second plane, 0 if there is none.
+        coded: leading channels stored as scaled codes; the others are plain.
+        block: coded channels that share a scale.
+        codes: "e4m3" or "e2m1".
+        scale: "ue8m0" or "fp32".
+        plain: "bf16" or "fp32".
+    """
+
+    channels: int
+    data_bytes: int
+    scale_bytes: int
+    coded: int = 0
+    block: int = 1
+    codes: str = "e4m3"
+    scale: str = "ue8m0"
+    plain: str = "bf16"
+
+    def decode(self, data: Tensor, scales: Tensor) -> Tensor:
+        """Decode uint8 [n, data_bytes] and [n, scale_bytes] to float64 [n, channels]."""
+        parts = []
+        if self.coded:
+            values = self._code_values(data) * self._scale_values(scales).unsqueeze(-1)
+            parts.append(values.flatten(1))
+        if self.coded < self.channels:
+            parts.append(self._plain_values(data))
+        return torch.cat(parts, 1)
+
+    def round(self, rows: Tensor) -> Tensor:
+        """What float64 rows [n, channels] read back as after being stored."""
+        parts = []
+        if self.coded:
+            blocks = self._blocks(rounding.to_bfloat16(rows))
+            scale = torch.exp2(self._exponent(self._amax(blocks)).double()).unsqueeze(-1)
+            parts.append((rounding.round_to(blocks / scale, self._values) * scale).flatten(1))
+        if self.coded < self.channels:
+            parts.append(self._round_plain(rows[:, self.coded :]))
+        return torch.cat(parts, 1)
+
+    def explains(self, data: Tensor, scales: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """Whether each channel's bytes are the rounding of some row between low and high.
+
+        A block whose scale no row in between has is wrong in all its channels.
+
+        Args:
+            data: uint8 [n, data_bytes].
+            scales: uint8 [n, scale_bytes].
+            low: float64 [n, channels].
+            high: float64 [n, channels].
+
+        Returns:
+            bool [n, channels].
+        """
+        parts = []
+        if self.coded:
+            low_blocks = self._blocks(rounding.to_bfloat16(low))
+            high_blocks = self._blocks(rounding.to_bfloat16(high))
+            smallest = torch.minimum(low_blocks.abs(), high_blocks.abs())
+            smallest = torch.where((low_blocks <= 0) & (high_blocks >= 0), 0.0, smallest)
+            largest = torch.maximum(low_blocks.abs(), high_blocks.abs())
+            scale = self._scale_values(scales)
+            good = scale >= torch.exp2(self._exponent(self._amax(smallest)).double())
+            good &= scale <= torch.exp2(self._exponent(self._amax(largest)).double())
+            scale = scale.unsqueeze(-1)
+            stored = self._code_values(data)
+            between = stored >= rounding.round_to(low_blocks / scale, self._values)
+            between &= stored <= rounding.round_to(high_blocks / scale, self._values)
+            parts.append((between & good.unsqueeze(-1)).flatten(1))
+        if self.coded < self.channels:
+            plain = self._plain_values(data)
+            below, above = low[:, self.coded :], high[:, self.coded :]
+            parts.append((plain >= self._round_plain(below)) & (plain <= self._round_plain(above)))
+        return torch.cat(parts, 1)
+
+    @property
+    def _values(self) -> Tensor:
+        return rounding.e4m3_values() if self.codes == "e4m3" else rounding.e2m1_values()
+
+    def _blocks(self, rows: Tensor) -> Tensor:
+        return rows[:, : self.coded].unflatten(1, (-1, self.block))
+
+    def _amax(self, blocks: Tensor) -> Tensor:
+        floor = 1e-4 if self.codes == "e4m3" else E2M1_MAX * 2.0**-126
+        return blocks.abs().amax(-1).clamp(min=floor)
+
+    def _exponent(self, amax: Tensor) -> Tensor:
+        largest = E4M3_MAX if self.codes == "e4m3" else E2M1_MAX
+        return rounding.scale_exponent(amax, largest).clamp(-127, 127)
+
+    def _code_values(self, data: Tensor) -> Tensor:
+        if self.codes == "e4m3":
+            values = rounding.decode_e4m3(data[:, : self.coded])
+        else:
+            values = rounding.decode_e2m1_pairs(data[:, : self.coded // 2])
+        return values.unflatten(1, (-1, self.block))
+
+    def _scale_values(self, scales: Tensor) -> Tensor:
+        if self.scale == "fp32":
+            return scales.contiguous().view(torch.float32).double()
+        return rounding.decode_ue8m0(scales[:, : self.coded // self.block])
+
+    def _plain_values(self, data: Tensor) -> Tensor:
+        dtype = torch.bfloat16 if self.plain == "bf16" else torch.float32
+        start = self.coded if self.codes == "e4m3" else self.coded // 2
+        return data[:, start:].contiguous().view(dtype).double()
+
+    def _round_plain(self, rows: Tensor) -> Tensor:
+        to_plain: Callable[[Tensor], Tensor] = (
+            rounding.to_bfloat16 if self.plain == "bf16" else rounding.to_float32
+        )
+        return to_plain(rows)
+
+
+def _plain(channels: int, kind: str) -> RowFormat:
+    return RowFormat(channels, channels * (2 if kind == "bf16" else 4), 0, plain=kind)
+
+
+ROW_FORMATS = {
+    "v4_main_fp8": RowFormat(512, 448 + 128, 8, coded=448, block=64),
+    "v4_index_fp8": RowFormat(128, 128, 4, coded=128, block=128, scale="fp32"),
+    "v4_index_mxfp4": RowFormat(128, 64, 4, coded=128, block=32, codes="e2m1"),
+    "rows_bf16_512": _plain(512, "bf16"),
+    "rows_fp32_512": _plain(512, "fp32"),
+    "rows_bf16_128": _plain(128, "bf16"),
+    "rows_fp32_128": _plain(128, "fp32"),
+}
+
+
+def read_entries(cache: Tensor, slots: Tensor, layout_id: str) -> tuple[Tensor, Tensor]:
+    """Copy the bytes of cache entries.
+
+    Args:
+        cache: [P, B, row] or [P, B, 1, row]; pages lie ``cache.stride(0)`` elements apart.
+        slots: int [n], every one inside the cache.
+        layout_id: how a page is laid out.
+
+    Returns:
+        values uint8 [n, data_bytes] and scales uint8 [n, scale_bytes].
+    """
+    row_format = ROW_FORMATS[layout_id]
+    pages, entries = cache.shape[:2]
+    width = entries * cache.shape[-1]
+    payload = torch.as_strided(cache, (pages, width), (cache.stride(0), 1), cache.storage_offset())
+    page, offset = slots.long() // entries, slots.long() % entries
+    page_bytes = payload[page].contiguous().view(torch.uint8).reshape(len(slots), -1)
+    n, rows = row_format.data_bytes, torch.arange(len(slots), device=cache.device)
+    values = page_bytes[:, : entries * n].reshape(-1, entries, n)[rows, offset]
+    tail = page_bytes[:, entries * n : entries * (n + row_format.scale_bytes)]
+    scales = tail.reshape(-1, entries, row_format.scale_bytes)[rows, offset]
+    return values.cpu(), scales.cpu()

@@ -1,0 +1,78 @@
+"""Judging selections by score, so that near-ties are no errors and everything else is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass
+class Selections:
+    """Findings over all selections that were checked.
+
+    Attributes:
+        checked: rows looked at.
+        swapped: rows whose set differs from the oracle's, within the bound.
+        worst: largest (best unchosen - worst chosen score) / bound over those rows.
+        violations: one line each for rows that are wrong.
+    """
+
+    checked: int = 0
+    swapped: int = 0
+    worst: float = 0.0
+    violations: list[str] = dataclasses.field(default_factory=list)
+
+    def judge(
+        self, scores: Tensor, visible: Tensor, chosen: Tensor, k: int, bound: Tensor, where: str
+    ) -> None:
+        """Check that each row chose its k best visible candidates, each once.
+
+        Args:
+            scores: float64 [n, E].
+            visible: bool [n, E].
+            chosen: int64 [n, K]; valid choices first, then -1.
+            k: how many are to be chosen (fewer where fewer are visible).
+            bound: float64 [n], how far the run's scores may lie from the oracle's.
+            where: names the rows: "layer 2 topk, position 17" for ``where`` "layer 2 topk" and
+                row 17.
+        """
+        n, candidates = scores.shape
+        self.checked += n
+        count = visible.sum(1).clamp(max=k)
+        valid = (chosen >= 0) & (chosen < candidates)
+        prefix = torch.arange(chosen.shape[1]) < count.unsqueeze(1)
+        exact = ((chosen >= 0) == prefix).all(1) & (valid | (chosen == -1)).all(1)
+        # A spare last column takes the choices that are not valid.
+        picked = torch.zeros(n, candidates + 1, dtype=torch.bool)
+        picked.scatter_(1, torch.where(valid, chosen, candidates), True)
+        picked = picked[:, :candidates]
+        distinct = picked.sum(1) == valid.sum(1)
+        seen = ~(picked & ~visible).any(1)
+        worst_chosen = torch.where(picked, scores, torch.inf).amin(1, keepdim=False)
+        best_left = torch.where(visible & ~picked, scores, -torch.inf).amax(1)
+        gap = best_left - worst_chosen
+        swapped = exact & distinct & seen & (gap > 0)
+        self.swapped += int(swapped.sum())
+        if swapped.any():
+            self.worst = max(self.worst, float((gap / bound)[swapped].max()))
+        for fault, rows in (
+            ("count or order of valid entries", ~exact),
+            ("an entry chosen twice", ~distinct),
+            ("an invisible entry chosen", ~seen),
+            ("a better entry left out", swapped & (gap > bound)),
+        ):
+            self.violations += [
+                f"{where}, row {row}: {fault}" for row in rows.nonzero().flatten().tolist()
+            ]
+
+
+def best(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    """The k best visible candidates [n, k], best first, -1 where there are fewer."""
+    masked = torch.where(visible, scores, -torch.inf)
+    if masked.shape[1] < k:
+        padding = masked.new_full((len(masked), k - masked.shape[1]), -torch.inf)
+        masked = torch.cat((masked, padding), 1)
+    values, chosen = masked.topk(k, 1)
+    return torch.where(values == -torch.inf, -1, chosen)
