@@ -1,0 +1,5 @@
+"""Manifold-constrained hyper-connections (mHC): N residual streams, mixed around each sublayer."""
+
+from anymla.ops.hyper_connection.interface import hc_head, hc_post, hc_post_pre_norm, hc_pre
+
+__all__ = ["hc_head", "hc_post", "hc_post_pre_norm", "hc_pre"]

@@ -1,0 +1,221 @@
+"""Contracts of the hyper-connection operations.
+
+The residual of a DeepSeek-V4 model is a state h of N streams (hc_mult, 4). Around each sublayer F
+(attention or MoE) a site computes three gates from the state, collapses the streams to one, and
+afterwards expands and mixes them again:
+
+    y, post, comb = hc_pre(h, ...)          y = sum_i pre_i h_i
+    u             = F(RMSNorm(y))
+    h'            = hc_post(u, h, post, comb)      h'_j = post_j u + sum_i comb_ij h_i
+
+Source: DeepSeek-V4 reference, inference/model.py; Xie et al., "mHC: Manifold-Constrained
+Hyper-Connections". Letters: T tokens, N streams, D hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
+from anymla.ops.hyper_connection import reference, torch_streams
+
+
+def _gates_like(h: Tensor, fn: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    tokens, n, d = h.shape
+    wide = reference.wide(h.dtype)
+    return (
+        h.new_empty((tokens, d)),
+        h.new_empty((tokens, n), dtype=wide),
+        h.new_empty((tokens, n, n), dtype=wide),
+    )
+
+
+def _check_gates(name: str, tensors: dict[str, tuple[object, str, object]], iters: int) -> None:
+    h = tensors["h"][0]
+    assert isinstance(h, Tensor)
+    n, d = (h.shape[1], h.shape[2]) if h.ndim == 3 else (0, 0)
+    check(name, dims={"G": (2 + n) * n, "F": n * d}, **tensors)  # type: ignore[arg-type]
+    require(iters >= 1, name, "iters", "at least 1", iters)
+
+
+@operation(outputs=_gates_like)
+def hc_pre(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> None:
+    """Collapse the streams to a sublayer's input, and compute the gates that expand it again.
+
+    With f = flatten(h) and m = (f @ fn^T) / sqrt(mean(f^2) + norm_eps), split into pre [N],
+    post [N] and comb [N, N]:
+        pre  = sigmoid(m_pre * scale[0] + base_pre) + hc_eps
+        post = 2 sigmoid(m_post * scale[1] + base_post)
+        comb = softmax(m_comb * scale[2] + base_comb, last axis) + hc_eps; then divided by its
+               (column sums + hc_eps), and iters - 1 times by (row sums + hc_eps) and by
+               (column sums + hc_eps), where row i sums comb_ij over j
+        y    = sum_i pre_i h_i, rounded once to h's dtype
+
+    Args:
+        h: [T, N, D] any float dtype.
+        fn: [(2 + N) N, N D] float32 (float64 allowed), rows pre, post, comb.
+        base: [(2 + N) N] like fn.
+        scale: [3] like fn: of pre, post and comb.
+        norm_eps: added to the mean square of f.
+        hc_eps: added to pre, to the softmax and to every sum of the Sinkhorn iteration.
+        iters: Sinkhorn iterations, at least 1 (20 in the released models).
+
+    Returns:
+        y [T, D] in h's dtype; post [T, N] and comb [T, N, N] in float32 (float64 if h is).
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above, or iters < 1.
+    """
+    _check_gates(
+        "hc_pre",
+        {
+            "h": (h, "T N D", FLOATS),
+            "fn": (fn, "G F", FLOAT32_UP),
+            "base": (base, "G", FLOAT32_UP),
+            "scale": (scale, "3", FLOAT32_UP),
+        },
+        iters,
+    )
+
+
+def _stream_like(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> tuple[Tensor, ...]:
+    return (torch.empty_like(h, memory_format=torch.contiguous_format),)
+
+
+@operation(outputs=_stream_like)
+def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> None:
+    """Expand a sublayer's output into the streams: h'_j = post_j u + sum_i comb_ij h_i.
+
+    The sum is over comb's first index (comb transposed times h).
+
+    Args:
+        u: [T, D] output of the sublayer, h's dtype.
+        h: [T, N, D] the streams that hc_pre collapsed.
+        post: [T, N] float32 or float64, from hc_pre.
+        comb: [T, N, N] like post, from hc_pre.
+
+    Returns:
+        [T, N, D] in h's dtype, rounded once.
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above.
+    """
+    check(
+        "hc_post",
+        h=(h, "T N D", FLOATS),
+        u=(u, "T D", h.dtype),
+        post=(post, "T N", FLOAT32_UP),
+        comb=(comb, "T N N", post.dtype),
+    )
+
+
+def _head_like(h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    return (h.new_empty((h.shape[0], h.shape[2])),)
+
+
+@operation(outputs=_head_like)
+def hc_head(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
+) -> None:
+    """Collapse the streams after the last layer: y = sum_i pre_i h_i.
+
+    pre = sigmoid(m * scale + base) + hc_eps with m as in ``hc_pre``.
+
+    Args:
+        h: [T, N, D] any float dtype.
+        fn: [N, N D] float32 (float64 allowed).
+        base: [N] like fn.
+        scale: [1] like fn.
+        norm_eps: added to the mean square of the flattened streams.
+        hc_eps: added to pre.
+
+    Returns:
+        [T, D] in h's dtype, rounded once.
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above.
+    """
+    n, d = (h.shape[1], h.shape[2]) if h.ndim == 3 else (0, 0)
+    check(
+        "hc_head",
+        dims={"F": n * d},
+        h=(h, "T N D", FLOATS),
+        fn=(fn, "N F", FLOAT32_UP),
+        base=(base, "N", FLOAT32_UP),
+        scale=(scale, "1", FLOAT32_UP),
+    )
+
+
+def _fused_like(u: Tensor, h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    return (*_stream_like(u, h, u, u), *_gates_like(h, u))
+
+
+@operation(outputs=_fused_like)
+def hc_post_pre_norm(
+    u: Tensor,
+    h: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> None:
+    """Leave one site and enter the next: hc_post, then hc_pre and the sublayer's RMSNorm.
+
+    Rounds where the separate operations round: h' once, y once, the normed y once.
+
+    Args:
+        u: [T, D] output of the sublayer of the site that is left.
+        h: [T, N, D] streams before that sublayer.
+        post: [T, N] gates of that site.
+        comb: [T, N, N] gates of that site.
+        fn: [(2 + N) N, N D] weights of the site that is entered, as in hc_pre.
+        base: [(2 + N) N] likewise.
+        scale: [3] likewise.
+        norm_weight: [D] any float dtype, weight of the RMSNorm before the next sublayer.
+        norm_eps: of both the stream norm and that RMSNorm.
+        hc_eps: as in hc_pre.
+        iters: as in hc_pre.
+
+    Returns:
+        h' [T, N, D] and RMSNorm(y) [T, D] in h's dtype, post' [T, N], comb' [T, N, N].
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above, or iters < 1.
+    """
+    _check_gates(
+        "hc_post_pre_norm",
+        {
+            "h": (h, "T N D", FLOATS),
+            "u": (u, "T D", h.dtype),
+            "post": (post, "T N", FLOAT32_UP),
+            "comb": (comb, "T N N", post.dtype),
+            "fn": (fn, "G F", FLOAT32_UP),
+            "base": (base, "G", FLOAT32_UP),
+            "scale": (scale, "3", FLOAT32_UP),
+            "norm_weight": (norm_weight, "D", FLOATS),
+        },
+        iters,
+    )
+
+
+for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm):
+    _operation.register("reference", getattr(reference, _operation.name))
+    _operation.register("torch", getattr(torch_streams, _operation.name))

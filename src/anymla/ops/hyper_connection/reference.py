@@ -1,0 +1,89 @@
+"""The mathematics of hyper-connections, in float32 (float64 for float64 streams)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the gates for streams of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _mix(h: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+    f = h.flatten(1).to(wide(h.dtype))
+    normed = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + norm_eps)
+    return normed @ fn.to(f.dtype).T
+
+
+def sinkhorn(logits: Tensor, *, eps: float, iters: int) -> Tensor:
+    """Nearly doubly stochastic matrices [T, N, N] from logits; ends on the column step."""
+    c = torch.softmax(logits, dim=-1) + eps
+    c = c / (c.sum(dim=-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        c = c / (c.sum(dim=-1, keepdim=True) + eps)
+        c = c / (c.sum(dim=-2, keepdim=True) + eps)
+    return c
+
+
+def _collapse(h: Tensor, pre: Tensor) -> Tensor:
+    return (pre[:, :, None] * h.to(pre.dtype)).sum(dim=1).to(h.dtype)
+
+
+def hc_pre(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See interface.hc_pre."""
+    n = h.shape[1]
+    mix = _mix(h, fn, norm_eps)
+    pre, post, comb = mix.split([n, n, n * n], dim=1)
+    pre_base, post_base, comb_base = base.to(mix.dtype).split([n, n, n * n])
+    pre = torch.sigmoid(pre * scale[0] + pre_base) + hc_eps
+    post = 2 * torch.sigmoid(post * scale[1] + post_base)
+    comb = sinkhorn((comb * scale[2] + comb_base).unflatten(1, (n, n)), eps=hc_eps, iters=iters)
+    return _collapse(h, pre), post, comb
+
+
+def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """See interface.hc_post."""
+    expanded = post[:, :, None] * u.to(post.dtype)[:, None, :]
+    mixed = (comb[:, :, :, None] * h.to(post.dtype)[:, :, None, :]).sum(dim=1)
+    return (expanded + mixed).to(h.dtype)
+
+
+def hc_head(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
+) -> Tensor:
+    """See interface.hc_head."""
+    mix = _mix(h, fn, norm_eps)
+    return _collapse(h, torch.sigmoid(mix * scale + base) + hc_eps)
+
+
+def hc_post_pre_norm(
+    u: Tensor,
+    h: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See interface.hc_post_pre_norm."""
+    streams = hc_post(u, h, post, comb)
+    y, post, comb = hc_pre(streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters)
+    x = y.to(post.dtype)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+    return streams, (x * norm_weight.to(x.dtype)).to(h.dtype), post, comb
