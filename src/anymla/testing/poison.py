@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+# The compiler lists torch's functions when it is first imported, and traces no others: it must see
+# them before they are replaced.
+import torch._dynamo
 from torch import Tensor
 
 PACKAGE = "anymla"

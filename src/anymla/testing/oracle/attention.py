@@ -135,6 +135,7 @@ class AttentionOracle:
 
     def select(self, index: IndexQueries, keys: Tensor, tokens: slice) -> Tensor:
         """The oracle's own selection for a block of tokens: [n, K], -1 where fewer are visible."""
+        keys = keys[: tokens.stop // self.ratio]
         scores = index.scores(tokens, keys)
         return best(scores, self.visible(tokens, len(keys)), self.config.index_topk)
 

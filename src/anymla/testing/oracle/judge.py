@@ -83,6 +83,7 @@ class Judge:
         """Judge the selections of a block of tokens by the scores of the recorded keys."""
         chosen = self.recording.decisions(layer, "topk", tokens.stop)[tokens]
         block = IndexQueries(queries.q[tokens], queries.weights[tokens])
+        keys = keys[: tokens.stop // attention.ratio]
         self.selections["topk"].judge(
             queries.scores(tokens, keys),
             attention.visible(tokens, len(keys)),

@@ -47,6 +47,7 @@ class Recording:
         self._tokens: dict[int, int] = {}
         self._entries: dict[tuple[int, str], list[tuple[Tensor, StoredRows]]] = {}
         self._decisions: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {}
+        self._streams: list[tuple[Tensor, Tensor]] = []
 
     @property
     def token_ids(self) -> list[int]:
@@ -64,6 +65,19 @@ class Recording:
     def add_decision(self, layer: int, kind: str, positions: Tensor, chosen: Tensor) -> None:
         """Note "topk" or "experts" [n, k] at these positions."""
         self._decisions.setdefault((layer, kind), []).append((positions, chosen))
+
+    def add_streams(self, positions: Tensor, streams: Tensor) -> None:
+        """Note the backbone's streams [n, N, D] at these positions."""
+        self._streams.append((positions, streams))
+
+    def streams(self, n: int) -> Tensor:
+        """Backbone streams [n, N, D] at positions 0 .. n-1, in the run's dtype.
+
+        Raises:
+            LookupError: one of them was never computed.
+        """
+        last = _last_written([positions for positions, _ in self._streams], n, "stream of")
+        return torch.cat([streams for _, streams in self._streams])[last]
 
     def rows(self, layer: int, kind: str, n: int) -> StoredRows:
         """Entries 0 .. n-1.
@@ -113,13 +127,16 @@ class Recorder:
         """Hook for ``Step.recorder``."""
         self._pending.append((kind, layer, tensor.detach().cpu().clone()))
 
-    def after_step(self, step: Step, caches: Sequence[LayerCache], ratios: Sequence[int]) -> None:
+    def after_step(
+        self, step: Step, caches: Sequence[LayerCache], ratios: Sequence[int], streams: Tensor
+    ) -> None:
         """Copy what the step wrote; call it before anything else runs on the caches.
 
         Args:
             step: the step just run.
             caches: of the backbone's layers.
             ratios: of the same layers, 0 for none.
+            streams: [T, N, D], what the backbone returned.
         """
         pending, self._pending = self._pending, []
         positions, owners = step.positions.cpu(), step.token_to_req.cpu()
@@ -131,6 +148,7 @@ class Recorder:
                 continue
             recording = self._recording(int(positions[tokens[0]]), table[request], window.page_size)
             recording.add_tokens(positions[tokens], step.token_ids.cpu()[tokens])
+            recording.add_streams(positions[tokens], streams.detach().cpu()[tokens])
             self._owner.update(dict.fromkeys(slots[tokens].tolist(), recording))
             for kind, layer, chosen in pending:
                 recording.add_decision(layer, kind, positions[tokens], chosen[tokens])
@@ -164,10 +182,29 @@ class RecordedModel:
         step = dataclasses.replace(step, recorder=self._recorder)
         hidden: Tensor = self._model.forward(step, caches)
         ratios = [spec.ratio for spec in self._model.layer_specs]
-        self._recorder.after_step(step, caches, ratios)
+        self._recorder.after_step(step, caches, ratios, hidden)
         return hidden
 
     __call__ = forward
+
+    def logprobs(self, recording: Recording, token_ids: Sequence[int]) -> list[float | None]:
+        """The run's log-probability of every token given those before it.
+
+        Args:
+            recording: of one request.
+            token_ids: the request's tokens; the last may be one that was never run.
+
+        Returns:
+            One for each token; None for the first.
+        """
+        n = len(token_ids) - 1
+        result: list[float | None] = [None]
+        for block in torch.arange(n).split(512):
+            streams = recording.streams(n)[block].to(self._model.device)
+            table = self._model.logits(streams).double().log_softmax(-1).cpu()
+            following = torch.as_tensor(token_ids)[block + 1]
+            result += table.gather(1, following.unsqueeze(1)).squeeze(1).tolist()
+        return result
 
 
 def _copy_entries(

@@ -168,9 +168,13 @@ def read_entries(cache: Tensor, slots: Tensor, layout_id: str) -> tuple[Tensor, 
     width = entries * cache.shape[-1]
     payload = torch.as_strided(cache, (pages, width), (cache.stride(0), 1), cache.storage_offset())
     page, offset = slots.long() // entries, slots.long() % entries
-    page_bytes = payload[page].contiguous().view(torch.uint8).reshape(len(slots), -1)
-    n, rows = row_format.data_bytes, torch.arange(len(slots), device=cache.device)
-    values = page_bytes[:, : entries * n].reshape(-1, entries, n)[rows, offset]
-    tail = page_bytes[:, entries * n : entries * (n + row_format.scale_bytes)]
-    scales = tail.reshape(-1, entries, row_format.scale_bytes)[rows, offset]
+    page_bytes = payload[page].contiguous().view(torch.uint8)
+    values = _entry(page_bytes, 0, offset, row_format.data_bytes)
+    scales = _entry(page_bytes, entries * row_format.data_bytes, offset, row_format.scale_bytes)
     return values.cpu(), scales.cpu()
+
+
+def _entry(page_bytes: Tensor, start: int, offset: Tensor, size: int) -> Tensor:
+    """Bytes ``start + offset * size`` and the ``size`` that follow, of each row's page."""
+    places = start + offset.unsqueeze(1) * size + torch.arange(size, device=offset.device)
+    return page_bytes.gather(1, places)
