@@ -1,0 +1,86 @@
+"""The block tables of one cache group: which page holds which tokens of which request."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from anymla.runtime.cache_groups import CacheGroup, ceil_div
+from anymla.runtime.page_pool import NULL_PAGE, PagePool
+
+
+class BlockTable:
+    """Tables int32 [max_requests, columns] on the device, and the pages held, on the host.
+
+    Column j of a row covers tokens j * tokens_per_page onwards. Columns without a page hold the
+    null page, so that a page returned to the pool is never named again. Changes reach the device
+    in one write per step, when the tables are next read.
+    """
+
+    def __init__(
+        self,
+        group: CacheGroup,
+        pool: PagePool,
+        *,
+        max_requests: int,
+        max_seq_len: int,
+        device: torch.device,
+    ) -> None:
+        self.group = group
+        self.pool = pool
+        columns = max(1, ceil_div(max_seq_len, group.tokens_per_page))
+        self._table = torch.full(
+            (max_requests, columns), NULL_PAGE, dtype=torch.int32, device=device
+        )
+        self._first = [0] * max_requests
+        self._pages: list[deque[int]] = [deque() for _ in range(max_requests)]
+        self._changes: dict[tuple[int, int], int] = {}
+
+    def held(self, row: int) -> dict[int, int]:
+        """Column -> page of every page that ``row`` holds."""
+        return dict(enumerate(self._pages[row], self._first[row]))
+
+    def extend(self, row: int, length: int) -> None:
+        """Take pages until the complete entries of ``length`` tokens have a place."""
+        pages = self._pages[row]
+        for column in range(self._first[row] + len(pages), self.group.pages(length)):
+            page = self.pool.take()
+            pages.append(page)
+            self._changes[row, column] = page
+
+    def slide(self, row: int, confirmed: int) -> None:
+        """Return the pages that tokens at ``confirmed`` and later do not read."""
+        self._drop_before(row, self.group.obsolete_pages(confirmed))
+
+    def clear(self, row: int) -> None:
+        """Return every page of ``row``."""
+        self._drop_before(row, self._first[row] + len(self._pages[row]))
+        self._first[row] = 0
+
+    def rows(self, rows: Tensor, max_seq_len: int) -> Tensor:
+        """Tables of a step's requests.
+
+        Args:
+            rows: int64 [R] on the device.
+            max_seq_len: longest of the requests; the tables are cut to what it needs.
+
+        Returns:
+            int32 [R, P], P at least 1.
+        """
+        if self._changes:
+            device = self._table.device
+            where = torch.tensor(list(self._changes), device=device)
+            pages = torch.tensor(list(self._changes.values()), dtype=torch.int32, device=device)
+            self._table[where[:, 0], where[:, 1]] = pages
+            self._changes.clear()
+        columns = max(1, ceil_div(max_seq_len, self.group.tokens_per_page))
+        return self._table[:, :columns].index_select(0, rows)
+
+    def _drop_before(self, row: int, column: int) -> None:
+        pages = self._pages[row]
+        while pages and self._first[row] < column:
+            self.pool.give_back(pages.popleft())
+            self._changes[row, self._first[row]] = NULL_PAGE
+            self._first[row] += 1
