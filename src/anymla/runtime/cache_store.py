@@ -1,0 +1,129 @@
+"""Every cache of an engine: the tensors of each layer, the page pools and the block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import get_layout
+from anymla.formats.state_layout import allocate_states
+from anymla.layers.caches import CacheFormat, LayerCache
+from anymla.layers.spec import LayerSpec
+from anymla.runtime.block_table import BlockTable
+from anymla.runtime.cache_groups import CacheGroup
+from anymla.runtime.page_pool import PagePool
+from anymla.runtime.request import Request, RequestState
+
+
+class CacheStore:
+    """Caches for requests that come and go.
+
+    Attributes:
+        groups: the cache groups of the layers.
+        pools: free pages by group.
+        tables: block tables by group.
+        layers: the cache tensors of each layer, in the order of ``specs``.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        specs: Sequence[LayerSpec],
+        cache_format: CacheFormat,
+        pages: Mapping[str, int],
+        *,
+        max_requests: int,
+        max_seq_len: int,
+        device: torch.device,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.device = device
+        # One page more than can be used: the null page.
+        self.pools = {group.name: PagePool(group.name, pages[group.name] + 1) for group in groups}
+        self.tables = {
+            group.name: BlockTable(
+                group,
+                self.pools[group.name],
+                max_requests=max_requests,
+                max_seq_len=max_seq_len,
+                device=device,
+            )
+            for group in groups
+        }
+        tensors: list[dict[str, Tensor]] = [{} for _ in specs]
+        for group in groups:
+            num_pages = self.pools[group.name].num_pages
+            for layer in group.layers:
+                tensors[layer][group.kind] = _allocate(
+                    group, specs[layer], cache_format, num_pages, device
+                )
+        self.layers = [LayerCache(format=cache_format, **caches) for caches in tensors]
+        self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._reservations: dict[int, dict[str, int]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all cache tensors, page padding and null pages included."""
+        return sum(
+            cache.untyped_storage().nbytes()
+            for group in self.groups
+            for cache in self.tensors(group)
+        )
+
+    def tensors(self, group: CacheGroup) -> list[Tensor]:
+        """The group's cache tensors, in the order of its layers."""
+        return [getattr(self.layers[layer], group.kind) for layer in group.layers]
+
+    def check_fits(self, request: Request, needs: Mapping[str, int]) -> None:
+        """Raise ValueError if a request with these needs could not run even alone."""
+        for name, pages in needs.items():
+            if pages > self.pools[name].capacity:
+                raise ValueError(
+                    f"request {request.request_id!r} can never fit: its "
+                    f"{request.max_length} tokens need {pages} pages of cache group {name!r}, "
+                    f"which has {self.pools[name].capacity}"
+                )
+
+    def admit(self, state: RequestState, needs: Mapping[str, int]) -> bool:
+        """Give the request a row and reserve its worst case, if all of it is free."""
+        if not self._free_rows:
+            return False
+        if not all(self.pools[name].can_reserve(pages) for name, pages in needs.items()):
+            return False
+        state.row = self._free_rows.pop()
+        self._reservations[state.row] = dict(needs)
+        for name, pages in needs.items():
+            self.pools[name].reserve(pages)
+        return True
+
+    def slide(self, state: RequestState) -> None:
+        """Return the pages behind every window of the request's confirmed length."""
+        for table in self.tables.values():
+            table.slide(state.row, state.computed)
+
+    def release(self, state: RequestState) -> None:
+        """Return the request's row, pages and reservations."""
+        for name, pages in self._reservations.pop(state.row).items():
+            self.tables[name].clear(state.row)
+            self.pools[name].cancel(pages)
+        self._free_rows.append(state.row)
+        state.row = -1
+
+
+def _allocate(
+    group: CacheGroup,
+    spec: LayerSpec,
+    cache_format: CacheFormat,
+    num_pages: int,
+    device: torch.device,
+) -> Tensor:
+    indexed = group.kind in ("index", "index_state")
+    layout = get_layout(cache_format.index if indexed else cache_format.main)
+    if group.kind in ("state", "index_state"):
+        # With overlap a token feeds two entries, each through half of its channels.
+        width = layout.channels * spec.pooled_tokens // spec.ratio
+        return allocate_states(num_pages, group.page_size, width, device)
+    return layout.allocate(num_pages, group.page_size, device)

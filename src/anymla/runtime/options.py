@@ -1,0 +1,58 @@
+"""How an engine is set up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of an engine, all in tokens unless said.
+
+    Attributes:
+        kv_cache: "fp8" (the checkpoint's own records), "bf16" or "fp32" (plain rows).
+        chunk_size: most prompt tokens of one request in a step.
+        max_requests: requests that run at once.
+        max_seq_len: prompt and output of the longest request.
+        max_batch_tokens: tokens of a step, decode first; None: one token (and its drafts) for
+            every request plus one chunk.
+        draft_tokens: tokens that the MTP layer guesses ahead; 0 turns speculation off.
+        pages: usable pages by cache group, for groups that shall not have the default size.
+            The default lets ``max_requests`` requests of ``max_seq_len`` run at once.
+    """
+
+    kv_cache: str = "fp8"
+    chunk_size: int = 512
+    max_requests: int = 8
+    max_seq_len: int = 4096
+    max_batch_tokens: int | None = None
+    draft_tokens: int = 0
+    pages: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("chunk_size", 1),
+            ("max_requests", 1),
+            ("max_seq_len", 1),
+            ("draft_tokens", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        decode = self.max_requests * (1 + self.draft_tokens)
+        if self.max_batch_tokens is not None and self.max_batch_tokens < decode:
+            raise ValueError(
+                f"max_batch_tokens must be at least {decode}, the decode tokens of "
+                f"{self.max_requests} requests, got {self.max_batch_tokens}"
+            )
+
+    @property
+    def batch_tokens(self) -> int:
+        """``max_batch_tokens`` or its default."""
+        if self.max_batch_tokens is not None:
+            return self.max_batch_tokens
+        return self.max_requests * (1 + self.draft_tokens) + self.chunk_size
+
+    def step_tokens(self, prompt_length: int) -> int:
+        """Most tokens that a request with this prompt has in one step."""
+        return max(min(self.chunk_size, prompt_length), 1 + self.draft_tokens)

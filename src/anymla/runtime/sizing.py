@@ -1,0 +1,91 @@
+"""How many pages each cache group gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from anymla.layers.caches import CACHE_FORMATS, CacheFormat
+from anymla.layers.spec import LayerSpec
+from anymla.model.transformer import Transformer
+from anymla.runtime.cache_groups import CacheGroup, cache_groups
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.request import Request
+
+
+def running_specs(model: Transformer, options: EngineOptions) -> tuple[LayerSpec, ...]:
+    """Layers that need caches: the backbone, and the first draft layer if it drafts.
+
+    Raises:
+        ValueError: drafts are asked for and the model has no draft layer.
+    """
+    backbone = model.config.num_hidden_layers
+    if not options.draft_tokens:
+        return model.layer_specs[:backbone]
+    if len(model.layer_specs) == backbone:
+        raise ValueError("speculation needs an MTP layer, and this checkpoint has none")
+    return model.layer_specs[: backbone + 1]
+
+
+def cache_format(options: EngineOptions) -> CacheFormat:
+    """The row formats that ``options.kv_cache`` names.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if options.kv_cache not in CACHE_FORMATS:
+        known = ", ".join(CACHE_FORMATS)
+        raise ValueError(f"kv_cache must be one of {known}, got {options.kv_cache!r}")
+    return CACHE_FORMATS[options.kv_cache]
+
+
+def pages_needed(
+    groups: Sequence[CacheGroup], request: Request, options: EngineOptions
+) -> dict[str, int]:
+    """Most pages by group that a request holds at once."""
+    step_tokens = options.step_tokens(len(request.token_ids))
+    return {
+        group.name: group.worst_case_pages(request.max_written, step_tokens) for group in groups
+    }
+
+
+def pool_sizes(groups: Sequence[CacheGroup], options: EngineOptions) -> dict[str, int]:
+    """Usable pages by group: as given, else enough for ``max_requests`` of ``max_seq_len``.
+
+    Raises:
+        ValueError: pages for a group that the model does not have.
+    """
+    step_tokens = options.step_tokens(options.max_seq_len)
+    sizes = {
+        group.name: options.max_requests * group.worst_case_pages(options.max_seq_len, step_tokens)
+        for group in groups
+    }
+    given: Mapping[str, int] = options.pages or {}
+    if unknown := given.keys() - sizes.keys():
+        raise ValueError(
+            f"pages for unknown cache groups {sorted(unknown)}; there are {sorted(sizes)}"
+        )
+    return sizes | dict(given)
+
+
+def options_for(
+    model: Transformer, options: EngineOptions, requests: Sequence[Request]
+) -> EngineOptions:
+    """Options whose pools hold just what the given requests need.
+
+    ``max_requests`` is lowered to their number, ``max_seq_len`` becomes the longest, and the pools
+    hold the worst case of the ``max_requests`` most demanding requests together.
+    """
+    groups = cache_groups(running_specs(model, options))
+    needs = [pages_needed(groups, request, options) for request in requests]
+    at_once = min(options.max_requests, len(requests))
+    pages = {}
+    for group in groups:
+        most = sorted((need[group.name] for need in needs), reverse=True)
+        pages[group.name] = sum(most[:at_once])
+    return dataclasses.replace(
+        options,
+        max_requests=at_once,
+        max_seq_len=max(request.max_length for request in requests),
+        pages=pages,
+    )

@@ -1,0 +1,131 @@
+"""The step's metadata against semantics written down with loops."""
+
+import torch
+from fake_model import SPECS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anymla.layers.caches import CACHE_FORMATS
+from anymla.runtime.cache_groups import cache_groups
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.request import Request, RequestState
+from anymla.runtime.step_plan import Span, StepPlanner
+
+GROUPS = cache_groups(SPECS)
+MAX_SEQ_LEN = 800
+
+
+def _store(max_requests):
+    pages = {g.name: max_requests * g.worst_case_pages(MAX_SEQ_LEN, 512) for g in GROUPS}
+    return CacheStore(
+        GROUPS,
+        SPECS,
+        CACHE_FORMATS["fp8"],
+        pages,
+        max_requests=max_requests,
+        max_seq_len=MAX_SEQ_LEN,
+        device=torch.device("cpu"),
+    )
+
+
+def _admitted(store, name):
+    state = RequestState(Request(name, (0,) * MAX_SEQ_LEN))
+    assert store.admit(state, {g.name: g.worst_case_pages(MAX_SEQ_LEN, 512) for g in GROUPS})
+    return state
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 400), st.integers(1, 150), st.booleans()), min_size=1, max_size=4
+)
+
+
+@given(requests=requests)
+def test_fields_by_brute_force(requests):
+    store = _store(len(requests))
+    planner = StepPlanner(store)
+    spans = []
+    for number, (start, count, is_decode) in enumerate(requests):
+        state = _admitted(store, str(number))
+        if start:  # earlier steps, so that the window's first pages are gone
+            for table in store.tables.values():
+                table.extend(state.row, start)
+            state.computed = start
+            store.slide(state)
+        spans.append(Span(state, start, [7 * number + i for i in range(count)], is_decode))
+    spans.sort(key=lambda span: not span.is_decode)
+    step = planner.build(spans)
+
+    token = 0
+    for row, span in enumerate(spans):
+        assert step.query_start_loc[row] == token
+        assert step.query_lens[row] == len(span.token_ids)
+        assert step.seq_lens[row] == span.stop
+        for position, token_id in zip(range(span.start, span.stop), span.token_ids, strict=True):
+            assert step.token_ids[token] == token_id
+            assert step.positions[token] == position
+            assert step.token_to_req[token] == row
+            assert step.is_valid[token]
+            _check_slots(store, step, span.state.row, token, position)
+            token += 1
+    assert step.query_start_loc[-1] == token == len(step.positions)
+    assert step.num_decodes == sum(span.is_decode for span in spans)
+    assert step.max_seq_len == max(span.stop for span in spans)
+
+
+def _check_slots(store, step, row, token, position):
+    pages = {group.name: store.tables[group.name].held(row) for group in GROUPS}
+
+    def slot(group, entry):
+        page = pages[group.name][entry // group.page_size]
+        return page * group.page_size + entry % group.page_size
+
+    for group in GROUPS:
+        got = int(step.groups[group.name].slot_mapping[token])
+        closes = (position + 1) % group.ratio == 0
+        assert got == (slot(group, position // group.ratio) if closes else -1)
+        assert step.groups[group.name].page_size == group.page_size
+    by_name = {group.name: group for group in GROUPS}
+    window = [slot(by_name["window"], p) for p in range(max(0, position - 127), position + 1)]
+    _check_rows(step.window, token, window)
+    dense = [slot(by_name["c128"], w) for w in range((position + 1) // 128)]
+    _check_rows(step.dense["c128"], token, dense)
+    assert list(step.dense) == ["c128"]
+    assert step.index_lens[token] == (position + 1) // 4
+
+
+def _check_rows(rows, token, expected):
+    width = rows.indices.shape[1]
+    assert rows.lengths[token] == len(expected)
+    assert rows.indices[token].tolist() == expected + [-1] * (width - len(expected))
+
+
+def test_dtypes_are_those_that_the_operations_take():
+    store = _store(1)
+    step = StepPlanner(store).build([Span(_admitted(store, "a"), 0, [1, 2, 3], False)])
+    for tensor in (step.token_ids, step.positions):
+        assert tensor.dtype == torch.int64
+    for tensor in (step.token_to_req, step.seq_lens, step.query_start_loc, step.index_lens):
+        assert tensor.dtype == torch.int32
+    assert step.is_valid.dtype == torch.bool
+    for group in step.groups.values():
+        assert group.block_table.dtype == torch.int32
+        assert group.slot_mapping.dtype == torch.int64
+
+
+def test_draft_layers_get_their_window_only():
+    store = _store(1)
+    state = _admitted(store, "a")
+    step = StepPlanner(store).build([Span(state, 0, [1], True)], window_only=True)
+    assert list(step.groups) == ["window"]
+    assert step.index_lens is None
+    assert not step.dense
+    assert not store.tables["c4"].held(state.row)
+    assert not store.tables["state_c4"].held(state.row)
+
+
+def test_the_recorder_is_handed_on():
+    store, seen = _store(1), []
+    planner = StepPlanner(store, recorder=lambda *what: seen.append(what))
+    step = planner.build([Span(_admitted(store, "a"), 0, [1], True)])
+    step.recorder("topk", 2, torch.zeros(1))
+    assert seen[0][:2] == ("topk", 2)
