@@ -1,0 +1,264 @@
+"""The engine: requests in, tokens out, one step at a time, on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.layers.step import Recorder
+from anymla.model.transformer import Transformer
+from anymla.runtime.cache_groups import cache_groups
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.request import Completion, Request, RequestState, check_request
+from anymla.runtime.sampler import choose_tokens
+from anymla.runtime.scheduler import Scheduler
+from anymla.runtime.scoring import next_token_logprobs
+from anymla.runtime.sizing import cache_format, options_for, pool_sizes, running_specs
+from anymla.runtime.speculation import Drafter, can_draft
+from anymla.runtime.step_plan import Span, StepPlanner
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What one step did.
+
+    Attributes:
+        prompt_tokens: tokens of prompts computed.
+        new_tokens: request id -> tokens generated, in order.
+        finished: completions of the requests that ended.
+    """
+
+    prompt_tokens: int
+    new_tokens: dict[str, list[int]]
+    finished: list[Completion]
+
+
+class Engine:
+    """Runs a model for requests that join and leave between steps.
+
+    A request's tokens do not depend on its neighbours, on how its prompt is split, or on
+    speculation, as far as the model's arithmetic does not: see ``anymla.runtime.sampler``.
+
+    Attributes:
+        model: the model.
+        options: the engine's sizes.
+        store: caches, page pools and block tables.
+        scheduler: who waits and who runs.
+        on_finish: called with the engine and the state of a request that ended, while its pages
+            still hold its rows.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        options: EngineOptions,
+        *,
+        recorder: Recorder | None = None,
+        on_finish: Callable[[Engine, RequestState], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.on_finish = on_finish
+        specs = running_specs(model, options)
+        groups = cache_groups(specs)
+        self.store = CacheStore(
+            groups,
+            specs,
+            cache_format(options),
+            pool_sizes(groups, options),
+            max_requests=options.max_requests,
+            max_seq_len=options.max_seq_len,
+            device=model.device,
+        )
+        self.scheduler = Scheduler(self.store, options)
+        self._planner = StepPlanner(self.store, backend=model.backend, recorder=recorder)
+        self._states: dict[str, RequestState] = {}
+        self._backbone_layers = model.config.num_hidden_layers
+        self._drafter: Drafter | None = None
+        if options.draft_tokens:
+            self._drafter = Drafter(
+                model,
+                self._planner,
+                self.store.layers[self._backbone_layers],
+                window=specs[self._backbone_layers].window,
+                draft_tokens=options.draft_tokens,
+            )
+
+    @classmethod
+    def for_requests(
+        cls,
+        model: Transformer,
+        options: EngineOptions,
+        requests: Sequence[Request],
+        *,
+        recorder: Recorder | None = None,
+        on_finish: Callable[[Engine, RequestState], None] | None = None,
+    ) -> Engine:
+        """An engine with just the pages that the given requests need; see ``options_for``.
+
+        Raises:
+            ValueError: no request, or one that ``check_request`` refuses.
+        """
+        if not requests:
+            raise ValueError("no request to size an engine for")
+        for request in requests:
+            check_request(request, model.config)
+        sized = options_for(model, options, requests)
+        return cls(model, sized, recorder=recorder, on_finish=on_finish)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self._states)
+
+    def state(self, request_id: str) -> RequestState:
+        """The state of a request that has not finished."""
+        return self._states[request_id]
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it joins at the next step that has room.
+
+        Raises:
+            ValueError: it is malformed, longer than the model or the engine allows, can never fit
+                in the page pools, or its id is in use.
+        """
+        check_request(request, self.model.config)
+        if request.max_length > self.options.max_seq_len:
+            raise ValueError(
+                f"request {request.request_id!r}: its {request.max_length} tokens exceed the "
+                f"engine's max_seq_len of {self.options.max_seq_len}"
+            )
+        if request.request_id in self._states:
+            raise ValueError(f"request {request.request_id!r}: this id is in use")
+        state = RequestState(request)
+        self.scheduler.submit(state)
+        self._states[request.request_id] = state
+
+    @torch.no_grad()
+    def step(self) -> StepReport:
+        """Run one batch of tokens; reports nothing if no request is left."""
+        spans = self.scheduler.next_spans()
+        if not spans:
+            assert not self._states, "requests wait, but none runs"
+            return StepReport(0, {}, [])
+        step = self._planner.build(spans)
+        hidden = self.model.forward(step, self.store.layers[: self._backbone_layers])
+        self._score_prompts(spans, hidden)
+        new_tokens = self._choose(spans, hidden)
+        self._draft(spans, hidden)
+        finished = []
+        for span in spans:
+            if span.state.finish_reason is None:
+                self.store.slide(span.state)
+            else:
+                finished.append(self._finish(span.state))
+        prompt_tokens = sum(len(span.token_ids) for span in spans if not span.is_decode)
+        return StepReport(prompt_tokens, new_tokens, finished)
+
+    def run(
+        self,
+        requests: Iterable[Request] = (),
+        *,
+        on_token: Callable[[str, int], None] | None = None,
+    ) -> list[Completion]:
+        """Submit requests and step until nothing is left.
+
+        Args:
+            requests: more requests.
+            on_token: called with request id and token as they come.
+
+        Returns:
+            Completions in the order of submission.
+        """
+        for request in requests:
+            self.submit(request)
+        order = {request_id: place for place, request_id in enumerate(self._states)}
+        completions: list[Completion] = []
+        while self.busy:
+            report = self.step()
+            completions += report.finished
+            if on_token is not None:
+                for request_id, tokens in report.new_tokens.items():
+                    for token in tokens:
+                        on_token(request_id, token)
+        return sorted(completions, key=lambda done: order[done.request.request_id])
+
+    def _score_prompts(self, spans: Sequence[Span], hidden: Tensor) -> None:
+        offset = 0
+        for span in spans:
+            state = span.state
+            if state.request.prompt_logprobs and not span.is_decode:
+                targets = state.request.token_ids[span.start + 1 : span.stop + 1]
+                rows = hidden[offset : offset + len(targets)]
+                state.prompt_logprobs += next_token_logprobs(
+                    self.model.logits, rows, targets, self.model.config.vocab_size
+                )
+            offset += len(span.token_ids)
+
+    def _choose(self, spans: Sequence[Span], hidden: Tensor) -> dict[str, list[int]]:
+        """Choose the tokens that follow each span, and move the requests on."""
+        choosing: list[Span] = []
+        rows: list[int] = []
+        offset = 0
+        for span in spans:
+            offset += len(span.token_ids)
+            if span.is_decode:
+                rows += range(offset - len(span.token_ids), offset)
+                choosing.append(span)
+                continue
+            span.state.computed = span.stop
+            if span.state.is_prefill:
+                continue
+            if span.state.request.max_new_tokens:
+                rows.append(offset - 1)
+                choosing.append(span)
+            else:
+                span.state.finish_reason = "length"
+        if not choosing:
+            return {}
+        counts = [1 + len(span.state.drafts) for span in choosing]
+        tokens = choose_tokens(
+            self.model.logits(hidden[torch.tensor(rows, device=hidden.device)]),
+            [
+                span.state.request.sampling
+                for span, count in zip(choosing, counts, strict=True)
+                for _ in range(count)
+            ],
+            [
+                len(span.state.tokens) + place
+                for span, count in zip(choosing, counts, strict=True)
+                for place in range(count)
+            ],
+        )
+        new_tokens = {}
+        for span, count in zip(choosing, counts, strict=True):
+            chosen, tokens = tokens[:count], tokens[count:]
+            new_tokens[span.state.request.request_id] = span.state.accept(chosen)
+            span.state.computed = len(span.state.tokens) - 1
+        return new_tokens
+
+    def _draft(self, spans: Sequence[Span], hidden: Tensor) -> None:
+        if self._drafter is None:
+            return
+        streams = self._drafter.follow(spans, hidden)
+        if streams is None:
+            return
+        drafting = [span.state for span in spans if can_draft(span.state)]
+        # The guesses write ahead of the confirmed length, into pages that the next step needs
+        # as well: what has become obsolete must be returned first.
+        for state in drafting:
+            self.store.slide(state)
+        self._drafter.draft(drafting, streams)
+
+    def _finish(self, state: RequestState) -> Completion:
+        state.timings.finished = time.perf_counter()
+        if self.on_finish is not None:
+            self.on_finish(self, state)
+        self.scheduler.finish(state)
+        del self._states[state.request.request_id]
+        return state.completion()
