@@ -1,0 +1,159 @@
+"""Contracts of the compressor: keep partial windows, turn closed ones into cache entries."""
+
+from torch import Tensor
+
+from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
+from anymla.ops.compressor import reference, torch_compress, torch_state
+from anymla.ops.kv_cache.checks import check_cache
+
+
+@operation(mutates=("state_cache",))
+def save_partial_states(
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    positions: Tensor,
+    state_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+) -> None:
+    """Store what each token adds to its window: ``state[slot] = kv | score + ape[p mod ratio]``.
+
+    The state is addressed by token position through a block table, so nothing moves when a window
+    closes, and going back to an earlier position needs no undoing.
+
+    Args:
+        kv: [T, W] float32 (or float64), projected values; W = D, or 2 D with overlap.
+        score: [T, W] float32 (or float64), projected gate logits; may be a strided view, like kv.
+        ape: [ratio, W] float32 (or float64), position embedding within the window.
+        positions: [T] int64.
+        state_cache: [P, S, 2 W] float32 (or float64), inner strides (2 W, 1), any page stride;
+            written.
+        slot_mapping: [N] int64, N <= T, ``page * S + offset`` of the first N tokens. Slots outside
+            the cache are skipped; valid slots are distinct.
+        compress_ratio: tokens a window, >= 1.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+
+    Source: DeepSeek-V4 reference, inference/model.py (Compressor), with position-addressed state.
+    """
+    name = "save_partial_states"
+    require(compress_ratio >= 1, name, "compress_ratio", "at least 1", compress_ratio)
+    dims = check(
+        name,
+        dims={"r": compress_ratio},
+        kv=(kv, "T W", FLOAT32_UP),
+        score=(score, "T W", FLOAT32_UP),
+        ape=(ape, "r W", FLOAT32_UP),
+        positions=(positions, "T", INT64),
+        state_cache=(state_cache, "P S _", FLOAT32_UP),
+        slot_mapping=(slot_mapping, "_", INT64),
+    )
+    stored = slot_mapping.shape[0]
+    require(stored <= dims["T"], name, "slot_mapping", f"at most T={dims['T']} long", stored)
+    _check_state(name, state_cache, 2 * dims["W"])
+
+
+@operation(mutates=("k_cache",))
+def compress_norm_rope_insert(
+    state_cache: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    k_slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    layout: str,
+    hadamard: bool = False,
+) -> None:
+    """Turn every window that closes in this step into an entry of the compressed cache.
+
+    Token t at position p closes window w = p // ratio when (p + 1) mod ratio = 0. With kv_i and
+    s_i [W] the state of position i of its request, the entry is, channel by channel,
+
+        c = sum_i softmax_i(s_i) kv_i
+        row = rope(c / sqrt(mean(c^2) + eps) * norm_weight, position w * ratio)
+
+    Without overlap i runs over the window's own positions w ratio .. p and W = D. With overlap
+    W = 2 D and the sum has 2 ratio terms: the first D channels of the previous window's positions
+    and the last D of its own. Positions below 0 take no part. Then row (multiplied by the Hadamard
+    matrix if asked) is encoded in ``layout`` and stored at k_slot_mapping[t]. Nothing is rounded
+    before the layout does.
+
+    A token is skipped, and nothing written, if it closes no window, or its position, state slot,
+    request or target slot is negative or past its range. A position whose page id is outside the
+    state cache counts as absent; an entry without any row is skipped.
+
+    Args:
+        state_cache: [P, S, 2 W] float32 (or float64), inner strides (2 W, 1), any page stride, with
+            the states of this step already saved.
+        state_block_table: [R, SP] int32, page ids of each request; position i is at
+            ``table[i // S] * S + i % S``.
+        state_slot_mapping: [T] int64; negative marks tokens without a state (padding).
+        token_to_req: [T] int32, row of the block table; -1 for padding.
+        positions: [T] int64.
+        norm_weight: [D] floating point.
+        eps: added to the mean square.
+        cos_sin_cache: [L, Rd] float32 (or float64), as in ``norm_rope.rope``, of the compressed
+            layers' frequencies.
+        k_cache: [Pages, B, row] (or [Pages, B, 1, row]) in ``layout``, any page stride; written.
+        k_slot_mapping: [T] int64, ``page * B + offset`` of the entry; valid slots are distinct.
+        compress_ratio: tokens a window, >= 1.
+        overlap: whether an entry also pools the previous window.
+        layout: layout id of the target cache, of D channels.
+        hadamard: multiply by the normalised Hadamard matrix before encoding (D a power of two).
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device or layout.
+
+    Source: DeepSeek-V4 reference, inference/model.py (Compressor), with float32 up to the encoding.
+    """
+    name = "compress_norm_rope_insert"
+    require(compress_ratio >= 1, name, "compress_ratio", "at least 1", compress_ratio)
+    dims = check(
+        name,
+        state_cache=(state_cache, "P S _", FLOAT32_UP),
+        state_block_table=(state_block_table, "R _", INT32),
+        state_slot_mapping=(state_slot_mapping, "T", INT64),
+        token_to_req=(token_to_req, "T", INT32),
+        positions=(positions, "T", INT64),
+        norm_weight=(norm_weight, "D", FLOATS),
+        cos_sin_cache=(cos_sin_cache, "L Rd", FLOAT32_UP),
+        k_slot_mapping=(k_slot_mapping, "T", INT64),
+    )
+    width = dims["D"]
+    _check_state(name, state_cache, (4 if overlap else 2) * width)
+    check_cache(name, "k_cache", k_cache, layout, channels=width, device=positions.device)
+    table = [dims["L"], dims["Rd"]]
+    fits = dims["Rd"] % 2 == 0 and 2 <= dims["Rd"] <= width and (dims["L"] > 0 or not dims["T"])
+    require(fits, name, "cos_sin_cache", f"[L, R] with L >= 1, R even, R <= D={width}", table)
+    power_of_two = width & (width - 1) == 0
+    require(power_of_two or not hadamard, name, "D", "a power of two for hadamard", width)
+
+
+def _check_state(name: str, state_cache: Tensor, width: int) -> None:
+    shape = list(state_cache.shape)
+    require(shape[2] == width and shape[1] >= 1, name, "state_cache", f"[P, S, {width}]", shape)
+    dense = state_cache.stride(2) == 1 and (shape[1] == 1 or state_cache.stride(1) == width)
+    strides = list(state_cache.stride())
+    require(
+        dense or not state_cache.numel(),
+        name,
+        "state_cache",
+        f"of inner strides [{width}, 1]",
+        strides,
+    )
+
+
+save_partial_states.register("reference", reference.save_partial_states)
+save_partial_states.register("torch", torch_state.save_partial_states)
+compress_norm_rope_insert.register("reference", reference.compress_norm_rope_insert)
+compress_norm_rope_insert.register("torch", torch_compress.compress_norm_rope_insert)
