@@ -121,11 +121,3 @@ def test_draft_layers_get_their_window_only():
     assert not step.dense
     assert not store.tables["c4"].held(state.row)
     assert not store.tables["state_c4"].held(state.row)
-
-
-def test_the_recorder_is_handed_on():
-    store, seen = _store(1), []
-    planner = StepPlanner(store, recorder=lambda *what: seen.append(what))
-    step = planner.build([Span(_admitted(store, "a"), 0, [1], True)])
-    step.recorder("topk", 2, torch.zeros(1))
-    assert seen[0][:2] == ("topk", 2)

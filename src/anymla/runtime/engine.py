@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from anymla.layers.step import Recorder
 from anymla.model.transformer import Transformer
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
@@ -58,7 +57,6 @@ class Engine:
         model: Transformer,
         options: EngineOptions,
         *,
-        recorder: Recorder | None = None,
         on_finish: Callable[[Engine, RequestState], None] | None = None,
     ) -> None:
         self.model = model
@@ -76,7 +74,7 @@ class Engine:
             device=model.device,
         )
         self.scheduler = Scheduler(self.store, options)
-        self._planner = StepPlanner(self.store, backend=model.backend, recorder=recorder)
+        self._planner = StepPlanner(self.store, backend=model.backend)
         self._states: dict[str, RequestState] = {}
         self._backbone_layers = model.config.num_hidden_layers
         self._drafter: Drafter | None = None
@@ -96,7 +94,6 @@ class Engine:
         options: EngineOptions,
         requests: Sequence[Request],
         *,
-        recorder: Recorder | None = None,
         on_finish: Callable[[Engine, RequestState], None] | None = None,
     ) -> Engine:
         """An engine with just the pages that the given requests need; see ``options_for``.
@@ -109,7 +106,7 @@ class Engine:
         for request in requests:
             check_request(request, model.config)
         sized = options_for(model, options, requests)
-        return cls(model, sized, recorder=recorder, on_finish=on_finish)
+        return cls(model, sized, on_finish=on_finish)
 
     @property
     def busy(self) -> bool:

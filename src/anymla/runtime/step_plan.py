@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from anymla.layers.step import GroupStep, Recorder, Rows, Step
+from anymla.layers.step import GroupStep, Rows, Step
 from anymla.ops.selection import compressed_rows, slot_mapping, token_to_request, window_rows
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.cache_store import CacheStore
@@ -48,15 +48,11 @@ class StepPlanner:
     Attributes:
         store: the caches and their block tables.
         backend: of the selection operations.
-        recorder: handed on in every step.
     """
 
-    def __init__(
-        self, store: CacheStore, *, backend: str | None = None, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, store: CacheStore, *, backend: str | None = None) -> None:
         self.store = store
         self.backend = backend
-        self.recorder = recorder
 
     def build(self, spans: Sequence[Span], *, window_only: bool = False) -> Step:
         """Take the pages that the tokens need and build their step.
@@ -123,7 +119,6 @@ class StepPlanner:
             window=window,
             dense=dense,
             index_lens=index_lens,
-            recorder=self.recorder,
         )
 
     def _window(
