@@ -29,7 +29,7 @@ def slot_mapping(
     *,
     page_size: int,
     ratio: int = 1,
-) -> None:
+) -> Tensor:
     """Slot that each token of a step writes in one cache.
 
     With ratio 1, the slot of the token itself: ``table[r, p // B] * B + p % B``. With ratio > 1,
@@ -63,7 +63,7 @@ def slot_mapping(
 
 
 @operation(outputs=lambda query_start_loc, num_tokens: (_int32(query_start_loc, num_tokens),))
-def token_to_request(query_start_loc: Tensor, num_tokens: int) -> None:
+def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
     """Request of each token of a batch.
 
     Args:
@@ -94,7 +94,7 @@ def compute_global_topk_indices_and_lens(
     block_table: Tensor,
     block_size: int,
     is_valid_token: Tensor,
-) -> None:
+) -> tuple[Tensor, Tensor]:
     """Turn selected local entries into cache slots.
 
     Args:
@@ -142,7 +142,7 @@ def combine_topk_swa_indices(
     topk: int,
     M: int,
     N: int,
-) -> None:
+) -> tuple[Tensor, Tensor]:
     """Rows of the gathered prefill workspace that each token attends.
 
     Request b owns workspace rows [M * b, M * (b + 1)): first N rows of compressed entries, then
@@ -205,7 +205,7 @@ def compressed_rows(
     block_size: int,
     width: int,
     is_valid_token: Tensor | None = None,
-) -> None:
+) -> tuple[Tensor, Tensor, Tensor]:
     """All compressed entries that each token sees, for a layer without an indexer.
 
     Entry w is visible to position p iff w < (p + 1) // ratio: a token sees the entry it closes.
@@ -256,7 +256,7 @@ def window_rows(
     block_size: int,
     window: int,
     is_valid_token: Tensor | None = None,
-) -> None:
+) -> tuple[Tensor, Tensor]:
     """Slots of the sliding window of each token: positions max(0, p - window + 1) .. p.
 
     Args:

@@ -19,7 +19,7 @@ def combined_width(topk: int, window_size: int) -> int:
 def slot_mapping(
     positions: Tensor, token_to_req: Tensor, block_table: Tensor, *, page_size: int, ratio: int = 1
 ) -> Tensor:
-    """See the contract."""
+    """See ``interface.slot_mapping``."""
     slots = [
         _slot(block_table, request, p // ratio, page_size) if (p + 1) % ratio == 0 else -1
         for p, request in zip(positions.tolist(), token_to_req.tolist(), strict=True)
@@ -28,7 +28,7 @@ def slot_mapping(
 
 
 def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
-    """See the contract."""
+    """See ``interface.token_to_request``."""
     starts = query_start_loc.tolist()
     rows = [-1] * num_tokens
     for request, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -44,7 +44,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See the contract."""
+    """See ``interface.compute_global_topk_indices_and_lens``."""
     slots = torch.full_like(topk_indices, -1)
     lens = torch.zeros(len(slots), dtype=torch.int32, device=slots.device)
     for token, entries in enumerate(topk_indices.tolist()):
@@ -69,7 +69,7 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
 ) -> tuple[Tensor, Tensor]:
-    """See the contract."""
+    """See ``interface.combine_topk_swa_indices``."""
     tokens = len(topk_indices)
     shape = (tokens, combined_width(topk, window_size))
     indices = torch.full(shape, -1, dtype=torch.int32, device=topk_indices.device)
@@ -101,7 +101,7 @@ def compressed_rows(
     width: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See the contract."""
+    """See ``interface.compressed_rows``."""
     tokens = len(positions)
     slots = torch.full((tokens, width), -1, dtype=torch.int32, device=positions.device)
     local = torch.full_like(slots, -1)
@@ -126,7 +126,7 @@ def window_rows(
     window: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See the contract."""
+    """See ``interface.window_rows``."""
     tokens = len(positions)
     slots = torch.full((tokens, window), -1, dtype=torch.int32, device=positions.device)
     lens = torch.zeros(tokens, dtype=torch.int32, device=positions.device)

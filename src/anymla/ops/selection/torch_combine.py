@@ -21,7 +21,7 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
 ) -> tuple[Tensor, Tensor]:
-    """See the contract."""
+    """See ``interface.combine_topk_swa_indices``."""
     tokens, device = len(topk_indices), topk_indices.device
     width = combined_width(topk, window_size)
     if len(seq_lens) == 0:

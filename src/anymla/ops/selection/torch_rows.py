@@ -15,7 +15,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See the contract."""
+    """See ``interface.compute_global_topk_indices_and_lens``."""
     tokens = len(topk_indices)
     requests = _valid_requests(token_to_req[:tokens], block_table, is_valid_token[:tokens])
     in_use = (topk_indices >= 0) & (requests >= 0)
@@ -33,7 +33,7 @@ def compressed_rows(
     width: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See the contract."""
+    """See ``interface.compressed_rows``."""
     requests = _valid_requests(token_to_req, block_table, is_valid_token)
     visible = torch.div(positions + 1, ratio, rounding_mode="floor").clamp(0, width)
     visible = torch.where(requests[:, 0] >= 0, visible, 0)
@@ -52,7 +52,7 @@ def window_rows(
     window: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See the contract."""
+    """See ``interface.window_rows``."""
     requests = _valid_requests(token_to_req, block_table, is_valid_token)
     last = torch.where(requests[:, 0] >= 0, positions, -1)[:, None]
     first = (last - (window - 1)).clamp(min=0)

@@ -32,7 +32,7 @@ def slots_of(entries: Tensor, requests: Tensor, block_table: Tensor, page_size: 
 def slot_mapping(
     positions: Tensor, token_to_req: Tensor, block_table: Tensor, *, page_size: int, ratio: int = 1
 ) -> Tensor:
-    """See the contract."""
+    """See ``interface.slot_mapping``."""
     entries = positions
     if ratio > 1:
         closing = (positions + 1) % ratio == 0
@@ -41,7 +41,7 @@ def slot_mapping(
 
 
 def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
-    """See the contract."""
+    """See ``interface.token_to_request``."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
     request = torch.searchsorted(query_start_loc, tokens, right=True, out_int32=True) - 1
     # Past the last request; before the first, the search has given -1 already.

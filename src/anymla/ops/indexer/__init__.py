@@ -1,0 +1,10 @@
+"""The lightning indexer: cheap scores for every compressed entry, and the best entries of each."""
+
+from anymla.ops.indexer.interface import (
+    indexer_q_rope_quant,
+    mqa_logits,
+    paged_mqa_logits,
+    topk_per_row,
+)
+
+__all__ = ["indexer_q_rope_quant", "mqa_logits", "paged_mqa_logits", "topk_per_row"]

@@ -1,0 +1,288 @@
+"""Contracts of the lightning indexer.
+
+    score[t, w] = sum_h weight[t, h] * relu(q[t, h] . key[w])
+
+over index heads h and compressed entries w, of which every token keeps the best k. The sum takes
+the weights as they are, of either sign. Source: DeepSeek-V4 reference, inference/model.py
+(Indexer); DeepSeek-V3.2-Exp report, "lightning indexer".
+"""
+
+import torch
+from torch import Tensor
+
+from anymla.formats.mxfp4 import MXFP4_BLOCK
+from anymla.formats.page_layout import INDEX_FP8
+from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
+from anymla.ops.indexer import reference, torch_query, torch_scores, torch_topk
+from anymla.ops.indexer.reference import QUANTISATIONS, wide_dtype
+from anymla.ops.kv_cache.checks import check_cache
+
+_FP8 = (torch.float8_e4m3fn,)
+_CODED_Q = (*FLOATS, *_FP8, torch.uint8)
+
+
+def _query_outputs(
+    q: Tensor, weights: Tensor, *, quant: str, **_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, width = q.shape
+    scales = torch.empty(0, dtype=torch.uint8, device=q.device)
+    out = q
+    if quant == "fp8":
+        out = q.to(torch.float8_e4m3fn)
+    elif quant == "mxfp4":
+        out = q.new_empty((tokens, heads, width // 2), dtype=torch.uint8)
+        scales = q.new_empty((tokens, heads, width // MXFP4_BLOCK), dtype=torch.uint8)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    return torch.empty_like(out), scales, weights.new_empty(weights.shape, dtype=wide)
+
+
+@operation(outputs=_query_outputs)
+def indexer_q_rope_quant(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    softmax_scale: float,
+    head_scale: float,
+    quant: str = "fp8",
+    hadamard: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate the index queries by position, quantise them, and scale the head weights.
+
+    RoPE turns the last channels of each head (see ``rope``). If ``quant`` is not "none", the result
+    is rounded to bfloat16, as keys are. ``hadamard`` then multiplies by the normalised Hadamard
+    matrix, which must have been done to the keys too. Then:
+
+    - "fp8": e4m3 codes with one scale for each head, 2^ceil(log2(max(amax, 1e-4) / 448)). The
+      scale is multiplied into the weights: relu commutes with it.
+    - "mxfp4": e2m1 codes, one scale byte for 32 channels (see ``quantize_mxfp4``).
+    - "none": left as they are.
+
+    Args:
+        q: [T, Hi, D] floating point.
+        weights: [T, Hi] floating point.
+        positions: [T] int64; read clamped to the table.
+        cos_sin_cache: [L, R] float32 or float64, see ``rope``.
+        softmax_scale: D^-0.5, multiplied into the weights.
+        head_scale: Hi^-0.5, multiplied into the weights.
+        quant: "fp8", "mxfp4" or "none".
+        hadamard: transform the queries; D must be a power of two.
+
+    Returns:
+        q: [T, Hi, D] float8_e4m3fn, or [T, Hi, D/2] packed uint8, or [T, Hi, D] of q's dtype.
+        q_scales: [T, Hi, D/32] uint8 for "mxfp4"; else empty [0].
+        weights: [T, Hi] float32 (float64 for float64 weights), scaled.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device; unknown quant; D that it cannot take.
+
+    Source: DeepSeek-V4 reference, inference/model.py (Indexer) for rotation and MXFP4; vLLM's
+    operation for FP8 with the folded scale.
+    """
+    name = "indexer_q_rope_quant"
+    sizes = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        weights=(weights, "T H", FLOATS),
+        positions=(positions, "T", INT64),
+        cos_sin_cache=(cos_sin_cache, "1+ R", FLOAT32_UP),
+    )
+    width, turned = sizes["D"], sizes["R"]
+    even = turned % 2 == 0 and 2 <= turned <= width
+    require(even, name, "cos_sin_cache", f"[L, even R <= D={width}]", list(cos_sin_cache.shape))
+    require(quant in QUANTISATIONS, name, "quant", "one of " + ", ".join(QUANTISATIONS), quant)
+    blocks = quant != "mxfp4" or width % MXFP4_BLOCK == 0
+    require(blocks, name, "q", f"of a multiple of {MXFP4_BLOCK} channels for mxfp4", width)
+    power_of_two = not hadamard or width & (width - 1) == 0
+    require(power_of_two, name, "q", "of 2^n channels for the Hadamard transform", width)
+
+
+@operation(
+    mutates=("out",),
+    outputs=lambda q, k, weights, **_: (
+        weights.new_empty((len(q), len(k)), dtype=wide_dtype(q, weights)),
+    ),
+)
+def mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor | None,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Index scores of queries against one dense list of keys.
+
+    ``out[m, n] = sum_h weights[m, h] * relu(q[m, h] . k[n] * k_scale[n])`` where
+    ``starts[m] <= n < ends[m]``, and -inf elsewhere, whatever the keys hold there.
+
+    Args:
+        q: [M, Hi, D] floating point or float8_e4m3fn, or [M, Hi, D/2] packed e2m1 with q_scales.
+        k: [N, D] floating point or float8_e4m3fn, keys of all requests one after the other.
+        k_scale: [N] float32, or None for 1.
+        weights: [M, Hi] float32 (or float64).
+        starts: [M] int32, first key of the row's request.
+        ends: [M] int32, one past the last visible key; bounds outside [0, N] are clamped.
+        q_scales: [M, Hi, D/32] uint8, scale bytes of a packed q.
+        out: [M, N] to write into, or None.
+
+    Returns:
+        [M, N] float32 (float64 if q or weights is), ``out`` if given. Products, head sums and
+        accumulation in that precision.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device; a packed q without q_scales.
+
+    Source: DeepSeek-V4 reference, inference/model.py (Indexer); arguments as DeepGEMM's
+    fp8_mqa_logits.
+    """
+    name = "mqa_logits"
+    sizes = check(
+        name,
+        q=(q, "M H _", _CODED_Q),
+        k=(k, "N D", (*FLOATS, *_FP8)),
+        k_scale=(k_scale, "N", torch.float32),
+        weights=(weights, "M H", FLOAT32_UP),
+        starts=(starts, "M", INT32),
+        ends=(ends, "M", INT32),
+    )
+    check(name, dims=sizes, out=(out, "M N", wide_dtype(q, weights)), q=(q, "M H _", _CODED_Q))
+    _check_queries(name, q, q_scales, sizes["D"])
+
+
+@operation(
+    mutates=("out",),
+    outputs=lambda q, weights, *, max_context, **_: (
+        weights.new_empty((q.shape[0] * q.shape[1], max_context), dtype=wide_dtype(q, weights)),
+    ),
+)
+def paged_mqa_logits(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_context: int,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Index scores of every request's queries against its own entries in a paged cache.
+
+    ``out[r * J + j, w] = sum_h weights[r * J + j, h] * relu(q[r, j, h] . key(r, w))`` for
+    ``w < context_lens[r, j]``, else -inf. key(r, w) is the decoded entry at slot
+    ``block_table[r, w // B] * B + w % B``. An entry beyond the block table, or on a page that is
+    negative or beyond the cache, is absent: its score is -inf. Nothing else is read.
+
+    Args:
+        q: [R, J, Hi, D] floating point or float8_e4m3fn, or [R, J, Hi, D/2] packed e2m1 with
+            q_scales. Plain queries go with any layout.
+        index_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
+        weights: [R * J, Hi] float32 (or float64).
+        context_lens: [R] or [R, J] int32, visible entries (not tokens); [R] holds for all J rows.
+        block_table: [R, pages] int32.
+        max_context: columns of the result; a row sees no more entries than that.
+        layout: layout id of the cache, of D channels.
+        q_scales: [R, J, Hi, D/32] uint8, scale bytes of a packed q.
+        out: [R * J, max_context] to write into, or None.
+
+    Returns:
+        [R * J, max_context] float32 (float64 if q or weights is), ``out`` if given. Scratch is
+        bounded whatever the sizes. On a CPU the work follows the lengths, elsewhere max_context,
+        without waiting for the device.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device or layout; a packed q without q_scales;
+            max_context below 0.
+
+    Source: DeepSeek-V4 reference, inference/model.py (Indexer); arguments as DeepGEMM's
+    fp8_paged_mqa_logits.
+    """
+    name = "paged_mqa_logits"
+    per_request = getattr(context_lens, "ndim", 1) == 1
+    check(
+        name,
+        q=(q, "R J H _", _CODED_Q),
+        weights=(weights, "_ H", FLOAT32_UP),
+        context_lens=(context_lens, "R" if per_request else "R J", INT32),
+        block_table=(block_table, "R _", INT32),
+    )
+    require(max_context >= 0, name, "max_context", ">= 0", max_context)
+    check(
+        name,
+        dims={"R*J": q.shape[0] * q.shape[1], "C": max_context},
+        weights=(weights, "R*J _", FLOAT32_UP),
+        out=(out, "R*J C", wide_dtype(q, weights)),
+    )
+    width = q.shape[3] * (2 if q.dtype == torch.uint8 else 1)
+    check_cache(name, "index_cache", index_cache, layout, channels=width, device=q.device)
+    _check_queries(name, q, q_scales, width)
+
+
+@operation(
+    mutates=("out",),
+    outputs=lambda logits, starts, ends, k, out=None: (starts.new_empty((len(logits), k)),),
+)
+def topk_per_row(
+    logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
+) -> Tensor:
+    """Indices of the k best scores of each row, exactly.
+
+    Of the columns ``starts[m] <= n < ends[m]``, the first k in this order: higher score first, NaN
+    above +inf, and among equal scores (0 and -0 are equal, as are NaNs) the lower index first. A
+    row with at most k columns lists all of them; -inf is a score like any other.
+
+    Args:
+        logits: [M, N] float32 or float64; columns outside [starts, ends) may hold anything.
+        starts: [M] int32.
+        ends: [M] int32; bounds outside [0, N] are clamped.
+        k: any number >= 1.
+        out: [M, k] int32 to write into, or None.
+
+    Returns:
+        [M, k] int32, ``out`` if given: indices relative to ``starts``, best first, then -1.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device; k below 1.
+    """
+    name = "topk_per_row"
+    require(k >= 1, name, "k", ">= 1", k)
+    check(
+        name,
+        dims={"K": k},
+        logits=(logits, "M N", FLOAT32_UP),
+        starts=(starts, "M", INT32),
+        ends=(ends, "M", INT32),
+        out=(out, "M K", INT32),
+    )
+
+
+def _check_queries(name: str, q: Tensor, q_scales: Tensor | None, width: int) -> None:
+    packed = q.dtype == torch.uint8
+    require(
+        q.shape[-1] == (width // 2 if packed else width),
+        name,
+        "q",
+        f"of {width} channels" + (" (two to a byte)" if packed else ""),
+        list(q.shape),
+    )
+    if packed:
+        require(q_scales is not None, name, "q_scales", "given for a packed q", None)
+        spec = "M H S" if q.ndim == 3 else "R J H S"
+        sizes = {"S": width // MXFP4_BLOCK, **dict(zip(spec.split(), q.shape[:-1], strict=False))}
+        check(name, dims=sizes, q_scales=(q_scales, spec, torch.uint8))
+
+
+indexer_q_rope_quant.register("reference", reference.indexer_q_rope_quant)
+indexer_q_rope_quant.register("torch", torch_query.indexer_q_rope_quant)
+mqa_logits.register("reference", reference.mqa_logits)
+mqa_logits.register("torch", torch_scores.mqa_logits)
+paged_mqa_logits.register("reference", reference.paged_mqa_logits)
+paged_mqa_logits.register("torch", torch_scores.paged_mqa_logits)
+topk_per_row.register("reference", reference.topk_per_row)
+topk_per_row.register("torch", torch_topk.topk_per_row)

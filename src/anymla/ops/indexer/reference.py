@@ -1,0 +1,132 @@
+"""The lightning indexer as formulas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.fp8_block import quantize_fp8_rows
+from anymla.formats.hadamard import hadamard_transform
+from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from anymla.formats.page_layout import INDEX_FP8, KV_AMAX_FLOOR, get_layout, pages_of
+from anymla.ops.norm_rope.reference import rope
+
+QUANTISATIONS = ("fp8", "mxfp4", "none")
+
+
+def wide_dtype(q: Tensor, weights: Tensor) -> torch.dtype:
+    """Precision of scores: float32, or float64 if one of the operands is."""
+    return torch.float64 if torch.float64 in (q.dtype, weights.dtype) else torch.float32
+
+
+def indexer_q_rope_quant(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    softmax_scale: float,
+    head_scale: float,
+    quant: str = "fp8",
+    hadamard: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``interface.indexer_q_rope_quant``."""
+    q = rope(q, positions, cos_sin_cache)
+    if quant != "none":
+        q = q.bfloat16()
+    if hadamard:
+        q = hadamard_transform(q)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    scaled = weights.to(wide) * (softmax_scale * head_scale)
+    no_scales = torch.empty(0, dtype=torch.uint8, device=q.device)
+    if quant == "none":
+        return q, no_scales, scaled
+    if quant == "mxfp4":
+        return *quantize_mxfp4(q), scaled
+    codes, scale = quantize_fp8_rows(q, block=q.shape[-1], floor=KV_AMAX_FLOOR)
+    return codes.view(torch.float8_e4m3fn), no_scales, scaled * scale.squeeze(-1)
+
+
+def mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor | None,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.mqa_logits``."""
+    wide = wide_dtype(q, weights)
+    queries, keys = values_of(q, q_scales, wide), k.to(wide)
+    if k_scale is not None:
+        keys = keys * k_scale.to(wide).unsqueeze(1)
+    logits = torch.full((len(q), len(k)), -torch.inf, dtype=wide, device=q.device)
+    bounds = zip(starts.clamp(min=0).tolist(), ends.clamp(max=len(k)).tolist(), strict=True)
+    for m, (start, end) in enumerate(bounds):
+        if start < end:
+            logits[m, start:end] = scores(queries[m], weights[m], keys[start:end])
+    return logits if out is None else out.copy_(logits)
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_context: int,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.paged_mqa_logits``."""
+    wide = wide_dtype(q, weights)
+    queries, cache = values_of(q, q_scales, wide), pages_of(index_cache)
+    pages, page_size = cache.shape[:2]
+    requests, tokens = q.shape[:2]
+    logits = torch.full((requests * tokens, max_context), -torch.inf, dtype=wide, device=q.device)
+    lengths = context_lens.view(requests, -1).expand(requests, tokens)
+    for r in range(requests):
+        page = block_table[r].long()
+        present = ((page >= 0) & (page < pages)).repeat_interleave(page_size)
+        offset = torch.arange(page_size, device=q.device)
+        slots = (page.unsqueeze(1) * page_size + offset).flatten()
+        slots = torch.where(present, slots, -1)
+        for j in range(tokens):
+            end = min(max(int(lengths[r, j]), 0), max_context, len(slots))
+            keys = get_layout(layout).read(cache, slots[:end], wide)
+            row = scores(queries[r, j], weights[r * tokens + j], keys)
+            logits[r * tokens + j, :end] = torch.where(present[:end], row, -torch.inf)
+    return logits if out is None else out.copy_(logits)
+
+
+def topk_per_row(
+    logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
+) -> Tensor:
+    """See ``interface.topk_per_row``."""
+    best = torch.full((len(logits), k), -1, dtype=torch.int32, device=logits.device)
+    bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+    for m, (start, end) in enumerate(bounds):
+        first, last = max(start, 0), min(end, logits.shape[1])
+        # torch sorts NaN above +inf, and a stable sort keeps the lower index first.
+        row = logits[m, first : max(first, last)]
+        order = torch.sort(row, descending=True, stable=True).indices[:k]
+        best[m, : len(order)] = order + (first - start)
+    return best if out is None else out.copy_(best)
+
+
+def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """``sum_h weights[h] * relu(q[h] . keys[n])``: q [H, D], weights [H], keys [N, D] to [N]."""
+    return weights.to(q.dtype) @ torch.relu(q @ keys.T)
+
+
+def values_of(q: Tensor, q_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Queries as numbers: decoded if they are packed, else converted."""
+    if q.dtype == torch.uint8:
+        assert q_scales is not None
+        return dequantize_mxfp4(q, q_scales, dtype)
+    return q.to(dtype)

@@ -1,0 +1,240 @@
+"""Index scores, a tile of rows and keys at a time.
+
+A tile multiplies the queries of a few rows, all heads, with a run of keys, applies relu in place
+and sums over the heads: two matrix products around one pass that stays in cache. Every element of
+the result belongs to one tile and its sums run over channels and heads only, so tiling does not
+change what is added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import INDEX_FP8
+from anymla.ops.indexer.reference import values_of, wide_dtype
+from anymla.ops.indexer.torch_host import at_hand
+from anymla.ops.indexer.torch_keys import PagedKeys, decode_e4m3_bulk
+
+# read(first, last) gives keys [G, last - first, D], and which of them exist [G, last - first], or
+# None if all do.
+KeyReader = Callable[[int, int], tuple[Tensor, Tensor | None]]
+
+# Elements of a tile of head scores: 4 MiB of float32 stay in a core's cache; a GPU wants few, large
+# launches.
+_CPU_TILE = 1 << 20
+_DEVICE_TILE = 1 << 26
+# Keys decoded at a time, and rows scored together; rows see nearly the same keys if they are few.
+_CPU_KEYS = 4096
+_CPU_ROWS = 64
+
+
+def mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor | None,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.mqa_logits``."""
+    wide = wide_dtype(q, weights)
+
+    def read(first: int, last: int) -> tuple[Tensor, None]:
+        keys = _plain(k[first:last], wide)
+        if k_scale is not None:
+            keys = keys * k_scale[first:last].to(wide).unsqueeze(1)
+        return keys.unsqueeze(0), None
+
+    shape = (len(q), len(k))
+    logits = q.new_full(shape, -torch.inf, dtype=wide) if out is None else out.fill_(-torch.inf)
+    _score(
+        _queries(q, q_scales, wide).unsqueeze(0),
+        weights.to(wide).unsqueeze(0),
+        starts.long().clamp(min=0).unsqueeze(0),
+        ends.long().clamp(max=len(k)).unsqueeze(0),
+        logits.unsqueeze(0),
+        read,
+        limit=len(k),
+    )
+    return logits
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_context: int,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.paged_mqa_logits``."""
+    wide = wide_dtype(q, weights)
+    requests, rows = q.shape[:2]
+    shape = (requests * rows, max_context)
+    logits = q.new_full(shape, -torch.inf, dtype=wide) if out is None else out.fill_(-torch.inf)
+    keys = PagedKeys(index_cache, layout, wide)
+    most = min(max_context, block_table.shape[1] * keys.page_size)
+    if not keys.pages or not most or not rows:
+        return logits
+
+    queries = _queries(q, q_scales, wide)
+    by_request = logits.view(requests, rows, max_context)
+    weights = weights.to(wide).view(requests, rows, -1)
+    ends = context_lens.long().clamp(max=most).view(requests, -1).expand(requests, rows)
+    starts = torch.zeros_like(ends)
+    # Where lengths can be looked at, each request costs its own.
+    together = 1 if at_hand(q) else max(requests, 1)
+    for r in range(0, requests, together):
+        group = slice(r, r + together)
+        longest = int(ends[group].amax()) if at_hand(q) else most
+        if longest > 0:
+            _score(
+                queries[group],
+                weights[group],
+                starts[group],
+                ends[group],
+                by_request[group],
+                keys.of(block_table[group, : -(-longest // keys.page_size)]),
+                limit=longest,
+                granularity=keys.page_size,
+            )
+    return logits
+
+
+def _score(
+    q: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    logits: Tensor,
+    read: KeyReader,
+    *,
+    limit: int,
+    granularity: int = 1,
+) -> None:
+    """Write the scores of G groups of rows; a group shares its keys.
+
+    Args:
+        q: [G, J, H, D].
+        weights: [G, J, H].
+        starts: [G, J] int64, first visible key.
+        ends: [G, J] int64, one past the last visible key, at most ``limit``.
+        logits: [G, J, N], -inf; written where a key is visible.
+        read: gives keys.
+        limit: keys there are to see, at most N.
+        granularity: ``read`` is asked for runs that start at a multiple of this.
+    """
+    groups, rows, heads, width = q.shape
+    if not groups * rows:
+        return
+    visible = _Visible(starts, ends, limit)
+    first, last = visible.span(0, rows)
+    first = first // granularity * granularity
+    most_rows, most_keys, tile = _tile_sizes(q)
+    most_keys = max(1, most_keys // granularity) * granularity
+    tile_keys = max(1, min(most_keys, last - first, tile // (groups * most_rows * heads)))
+    scratch = q.new_empty(groups * most_rows * heads * tile_keys)
+    flat_q = q.reshape(groups, rows * heads, width)
+
+    for block in range(first, last, most_keys):
+        block_end = min(block + most_keys, last)
+        keys, exist = read(block, block_end)
+        for row in range(0, rows, most_rows):
+            row_end = min(row + most_rows, rows)
+            row_first, row_last = visible.span(row, row_end)
+            row_last = min(row_last, block_end)
+            for key in range(max(row_first, block), row_last, tile_keys):
+                key_end = min(key + tile_keys, row_last)
+                part = slice(key - block, key_end - block)
+                sums = _head_sums(
+                    flat_q[:, row * heads : row_end * heads],
+                    weights[:, row:row_end],
+                    keys[:, part],
+                    scratch,
+                )
+                hidden = visible.hidden(row, row_end, key, key_end)
+                if hidden is not None:
+                    sums.masked_fill_(hidden, -torch.inf)
+                if exist is not None:
+                    sums.masked_fill_(~exist[:, part].unsqueeze(1), -torch.inf)
+                logits[:, row:row_end, key:key_end] = sums
+
+
+def _head_sums(q: Tensor, weights: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
+    """``sum_h weights[h] * relu(q[h] . keys[n])``.
+
+    Args:
+        q: [G, J * H, D].
+        weights: [G, J, H].
+        keys: [G, n, D].
+        scratch: at least G * J * H * n elements, overwritten.
+
+    Returns:
+        [G, J, n].
+    """
+    groups, rows, heads = weights.shape
+    count = keys.shape[1]
+    scores = scratch[: groups * rows * heads * count]
+    torch.bmm(q, keys.transpose(1, 2), out=scores.view(groups, rows * heads, count))
+    scores.relu_()
+    sums = torch.bmm(weights.reshape(-1, 1, heads), scores.view(-1, heads, count))
+    return sums.view(groups, rows, count)
+
+
+def _tile_sizes(q: Tensor) -> tuple[int, int, int]:
+    """Rows of a tile, keys decoded together, elements of a tile, for q [G, J, H, D]."""
+    groups, rows, heads, width = q.shape
+    if at_hand(q):
+        return min(rows, _CPU_ROWS), _CPU_KEYS, _CPU_TILE
+    most_rows = max(1, _DEVICE_TILE // (groups * heads * 256))
+    return min(rows, most_rows), _DEVICE_TILE // (groups * width), _DEVICE_TILE
+
+
+class _Visible:
+    """Keys [start, end) that each row sees; on a CPU also as numbers, so that work is left out."""
+
+    def __init__(self, starts: Tensor, ends: Tensor, keys: int) -> None:
+        self._starts, self._ends = starts, ends
+        self._everything = (0, keys)
+        self._rows: list[tuple[int, int]] = []
+        if at_hand(starts):
+            assert len(starts) == 1
+            bounds = zip(starts[0].tolist(), ends[0].tolist(), strict=True)
+            # Rows that see nothing must not widen a span.
+            self._rows = [(start, end) if start < end else (keys, 0) for start, end in bounds]
+
+    def span(self, row: int, row_end: int) -> tuple[int, int]:
+        """Bounds of the keys that rows [row, row_end) see, over all groups."""
+        if not self._rows:
+            return self._everything
+        rows = self._rows[row:row_end]
+        return min(start for start, _ in rows), max(end for _, end in rows)
+
+    def hidden(self, row: int, row_end: int, key: int, key_end: int) -> Tensor | None:
+        """[G, rows, keys], True where a row does not see a key; None if every row sees all."""
+        rows = self._rows[row:row_end]
+        if rows and all(start <= key and end >= key_end for start, end in rows):
+            return None
+        column = torch.arange(key, key_end, device=self._starts.device)
+        starts, ends = self._starts[:, row:row_end, None], self._ends[:, row:row_end, None]
+        return (column < starts) | (column >= ends)
+
+
+def _queries(q: Tensor, q_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return values_of(q, q_scales, dtype) if q.dtype == torch.uint8 else _plain(q, dtype)
+
+
+def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype == torch.float8_e4m3fn:
+        return decode_e4m3_bulk(x, dtype)
+    return x.to(dtype)
