@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import PageLayout, get_layout, pages_of
+from anymla.formats.page_layout import MAIN_FP8, PageLayout, get_layout, pages_of
 
 
 def quantize_and_insert_k_cache(
-    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str = MAIN_FP8
 ) -> None:
     """See ``interface.quantize_and_insert_k_cache``."""
     row_layout, cache = get_layout(layout), pages_of(k_cache)
@@ -33,7 +33,7 @@ def dequantize_and_gather_k_cache(
     block_table: Tensor,
     *,
     offset: int = 0,
-    layout: str,
+    layout: str = MAIN_FP8,
 ) -> None:
     """See ``interface.dequantize_and_gather_k_cache``."""
     row_layout, cache = get_layout(layout), pages_of(k_cache)
@@ -49,7 +49,9 @@ def dequantize_and_gather_k_cache(
             out[request, offset + row] = _row(row_layout, cache, slot, out.dtype)
 
 
-def dequant_gather_slots(out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str) -> None:
+def dequant_gather_slots(
+    out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str = MAIN_FP8
+) -> None:
     """See ``interface.dequant_gather_slots``."""
     row_layout, cache = get_layout(layout), pages_of(k_cache)
     for row, slot in enumerate(indices.tolist()):

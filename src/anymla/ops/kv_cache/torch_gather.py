@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import pages_of
+from anymla.formats.page_layout import MAIN_FP8, pages_of
 from anymla.ops import _host
 from anymla.ops.kv_cache.torch_pages import read_rows
 
 
-def dequant_gather_slots(out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str) -> None:
+def dequant_gather_slots(
+    out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str = MAIN_FP8
+) -> None:
     """See ``interface.dequant_gather_slots``."""
     read_rows(k_cache, indices, layout, out)
 
@@ -23,7 +25,7 @@ def dequantize_and_gather_k_cache(
     block_table: Tensor,
     *,
     offset: int = 0,
-    layout: str,
+    layout: str = MAIN_FP8,
 ) -> None:
     """See ``interface.dequantize_and_gather_k_cache``."""
     entries = pages_of(k_cache).shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops.kv_cache.reference import quantize_and_insert_k_cache
 
 
@@ -48,7 +49,7 @@ def qnorm_rope_kv_insert(
     cos_sin_cache: Tensor,
     eps: float,
     *,
-    layout: str,
+    layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.qnorm_rope_kv_insert``."""

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops.kv_cache.torch_pages import write_rows
 from anymla.ops.norm_rope.torch_rope import rotate_, turns
 
@@ -22,7 +23,7 @@ def qnorm_rope_kv_insert(
     cos_sin_cache: Tensor,
     eps: float,
     *,
-    layout: str,
+    layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.qnorm_rope_kv_insert``."""

@@ -1,0 +1,94 @@
+"""Caches inside larger memory, so that tests see every byte an operation touches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import PageLayout, get_layout
+from anymla.ops import _host
+
+CANARY = 0xA5
+MAIN_LAYOUTS = ("v4_main_fp8", "rows_bf16_512", "rows_fp32_512")
+INDEX_LAYOUTS = ("v4_index_fp8", "v4_index_mxfp4", "rows_bf16_128", "rows_fp32_128")
+LAYOUTS = MAIN_LAYOUTS + INDEX_LAYOUTS
+PAGE_SIZES = (2, 4, 8, 64, 256)
+BACKENDS = ("reference", "torch", "torch without looking at values")
+
+
+def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of the backend; the third kind runs on the CPU what torch does on a device."""
+    if name == "torch without looking at values":
+        monkeypatch.setattr(_host, "on_host", lambda x: False)
+        return "torch"
+    return name
+
+
+@dataclasses.dataclass
+class Cache:
+    """A cache whose pages stand apart in a storage of canaries."""
+
+    layout: PageLayout
+    tensor: Tensor
+    storage: Tensor
+    start: int
+    stride: int
+
+    @property
+    def slots(self) -> int:
+        return self.tensor.shape[0] * self.tensor.shape[1]
+
+    def entry_bytes(self, slot: int) -> Tensor:
+        """Bytes of one entry, found by hand from the layout's two planes."""
+        entries, layout = self.tensor.shape[1], self.layout
+        page = self.start + slot // entries * self.stride
+        data = page + slot % entries * layout.data_bytes
+        scales = page + entries * layout.data_bytes + slot % entries * layout.scale_bytes
+        return torch.cat(
+            (
+                self.storage[data : data + layout.data_bytes],
+                self.storage[scales : scales + layout.scale_bytes],
+            )
+        )
+
+    def changed(self, before: Tensor) -> set[int]:
+        """Slots whose bytes differ from an earlier copy of the storage; no other byte may."""
+        differs = self.storage != before
+        entries, layout = self.tensor.shape[1], self.layout
+        slots = set()
+        for slot in range(self.slots):
+            page = self.start + slot // entries * self.stride
+            data = page + slot % entries * layout.data_bytes
+            scales = page + entries * layout.data_bytes + slot % entries * layout.scale_bytes
+            for begin, length in ((data, layout.data_bytes), (scales, layout.scale_bytes)):
+                if differs[begin : begin + length].any():
+                    slots.add(slot)
+                    differs[begin : begin + length] = False
+        assert not differs.any(), "bytes outside every entry were written"
+        return slots
+
+
+def make_cache(
+    layout_id: str, pages: int, entries: int, *, gap: int = 0, start: int = 0, fill: int = 0xFF
+) -> Cache:
+    """Pages of ``fill`` bytes, ``gap`` bytes more apart than the layout asks, canaries between."""
+    layout = get_layout(layout_id)
+    stride = layout.page_stride_bytes(entries) + gap
+    item = layout.dtype.itemsize
+    assert stride % item == 0
+    assert start % item == 0
+    storage = torch.full((start + pages * stride + 64,), CANARY, dtype=torch.uint8)
+    size = -(-storage.numel() // item) * item
+    storage = torch.nn.functional.pad(storage, (0, size - storage.numel()), value=CANARY)
+    for page in range(pages):
+        begin = start + page * stride
+        storage[begin : begin + entries * layout.entry_bytes] = fill
+    tensor = storage.view(layout.dtype).as_strided(
+        (pages, entries, layout.row_elements),
+        (stride // item, layout.row_elements, 1),
+        start // item,
+    )
+    return Cache(layout, tensor, storage, start, stride)

@@ -1,0 +1,605 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paged import (
+    BACKENDS,
+    INDEX_LAYOUTS,
+    LAYOUTS,
+    MAIN_LAYOUTS,
+    PAGE_SIZES,
+    make_cache,
+    use_backend,
+)
+from torch import Tensor
+
+from anymla.formats.page_layout import get_layout
+from anymla.ops import _host
+from anymla.ops.kv_cache import (
+    dequant_gather_slots,
+    dequantize_and_gather_k_cache,
+    quantize_and_insert_k_cache,
+)
+
+HOSTILE = (-1, -2, -(2**31), -(2**62), 2**31, 2**62)
+E4M3 = torch.tensor(
+    [
+        (-1.0) ** (c >> 7)
+        * (
+            (c & 7) / 8 * 2.0**-6
+            if (c >> 3) & 15 == 0
+            else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3 & 15) - 7)
+        )
+        if c & 127 != 127
+        else float("nan")
+        for c in range(256)
+    ],
+    dtype=torch.float64,
+)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    return use_backend(request.param, monkeypatch)
+
+
+def rows_of(layout_id: str, count: int, *, spread: float = 3.0) -> Tensor:
+    """Rows whose magnitudes differ by orders between rows and between blocks."""
+    channels = get_layout(layout_id).channels
+    blocks = torch.randn(count, channels // 64, 1) * spread
+    return torch.randn(count, channels) * blocks.exp2().repeat_interleave(64, 1).squeeze(2)
+
+
+# What is written -------------------------------------------------------------------------------
+
+GOLDEN = [
+    ((0.0, 0.0), 105, (0x00, 0x00), (0.0, 0.0)),
+    ((1.0, -0.5), 119, (0x78, 0xF0), (1.0, -0.5)),
+    ((448.0, 1.0), 127, (0x7E, 0x38), (448.0, 1.0)),
+    ((449.0, 3.0), 127, (0x7E, 0x44), (448.0, 3.0)),
+    ((0.1, -0.3), 117, (0x6D, 0xFA), (0.1015625, -0.3125)),
+    ((1e-5, -2e-5), 105, (0x62, 0xEA), (10 * 2.0**-20, -20 * 2.0**-20)),
+    ((3.5, 0.0371), 120, (0x7E, 0x4A), (3.5, 0.0390625)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_golden_bytes_of_a_main_row(backend, dtype):
+    cache = make_cache("v4_main_fp8", 2, 8)
+    row = torch.zeros(512, dtype=torch.float64)
+    for block, (values, *_) in enumerate(GOLDEN):
+        row[block * 64 : block * 64 + 2] = torch.tensor(values, dtype=torch.float64)
+    tail = torch.linspace(-3, 3, 64, dtype=torch.float64)
+    row[448:] = tail
+    quantize_and_insert_k_cache(
+        row.to(dtype).unsqueeze(0), cache.tensor, torch.tensor([11]), backend=backend
+    )
+    stored = cache.entry_bytes(11)
+    expected = torch.zeros(448, dtype=torch.uint8)
+    for block, (_, _, codes, _) in enumerate(GOLDEN):
+        expected[block * 64 : block * 64 + 2] = torch.tensor(codes, dtype=torch.uint8)
+    assert torch.equal(stored[:448], expected)
+    assert torch.equal(stored[448:576].view(torch.bfloat16), tail.to(dtype).bfloat16())
+    assert stored[576:].tolist() == [byte for _, byte, _, _ in GOLDEN] + [0]
+
+    out = torch.full((1, 512), torch.nan)
+    dequant_gather_slots(out, cache.tensor, torch.tensor([11], dtype=torch.int32), backend=backend)
+    for block, (_, _, _, decoded) in enumerate(GOLDEN):
+        assert out[0, block * 64 : block * 64 + 2].tolist() == list(decoded)
+    assert torch.equal(out[0, 448:], tail.to(dtype).bfloat16().float())
+
+
+def nearest_code(x: Tensor) -> Tensor:
+    """e4m3 code of each |x| <= 448 by search: the nearest value, the even code in a tie."""
+    magnitudes = E4M3[:127]
+    error = (x.abs().unsqueeze(-1) - magnitudes).abs()
+    smallest = error.min(-1, keepdim=True).values
+    ties = (error == smallest).double() * (1 + (torch.arange(127) % 2 == 0))
+    return (ties.argmax(-1) + 128 * torch.signbit(x)).to(torch.uint8)
+
+
+def test_main_rows_are_the_nearest_codes(backend):
+    rows = rows_of("v4_main_fp8", 12, spread=6.0).bfloat16()
+    rows[3, 64:128] = 0
+    rows[4, :64] = 2.0**-133  # subnormal
+    rows[5, :448] *= 2.0**40
+    rows[6, 0] = 3.0e38
+    cache = make_cache("v4_main_fp8", 3, 4)
+    quantize_and_insert_k_cache(rows, cache.tensor, torch.arange(12), backend=backend)
+    for slot, row in enumerate(rows.double()):
+        stored = cache.entry_bytes(slot)
+        for block in range(7):
+            x = row[block * 64 : block * 64 + 64]
+            amax = max(float(x.abs().max()), 1e-4)
+            fraction, exponent = np.frexp(amax / 448)
+            e = int(exponent) - (fraction == 0.5)
+            assert int(stored[576 + block]) == e + 127
+            codes = nearest_code(x * 2.0**-e)
+            assert torch.equal(stored[block * 64 : block * 64 + 64], codes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("entries", PAGE_SIZES)
+def test_torch_stores_the_bytes_of_the_reference(layout, entries, monkeypatch):
+    rows = rows_of(layout, 24, spread=8.0)
+    rows[1] = 0
+    rows[2, ::2] = -0.0
+    rows[3] = 448 * torch.randn(rows.shape[1]).sign()
+    rows[4] = 2.0 ** torch.randint(-140, 120, (rows.shape[1],)).float()
+    rows[5] = torch.arange(rows.shape[1]) / 64  # ties of both code formats
+    slots = torch.randperm(-(-40 // entries) * entries)[:24]
+    caches = [make_cache(layout, -(-40 // entries), entries) for _ in BACKENDS]
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for cache, name in zip(caches, BACKENDS, strict=True):
+            with monkeypatch.context() as patch:
+                quantize_and_insert_k_cache(
+                    rows.to(dtype),
+                    cache.tensor,
+                    slots,
+                    layout=layout,
+                    backend=use_backend(name, patch),
+                )
+            assert torch.equal(cache.storage, caches[0].storage)
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    layout=st.sampled_from(LAYOUTS),
+    pages=st.integers(0, 5),
+    entries=st.integers(1, 9),
+    gap=st.sampled_from([0, 4, 64, 576, 1000]),
+    start=st.sampled_from([0, 4, 16, 100]),
+    valid=st.integers(0, 12),
+    hostile=st.lists(st.sampled_from(HOSTILE), max_size=4),
+    extra=st.integers(0, 3),
+    name=st.sampled_from(BACKENDS),
+)
+def test_any_slots_in_any_cache(
+    seed, layout, pages, entries, gap, start, valid, hostile, extra, name
+):
+    generator = torch.Generator().manual_seed(seed)
+    cache = make_cache(layout, pages, entries, gap=gap, start=start)
+    slots = torch.randperm(cache.slots, generator=generator)[:valid].tolist()
+    mapping = torch.tensor([*slots, *hostile, cache.slots], dtype=torch.int64)
+    mapping = mapping[torch.randperm(len(mapping), generator=generator)]
+    rows = rows_of(layout, len(mapping) + extra)
+    before = cache.storage.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        backend = use_backend(name, patch)
+        quantize_and_insert_k_cache(rows, cache.tensor, mapping, layout=layout, backend=backend)
+        assert cache.changed(before) == set(slots)
+        for slot, row in zip(mapping.tolist(), rows, strict=False):
+            if slot in slots:
+                data, scales = cache.layout.encode(row.unsqueeze(0))
+                entry = data if scales is None else torch.cat((data, scales), 1)
+                assert torch.equal(cache.entry_bytes(slot), entry[0])
+
+        # What was never written is 0xFF, NaN in every layout with a NaN; nobody may read it.
+        out = torch.full((len(mapping), cache.layout.channels), torch.nan)
+        wanted = mapping.clamp(-(2**31), 2**31 - 1).int()
+        dequant_gather_slots(out, cache.tensor, wanted, layout=layout, backend=backend)
+    assert out.isfinite().all()
+    for slot, row, read in zip(mapping.tolist(), rows, out, strict=False):
+        if slot in slots:
+            data, scales = cache.layout.encode(row.unsqueeze(0))
+            assert torch.equal(read, cache.layout.decode(data, scales, torch.float32)[0])
+        else:
+            assert not read.any()
+
+
+def test_slot_mapping_may_be_shorter_than_k(backend):
+    cache = make_cache("v4_main_fp8", 2, 4)
+    before = cache.storage.clone()
+    rows = rows_of("v4_main_fp8", 5)
+    rows[2:] = torch.nan
+    quantize_and_insert_k_cache(rows, cache.tensor, torch.tensor([6, 1]), backend=backend)
+    assert cache.changed(before) == {6, 1}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_to_write_and_nowhere_to_write_it(backend, layout):
+    channels = get_layout(layout).channels
+    cache = make_cache(layout, 2, 4)
+    before = cache.storage.clone()
+    nothing = torch.empty(0, dtype=torch.int64)
+    for count in (0, 3):
+        quantize_and_insert_k_cache(
+            torch.ones(count, channels), cache.tensor, nothing, layout=layout, backend=backend
+        )
+    empty = get_layout(layout).allocate(0, 4)
+    quantize_and_insert_k_cache(
+        torch.ones(2, channels), empty, torch.tensor([0, 1]), layout=layout, backend=backend
+    )
+    quantize_and_insert_k_cache(
+        torch.ones(2, channels),
+        cache.tensor,
+        torch.tensor([-1, -1]),
+        layout=layout,
+        backend=backend,
+    )
+    assert not cache.changed(before)
+    out = torch.full((2, channels), torch.nan)
+    ids = torch.tensor([0, 1], dtype=torch.int32)
+    dequant_gather_slots(out, empty, ids, layout=layout, backend=backend)
+    assert not out.any()
+    dequant_gather_slots(out[:0], cache.tensor, ids[:0], layout=layout, backend=backend)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_the_layout_rounds(backend, layout, dtype):
+    cache = make_cache(layout, 1, 4)
+    rows = rows_of(layout, 4).to(dtype)
+    slots = torch.arange(4)
+    quantize_and_insert_k_cache(rows, cache.tensor, slots, layout=layout, backend=backend)
+    out = torch.empty(rows.shape, dtype=dtype)
+    dequant_gather_slots(out, cache.tensor, slots.int(), layout=layout, backend=backend)
+    if "fp32" in layout:
+        assert torch.equal(out, rows.float().to(dtype))
+    elif "bf16" in layout:
+        assert torch.equal(out, rows.bfloat16().to(dtype))
+    elif layout == "v4_main_fp8":
+        assert torch.equal(out[:, 448:], rows[:, 448:].bfloat16().to(dtype))
+    else:
+        assert not torch.equal(out, rows)
+
+
+def test_a_cache_with_a_head_dim(backend):
+    plain, headed = make_cache("v4_main_fp8", 3, 4), make_cache("v4_main_fp8", 3, 4)
+    rows, slots = rows_of("v4_main_fp8", 4), torch.tensor([5, 0, 11, 2])
+    quantize_and_insert_k_cache(rows, plain.tensor, slots, backend=backend)
+    quantize_and_insert_k_cache(rows, headed.tensor.unsqueeze(2), slots, backend=backend)
+    assert torch.equal(plain.storage, headed.storage)
+    got, want = torch.zeros(4, 512), torch.ones(4, 512)
+    dequant_gather_slots(got, headed.tensor.unsqueeze(2), slots.int(), backend=backend)
+    dequant_gather_slots(want, plain.tensor, slots.int(), backend=backend)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layout", ["v4_main_fp8", "v4_index_fp8", "rows_fp32_512"])
+def test_pages_beyond_two_gibibytes(backend, layout):
+    """Only touched memory becomes real, so a large cache costs little."""
+    row_layout = get_layout(layout)
+    stride = row_layout.page_stride_bytes(64)
+    pages = 2**31 // stride + 3
+    item = row_layout.dtype.itemsize
+    storage = torch.empty(pages * stride, dtype=torch.uint8)
+    cache = storage.view(row_layout.dtype).as_strided(
+        (pages, 64, row_layout.row_elements), (stride // item, row_layout.row_elements, 1)
+    )
+    rows = rows_of(layout, 3)
+    slots = torch.tensor([pages * 64 - 1, 5, (pages - 2) * 64 + 7])
+    quantize_and_insert_k_cache(rows, cache, slots, layout=layout, backend=backend)
+    out = torch.zeros(3, row_layout.channels)
+    dequant_gather_slots(out, cache, slots.int(), layout=layout, backend=backend)
+    data, scales = row_layout.encode(rows)
+    assert torch.equal(out, row_layout.decode(data, scales, torch.float32))
+    last = (pages - 1) * stride + 63 * row_layout.data_bytes
+    assert torch.equal(storage[last : last + row_layout.data_bytes], data[0])
+
+
+# What is read ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_code_and_every_scale_byte_decodes(backend, dtype):
+    cache = make_cache("v4_main_fp8", 256, 2)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(2)
+    for page in range(256):
+        begin = page * cache.stride
+        for entry in range(2):
+            cache.storage[begin + entry * 576 :][:448] = codes[:448].roll(entry * 200)
+            cache.storage[begin + entry * 576 + 448 :][:128] = 0
+        cache.storage[begin + 1152 :][:16] = page
+    out = torch.zeros(512, 512, dtype=dtype)
+    dequant_gather_slots(out, cache.tensor, torch.arange(512, dtype=torch.int32), backend=backend)
+    stored = torch.stack([cache.entry_bytes(slot) for slot in range(512)])
+    scale = torch.exp2(stored[:, 576:577].double() - 127)
+    scale[stored[:, 576] == 255] = torch.nan
+    want = (E4M3[stored[:, :448].long()] * scale).float().to(dtype)
+    if dtype == torch.float64:
+        want = E4M3[stored[:, :448].long()] * scale
+    assert torch.equal(out[:, :448].isnan(), want.isnan())
+    assert torch.equal(out[:, :448].nan_to_num(), want.nan_to_num())
+    assert len(stored[:, :448].unique()) == 256
+
+
+@pytest.mark.parametrize("layout", INDEX_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_any_index_bytes_decode_alike(layout, dtype, monkeypatch):
+    cache = make_cache(layout, 4, 8)
+    cache.storage.random_(0, 256)
+    if layout == "v4_index_fp8":  # the scales are floats, of any value but NaN
+        scales = cache.storage[: 4 * cache.stride].view(4, cache.stride)[:, 1024:1056]
+        scales.copy_(torch.randn(4, 8).view(torch.uint8))
+    ids = torch.arange(32, dtype=torch.int32)
+    results = []
+    for name in BACKENDS:
+        out = torch.zeros(32, 128, dtype=dtype)
+        with monkeypatch.context() as patch:
+            dequant_gather_slots(
+                out, cache.tensor, ids, layout=layout, backend=use_backend(name, patch)
+            )
+        results.append(out)
+    for out in results[1:]:
+        assert torch.equal(out.isnan(), results[0].isnan())
+        assert torch.equal(out.nan_to_num(), results[0].nan_to_num())
+
+
+def test_many_rows_are_read_like_few(backend):
+    cache = make_cache("v4_main_fp8", 12, 64)
+    quantize_and_insert_k_cache(
+        rows_of("v4_main_fp8", 768), cache.tensor, torch.randperm(768), backend="torch"
+    )
+    ids = torch.randint(0, 768, (600,), dtype=torch.int32)
+    ids[::7] = -1
+    out = torch.full((600, 512), torch.nan, dtype=torch.bfloat16)
+    dequant_gather_slots(out, cache.tensor, ids, backend=backend)
+    single = torch.full((1, 512), torch.nan, dtype=torch.bfloat16)
+    for row in (0, 1, 255, 256, 257, 599):
+        dequant_gather_slots(single, cache.tensor, ids[row : row + 1], backend=backend)
+        assert torch.equal(out[row : row + 1], single)
+
+
+def gathered(
+    cache, seq_lens, gather_lens, tables, columns, *, rows, offset, backend, dtype=torch.float32
+):
+    """Gather into a buffer of sentinels and compare it with a slot by slot read."""
+    entries = cache.tensor.shape[1]
+    out = torch.full((len(seq_lens), rows, 512), 7.0, dtype=dtype)
+    table = torch.tensor(tables, dtype=torch.int64).view(len(seq_lens), columns)
+    table = table.clamp(-(2**31), 2**31 - 1).int()
+    dequantize_and_gather_k_cache(
+        out,
+        cache.tensor,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        None if gather_lens is None else torch.tensor(gather_lens, dtype=torch.int32),
+        table,
+        offset=offset,
+        layout=cache.layout.layout_id,
+        backend=backend,
+    )
+    want = torch.full_like(out, 7.0)
+    for request, stop in enumerate(seq_lens):
+        count = stop if gather_lens is None else gather_lens[request]
+        for row in range(count):
+            if offset + row >= rows:
+                break
+            position = stop - count + row
+            slot = -1
+            if 0 <= position < columns * entries:
+                page = int(table[request, position // entries])
+                if 0 <= page < cache.tensor.shape[0]:
+                    slot = page * entries + position % entries
+            read = torch.zeros(1, 512, dtype=dtype)
+            ids = torch.tensor([slot], dtype=torch.int32)
+            dequant_gather_slots(
+                read, cache.tensor, ids, layout=cache.layout.layout_id, backend="reference"
+            )
+            want[request, offset + row] = read[0]
+    assert torch.equal(out.nan_to_num(99.0), want.nan_to_num(99.0))
+    return out
+
+
+@pytest.mark.parametrize("layout", MAIN_LAYOUTS)
+@pytest.mark.parametrize("entries", [2, 4, 64])
+def test_gather_the_last_rows_of_sequences(backend, layout, entries):
+    pages = -(-150 // entries)
+    cache = make_cache(layout, 2 * pages, entries)
+    permutation = torch.randperm(2 * pages)
+    slots = torch.arange(2 * pages * entries)
+    quantize_and_insert_k_cache(
+        rows_of(layout, len(slots)), cache.tensor, slots, layout=layout, backend="torch"
+    )
+    tables = permutation.view(2, pages).tolist()
+    out = gathered(cache, [137, 12], [130, 5], tables, pages, rows=140, offset=3, backend=backend)
+    assert out[0, 3:133].isfinite().all()
+    assert (out[0, :3] == 7).all()
+    assert (out[1, 8:] == 7).all()
+    gathered(cache, [9, 0], None, tables, pages, rows=9, offset=0, backend=backend)
+
+
+def test_gather_reads_unwritten_rows_only_when_asked(backend):
+    cache = make_cache("v4_main_fp8", 4, 4)  # all NaN
+    quantize_and_insert_k_cache(
+        rows_of("v4_main_fp8", 3), cache.tensor, torch.tensor([8, 9, 10]), backend="torch"
+    )
+    out = gathered(cache, [3], None, [[2]], 1, rows=8, offset=2, backend=backend)
+    assert out.isfinite().all()
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    layout=st.sampled_from(MAIN_LAYOUTS),
+    entries=st.integers(1, 5),
+    pages=st.integers(0, 4),
+    columns=st.integers(0, 3),
+    lengths=st.lists(st.tuples(st.integers(-3, 20), st.integers(-3, 24)), max_size=3),
+    everything=st.booleans(),
+    rows=st.integers(0, 20),
+    offset=st.integers(0, 22),
+    gap=st.sampled_from([0, 64, 1000]),
+    name=st.sampled_from(BACKENDS),
+)
+def test_gather_with_hostile_lengths_and_tables(
+    seed, layout, entries, pages, columns, lengths, everything, rows, offset, gap, name
+):
+    cache = make_cache(layout, pages, entries, gap=gap)
+    slots = torch.arange(cache.slots)
+    quantize_and_insert_k_cache(
+        rows_of(layout, len(slots)), cache.tensor, slots, layout=layout, backend="torch"
+    )
+    generator = torch.Generator().manual_seed(seed)
+    choices = torch.tensor([*range(pages), *HOSTILE, pages])
+    picks = torch.randint(0, len(choices), (len(lengths) * columns,), generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        gathered(
+            cache,
+            [stop for stop, _ in lengths],
+            None if everything else [count for _, count in lengths],
+            choices[picks].tolist(),
+            columns,
+            rows=rows,
+            offset=offset,
+            backend=use_backend(name, patch),
+        )
+
+
+def test_gather_into_a_strided_buffer(backend):
+    cache = make_cache("v4_main_fp8", 4, 4)
+    slots = torch.arange(16)
+    quantize_and_insert_k_cache(rows_of("v4_main_fp8", 16), cache.tensor, slots, backend="torch")
+    buffer = torch.full((3, 10, 600), 7.0, dtype=torch.bfloat16)
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    lengths = torch.tensor([6, 3], dtype=torch.int32)
+    dequantize_and_gather_k_cache(
+        buffer[:2, ::2, 8:520], cache.tensor, lengths, None, table, backend=backend
+    )
+    dense = torch.full((2, 5, 512), 7.0, dtype=torch.bfloat16)
+    dequantize_and_gather_k_cache(dense, cache.tensor, lengths, None, table, backend="reference")
+    assert torch.equal(buffer[:2, ::2, 8:520], dense)
+    assert (buffer[2] == 7).all()
+    assert (buffer[:, 1::2] == 7).all()
+    assert (buffer[..., :8] == 7).all()
+    assert (buffer[..., 520:] == 7).all()
+
+
+def test_the_masking_branch_never_looks(monkeypatch):
+    """What runs on a device: no operation that would wait for a value."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class NoLooking(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select")
+            assert not any(wait in str(func) for wait in waits), func
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(_host, "on_host", lambda x: False)
+    cache = make_cache("v4_main_fp8", 4, 4)
+    slots = torch.tensor([3, -1, 9])
+    out = torch.zeros(1, 8, 512)
+    ids, table = slots.int(), torch.tensor([[0, 1]], dtype=torch.int32)
+    lengths = torch.tensor([5], dtype=torch.int32)
+    rows = rows_of("v4_main_fp8", 3)
+    with NoLooking():
+        quantize_and_insert_k_cache(rows, cache.tensor, slots, backend="torch")
+        dequant_gather_slots(out[0, :3], cache.tensor, ids, backend="torch")
+        dequantize_and_gather_k_cache(out, cache.tensor, lengths, None, table, backend="torch")
+
+
+# What bad arguments get ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k": torch.zeros(3, 512, dtype=torch.int32)}, TypeError, "k must be bfloat16 or"),
+        ({"k": torch.zeros(1, 512)}, ValueError, r"k must be .* \[N=2 or more, D=512\]"),
+        ({"k": torch.zeros(2, 448)}, ValueError, "layout must be one of 448 channels"),
+        ({"k": [1.0]}, TypeError, "k must be a tensor"),
+        ({"slot_mapping": torch.zeros(2, dtype=torch.int32)}, TypeError, "slot_mapping must be"),
+        ({"slot_mapping": torch.zeros(1, 2, dtype=torch.int64)}, ValueError, r"must be int64 \[N"),
+        ({"k_cache": torch.zeros(2, 4, 584)}, TypeError, "k_cache must be torch.uint8"),
+        ({"k_cache": None}, TypeError, "k_cache must be a tensor, got NoneType"),
+        (
+            {"k_cache": torch.zeros(2, 4, 656, dtype=torch.uint8)},
+            ValueError,
+            r"k_cache must be \[P, B, 584\] for layout v4_main_fp8, got \[2, 4, 656\]",
+        ),
+        (
+            {"k_cache": torch.zeros(2, 4, 592, dtype=torch.uint8)[..., :584]},
+            ValueError,
+            r"inner strides \[584, 1\]",
+        ),
+        ({"layout": "fp8_ds_mla"}, ValueError, "unknown cache layout 'fp8_ds_mla'; known: "),
+        ({"layout": "rows_bf16_512"}, TypeError, "k_cache must be torch.bfloat16"),
+    ],
+)
+def test_insert_names_what_is_wrong(change, error, message):
+    arguments = {
+        "k": torch.zeros(2, 512),
+        "k_cache": torch.zeros(2, 4, 584, dtype=torch.uint8),
+        "slot_mapping": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(error, match=message):
+        quantize_and_insert_k_cache(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"out": torch.zeros(2, 8, 512, dtype=torch.uint8)}, TypeError, "out must be bfloat16"),
+        ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, TypeError, "seq_lens must be int32"),
+        (
+            {"gather_lens": torch.zeros(3, dtype=torch.int32)},
+            ValueError,
+            r"gather_lens must be int32 \[R=2\]",
+        ),
+        ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, ValueError, "block_table must be"),
+        ({"offset": -1}, ValueError, "offset must be at least 0, got -1"),
+        ({"layout": "v4_index_fp8"}, ValueError, r"\[P, B, 132\] for layout v4_index_fp8"),
+        ({"out": torch.zeros(2, 8, 128)}, ValueError, "layout must be one of 128 channels"),
+        ({"k_cache": torch.zeros(1, 1, 584, device="meta")}, TypeError, "k_cache must be"),
+        (
+            {"k_cache": torch.zeros(1, 1, 584, dtype=torch.uint8, device="meta")},
+            ValueError,
+            "k_cache must be on cpu, got meta",
+        ),
+    ],
+)
+def test_gather_names_what_is_wrong(change, error, message):
+    arguments = {
+        "out": torch.zeros(2, 8, 512),
+        "k_cache": torch.zeros(2, 4, 584, dtype=torch.uint8),
+        "seq_lens": torch.zeros(2, dtype=torch.int32),
+        "gather_lens": None,
+        "block_table": torch.zeros(2, 1, dtype=torch.int32),
+    }
+    with pytest.raises(error, match=message):
+        dequantize_and_gather_k_cache(**(arguments | change))
+
+
+def test_gather_slots_names_what_is_wrong():
+    cache = torch.zeros(2, 4, 584, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"indices must be int32 \[M=3\], got int32 \[2\]"):
+        dequant_gather_slots(torch.zeros(3, 512), cache, torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(TypeError, match="indices must be int32"):
+        dequant_gather_slots(torch.zeros(3, 512), cache, torch.zeros(3, dtype=torch.int64))
+
+
+# What a device does ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_device_stores_and_reads_the_same_bytes_without_waiting(layout):
+    device = "cuda" if torch.cuda.is_available() else "xpu"
+    host = make_cache(layout, 6, 8, gap=64)
+    cache = (
+        host.storage.to(device)
+        .view(host.tensor.dtype)
+        .as_strided(host.tensor.shape, host.tensor.stride(), host.tensor.storage_offset())
+    )
+    rows, slots = rows_of(layout, 20), torch.randperm(48)[:20]
+    slots[::5] = torch.tensor([-1, 48, 2**40, -(2**40)])
+    given_rows, given_slots = rows.to(device), slots.to(device)
+    ids = slots.clamp(-1, 48).int()
+    out = torch.zeros(20, rows.shape[1], device=device)
+    given_ids = ids.to(device)
+    dequant_gather_slots(out, cache, given_ids, layout=layout)  # fills the tables of codes
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantize_and_insert_k_cache(given_rows, cache, given_slots, layout=layout)
+        dequant_gather_slots(out, cache, given_ids, layout=layout)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    quantize_and_insert_k_cache(rows, host.tensor, slots, layout=layout)
+    want = torch.zeros(20, rows.shape[1])
+    dequant_gather_slots(want, host.tensor, ids, layout=layout)
+    assert torch.equal(cache.cpu().contiguous(), host.tensor.contiguous())
+    assert torch.equal(out.cpu(), want)
