@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anymla.ops._host import on_host
+
 _FEW_TOKENS = 2  # up to here Python numbers are faster than NumPy calls
 
 
 def sinkhorn(logits: Tensor, *, eps: float, iters: int) -> Tensor:
     """See reference.sinkhorn: [T, N, N] logits to [T, N, N] nearly doubly stochastic matrices."""
     c = torch.softmax(logits, dim=-1).add_(eps)
-    if c.device.type == "cpu":
+    if on_host(c):
         if c.shape[1] == 4 and c.shape[0] <= _FEW_TOKENS:
             matrices = [_balance_four(rows, eps, iters) for rows in c.tolist()]
             return torch.tensor(matrices, dtype=c.dtype).view(c.shape)

@@ -44,7 +44,8 @@ def _mix(f: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 
 
 def _collapse(f: Tensor, pre: Tensor, dtype: torch.dtype) -> Tensor:
-    streams = f.view(f.shape[0], pre.shape[1], -1)
+    n = pre.shape[1]
+    streams = f.view(f.shape[0], n, f.shape[1] // n)
     return torch.bmm(pre.unsqueeze(1), streams).squeeze(1).to(dtype)
 
 
