@@ -297,9 +297,9 @@ def test_cache_bytes_are_the_layouts():
     options = _options(kv_cache="fp8", pages=pages | {"state_c128": 17})
     strides = 4 * 37440 * 4 + 2 * 2 * (37440 + 8640) + 2 * 4 * (32832 + 8640)
     strides += 2 * 1728 + 18 * 32832
-    assert Engine(FakeModel(), options).store.num_bytes == strides
+    assert Engine(FakeModel(), options).store.nbytes == strides
     drafting = dataclasses.replace(options, draft_tokens=1)
-    assert Engine(FakeModel(), drafting).store.num_bytes == strides + 4 * 37440
+    assert Engine(FakeModel(), drafting).store.nbytes == strides + 4 * 37440
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 64, 512])
@@ -315,6 +315,18 @@ def test_prompt_logprobs_do_not_depend_on_chunks(chunk_size):
         assert done.prompt_logprobs[position] == pytest.approx(
             _logprob(prompt[:position], prompt[position]), abs=1e-5
         )
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+def test_generated_tokens_come_with_their_logprobs(draft_tokens):
+    """Of the model's own distribution, whatever the temperature."""
+    prompt = _prompt(30)
+    request = Request("a", prompt, 12, Sampling(2.0, 0.9, 1), stop_ids=frozenset([8]))
+    done = _run(Engine(FakeModel(), _options(draft_tokens=draft_tokens)), [request])["a"]
+    assert len(done.logprobs) == len(done.token_ids)
+    text = prompt + done.token_ids
+    for place, logprob in enumerate(done.logprobs, start=30):
+        assert logprob == pytest.approx(_logprob(text[:place], text[place]), abs=1e-5)
 
 
 def _logprob(prompt, token):

@@ -65,7 +65,7 @@ class CacheStore:
         self._reservations: dict[int, dict[str, int]] = {}
 
     @property
-    def num_bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of all cache tensors, page padding and null pages included."""
         return sum(
             cache.untyped_storage().nbytes()

@@ -14,9 +14,9 @@ from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request, RequestState, check_request
-from anymla.runtime.sampler import choose_tokens
+from anymla.runtime.sampler import Sampling, choose_tokens
 from anymla.runtime.scheduler import Scheduler
-from anymla.runtime.scoring import next_token_logprobs
+from anymla.runtime.scoring import chosen_logprobs, next_token_logprobs
 from anymla.runtime.sizing import cache_format, options_for, pool_sizes, running_specs
 from anymla.runtime.speculation import Drafter, can_draft
 from anymla.runtime.step_plan import Span, StepPlanner
@@ -199,44 +199,32 @@ class Engine:
 
     def _choose(self, spans: Sequence[Span], hidden: Tensor) -> dict[str, list[int]]:
         """Choose the tokens that follow each span, and move the requests on."""
-        choosing: list[Span] = []
         rows: list[int] = []
+        samplings: list[Sampling] = []
+        positions: list[int] = []
         offset = 0
         for span in spans:
+            state, count = span.state, span.num_choices
             offset += len(span.token_ids)
-            if span.is_decode:
-                rows += range(offset - len(span.token_ids), offset)
-                choosing.append(span)
-                continue
-            span.state.computed = span.stop
-            if span.state.is_prefill:
-                continue
-            if span.state.request.max_new_tokens:
-                rows.append(offset - 1)
-                choosing.append(span)
-            else:
-                span.state.finish_reason = "length"
-        if not choosing:
+            rows += range(offset - count, offset)
+            samplings += [state.request.sampling] * count
+            positions += range(len(state.tokens), len(state.tokens) + count)
+            if not span.is_decode:
+                state.computed = span.stop
+                if not (state.is_prefill or count):
+                    state.finish_reason = "length"
+        if not rows:
             return {}
-        counts = [1 + len(span.state.drafts) for span in choosing]
-        tokens = choose_tokens(
-            self.model.logits(hidden[torch.tensor(rows, device=hidden.device)]),
-            [
-                span.state.request.sampling
-                for span, count in zip(choosing, counts, strict=True)
-                for _ in range(count)
-            ],
-            [
-                len(span.state.tokens) + place
-                for span, count in zip(choosing, counts, strict=True)
-                for place in range(count)
-            ],
-        )
+        logits = self.model.logits(hidden[torch.tensor(rows, device=hidden.device)])
+        tokens = choose_tokens(logits, samplings, positions)
+        logprobs = chosen_logprobs(logits, tokens)
         new_tokens = {}
-        for span, count in zip(choosing, counts, strict=True):
-            chosen, tokens = tokens[:count], tokens[count:]
-            new_tokens[span.state.request.request_id] = span.state.accept(chosen)
-            span.state.computed = len(span.state.tokens) - 1
+        for span in spans:
+            if count := span.num_choices:
+                accepted = span.state.accept(tokens[:count], logprobs[:count])
+                new_tokens[span.state.request.request_id] = accepted
+                span.state.computed = len(span.state.tokens) - 1
+                del tokens[:count], logprobs[:count]
         return new_tokens
 
     def _draft(self, spans: Sequence[Span], hidden: Tensor) -> None:

@@ -72,6 +72,7 @@ class Completion:
         request: as submitted.
         token_ids: the tokens generated, a stop token included.
         finish_reason: "stop" after a stop token, else "length".
+        logprobs: of the generated tokens, before temperature and top-p.
         prompt_logprobs: one for each prompt token, None for the first; None if not asked for.
         drafted: draft tokens that were verified.
         accepted: those that were right.
@@ -81,6 +82,7 @@ class Completion:
     request: Request
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    logprobs: tuple[float, ...]
     prompt_logprobs: tuple[float | None, ...] | None
     drafted: int
     accepted: int
@@ -97,6 +99,7 @@ class RequestState:
             newest token.
         drafts: guesses at the tokens after ``tokens``, not yet verified.
         row: row in the block tables, -1 before admission.
+        logprobs: of the generated tokens.
         prompt_logprobs: of the prompt tokens after the first, as far as computed.
         finish_reason: None until finished.
     """
@@ -107,6 +110,7 @@ class RequestState:
         self.computed = 0
         self.drafts: list[int] = []
         self.row = -1
+        self.logprobs: list[float] = []
         self.prompt_logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
         self.drafted = 0
@@ -133,11 +137,12 @@ class RequestState:
         """Tokens that may still be generated."""
         return self.request.max_length - len(self.tokens)
 
-    def accept(self, chosen: list[int]) -> list[int]:
+    def accept(self, chosen: list[int], logprobs: list[float]) -> list[int]:
         """Take the target's choices for consecutive positions, as far as the drafts were right.
 
         Args:
             chosen: the token after ``tokens``, then the one after each draft.
+            logprobs: theirs.
 
         Returns:
             The tokens appended: the right drafts and one token more, cut after a stop token.
@@ -154,7 +159,8 @@ class RequestState:
         matches = zip(accepted, self.drafts, strict=False)
         self.accepted += sum(token == draft for token, draft in matches)
         self.drafts = []
-        self.tokens.extend(accepted)
+        self.tokens += accepted
+        self.logprobs += logprobs[: len(accepted)]
         if self.finish_reason is None and not self.remaining:
             self.finish_reason = "length"
         if not self.timings.first_token:
@@ -164,12 +170,13 @@ class RequestState:
     def completion(self) -> Completion:
         """The result of a finished request."""
         assert self.finish_reason is not None
-        logprobs = (None, *self.prompt_logprobs) if self.request.prompt_logprobs else None
+        scored = (None, *self.prompt_logprobs) if self.request.prompt_logprobs else None
         return Completion(
             request=self.request,
             token_ids=tuple(self.generated),
             finish_reason=self.finish_reason,
-            prompt_logprobs=logprobs,
+            logprobs=tuple(self.logprobs),
+            prompt_logprobs=scored,
             drafted=self.drafted,
             accepted=self.accepted,
             timings=self.timings,

@@ -11,24 +11,30 @@ from torch import Tensor
 _BLOCK_ELEMENTS = 1 << 22
 
 
+def chosen_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Natural log-probability, in float32, of one token [n] for each row of logits [n, V]."""
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(-1)
+    logprobs = logits.float().log_softmax(-1).gather(-1, ids)
+    listed: list[float] = logprobs.squeeze(-1).tolist()
+    return listed
+
+
 def next_token_logprobs(
     logits_of: Callable[[Tensor], Tensor], hidden: Tensor, targets: Sequence[int], vocab_size: int
 ) -> list[float]:
-    """Log-probability, natural and in float32, of the token that follows each row.
+    """Log-probability of the token that follows each row.
+
+    The logits are computed in blocks of rows, so that long prompts do not take T * V numbers.
 
     Args:
         logits_of: maps streams [n, N, D] to logits [n, V].
         hidden: [T, N, D].
         targets: T token ids.
-        vocab_size: V; the logits are computed in blocks of rows, so that long prompts do not
-            take T * V numbers at once.
+        vocab_size: V.
     """
     rows = max(1, _BLOCK_ELEMENTS // vocab_size)
-    blocks = []
+    logprobs: list[float] = []
     for start in range(0, len(targets), rows):
-        block = hidden[start : start + rows]
-        ids = torch.tensor(targets[start : start + rows], device=hidden.device)
-        logprobs = logits_of(block).float().log_softmax(-1)
-        blocks.append(logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1))
-    logprobs_of_all: list[float] = torch.cat(blocks).tolist() if blocks else []
-    return logprobs_of_all
+        logits = logits_of(hidden[start : start + rows])
+        logprobs += chosen_logprobs(logits, targets[start : start + rows])
+    return logprobs

@@ -41,6 +41,14 @@ class Span:
         """Position after the last token."""
         return self.start + len(self.token_ids)
 
+    @property
+    def num_choices(self) -> int:
+        """How many of the last tokens have their successor chosen in this step."""
+        if self.is_decode:
+            return len(self.token_ids)
+        ends_prompt = self.stop == self.state.prompt_length
+        return int(ends_prompt and self.state.request.max_new_tokens > 0)
+
 
 class StepPlanner:
     """Builds steps over the caches of one store.
