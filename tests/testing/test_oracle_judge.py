@@ -78,7 +78,7 @@ def recorded(layout_id: str, rows: torch.Tensor) -> Recording:
 def test_rows_with_small_errors_pass_and_a_wrong_channel_is_found(layout_id: str) -> None:
     exact = torch.randn(20, 512, dtype=torch.float64)
     stored = (exact * (1 + 1e-6 * torch.randn(exact.shape))).float()
-    judge = Judge(recorded(layout_id, stored), (2e-5,), (1e-5,))
+    judge = Judge(recorded(layout_id, stored), [2e-5])
     rows, rotated = judge.rows(0, LayerRows(exact))
     assert not rotated
     assert torch.equal(rows.window, judge.recording.rows(0, "window", 20).decode())
@@ -86,7 +86,7 @@ def test_rows_with_small_errors_pass_and_a_wrong_channel_is_found(layout_id: str
     assert (found.rows, found.unexplained, found.first) == (20, 0, "")
 
     stored[13, 470] += 0.1
-    judge = Judge(recorded(layout_id, stored), (2e-5,), (1e-5,))
+    judge = Judge(recorded(layout_id, stored), [2e-5])
     judge.rows(0, LayerRows(exact))
     assert judge.found["window"].unexplained == 1
     assert "window row 13 channel 470" in judge.found["window"].first
@@ -109,7 +109,7 @@ def test_hashed_experts_must_be_the_tables() -> None:
     table = torch.tensor([[3, 1], [0, 2]])
     recording = Recording()
     recording.add_decision(0, "experts", torch.arange(2), torch.tensor([[1, 3], [0, 1]]))
-    judge = Judge(recording, (1e-5,), (1e-5,))
+    judge = Judge(recording, [1e-5])
     judge.hashed_experts(0, table)
     (line,) = judge.selections["experts"].violations
     assert "row 1" in line

@@ -19,6 +19,7 @@ def test_bounds_carry_their_derivation_through_arithmetic() -> None:
     assert float(bound) == 3 * 2.0**-7 + 16 * 2.0**-23
     assert "1.5 ulps of bfloat16" in bound.why
     assert "sqrt(64)" in bound.why
+    assert torch.equal(Bound(2.0, "two") * torch.ones(3), torch.full((3,), 2.0))
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])

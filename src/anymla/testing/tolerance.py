@@ -33,6 +33,8 @@ class Bound(float):
         return Bound(float(self) + float(other), f"{self.why} + {_why(other)}")
 
     def __mul__(self, factor: float) -> Bound:
+        if isinstance(factor, Tensor):
+            return NotImplemented  # a tensor of bounds carries no reason
         return Bound(float(self) * float(factor), f"{float(factor):g} * ({self.why})")
 
     __rmul__ = __mul__

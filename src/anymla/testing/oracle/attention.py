@@ -72,9 +72,14 @@ class IndexQueries:
         return torch.einsum("nhe,nh->ne", dots, self.weights[tokens])
 
     def magnitudes(self, keys: Tensor) -> Tensor:
-        """sum_h |weight| |q_h|, times the largest |key|: [T]. Errors of scores scale with it."""
-        heads = (self.weights.abs() * self.q.norm(dim=-1)).sum(1)
-        return heads * (keys.norm(dim=-1).max() if len(keys) else 0.0)
+        """Size [T] of a score's error, for an error of one relative unit in q and keys.
+
+        Errors of channels and heads are independent: a product q_h . key of D channels is off by
+        |q_h| |key| / sqrt(D), and the heads add up as squares. Four standard deviations of that.
+        """
+        heads = (self.weights * self.q.norm(dim=-1)).square().sum(1).sqrt()
+        largest = keys.norm(dim=-1).max() if len(keys) else 0.0
+        return 4 * heads * largest / self.q.shape[-1] ** 0.5
 
 
 class AttentionOracle:
@@ -182,7 +187,7 @@ class AttentionOracle:
         return self._project(torch.einsum("tgd,grd->tgr", grouped, wo_a).flatten(1), "wo_b")
 
     def _project(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.weights.linear(f"{self.prefix}.{name}").T
+        return self.weights.apply(x, f"{self.prefix}.{name}")
 
     def _tensor(self, name: str) -> Tensor:
         return self.weights[f"{self.prefix}.{name}"]

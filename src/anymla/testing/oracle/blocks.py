@@ -61,10 +61,10 @@ def hyper_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 def swiglu(x: Tensor, weights: Weights, prefix: str, limit: float) -> Tensor:
     """One expert: w2(silu(min(w1 x, L)) * clamp(w3 x, -L, L))."""
-    gate = (x @ weights.linear(f"{prefix}.w1").T).clamp(max=limit)
-    up = (x @ weights.linear(f"{prefix}.w3").T).clamp(-limit, limit)
+    gate = weights.apply(x, f"{prefix}.w1").clamp(max=limit)
+    up = weights.apply(x, f"{prefix}.w3").clamp(-limit, limit)
     inner = gate * torch.sigmoid(gate) * up
-    return inner @ weights.linear(f"{prefix}.w2").T
+    return weights.apply(inner, f"{prefix}.w2")
 
 
 def expert_scores(x: Tensor, weights: Weights, prefix: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ class RowFindings:
         channels: channels compared.
         identical: channels whose stored value is the rounding of the oracle's.
         unexplained: channels that no value within the error bound rounds to.
-        worst: largest |stored - oracle's rounded| relative to the row's root mean square.
         first: names the first unexplained channel.
     """
 
@@ -33,7 +33,6 @@ class RowFindings:
     channels: int = 0
     identical: int = 0
     unexplained: int = 0
-    worst: float = 0.0
     first: str = ""
 
 
@@ -42,20 +41,16 @@ class Judge:
 
     Attributes:
         recording: what the run stored and decided.
-        row_error: bound on the error of a cache row in units of the row's root mean square, per
-            layer.
-        score_error: bound on the error of an index score, in units of
-            sum_h |weight_h| |q_h| max|key|, and of an expert's score in units of the largest.
+        error: bound on the relative error of what each layer computes. A channel of a cache row
+            may be off by so much of its value and of the row's root mean square; an index score by
+            so much of ``IndexQueries.magnitudes``; an expert's score by so much of the largest.
         found: findings by kind of row.
         selections: findings about selections, by "topk" and "experts".
     """
 
-    def __init__(
-        self, recording: Recording, row_error: tuple[float, ...], score_error: tuple[float, ...]
-    ) -> None:
+    def __init__(self, recording: Recording, error: Sequence[float]) -> None:
         self.recording = recording
-        self.row_error = row_error
-        self.score_error = score_error
+        self.error = error
         self.found: dict[str, RowFindings] = {}
         self.selections = {"topk": Selections(), "experts": Selections()}
 
@@ -89,7 +84,7 @@ class Judge:
             attention.visible(tokens, len(keys)),
             chosen,
             attention.config.index_topk,
-            self.score_error[layer] * block.magnitudes(keys),
+            self.error[layer] * block.magnitudes(keys),
             f"layer {layer} topk from position {tokens.start}",
         )
 
@@ -101,7 +96,7 @@ class Judge:
             torch.ones_like(biased, dtype=torch.bool),
             chosen,
             k,
-            self.score_error[layer] * biased.abs().amax(1),
+            self.error[layer] * biased.abs().amax(1),
             f"layer {layer} experts",
         )
         return chosen
@@ -134,15 +129,13 @@ class Judge:
     ) -> None:
         row_format = ROW_FORMATS[stored.layout_id]
         size = exact.square().mean(1, keepdim=True).sqrt()
-        slack = size * self.row_error[layer]
+        slack = (size + exact.abs()) * self.error[layer]
         explained = row_format.explains(stored.data, stored.scales, exact - slack, exact + slack)
         values, expected = stored.decode(), row_format.round(exact)
         findings.rows += len(exact)
         findings.channels += exact.numel()
         findings.identical += int((values == expected).sum())
         findings.unexplained += int((~explained).sum())
-        error = ((values - expected).abs() / size).amax()
-        findings.worst = float(torch.maximum(torch.tensor(findings.worst).double(), error))
         if not findings.first and not explained.all():
             row, channel = (int(i) for i in (~explained).nonzero()[0])
             findings.first = (

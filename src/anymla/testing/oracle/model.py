@@ -70,9 +70,13 @@ class OracleModel:
         weights: its tensors.
     """
 
-    def __init__(self, directory: str | pathlib.Path) -> None:
+    def __init__(
+        self, directory: str | pathlib.Path, *, quantize_activations: bool = False
+    ) -> None:
         self.config = OracleConfig.from_dir(directory)
-        self.weights = Weights(directory, self.config.weight_block)
+        self.weights = Weights(
+            directory, self.config.weight_block, quantize_activations=quantize_activations
+        )
 
     def run(
         self,
@@ -115,8 +119,8 @@ class OracleModel:
             self._embed(torch.as_tensor(next_ids)), self.weights[f"{prefix}.enorm.weight"], eps
         )
         normed = rms_norm(streams, self.weights[f"{prefix}.hnorm.weight"], eps)
-        h = (embedded @ self.weights.linear(f"{prefix}.e_proj").T).unsqueeze(1)
-        h = h + normed @ self.weights.linear(f"{prefix}.h_proj").T
+        h = self.weights.apply(embedded, f"{prefix}.e_proj").unsqueeze(1)
+        h = h + self.weights.apply(normed, f"{prefix}.h_proj")
         ids = torch.as_tensor(next_ids)
         h = self._layer(h, ids, self.config.layers, prefix, KV_ROUNDING[kv], None)
         collapsed = Site.of(self.weights, f"{prefix}.hc_head").head(h, self.config)
