@@ -1,0 +1,223 @@
+"""Contracts of the mixture of experts.
+
+Source: DeepSeek-V4 reference, inference/model.py. Letters: T tokens, D hidden size, E experts,
+K experts per token, I an expert's inner size, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
+from anymla.ops.moe import reference, torch_experts, torch_router
+
+_FORMATS = ("plain", "fp8", "mxfp4")
+
+
+def _routed(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], k)
+    return x.new_empty(shape, dtype=INT32), x.new_empty(shape, dtype=reference.wide(x.dtype))
+
+
+@operation(outputs=lambda x, tid2eid, **rest: _routed(x, tid2eid.shape[1]))
+def route_hash(
+    x: Tensor, gate: Tensor, token_ids: Tensor, tid2eid: Tensor, *, scale: float
+) -> None:
+    """Route every token to the experts that a table lists for its id.
+
+    With s = sqrt(softplus(x @ gate^T)) at the K listed experts, their weights are
+    s / (sum of s + 1e-20) * scale: the table chooses, the learned scores weigh.
+
+    Args:
+        x: [T, D] any float dtype; scores are computed in float32 (float64 for float64).
+        gate: [E, D] any float dtype.
+        token_ids: [T] int64. A token whose id is outside [0, V) gets no expert.
+        tid2eid: [V, K] int64, entries within [0, E).
+        scale: the model's routed_scaling_factor.
+
+    Returns:
+        Expert ids [T, K] int32 (-1 for a token without experts) and weights [T, K] float32
+        (float64 if x is; 0 there).
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above.
+    """
+    check(
+        "route_hash",
+        x=(x, "T D", FLOATS),
+        gate=(gate, "E D", FLOATS),
+        token_ids=(token_ids, "T", INT64),
+        tid2eid=(tid2eid, "V K", INT64),
+    )
+
+
+@operation(outputs=lambda x, k, **rest: _routed(x, k))
+def route_biased(x: Tensor, gate: Tensor, bias: Tensor, *, k: int, scale: float) -> None:
+    """Route every token to the k experts with the best biased scores.
+
+    With s = sqrt(softplus(x @ gate^T)), the experts are the k largest of s + bias, best first,
+    the lowest id first among equals; their weights are s / (sum of s + 1e-20) * scale, without
+    the bias.
+
+    Args:
+        x: [T, D] any float dtype; scores are computed in float32 (float64 for float64).
+        gate: [E, D] any float dtype.
+        bias: [E] float32 or float64.
+        k: experts per token, 1..E.
+        scale: the model's routed_scaling_factor.
+
+    Returns:
+        Expert ids [T, k] int32 and weights [T, k] float32 (float64 if x is).
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above, or k is not within 1..E.
+    """
+    sizes = check(
+        "route_biased",
+        x=(x, "T D", FLOATS),
+        gate=(gate, "E D", FLOATS),
+        bias=(bias, "E", FLOAT32_UP),
+    )
+    require(1 <= k <= sizes["E"], "route_biased", "k", f"within 1..{sizes['E']}", k)
+
+
+@operation(outputs=lambda gate, **rest: (torch.empty_like(gate),))
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> None:
+    """Clamped SwiGLU: silu(min(gate, limit)) * clamp(up, -limit, limit).
+
+    Args:
+        gate: [T, I] any float dtype; clamped from above only.
+        up: [T, I] like gate.
+        limit: positive; infinity for no clamp.
+
+    Returns:
+        [T, I] in gate's dtype, computed in float32 (float64 for float64) and rounded once.
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above, or limit is not positive.
+    """
+    check("swiglu", gate=(gate, "T I", FLOATS), up=(up, "T I", gate.dtype))
+    require(limit > 0, "swiglu", "limit", "positive", limit)
+
+
+@operation(outputs=lambda x, **rest: (torch.empty_like(x),))
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: list[Tensor],
+    w3: list[Tensor],
+    w2: list[Tensor],
+    s1: list[Tensor],
+    s3: list[Tensor],
+    s2: list[Tensor],
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int = 0,
+    shared: Tensor | None = None,
+) -> None:
+    """Run each token through its experts and add up.
+
+        y[t] = shared[t] + sum_j w2_e (weights[t, j] * swiglu(w1_e x[t], w3_e x[t])),  e = ids[t, j]
+
+    The weight is multiplied in before w2, as in DeepSeek's reference, so that where activations
+    are quantised it is part of what w2's input quantiser sees; transformers and vLLM multiply
+    after w2, which differs by rounding only. The inner product of the two halves and the weight is
+    formed in float32 and rounded once to x's dtype; every product is rounded to x's dtype; the sum
+    over experts and ``shared`` is float32 (float64 for float64 x) and rounded once.
+
+    Weights are lists, one tensor an expert, so that memory-mapped files are used in place. Only
+    experts that have tokens are touched. Because Python picks them from the lists, the torch
+    backend copies the ids (or their counts) to the host once a call on devices other than the CPU.
+
+    Args:
+        x: [T, D] any float dtype.
+        ids: [T, K] int32, global expert ids; those outside [expert_offset, expert_offset + E)
+            are skipped, whatever their weight.
+        weights: [T, K] float32 or float64.
+        w1: E gate projections: [I, D] float ("plain"), uint8 e4m3 codes [I, D] ("fp8"), or uint8
+            packed e2m1 [I, D/2] ("mxfp4").
+        w3: E up projections like w1.
+        w2: E down projections [D, I], likewise.
+        s1: scales of w1: [] ("plain"), uint8 or float32 [ceil(I/128), ceil(D/128)] ("fp8"), or
+            uint8 [I, D/32] ("mxfp4").
+        s3: scales of w3, likewise.
+        s2: scales of w2, likewise.
+        weight_format: "plain", "fp8" or "mxfp4".
+        swiglu_limit: positive, see ``swiglu``.
+        quantize_activations: with "fp8" and "mxfp4", quantise the inputs of w1, w3 and w2 to e4m3
+            in runs of 128 channels; no effect on "plain".
+        expert_offset: global id of the first expert in the lists (expert parallelism).
+        shared: [T, D] of x's dtype, the shared expert's output, or None.
+
+    Returns:
+        [T, D] in x's dtype.
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape or a list's length differs from the above, an unknown weight_format,
+            or a limit that is not positive. Of the lists only the first tensors are examined.
+    """
+    name = "experts"
+    require(weight_format in _FORMATS, name, "weight_format", f"one of {_FORMATS}", weight_format)
+    require(swiglu_limit > 0, name, "swiglu_limit", "positive", swiglu_limit)
+    sizes = check(
+        name,
+        x=(x, "T D", FLOATS),
+        ids=(ids, "T K", INT32),
+        weights=(weights, "T K", FLOAT32_UP),
+        shared=(shared, "T D", x.dtype),
+    )
+    scale_count = 0 if weight_format == "plain" else len(w1)
+    for argument, given, count in (
+        ("w3", w3, len(w1)),
+        ("w2", w2, len(w1)),
+        ("s1", s1, scale_count),
+        ("s3", s3, scale_count),
+        ("s2", s2, scale_count),
+    ):
+        require(len(given) == count, name, argument, f"a list of {count} tensors", len(given))
+    if not w1:
+        return
+    d, inner = sizes["D"], w1[0].shape[0] if w1[0].ndim else 0
+    pack = 2 if weight_format == "mxfp4" else 1
+    dtypes = FLOATS if weight_format == "plain" else torch.uint8
+    check(
+        name,
+        dims={"I": inner, "X": d // pack, "Y": inner // pack, "D": d},
+        w1=(w1[0], "I X", dtypes),
+        w3=(w3[0], "I X", dtypes),
+        w2=(w2[0], "D Y", dtypes),
+    )
+    if weight_format == "fp8":
+        rows, columns = -(-inner // 128), -(-d // 128)
+        scale_dtypes = (torch.uint8, torch.float32)
+        check(
+            name,
+            dims={"A": rows, "B": columns},
+            s1=(s1[0], "A B", scale_dtypes),
+            s3=(s3[0], "A B", scale_dtypes),
+            s2=(s2[0], "B A", scale_dtypes),
+        )
+    elif weight_format == "mxfp4":
+        check(
+            name,
+            dims={"I": inner, "X": d // 32, "Y": inner // 32, "D": d},
+            s1=(s1[0], "I X", torch.uint8),
+            s3=(s3[0], "I X", torch.uint8),
+            s2=(s2[0], "D Y", torch.uint8),
+        )
+
+
+route_hash.register("reference", reference.route_hash)
+route_hash.register("torch", torch_router.route_hash)
+route_biased.register("reference", reference.route_biased)
+route_biased.register("torch", torch_router.route_biased)
+swiglu.register("reference", reference.swiglu)
+swiglu.register("torch", torch_experts.swiglu)
+experts.register("reference", reference.experts)
+experts.register("torch", torch_experts.experts)

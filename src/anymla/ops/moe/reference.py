@@ -1,0 +1,104 @@
+"""The mathematics of the mixture of experts, in float32 (float64 for float64 activations)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.fp8_block import (
+    dequantize_fp8_rows,
+    dequantize_fp8_weight,
+    quantize_fp8_rows,
+)
+from anymla.formats.mxfp4 import dequantize_mxfp4
+
+# Keeps the weights of a token whose every score underflows at 0 instead of 0 / 0.
+SUM_FLOOR = 1e-20
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of scores, weights and sums for activations of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scores(x: Tensor, gate: Tensor) -> Tensor:
+    logits = x.to(wide(x.dtype)) @ gate.to(wide(x.dtype)).T
+    return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
+
+
+def _weights(scores: Tensor, ids: Tensor, scale: float) -> Tensor:
+    chosen = scores.gather(1, ids)
+    return chosen / (chosen.sum(-1, keepdim=True) + SUM_FLOOR) * scale
+
+
+def route_hash(
+    x: Tensor, gate: Tensor, token_ids: Tensor, tid2eid: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See interface.route_hash."""
+    known = (token_ids >= 0) & (token_ids < tid2eid.shape[0])
+    ids = tid2eid[torch.where(known, token_ids, 0)]
+    weights = _weights(_scores(x, gate), ids, scale)
+    ids = torch.where(known[:, None], ids, -1)
+    return ids.int(), torch.where(known[:, None], weights, 0.0)
+
+
+def route_biased(
+    x: Tensor, gate: Tensor, bias: Tensor, *, k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See interface.route_biased."""
+    scores = _scores(x, gate)
+    ranked = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices
+    ids = ranked[:, :k]
+    return ids.int(), _weights(scores, ids, scale)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """See interface.swiglu."""
+    g = gate.to(wide(gate.dtype)).clamp(max=limit)
+    u = up.to(wide(up.dtype)).clamp(-limit, limit)
+    return (g * torch.sigmoid(g) * u).to(gate.dtype)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: list[Tensor],
+    w3: list[Tensor],
+    w2: list[Tensor],
+    s1: list[Tensor],
+    s3: list[Tensor],
+    s2: list[Tensor],
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int = 0,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """See interface.experts."""
+    dtype = wide(x.dtype)
+    quantized = quantize_activations and weight_format != "plain"
+
+    def product(rows: Tensor, matrices: list[Tensor], scales: list[Tensor], e: int) -> Tensor:
+        given = rows.to(x.dtype)
+        if quantized:
+            given = dequantize_fp8_rows(*quantize_fp8_rows(given), dtype)
+        if weight_format == "fp8":
+            matrix = dequantize_fp8_weight(matrices[e], scales[e], dtype)
+        elif weight_format == "mxfp4":
+            matrix = dequantize_mxfp4(matrices[e], scales[e], dtype)
+        else:
+            matrix = matrices[e].to(dtype)
+        return (given.to(dtype) @ matrix.T).to(x.dtype).to(dtype)
+
+    total = torch.zeros_like(x, dtype=dtype)
+    for e in range(len(w1)):
+        for column in range(ids.shape[1]):
+            rows = (ids[:, column] == e + expert_offset).nonzero()[:, 0]
+            gate, up = product(x[rows], w1, s1, e), product(x[rows], w3, s3, e)
+            inner = weights[rows, column, None] * swiglu(gate, up, swiglu_limit)
+            total[rows] = total[rows] + product(inner, w2, s2, e)
+    if shared is not None:
+        total = total + shared
+    return total.to(x.dtype)

@@ -1,0 +1,162 @@
+"""Routed experts on any torch device: tokens are grouped by expert, each expert runs once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
+from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear
+from anymla.ops.moe.reference import wide
+
+# Up to here what lies between the products is done for all experts at once, in few calls; beyond,
+# expert by expert, so that only one expert's rows are kept.
+_FEW_PAIRS = 64
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """See interface.swiglu."""
+    return _swiglu(gate, up, limit).to(gate.dtype)
+
+
+def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    dtype = wide(gate.dtype)
+    activated = functional.silu(gate.to(dtype).clamp(max=limit), inplace=True)
+    return activated.mul_(up.to(dtype).clamp(-limit, limit))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bank:
+    """The experts of a call; rows [n, D] or [n, I] are already quantised where that is asked."""
+
+    w1: list[Tensor]
+    w3: list[Tensor]
+    w2: list[Tensor]
+    s1: list[Tensor]
+    s3: list[Tensor]
+    s2: list[Tensor]
+    weight_format: str
+    limit: float
+    quantized: bool
+
+    def given(self, rows: Tensor) -> Tensor:
+        """Rows as the products take them. Quantised once here: w1 and w3 share their input."""
+        return dequantize_fp8_rows(*quantize_fp8_rows(rows), rows.dtype) if self.quantized else rows
+
+    def gate(self, rows: Tensor, e: int) -> Tensor:
+        return self._product(rows, self.w1, self.s1, e)
+
+    def up(self, rows: Tensor, e: int) -> Tensor:
+        return self._product(rows, self.w3, self.s3, e)
+
+    def down(self, rows: Tensor, e: int) -> Tensor:
+        return self._product(rows, self.w2, self.s2, e)
+
+    def inner(self, gate: Tensor, up: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Input [n, I] of w2, the routing weights [n] included."""
+        return self.given(_swiglu(gate, up, self.limit).mul_(weights.unsqueeze(1)).to(dtype))
+
+    def _product(
+        self, rows: Tensor, matrices: list[Tensor], scales: list[Tensor], e: int
+    ) -> Tensor:
+        if self.weight_format == "fp8":
+            return fp8_block_linear(rows, matrices[e], scales[e], quantize_activations=False)
+        if self.weight_format == "mxfp4":
+            return mxfp4_linear(rows, matrices[e], scales[e], quantize_activations=False)
+        if rows.dtype == matrices[e].dtype:
+            return functional.linear(rows, matrices[e])
+        return linear(rows, matrices[e])
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: list[Tensor],
+    w3: list[Tensor],
+    w2: list[Tensor],
+    s1: list[Tensor],
+    s3: list[Tensor],
+    s2: list[Tensor],
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int = 0,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """See interface.experts."""
+    quantized = quantize_activations and weight_format != "plain"
+    bank = _Bank(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
+    total_of = _total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
+    total = total_of(x, ids, weights, bank, expert_offset)
+    if shared is not None:
+        total.add_(shared)
+    return total.to(x.dtype)
+
+
+def _total_of_few(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: int) -> Tensor:
+    tokens, k = ids.shape
+    dtype = wide(x.dtype)
+    segments, order = _segments([e - offset for e in ids.flatten().tolist()], len(bank.w1))
+    if not order:
+        return x.new_zeros(x.shape, dtype=dtype)
+    index = torch.tensor(order, device=x.device)
+    rows = bank.given(x)
+    if tokens > 1:
+        rows = rows.index_select(0, index // k)
+        parts = [rows[start:stop] for _, start, stop in segments]
+    else:
+        parts = [
+            rows if stop - start == 1 else rows.expand(stop - start, -1)
+            for _, start, stop in segments
+        ]
+    gate = torch.cat([bank.gate(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
+    up = torch.cat([bank.up(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
+    inner = bank.inner(gate, up, weights.flatten().index_select(0, index), x.dtype)
+    out = torch.cat([bank.down(inner[start:stop], e) for e, start, stop in segments])
+    if tokens == 1:
+        return out.sum(0, keepdim=True, dtype=dtype)
+    # Every pair back to its place: sums in the order of the columns, on any device.
+    placed = out.new_zeros((tokens * k, x.shape[1])).index_copy_(0, index, out)
+    return placed.view(tokens, k, -1).sum(1, dtype=dtype)
+
+
+def _segments(chosen: list[int], count: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Positions of ``chosen`` sorted by value, and (value, start, stop) of each run of them."""
+    places: dict[int, list[int]] = {}
+    for place, e in enumerate(chosen):
+        if 0 <= e < count:
+            places.setdefault(e, []).append(place)
+    segments: list[tuple[int, int, int]] = []
+    order: list[int] = []
+    for e in sorted(places):
+        segments.append((e, len(order), len(order) + len(places[e])))
+        order += places[e]
+    return segments, order
+
+
+def _total_of_many(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: int) -> Tensor:
+    dtype = wide(x.dtype)
+    count = len(bank.w1)
+    flat = ids.flatten().long() - offset
+    local = torch.where((flat >= 0) & (flat < count), flat, count)
+    order = torch.argsort(local, stable=True)
+    token = order // ids.shape[1]
+    weight = weights.flatten().index_select(0, order)
+    given = bank.given(x)
+    total = x.new_zeros(x.shape, dtype=dtype)
+    stop = 0
+    for e, size in enumerate(torch.bincount(local, minlength=count + 1)[:count].tolist()):
+        start, stop = stop, stop + size
+        if not size:
+            continue
+        at = token[start:stop]
+        rows = given.index_select(0, at)
+        inner = bank.inner(bank.gate(rows, e), bank.up(rows, e), weight[start:stop], x.dtype)
+        # A token occurs once among an expert's rows, so the order of the sum does not vary.
+        total.index_add_(0, at, bank.down(inner, e).to(dtype))
+    return total

@@ -1,0 +1,409 @@
+"""The mixture of experts against the formulas written out token by token, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anymla.formats.fp8_block import (
+    dequantize_fp8_rows,
+    dequantize_fp8_weight,
+    quantize_fp8_rows,
+    quantize_fp8_weight,
+)
+from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from anymla.ops.moe import experts, route_biased, route_hash, swiglu, torch_experts
+from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
+
+BACKENDS = ["reference", "torch"]
+D, INNER = 160, 96  # 160: a run of 128 channels and a shorter one
+
+
+def scores_of(x: Tensor, gate: Tensor) -> Tensor:
+    """sqrt(softplus(x @ gate^T)) in float64."""
+    rows = (x.double() @ gate.double().T).tolist()
+    return torch.tensor(
+        [[math.sqrt(max(z, 0) + math.log1p(math.exp(-abs(z)))) for z in row] for row in rows],
+        dtype=torch.float64,
+    ).view(len(rows), len(gate))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, 30])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_biased_router(backend: str, tokens: int, dtype: torch.dtype) -> None:
+    x, gate = torch.randn(tokens, D).to(dtype), torch.randn(24, D) / math.sqrt(D)
+    bias = 0.5 * torch.randn(24)
+    ids, weights = route_biased(x, gate, bias, k=6, scale=2.5, backend=backend)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (ids.dtype, weights.dtype) == (torch.int32, wide)
+    scores = scores_of(x, gate)
+    ranked = scores + bias.double()
+    chosen = ranked.gather(1, ids.long())
+    # Judged by score: each chosen expert beats or equals the 6th best up to rounding.
+    slack = ulps(wide, 16)
+    if tokens:
+        best = ranked.sort(1, descending=True).values[:, :6]
+        assert_close(chosen, best, atol=slack, name="chosen scores")
+    want = scores.gather(1, ids.long())
+    want = want / want.sum(1, keepdim=True) * 2.5
+    assert_close(weights, want, atol=slack, name="weights")
+    if tokens > 1:  # bias must choose only, and must choose
+        assert not torch.equal(ids, route_biased(x, gate, 0 * bias, k=6, scale=2.5)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_scores_take_the_lowest_expert(backend: str) -> None:
+    x, gate, bias = torch.randn(9, D), torch.zeros(300, D), torch.zeros(300)
+    bias[[7, 250]] = 1.0
+    ids, weights = route_biased(x, gate, bias, k=5, scale=1.0, backend=backend)
+    assert ids.tolist() == [[7, 250, 0, 1, 2]] * 9
+    assert_close(weights, torch.full((9, 5), 0.2), rtol=ulps(torch.float32, 2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_that_underflow_give_zero_weights(backend: str) -> None:
+    x, gate = torch.ones(2, D), torch.full((8, D), -10.0)
+    _, weights = route_biased(x, gate, torch.zeros(8), k=3, scale=1.5, backend=backend)
+    assert weights.tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hash_router(backend: str, dtype: torch.dtype) -> None:
+    x, gate = torch.randn(12, D).to(dtype), torch.randn(16, D) / math.sqrt(D)
+    table = torch.rand(50, 16).argsort(1)[:, :3]
+    token_ids = torch.randint(0, 50, (12,))
+    token_ids[3], token_ids[5] = -1, 50
+    before = table.clone()
+    ids, weights = route_hash(x, gate, token_ids, table, scale=1.5, backend=backend)
+    assert_identical(table, before)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (ids.dtype, weights.dtype) == (torch.int32, wide)
+    known = [t for t in range(12) if t not in (3, 5)]
+    assert_identical(ids[known], table[token_ids[known]].int())
+    want = scores_of(x, gate)[known].gather(1, table[token_ids[known]])
+    assert_close(weights[known], want / want.sum(1, keepdim=True) * 1.5, atol=ulps(wide, 16))
+    assert ids[[3, 5]].tolist() == [[-1] * 3] * 2
+    assert weights[[3, 5]].tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-30.0, -2.0, 0.5, 9.0, 11.0, 300.0]]).to(dtype)
+    up = torch.tensor([[3.0, -12.0, 12.0, -0.25, -300.0, 1.0]]).to(dtype)
+    want = []
+    for g, u in zip(gate[0].tolist(), up[0].tolist(), strict=True):
+        g = min(g, 10.0)
+        want.append(g / (1 + math.exp(-g)) * max(-10.0, min(10.0, u)))
+    got = swiglu(gate, up, 10.0, backend=backend)
+    assert got.dtype == dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    want64 = torch.tensor([want], dtype=torch.float64)
+    assert_close(got, want64, rtol=ulps(dtype, 0.5) + ulps(wide, 4))
+    free = swiglu(gate, up, math.inf, backend=backend)
+    assert_close(free, gate.double() * gate.double().sigmoid() * up.double(), rtol=ulps(dtype, 4))
+
+
+class Bank:
+    """Random experts in one of the formats, and their exact values in float64."""
+
+    def __init__(self, weight_format: str, count: int, dtype: torch.dtype = torch.float32) -> None:
+        self.weight_format = weight_format
+        self.exact: list[list[Tensor]] = []
+        self.given: list[list[Tensor]] = []
+        for rows, columns in ((INNER, D), (INNER, D), (D, INNER)):
+            weights = [torch.randn(rows, columns) / math.sqrt(columns) for _ in range(count)]
+            if weight_format == "plain":
+                stored = [w.to(dtype) for w in weights]
+                scales: list[Tensor] = []
+                exact = [w.double() for w in stored]
+            elif weight_format == "mxfp4":
+                pairs = [quantize_mxfp4(w) for w in weights]
+                exact = [dequantize_mxfp4(*pair, torch.float64) for pair in pairs]
+                stored, scales = [p[0] for p in pairs], [p[1] for p in pairs]
+            else:
+                pairs = [
+                    quantize_fp8_weight(w, weight_format.removeprefix("fp8-")) for w in weights
+                ]
+                exact = [dequantize_fp8_weight(*pair, torch.float64) for pair in pairs]
+                stored, scales = [p[0] for p in pairs], [p[1] for p in pairs]
+            self.exact.append(exact)
+            self.given.append(stored)
+            self.given.append(scales)
+
+    def arguments(self) -> dict[str, Any]:
+        w1, s1, w3, s3, w2, s2 = self.given
+        kind = self.weight_format.split("-")[0]
+        return {
+            "w1": w1, "w3": w3, "w2": w2, "s1": s1, "s3": s3, "s2": s2, "weight_format": kind,
+            "swiglu_limit": 2.0,
+        }  # fmt: skip
+
+    def expected(self, x: Tensor, ids: Tensor, weights: Tensor, offset: int = 0) -> Tensor:
+        """The sum over experts in float64, nothing rounded."""
+        w1, w3, w2 = self.exact
+        total = torch.zeros(x.shape, dtype=torch.float64)
+        for t, row in enumerate(ids.tolist()):
+            for j, e in enumerate(row):
+                if not offset <= e < offset + len(w1):
+                    continue
+                given = x[t].double()
+                gate = (w1[e - offset] @ given).clamp(max=2.0)
+                up = (w3[e - offset] @ given).clamp(-2.0, 2.0)
+                total[t] += w2[e - offset] @ (weights[t, j].double() * gate * gate.sigmoid() * up)
+        return total
+
+
+def routing(tokens: int, k: int, count: int) -> tuple[Tensor, Tensor]:
+    ids = torch.rand(tokens, count).argsort(1)[:, :k].int()
+    return ids, torch.rand(tokens, k)
+
+
+FORMATS = ["plain", "fp8-ue8m0", "fp8-fp32", "mxfp4"]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_in_float32(backend: str, weight_format: str, tokens: int) -> None:
+    bank, (ids, weights) = Bank(weight_format, 9), routing(tokens, 3, 9)
+    x = torch.randn(tokens, D)
+    got = experts(x, ids, weights, **bank.arguments(), quantize_activations=False, backend=backend)
+    assert got.dtype == torch.float32
+    # Two products in a row, of 160 and 96 terms, summed over three experts; magnitudes near 1.
+    bound = accumulation(D, torch.float32, 4) + accumulation(INNER, torch.float32, 4)
+    assert_close(got, bank.expected(x, ids, weights), atol=bound)
+
+
+@pytest.mark.parametrize("weight_format", ["plain", "mxfp4"])
+def test_experts_in_float64_stay_there(weight_format: str) -> None:
+    bank, (ids, weights) = Bank(weight_format, 5, torch.float64), routing(7, 2, 5)
+    x = torch.randn(7, D, dtype=torch.float64)
+    got = experts(
+        x, ids, weights.double(), **bank.arguments(), quantize_activations=False,
+        backend="reference",
+    )  # fmt: skip
+    assert got.dtype == torch.float64
+    assert_close(got, bank.expected(x, ids, weights), atol=accumulation(D, torch.float64, 8))
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_experts_in_bfloat16(weight_format: str, tokens: int, quantize: bool) -> None:
+    bank, (ids, weights) = Bank(weight_format, 9, torch.bfloat16), routing(tokens, 3, 9)
+    x = torch.randn(tokens, D).bfloat16()
+    arguments = {**bank.arguments(), "quantize_activations": quantize}
+    got, want = (
+        experts(x, ids, weights, **arguments, backend=backend) for backend in ("torch", "reference")
+    )
+    assert got.dtype == torch.bfloat16
+    # Both round at the same places; a product that falls on another side of a rounding boundary
+    # moves an e4m3 code of w2's input by 1/8 of one of 96 terms, or a bf16 by one ulp.
+    assert_close(got, want, atol=ulps(torch.bfloat16, 4), name="torch against reference")
+    exact = bank.expected(x, ids, weights)
+    # One rounding to a number of precision eps has a relative rms error of at most eps / 2 / sqrt(3)
+    # and passes through products with that relative size. Gate, up, w2's input and what is rounded
+    # after it add three of them in quadrature: eps / 2, and twice that since the values are few.
+    quantized = quantize and weight_format != "plain"
+    bound = 2.0**-3 if quantized else ulps(torch.bfloat16, 1)
+    error = float((got.double() - exact).norm() / exact.norm())
+    print(f"against float64: relative rms error {error:.3g}, allowed {bound:.3g}")
+    assert error <= bound
+
+
+def test_activation_quantiser_sees_the_routing_weight() -> None:
+    # The weight is multiplied in before w2's input is quantised, not after.
+    bank, ids = Bank("fp8-ue8m0", 1), torch.zeros(6, 1, dtype=torch.int32)
+    x, weights = torch.randn(6, D), torch.rand(6, 1)
+    got = experts(x, ids, weights, **bank.arguments(), quantize_activations=True)
+
+    def rounded(rows: Tensor) -> Tensor:
+        return dequantize_fp8_rows(*quantize_fp8_rows(rows), torch.float64)
+
+    w1, w3, w2 = (matrices[0] for matrices in bank.exact)
+    gate, up = (rounded(x) @ w.T for w in (w1, w3))
+    inner = swiglu(gate.float(), up.float(), 2.0)
+    before = rounded(weights * inner) @ w2.T
+    after = weights.double() * (rounded(inner) @ w2.T)
+    error = (got - before).abs().max()
+    # float32 sums may move a value across one e4m3 boundary (1/8 of a term), never all of them.
+    assert error < 0.25 * (got - after).abs().max()
+    assert (got - after).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 30])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_foreign_ids_are_skipped_with_their_weights(backend: str, tokens: int) -> None:
+    bank = Bank("plain", 4)
+    ids, weights = routing(tokens, 3, 4)
+    arguments = {**bank.arguments(), "quantize_activations": False, "backend": backend}
+    x = torch.randn(tokens, D)
+    ids += 10
+    shifted = experts(x, ids, weights, **arguments, expert_offset=10)
+    assert_close(
+        shifted, bank.expected(x, ids, weights, 10), atol=accumulation(D, torch.float32, 8)
+    )
+    hostile = torch.tensor([-1, 9, 14, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    for bad in hostile:
+        ids_bad, weights_bad = ids.clone(), weights.clone()
+        ids_bad[:, 1], weights_bad[:, 1] = bad, torch.nan
+        got = experts(x, ids_bad, weights_bad, **arguments, expert_offset=10)
+        want = bank.expected(x, ids_bad, weights_bad, 10)
+        assert_close(got, want, atol=accumulation(D, torch.float32, 8))
+    none = experts(x, torch.full_like(ids, -1), weights, **arguments)
+    assert_identical(none, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_shards_add_up(tokens: int) -> None:
+    bank, (ids, weights) = Bank("plain", 8), routing(tokens, 4, 8)
+    x, arguments = torch.randn(tokens, D), bank.arguments()
+    whole = experts(x, ids, weights, **arguments, quantize_activations=False)
+    parts = torch.zeros_like(x)
+    for start, stop in ((0, 3), (3, 3), (3, 8)):
+        shard = {
+            name: value[start:stop] if isinstance(value, list) else value
+            for name, value in arguments.items()
+        }
+        parts += experts(x, ids, weights, **shard, quantize_activations=False, expert_offset=start)
+    assert_close(parts, whole, atol=ulps(torch.float32, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shared_expert_is_added_before_the_rounding(
+    backend: str, tokens: int, dtype: torch.dtype
+) -> None:
+    bank, (ids, weights) = Bank("plain", 4, torch.float32), routing(tokens, 2, 4)
+    x = torch.randn(tokens, D)
+    arguments = {**bank.arguments(), "quantize_activations": False, "backend": backend}
+    shared = torch.randn(tokens, D)
+    alone = experts(x, ids, weights, **arguments)
+    got = experts(x, ids, weights, **arguments, shared=shared)
+    assert_close(got, alone.double() + shared, rtol=ulps(torch.float32, 1), atol=1e-7)
+    if dtype == torch.bfloat16:
+        bank = Bank("plain", 4, torch.bfloat16)
+        arguments = {**bank.arguments(), "quantize_activations": False, "backend": backend}
+        empty = torch.full_like(ids, -1)
+        got = experts(x.bfloat16(), empty, weights, **arguments, shared=shared.bfloat16())
+        assert_identical(got, shared.bfloat16())
+
+
+@given(
+    tokens=st.integers(0, 90),
+    k=st.integers(1, 4),
+    count=st.integers(0, 6),
+    offset=st.integers(-2, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_any_routing(tokens: int, k: int, count: int, offset: int, seed: int) -> None:
+    # Ids repeat within a row, point outside, or leave experts without tokens.
+    torch.manual_seed(seed)
+    bank = Bank("plain", count)
+    ids = torch.randint(-3, 8, (tokens, k), dtype=torch.int32)
+    x, weights = torch.randn(tokens, D), torch.rand(tokens, k)
+    got = experts(
+        x, ids, weights, **bank.arguments(), quantize_activations=False, expert_offset=offset
+    )
+    want = bank.expected(x, ids, weights, offset)
+    assert_close(got, want, atol=accumulation(D, torch.float32, 8))
+
+
+def test_few_and_many_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, (ids, weights) = Bank("mxfp4", 6), routing(11, 3, 6)
+    x, arguments = torch.randn(11, D), {**bank.arguments(), "quantize_activations": True}
+    few = experts(x, ids, weights, **arguments)
+    monkeypatch.setattr(torch_experts, "_FEW_PAIRS", 0)
+    many = experts(x, ids, weights, **arguments)
+    assert_close(many, few, atol=ulps(torch.float32, 8))
+
+
+class Calls(TorchDispatchMode):
+    """Count the kernels that a block of code calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decode_step_is_few_calls() -> None:
+    bank, (ids, weights) = Bank("plain", 8), routing(1, 6, 8)
+    x = torch.randn(1, D)
+    with Calls() as calls:
+        experts(x, ids, weights, **bank.arguments(), quantize_activations=False)
+    print("experts:", calls.count)
+    assert calls.count <= 3 * 6 * 2 + 25  # the 18 products (each with a transposed view), and fixed
+    with Calls() as calls:
+        route_biased(x, torch.randn(8, D), torch.zeros(8), k=6, scale=1.0)
+    print("route_biased:", calls.count)
+    assert calls.count <= 16
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (ValueError, "experts: weight_format must be one of", {"weight_format": "int8"}),
+        (ValueError, "experts: swiglu_limit must be positive, got 0", {"swiglu_limit": 0}),
+        (TypeError, "experts: ids must be int32", {"ids": torch.zeros(2, 2, dtype=torch.int64)}),
+        (ValueError, "experts: weights must be", {"weights": torch.zeros(2, 3)}),
+        (
+            ValueError,
+            "experts: w3 must be a list of 4 tensors, got 3",
+            {"w3": [torch.zeros(1)] * 3},
+        ),
+        (ValueError, "experts: s1 must be a list of 0 tensors", {"s1": [torch.zeros(1)]}),
+        (ValueError, "experts: w2 must be", {"w2": [torch.zeros(INNER, D)] * 4}),
+        (TypeError, "experts: w1 must be", {"w1": [torch.zeros(INNER, D).byte()] * 4}),
+        (TypeError, "experts: shared must be float32", {"shared": torch.zeros(2, D).double()}),
+    ],
+)
+def test_experts_errors(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    bank, (ids, weights) = Bank("plain", 4), routing(2, 2, 4)
+    arguments = {"x": torch.zeros(2, D), "ids": ids, "weights": weights, **bank.arguments()}
+    with pytest.raises(error, match=message):
+        experts(**{**arguments, "quantize_activations": False, **changes})
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "name", "wrong"),
+    [
+        ("fp8-ue8m0", "s1", torch.zeros(1, 1, dtype=torch.uint8)),
+        ("fp8-ue8m0", "s2", torch.zeros(1, 2, dtype=torch.uint8)),
+        ("mxfp4", "s3", torch.zeros(INNER, 4, dtype=torch.uint8)),
+        ("mxfp4", "w1", torch.zeros(INNER, D, dtype=torch.uint8)),
+    ],
+)
+def test_shapes_of_quantised_experts(weight_format: str, name: str, wrong: Tensor) -> None:
+    bank, (ids, weights) = Bank(weight_format, 3), routing(2, 2, 3)
+    arguments = {**bank.arguments(), name: [wrong] * 3}
+    with pytest.raises(ValueError, match=f"experts: {name} must be"):
+        experts(torch.zeros(2, D), ids, weights, **arguments, quantize_activations=True)
+
+
+def test_router_errors() -> None:
+    x, gate = torch.zeros(2, D), torch.zeros(5, D)
+    with pytest.raises(ValueError, match=r"route_biased: k must be within 1\.\.5, got 6"):
+        route_biased(x, gate, torch.zeros(5), k=6, scale=1.0)
+    with pytest.raises(ValueError, match=r"route_biased: bias must be .* \[E=5\]"):
+        route_biased(x, gate, torch.zeros(4), k=2, scale=1.0)
+    with pytest.raises(TypeError, match="route_hash: token_ids must be int64"):
+        route_hash(x, gate, torch.zeros(2).int(), torch.zeros(9, 2).long(), scale=1.0)
+    with pytest.raises(ValueError, match="swiglu: limit must be positive"):
+        swiglu(x, x, 0.0)
+    with pytest.raises(TypeError, match="swiglu: up must be float32"):
+        swiglu(x, x.double(), 1.0)
