@@ -135,8 +135,6 @@ def compress_norm_rope_insert(
     table = [dims["L"], dims["Rd"]]
     fits = dims["Rd"] % 2 == 0 and 2 <= dims["Rd"] <= width and (dims["L"] > 0 or not dims["T"])
     require(fits, name, "cos_sin_cache", f"[L, R] with L >= 1, R even, R <= D={width}", table)
-    power_of_two = width & (width - 1) == 0
-    require(power_of_two or not hadamard, name, "D", "a power of two for hadamard", width)
 
 
 def _check_state(name: str, state_cache: Tensor, width: int) -> None:
