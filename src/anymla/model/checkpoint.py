@@ -1,0 +1,201 @@
+"""The safetensors files of a checkpoint directory, read in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+# Bytes of one element of the dtypes this package can hold, under safetensors' names.
+_ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "U8": 1,
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded; one line that names the file or tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of a tensor.
+
+    Attributes:
+        shape: as stored.
+        dtype: safetensors' name of it: "BF16", "F8_E4M3", "F8_E8M0", "I8", ...
+        file: the file it is in.
+        nbytes: its size.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    nbytes: int
+
+
+class Checkpoint(Mapping[str, TensorInfo]):
+    """The tensors of a checkpoint by name; values are read on demand.
+
+    Attributes:
+        directory: where it lies.
+    """
+
+    def __init__(self, directory: Path, tensors: dict[str, TensorInfo]) -> None:
+        self.directory = directory
+        self._tensors = tensors
+        self._open: dict[Path, Any] = {}
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Read the headers of a single ``model.safetensors``, or of all shards of an index.
+
+        No tensor data is read.
+
+        Raises:
+            CheckpointError: no such directory, no safetensors in it, a file that is missing,
+                truncated or no safetensors file, or an index that does not match its shards.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: no such directory")
+        if (directory / INDEX_FILE).is_file():
+            return cls(directory, _sharded(directory))
+        if (directory / SINGLE_FILE).is_file():
+            return cls(directory, _header(directory / SINGLE_FILE))
+        raise CheckpointError(
+            f"{directory}: not a checkpoint, it has neither {SINGLE_FILE} nor {INDEX_FILE}"
+        )
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self._tensors[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors together."""
+        return sum(info.nbytes for info in self._tensors.values())
+
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """Read one tensor.
+
+        On the CPU it is a view of the memory-mapped file: nothing is copied, pages are read when
+        they are touched, and writing to it changes this process only.
+
+        Raises:
+            CheckpointError: no such tensor, or the file changed since it was opened.
+        """
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.directory}: no tensor {name}")
+        file = self._tensors[name].file
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            mapped: Tensor = self._open[file].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: cannot read {name}: {_first_line(error)}") from None
+        return mapped.to(device)
+
+
+def _sharded(directory: Path) -> dict[str, TensorInfo]:
+    """Headers of all shards that the index names, checked against it."""
+    path = directory / INDEX_FILE
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        placed = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {_first_line(error)}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: has no weight_map from tensor names to files") from None
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(placed.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{path}: names {file!r}, which is not a plain file name")
+        if not (directory / file).is_file():
+            raise CheckpointError(f"{path}: names {file}, which does not exist")
+        for name, info in _header(directory / file).items():
+            if placed.get(name) != file:
+                raise CheckpointError(
+                    f"{info.file}: holds {name}, which {INDEX_FILE} puts elsewhere"
+                )
+            tensors[name] = info
+    absent = sorted(placed.keys() - tensors.keys())
+    if absent:
+        raise CheckpointError(f"{directory / placed[absent[0]]}: does not hold {_some(absent)}")
+    return tensors
+
+
+def _header(path: Path) -> dict[str, TensorInfo]:
+    """Parse a safetensors header and check that the file is all there.
+
+    Source: the format description in the safetensors repository (8 bytes of header length, little
+    endian; JSON; the tensors' bytes without gaps).
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if 8 + length > size:
+                raise CheckpointError(f"{path}: truncated, its header alone is {length} bytes")
+            header = json.loads(file.read(length))
+    except (OSError, struct.error, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {_first_line(error)}") from None
+    header.pop("__metadata__", None)
+    tensors: dict[str, TensorInfo] = {}
+    end = 0
+    for name, entry in header.items():
+        try:
+            shape, dtype = tuple(int(n) for n in entry["shape"]), str(entry["dtype"])
+            begin, stop = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{path}: bad header entry for {name}") from None
+        if dtype not in _ITEM_BYTES:
+            raise CheckpointError(
+                f"{path}: {name} has dtype {dtype}, can read {', '.join(_ITEM_BYTES)}"
+            )
+        if stop - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
+            raise CheckpointError(
+                f"{path}: {name} is {dtype} {list(shape)} in {stop - begin} bytes, which do not fit"
+            )
+        tensors[name] = TensorInfo(shape, dtype, path, stop - begin)
+        end = max(end, stop)
+    if size != 8 + length + end:
+        raise CheckpointError(
+            f"{path}: truncated or overwritten, it has {size} bytes and should have "
+            f"{8 + length + end}"
+        )
+    return tensors
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,238 @@
+"""Which tensors a checkpoint of a configuration must hold: DeepSeek's names, shapes and dtypes.
+
+A linear layer ``prefix`` is stored in one of four kinds, decided by what the file holds:
+
+=======  =================================  ==========================================
+kind     ``prefix.weight`` [N, K]           beside it
+=======  =================================  ==========================================
+plain    BF16, F16 or F32 [N, K]            nothing
+fp8      F8_E4M3 [N, K]                     ``.scale`` F8_E8M0, U8 (its bytes) or F32
+                                            [ceil(N/128), ceil(K/128)]
+mxfp4    I8 or U8 [N, K/2], low nibble      ``.scale`` F8_E8M0, U8 or F32 [N, K/32]
+         first
+nvfp4    U8 or I8 [N, K/2], low nibble      ``.weight_scale`` F8_E4M3 [N, K/16],
+         first                              ``.weight_scale_2`` F32 [] or [1] and, not
+                                            used, ``.input_scale`` F32 [] or [1]
+=======  =================================  ==========================================
+
+The first three are DeepSeek's own; the names of the last are those of NVIDIA's Model Optimizer,
+where a weight is ``e2m1 * weight_scale * weight_scale_2``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.mxfp4 import MXFP4_BLOCK
+from anymla.formats.nvfp4 import NVFP4_BLOCK
+from anymla.layers.linear import WeightKind
+from anymla.layers.spec import LayerSpec
+from anymla.model.checkpoint import TensorInfo
+from anymla.model.config import ModelConfig
+from anymla.model.layer_specs import layer_specs
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+PACKED_DTYPES = ("I8", "U8")
+SCALE_DTYPES = ("F8_E8M0", "U8", "F32")
+INTEGER_DTYPES = ("I64", "I32")
+
+# Where quantised weights are known to occur. Everything else is read as a plain tensor.
+ANY_ATTENTION: tuple[WeightKind, ...] = ("plain", "fp8", "nvfp4")
+PLAIN_OR_NVFP4: tuple[WeightKind, ...] = ("plain", "nvfp4")
+FFN: tuple[WeightKind, ...] = ("plain", "fp8", "mxfp4")
+PROJECTION: tuple[WeightKind, ...] = ("plain", "fp8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """One tensor that must, or may, be there.
+
+    Attributes:
+        shape: of the tensor; () also allows (1,), as writers of scalars differ.
+        dtypes: safetensors' names of the dtypes that can be read.
+        optional: whether it may be absent.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
+
+    def fits(self, info: TensorInfo) -> bool:
+        """Whether a stored tensor is as expected."""
+        shape = () if self.shape == () and info.shape == (1,) else info.shape
+        return shape == self.shape and info.dtype in self.dtypes
+
+    def __str__(self) -> str:
+        return f"{' or '.join(self.dtypes)} {list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearShape:
+    """A linear layer, before it is known how it is stored.
+
+    Attributes:
+        rows: output features N.
+        columns: input features K.
+        kinds: the kinds it can be read in.
+    """
+
+    rows: int
+    columns: int
+    kinds: tuple[WeightKind, ...]
+
+
+def weight_kind(tensors: Mapping[str, TensorInfo], prefix: str) -> WeightKind:
+    """The kind a linear layer is stored in; plain if it is not there at all."""
+    info = tensors.get(f"{prefix}.weight")
+    if info is None or info.dtype in FLOAT_DTYPES:
+        return "plain"
+    if info.dtype in PACKED_DTYPES:
+        return "nvfp4" if f"{prefix}.weight_scale" in tensors else "mxfp4"
+    return "fp8"
+
+
+def linear_tensors(prefix: str, shape: LinearShape, kind: WeightKind) -> dict[str, Expected]:
+    """Tensors of a linear layer stored in that kind."""
+    n, k = shape.rows, shape.columns
+    weight, scale = f"{prefix}.weight", f"{prefix}.scale"
+    if kind == "plain":
+        return {weight: Expected((n, k), FLOAT_DTYPES)}
+    if kind == "fp8":
+        blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+        return {
+            weight: Expected((n, k), ("F8_E4M3",)),
+            scale: Expected(blocks, SCALE_DTYPES),
+        }
+    if kind == "mxfp4":
+        return {
+            weight: Expected((n, k // 2), PACKED_DTYPES),
+            scale: Expected((n, k // MXFP4_BLOCK), SCALE_DTYPES),
+        }
+    return {
+        weight: Expected((n, k // 2), PACKED_DTYPES),
+        f"{prefix}.weight_scale": Expected((n, k // NVFP4_BLOCK), ("F8_E4M3",)),
+        f"{prefix}.weight_scale_2": Expected((), ("F32",)),
+        f"{prefix}.input_scale": Expected((), ("F32",), optional=True),
+    }
+
+
+def expected_linears(config: ModelConfig) -> dict[str, LinearShape]:
+    """Every linear layer by its prefix."""
+    out: dict[str, LinearShape] = {}
+    for prefix, spec in _blocks(config):
+        for name, shape in _block_linears(config, spec):
+            out[prefix + name] = shape
+    return out
+
+
+def expected_plain(config: ModelConfig) -> dict[str, Expected]:
+    """Every tensor that is not part of a linear layer."""
+    d, streams = config.hidden_size, config.hc_mult
+    table = Expected((config.vocab_size, d), FLOAT_DTYPES)
+    out = {
+        "embed.weight": table,
+        "head.weight": dataclasses.replace(table, optional=config.tie_word_embeddings),
+        "norm.weight": Expected((d,), FLOAT_DTYPES),
+        **_head_gates("", d, streams),
+    }
+    for prefix, spec in _blocks(config):
+        for name, expected in _block_plain(config, spec):
+            out[prefix + name] = expected
+        if spec.role == "mtp":
+            out |= {f"{prefix}{n}.weight": Expected((d,), FLOAT_DTYPES) for n in _MTP_NORMS}
+            out |= _head_gates(prefix, d, streams)
+    return out
+
+
+def expected_tensors(
+    config: ModelConfig, tensors: Mapping[str, TensorInfo] | None = None
+) -> dict[str, Expected]:
+    """Every tensor, with linear layers in the kind they are stored in.
+
+    Args:
+        config: the model.
+        tensors: what the files hold; None for an unquantised checkpoint.
+    """
+    out = expected_plain(config)
+    for prefix, shape in expected_linears(config).items():
+        out |= linear_tensors(prefix, shape, weight_kind(tensors or {}, prefix))
+    return out
+
+
+_MTP_NORMS = ("enorm", "hnorm", "norm")
+
+
+def _blocks(config: ModelConfig) -> Iterator[tuple[str, LayerSpec]]:
+    for spec in layer_specs(config):
+        draft = spec.index - config.num_hidden_layers
+        yield (f"mtp.{draft}." if spec.role == "mtp" else f"layers.{spec.index}."), spec
+
+
+def _block_linears(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, LinearShape]]:
+    d, inner = config.hidden_size, config.moe_intermediate_size
+    head_dim, heads, groups = config.head_dim, config.num_attention_heads, config.o_groups
+    rank = config.q_lora_rank
+    yield "attn.wq_a", LinearShape(rank, d, ANY_ATTENTION)
+    yield "attn.wq_b", LinearShape(heads * head_dim, rank, ANY_ATTENTION)
+    yield "attn.wkv", LinearShape(head_dim, d, ANY_ATTENTION)
+    latent = groups * config.o_lora_rank
+    yield "attn.wo_a", LinearShape(latent, heads // groups * head_dim, ANY_ATTENTION)
+    yield "attn.wo_b", LinearShape(d, latent, ANY_ATTENTION)
+    if spec.ratio:
+        width = head_dim * (2 if spec.overlap else 1)
+        yield "attn.compressor.wkv", LinearShape(width, d, PLAIN_OR_NVFP4)
+        yield "attn.compressor.wgate", LinearShape(width, d, PLAIN_OR_NVFP4)
+    if spec.selects:
+        index_dim, index_heads = config.index_head_dim, config.index_n_heads
+        yield "attn.indexer.wq_b", LinearShape(index_heads * index_dim, rank, ANY_ATTENTION)
+        yield "attn.indexer.weights_proj", LinearShape(index_heads, d, PLAIN_OR_NVFP4)
+        width = index_dim * (2 if spec.overlap else 1)
+        yield "attn.indexer.compressor.wkv", LinearShape(width, d, PLAIN_OR_NVFP4)
+        yield "attn.indexer.compressor.wgate", LinearShape(width, d, PLAIN_OR_NVFP4)
+    experts = [f"ffn.experts.{e}" for e in range(config.n_routed_experts)]
+    for expert in [*experts, "ffn.shared_experts"]:
+        yield f"{expert}.w1", LinearShape(inner, d, FFN)
+        yield f"{expert}.w2", LinearShape(d, inner, FFN)
+        yield f"{expert}.w3", LinearShape(inner, d, FFN)
+    if spec.role == "mtp":
+        yield "e_proj", LinearShape(d, d, PROJECTION)
+        yield "h_proj", LinearShape(d, d, PROJECTION)
+
+
+def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Expected]]:
+    d, streams, head_dim = config.hidden_size, config.hc_mult, config.head_dim
+    yield "attn.q_norm.weight", Expected((config.q_lora_rank,), FLOAT_DTYPES)
+    yield "attn.kv_norm.weight", Expected((head_dim,), FLOAT_DTYPES)
+    yield "attn.attn_sink", Expected((config.num_attention_heads,), FLOAT_DTYPES)
+    compressors = {}
+    if spec.ratio:
+        compressors["attn.compressor"] = head_dim
+    if spec.selects:
+        compressors["attn.indexer.compressor"] = config.index_head_dim
+    for name, width in compressors.items():
+        wide = width * (2 if spec.overlap else 1)
+        yield f"{name}.ape", Expected((spec.ratio, wide), FLOAT_DTYPES)
+        yield f"{name}.norm.weight", Expected((width,), FLOAT_DTYPES)
+    yield "attn_norm.weight", Expected((d,), FLOAT_DTYPES)
+    yield "ffn_norm.weight", Expected((d,), FLOAT_DTYPES)
+    mixes = (2 + streams) * streams
+    for site in ("attn", "ffn"):
+        yield f"hc_{site}_fn", Expected((mixes, streams * d), FLOAT_DTYPES)
+        yield f"hc_{site}_base", Expected((mixes,), FLOAT_DTYPES)
+        yield f"hc_{site}_scale", Expected((3,), FLOAT_DTYPES)
+    yield "ffn.gate.weight", Expected((config.n_routed_experts, d), FLOAT_DTYPES)
+    if spec.index < config.num_hash_layers:
+        shape = (config.vocab_size, config.num_experts_per_tok)
+        yield "ffn.gate.tid2eid", Expected(shape, INTEGER_DTYPES)
+    else:
+        yield "ffn.gate.bias", Expected((config.n_routed_experts,), FLOAT_DTYPES)
+
+
+def _head_gates(prefix: str, d: int, streams: int) -> dict[str, Expected]:
+    return {
+        f"{prefix}hc_head_fn": Expected((streams, streams * d), FLOAT_DTYPES),
+        f"{prefix}hc_head_base": Expected((streams,), FLOAT_DTYPES),
+        f"{prefix}hc_head_scale": Expected((1,), FLOAT_DTYPES),
+    }

@@ -1,0 +1,142 @@
+"""Comparing what a checkpoint holds with what its configuration needs, before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from anymla.layers.linear import WeightKind
+from anymla.model.checkpoint import Checkpoint, CheckpointError
+from anymla.model.config import ModelConfig
+from anymla.model.schema import expected_linears, expected_tensors, weight_kind
+
+EXPERT_KINDS: dict[str, WeightKind] = {"fp4": "mxfp4", "fp8": "fp8", "bf16": "plain"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """How a checkpoint differs from what its configuration needs.
+
+    Attributes:
+        missing: names that must be there.
+        unexpected: names that nothing reads.
+        wrong: one sentence each: tensors of another shape, dtype, kind or value.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the checkpoint can be loaded."""
+        return not (self.missing or self.unexpected or self.wrong)
+
+    def summary(self) -> str:
+        """One line that names the first tensors of each sort."""
+        parts = [f"missing {enumerate_some(self.missing)}"] if self.missing else []
+        if self.unexpected:
+            parts.append(f"unexpected {enumerate_some(self.unexpected)}")
+        if self.wrong:
+            parts.append(enumerate_some(self.wrong))
+        return "; ".join(parts)
+
+
+def enumerate_some(items: Sequence[str], shown: int = 3) -> str:
+    """The first items, and how many more there are."""
+    listed = ", ".join(items[:shown])
+    return listed if len(items) <= shown else f"{listed} and {len(items) - shown} more"
+
+
+def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """The configuration of what is there: without MTP layers if the files hold none of them.
+
+    transformers keeps ``num_nextn_predict_layers`` when it saves a model, but not the layers.
+    """
+    if any(name.startswith("mtp.") for name in checkpoint):
+        return config
+    return config.without_mtp()
+
+
+def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
+    """Compare names, shapes, dtypes, kinds of linear layers, and the values of scales and tables.
+
+    Args:
+        checkpoint: the files.
+        config: of the same directory, see ``present_config``.
+    """
+    expected = expected_tensors(config, checkpoint)
+    missing = [n for n, e in expected.items() if n not in checkpoint and not e.optional]
+    unexpected = [name for name in checkpoint if name not in expected]
+    wrong = [
+        f"{name} is {info.dtype} {list(info.shape)}, must be {expected[name]}"
+        for name, info in checkpoint.items()
+        if name in expected and not expected[name].fits(info)
+    ]
+    wrong += _wrong_kinds(checkpoint, config)
+    if not missing and not wrong:
+        wrong += _wrong_values(checkpoint, config)
+    return Report(tuple(missing), tuple(unexpected), tuple(wrong))
+
+
+def require_loadable(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raise unless ``verify`` finds nothing.
+
+    Raises:
+        CheckpointError: one line that names what is missing, unexpected or wrong.
+    """
+    report = verify(checkpoint, config)
+    if not report.ok:
+        raise CheckpointError(f"{checkpoint.directory}: {report.summary()}")
+
+
+def _wrong_kinds(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
+    """Linear layers stored in a kind that cannot be read there, or that the config denies."""
+    wrong = []
+    expert_kinds: dict[str, set[WeightKind]] = defaultdict(set)
+    declared = EXPERT_KINDS[config.expert_dtype] if config.expert_dtype else None
+    for prefix, shape in expected_linears(config).items():
+        if f"{prefix}.weight" not in checkpoint:
+            continue
+        kind = weight_kind(checkpoint, prefix)
+        layer, is_expert, _ = prefix.partition(".ffn.experts.")
+        if kind not in shape.kinds:
+            wrong.append(f"{prefix} is stored as {kind}, can read {' or '.join(shape.kinds)}")
+        elif kind != "plain" and config.quantization is None:
+            wrong.append(f"{prefix} is stored as {kind}, but config has no quantization_config")
+        elif is_expert and declared and kind != declared:
+            wrong.append(
+                f"{prefix} is stored as {kind}, but config says expert_dtype {config.expert_dtype}"
+            )
+        if is_expert:
+            expert_kinds[layer].add(kind)
+    wrong += [
+        f"{layer}.ffn.experts mixes {' and '.join(sorted(kinds))}, must be of one kind"
+        for layer, kinds in expert_kinds.items()
+        if len(kinds) > 1
+    ]
+    return wrong
+
+
+def _wrong_values(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
+    """Scales that no quantiser writes, and token tables that point outside the experts."""
+    wrong = []
+    for prefix in expected_linears(config):
+        kind = weight_kind(checkpoint, prefix)
+        name = f"{prefix}.weight_scale_2" if kind == "nvfp4" else f"{prefix}.scale"
+        if kind == "plain" or checkpoint[name].dtype != "F32":
+            continue
+        scale = checkpoint.tensor(name)
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            wrong.append(f"{name} holds scales that are not positive numbers")
+        elif kind == "mxfp4" and not bool((torch.frexp(scale).mantissa == 0.5).all()):
+            wrong.append(f"{name} holds scales that are not powers of two, as MXFP4 needs")
+    for layer in range(min(config.num_hash_layers, config.num_hidden_layers)):
+        name = f"layers.{layer}.ffn.gate.tid2eid"
+        table = checkpoint.tensor(name)
+        if bool(((table < 0) | (table >= config.n_routed_experts)).any()):
+            wrong.append(f"{name} names experts outside 0..{config.n_routed_experts - 1}")
+    return wrong
