@@ -6,6 +6,8 @@ the earlier channel. Definition: OCP Microscaling Formats (MX) Specification 1.0
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -48,3 +50,22 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Inverse of ``pack_nibbles``: bytes [..., n] to codes [..., 2n], uint8."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def decode_packed_e2m1(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode bytes [..., n] to values [..., 2n], exactly.
+
+    Up to 32-bit dtypes take one look-up a byte: both values are read as one integer.
+    """
+    if dtype.itemsize > 4:
+        return decode_e2m1(unpack_nibbles(packed), dtype)
+    pairs = _pair_table(dtype, packed.device).index_select(0, packed.flatten().int())
+    return pairs.view(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+@functools.cache
+def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Both values of every byte, [256], as one integer of twice their width."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    both = torch.int32 if dtype.itemsize == 2 else torch.int64
+    return decode_e2m1(unpack_nibbles(every.unsqueeze(1)), dtype).view(both).squeeze(1)

@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
+from anymla.formats.e4m3_bits import (
+    e4m3_values_shifted,
+    has_nan_code,
+    scales_are_exact,
+    shifted_scale,
+)
 from anymla.formats.ue8m0 import decode_ue8m0, encode_ue8m0, scale_exponent
 
 FP8_BLOCK = 128
@@ -52,6 +58,9 @@ def dequantize_fp8_weight(
         [N, K] of ``dtype``; the product is taken in float32 (float64 if asked) and rounded once.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype in (torch.bfloat16, torch.float32) and _decodes_by_bits(codes, scales):
+        scale = expand_block_scales(shifted_scale(scales, dtype), codes.shape)
+        return torch.mul(e4m3_values_shifted(codes), scale)
     scale = decode_ue8m0(scales, wide) if scales.dtype == torch.uint8 else scales.to(wide)
     return (decode_e4m3(codes, wide) * expand_block_scales(scale, codes.shape)).to(dtype)
 
@@ -92,6 +101,13 @@ def expand_block_scales(scales: Tensor, shape: torch.Size | tuple[int, ...]) -> 
     return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[
         :, :columns
     ]
+
+
+def _decodes_by_bits(codes: Tensor, scales: Tensor) -> bool:
+    """Whether the integer decoder is exact here, and may look at the values to know."""
+    if codes.device.type != "cpu" or scales.dtype != torch.uint8:
+        return False
+    return scales_are_exact(scales) and not has_nan_code(codes)
 
 
 def _blocks(w: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_nibbles, unpack_nibbles
+from anymla.formats.e2m1 import E2M1_MAX, decode_packed_e2m1, encode_e2m1, pack_nibbles
 from anymla.formats.ue8m0 import decode_ue8m0, encode_ue8m0, scale_exponent
 
 MXFP4_BLOCK = 32
@@ -42,5 +42,5 @@ def dequantize_mxfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.
 
     Exact in bfloat16 and wider wherever the value is a normal number.
     """
-    values = decode_e2m1(unpack_nibbles(packed), dtype).unflatten(-1, (-1, MXFP4_BLOCK))
+    values = decode_packed_e2m1(packed, dtype).unflatten(-1, (-1, MXFP4_BLOCK))
     return (values * decode_ue8m0(scales, dtype).unsqueeze(-1)).flatten(-2)

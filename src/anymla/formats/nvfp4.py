@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_nibbles, unpack_nibbles
+from anymla.formats.e2m1 import E2M1_MAX, decode_packed_e2m1, encode_e2m1, pack_nibbles
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 
 NVFP4_BLOCK = 16
@@ -50,6 +50,6 @@ def dequantize_nvfp4(
     With float64 the product is taken in float64.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    values = decode_e2m1(unpack_nibbles(packed), wide).unflatten(-1, (-1, NVFP4_BLOCK))
+    values = decode_packed_e2m1(packed, wide).unflatten(-1, (-1, NVFP4_BLOCK))
     scaled = values * decode_e4m3(block_scales, wide).unsqueeze(-1)
     return (scaled.flatten(-2) * global_scale.to(wide)).to(dtype)

@@ -1,0 +1,5 @@
+"""Products with weights as they are stored: plain, FP8 blocks, MXFP4 and NVFP4."""
+
+from anymla.ops.linear.interface import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
+
+__all__ = ["fp8_block_linear", "linear", "mxfp4_linear", "nvfp4_linear"]

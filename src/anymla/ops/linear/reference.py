@@ -1,0 +1,50 @@
+"""The mathematics of the linear layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.fp8_block import (
+    dequantize_fp8_rows,
+    dequantize_fp8_weight,
+    quantize_fp8_rows,
+)
+from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.formats.nvfp4 import dequantize_nvfp4
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight^T."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) @ weight.to(wide).T).to(x.dtype)
+
+
+def fp8_block_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+) -> Tensor:
+    """Return x (codes * scale)^T."""
+    return _product(x, dequantize_fp8_weight(weight, scale, _wide(x)), quantize_activations)
+
+
+def mxfp4_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+) -> Tensor:
+    """Return x (codes * scale)^T."""
+    return _product(x, dequantize_mxfp4(weight, scale, _wide(x)), quantize_activations)
+
+
+def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Return x (codes * block scale * global scale)^T."""
+    return _product(x, dequantize_nvfp4(weight, scale, global_scale, _wide(x)), False)
+
+
+def _product(x: Tensor, dense: Tensor, quantize: bool) -> Tensor:
+    wide = x.to(dense.dtype)
+    if quantize:
+        wide = dequantize_fp8_rows(*quantize_fp8_rows(x), dense.dtype)
+    return (wide @ dense.T).to(x.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,52 @@
+"""The mathematics of the output projection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.fp8_block import (
+    dequantize_fp8_rows,
+    dequantize_fp8_weight,
+    quantize_fp8_rows,
+)
+from anymla.ops.norm_rope.reference import rope
+
+AMAX_FLOOR = 1e-10
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def grouped_output_projection(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
+) -> Tensor:
+    """See ``interface.grouped_output_projection``."""
+    wide = torch.promote_types(o.dtype, torch.float32)
+    turned = rope(o, positions, cos_sin_cache, inverse=True)
+    groups = turned.to(wide).reshape(len(o), len(wo_a), -1)
+    return torch.einsum("tgj,grj->tgr", groups, wo_a.to(wide)).flatten(1).to(o.dtype)
+
+
+def inverse_rope_fp8_quant(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+) -> tuple[Tensor, Tensor]:
+    """See ``interface.inverse_rope_fp8_quant``."""
+    wide = o.to(torch.promote_types(o.dtype, torch.float32))
+    turned = rope(wide, positions, cos_sin_cache, inverse=True)
+    codes, scales = quantize_fp8_rows(turned.reshape(len(o), n_groups, -1), floor=AMAX_FLOOR)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def grouped_output_projection_fp8(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Tensor:
+    """See ``interface.grouped_output_projection_fp8``."""
+    dtype = _DTYPES[out_dtype]
+    wide = torch.promote_types(dtype, torch.float32)
+    heads = dequantize_fp8_rows(o.view(torch.uint8), o_scale, wide)
+    weight = torch.stack(
+        [
+            dequantize_fp8_weight(codes, scale, wide)
+            for codes, scale in zip(wo_a, wo_a_scale, strict=True)
+        ]
+    )
+    return torch.einsum("tgj,grj->tgr", heads, weight).flatten(1).to(dtype)

@@ -1,0 +1,56 @@
+"""The output projection in torch: one batched product over the groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.fp8_block import (
+    dequantize_fp8_rows,
+    dequantize_fp8_weight,
+    quantize_fp8_rows,
+)
+from anymla.ops.norm_rope.torch_rope import rope, rotate_, turns
+from anymla.ops.output_projection.reference import AMAX_FLOOR
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def grouped_output_projection(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
+) -> Tensor:
+    """See ``interface.grouped_output_projection``."""
+    turned = rope(o, positions, cos_sin_cache, inverse=True)
+    return _by_group(turned.view(o.shape[0], wo_a.shape[0], wo_a.shape[2]), wo_a)
+
+
+def inverse_rope_fp8_quant(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+) -> tuple[Tensor, Tensor]:
+    """See ``interface.inverse_rope_fp8_quant``."""
+    tokens, heads, dim = o.shape
+    wide = torch.promote_types(o.dtype, torch.float32)
+    turned = o.to(wide, copy=True, memory_format=torch.contiguous_format)
+    rotate_(turned, turns(positions, cos_sin_cache, wide, inverse=True))
+    groups = turned.view(tokens, n_groups, heads // n_groups * dim)
+    codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def grouped_output_projection_fp8(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Tensor:
+    """See ``interface.grouped_output_projection_fp8``."""
+    dtype = _DTYPES[out_dtype]
+    # Powers of two keep both operands exact in bfloat16; float32 scales need float32 products.
+    exact = wo_a_scale.dtype == torch.uint8 and o.device.type == "cpu" and out_dtype == "bf16"
+    operand = torch.bfloat16 if exact else torch.promote_types(dtype, torch.float32)
+    heads = dequantize_fp8_rows(o.view(torch.uint8), o_scale, operand)
+    groups, rank, width = wo_a.shape
+    weight = dequantize_fp8_weight(wo_a.flatten(0, 1), wo_a_scale.flatten(0, 1), operand)
+    return _by_group(heads, weight.view(groups, rank, width)).to(dtype)
+
+
+def _by_group(heads: Tensor, weight: Tensor) -> Tensor:
+    """Multiply [T, G, J] by [G, rank, J] to [T, G * rank]."""
+    return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
