@@ -89,7 +89,8 @@ def paged_mqa_logits(
     pages, page_size = cache.shape[:2]
     requests, tokens = q.shape[:2]
     logits = torch.full((requests * tokens, max_context), -torch.inf, dtype=wide, device=q.device)
-    lengths = context_lens.view(requests, -1).expand(requests, tokens)
+    lengths = context_lens if context_lens.ndim == 2 else context_lens.unsqueeze(1)
+    lengths = lengths.expand(requests, tokens)
     for r in range(requests):
         page = block_table[r].long()
         present = ((page >= 0) & (page < pages)).repeat_interleave(page_size)

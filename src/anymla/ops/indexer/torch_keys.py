@@ -15,7 +15,7 @@ from torch import Tensor
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.page_layout import RowFp8Layout, RowMxfp4Layout, get_layout, pages_of
 from anymla.formats.ue8m0 import decode_ue8m0
-from anymla.ops.indexer.torch_host import at_hand
+from anymla.ops import _host
 
 _E4M3_TO_FLOAT16 = 2.0**8
 _E2M1_TO_FLOAT16 = 2.0**14
@@ -29,7 +29,7 @@ def decode_e4m3_bulk(codes: Tensor, dtype: torch.dtype) -> Tensor:
     bits = codes.to(torch.int16)  # the sign fills the upper byte
     bits.mul_(1 << 7).bitwise_and_(_SIGN_AND_CODE)
     # On a CPU one pass over the bytes tells that there is no NaN; a device must not be waited for.
-    if bits.numel() and (not at_hand(codes) or int((codes & 0x7F).amax()) == 0x7F):
+    if bits.numel() and (not _host.on_host(codes) or int((codes & 0x7F).amax()) == 0x7F):
         bits.masked_fill_((bits & _MAGNITUDE) == _MAGNITUDE, 0x7E00)
     return bits.view(torch.float16).to(dtype).mul_(_E4M3_TO_FLOAT16)
 
@@ -74,7 +74,7 @@ class PagedKeys:
             page_size, ``last`` at most what the table covers.
         """
         inside = (table >= 0) & (table < self.pages)
-        whole = at_hand(table) and bool(inside.all())
+        whole = _host.on_host(table) and bool(inside.all())
         if not whole:
             table = torch.where(inside, table, 0)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
+from anymla.ops import _host
 from anymla.ops.indexer.reference import values_of, wide_dtype
-from anymla.ops.indexer.torch_host import at_hand
 from anymla.ops.indexer.torch_keys import PagedKeys, decode_e4m3_bulk
 
 # read(first, last) gives keys [G, last - first, D], and which of them exist [G, last - first], or
@@ -84,19 +84,20 @@ def paged_mqa_logits(
     logits = q.new_full(shape, -torch.inf, dtype=wide) if out is None else out.fill_(-torch.inf)
     keys = PagedKeys(index_cache, layout, wide)
     most = min(max_context, block_table.shape[1] * keys.page_size)
-    if not keys.pages or not most or not rows:
+    if not keys.pages or not logits[:, :most].numel():
         return logits
 
     queries = _queries(q, q_scales, wide)
-    by_request = logits.view(requests, rows, max_context)
-    weights = weights.to(wide).view(requests, rows, -1)
-    ends = context_lens.long().clamp(max=most).view(requests, -1).expand(requests, rows)
+    by_request = logits.unflatten(0, (requests, rows))
+    weights = weights.to(wide).unflatten(0, (requests, rows))
+    ends = context_lens.long().clamp(max=most)
+    ends = ends.unsqueeze(1).expand(requests, rows) if ends.ndim == 1 else ends
     starts = torch.zeros_like(ends)
     # Where lengths can be looked at, each request costs its own.
-    together = 1 if at_hand(q) else max(requests, 1)
+    together = 1 if _host.on_host(q) else max(requests, 1)
     for r in range(0, requests, together):
         group = slice(r, r + together)
-        longest = int(ends[group].amax()) if at_hand(q) else most
+        longest = int(ends[group].amax()) if _host.on_host(q) else most
         if longest > 0:
             _score(
                 queries[group],
@@ -194,7 +195,7 @@ def _head_sums(q: Tensor, weights: Tensor, keys: Tensor, scratch: Tensor) -> Ten
 def _tile_sizes(q: Tensor) -> tuple[int, int, int]:
     """Rows of a tile, keys decoded together, elements of a tile, for q [G, J, H, D]."""
     groups, rows, heads, width = q.shape
-    if at_hand(q):
+    if _host.on_host(q):
         return min(rows, _CPU_ROWS), _CPU_KEYS, _CPU_TILE
     most_rows = max(1, _DEVICE_TILE // (groups * heads * 256))
     return min(rows, most_rows), _DEVICE_TILE // (groups * width), _DEVICE_TILE
@@ -207,7 +208,7 @@ class _Visible:
         self._starts, self._ends = starts, ends
         self._everything = (0, keys)
         self._rows: list[tuple[int, int]] = []
-        if at_hand(starts):
+        if _host.on_host(starts):
             assert len(starts) == 1
             bounds = zip(starts[0].tolist(), ends[0].tolist(), strict=True)
             # Rows that see nothing must not widen a span.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anymla.ops.indexer.torch_host import at_hand
+from anymla.ops import _host
 
 # Elements of a block of rows: 2 MiB of int64 on a CPU, 128 MiB elsewhere.
 _CPU_BLOCK = 1 << 18
@@ -25,7 +25,7 @@ def topk_per_row(
     width = logits.shape[1]
     starts = starts.long()
     firsts, lasts = starts.clamp(min=0), ends.long().clamp(max=width)
-    if at_hand(logits):
+    if _host.on_host(logits):
         blocks = _blocks_of_similar_rows(firsts.tolist(), lasts.tolist())
     else:
         blocks = _blocks_of_all_columns(len(logits), width)
