@@ -11,7 +11,13 @@ from paged import BACKENDS, use_backend
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.page_layout import INDEX_FP8
-from anymla.ops.indexer import mqa_logits, paged_mqa_logits, topk_per_row, torch_topk
+from anymla.ops.indexer import (
+    indexer_q_rope_quant,
+    mqa_logits,
+    paged_mqa_logits,
+    topk_per_row,
+    torch_topk,
+)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -215,3 +221,24 @@ def test_errors_name_the_argument():
         topk_per_row(logits, bounds, bounds[:1], 1)
     with pytest.raises(ValueError, match=r"out must be int32 \[M=2, K=3\]"):
         topk_per_row(logits, bounds, bounds, 3, out=torch.zeros(2, 4, dtype=torch.int32))
+
+
+@pytest.mark.compiles
+def test_indexer_compiles_into_one_graph():
+    def select(q, weights, positions, table, cache, lens, pages, out):
+        q, _, weights = indexer_q_rope_quant(
+            q, weights, positions, table, softmax_scale=0.1, head_scale=0.2
+        )
+        logits = paged_mqa_logits(q.unsqueeze(1), cache, weights, lens, pages, max_context=12)
+        best = topk_per_row(logits, torch.zeros_like(lens), lens, 5, out=out)
+        return logits, best, mqa_logits(q, q[:, 0].float(), None, weights, lens - lens, lens)
+
+    pages, lens = torch.randperm(6).view(2, 3).int(), i32([9, 5])
+    cache, _ = key_cache(INDEX_FP8, 6, 4, pages, [9, 5])
+    q, weights, positions = torch.randn(2, 3, D), torch.randn(2, 3), torch.tensor([38, 21])
+    arguments = (q, weights, positions, torch.rand(40, 64), cache, lens, pages)
+    eager_out, traced_out = torch.zeros(2, 2, 5, dtype=torch.int32)
+    eager = select(*arguments, eager_out)
+    traced = torch.compile(select, backend="aot_eager", fullgraph=True)(*arguments, traced_out)
+    for got, want in zip((*traced, traced_out), (*eager, eager_out), strict=True):
+        assert torch.equal(got, want)
