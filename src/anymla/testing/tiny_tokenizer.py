@@ -1,0 +1,51 @@
+"""A byte-level tokenizer without merges: a text is its UTF-8 bytes behind a leading token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from anymla.model.tokenizer import byte_letters
+
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+SPECIAL = (BOS, EOS)
+MIN_VOCAB = len(SPECIAL) + 256
+
+
+def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``.
+
+    Ids 0 and 1 are the two special tokens, 2 + b is byte b, reserved special tokens fill the rest.
+
+    Args:
+        directory: where.
+        vocab_size: at least 258.
+        max_length: tokens of the longest text, for readers that warn of it.
+    """
+    letters = byte_letters()
+    reserved = [f"<|reserved_{n}|>" for n in range(vocab_size - MIN_VOCAB)]
+    names = [*SPECIAL, *letters, *reserved]
+    inner = tokenizers.Tokenizer(
+        models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[])
+    )
+    inner.add_special_tokens([AddedToken(name, special=True) for name in (*SPECIAL, *reserved)])
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
+    (directory / "tokenizer.json").write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
