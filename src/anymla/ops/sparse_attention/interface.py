@@ -1,0 +1,164 @@
+"""Contracts of sparse attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, operation, require
+from anymla.ops.kv_cache.checks import check_cache
+from anymla.ops.sparse_attention import reference, torch_attention
+
+VALUE_DIM = 512
+
+
+def _results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return (
+        torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device),
+        torch.empty((tokens, heads), dtype=lse_dtype, device=q.device),
+    )
+
+
+@operation(mutates=("out",), outputs=lambda q, **_: _results(q, q.shape[2]))
+def sparse_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    layout: str = MAIN_FP8,
+    extra_layout: str = MAIN_FP8,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend each query to the cache rows listed for it, in one or two caches.
+
+    With s[j] = scale * <q[t, h], row[j]> over the listed rows of both caches, one softmax:
+
+        lse[t, h] = log sum_j exp(s[j])                            (natural log, sink excluded)
+        out[t, h] = sum_j exp(s[j]) row[j] / (sum_j exp(s[j]) + exp(sink[h]))
+
+    A row is key and value. A slot listed n times counts n times. Slots outside their cache
+    (negative, or past its end) are skipped and never read; so is everything from column
+    ``lengths[t]`` on. What lies in rows that are not listed for a token never reaches it, not
+    even as NaN; a NaN in a listed row does.
+
+    Args:
+        q: [T, H, D] floating point. D = channels of the layout; any H.
+        k_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``; any page stride.
+        indices: [T, K] (or [T, 1, K]) int32, ``page * B + offset``; any order.
+        lengths: [T] int32, leading columns in use; None for all K.
+        sink: [H] float32 or float64, one logit per head that carries no value. -inf: no effect,
+            +inf: output 0.
+        scale: of the scores; None for D ** -0.5. The sink is not scaled.
+        extra_cache: second cache, or None. Its page size and layout may differ.
+        extra_indices: [T, K'] (or [T, 1, K']) int32, slots of ``extra_cache``.
+        extra_lengths: [T] int32.
+        layout: layout id of k_cache.
+        extra_layout: layout id of extra_cache.
+        out: [T, H, D] of q's dtype to write the output into, or None.
+
+    Returns:
+        out [T, H, D] of q's dtype (``out`` if given) and lse [T, H] float32 (float64 for float64
+        q). A token without rows: out 0, lse -inf.
+
+    Numerics: scores and softmax in float32 or wider; for bfloat16 q the probabilities are rounded
+    to bfloat16 before they weigh the values, and the output is rounded once more. float32 and
+    float64 q stay in their precision.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device or layout; extra_indices without
+            extra_cache or the reverse.
+
+    Source: DeepSeek-V4 reference, inference/model.py and kernel.py (sparse attention with sink);
+    the two caches are those of FlashMLA's ``flash_mla_with_kvcache``.
+    """
+    name = "sparse_attention"
+    dims = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        indices=(_flat(indices), "T K", INT32),
+        lengths=(lengths, "T", INT32),
+        sink=(sink, "H", FLOAT32_UP),
+        extra_indices=(_flat(extra_indices), "T _", INT32),
+        extra_lengths=(extra_lengths, "T", INT32),
+        out=(out, "T H D", q.dtype),
+    )
+    check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=q.device)
+    both = (extra_cache is None) == (extra_indices is None)
+    require(both, name, "extra_cache and extra_indices", "given together", "one of them")
+    if extra_cache is not None:
+        check_cache(
+            name, "extra_cache", extra_cache, extra_layout, channels=dims["D"], device=q.device
+        )
+    else:
+        require(
+            extra_lengths is None, name, "extra_lengths", "None without extra_cache", "a tensor"
+        )
+
+
+@operation(mutates=("out",), outputs=lambda q, *, value_dim, **_: _results(q, value_dim))
+def sparse_attention_rows(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    value_dim: int = VALUE_DIM,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend each query to the rows of one tensor that are listed for it.
+
+    Same sums as ``sparse_attention``; keys are whole rows, values their first channels.
+
+    Args:
+        q: [T, H, D] floating point.
+        kv: [N, D] (or [N, 1, D]) floating point.
+        indices: [T, K] (or [T, 1, K]) int32 rows of kv; outside [0, N): skipped.
+        lengths: [T] int32, leading columns in use; None for all K.
+        sink: [H] float32 or float64 logits, or None.
+        scale: of the scores; None for D ** -0.5.
+        value_dim: leading channels of a row that are the value, at most D.
+        out: [T, H, value_dim] of q's dtype to write the output into, or None.
+
+    Returns:
+        out [T, H, value_dim] of q's dtype and lse [T, H] float32 (float64 for float64 q); a token
+        without rows: out 0, lse -inf. Numerics as in ``sparse_attention``.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+
+    Source: contract of FlashMLA's ``flash_mla_sparse_fwd`` (whose lse of an empty row is +inf).
+    """
+    name = "sparse_attention_rows"
+    dims = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        kv=(_flat(kv), "N D", FLOATS),
+        indices=(_flat(indices), "T K", INT32),
+        lengths=(lengths, "T", INT32),
+        sink=(sink, "H", FLOAT32_UP),
+    )
+    in_range = 1 <= value_dim <= dims["D"]
+    require(in_range, name, "value_dim", f"from 1 to D={dims['D']}", value_dim)
+    check(name, dims=dims | {"V": value_dim}, out=(out, "T H V", q.dtype))
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    """Drop the singleton middle dim that FlashMLA's callers carry."""
+    return x.squeeze(1) if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == 1 else x
+
+
+sparse_attention.register("reference", reference.sparse_attention)
+sparse_attention.register("torch", torch_attention.sparse_attention)
+sparse_attention_rows.register("reference", reference.sparse_attention_rows)
+sparse_attention_rows.register("torch", torch_attention.sparse_attention_rows)

@@ -1,0 +1,99 @@
+"""The mathematics of sparse attention, one token at a time; float64 for float64 queries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout, pages_of
+
+
+def sparse_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    layout: str = MAIN_FP8,
+    extra_layout: str = MAIN_FP8,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the contract."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+
+    def rows_of(token: int) -> Tensor:
+        slots = _listed(indices, lengths, token, pages_of(k_cache).shape[:2].numel())
+        rows = get_layout(layout).read(pages_of(k_cache), slots, wide)
+        if extra_cache is None or extra_indices is None:
+            return rows
+        size = pages_of(extra_cache).shape[:2].numel()
+        extra = _listed(extra_indices, extra_lengths, token, size)
+        return torch.cat((rows, get_layout(extra_layout).read(pages_of(extra_cache), extra, wide)))
+
+    tokens = [attend(q[t], rows_of(t), sink, scale, q.shape[2]) for t in range(len(q))]
+    return _stack(tokens, q, q.shape[2], out)
+
+
+def sparse_attention_rows(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    value_dim: int = 512,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the contract."""
+    rows = kv.flatten(1)
+    tokens = [
+        attend(q[t], rows[_listed(indices, lengths, t, len(rows))], sink, scale, value_dim)
+        for t in range(len(q))
+    ]
+    return _stack(tokens, q, value_dim, out)
+
+
+def attend(
+    q: Tensor, rows: Tensor, sink: Tensor | None, scale: float | None, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """One token: q [H, D] over rows [n, D], all of them valid.
+
+    Returns:
+        out [H, value_dim] and lse [H], in float32 or wider.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = rows.to(wide)
+    scores = q.to(wide) @ rows.T * (q.shape[-1] ** -0.5 if scale is None else scale)
+    lse = scores.logsumexp(-1)
+    if not len(rows):
+        return rows.new_zeros(len(q), value_dim), lse
+    out = torch.exp(scores - lse.unsqueeze(-1)) @ rows[:, :value_dim]
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink.to(wide)).unsqueeze(-1)
+    return out, lse
+
+
+def _listed(indices: Tensor, lengths: Tensor | None, token: int, size: int) -> Tensor:
+    """The valid slots of one token, in order, with repetitions."""
+    row = indices[token].flatten()
+    if lengths is not None:
+        row = row[: max(int(lengths[token]), 0)]
+    return row[(row >= 0) & (row < size)].long()
+
+
+def _stack(
+    tokens: list[tuple[Tensor, Tensor]], q: Tensor, value_dim: int, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if not tokens:
+        output = q.new_zeros(0, q.shape[1], value_dim)
+        return output if out is None else out, q.new_zeros(0, q.shape[1], dtype=wide)
+    output = torch.stack([o for o, _ in tokens]).to(q.dtype)
+    lse = torch.stack([each for _, each in tokens])
+    return output if out is None else out.copy_(output), lse

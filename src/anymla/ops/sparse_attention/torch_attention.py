@@ -1,0 +1,117 @@
+"""Sparse attention in torch: entry points, and the path for devices that must not be waited for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout, pages_of
+from anymla.ops.sparse_attention.torch_cpu import attend_cpu
+from anymla.ops.sparse_attention.torch_rows import PageRows, Rows, TensorRows
+from anymla.ops.sparse_attention.torch_softmax import attend
+
+# Rows decoded at a time: bounds the workspace to some hundred MB, whatever T and K.
+_DEVICE_ROWS = 1 << 17
+
+
+def sparse_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    layout: str = MAIN_FP8,
+    extra_layout: str = MAIN_FP8,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the contract."""
+    listed: list[tuple[Rows, Tensor, Tensor | None]] = [
+        (PageRows(pages_of(k_cache), get_layout(layout)), indices, lengths)
+    ]
+    if extra_cache is not None and extra_indices is not None:
+        extra = PageRows(pages_of(extra_cache), get_layout(extra_layout))
+        listed.append((extra, extra_indices, extra_lengths))
+    return _attend(q, listed, sink, scale, q.shape[2], out)
+
+
+def sparse_attention_rows(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    value_dim: int = 512,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the contract."""
+    rows = TensorRows(kv.squeeze(1) if kv.ndim == 3 else kv)
+    return _attend(q, [(rows, indices, lengths)], sink, scale, value_dim, out)
+
+
+def _attend(
+    q: Tensor,
+    listed: list[tuple[Rows, Tensor, Tensor | None]],
+    sink: Tensor | None,
+    scale: float | None,
+    value_dim: int,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, dim = q.shape
+    scale = dim**-0.5 if scale is None else scale
+    given = out
+    if out is None or not out.is_contiguous():
+        out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
+    flat = [(rows, index.flatten(1), lengths) for rows, index, lengths in listed]
+    run = attend_cpu if q.device.type == "cpu" else _attend_device
+    lse = run(q, flat, sink, scale, out)
+    return out if given is None or given is out else given.copy_(out), lse
+
+
+def _attend_device(
+    q: Tensor,
+    listed: list[tuple[Rows, Tensor, Tensor | None]],
+    sink: Tensor | None,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """Read the rows of some tokens at a time, zeros for invalid slots, and attend; never wait."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
+    columns = sum(index.shape[1] for _, index, _ in listed)
+    if columns == 0 or not len(q):
+        out.zero_()
+        return lse
+    step = max(1, _DEVICE_ROWS // columns)
+    for start in range(0, len(q), step):
+        tokens = slice(start, start + step)
+        rows, valid = [], []
+        for source, index, lengths in listed:
+            here = _valid(index[tokens], None if lengths is None else lengths[tokens], source.size)
+            rows.append(source.read_or_zero(index[tokens], here, wide))
+            valid.append(here)
+        mask = torch.cat(valid, 1)
+        lse[tokens] = attend(
+            q[tokens].to(wide),
+            torch.cat(rows, 1),
+            bias=torch.where(mask, 0.0, -torch.inf).to(wide),
+            empty=~mask.any(1),
+            sink=sink,
+            scale=scale,
+            out=out[tokens],
+        )
+    return lse
+
+
+def _valid(index: Tensor, lengths: Tensor | None, size: int) -> Tensor:
+    """Which columns [T, K] list a row that exists."""
+    valid = (index >= 0) & (index < size)
+    if lengths is not None:
+        valid &= torch.arange(index.shape[1], device=index.device) < lengths.unsqueeze(1)
+    return valid

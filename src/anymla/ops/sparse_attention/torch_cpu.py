@@ -1,0 +1,257 @@
+"""Sparse attention on a CPU: share decoded rows between tokens where that pays, else gather.
+
+A tile of consecutive tokens either attends densely to the union of its rows, with a count of how
+often each token lists each row, or every token gathers its own rows. The union wins in prefill
+(windows of neighbours overlap, and so do ratio-128 entries), gathering in decode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from anymla.ops.sparse_attention.torch_rows import Rows, read_side_by_side
+from anymla.ops.sparse_attention.torch_softmax import attend
+
+_TILE_TOKENS = 64
+_SMALLEST_TILE = 8
+_GATHER_ROWS = 4096  # 4 MB of bfloat16 rows: stays in a shared cache
+_DENSE_SCORES = 1 << 22  # 16 MB of float32 scores a tile
+
+# Costs in units of one (head, row) pair of the two matrix products, measured on an AVX512-BF16
+# core: decoding a row takes as long as 13 pairs, and products with fewer than 16 heads as long as
+# with 16, since they are bound by reading the rows.
+_DECODE_COST = 13
+_MIN_HEADS_COST = 16
+
+# Below this many (head, row) pairs in all, two float32 products take no longer than three in
+# bfloat16 (measured on the same core).
+_FLOAT32_PAIRS = 5120
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """One cache and the rows that each token lists in it.
+
+    Attributes:
+        rows: where the rows are.
+        slots: integers [T, width]; an unused column holds some slot that a token does list.
+        valid: bool [T, width], which columns are used, or None for all.
+        widths: int64 [T], one past the last used column of each token; None if valid is.
+    """
+
+    rows: Rows
+    slots: Tensor
+    valid: Tensor | None = None
+    widths: Tensor | None = None
+
+    def listed(self, start: int, end: int) -> int:
+        """Columns that tokens start..end use, gaps included."""
+        if self.widths is None:
+            return (end - start) * self.slots.shape[1]
+        return int(self.widths[start:end].sum())
+
+
+def attend_cpu(
+    q: Tensor,
+    listed: list[tuple[Rows, Tensor, Tensor | None]],
+    sink: Tensor | None,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """Attend; see ``interface.sparse_attention``. ``out`` is contiguous. Returns lse."""
+    tokens = len(q)
+    scopes = [scope for each in listed if (scope := _scope(*each)) is not None]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.empty(q.shape[:2], dtype=wide)
+    if not scopes or not q.numel():
+        out.zero_()
+        return lse.fill_(-torch.inf)
+    work = _Work(q, scopes, sink, scale, out, lse, _compute_dtype(q, scopes))
+    for start in range(0, tokens, _TILE_TOKENS):
+        work.tile(start, min(start + _TILE_TOKENS, tokens))
+    return lse
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    q: Tensor
+    scopes: list[Scope]
+    sink: Tensor | None
+    scale: float
+    out: Tensor
+    lse: Tensor
+    dtype: torch.dtype
+
+    def tile(self, start: int, end: int) -> None:
+        """Attend tokens start..end, splitting the tile while halves may share rows better."""
+        tokens = end - start
+        if tokens < _SMALLEST_TILE:
+            self.gather(start, end)
+            return
+        unions = [_union(scope, start, end) for scope in self.scopes]
+        union = sum(len(slots) for slots, _ in unions)
+        listed = sum(scope.listed(start, end) for scope in self.scopes)
+        heads = self.q.shape[1]
+        dense_cost = union * (_DECODE_COST + tokens * heads)
+        gather_cost = listed * (_DECODE_COST + max(heads, _MIN_HEADS_COST))
+        wasteful = union * tokens > 1.25 * listed and tokens > 2 * _SMALLEST_TILE
+        fits = union * tokens * heads <= _DENSE_SCORES or tokens < 2 * _SMALLEST_TILE
+        if fits and not wasteful and dense_cost < gather_cost:
+            if not self.dense(start, end, unions):
+                self.gather(start, end)
+        elif tokens > _SMALLEST_TILE and union * 4 < listed:
+            middle = start + tokens // 2
+            self.tile(start, middle)
+            self.tile(middle, end)
+        else:
+            self.gather(start, end)
+
+    def dense(self, start: int, end: int, unions: list[tuple[Tensor, Tensor]]) -> bool:
+        """Attend all tokens to the union of their rows; False if a row is not finite.
+
+        A row that is not finite would reach tokens that do not list it, as 0 * NaN.
+        """
+        counts = torch.cat([counts for _, counts in unions], 1)
+        rows = self._read([slots.unsqueeze(0) for slots, _ in unions], end - start)
+        if not torch.isfinite(rows.sum()):
+            return False
+        gaps = any(scope.valid is not None for scope in self.scopes)
+        self.lse[start:end] = attend(
+            self.q[start:end].to(rows.dtype),
+            rows,
+            bias=counts.to(self.lse.dtype).log_(),
+            empty=counts.sum(1) == 0 if gaps else None,
+            sink=self.sink,
+            scale=self.scale,
+            out=self.out[start:end],
+        )
+        return True
+
+    def gather(self, start: int, end: int) -> None:
+        """Attend every token to its own rows, tokens of similar width together."""
+        uniform = sum(scope.slots.shape[1] for scope in self.scopes)
+        ragged = [scope.widths for scope in self.scopes if scope.widths is not None]
+        if not ragged or end - start == 1:
+            step = max(1, _GATHER_ROWS // uniform)
+            for first in range(start, end, step):
+                tokens = slice(first, min(first + step, end))
+                self._gather_rows(tokens, self.out[tokens])
+            return
+        uniform = sum(scope.slots.shape[1] for scope in self.scopes if scope.widths is None)
+        widths = torch.stack(ragged).sum(0)[start:end] + uniform
+        order = widths.argsort(descending=True)
+        first = 0
+        while first < len(order):
+            step = max(1, _GATHER_ROWS // max(int(widths[order[first]]), 1))
+            members = order[first : first + step] + start
+            result = torch.empty_like(self.out[: len(members)])
+            self._gather_rows(members, result)
+            self.out[members] = result
+            first += step
+
+    def _gather_rows(self, tokens: slice | Tensor, out: Tensor) -> None:
+        slots, valid = [], []
+        for scope in self.scopes:
+            width = scope.slots.shape[1]
+            if scope.widths is not None:
+                width = int(scope.widths[tokens].max())
+            slots.append(scope.slots[tokens, :width])
+            used = None if scope.valid is None else scope.valid[tokens, :width]
+            valid.append(None if used is None or bool(used.all()) else used)
+        if not any(each.shape[1] for each in slots):
+            out.zero_()
+            self.lse[tokens] = -torch.inf
+            return
+        rows = self._read(slots, 1)
+        bias = empty = None
+        if any(used is not None for used in valid):
+            masks = [
+                torch.ones_like(here, dtype=torch.bool) if used is None else used
+                for here, used in zip(slots, valid, strict=True)
+            ]
+            mask = torch.cat(masks, 1)
+            rows.view(-1, rows.shape[2]).index_fill_(0, (~mask).flatten().nonzero()[:, 0], 0)
+            bias = torch.where(mask, 0.0, -torch.inf).to(self.lse.dtype)
+            empty = ~mask.any(1)
+        self.lse[tokens] = attend(
+            self.q[tokens].to(rows.dtype),
+            rows,
+            bias=bias,
+            empty=empty,
+            sink=self.sink,
+            scale=self.scale,
+            out=out,
+        )
+
+    def _read(self, slots: list[Tensor], tokens_per_group: int) -> Tensor:
+        """Rows [groups, n, D] at slots [groups, n] of each scope, side by side."""
+        count = sum(each.shape[1] for each in slots)
+        shape = (len(slots[0]), count, self.q.shape[2])
+        sources = [(scope.rows, at) for scope, at in zip(self.scopes, slots, strict=True)]
+        pairs = shape[0] * count * tokens_per_group * self.q.shape[1]
+        if self.dtype == torch.bfloat16 and pairs > _FLOAT32_PAIRS:
+            rows = torch.empty(shape, dtype=torch.bfloat16)
+            if read_side_by_side(sources, rows):
+                return rows
+        rows = torch.empty(shape, dtype=torch.promote_types(self.dtype, torch.float32))
+        read_side_by_side(sources, rows)
+        return rows
+
+
+def _scope(rows: Rows, index: Tensor, lengths: Tensor | None) -> Scope | None:
+    """Validate what the tokens list in one cache; None if nobody lists anything."""
+    tokens, columns = index.shape
+    size = rows.size
+    if not index.numel() or not size:
+        return None
+    shortest = columns
+    if lengths is not None:
+        if tokens == 1:
+            shortest = columns = min(max(int(lengths), 0), columns)
+        else:
+            low, high = torch.aminmax(lengths)
+            shortest, columns = min(max(int(low), 0), columns), min(int(high), columns)
+        if columns <= 0:
+            return None
+        index = index[:, :columns]
+    low, high = torch.aminmax(index)
+    if shortest == columns and int(low) >= 0 and int(high) < size:
+        return Scope(rows, index)
+    column = torch.arange(columns)
+    valid = (index >= 0) & (index < size)
+    if lengths is not None:
+        valid &= column < lengths.unsqueeze(1)
+    widths = (valid * (column + 1)).amax(1)
+    columns = int(widths.max())
+    if not columns:
+        return None
+    valid, index = valid[:, :columns], index[:, :columns]
+    some_listed_slot = torch.where(valid, index, -1).max()
+    return Scope(rows, torch.where(valid, index, some_listed_slot), valid, widths)
+
+
+def _union(scope: Scope, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Distinct slots [U] of a tile and how often each token lists each of them, [tokens, U]."""
+    slots, place = torch.unique(scope.slots[start:end], return_inverse=True)
+    used = torch.ones(()) if scope.valid is None else scope.valid[start:end].float()
+    counts = torch.zeros(end - start, len(slots))
+    return slots, counts.scatter_add_(1, place, used.expand(place.shape))
+
+
+@functools.cache
+def _bfloat16_products_are_fast() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(hasattr(torch.cpu, probe) and getattr(torch.cpu, probe)() for probe in probes)
+
+
+def _compute_dtype(q: Tensor, scopes: list[Scope]) -> torch.dtype:
+    """Dtype of the matrix products' operands."""
+    if q.dtype == torch.bfloat16 and _bfloat16_products_are_fast():
+        narrow = all(scope.rows.dtype == torch.bfloat16 for scope in scopes)
+        return torch.bfloat16 if narrow else torch.float32
+    return torch.promote_types(q.dtype, torch.float32)
