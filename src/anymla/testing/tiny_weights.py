@@ -10,9 +10,11 @@ from torch import Tensor
 from anymla.testing.tiny_noise import Noise
 
 # Gains of linear layers over 1 / sqrt(columns). The experts' inner activations are made large
-# enough that the SwiGLU limit clamps some, the two halves of an MTP layer's input add up to one.
+# enough that the SwiGLU limit clamps some, their outputs about as large as the attention's; the two
+# halves of an MTP layer's input add up to one.
 _LINEAR_GAINS = (
     (r"\.w[13]$", 1.5),
+    (r"\.w2$", 0.5),
     (r"\.[eh]_proj$", 0.7),
 )
 
