@@ -280,6 +280,21 @@ def test_doubly_stochastic_after_twenty_iterations() -> None:
     assert_close(comb.sum(1), torch.ones(50, 4), atol=1e-5)
 
 
+@pytest.mark.parametrize("spread", [30.0, 1e4, 1e30])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_saturated_gates(tokens: int, spread: float) -> None:
+    # Logits beyond the range of exp: sigmoids of 0 and 1, permutation-like combs, no exception.
+    given_site = site(tokens, dtype=torch.float32)
+    given_site["base"] *= spread
+    want = hc_pre(**to_double(given_site), **OPTIONS, backend="reference")
+    got = hc_pre(**given_site, **OPTIONS)
+    # The gates' own logits are rounded at magnitude ``spread`` up to 30 * 4; beyond, all saturate.
+    slack = ulps(torch.float32, 32 * min(spread, 150.0))
+    for name, a, b in zip(("y", "post", "comb"), got, want, strict=True):
+        assert not a.isnan().any()
+        assert_close(a, b, atol=slack, name=name)
+
+
 @pytest.mark.parametrize("tokens", [2, 7])
 def test_nan_stays_in_its_token(tokens: int) -> None:
     given_site = site(tokens, dtype=torch.float32)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from anymla.ops.hyper_connection import torch_few
 from anymla.ops.hyper_connection.reference import wide
 from anymla.ops.hyper_connection.torch_sinkhorn import sinkhorn
 
@@ -37,6 +38,25 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     eps_tensor = _constant(eps, x.dtype, x.device)
     return torch.addcmul(eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+def _pre_few(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, n, d = h.shape
+    f = h.reshape(tokens, n * d).to(wide(h.dtype))
+    gates = torch_few.gates(
+        functional.linear(f, fn.to(f.dtype)),
+        torch.linalg.vector_norm(f, dim=-1),
+        base,
+        scale,
+        channels=n * d,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+        iters=iters,
+    )
+    y = _collapse(f, gates[:, :n], h.dtype)
+    return y, gates[:, n : 2 * n], gates[:, 2 * n :].view(tokens, n, n)
 
 
 def _mix(f: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
@@ -72,6 +92,8 @@ def hc_pre(
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See interface.hc_pre."""
+    if torch_few.suits(h, norm_eps, hc_eps):
+        return _pre_few(h, fn, base, scale, norm_eps, hc_eps, iters)
     tokens, n, d = h.shape
     dtype = wide(h.dtype)
     scale_rows = scale.index_select(0, _scale_of_row(n, h.device)).to(dtype)
