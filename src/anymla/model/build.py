@@ -138,7 +138,8 @@ class Builder:
         """The main compressor, or the one inside an indexer."""
         return Compressor(
             kv_gate=merge_kv_gate(
-                self.read(prefix + "wkv.weight"), self.read(prefix + "wgate.weight")
+                self.read_linear(prefix + "wkv").dense(torch.float32),
+                self.read_linear(prefix + "wgate").dense(torch.float32),
             ),
             ape=self.float32(prefix + "ape"),
             norm=self.float32(prefix + "norm.weight"),
