@@ -190,6 +190,21 @@ def test_any_slots_in_any_cache(
             assert not read.any()
 
 
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("hostile", [*HOSTILE, 12])
+def test_a_hostile_slot_changes_nothing_wherever_it_stands(backend, place, hostile):
+    cache = make_cache("v4_main_fp8", 3, 4)
+    before = cache.storage.clone()
+    rows, slots = rows_of("v4_main_fp8", 4), [7, 1, 10]
+    slots.insert(place, hostile)
+    quantize_and_insert_k_cache(rows, cache.tensor, torch.tensor(slots), backend=backend)
+    assert cache.changed(before) == {7, 1, 10}
+    for slot, row in zip(slots, rows, strict=True):
+        if slot != hostile:
+            codes, scales = cache.layout.encode(row.unsqueeze(0))
+            assert torch.equal(cache.entry_bytes(slot), torch.cat((codes, scales), 1)[0])
+
+
 def test_slot_mapping_may_be_shorter_than_k(backend):
     cache = make_cache("v4_main_fp8", 2, 4)
     before = cache.storage.clone()
@@ -409,6 +424,20 @@ def test_gather_reads_unwritten_rows_only_when_asked(backend):
     )
     out = gathered(cache, [3], None, [[2]], 1, rows=8, offset=2, backend=backend)
     assert out.isfinite().all()
+
+
+def test_gather_more_rows_than_there_are(backend):
+    cache = make_cache("v4_main_fp8", 4, 4)
+    slots = torch.arange(16)
+    quantize_and_insert_k_cache(rows_of("v4_main_fp8", 16), cache.tensor, slots, backend="torch")
+    tables = [[2, 3], [1, -1]]
+    out = gathered(cache, [5, 8], [9, 11], tables, 2, rows=14, offset=1, backend=backend)
+    assert not out[0, 1:5].any()
+    assert out[0, 5:10].any(dim=1).all()
+    assert not out[1, 1:4].any()
+    assert out[1, 4:8].any(dim=1).all()
+    assert not out[1, 8:12].any()
+    gathered(cache, [12, 3], None, tables, 2, rows=14, offset=1, backend=backend)
 
 
 @given(

@@ -297,6 +297,26 @@ def test_queries_and_rows_of_a_step(backend, layout, dtype, heads):
     assert torch.equal(cache.storage, inserted(layout, rows, slots))
 
 
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype"),
+    [
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float64),
+        (torch.float16, torch.bfloat16),
+    ],
+)
+def test_rows_keep_their_own_precision(backend, q_dtype, kv_dtype):
+    q, kv = torch.randn(5, 2, 512).to(q_dtype), torch.randn(5, 512).to(kv_dtype)
+    slots, positions = torch.tensor([3, 9, 0, 1, 5]), torch.tensor([0, 1, 127, 2048, 4095])
+    cache = make_cache("rows_fp32_512", 3, 4)
+    qnorm_rope_kv_insert(
+        q, kv, cache.tensor, slots, positions, TABLE, 1e-6, layout="rows_fp32_512", backend=backend
+    )
+    wide = torch.promote_types(kv_dtype, torch.float32)
+    rows = rope(kv.to(wide).unsqueeze(1), positions, TABLE, backend="reference").squeeze(1)
+    assert torch.equal(cache.storage, inserted("rows_fp32_512", rows, slots))
+
+
 def test_every_query_is_processed_whatever_its_slot(backend):
     q, kv = torch.randn(5, 3, 512).bfloat16(), torch.randn(5, 512).bfloat16()
     positions = torch.arange(5)

@@ -54,12 +54,12 @@ def dequantize_and_gather_k_cache(
 
 
 def _slots(positions: Tensor, block_table: Tensor, entries: int) -> Tensor:
-    """Slots of positions [..., n] through tables [..., P]; -1 where there is no page."""
+    """Slots of positions [..., n] through tables [..., P]; negative where there is no page."""
     columns = block_table.shape[-1]
     if not columns:
         return torch.full_like(positions, -1)
     column = torch.div(positions, entries, rounding_mode="floor")
     page = block_table.long().gather(-1, column.clamp(0, columns - 1))
     slots = page * entries + positions - column * entries
-    known = (page >= 0) & (column >= 0) & (column < columns)
+    known = (column >= 0) & (column < columns)
     return torch.where(known, slots, -1)
