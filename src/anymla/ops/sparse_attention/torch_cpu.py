@@ -123,7 +123,7 @@ class _Work:
         self.lse[start:end] = attend(
             self.q[start:end].to(rows.dtype),
             rows,
-            bias=counts.to(self.lse.dtype).log_(),
+            bias=counts.to(self.lse.dtype).log(),
             empty=counts.sum(1) == 0 if gaps else None,
             sink=self.sink,
             scale=self.scale,
