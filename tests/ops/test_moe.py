@@ -116,11 +116,18 @@ def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype
 class Bank:
     """Random experts in one of the formats, and their exact values in float64."""
 
-    def __init__(self, weight_format: str, count: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        weight_format: str,
+        count: int,
+        dtype: torch.dtype = torch.float32,
+        d: int = D,
+        inner: int = INNER,
+    ) -> None:
         self.weight_format = weight_format
         self.exact: list[list[Tensor]] = []
         self.given: list[list[Tensor]] = []
-        for rows, columns in ((INNER, D), (INNER, D), (D, INNER)):
+        for rows, columns in ((inner, d), (inner, d), (d, inner)):
             weights = [torch.randn(rows, columns) / math.sqrt(columns) for _ in range(count)]
             if weight_format == "plain":
                 stored = [w.to(dtype) for w in weights]
@@ -211,8 +218,8 @@ def test_experts_in_bfloat16(weight_format: str, tokens: int, quantize: bool) ->
     # moves an e4m3 code of w2's input by 1/8 of one of 96 terms, or a bf16 by one ulp.
     assert_close(got, want, atol=ulps(torch.bfloat16, 4), name="torch against reference")
     exact = bank.expected(x, ids, weights)
-    # One rounding to a number of precision eps has a relative rms error of at most eps / 2 / sqrt(3)
-    # and passes through products with that relative size. Gate, up, w2's input and what is rounded
+    # One rounding to a number of precision eps has a relative rms error below eps / 2 / sqrt(3),
+    # which passes through products unchanged. Gate, up, the input of w2 and what is rounded
     # after it add three of them in quadrature: eps / 2, and twice that since the values are few.
     quantized = quantize and weight_format != "plain"
     bound = 2.0**-3 if quantized else ulps(torch.bfloat16, 1)
@@ -327,6 +334,35 @@ def test_few_and_many_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_experts, "_FEW_PAIRS", 0)
     many = experts(x, ids, weights, **arguments)
     assert_close(many, few, atol=ulps(torch.float32, 8))
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", FORMATS[1:])
+def test_experts_decoded_together(
+    monkeypatch: pytest.MonkeyPatch, weight_format: str, dtype: torch.dtype, quantize: bool
+) -> None:
+    bank = Bank(weight_format, 6, d=256, inner=128)
+    ids = torch.tensor([[3, 0, 5, 3, 7, -1]], dtype=torch.int32)  # twice, and outside
+    x, weights = torch.randn(1, 256).to(dtype), torch.rand(1, 6)
+    arguments = {**bank.arguments(), "quantize_activations": quantize}
+    stacked: list[int] = []
+    original = torch_experts._Bank.down_stacked
+
+    def watched(self: Any, rows: Tensor, chosen: list[int]) -> Tensor:
+        stacked.extend(chosen)
+        return original(self, rows, chosen)
+
+    monkeypatch.setattr(torch_experts._Bank, "down_stacked", watched)
+    together = experts(x, ids, weights, **arguments)
+    assert stacked == [0, 3, 3, 5]
+    monkeypatch.setattr(torch_experts, "_DECODED_ELEMENTS", 0)
+    apart = experts(x, ids, weights, **arguments)
+    assert len(stacked) == 4
+    # The same products in another order of summation, after which a value may round the other way:
+    # one bf16 of the result, or an e4m3 of w2's input, which moves the result by less than that.
+    slack = ulps(torch.bfloat16, 1) if quantize else ulps(dtype, 8)
+    assert_close(together, apart, atol=slack)
 
 
 class Calls(TorchDispatchMode):

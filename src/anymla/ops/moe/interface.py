@@ -180,7 +180,8 @@ def experts(
         ("s3", s3, scale_count),
         ("s2", s2, scale_count),
     ):
-        require(len(given) == count, name, argument, f"a list of {count} tensors", len(given))
+        if len(given) != count:
+            require(False, name, argument, f"a list of {count} tensors", len(given))
     if not w1:
         return
     d, inner = sizes["D"], w1[0].shape[0] if w1[0].ndim else 0

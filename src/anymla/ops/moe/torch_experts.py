@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
-from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear
+from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
+from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.ops.linear import fp8_block_linear, mxfp4_linear
+from anymla.ops.linear.torch_activations import rounded_to_fp8
 from anymla.ops.moe.reference import wide
 
 # Up to here what lies between the products is done for all experts at once, in few calls; beyond,
 # expert by expert, so that only one expert's rows are kept.
 _FEW_PAIRS = 64
+
+# One token's quantised experts are decoded together up to this size (16 MiB of float32), because
+# decoding a small matrix is mostly calls.
+_DECODED_ELEMENTS = 1 << 22
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -44,7 +50,7 @@ class _Bank:
 
     def given(self, rows: Tensor) -> Tensor:
         """Rows as the products take them. Quantised once here: w1 and w3 share their input."""
-        return dequantize_fp8_rows(*quantize_fp8_rows(rows), rows.dtype) if self.quantized else rows
+        return rounded_to_fp8(rows, rows.dtype) if self.quantized else rows
 
     def gate(self, rows: Tensor, e: int) -> Tensor:
         return self._product(rows, self.w1, self.s1, e)
@@ -62,13 +68,41 @@ class _Bank:
     def _product(
         self, rows: Tensor, matrices: list[Tensor], scales: list[Tensor], e: int
     ) -> Tensor:
+        matrix = matrices[e]
         if self.weight_format == "fp8":
-            return fp8_block_linear(rows, matrices[e], scales[e], quantize_activations=False)
+            return fp8_block_linear(rows, matrix, scales[e], quantize_activations=False)
         if self.weight_format == "mxfp4":
-            return mxfp4_linear(rows, matrices[e], scales[e], quantize_activations=False)
-        if rows.dtype == matrices[e].dtype:
-            return functional.linear(rows, matrices[e])
-        return linear(rows, matrices[e])
+            return mxfp4_linear(rows, matrix, scales[e], quantize_activations=False)
+        if rows.dtype == matrix.dtype:
+            return functional.linear(rows, matrix)
+        dtype = torch.promote_types(rows.dtype, matrix.dtype)
+        return functional.linear(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
+
+    def stacks(self, count: int, d: int) -> bool:
+        """Whether ``count`` experts may be decoded as one matrix of all their rows."""
+        inner = self.w1[0].shape[0]
+        # Scales of 128 x 128 blocks stay with their rows only if every matrix is whole blocks.
+        whole = self.weight_format == "mxfp4" or (inner % FP8_BLOCK == 0 and d % FP8_BLOCK == 0)
+        small = 2 * count * inner * d <= _DECODED_ELEMENTS
+        return self.weight_format != "plain" and whole and small
+
+    def gate_up_stacked(self, rows: Tensor, chosen: list[int]) -> Tensor:
+        """Gates, then ups, of the chosen experts for one row [1, D]: [2, n, I]."""
+        linear = fp8_block_linear if self.weight_format == "fp8" else mxfp4_linear
+        weights = [self.w1[e] for e in chosen] + [self.w3[e] for e in chosen]
+        scales = [self.s1[e] for e in chosen] + [self.s3[e] for e in chosen]
+        out = linear(rows, torch.cat(weights), torch.cat(scales), quantize_activations=False)
+        return out.view(2, len(chosen), -1)
+
+    def down_stacked(self, rows: Tensor, chosen: list[int]) -> Tensor:
+        """Row i of [n, I] through w2 of the i-th chosen expert: [n, D]."""
+        decode = dequantize_fp8_weight if self.weight_format == "fp8" else dequantize_mxfp4
+        codes = torch.cat([self.w2[e] for e in chosen])
+        matrices = decode(codes, torch.cat([self.s2[e] for e in chosen]), wide(rows.dtype))
+        out = torch.bmm(
+            matrices.view(len(chosen), -1, rows.shape[1]), rows.to(matrices.dtype).unsqueeze(2)
+        )
+        return out.squeeze(2).to(rows.dtype)
 
 
 def experts(
@@ -105,7 +139,13 @@ def _total_of_few(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: 
     if not order:
         return x.new_zeros(x.shape, dtype=dtype)
     index = torch.tensor(order, device=x.device)
+    weight = weights.flatten().index_select(0, index)
     rows = bank.given(x)
+    if tokens == 1 and bank.stacks(len(order), x.shape[1]):
+        chosen = [e for e, start, stop in segments for _ in range(start, stop)]
+        gate, up = bank.gate_up_stacked(rows, chosen)
+        out = bank.down_stacked(bank.inner(gate, up, weight, x.dtype), chosen)
+        return out.sum(0, keepdim=True, dtype=dtype)
     if tokens > 1:
         rows = rows.index_select(0, index // k)
         parts = [rows[start:stop] for _, start, stop in segments]
@@ -116,7 +156,7 @@ def _total_of_few(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: 
         ]
     gate = torch.cat([bank.gate(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
     up = torch.cat([bank.up(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
-    inner = bank.inner(gate, up, weights.flatten().index_select(0, index), x.dtype)
+    inner = bank.inner(gate, up, weight, x.dtype)
     out = torch.cat([bank.down(inner[start:stop], e) for e, start, stop in segments])
     if tokens == 1:
         return out.sum(0, keepdim=True, dtype=dtype)
