@@ -1,0 +1,5 @@
+"""``python -m anymla``."""
+
+from anymla.cli.main import main
+
+main()

@@ -1,0 +1,64 @@
+"""How many bytes of cache a text of a given length takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from anymla.formats.page_layout import get_layout
+from anymla.formats.state_layout import state_page_stride_bytes
+from anymla.layers.caches import CACHE_FORMATS, CacheFormat
+from anymla.layers.spec import LayerSpec
+from anymla.model.config import ModelConfig
+from anymla.model.layer_specs import layer_specs
+from anymla.runtime.cache_groups import CacheGroup, cache_groups
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSize:
+    """Cache of one group.
+
+    Attributes:
+        name: of the group.
+        layers: how many layers keep it.
+        page_bytes: a page of one layer, padding included.
+        tokens_per_page: tokens it covers.
+        held_bytes: by context length, what one request holds at most, all layers together, when
+            it is read or written token by token.
+    """
+
+    name: str
+    layers: int
+    page_bytes: int
+    tokens_per_page: int
+    held_bytes: dict[int, int]
+
+
+def cache_sizes(config: ModelConfig, kv_cache: str, contexts: list[int]) -> list[GroupSize]:
+    """Sizes of every cache group.
+
+    Args:
+        config: the model.
+        kv_cache: a key of ``CACHE_FORMATS``.
+        contexts: lengths in tokens.
+    """
+    specs = layer_specs(config)
+    sizes = []
+    for group in cache_groups(specs):
+        page_bytes = _page_bytes(group, specs[group.layers[0]], CACHE_FORMATS[kv_cache])
+        held = {
+            length: group.worst_case_pages(length, 1) * page_bytes * len(group.layers)
+            for length in contexts
+        }
+        sizes.append(
+            GroupSize(group.name, len(group.layers), page_bytes, group.tokens_per_page, held)
+        )
+    return sizes
+
+
+def _page_bytes(group: CacheGroup, spec: LayerSpec, cache_format: CacheFormat) -> int:
+    indexed = group.kind in ("index", "index_state")
+    layout = get_layout(cache_format.index if indexed else cache_format.main)
+    if group.kind in ("state", "index_state"):
+        width = layout.channels * spec.pooled_tokens // spec.ratio
+        return state_page_stride_bytes(group.page_size, width)
+    return layout.page_stride_bytes(group.page_size)

@@ -1,0 +1,111 @@
+"""What ``anymla inspect --checkpoint`` says, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from anymla.cli.cache_size import cache_sizes
+from anymla.model.checkpoint import Checkpoint
+from anymla.model.config import ModelConfig
+from anymla.model.schema import expected_linears, weight_kind
+from anymla.model.verify import present_config, verify
+
+_CONTEXTS = (1024, 8192, 65536, 1048576)
+
+# The first pattern that is found in a name says what the tensor is part of.
+_PARTS = (
+    (r"^mtp\.", "mtp"),
+    (r"\.ffn\.experts\.", "routed experts"),
+    (r"\.ffn\.shared_experts\.", "shared experts"),
+    (r"\.ffn\.gate\.", "router"),
+    (r"\.attn\.indexer\.", "indexer"),
+    (r"\.attn\.compressor\.", "compressor"),
+    (r"\.attn\.", "attention"),
+    (r"hc_", "hyper-connections"),
+    (r"^(embed|head)\.", "embedding and head"),
+    (r"norm\.", "norms"),
+)
+
+
+def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
+    """Describe a checkpoint directory; JSON values only.
+
+    Args:
+        directory: with ``config.json`` and safetensors.
+        kv_cache: cache format that the sizes are for.
+
+    Raises:
+        ConfigError, CheckpointError: it is no checkpoint, or a file cannot be read. Tensors that
+            are missing, unexpected or wrong are part of the report instead.
+    """
+    declared = ModelConfig.from_dir(directory)
+    checkpoint = Checkpoint.open(directory)
+    config = present_config(checkpoint, declared)
+    found = verify(checkpoint, config)
+    contexts = [n for n in _CONTEXTS if n < config.max_position_embeddings]
+    contexts.append(config.max_position_embeddings)
+    sizes = cache_sizes(config, kv_cache, contexts)
+    total = {n: sum(size.held_bytes[n] for size in sizes) for n in contexts}
+    return {
+        "directory": str(directory),
+        "ok": found.ok,
+        "files": len({info.file for info in checkpoint.values()}),
+        "tensors": len(checkpoint),
+        "bytes": checkpoint.nbytes,
+        "layers": config.num_hidden_layers,
+        "compress_ratios": list(config.backbone_ratios),
+        "mtp_layers": config.num_nextn_predict_layers,
+        "mtp_layers_declared": declared.num_nextn_predict_layers,
+        "experts": config.n_routed_experts,
+        "expert_dtype": config.expert_dtype,
+        "quantization": (
+            None if config.quantization is None else dataclasses.asdict(config.quantization)
+        ),
+        "parts": _parts(checkpoint),
+        "kinds": _kinds(checkpoint, config),
+        "missing": list(found.missing),
+        "unexpected": list(found.unexpected),
+        "wrong": list(found.wrong),
+        "cache": {
+            "format": kv_cache,
+            "groups": [dataclasses.asdict(size) for size in sizes],
+            "total_bytes": total,
+            "bytes_per_token": {n: held / n for n, held in total.items()},
+        },
+    }
+
+
+def part_of(name: str) -> str:
+    """Which part of the network a tensor belongs to."""
+    return next((part for pattern, part in _PARTS if re.search(pattern, name)), "other")
+
+
+def _parts(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    """Tensors and bytes by part of the network, largest first."""
+    return _grouped((part_of(name), 1, info.nbytes) for name, info in checkpoint.items())
+
+
+def _kinds(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, dict[str, int]]:
+    """Tensors and bytes by how they are stored; a linear layer counts with its scales."""
+    kind_of: dict[str, str] = {}
+    for prefix in expected_linears(config):
+        kind = weight_kind(checkpoint, prefix)
+        for leaf in ("weight", "scale", "weight_scale", "weight_scale_2", "input_scale"):
+            kind_of[f"{prefix}.{leaf}"] = f"{kind} linear layers"
+    return _grouped(
+        (kind_of.get(name, f"other, {info.dtype}"), 1, info.nbytes)
+        for name, info in checkpoint.items()
+    )
+
+
+def _grouped(items: Any) -> dict[str, dict[str, int]]:
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for label, count, nbytes in items:
+        sums[label][0] += count
+        sums[label][1] += nbytes
+    ordered = sorted(sums.items(), key=lambda item: -item[1][1])
+    return {label: {"tensors": count, "bytes": nbytes} for label, (count, nbytes) in ordered}

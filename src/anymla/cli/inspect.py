@@ -1,0 +1,127 @@
+"""``anymla inspect``: what is in a checkpoint, or in a dumped cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from anymla.cli.bad_input import BadInput, bad_input
+from anymla.cli.cache_report import cache_report
+from anymla.cli.checkpoint_report import checkpoint_report
+from anymla.layers.caches import CACHE_FORMATS
+
+
+@click.command()
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path), metavar="DIR", help="A checkpoint directory."
+)
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A cache that anymla generate --dump-cache wrote.",
+)
+@click.option(
+    "--kv-cache",
+    type=click.Choice(list(CACHE_FORMATS)),
+    default="fp8",
+    show_default=True,
+    help="With --checkpoint: cache rows that the sizes are for.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the result here as well.",
+)
+def command(
+    checkpoint: Path | None, cache: Path | None, kv_cache: str, json_file: Path | None
+) -> None:
+    """Show what is in a checkpoint (tensors, sizes, what is missing) or in a dumped cache.
+
+    Ends with exit code 1 if the checkpoint could not be loaded as it is.
+    """
+    if (checkpoint is None) == (cache is None):
+        raise BadInput("give exactly one of --checkpoint and --cache")
+    with bad_input():
+        if checkpoint is not None:
+            report = checkpoint_report(checkpoint, kv_cache)
+            lines = _checkpoint_lines(report)
+        else:
+            assert cache is not None
+            report = cache_report(cache)
+            lines = _cache_lines(report)
+        if json_file is not None:
+            json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    click.echo("\n".join(lines))
+    if not report.get("ok", True):
+        click.get_current_context().exit(1)
+
+
+def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
+    ratios = ",".join(str(ratio) for ratio in report["compress_ratios"])
+    lines = [
+        f"{report['directory']}: {report['tensors']} tensors in {report['files']} files, "
+        f"{_size(report['bytes'])}",
+        f"layers {report['layers']}, ratios {ratios}; MTP layers {report['mtp_layers']} of "
+        f"{report['mtp_layers_declared']} declared; experts {report['experts']}",
+    ]
+    for title in ("parts", "kinds"):
+        lines += ["", title]
+        lines += [
+            f"  {label:24}{sums['tensors']:>8} tensors {_size(sums['bytes']):>10}"
+            for label, sums in report[title].items()
+        ]
+    for title in ("missing", "unexpected", "wrong"):
+        if report[title]:
+            lines += ["", f"{title} ({len(report[title])})"]
+            lines += [f"  {item}" for item in report[title]]
+    return [*lines, "", *_cache_size_lines(report["cache"])]
+
+
+def _cache_size_lines(cache: dict[str, Any]) -> list[str]:
+    """A table: groups down, context lengths across."""
+    contexts = list(cache["total_bytes"])
+    head = "".join(f"{length:>12}" for length in contexts)
+    lines = [f"cache ({cache['format']}) of one request", f"  {'group':12}{'layers':>8}{head}"]
+    for group in cache["groups"]:
+        held = "".join(f"{_size(group['held_bytes'][length]):>12}" for length in contexts)
+        lines.append(f"  {group['name']:12}{group['layers']:>8}{held}")
+    total = "".join(f"{_size(held):>12}" for held in cache["total_bytes"].values())
+    a_token = "".join(f"{held:>12.1f}" for held in cache["bytes_per_token"].values())
+    return [*lines, f"  {'total':20}{total}", f"  {'bytes a token':20}{a_token}"]
+
+
+def _cache_lines(report: dict[str, Any]) -> list[str]:
+    values = report["decoded"]
+    lines = [
+        f"{report['file']}: layout {report['layout_id']}, {report['pages']} pages of "
+        f"{report['entries_per_page']} entries, page stride {report['page_stride_bytes']} bytes",
+        "meta " + json.dumps(report["meta"]),
+        f"rows {report['rows']} of {report['channels']} channels, "
+        f"{report['zero_rows']} all zero, {report['nan_rows']} with NaN",
+        f"NaN {values['nan']}, infinite {values['inf']}",
+    ]
+    if values["min"] is not None:
+        lines.append(
+            f"decoded min {values['min']:.6g}, max {values['max']:.6g}, mean {values['mean']:.6g}, "
+            f"rms {values['rms']:.6g}"
+        )
+    if report["data_byte_range"]:
+        lines.append("value bytes {}..{}".format(*report["data_byte_range"]))
+    if report["scale_byte_ranges"] and report["scale_byte_ranges"][0]:
+        ranges = " ".join("{}..{}".format(*one) for one in report["scale_byte_ranges"])
+        lines.append(f"scale bytes {ranges}")
+    return lines
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"

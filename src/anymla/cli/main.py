@@ -1,0 +1,76 @@
+"""The command ``anymla``: finds its subcommands, and imports only the one that is asked for.
+
+Exit codes: 0 ok, 1 a check failed, 2 unusable input or a machine that cannot do it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from anymla import __version__
+
+# Name, module below anymla.cli (with the command named ``command``), and the line in the help,
+# which is repeated here so that listing the commands need not import them.
+_COMMANDS = {
+    "generate": ("generate", "Continue prompts with a checkpoint."),
+    "score": ("score", "Log-probability of every token of a text."),
+    "inspect": ("inspect", "What is in a checkpoint, or in a dumped cache page."),
+    "make-tiny": ("make_tiny", "Write a small random checkpoint."),
+    "demo": ("demo", "Run a tiny checkpoint and check it against float64."),
+    "bench": ("bench", "Measure speed and memory on this machine."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are modules, imported when they run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, in the order of the table above."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a subcommand; None for a name that is not in the table."""
+        if cmd_name not in _COMMANDS:
+            return None
+        name = f"anymla.cli.{_COMMANDS[cmd_name][0]}"
+        try:
+            command: click.Command = importlib.import_module(name).command
+        except ModuleNotFoundError as error:
+            if error.name is None:
+                raise
+            raise click.UsageError(
+                f"'{cmd_name}' cannot run here: this installation has no module {error.name}"
+            ) from error
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the subcommands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run; what the machine lacks is one line on stderr and exit code 2.
+
+        Commands themselves say which ValueErrors are about their input (``bad_input``); any other
+        is a mistake of this package and keeps its traceback.
+        """
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            ctx.fail(f"{where}{error.strerror or error}")
+        except RuntimeError as error:
+            from anymla.ops._operation import BackendUnavailable
+
+            if not isinstance(error, BackendUnavailable):
+                raise
+            ctx.fail(" ".join(str(error).split()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="anymla")
+def main() -> None:
+    """Run DeepSeek-V4's hybrid sparse attention on any accelerator, or on a plain CPU."""

@@ -1,0 +1,122 @@
+"""``anymla make-tiny``: write a small random checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from anymla.cli.bad_input import BadInput, bad_input
+from anymla.model.checkpoint import Checkpoint
+from anymla.testing.tiny_checkpoint import (
+    SCALE_FORMATS,
+    WEIGHTS,
+    TinyOptions,
+    default_ratios,
+    write_tiny_checkpoint,
+)
+
+_DEFAULTS = TinyOptions()
+
+
+def _size(
+    name: str, help_text: str, *, least: int = 1
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An integer option that is a field of ``TinyOptions``, with that field's default."""
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        name,
+        type=click.IntRange(min=least),
+        default=getattr(_DEFAULTS, name),
+        show_default=True,
+        help=help_text,
+    )
+
+
+def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(int(item) for item in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"must be integers with commas between, got {value!r}") from None
+
+
+@click.command()
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--weights",
+    type=click.Choice(WEIGHTS),
+    default=_DEFAULTS.weights,
+    show_default=True,
+    help="fp4: FP4 experts and FP8 linear layers; fp8: FP8 experts too; bf16: not quantised.",
+)
+@click.option(
+    "--twin",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Also write the bf16 checkpoint of exactly the dequantised values.",
+)
+@click.option("--layers", type=click.IntRange(min=1), help="Layers, if --ratios is not given.")
+@click.option(
+    "--ratios",
+    callback=_ratios,
+    metavar="LIST",
+    help="Compress ratio of each layer; 0: window only.  [default: 0,4,128,4]",
+)
+@_size("hidden", "Hidden size.")
+@_size("heads", "Query heads.")
+@_size("o_groups", "Groups of the output projection.")
+@_size("o_lora", "Rank of a group's output projection.")
+@_size("q_lora", "Rank of the query projection.")
+@_size("index_topk", "Entries the indexer selects.")
+@_size("index_heads", "Heads of the indexer.")
+@_size("experts", "Routed experts.")
+@_size("experts_per_token", "Experts a token is sent to.")
+@_size("moe_size", "Inner size of an expert.")
+@_size("hash_layers", "Leading layers that route by token id.", least=0)
+@_size("window", "Tokens of the sliding window.")
+@click.option(
+    "--rope-factor",
+    type=click.FloatRange(min=1),
+    default=_DEFAULTS.rope_factor,
+    show_default=True,
+    help="YaRN's factor; the longest position is 65536 times that.",
+)
+@_size("mtp", "Draft (MTP) layers.", least=0)
+@_size("vocab", "Vocabulary.")
+@click.option(
+    "--nvfp4-attention", is_flag=True, help="All linear layers of the attention in NVFP4."
+)
+@click.option(
+    "--scale-format",
+    type=click.Choice(SCALE_FORMATS),
+    default=_DEFAULTS.scale_format,
+    show_default=True,
+    help="Scales of FP8 weights; those in fp32 are not powers of two.",
+)
+@_size("shards", "Files the tensors are spread over.")
+@_size("seed", "Seed of all values.", least=0)
+def command(
+    directory: Path,
+    twin: Path | None,
+    layers: int | None,
+    ratios: tuple[int, ...] | None,
+    **sizes: Any,
+) -> None:
+    """Write a small random DeepSeek-V4 checkpoint to DIRECTORY, in DeepSeek's own layout.
+
+    The same options give the same bytes. An earlier tiny checkpoint there is replaced.
+    """
+    if ratios is None:
+        ratios = default_ratios(layers) if layers else _DEFAULTS.ratios
+    elif layers is not None and layers != len(ratios):
+        raise BadInput(f"--layers {layers} contradicts --ratios, which has {len(ratios)} entries")
+    with bad_input():
+        write_tiny_checkpoint(directory, TinyOptions(ratios=ratios, **sizes), twin=twin)
+    for target in (directory, twin):
+        if target is not None:
+            checkpoint = Checkpoint.open(target)
+            click.echo(f"{target}: {len(checkpoint)} tensors, {checkpoint.nbytes / 1e6:.1f} MB")
