@@ -6,12 +6,14 @@ The same options give the same bytes. ``transformers`` and vLLM read the result 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -205,13 +207,27 @@ def write_tiny_checkpoint(
         raise ValueError(f"{directory}: the twin needs a directory of its own")
     for target in targets:
         _prepare(target)
-    stored, values = _tensors(options, ModelConfig.from_dict(config), keep_values=twin is not None)
+    with _one_thread():
+        stored, values = _tensors(
+            options, ModelConfig.from_dict(config), keep_values=twin is not None
+        )
     _write(targets[0], config, stored, options.shards)
     if twin is not None:
         plain = {
             k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")
         }
         _write(targets[1], plain, values, options.shards)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of small tensors gain nothing from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _tensors(
