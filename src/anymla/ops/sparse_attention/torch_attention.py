@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout, pages_of
+from anymla.ops import _host
 from anymla.ops.sparse_attention.torch_cpu import attend_cpu
 from anymla.ops.sparse_attention.torch_rows import PageRows, Rows, TensorRows
 from anymla.ops.sparse_attention.torch_softmax import attend
@@ -69,7 +70,7 @@ def _attend(
     if out is None or not out.is_contiguous():
         out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
     flat = [(rows, index.flatten(1), lengths) for rows, index, lengths in listed]
-    run = attend_cpu if q.device.type == "cpu" else _attend_device
+    run = attend_cpu if _host.on_host(q) else _attend_device
     lse = run(q, flat, sink, scale, out)
     return out if given is None or given is out else given.copy_(out), lse
 

@@ -120,11 +120,12 @@ class _Work:
         if not torch.isfinite(rows.sum()):
             return False
         gaps = any(scope.valid is not None for scope in self.scopes)
+        empty = counts.sum(1) == 0 if gaps else None
         self.lse[start:end] = attend(
             self.q[start:end].to(rows.dtype),
             rows,
             bias=counts.to(self.lse.dtype).log(),
-            empty=counts.sum(1) == 0 if gaps else None,
+            empty=empty,
             sink=self.sink,
             scale=self.scale,
             out=self.out[start:end],

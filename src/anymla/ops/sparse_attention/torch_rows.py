@@ -156,6 +156,8 @@ def read_side_by_side(sources: list[tuple[Rows, Tensor]], out: Tensor) -> bool:
     Returns:
         Whether every row is exact in out's dtype; see ``Rows.read``.
     """
+    if not out.numel():
+        return True
     layout = _common_fp8_layout(sources)
     if len(sources) > 1 and (layout is None or len(out) > 1):
         parts = out.split([slots.shape[1] for _, slots in sources], dim=1)

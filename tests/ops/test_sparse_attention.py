@@ -1,0 +1,469 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paged import BACKENDS, make_cache, use_backend
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops._operation import BackendUnavailable
+from anymla.ops.sparse_attention import sparse_attention, torch_cpu
+from anymla.testing.conformance.expected import Attention, attend
+from anymla.testing.conformance.scene import Scene, Scope, scope
+from anymla.testing.generate import hostile_indices
+from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
+from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
+
+LAYOUTS = (MAIN_FP8, "rows_bf16_512", "rows_fp32_512")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SINKS = (None, "ordinary", "huge", "infinite")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    return use_backend(request.param, monkeypatch)
+
+
+def sink_of(kind: str | None, heads: int) -> Tensor | None:
+    if kind is None:
+        return None
+    special = {"huge": (1e4, -1e4, 3e38, -3e38), "infinite": (torch.inf, -torch.inf)}
+    values = torch.tensor(special.get(kind, (0.0, 2.0, -2.0, 1.0, 0.5)))
+    return values[torch.arange(heads) % len(values)]
+
+
+def ragged(limit: int, tokens: int) -> list[int]:
+    """Lengths from 0 to the limit, both ends likely."""
+    return torch.randint(-1, limit + 2, (tokens,)).clamp(0, limit).tolist()
+
+
+def run(given_: Scene, backend: str, **more) -> tuple[Tensor, Tensor]:
+    arguments, keywords = given_.arguments()
+    return sparse_attention(*arguments, **keywords, **more, backend=backend)
+
+
+def check(given_: Scene, out: Tensor, lse: Tensor) -> None:
+    """Against the float64 result, in the precision that q asks for."""
+    want = given_.expected()
+    dtype = given_.q.dtype
+    assert out.dtype == dtype
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    if dtype == torch.bfloat16:
+        want.check((out, lse))
+        return
+    # Scores and sums in float32 (float64 for float64 q): two dot products of at most 512 terms
+    # and as many rows; the output is rounded once to q's dtype.
+    error = accumulation(512, lse.dtype, c=4.0)
+    rounding = ulps(dtype, 0.5)
+    assert_close(out, want.out, atol=error, rtol=error + rounding, scale=want.weight, name="out")
+    assert_close(lse, want.lse, atol=error, rtol=error, scale=8.0, name="lse")
+
+
+# Against float64 mathematics of the same bytes --------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    tokens=st.integers(0, 9),
+    heads=st.sampled_from([1, 2, 3, 8, 20]),
+    widths=st.tuples(st.sampled_from([0, 1, 7, 40]), st.sampled_from([None, 0, 1, 5, 33])),
+    pages=st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 53, 64])),
+    layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
+    sink=st.sampled_from(SINKS),
+    dtype=st.sampled_from(FLOATS),
+    name=st.sampled_from(BACKENDS),
+)
+def test_any_lists_in_any_caches(seed, tokens, heads, widths, pages, layouts, sink, dtype, name):
+    torch.manual_seed(seed)
+    scopes = [
+        None
+        if width is None
+        else scope(tokens, width, lengths=ragged(width, tokens), page=page, layout=layout)
+        for width, page, layout in zip(widths, pages, layouts, strict=True)
+    ]
+    assert scopes[0] is not None
+    for each in scopes:
+        if each is not None and each.indices.numel():
+            hit = torch.rand(each.indices.shape) < 0.1
+            hostile = hostile_indices(each.cache.shape[0] * each.cache.shape[1], *hit.shape)
+            each.indices = torch.where(hit, hostile, each.indices)
+    q = (torch.randn(tokens, heads, 512) * 2).to(dtype)
+    drawn = Scene(q, scopes[0], scopes[1], sink_of(sink, heads))
+    if not tokens:
+        out, lse = sparse_attention(q, scopes[0].cache, scopes[0].indices, layout=layouts[0])
+        assert out.shape == (0, heads, 512)
+        assert lse.shape == (0, heads)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        check(drawn, *run(drawn, use_backend(name, patch)))
+
+
+def windows(tokens: int, first: int, window: int, page: int = 64) -> Scope:
+    """Neighbouring tokens whose sliding windows overlap, as in a chunk of a prompt."""
+    total = first + tokens
+    made = scope(1, total, page=page)
+    order = made.indices[0]
+    positions = torch.arange(first, total).unsqueeze(1) - (window - 1) + torch.arange(window)
+    lengths = (torch.arange(first, total) + 1).clamp(max=window).int()
+    left = torch.where(positions[:, :1] < 0, positions - positions[:, :1], positions)
+    used = torch.arange(window) < lengths.unsqueeze(1)
+    hostile = hostile_indices(made.cache.shape[0] * page, tokens, window)
+    indices = torch.where(used, order[left.clamp(0, total - 1)], hostile)
+    return Scope(made.guarded, made.layout, indices, lengths)
+
+
+@pytest.mark.parametrize("heads", [2, 24])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_chunk_of_a_prompt(backend, heads, dtype):
+    tokens = 70 if backend == "torch" else 12
+    chunk = Scene(
+        torch.randn(tokens, heads, 512).to(dtype),
+        windows(tokens, 0, 16),
+        scope(tokens, 9, lengths=[t // 8 for t in range(tokens)], page=2),
+        torch.randn(heads),
+    )
+    shared = chunk.extra.indices[-1].clone()
+    for t, length in enumerate(chunk.extra.lengths.tolist()):
+        chunk.extra.indices[t, :length] = shared[:length]
+    check(chunk, *run(chunk, backend))
+
+
+def test_chunks_share_decoded_rows(monkeypatch):
+    decoded = []
+    read = torch_cpu.read_side_by_side
+
+    def counting(sources, out):
+        decoded.append(out.shape[0] * out.shape[1])
+        return read(sources, out)
+
+    monkeypatch.setattr(torch_cpu, "read_side_by_side", counting)
+    chunk = Scene(torch.randn(64, 2, 512).bfloat16(), windows(64, 128, 128))
+    check(chunk, *run(chunk, "torch"))
+    assert sum(decoded) < 64 * 128 / 8
+
+
+def test_requests_of_different_lengths_in_a_batch(backend):
+    batch = Scene(
+        torch.randn(9, 4, 512).bfloat16(),
+        scope(9, 16, lengths=[16, 1, 0, 16, 3, 16, 0, 2, 16]),
+        scope(9, 600, lengths=[0, 600, 0, 5, 0, 70, 300, 1, 600]),
+        torch.randn(4),
+    )
+    check(batch, *run(batch, backend))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scores_keep_float32_accuracy_where_they_are_large(backend, dtype):
+    # Scores of about +-60: rounded to bfloat16 they would be wrong by up to 0.25.
+    large = Scene((torch.randn(4, 8, 512) * 60).to(dtype), scope(4, 200))
+    out, lse = run(large, backend)
+    want = large.expected()
+    error = accumulation(512, torch.float32, c=4.0) * 60.0
+    assert_close(lse, want.lse, atol=error, rtol=ulps(torch.bfloat16, 2.0**-9), name="lse")
+    # Relative to a probability, an error of its score; then p and the output are rounded.
+    error = error + ulps(dtype if dtype.itemsize == 2 else torch.float32, 1)
+    assert_close(out, want.out, atol=error, rtol=error, scale=want.weight, name="out")
+
+
+# What a slot list means -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_a_slot_listed_twice_counts_twice(backend, tokens):
+    once = scope(1, 6)
+    indices = once.indices.expand(tokens, 6).clone()
+    indices[:, 3:5] = indices[:, :1]
+    q = torch.randn(tokens, 2, 512)
+    given_ = Scene(q, Scope(once.guarded, once.layout, indices, torch.tensor([6] * tokens)))
+    out, lse = sparse_attention(q, once.cache, indices, backend=backend)
+    check(given_, out, lse)
+    _, single = sparse_attention(q, once.cache, once.indices.expand(tokens, 6), backend=backend)
+    assert not torch.allclose(lse, single)
+
+
+def test_lengths_beyond_the_list_and_below_zero(backend):
+    made = scope(3, 5)
+    q = torch.randn(3, 2, 512)
+    lengths = torch.tensor([9, -4, 5], dtype=torch.int32)
+    out, lse = sparse_attention(q, made.cache, made.indices, lengths, backend=backend)
+    want, want_lse = sparse_attention(q, made.cache, made.indices, backend=backend)
+    assert torch.equal(out[[0, 2]], want[[0, 2]])
+    assert torch.equal(lse[[0, 2]], want_lse[[0, 2]])
+    assert not out[1].any()
+    assert (lse[1] == -torch.inf).all()
+
+
+def test_ranks_that_flash_mla_callers_use(backend):
+    made = Scene(torch.randn(3, 2, 512), scope(3, 5), scope(3, 4, page=2))
+    want = run(made, backend)
+    (q, cache, indices, lengths), keywords = made.arguments()
+    keywords["extra_cache"] = keywords["extra_cache"].unsqueeze(2)
+    keywords["extra_indices"] = keywords["extra_indices"].unsqueeze(1)
+    got = sparse_attention(
+        q, cache.unsqueeze(2), indices.unsqueeze(1), lengths, **keywords, backend=backend
+    )
+    for each, other in zip(got, want, strict=True):
+        assert_identical(each, other)
+
+
+def test_nothing_to_attend(backend):
+    q = torch.randn(2, 3, 512).bfloat16()
+    layout = get_layout(MAIN_FP8)
+    full = scope(2, 4)
+    nobody = torch.full((2, 4), -1, dtype=torch.int32)
+    cases = {
+        "no columns": (full.cache, full.indices[:, :0]),
+        "no pages": (layout.allocate(0, 64), full.indices),
+        "only -1": (full.cache, nobody),
+    }
+    for cache, indices in cases.values():
+        out, lse = sparse_attention(q, cache, indices, sink=torch.zeros(3), backend=backend)
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+
+
+# Poison -----------------------------------------------------------------------------------------
+
+
+def poisoned(kind: str, slot: int, made: Scope) -> None:
+    """Make one entry NaN: by code, by scale byte or by its bfloat16 tail."""
+    layout = get_layout(MAIN_FP8)
+    data, scales = layout.planes(made.cache)
+    page, offset = divmod(slot, made.cache.shape[1])
+    if kind == "scale":
+        scales[page, offset, 2] = 255
+    elif kind == "rope":
+        data[page, offset, 500:502] = torch.tensor([0xC0, 0x7F], dtype=torch.uint8)
+    else:
+        data[page, offset, 100] = int(kind, 16)
+
+
+@pytest.mark.parametrize("kind", ["7F", "FF", "scale", "rope"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_nan_reaches_those_who_list_it_and_nobody_else(backend, kind, dtype, tokens):
+    chunk = Scene(torch.randn(tokens, 4, 512).to(dtype), windows(tokens, 20, 8))
+    clean, clean_lse = run(chunk, backend)
+    weight = chunk.expected().weight
+    bad = int(chunk.main.indices[tokens // 2, 3])
+    poisoned(kind, bad, chunk.main)
+    out, lse = run(chunk, backend)
+    lists = (chunk.main.indices == bad).any(1)
+    assert out[lists].isnan().any(-1).all()
+    assert lse[lists].isnan().all()
+    same((out[~lists], lse[~lists]), (clean[~lists], clean_lse[~lists]), weight[~lists])
+
+
+def test_infinite_rows_stay_with_those_who_list_them(backend):
+    chunk = Scene(torch.randn(20, 4, 512).bfloat16(), windows(20, 20, 8))
+    bad = int(chunk.main.indices[10, 3])
+    page, offset = divmod(bad, chunk.main.cache.shape[1])
+    get_layout(MAIN_FP8).planes(chunk.main.cache)[0][page, offset, 500:502] = torch.tensor(
+        [0x80, 0x7F], dtype=torch.uint8
+    )
+    out, lse = run(chunk, backend)
+    lists = (chunk.main.indices == bad).any(1)
+    assert out[~lists].isfinite().all()
+    assert lse[~lists].isfinite().all()
+    assert not out[lists].isfinite().all(-1).any()
+
+
+# Where rows lie ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("gap", "start"), [(0, 0), (576, 0), (64, 16), (1000, 4), (4, 100)])
+@pytest.mark.parametrize("entries", [1, 2, 53, 64])
+def test_any_page_stride_and_offset(backend, layout, gap, start, entries):
+    plain = make_cache(layout, 3, entries)
+    moved = make_cache(layout, 3, entries, gap=gap, start=start)
+    rows = torch.randn(3 * entries, 512)
+    for cache in (plain, moved):
+        cache.layout.write(cache.tensor, torch.arange(3 * entries), rows)
+    q = torch.randn(2, 3, 512).bfloat16()
+    indices = torch.randint(0, 3 * entries, (2, 9), dtype=torch.int32)
+    want = sparse_attention(q, plain.tensor, indices, layout=layout, backend=backend)
+    got = sparse_attention(q, moved.tensor, indices, layout=layout, backend=backend)
+    for each, other in zip(got, want, strict=True):
+        assert_identical(each, other)
+
+
+@pytest.mark.parametrize("byte", [0, 1, 2, 3, 60, 127, 134, 135, 180, 246])
+@pytest.mark.parametrize("heads", [2, 32])
+def test_every_scale_byte_decodes_exactly(backend, byte, heads):
+    # One row a token: the output is the row itself, rounded to bfloat16. Many heads and rows
+    # choose the bfloat16 products where they are exact.
+    cache = make_cache(MAIN_FP8, 4, 64)
+    data, scales = cache.layout.planes(cache.tensor)
+    data[:] = torch.randint(0, 0x7F, data.shape, dtype=torch.uint8)
+    data[:] |= torch.randint(0, 2, data.shape, dtype=torch.uint8) << 7
+    data[..., 448:] = 0
+    scales[..., :7] = byte
+    indices = torch.arange(256, dtype=torch.int32).unsqueeze(1)
+    q = torch.zeros(256, heads, 512).bfloat16()
+    out, lse = sparse_attention(q, cache.tensor, indices, backend=backend)
+    want = ROW_FORMATS[MAIN_FP8].decode(*read_entries(cache.tensor, torch.arange(256), MAIN_FP8))
+    assert (lse == 0).all()
+    assert torch.equal(out, want.bfloat16().unsqueeze(1).expand(256, heads, 512))  # -0 equals 0
+
+
+# Laws -------------------------------------------------------------------------------------------
+
+
+def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], weight: Tensor) -> None:
+    """Equal up to the order and precision of sums, roundings of p, and those of the output."""
+    error = ulps(got[0].dtype, 2) + accumulation(512, got[1].dtype)
+    assert_close(got[0], want[0], atol=error, rtol=error, scale=weight, name="out")
+    assert_close(got[1], want[1], atol=2.0**-16, rtol=2.0**-16, name="lse")
+
+
+def test_order_and_padding_of_the_list_do_not_matter(backend):
+    made = Scene(torch.randn(5, 6, 512).bfloat16(), scope(5, 30), sink=torch.randn(6))
+    want, weight = run(made, backend), made.expected().weight
+    order = torch.rand(5, 30).argsort(1)
+    made.main.indices = made.main.indices.gather(1, order)
+    same(run(made, backend), want, weight)
+    holes = torch.full((5, 11), -1, dtype=torch.int32)
+    mixed = torch.cat((made.main.indices, holes), 1)
+    made.main.indices = mixed.gather(1, torch.rand(5, 41).argsort(1))
+    made.main.lengths[:] = 41
+    same(run(made, backend), want, weight)
+
+
+def test_moved_pages_do_not_matter(backend):
+    made = Scene(torch.randn(4, 6, 512).bfloat16(), scope(4, 100, page=16))
+    want = run(made, backend)
+    pages = made.main.cache.shape[0]
+    order = torch.randperm(pages)
+    moved = get_layout(MAIN_FP8).allocate(pages, 16)
+    moved.view(pages, -1)[order] = made.main.cache.reshape(pages, -1)
+    slots = made.main.indices.long()
+    indices = (order[slots // 16] * 16 + slots % 16).int()
+    got = sparse_attention(made.q, moved, indices, backend=backend)
+    for each, other in zip(got, want, strict=True):
+        assert_identical(each, other)
+
+
+def test_parts_merge_by_their_lse(backend):
+    made = Scene(torch.randn(4, 6, 512), scope(4, 50), scope(4, 31, page=2))
+    out, lse = run(made, backend)
+    arguments, keywords = made.arguments()
+    left = sparse_attention(*arguments, backend=backend)
+    right = sparse_attention(
+        made.q,
+        keywords["extra_cache"],
+        keywords["extra_indices"],
+        keywords["extra_lengths"],
+        backend=backend,
+    )
+    merged = torch.logaddexp(left[1], right[1])
+    parts = [part * (each - merged).exp().unsqueeze(-1) for part, each in (left, right)]
+    error = accumulation(512, torch.float32)
+    assert_close(lse, merged, atol=error, rtol=error, scale=8.0)
+    assert_close(out, sum(parts), atol=error, rtol=error, scale=made.expected().weight)
+
+
+def test_a_sink_is_a_key_without_a_value(backend):
+    made = Scene(torch.randn(4, 6, 512), scope(4, 50))
+    out, lse = run(made, backend)
+    made.sink = torch.randn(6) * 3
+    with_sink, same_lse = run(made, backend)
+    assert_identical(same_lse, lse)
+    kept = torch.exp(lse.double() - torch.logaddexp(lse.double(), made.sink.double()))
+    error = accumulation(512, torch.float32)
+    assert_close(with_sink, out.double() * kept.unsqueeze(-1), atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_alone_as_in_a_batch(backend, dtype):
+    made = Scene(torch.randn(24, 4, 512).to(dtype), windows(24, 30, 12), sink=torch.randn(4))
+    whole = run(made, backend)
+    (q, cache, indices, lengths), keywords = made.arguments()
+    rows = [
+        sparse_attention(
+            q[t : t + 1], cache, indices[t : t + 1], lengths[t : t + 1], **keywords, backend=backend
+        )
+        for t in range(24)
+    ]
+    alone = tuple(torch.cat(part) for part in zip(*rows, strict=True))
+    same(alone, whole, made.expected().weight)
+
+
+# Results and errors -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_callers_output_is_written(backend, dtype):
+    made = Scene(torch.randn(5, 3, 512).to(dtype), scope(5, 9))
+    want, _ = run(made, backend)
+    contiguous = torch.empty(5, 3, 512, dtype=dtype)
+    strided = torch.full((5, 6, 700), 7.0, dtype=dtype)[:, ::2, 100:612]
+    for out in (contiguous, strided):
+        got, _ = run(made, backend, out=out)
+        assert got is out
+        assert_identical(out.contiguous(), want)
+
+
+def test_scale_multiplies_scores_only(backend):
+    made = Scene(torch.randn(3, 2, 512), scope(3, 9))
+    out, lse = run(made, backend, scale=0.125)
+    rows = [made.main.rows(token) for token in range(3)]
+    want: Attention = attend(made.q, rows, scale=0.125)
+    error = accumulation(512, torch.float32, c=4.0)
+    assert_close(out, want.out, atol=error, rtol=error, scale=want.weight)
+    assert_close(lse, want.lse, atol=error, rtol=error, scale=8.0)
+
+
+def test_inputs_are_left_alone(backend):
+    made = Scene(torch.randn(9, 3, 512), windows(9, 9, 5), scope(9, 3), torch.randn(3))
+    tensors = [made.q, made.main.indices, made.main.lengths, made.extra.indices, made.sink]
+    before = [each.clone() for each in tensors]
+    run(made, backend)
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+    assert not made.main.guarded.changed().numel()
+    assert not made.extra.guarded.changed().numel()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(2, 3, 512).int()}, TypeError, "q must be bfloat16 or .*got int32"),
+        ({"q": torch.zeros(2, 3, 256)}, ValueError, "layout must be one of 256 channels"),
+        ({"q": torch.zeros(2, 512)}, ValueError, r"q must be .*\[T, H, D\]"),
+        ({"indices": torch.zeros(2, 4).long()}, TypeError, "indices must be int32"),
+        ({"indices": torch.zeros(3, 4).int()}, ValueError, r"indices must be int32 \[T=2, K\]"),
+        ({"lengths": torch.zeros(3).int()}, ValueError, r"lengths must be int32 \[T=2\]"),
+        ({"sink": torch.zeros(4)}, ValueError, r"sink must be .*\[H=3\]"),
+        ({"sink": torch.zeros(3).bfloat16()}, TypeError, "sink must be float32 or float64"),
+        ({"out": torch.zeros(2, 3, 512)}, TypeError, "out must be bfloat16"),
+        ({"layout": "rows_fp32_512"}, TypeError, "k_cache must be torch.float32 for layout"),
+        ({"layout": "no such"}, ValueError, "unknown cache layout"),
+        ({"k_cache": torch.zeros(2, 4, 500).byte()}, ValueError, r"k_cache must be \[P, B, 584\]"),
+        ({"extra_indices": torch.zeros(2, 1).int()}, ValueError, "given together"),
+        ({"extra_lengths": torch.zeros(2).int()}, ValueError, "None without extra_cache"),
+        ({"backend": "no such"}, BackendUnavailable, "no backend 'no such'"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    call = {
+        "q": torch.zeros(2, 3, 512).bfloat16(),
+        "k_cache": get_layout(MAIN_FP8).allocate(2, 4),
+        "indices": torch.zeros(2, 4, dtype=torch.int32),
+    }
+    with pytest.raises(error, match=f"sparse_attention: .*{message}|^{message}"):
+        sparse_attention(**(call | change))
+
+
+def test_a_compiler_sees_through():
+    made = Scene(torch.randn(3, 2, 512), scope(3, 9))
+    (q, cache, indices, lengths), _ = made.arguments()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def twice(q: Tensor) -> Tensor:
+        out, lse = sparse_attention(q, cache, indices, lengths)
+        return out * 2 + lse.unsqueeze(-1)
+
+    out, lse = sparse_attention(q, cache, indices, lengths)
+    assert_identical(twice(q), out * 2 + lse.unsqueeze(-1))
