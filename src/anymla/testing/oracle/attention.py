@@ -119,19 +119,14 @@ class AttentionOracle:
 
     def _compress(self, x: Tensor, name: str) -> Tensor:
         """Entries [T // r, D]: softmax over each window's rows, channel by channel."""
-        ratio, norm = self.ratio, self._tensor(f"{name}.norm.weight")
-        count, dim = len(x) // ratio, len(norm)
-        x = x[: count * ratio]
-        kv = self._project(x, f"{name}.wkv").unflatten(0, (count, ratio))
-        score = self._project(x, f"{name}.wgate").unflatten(0, (count, ratio))
-        score = score + self._tensor(f"{name}.ape")
-        if kv.shape[-1] == 2 * dim:
-            # The first half of the channels belongs to the next window's entry.
-            kv = torch.cat((_shifted(kv[..., :dim], 0.0), kv[..., dim:]), 1)
-            score = torch.cat((_shifted(score[..., :dim], -torch.inf), score[..., dim:]), 1)
-        pooled = (score.softmax(1) * kv).sum(1)
-        normed = rms_norm(pooled, norm, self.config.norm_eps)
-        return rotate(normed, torch.arange(count) * ratio, self.inv_freq)
+        return compress(
+            self._project(x, f"{name}.wkv"),
+            self._project(x, f"{name}.wgate"),
+            self._tensor(f"{name}.ape"),
+            self._tensor(f"{name}.norm.weight"),
+            self.inv_freq,
+            self.config.norm_eps,
+        )
 
     def visible(self, tokens: slice, entries: int) -> Tensor:
         """Which entries each token of a block may see: bool [n, E]."""
@@ -191,6 +186,31 @@ class AttentionOracle:
 
     def _tensor(self, name: str) -> Tensor:
         return self.weights[f"{self.prefix}.{name}"]
+
+
+def compress(
+    kv: Tensor, gate: Tensor, ape: Tensor, norm: Tensor, inv_freq: Tensor, eps: float
+) -> Tensor:
+    """Compressed entries [T // r, D] of a sequence.
+
+    Args:
+        kv: [T, W], W = D, or 2 D if entries overlap.
+        gate: [T, W].
+        ape: [r, W], added to the gate by position within the window.
+        norm: [D].
+        inv_freq: of the rotation at each window's first position.
+        eps: of the norm.
+    """
+    (ratio, _), dim = ape.shape, len(norm)
+    count = len(kv) // ratio
+    kv = kv[: count * ratio].unflatten(0, (count, ratio))
+    score = gate[: count * ratio].unflatten(0, (count, ratio)) + ape
+    if kv.shape[-1] == 2 * dim:
+        # The first half of the channels belongs to the next window's entry.
+        kv = torch.cat((_shifted(kv[..., :dim], 0.0), kv[..., dim:]), 1)
+        score = torch.cat((_shifted(score[..., :dim], -torch.inf), score[..., dim:]), 1)
+    pooled = (score.softmax(1) * kv).sum(1)
+    return rotate(rms_norm(pooled, norm, eps), torch.arange(count) * ratio, inv_freq)
 
 
 def spans(n: int) -> Iterator[slice]:

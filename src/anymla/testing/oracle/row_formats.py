@@ -164,17 +164,17 @@ def read_entries(cache: Tensor, slots: Tensor, layout_id: str) -> tuple[Tensor, 
         values uint8 [n, data_bytes] and scales uint8 [n, scale_bytes].
     """
     row_format = ROW_FORMATS[layout_id]
-    pages, entries = cache.shape[:2]
-    width = entries * cache.shape[-1]
-    payload = torch.as_strided(cache, (pages, width), (cache.stride(0), 1), cache.storage_offset())
+    item, entries = cache.element_size(), int(cache.shape[1])
+    storage = cache.untyped_storage()
+    memory = torch.tensor([], dtype=torch.uint8, device=cache.device).set_(storage)
     page, offset = slots.long() // entries, slots.long() % entries
-    page_bytes = payload[page].contiguous().view(torch.uint8)
-    values = _entry(page_bytes, 0, offset, row_format.data_bytes)
-    scales = _entry(page_bytes, entries * row_format.data_bytes, offset, row_format.scale_bytes)
-    return values.cpu(), scales.cpu()
+    start = (page * cache.stride(0) + int(cache.storage_offset())) * item
+    values = _entries(memory, start, offset, row_format.data_bytes)
+    scale_start = start + entries * row_format.data_bytes
+    return values.cpu(), _entries(memory, scale_start, offset, row_format.scale_bytes).cpu()
 
 
-def _entry(page_bytes: Tensor, start: int, offset: Tensor, size: int) -> Tensor:
-    """Bytes ``start + offset * size`` and the ``size`` that follow, of each row's page."""
-    places = start + offset.unsqueeze(1) * size + torch.arange(size, device=offset.device)
-    return page_bytes.gather(1, places)
+def _entries(memory: Tensor, start: Tensor, offset: Tensor, size: int) -> Tensor:
+    """The ``size`` bytes from ``start + offset * size`` on: [n, size]."""
+    places = (start + offset * size).unsqueeze(1) + torch.arange(size, device=memory.device)
+    return memory[places]

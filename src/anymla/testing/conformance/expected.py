@@ -1,0 +1,116 @@
+"""What the cases compare with: float64 mathematics of decoded rows, shared with the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.testing.oracle.config import OracleConfig, Yarn
+from anymla.testing.oracle.rope import frequencies
+from anymla.testing.tolerance import accumulation, assert_close, ulps
+
+EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Softmax attention of some queries.
+
+    Attributes:
+        out: float64 [T, H, D].
+        lse: float64 [T, H], natural log, without the sink.
+        weight: float64 [T, H, D], sum of p |v|, which rounding errors scale with.
+    """
+
+    out: Tensor
+    lse: Tensor
+    weight: Tensor
+
+    def check(self, result: tuple[Tensor, Tensor], name: str = "attention") -> None:
+        """Compare with an operation's (out, lse).
+
+        One bfloat16 unit of sum(p |v|) for probabilities rounded to bfloat16 (half a unit) and the
+        float32 errors of scores and sums, and one unit of the result for rounding it (half). The
+        lse is float32 of scores that are dot products of the row's width.
+        """
+        out, lse = result
+        error = ulps(torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32, 1)
+        error = error + accumulation(out.shape[-1], torch.float32)
+        assert_close(out, self.out, atol=error, rtol=error, scale=self.weight, name=f"{name}: out")
+        slack = accumulation(out.shape[-1], torch.float32, c=4.0)
+        assert_close(lse, self.lse, atol=slack, rtol=slack, scale=8.0, name=f"{name}: lse")
+
+
+def attend(
+    q: Tensor, rows: Sequence[Tensor], sink: Tensor | None = None, scale: float | None = None
+) -> Attention:
+    """Attend each of T queries [T, H, D] to its own float64 rows [n, D]."""
+    tokens, heads, dim = q.shape
+    scale = dim**-0.5 if scale is None else scale
+    parts = []
+    for t in range(tokens):
+        if not len(rows[t]):
+            empty = torch.zeros(heads, dim, dtype=torch.float64)
+            parts.append((empty, torch.full((heads,), -torch.inf, dtype=torch.float64), empty))
+            continue
+        scores = q[t].double() @ rows[t].T * scale
+        lse = scores.logsumexp(-1)
+        share = (scores - lse.unsqueeze(1)).exp()
+        if sink is not None:
+            share = share * torch.sigmoid(lse - sink.double()).unsqueeze(1)
+        parts.append((share @ rows[t], lse, share @ rows[t].abs()))
+    out, lses, weight = zip(*parts, strict=True)
+    return Attention(torch.stack(out), torch.stack(lses), torch.stack(weight))
+
+
+def index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """sum_h w_h relu(q_h . k): float64 [M, N] of [M, H, D], [N, D] and [M, H]."""
+    dots = torch.einsum("mhd,nd->mhn", q.double(), keys.double()).clamp(min=0)
+    return torch.einsum("mhn,mh->mn", dots, weights.double())
+
+
+def index_scale(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """sum_h |w_h| sum_d |q_hd| |k_d|, which errors of float32 scores scale with: [M, N]."""
+    dots = torch.einsum("mhd,nd->mhn", q.double().abs(), keys.double().abs())
+    return torch.einsum("mhn,mh->mn", dots, weights.double().abs())
+
+
+RATIOS = (0, 4, 128)
+
+
+def v4_config() -> OracleConfig:
+    """DeepSeek-V4's constants; sizes that no case uses are 1."""
+    return OracleConfig(
+        layers=3,
+        mtp_layers=0,
+        heads=1,
+        head_dim=512,
+        rope_dim=64,
+        groups=1,
+        window=128,
+        ratios=RATIOS,
+        index_heads=64,
+        index_dim=128,
+        index_topk=512,
+        rope_theta=10000.0,
+        compress_rope_theta=160000.0,
+        yarn=Yarn(16.0, 65536, 32.0, 1.0),
+        sinkhorn_iters=20,
+        hc_eps=1e-6,
+        experts_per_token=1,
+        hash_layers=0,
+        routed_scaling=1.0,
+        swiglu_limit=10.0,
+        norm_eps=EPS,
+        weight_block=(128, 128),
+    )
+
+
+def table(positions: int, *, compressed: bool) -> Tensor:
+    """Float32 [positions, 64] cosines and sines of V4's rotary embedding."""
+    inv_freq = frequencies(v4_config(), compressed=compressed)
+    angle = (torch.arange(positions).float().unsqueeze(1) * inv_freq).double()
+    return torch.cat((angle.cos(), angle.sin()), 1).float()

@@ -1,0 +1,1 @@
+"""Cases C5 .. C7: whole models, engines and speculation."""

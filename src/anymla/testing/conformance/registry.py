@@ -1,0 +1,72 @@
+"""The list of cases, and how one is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+
+from anymla.testing.conformance.ops import Ops
+
+_MODULES = ("cache", "numbers", "rope", "compressor", "indexer", "attention", "streams", "network")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing that went wrong somewhere.
+
+    Attributes:
+        case_id: "L1", "A10", ...
+        story: what must hold, in a line.
+        operations: the operations under test; empty if it is not about operations.
+        run: raises AssertionError if it does not hold; None if it cannot be run here.
+        absent: why it cannot be run.
+        gpu: it needs a GPU.
+        bulk: it is about size, which the reference backends, written as loops, are not made for.
+    """
+
+    case_id: str
+    story: str
+    operations: tuple[str, ...]
+    run: Callable[[Ops], None] | None
+    absent: str = ""
+    gpu: bool = False
+    bulk: bool = False
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    case_id: str, story: str, *operations: str, bulk: bool = False
+) -> Callable[[Callable[[Ops], None]], Callable[[Ops], None]]:
+    """Register the decorated function as a case."""
+
+    def register(run: Callable[[Ops], None]) -> Callable[[Ops], None]:
+        _add(Case(case_id, story, operations, run, bulk=bulk))
+        return run
+
+    return register
+
+
+def absent(case_id: str, story: str, reason: str, *, gpu: bool = False) -> None:
+    """List a case that has nothing to run, with the reason."""
+    _add(Case(case_id, story, (), None, absent=reason, gpu=gpu))
+
+
+def load_cases() -> dict[str, Case]:
+    """All cases by id."""
+    for module in _MODULES:
+        importlib.import_module(f"anymla.testing.conformance.{module}")
+    return CASES
+
+
+def expect(condition: object, message: str) -> None:
+    """Raise AssertionError with the message unless the condition holds."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def _add(new: Case) -> None:
+    assert new.case_id not in CASES, f"{new.case_id} is registered twice"
+    CASES[new.case_id] = new

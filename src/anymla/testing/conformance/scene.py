@@ -1,0 +1,107 @@
+"""Attention inputs over poisoned, scattered caches, with their float64 result."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.testing.conformance.expected import Attention, attend
+from anymla.testing.generate import GuardedCache, guarded_cache, hostile_indices
+from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
+
+
+@dataclasses.dataclass
+class Scope:
+    """One cache and the rows that each token reads from it.
+
+    Attributes:
+        guarded: the cache; only the rows in use are written, everything else is poison.
+        layout: its layout id.
+        indices: int32 [T, K] slots, hostile from column ``lengths`` on.
+        lengths: int32 [T].
+    """
+
+    guarded: GuardedCache
+    layout: str
+    indices: Tensor
+    lengths: Tensor
+
+    @property
+    def cache(self) -> Tensor:
+        """The cache tensor."""
+        return self.guarded.cache
+
+    def rows(self, token: int) -> Tensor:
+        """Float64 rows that a token reads, hostile indices left out."""
+        slots = self.indices[token, : self.lengths[token]].long()
+        inside = (slots >= 0) & (slots < self.cache.shape[0] * self.cache.shape[1])
+        return ROW_FORMATS[self.layout].decode(
+            *read_entries(self.cache, slots[inside], self.layout)
+        )
+
+
+def scope(
+    tokens: int,
+    width: int,
+    *,
+    lengths: list[int] | None = None,
+    page: int = 64,
+    layout: str = MAIN_FP8,
+) -> Scope:
+    """A cache in which each token reads ``lengths[t]`` random rows of a list of ``width``."""
+    counts = torch.tensor([width] * tokens if lengths is None else lengths, dtype=torch.int32)
+    used = max(1, 3 * width // 2)
+    pages = used // page + 3
+    guarded = guarded_cache(layout, pages, page)
+    slots = torch.randperm(pages * page)[:used]
+    guarded.write(slots, torch.randn(used, 512))
+    indices = hostile_indices(pages * page, tokens, width)
+    for token, count in enumerate(counts.tolist()):
+        indices[token, :count] = slots[torch.randperm(used)[:count]].int()
+    return Scope(guarded, layout, indices, counts)
+
+
+@dataclasses.dataclass
+class Scene:
+    """Queries, one or two scopes, and a sink."""
+
+    q: Tensor
+    main: Scope
+    extra: Scope | None = None
+    sink: Tensor | None = None
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of ``sparse_attention``."""
+        keywords: dict[str, Any] = {"sink": self.sink, "layout": self.main.layout}
+        if self.extra is not None:
+            keywords |= {
+                "extra_cache": self.extra.cache,
+                "extra_indices": self.extra.indices,
+                "extra_lengths": self.extra.lengths,
+                "extra_layout": self.extra.layout,
+            }
+        return (self.q, self.main.cache, self.main.indices, self.main.lengths), keywords
+
+    def expected(self) -> Attention:
+        """The float64 result."""
+        rows = []
+        for token in range(len(self.q)):
+            part = self.main.rows(token)
+            if self.extra is not None:
+                part = torch.cat((part, self.extra.rows(token)))
+            rows.append(part)
+        return attend(self.q, rows, self.sink)
+
+
+def scene(tokens: int = 3, heads: int = 4, width: int = 40, extra: int = 24) -> Scene:
+    """Bfloat16 queries over a window cache of 64-entry pages and one of 2-entry pages."""
+    return Scene(
+        torch.randn(tokens, heads, 512).bfloat16(),
+        scope(tokens, width),
+        scope(tokens, extra, page=2) if extra else None,
+        torch.randn(heads),
+    )

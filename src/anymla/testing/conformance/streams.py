@@ -1,0 +1,78 @@
+"""Cases M1 .. M4: hyper-connections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.testing.conformance.expected import v4_config
+from anymla.testing.conformance.ops import Ops
+from anymla.testing.conformance.registry import absent, case, expect
+from anymla.testing.oracle.blocks import Site, hyper_post
+from anymla.testing.tolerance import accumulation, assert_close
+
+_STREAMS = 4
+
+
+def _site(width: int) -> Site:
+    gates = _STREAMS * (2 + _STREAMS)
+    return Site(
+        torch.randn(gates, _STREAMS * width) / (_STREAMS * width) ** 0.5,
+        torch.randn(gates),
+        1 + torch.rand(3),
+    )
+
+
+def _check_site(ops: Ops, h: Tensor, name: str) -> None:
+    tokens, _, width = h.shape
+    site, u = _site(width), torch.randn(tokens, width)
+    y, post, comb = ops.hc_pre(
+        h, site.fn, site.base, site.scale, norm_eps=1e-6, hc_eps=1e-6, iters=20
+    )
+    wide = Site(site.fn.double(), site.base.double(), site.scale.double())
+    want_y, want_post, want_comb = wide.pre(h.double(), v4_config())
+    # Gate logits are dot products as wide as all streams, of unit-size terms / sqrt(width); gates
+    # pass them on with a slope below 2, and forty normalisations round once each.
+    slack = 4 * accumulation(_STREAMS * width, torch.float32)
+    assert_close(post, want_post, atol=slack, name=f"{name}: post")
+    assert_close(comb, want_comb, atol=slack, name=f"{name}: comb")
+    magnitude = h.double().abs().sum(1)
+    assert_close(y, want_y, atol=slack, scale=magnitude, name=f"{name}: y")
+    out = ops.hc_post(u, h, post, comb)
+    want = hyper_post(u.double(), h.double(), want_post, want_comb)
+    magnitude = (h.double().abs().sum(1) + 2 * u.double().abs()).unsqueeze(1).expand_as(want)
+    assert_close(out, want, atol=slack, scale=magnitude, name=f"{name}: streams")
+
+
+@case("M1", "more than 8192 tokens", "hc_pre", "hc_post", bulk=True)
+def many_tokens(ops: Ops) -> None:
+    _check_site(ops, torch.randn(8192 + 5, _STREAMS, 32), "8197 tokens")
+
+
+@case("M2", "20 Sinkhorn iterations ending on columns, epsilons as DeepSeek's", "hc_pre", "hc_post")
+def sinkhorn(ops: Ops) -> None:
+    h = torch.randn(16, _STREAMS, 64)
+    _check_site(ops, h, "16 tokens")
+    _check_site(ops, h * 1e-4, "tiny streams, where the norm's epsilon shows")
+    site = _site(64)
+    site = Site(site.fn, site.base, site.scale * 30)  # far from uniform, so iterations matter
+    _, _, comb = ops.hc_pre(h, site.fn, site.base, site.scale, norm_eps=1e-6, hc_eps=1e-6, iters=20)
+    columns = comb.double().sum(1)
+    one = torch.ones_like(columns)
+    # The last step divides by column sums plus 1e-6.
+    assert_close(columns, one, atol=3e-6, name="column sums")
+    rows = comb.double().sum(2)
+    expect(bool((rows - 1).abs().max() > 1e-6), "rows are only nearly normalised after columns")
+
+
+absent(
+    "M3",
+    "V4.1 takes the pre-mix of the previous sub-layer",
+    "V4.1's delayed hyper-connections are not implemented",
+)
+absent(
+    "M4",
+    "no compilation for a token count not seen before",
+    "needs a GPU: there are no compiled kernels on a CPU",
+    gpu=True,
+)

@@ -1,0 +1,134 @@
+"""Hostile inputs: caches full of poison, scattered pages, and indices that point nowhere.
+
+Numbers are drawn from torch's global generator, so that a seeded test draws the same ones again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import PageLayout, get_layout
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+
+def hostile_indices(limit: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Indices that all lie outside [0, limit): INT_MIN, -2, -1, limit, limit + 1 and INT_MAX.
+
+    Args:
+        limit: rows (or slots) there are.
+        shape: of the result.
+        dtype: int32 or int64.
+    """
+    choices = torch.tensor([INT32_MIN, -2, -1, limit, limit + 1, INT32_MAX], dtype=dtype)
+    return choices[torch.randint(len(choices), shape)]
+
+
+def scatter_hostile(indices: Tensor, extra: int, limit: int) -> Tensor:
+    """Mix ``extra`` hostile columns into int32 [T, K], at places that differ from row to row."""
+    tokens, width = indices.shape
+    mixed = torch.cat((indices, hostile_indices(limit, tokens, extra)), 1)
+    order = torch.rand(tokens, width + extra).argsort(1)
+    return mixed.gather(1, order)
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardedCache:
+    """A cache inside a larger buffer, whose other bytes must not change.
+
+    Attributes:
+        cache: [P, B, row] with a page stride larger than the page.
+        layout: its layout.
+        buffer: the bytes around it, uint8.
+        before: a copy of the buffer.
+    """
+
+    cache: Tensor
+    layout: PageLayout
+    buffer: Tensor
+    before: Tensor
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Store rows [n, channels] at int64 slots [n], and count them as given."""
+        self.layout.write(self.cache, slots, rows)
+        self.before.copy_(self.buffer)
+
+    def changed(self) -> Tensor:
+        """Places in the buffer, int64, that differ from what was given."""
+        return (self.buffer != self.before).nonzero().flatten()
+
+    def entry_bytes(self, slot: int) -> set[int]:
+        """Places in the buffer where an entry's values and scales lie."""
+        entries, stride = self.cache.shape[1], self.cache.stride(0) * self.layout.dtype.itemsize
+        page, offset = divmod(slot, entries)
+        start = self.cache.storage_offset() * self.layout.dtype.itemsize + page * stride
+        data, scales = self.layout.data_bytes, self.layout.scale_bytes
+        places = set(range(start + offset * data, start + (offset + 1) * data))
+        start += entries * data
+        return places | set(range(start + offset * scales, start + (offset + 1) * scales))
+
+
+def guarded_cache(
+    layout_id: str, pages: int, entries: int, *, gap: int = 4096, offset: int = 512, fill: int = 255
+) -> GuardedCache:
+    """Allocate a cache whose pages lie ``gap`` bytes apart, full of ``fill`` bytes.
+
+    0xFF bytes are NaN as e4m3, as bfloat16, as float32 and as ue8m0, so anything that is read
+    without having been written shows.
+
+    Args:
+        layout_id: layout.
+        pages: P.
+        entries: entries per page B.
+        gap: bytes between a page's padded end and the next page, a multiple of 16.
+        offset: bytes before the first page, a multiple of 16.
+        fill: byte everywhere.
+    """
+    layout = get_layout(layout_id)
+    item = layout.dtype.itemsize
+    stride = layout.page_stride_bytes(entries) + gap
+    buffer = torch.full((offset + pages * stride,), fill, dtype=torch.uint8)
+    cache = buffer.view(layout.dtype).as_strided(
+        (pages, entries, layout.row_elements),
+        (stride // item, layout.row_elements, 1),
+        offset // item,
+    )
+    return GuardedCache(cache, layout, buffer, buffer.clone())
+
+
+def scattered_pages(
+    lengths: Sequence[int], entries: int, *, spare: int = 3, width: int | None = None
+) -> tuple[Tensor, int]:
+    """Block tables of requests whose pages lie in random order among unused ones.
+
+    Page 0 is never used (engines keep it as the null page). Entries of the table behind a
+    request's last page are hostile.
+
+    Args:
+        lengths: entries each request holds.
+        entries: entries per page.
+        spare: pages that belong to nobody.
+        width: columns of the table; the longest request's pages and two more by default.
+
+    Returns:
+        block table int32 [R, P] and the number of pages of the cache.
+    """
+    counts = [-(-length // entries) for length in lengths]
+    total = 1 + sum(counts) + spare
+    pages = (1 + torch.randperm(total - 1)).int()
+    columns = max(counts, default=0) + 2 if width is None else width
+    table = hostile_indices(total, len(counts), columns)
+    used = 0
+    for request, count in enumerate(counts):
+        table[request, :count] = pages[used : used + count]
+        used += count
+    return table, total
+
+
+def slots_of(table: Tensor, request: int, numbers: Tensor, entries: int) -> Tensor:
+    """Slots, int64, of a request's entries ``numbers`` (int64 [n]) through its block table."""
+    return table[request].long()[numbers // entries] * entries + numbers % entries
