@@ -145,6 +145,24 @@ def test_torch_stores_the_bytes_of_the_reference(layout, entries, monkeypatch):
             assert torch.equal(cache.storage, caches[0].storage)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_broken_row_stays_broken_and_alone(backend, layout, bad, count):
+    """No finite number comes back for it, and its neighbours are as they were."""
+    cache = make_cache(layout, 1, 4)
+    rows = rows_of(layout, count)
+    rows[0, 5] = bad
+    slots = torch.arange(count)
+    quantize_and_insert_k_cache(rows, cache.tensor, slots, layout=layout, backend=backend)
+    out = torch.zeros(rows.shape)
+    dequant_gather_slots(out, cache.tensor, slots.int(), layout=layout, backend=backend)
+    assert not out[0, 5].isfinite()
+    for row, read in zip(rows[1:], out[1:], strict=True):
+        data, scales = cache.layout.encode(row.unsqueeze(0))
+        assert torch.equal(read, cache.layout.decode(data, scales, torch.float32)[0])
+
+
 @given(
     seed=st.integers(0, 2**20),
     layout=st.sampled_from(LAYOUTS),

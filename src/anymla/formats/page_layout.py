@@ -124,12 +124,9 @@ class PageLayout(ABC):
             layout has none), both with the cache's own page stride.
         """
         pages, entries = cache.shape[:2]
-        # view(uint8) scales the last dim only, so widen strides by hand for wider dtypes.
         page_stride = cache.stride(0) * self.dtype.itemsize
         start = cache.storage_offset() * self.dtype.itemsize
-        whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
-            cache.untyped_storage(), start, (0,), (1,)
-        )
+        whole = cache.view(torch.uint8)
         data = whole.as_strided(
             (pages, entries, self.data_bytes), (page_stride, self.data_bytes, 1), start
         )

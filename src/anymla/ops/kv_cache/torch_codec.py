@@ -25,19 +25,26 @@ from anymla.formats.ue8m0 import decode_ue8m0
 Table = Callable[[torch.dtype, torch.device], tuple[Tensor, torch.dtype]]
 
 
-def encode_rows(layout: PageLayout, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Encode rows [n, channels] to uint8 values [n, data_bytes] and scales [n, scale_bytes].
+def encode_rows(layout: PageLayout, rows: Tensor, data: Tensor, scales: Tensor | None) -> None:
+    """Encode rows [n, channels] into uint8 values [n, data_bytes] and scales [n, scale_bytes].
 
-    The bytes are those of ``layout.encode`` for finite rows. A block with a NaN or an infinity
-    decodes to non-finite values with either encoder.
+    The targets may be views of a page. The bytes are those of ``layout.encode`` for finite rows; a
+    block with a NaN or an infinity decodes to non-finite values with either encoder.
     """
     if isinstance(layout, SplitFp8Layout):
-        return _encode_split_fp8(layout, rows)
-    if isinstance(layout, RowFp8Layout):
-        return _encode_row_fp8(rows)
-    if isinstance(layout, RowMxfp4Layout):
-        return _encode_row_mxfp4(rows)
-    return layout.encode(rows)
+        assert scales is not None
+        _encode_split_fp8(layout, rows, data, scales)
+    elif isinstance(layout, RowFp8Layout):
+        assert scales is not None
+        _encode_row_fp8(rows, data, scales)
+    elif isinstance(layout, RowMxfp4Layout):
+        assert scales is not None
+        _encode_row_mxfp4(rows, data, scales)
+    else:
+        coded, coded_scales = layout.encode(rows)
+        data.copy_(coded)
+        if scales is not None and coded_scales is not None:
+            scales.copy_(coded_scales)
 
 
 def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Tensor) -> None:
@@ -68,51 +75,62 @@ def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Te
         out.copy_(layout.decode(data, scales, out.dtype))
 
 
-def _encode_split_fp8(layout: SplitFp8Layout, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_split_fp8(layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales: Tensor) -> None:
     rows = rows.bfloat16()
     blocks = rows[:, : layout.nope].float().unflatten(1, (-1, layout.block))
-    byte = _scale_byte(blocks, E4M3_MAX, KV_AMAX_FLOOR)
-    data = rows.new_empty((len(rows), layout.data_bytes), dtype=torch.uint8)
-    codes = data[:, : layout.nope].view(torch.float8_e4m3fn).unflatten(1, (-1, layout.block))
+    bits = _scale_bits(blocks, E4M3_MAX, KV_AMAX_FLOOR)
     # A row of bfloat16 never exceeds 448 scales, so the cast needs no clamp to saturate.
-    codes.copy_(blocks.mul_(_inverse_scale(byte).unsqueeze(-1)))
-    data[:, layout.nope :].view(torch.bfloat16).copy_(rows[:, layout.nope :])
-    scales = data.new_zeros((len(rows), layout.scale_bytes))
-    scales[:, : byte.shape[1]] = byte
-    return data, scales
+    blocks.div_(bits.view(torch.float32).unsqueeze(-1))
+    data[:, : layout.nope].view(torch.float8_e4m3fn).copy_(blocks.flatten(1))
+    data[:, layout.nope :].copy_(rows[:, layout.nope :].view(torch.uint8))
+    used = bits.shape[1]
+    scales[:, :used].copy_(bits.bitwise_right_shift_(_MANTISSA_BITS))
+    scales[:, used:].zero_()
 
 
-def _encode_row_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    wide = rows.bfloat16().float().unsqueeze(1)
-    byte = _scale_byte(wide, E4M3_MAX, KV_AMAX_FLOOR)
-    codes = wide.mul_(_inverse_scale(byte).unsqueeze(-1)).squeeze(1).to(torch.float8_e4m3fn)
-    return codes.view(torch.uint8), (byte << 23).view(torch.uint8)
+def _encode_row_fp8(rows: Tensor, data: Tensor, scales: Tensor) -> None:
+    wide = rows.bfloat16().float()
+    bits = _scale_bits(wide.unsqueeze(1), E4M3_MAX, KV_AMAX_FLOOR)
+    data.view(torch.float8_e4m3fn).copy_(wide.div_(bits.view(torch.float32)))
+    scales.copy_(bits.view(torch.uint8))
 
 
-def _encode_row_mxfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_row_mxfp4(rows: Tensor, data: Tensor, scales: Tensor) -> None:
     blocks = rows.bfloat16().float().unflatten(1, (-1, MXFP4_BLOCK))
-    byte = _scale_byte(blocks, E2M1_MAX, MXFP4_AMAX_FLOOR).clamp_(max=254)
-    blocks.mul_(_inverse_scale(byte).unsqueeze(-1))
+    bits = _scale_bits(blocks, E2M1_MAX, MXFP4_AMAX_FLOOR)
+    # Only a NaN leaves no exponent. e2m1 has none: the block saturates, like one with an infinity.
+    bits.view(torch.float32).masked_fill_(bits == 0, torch.inf)
+    blocks.div_(bits.view(torch.float32).unsqueeze(-1))
     codes = torch.bucketize(blocks.abs(), _e2m1_bounds(rows.device), out_int32=True)
     codes = (codes | (blocks.signbit().int() << 3)).flatten(1)
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return packed.to(torch.uint8), byte.to(torch.uint8)
+    data.copy_(codes[:, 0::2] | (codes[:, 1::2] << 4))
+    scales.copy_(bits.bitwise_right_shift_(_MANTISSA_BITS).clamp_(max=254))
 
 
-def _scale_byte(blocks: Tensor, code_max: float, floor: float) -> Tensor:
-    """UE8M0 byte, int32 [...], of float32 blocks [..., n]: see ``formats.ue8m0.scale_exponent``.
+# As tensors: torch would otherwise convert the numbers at every call. A scalar on the CPU combines
+# with tensors of any device.
+_MANTISSA = torch.tensor(0x7FFFFF, dtype=torch.int32, device="cpu")
+_EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
+_MANTISSA_BITS = torch.tensor(23, dtype=torch.int32, device="cpu")
 
-    The exponent field of amax / code_max, rounded up: adding one to the field of the float just
-    below does nothing to a power of two and carries everything else to the next.
+
+def _scale_bits(blocks: Tensor, code_max: float, floor: float) -> Tensor:
+    """Scale of each block, as the bits of a float32 power of two.
+
+    The exponent of amax / code_max, rounded up: see ``formats.ue8m0.scale_exponent``. Adding a full
+    mantissa leaves a power of two in its binade and carries everything else into the next.
+
+    Args:
+        blocks: float32 [..., n].
+        code_max: largest magnitude of a code.
+        floor: lower bound of amax.
+
+    Returns:
+        int32 [...].
     """
     amax = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=-1)
     bits = amax.clamp_(min=floor).mul_(1.0 / code_max).view(torch.int32)
-    return bits.sub_(1).bitwise_right_shift_(23).add_(1)
-
-
-def _inverse_scale(byte: Tensor) -> Tensor:
-    """2^(127 - byte) as float32, exact for bytes 1..253."""
-    return (254 - byte).bitwise_left_shift_(23).view(torch.float32)
+    return bits.add_(_MANTISSA).bitwise_and_(_EXPONENT)
 
 
 def _look_up(table: Table, codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import get_layout, pages_of
+from anymla.formats.page_layout import PageLayout, get_layout, pages_of
 from anymla.ops import _host
 from anymla.ops.kv_cache.torch_codec import decode_rows, encode_rows
 
@@ -51,14 +51,42 @@ def write_rows(k_cache: Tensor, slots: Tensor, rows: Tensor, layout: str) -> Non
         layout: layout id of the cache.
     """
     cache, row_layout = pages_of(k_cache), get_layout(layout)
-    slots, rows, nothing = writable(slots, rows, cache.shape[0] * cache.shape[1])
-    if not slots.shape[0]:
+    if slots.shape[0] == 1 and _host.on_host(slots):
+        _write_one(row_layout, cache, int(slots), rows)
         return
-    data, scales = encode_rows(row_layout, rows)
+    slots, rows, nothing = writable(slots, rows, cache.shape[0] * cache.shape[1])
+    count = slots.shape[0]
+    if not count:
+        return
+    data = torch.empty((count, row_layout.data_bytes), dtype=torch.uint8, device=cache.device)
+    scales = None
     data_plane, scale_plane = row_layout.planes(cache)
+    if scale_plane is not None:
+        scales = data.new_empty((count, row_layout.scale_bytes))
+    encode_rows(row_layout, rows, data, scales)
     scatter_entries(data_plane, slots, data, unless=nothing)
     if scale_plane is not None and scales is not None:
         scatter_entries(scale_plane, slots, scales, unless=nothing)
+
+
+def _write_one(layout: PageLayout, cache: Tensor, slot: int, row: Tensor) -> None:
+    """Encode one row [1, channels] right into its entry."""
+    pages, entries = cache.shape[:2]
+    if not 0 <= slot < pages * entries:
+        return
+    page, offset = divmod(slot, entries)
+    data, scales = (
+        plane
+        if plane is None
+        else plane.as_strided(
+            (1, plane.shape[2]),
+            (plane.shape[2], 1),
+            plane.storage_offset() + page * plane.stride(0) + offset * plane.shape[2],
+        )
+        for plane in layout.planes(cache)
+    )
+    assert data is not None
+    encode_rows(layout, row, data, scales)
 
 
 def slots_inside(slots: Tensor, capacity: int) -> Tensor | None:
