@@ -45,16 +45,20 @@ class TensorInfo:
         dtype: safetensors' name of it: "BF16", "F8_E4M3", "F8_E8M0", "I8", ...
         file: the file it is in.
         nbytes: its size.
+        stored_name: its name in the file.
     """
 
     shape: tuple[int, ...]
     dtype: str
     file: Path
     nbytes: int
+    stored_name: str
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
-    """The tensors of a checkpoint by name; values are read on demand.
+    """The tensors of a checkpoint by DeepSeek's names; values are read on demand.
+
+    Files that ``transformers`` saved use names of its own for some tensors; they are translated.
 
     Attributes:
         directory: where it lies.
@@ -71,6 +75,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         No tensor data is read.
 
+        Args:
+            directory: where the files are.
+
         Raises:
             CheckpointError: no such directory, no safetensors in it, a file that is missing,
                 truncated or no safetensors file, or an index that does not match its shards.
@@ -79,9 +86,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory")
         if (directory / INDEX_FILE).is_file():
-            return cls(directory, _sharded(directory))
+            return cls(directory, _translated(_sharded(directory)))
         if (directory / SINGLE_FILE).is_file():
-            return cls(directory, _header(directory / SINGLE_FILE))
+            return cls(directory, _translated(_header(directory / SINGLE_FILE)))
         raise CheckpointError(
             f"{directory}: not a checkpoint, it has neither {SINGLE_FILE} nor {INDEX_FILE}"
         )
@@ -111,14 +118,39 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         if name not in self._tensors:
             raise CheckpointError(f"{self.directory}: no tensor {name}")
-        file = self._tensors[name].file
+        info = self._tensors[name]
+        file = info.file
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            mapped: Tensor = self._open[file].get_tensor(name)
+            mapped: Tensor = self._open[file].get_tensor(info.stored_name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot read {name}: {_first_line(error)}") from None
         return mapped.to(device)
+
+
+def deepseek_name(name: str) -> str:
+    """DeepSeek's name for a tensor that transformers 5 saved.
+
+    Its ``save_pretrained`` translates most names back, but leaves a prefix and these.
+    """
+    if not name.startswith("model."):
+        return name
+    name = name.removeprefix("model.")
+    name = name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
+def _translated(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    out: dict[str, TensorInfo] = {}
+    for stored, info in tensors.items():
+        name = deepseek_name(stored)
+        if name in out:
+            raise CheckpointError(
+                f"{info.file}: holds {name} twice, as {out[name].stored_name} too"
+            )
+        out[name] = info
+    return out
 
 
 def _sharded(directory: Path) -> dict[str, TensorInfo]:
@@ -181,7 +213,7 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(
                 f"{path}: {name} is {dtype} {list(shape)} in {stop - begin} bytes, which do not fit"
             )
-        tensors[name] = TensorInfo(shape, dtype, path, stop - begin)
+        tensors[name] = TensorInfo(shape, dtype, path, stop - begin, name)
         end = max(end, stop)
     if size != 8 + length + end:
         raise CheckpointError(
