@@ -1,0 +1,172 @@
+"""The engine with a real (tiny) model in float32."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from anymla.model.load import load_model
+from anymla.runtime.engine import Engine
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.request import Request
+from anymla.runtime.sampler import Sampling
+from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+
+
+def _prompt(length, seed=0):
+    return tuple(random.Random(seed).choices(range(3, 250), k=length))
+
+
+def _engine(model, **changes):
+    defaults = {"kv_cache": "fp32", "max_requests": 3, "max_seq_len": 420}
+    return Engine(model, EngineOptions(**(defaults | changes)))
+
+
+def _poison(engine):
+    """Poison every page that no request holds."""
+    for group in engine.store.groups:
+        table = engine.store.tables[group.name]
+        held = {
+            page for row in range(engine.options.max_requests) for page in table.held(row).values()
+        }
+        free = torch.tensor([page for page in range(table.pool.num_pages) if page not in held])
+        for cache in engine.store.tensors(group):
+            cache.index_fill_(0, free, 255 if cache.dtype is torch.uint8 else torch.nan)
+
+
+# 130 crosses the window and the first ratio-128 entry; 16 entries of 4 tokens are the selection.
+REQUESTS = [
+    Request("a", _prompt(130, 1), 24),
+    Request("b", _prompt(5, 2), 12),
+    Request("c", _prompt(67, 3), 18, Sampling(0.7, 0.95, 11)),
+    Request("d", _prompt(290, 4), 9),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model):
+    """Each request by itself, its prompt in one piece."""
+    return {
+        request.request_id: _engine(tiny_model).run([request])[0].token_ids for request in REQUESTS
+    }
+
+
+@pytest.mark.parametrize("chunk_size", [1, 13, 64])
+def test_chunks_do_not_change_the_tokens(tiny_model, alone, chunk_size):
+    request = REQUESTS[0]
+    got = _engine(tiny_model, chunk_size=chunk_size).run([request])[0]
+    assert got.token_ids == alone["a"]
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 1, 5])
+def test_neighbours_and_speculation_do_not_change_the_tokens(tiny_model, alone, draft_tokens):
+    """Requests join one after the other, in poisoned caches; three run at once."""
+    engine = _engine(tiny_model, chunk_size=50, draft_tokens=draft_tokens)
+    waiting, done = list(REQUESTS), {}
+    while waiting or engine.busy:
+        if waiting:
+            engine.submit(waiting.pop(0))
+        _poison(engine)
+        for completion in engine.step().finished:
+            done[completion.request.request_id] = completion.token_ids
+    assert done == alone
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8", "bf16", "fp32"])
+def test_recycled_pages_leave_no_trace(tiny_model, kv_cache):
+    """Conformance C9, bit for bit: pages full of others' rows, or of poison, are as good as new."""
+    request = Request("b", _prompt(150, 7), 6, prompt_logprobs=True)
+    engines = [_engine(tiny_model, kv_cache=kv_cache) for _ in range(3)]
+    used, poisoned, fresh = engines
+    for engine in (used, poisoned):
+        engine.run([Request("x", _prompt(250, 8), 4), Request("y", _prompt(140, 9), 9)])
+    _poison(poisoned)
+    for name, pool in fresh.store.pools.items():
+        # Hand out the same pages: rows are summed in the order in which they lie.
+        pool._free = list(used.store.pools[name]._free)
+    results = [engine.run([request])[0] for engine in engines]
+    for got in results[:2]:
+        assert got.token_ids == results[2].token_ids
+        assert got.prompt_logprobs == results[2].prompt_logprobs
+        assert got.logprobs == results[2].logprobs
+
+
+def test_score_equals_decoding_step_by_step(tiny_model):
+    """Log-probabilities of a prompt in chunks, and of the same tokens as they are generated."""
+    first = _engine(tiny_model).run([Request("a", _prompt(60), 80)])[0]
+    whole = _prompt(60) + first.token_ids
+    for chunk_size in (17, 512):
+        engine = _engine(tiny_model, chunk_size=chunk_size)
+        scored = engine.run([Request("s", whole, 0, prompt_logprobs=True)])[0]
+        # The same sums in another order: a few hundred float32 ulps of 1 through four layers.
+        torch.testing.assert_close(
+            torch.tensor(scored.prompt_logprobs[60:]),
+            torch.tensor(first.logprobs),
+            rtol=0,
+            atol=1e-4,
+        )
+
+
+@pytest.fixture(scope="module")
+def prophet(tmp_path_factory):
+    """A model whose MTP layer is right by construction.
+
+    Its backbone is one window-only layer, and its MTP layer is that layer again, fed with the
+    embedding of the next token alone (which has unit RMS, so that its norm changes nothing): it
+    computes at p what the backbone computes at p + 1, once the window no longer reaches token 0.
+    """
+    directory = tmp_path_factory.mktemp("prophet")
+    options = TinyOptions(
+        weights="bf16", ratios=(0,), hidden=128, heads=2, o_groups=1, q_lora=64, o_lora=64,
+        experts=4, experts_per_token=2, moe_size=64, hash_layers=0, seed=3,
+    )  # fmt: skip
+    write_tiny_checkpoint(directory, options)
+    model = load_model(directory, dtype=torch.float32, progress=False)
+    model.embedding = torch.where(model.embedding >= 0, 1.0, -1.0)
+    draft = model.drafts[0]
+    draft.block, draft.head = model.layers[0], model.head
+    draft.e_norm = torch.ones_like(draft.e_norm)
+    draft.e_proj, draft.h_proj = nn.Identity(), _Zero()
+    return model
+
+
+class _Zero(nn.Module):
+    def forward(self, x):
+        return torch.zeros_like(x)
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2, 5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_right_draft_is_always_accepted(prophet, draft_tokens, temperature):
+    request = Request("a", _prompt(129), 60, Sampling(temperature, 0.9, 4))
+    plain = _engine(prophet).run([request])[0]
+    engine = _engine(prophet, draft_tokens=draft_tokens, chunk_size=40)
+    engine.submit(request)
+    steps = 0
+    while engine.busy:
+        _poison(engine)
+        finished = engine.step().finished
+        steps += 1
+    assert finished[0].token_ids == plain.token_ids
+    assert finished[0].accepted == finished[0].drafted > 0
+    # The prompt in four chunks, whose last gives one token, then 1 + draft_tokens a step.
+    assert steps == 4 + -(-59 // (1 + draft_tokens))
+
+
+def test_caches_take_the_bytes_of_their_pages(tiny_model):
+    """Within 2 % of what the layouts say 300 tokens take, rounded up to pages."""
+    request = Request("a", _prompt(280), 21)
+    engine = Engine.for_requests(tiny_model, EngineOptions(chunk_size=64), [request])
+    window = 4 * 4 * 37440  # ceil((127 + 64 - 1) / 64) + 1 pages of 64 tokens, 4 layers
+    c4, index = 2 * 2 * 37440, 2 * 2 * 8640  # 75 entries, 2 layers
+    c128 = 1728  # 2 entries
+    state_c4, state_index = 2 * 19 * 32832, 2 * 19 * 8640  # ceil((7 + 64 - 1) / 4) + 1 pages
+    state_c128 = 25 * 32832  # ceil((127 + 64 - 1) / 8) + 1 pages
+    needed = window + c4 + index + c128 + state_c4 + state_index + state_c128
+    null_pages = sum(
+        cache.stride(0) * cache.itemsize
+        for group in engine.store.groups
+        for cache in engine.store.tensors(group)
+    )
+    assert engine.store.nbytes - null_pages == needed
