@@ -1,0 +1,150 @@
+"""From prompts on the command line and in files to requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from anymla.cli.bad_input import BadInput
+from anymla.cli.run_options import read_text
+from anymla.model.config import ModelConfig
+from anymla.model.tokenizer import Tokenizer
+from anymla.runtime.request import Request, check_request
+from anymla.runtime.sampler import Sampling
+
+_BATCH_KEYS = {"id", "prompt", "token_ids", "max_new_tokens", "temperature", "top_p", "seed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestDefaults:
+    """What a prompt does not say for itself."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+
+
+class RequestReader:
+    """Makes requests and refuses those that the model cannot run.
+
+    Attributes:
+        tokenizer: of the checkpoint.
+        config: of the checkpoint.
+        defaults: for prompts that say nothing else.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, config: ModelConfig, defaults: RequestDefaults
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.defaults = defaults
+
+    def from_text(self, name: str, text: str) -> Request:
+        """One prompt.
+
+        Raises:
+            ValueError: it is empty or too long.
+        """
+        request = Request(
+            request_id=name,
+            token_ids=tuple(self.tokenizer.encode(text)) if text else (),
+            max_new_tokens=self.defaults.max_new_tokens,
+            sampling=self.defaults.sampling,
+            stop_ids=self.defaults.stop_ids,
+        )
+        check_request(request, self.config)
+        return request
+
+    def from_batch(self, path: Path) -> list[Request]:
+        """One request for each line of JSON.
+
+        A line holds "prompt" or "token_ids", and may hold "id", "max_new_tokens", "temperature",
+        "top_p" and "seed". Blank lines are skipped; an id is by default the line's number.
+
+        Raises:
+            BadInput: an unusable line, by number; no line at all; a file that cannot be read.
+        """
+        requests: dict[str, Request] = {}
+        for number, line in enumerate(read_text(path).split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                request = self._from_line(str(number), line)
+                if request.request_id in requests:
+                    raise ValueError(f"the id {request.request_id!r} is taken by an earlier line")
+            except ValueError as error:
+                raise BadInput(f"{path} line {number}: {error}") from error
+            requests[request.request_id] = request
+        if not requests:
+            raise BadInput(f"{path}: no prompt in it")
+        return list(requests.values())
+
+    def _from_line(self, default_id: str, line: str) -> Request:
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError("not a JSON object")
+        if unknown := sorted(fields.keys() - _BATCH_KEYS):
+            raise ValueError(
+                f"unknown key {unknown[0]!r}, known are {', '.join(sorted(_BATCH_KEYS))}"
+            )
+        if ("prompt" in fields) == ("token_ids" in fields):
+            raise ValueError('needs either "prompt" or "token_ids"')
+        sampling = self.defaults.sampling
+        request_id = fields.get("id", default_id)
+        if type(request_id) not in (str, int):
+            raise ValueError(f'"id" must be a string or an integer, got {request_id!r}')
+        request = Request(
+            request_id=str(request_id),
+            token_ids=self._token_ids(fields),
+            max_new_tokens=_integer(fields, "max_new_tokens", self.defaults.max_new_tokens),
+            sampling=Sampling(
+                _number(fields, "temperature", sampling.temperature),
+                _number(fields, "top_p", sampling.top_p),
+                _integer(fields, "seed", sampling.seed),
+            ),
+            stop_ids=self.defaults.stop_ids,
+        )
+        check_request(request, self.config)
+        return request
+
+    def _token_ids(self, fields: dict[str, Any]) -> tuple[int, ...]:
+        if "token_ids" in fields:
+            return as_token_ids(fields["token_ids"])
+        text = fields["prompt"]
+        if not isinstance(text, str):
+            raise ValueError(f'"prompt" must be a string, got {text!r}')
+        return tuple(self.tokenizer.encode(text)) if text else ()
+
+
+def as_token_ids(value: Any) -> tuple[int, ...]:
+    """A JSON list of token ids.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f'"token_ids" must be a list of integers, got {type(value).__name__}')
+    for token in value:
+        if type(token) is not int:
+            raise ValueError(f'"token_ids" must hold integers, got {token!r}')
+    return tuple(value)
+
+
+def _integer(fields: dict[str, Any], key: str, default: int) -> int:
+    value = fields.get(key, default)
+    if type(value) is not int:
+        raise ValueError(f'"{key}" must be an integer, got {value!r}')
+    return value
+
+
+def _number(fields: dict[str, Any], key: str, default: float) -> float:
+    value = fields.get(key, default)
+    if type(value) not in (int, float):
+        raise ValueError(f'"{key}" must be a number, got {value!r}')
+    return float(value)

@@ -1,0 +1,147 @@
+"""Options that every command has which runs a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from anymla.cli.bad_input import BadInput, bad_input
+from anymla.model.load import DTYPES, load_model
+from anymla.model.transformer import Transformer
+from anymla.runtime.options import EngineOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Where a model comes from and how it runs; the fields are the command line's options."""
+
+    checkpoint: Path
+    chunk_size: int
+    kv_cache: str
+    device: str
+    dtype: str
+    backend: str | None
+    threads: int | None
+
+    def load(self) -> Transformer:
+        """Load the model.
+
+        Raises:
+            BadInput: the device is not there, or the directory is no usable checkpoint.
+        """
+        with bad_input():
+            return load_model(
+                self.checkpoint,
+                dtype=DTYPES[self.dtype],
+                device=self.device,
+                backend=self.backend,
+            )
+
+    def check_device(self) -> None:
+        """Raise BadInput unless torch sees the device; set the number of CPU threads."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        module = {"cuda": torch.cuda, "xpu": torch.xpu}.get(self.device)
+        if module is not None and not module.is_available():
+            raise BadInput(f"--device {self.device}: torch sees no such device on this machine")
+
+    def engine_options(self, **changes: Any) -> EngineOptions:
+        """Options for an engine."""
+        return EngineOptions(kv_cache=self.kv_cache, chunk_size=self.chunk_size, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a report in JSON."""
+        return dataclasses.asdict(self) | {"checkpoint": str(self.checkpoint)}
+
+
+_OPTIONS = (
+    click.option(
+        "--checkpoint",
+        required=True,
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Directory with config.json, tokenizer.json and safetensors.",
+    ),
+    click.option(
+        "--chunk-size",
+        default=512,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="Most prompt tokens of a request in one step.",
+    ),
+    click.option(
+        "--kv-cache",
+        default="fp8",
+        show_default=True,
+        type=click.Choice(["fp8", "bf16", "fp32"]),
+        help="Cache rows: the checkpoint's FP8 records, or plain rows.",
+    ),
+    click.option(
+        "--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda", "xpu"])
+    ),
+    click.option(
+        "--dtype",
+        default="bf16",
+        show_default=True,
+        type=click.Choice(list(DTYPES)),
+        help="Activations; with fp32 they are never quantised.",
+    ),
+    click.option(
+        "--backend", metavar="NAME", help="Backend asked of every operation; default: the best."
+    ),
+    click.option(
+        "--threads", type=click.IntRange(min=1), help="CPU threads; default: torch decides."
+    ),
+)
+
+
+def run_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options to a command, which receives them as one ``RunOptions`` named ``run``."""
+    names = [field.name for field in dataclasses.fields(RunOptions)]
+
+    @functools.wraps(function)
+    def command(**parameters: Any) -> None:
+        run = RunOptions(**{name: parameters.pop(name) for name in names})
+        function(run=run, **parameters)
+
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def json_option(*, required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The ``--json FILE`` option; the file's directory must exist before anything runs."""
+
+    def check(_: click.Context, __: click.Parameter, value: Path | None) -> Path | None:
+        if value is not None and not value.parent.is_dir():
+            raise BadInput(f"--json {value}: there is no directory {value.parent}")
+        return value
+
+    return click.option(
+        "--json",
+        "json_file",
+        required=required,
+        type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        callback=check,
+        metavar="FILE",
+        help="Write the result here.",
+    )
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        BadInput: it cannot be read, or is not UTF-8.
+    """
+    with bad_input():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
