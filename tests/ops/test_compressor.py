@@ -11,7 +11,11 @@ from paged import BACKENDS, INDEX_LAYOUTS, MAIN_LAYOUTS, Cache, make_cache, use_
 from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
-from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
+from anymla.ops.compressor import (
+    compress_norm_rope_insert,
+    save_partial_states,
+    torch_compress,
+)
 from anymla.ops.norm_rope import YarnScaling, cos_sin_table, inv_freq
 from anymla.testing.tolerance import accumulation, assert_close, ulps
 
@@ -316,6 +320,17 @@ def test_any_chunks_are_one_shot(kind, cuts, page, entries, name, seed):
             chunked.step([(0, start, stop)], backend=backend)
     assert torch.equal(chunked.cache.storage, whole.cache.storage)
     assert torch.equal(chunked.state.nan_to_num(7.0), whole.state.nan_to_num(7.0))
+
+
+@by_kind(DEEPSEEK | OTHERS)
+def test_blocks_do_not_show(backend, kind, monkeypatch):
+    """However little is gathered at a time, the entries are the same bits."""
+    length = 5 * kind.ratio
+    whole = one_shot(World(kind, [length, length], layout=kind.layouts[0]), backend)
+    monkeypatch.setattr(torch_compress, "_HOST_ELEMENTS", 2 * kind.ratio * 2 * kind.width)
+    monkeypatch.setattr(torch_compress, "_DEVICE_ELEMENTS", 1)
+    pieces = one_shot(World(kind, [length, length], layout=kind.layouts[0]), backend)
+    assert torch.equal(pieces.cache.storage, whole.cache.storage)
 
 
 @by_kind(DEEPSEEK)

@@ -1,4 +1,4 @@
-"""Pool closed windows into entries, norm, rotate and store them, all entries at once."""
+"""Turn closed windows into cache entries: pool, norm, rotate and store all of a step at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.ops import _host
+from anymla.ops.compressor.torch_pool import Run, pool_rows, pool_run
 from anymla.ops.kv_cache.torch_pages import write_rows
 from anymla.ops.norm_rope.torch_rope import rotate_, turns
 
@@ -34,84 +35,116 @@ def compress_norm_rope_insert(
     hadamard: bool = False,
 ) -> None:
     """See ``interface.compress_norm_rope_insert``."""
-    host = _host.on_host(positions)
-    requests = state_block_table.shape[0]
+    requests, columns = state_block_table.shape
     states = state_cache.shape[0] * state_cache.shape[1]
-    if not (positions.shape[0] and requests and states and state_block_table.shape[1]):
+    if not (positions.shape[0] and requests and columns and states):
         return
-    if host:
+    if _host.on_host(positions):
         # Most decode steps close no window: leave before anything else is looked at.
         closing = (k_slot_mapping >= 0).nonzero().squeeze(1)
         if not closing.shape[0]:
             return
-        if closing.shape[0] < positions.shape[0]:
-            state_slot_mapping = state_slot_mapping.index_select(0, closing)
-            token_to_req = token_to_req.index_select(0, closing)
-            positions = positions.index_select(0, closing)
-            k_slot_mapping = k_slot_mapping.index_select(0, closing)
-    first = positions + (1 - compress_ratio)
-    wanted = (positions >= 0) & (first % compress_ratio == 0)
-    wanted &= (state_slot_mapping >= 0) & (state_slot_mapping < states)
-    wanted &= (token_to_req >= 0) & (token_to_req < requests)
-    if host and not bool(wanted.all()):
-        kept = wanted.nonzero().squeeze(1)
-        if not kept.shape[0]:
-            return
-        token_to_req, positions = token_to_req[kept], positions[kept]
-        k_slot_mapping, first = k_slot_mapping[kept], first[kept]
-
-    width = norm_weight.shape[0]
-    parts = 2 if overlap else 1
-    window = parts * compress_ratio
-    known = token_to_req.clamp(0, requests - 1)
-    entries = torch.empty(
-        (positions.shape[0], width), dtype=state_cache.dtype, device=positions.device
-    )
-    pooled = torch.empty_like(positions, dtype=torch.bool)
-    step = max(1, (_HOST_ELEMENTS if host else _DEVICE_ELEMENTS) // (2 * window * width))
-    for start in range(0, positions.shape[0], step):
-        part = slice(start, start + step)
-        tables = state_block_table.index_select(0, known[part])
-        entries[part], pooled[part] = _pool(
-            state_cache.unflatten(-1, (2, parts, width)), tables, positions[part], compress_ratio
+        pooled = _closed_on_host(
+            closing,
+            state_cache,
+            state_block_table,
+            state_slot_mapping,
+            token_to_req,
+            positions,
+            compress_ratio,
+            overlap,
         )
-    slots = torch.where(pooled if host else pooled & wanted, k_slot_mapping, -1)
+        if pooled is None:
+            return
+        entries, kept = pooled
+        positions, slots = positions.index_select(0, kept), k_slot_mapping.index_select(0, kept)
+    else:
+        wanted = (positions >= 0) & ((positions + 1) % compress_ratio == 0)
+        wanted &= (state_slot_mapping >= 0) & (state_slot_mapping < states)
+        wanted &= (token_to_req >= 0) & (token_to_req < requests)
+        entries, there = _in_blocks(
+            state_cache, state_block_table, token_to_req, positions, compress_ratio, overlap
+        )
+        slots = torch.where(wanted & there, k_slot_mapping, -1)
 
-    wide = entries.dtype
-    rows = F.rms_norm(entries, (width,), norm_weight.to(wide), eps)
-    rotate_(rows, turns(first, cos_sin_cache, wide))
+    rows = F.rms_norm(entries, entries.shape[1:], norm_weight.to(entries.dtype), eps)
+    first = positions + (1 - compress_ratio)
+    rotate_(rows, turns(first, cos_sin_cache, rows.dtype))
     write_rows(k_cache, slots, hadamard_transform(rows) if hadamard else rows, layout)
 
 
-def _pool(state: Tensor, tables: Tensor, positions: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-    """Pool the windows that close at ``positions``.
+def _closed_on_host(
+    closing: Tensor,
+    state_cache: Tensor,
+    tables: Tensor,
+    state_slots: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    ratio: int,
+    overlap: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Entries [n, D] of the tokens that close a window, and which tokens [n]; None if none does."""
+    states = state_cache.shape[0] * state_cache.shape[1]
+    parts = 2 if overlap else 1
+    longest = max(1, _HOST_ELEMENTS // (ratio * state_cache.shape[2]))
+    tokens: list[int] = []
+    runs: list[Run] = []
+    for token, slot, request, position in zip(
+        closing.tolist(),
+        state_slots.index_select(0, closing).tolist(),
+        token_to_req.index_select(0, closing).tolist(),
+        positions.index_select(0, closing).tolist(),
+        strict=True,
+    ):
+        known = 0 <= slot < states and 0 <= request < len(tables)
+        if not known or position < 0 or (position + 1) % ratio:
+            continue
+        window = position // ratio
+        last = runs[-1] if runs else None
+        if (
+            last
+            and (last.request, last.first + last.count) == (request, window)
+            and last.count < longest
+        ):
+            runs[-1] = Run(request, last.first, last.count + 1)
+        else:
+            runs.append(Run(request, window, 1))
+        tokens.append(token)
+    if not runs:
+        return None
 
-    Args:
-        state: [P, S, 2, parts, D], kv and score of each token, each in ``parts`` parts.
-        tables: [n, columns] integer page ids, columns >= 1.
-        positions: [n] int64.
-        ratio: tokens a window.
+    pieces = [pool_run(state_cache, tables, run, ratio, parts) for run in runs]
+    kept = closing if len(tokens) == closing.shape[0] else torch.tensor(tokens)
+    whole = [piece for piece in pieces if piece is not None]
+    if len(whole) == len(pieces):
+        return torch.cat(whole) if len(whole) > 1 else whole[0], kept
+    entries, there = _in_blocks(
+        state_cache,
+        tables,
+        token_to_req.index_select(0, kept),
+        positions.index_select(0, kept),
+        ratio,
+        overlap,
+    )
+    return entries[there], kept[there]
 
-    Returns:
-        [n, D] entries, and bool [n]: whether any of an entry's rows is there (if not, the entry is
-        undefined).
-    """
-    pages, entries, _, parts, _ = state.shape
-    place = torch.arange(parts * ratio, device=positions.device)
-    before = positions.unsqueeze(1) - (parts * ratio - 1) + place
-    column = torch.div(before, entries, rounding_mode="floor")
-    page = tables.gather(1, column.clamp(0, tables.shape[1] - 1)).long()
-    present = (before >= 0) & (column < tables.shape[1]) & (page >= 0) & (page < pages)
-    complete = _host.on_host(state) and bool(present.all())
-    if not complete:
-        page = torch.where(present, page, 0)
-    # The older window gives its first part, the closing one its last.
-    part = place // ratio
-    rows = state.transpose(2, 3)[page, before - column * entries, part]
-    kv, score = rows.unbind(2)
-    if not complete:
-        absent = ~present.unsqueeze(2)
-        kv = kv.masked_fill(absent, 0)
-        score = score.masked_fill(absent, -torch.inf)
-    pooled = (torch.softmax(score, dim=1) * kv).sum(dim=1)
-    return pooled, present.any(dim=1)
+
+def _in_blocks(
+    state_cache: Tensor,
+    tables: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    ratio: int,
+    overlap: bool,
+) -> tuple[Tensor, Tensor]:
+    """``pool_rows`` of every token, a bounded number of them at a time."""
+    parts = 2 if overlap else 1
+    limit = _HOST_ELEMENTS if _host.on_host(positions) else _DEVICE_ELEMENTS
+    step = max(1, limit // (ratio * state_cache.shape[2]))
+    request = token_to_req.clamp(0, tables.shape[0] - 1)
+    pieces = [
+        pool_rows(state_cache, tables.index_select(0, some), at, ratio, parts)
+        for some, at in zip(request.split(step), positions.split(step), strict=True)
+    ]
+    entries, there = zip(*pieces, strict=True)
+    return torch.cat(entries), torch.cat(there)
