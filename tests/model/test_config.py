@@ -1,0 +1,373 @@
+import contextlib
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anymla.model.config import ConfigError, ModelConfig, Quantization
+from anymla.ops.norm_rope.rope_tables import YarnScaling, inv_freq
+
+# DeepSeek-V4-Flash's own config.json, in its spelling.
+FLASH: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 1048576,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "num_hash_layers": 3,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    },
+    "expert_dtype": "fp4",
+}
+
+
+def flash(*absent: str, **changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in (FLASH | changes).items() if name not in absent}
+
+
+def test_official_flash_values() -> None:
+    config = ModelConfig.from_dict(FLASH)
+    assert config.compress_ratios == (0, 0, *[4, 128] * 20, 4, 0)
+    assert len(config.compress_ratios) == 43 + 1
+    assert config.backbone_ratios.count(4) == 21
+    assert config.backbone_ratios.count(128) == 20
+    assert (config.rope_theta, config.compress_rope_theta) == (10000.0, 160000.0)
+    assert config.yarn == YarnScaling(16.0, 65536, 32.0, 1.0)
+    assert config.quantization == Quantization("fp8", (128, 128), "ue8m0", "dynamic")
+    assert config.expert_dtype == "fp4"
+    assert (config.bos_token_id, config.eos_token_id, config.eos_token_ids) == (0, 1, (1,))
+    assert config.num_hash_layers == 3
+
+
+def test_without_mtp_keeps_the_backbone() -> None:
+    config = ModelConfig.from_dict(FLASH).without_mtp()
+    assert config.num_nextn_predict_layers == 0
+    assert config.compress_ratios == config.backbone_ratios == (0, 0, *[4, 128] * 20, 4)
+
+
+def test_ratio_one_is_the_engines_spelling_of_none() -> None:
+    ones = [1 if ratio == 0 else ratio for ratio in FLASH["compress_ratios"]]
+    assert ModelConfig.from_dict(flash(compress_ratios=ones)) == ModelConfig.from_dict(FLASH)
+
+
+def test_ratios_of_the_backbone_alone_are_completed() -> None:
+    backbone = FLASH["compress_ratios"][:43]
+    assert ModelConfig.from_dict(flash(compress_ratios=backbone)) == ModelConfig.from_dict(FLASH)
+
+
+@pytest.mark.parametrize("eos", [[1, 5], 1, None])
+def test_end_of_text_ids(eos: Any) -> None:
+    config = ModelConfig.from_dict(flash(eos_token_id=eos))
+    assert config.eos_token_ids == {1: (1,), None: ()}.get(eos if eos != [1, 5] else 0, (1, 5))
+    assert config.eos_token_id == (None if eos is None else 1)
+
+
+YARN = FLASH["rope_scaling"]
+SPELLINGS = {
+    "rope_scaling": flash(),
+    "rope_type": flash(
+        rope_scaling={**{k: v for k, v in YARN.items() if k != "type"}, "rope_type": "yarn"}
+    ),
+    "flat rope_parameters": flash("rope_scaling", rope_parameters=YARN),
+    "flat with theta": flash(
+        "rope_scaling", "rope_theta", rope_parameters={**YARN, "rope_theta": 10000.0}
+    ),
+    "nested": flash(
+        "rope_scaling",
+        "rope_theta",
+        "compress_rope_theta",
+        rope_parameters={
+            "main": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.125},
+            "compress": {
+                **YARN,
+                "rope_theta": 160000.0,
+                "partial_rotary_factor": 0.125,
+                "attention_factor": 1.0,
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_gives_the_same_rotary_tables(spelling: str) -> None:
+    config = ModelConfig.from_dict(SPELLINGS[spelling])
+    assert config == ModelConfig.from_dict(FLASH)
+    table = inv_freq(config.qk_rope_head_dim, config.compress_rope_theta, config.yarn)
+    # Golden values: pairs 0 to 15 turn as fast as without YaRN, pairs 25 to 31 at a sixteenth.
+    for pair, value in ((0, 1.0), (15, 3.635538584e-03), (31, 5.680529037e-07)):
+        torch.testing.assert_close(table[pair].item(), value, rtol=1e-6, atol=0)
+
+
+def test_no_scaling_at_all() -> None:
+    assert ModelConfig.from_dict(flash("rope_scaling")).yarn is None
+
+
+# ---- what transformers' own class writes --------------------------------------------------------
+
+
+def through_transformers(values: dict[str, Any], directory: Path) -> ModelConfig:
+    from transformers import DeepseekV4Config
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    # It writes into the dictionaries that it is given.
+    DeepseekV4Config(**copy.deepcopy(values)).save_pretrained(directory)
+    written = json.loads((directory / "config.json").read_text())
+    assert "layer_types" in written
+    assert "compress_ratios" not in written
+    return ModelConfig.from_dir(directory)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compress_ratios": [128, 128, *[4, 128] * 20, 4, 0], "num_hash_layers": 0},
+        {"rope_scaling": {**YARN, "factor": 8, "original_max_position_embeddings": 131072}},
+        {"rope_scaling": None, "rope_theta": 5000.0, "compress_rope_theta": 20000.0},
+        {"eos_token_id": [1, 7], "expert_dtype": "fp8"},
+        {"quantization_config": None, "expert_dtype": None, "num_hash_layers": 43},
+        {"tie_word_embeddings": True, "swiglu_limit": 7.0, "routed_scaling_factor": 2.5},
+    ],
+    ids=["flash", "ratios", "yarn", "no-yarn", "eos", "unquantised", "scalars"],
+)
+def test_transformers_spelling_reads_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+    values = flash(**changes)
+    assert through_transformers(values, tmp_path) == ModelConfig.from_dict(values)
+
+
+def test_transformers_compress_rates(tmp_path: Path) -> None:
+    values = flash(
+        "compress_ratios",
+        num_hidden_layers=3,
+        layer_types=[
+            "heavily_compressed_attention",
+            "sliding_attention",
+            "compressed_sparse_attention",
+        ],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 64},
+    )
+    assert through_transformers(values, tmp_path).compress_ratios == (64, 0, 4, 0)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+OVERLONG = [*FLASH["compress_ratios"], 4]
+NESTED = SPELLINGS["nested"]["rope_parameters"]
+REFUSED = [
+    (flash(model_type="deepseek_v41"), r"model_type is 'deepseek_v41', supported: 'deepseek_v4'"),
+    (flash("model_type"), r"model_type is None, supported: 'deepseek_v4'"),
+    (flash("hidden_size"), r"hidden_size is missing"),
+    (flash(hidden_size=None), r"hidden_size is missing"),
+    (flash(hidden_size="big"), r"hidden_size is 'big', supported: an integer >= 1"),
+    (flash(hidden_size=True), r"hidden_size is True, supported: an integer >= 1"),
+    (flash(hidden_size=0), r"hidden_size is 0, supported: an integer >= 1"),
+    (flash(rms_norm_eps=math.nan), r"rms_norm_eps is nan, supported: a positive number"),
+    (flash(swiglu_limit=0), r"swiglu_limit is 0, supported: a positive number"),
+    (flash(head_dim=256), r"head_dim is 256, supported: 512"),
+    (flash(qk_rope_head_dim=32), r"qk_rope_head_dim is 32, supported: 64"),
+    (flash(partial_rotary_factor=0.25), r"partial_rotary_factor is 0.25, supported: 0.125"),
+    (flash("qk_rope_head_dim"), r"qk_rope_head_dim is missing"),
+    (flash(qk_nope_head_dim=128), r"qk_nope_head_dim is 128, supported: 448"),
+    (flash(v_head_dim=128), r"v_head_dim is 128, supported: 512"),
+    (flash(index_head_dim=64), r"index_head_dim is 64, supported: 128"),
+    (flash(num_key_value_heads=8), r"num_key_value_heads is 8, supported: 1"),
+    (flash(n_shared_experts=2), r"n_shared_experts is 2, supported: 1"),
+    (flash(scoring_func="sigmoid"), r"scoring_func is 'sigmoid', supported: 'sqrtsoftplus'"),
+    (flash(topk_method="greedy"), r"topk_method is 'greedy', supported: 'noaux_tc'"),
+    (flash(norm_topk_prob=False), r"norm_topk_prob is False, supported: True"),
+    (flash(hidden_act="gelu"), r"hidden_act is 'gelu', supported: 'silu'"),
+    (flash(attention_bias=True), r"attention_bias is True, supported: False"),
+    (flash(attention_bias=0), r"attention_bias is 0, supported: False"),
+    (flash(o_groups=5), r"o_groups is 5, supported: a divisor of num_attention_heads = 64"),
+    (flash(num_experts_per_tok=300), r"num_experts_per_tok is 300, .* n_routed_experts = 256"),
+    (flash(bos_token_id=129280), r"bos_token_id is 129280, supported: below vocab_size = 129280"),
+    (flash(eos_token_id=[1, 200000]), r"eos_token_id is 200000, supported: below vocab_size"),
+    (flash("compress_ratios"), r"compress_ratios is missing"),
+    (flash(compress_ratios=[0, 4]), r"compress_ratios is \[0, 4\], .* each of 43 layers"),
+    (flash(compress_ratios=OVERLONG), r"compress_ratios is .*one entry for each of 43 layers"),
+    (flash(compress_ratios="4"), r"compress_ratios is '4', supported: a list of integers"),
+    (flash(compress_ratios=[0.5]), r"compress_ratios is \[0.5\], supported: a list of integers"),
+    (flash(compress_ratios=[4] * 44), r"compress_ratios is .*supported: 0 for MTP layers"),
+    (
+        flash(layer_types=["sliding_attention"] * 43),
+        r"compress_ratios is \[0, 0, 4.*but layer_types means \[0, 0, 0",
+    ),
+    (
+        flash("compress_ratios", layer_types=["sliding_attention"] * 4),
+        r"layer_types is .*, supported: a list of 43 entries",
+    ),
+    (
+        flash("compress_ratios", layer_types=["full_attention"] * 43),
+        r"layer_types is 'full_attention', supported: sliding_attention, ",
+    ),
+    (
+        flash("compress_ratios", layer_types=["compressed_sparse_attention"] * 43),
+        r"compress_rates.compressed_sparse_attention is missing",
+    ),
+    (
+        flash(
+            "compress_ratios",
+            layer_types=["compressed_sparse_attention"] * 43,
+            compress_rates={"compressed_sparse_attention": 8},
+        ),
+        r"compress_rates.compressed_sparse_attention is 8, supported: 4",
+    ),
+    (
+        flash(
+            "compress_ratios",
+            layer_types=["heavily_compressed_attention"] * 43,
+            compress_rates={"heavily_compressed_attention": 4},
+        ),
+        r"compress_rates.heavily_compressed_attention is 4, supported: another ratio than 4",
+    ),
+    (
+        flash(mlp_layer_types=["moe", *["hash_moe"] * 42]),
+        r"mlp_layer_types is .*'hash_moe' first and 'moe' after",
+    ),
+    (flash("num_hash_layers"), r"num_hash_layers is missing"),
+    (flash("rope_theta"), r"rope_theta is missing"),
+    (flash("compress_rope_theta"), r"compress_rope_theta is missing"),
+    (
+        flash(rope_scaling={**YARN, "type": "linear"}),
+        r"rope_scaling.type is 'linear', supported: 'default' or 'yarn'",
+    ),
+    (
+        flash(rope_scaling={**YARN, "attention_factor": 1.2}),
+        r"rope_scaling.attention_factor is 1.2, supported: 1",
+    ),
+    (
+        flash(rope_scaling={**YARN, "truncate": False}),
+        r"rope_scaling.truncate is False, supported: True",
+    ),
+    (
+        flash(rope_scaling={"type": "yarn", "factor": 4}),
+        r"rope_scaling.original_max_position_embeddings is missing",
+    ),
+    (
+        flash(rope_parameters={**NESTED, "main": {**NESTED["main"], "rope_type": "yarn"}}),
+        r"rope_parameters.main.rope_type is 'yarn', supported: 'default'",
+    ),
+    (
+        flash(rope_parameters={**NESTED, "compress": {"rope_theta": 1e5, **{"rope_type": "su"}}}),
+        r"rope_parameters.compress.rope_type is 'su', supported: 'default' or 'yarn'",
+    ),
+    (
+        flash(rope_parameters={**NESTED, "main": {**NESTED["main"], "partial_rotary_factor": 1.0}}),
+        r"rope_parameters.main.partial_rotary_factor is 1.0, supported: 0.125",
+    ),
+    (
+        flash(quantization_config={"quant_method": "awq"}),
+        r"quantization_config.quant_method is 'awq', supported: 'fp8' or 'modelopt'",
+    ),
+    (flash(quantization_config={"fmt": "e4m3"}), r"quantization_config.quant_method is missing"),
+    (flash(quantization_config=["fp8"]), r"quantization_config is \['fp8'\], supported: an object"),
+    (
+        flash(quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]}),
+        r"quantization_config.weight_block_size is \[32, 32\], supported: \[128, 128\]",
+    ),
+    (
+        flash(quantization_config={"quant_method": "fp8", "fmt": "e5m2"}),
+        r"quantization_config.fmt is 'e5m2', supported: 'e4m3'",
+    ),
+    (
+        flash(quantization_config={"quant_method": "fp8", "activation_scheme": "static"}),
+        r"quantization_config.activation_scheme is 'static', supported: 'dynamic'",
+    ),
+    (
+        flash(quantization_config={"quant_method": "fp8", "scale_fmt": "bf16"}),
+        r"quantization_config.scale_fmt is 'bf16', supported: 'ue8m0' or 'fp32' or 'float32'",
+    ),
+    (flash(expert_dtype="int4"), r"expert_dtype is 'int4', supported: 'fp4' or 'fp8' or 'bf16'"),
+    (
+        flash(quantization_config={**FLASH["quantization_config"], "expert_dtype": "fp8"}),
+        r"expert_dtype is 'fp4', but quantization_config.expert_dtype is 'fp8'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config: {message}") as caught:
+        ModelConfig.from_dict(values)
+    assert "\n" not in str(caught.value)
+
+
+@given(name=st.sampled_from(sorted(FLASH)), value=st.sampled_from([-1, [], {}, "?", math.inf, 1.5]))
+def test_nonsense_is_refused_or_harmless(name: str, value: Any) -> None:
+    """Whatever a field holds, reading it never ends in another error than ConfigError."""
+    with contextlib.suppress(ConfigError):
+        assert isinstance(ModelConfig.from_dict(flash(**{name: value})), ModelConfig)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere: no such directory$"):
+        ModelConfig.from_dir(tmp_path / "nowhere")
+
+
+def test_directory_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not a checkpoint, it has no config.json$"):
+        ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "cannot be read: "), ("[1]", "must hold a JSON object"), ("\xff", "cannot be read: ")],
+)
+def test_config_that_is_no_json_object(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
+        ModelConfig.from_dir(tmp_path)
