@@ -106,6 +106,7 @@ def v4_config() -> OracleConfig:
         swiglu_limit=10.0,
         norm_eps=EPS,
         weight_block=(128, 128),
+        dynamic_activations=False,
     )
 
 

@@ -25,6 +25,7 @@ class OracleConfig:
     Attributes:
         ratios: compression ratio per layer, backbone then MTP; 0 for none.
         weight_block: rows and columns that share a scale in an FP8 weight.
+        dynamic_activations: quantised layers quantise their inputs too, in reduced precision.
     """
 
     layers: int
@@ -49,6 +50,7 @@ class OracleConfig:
     swiglu_limit: float
     norm_eps: float
     weight_block: tuple[int, int]
+    dynamic_activations: bool
 
     @classmethod
     def from_dir(cls, directory: str | pathlib.Path) -> OracleConfig:
@@ -92,6 +94,7 @@ class OracleConfig:
             swiglu_limit=raw["swiglu_limit"],
             norm_eps=raw["rms_norm_eps"],
             weight_block=tuple(quantization.get("weight_block_size") or (128, 128)),
+            dynamic_activations=quantization.get("activation_scheme") == "dynamic",
         )
 
 

@@ -70,13 +70,9 @@ class OracleModel:
         weights: its tensors.
     """
 
-    def __init__(
-        self, directory: str | pathlib.Path, *, quantize_activations: bool = False
-    ) -> None:
+    def __init__(self, directory: str | pathlib.Path) -> None:
         self.config = OracleConfig.from_dir(directory)
-        self.weights = Weights(
-            directory, self.config.weight_block, quantize_activations=quantize_activations
-        )
+        self.weights = Weights(directory, self.config.weight_block)
 
     def run(
         self,

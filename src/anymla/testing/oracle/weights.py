@@ -10,9 +10,6 @@ from torch import Tensor
 
 from anymla.testing.oracle import rounding
 
-ACTIVATION_BLOCK = 128
-ACTIVATION_FLOOR = 1e-4
-
 
 class Weights:
     """Tensors of a directory of safetensors files by name; quantised ones come dequantised.
@@ -22,15 +19,8 @@ class Weights:
     input channels) is recognised by dtype.
     """
 
-    def __init__(
-        self,
-        directory: str | pathlib.Path,
-        block: tuple[int, int] = (128, 128),
-        *,
-        quantize_activations: bool = False,
-    ) -> None:
+    def __init__(self, directory: str | pathlib.Path, block: tuple[int, int] = (128, 128)) -> None:
         self._block = block
-        self._quantize_activations = quantize_activations
         self._files: dict[str, pathlib.Path] = {}
         for path in sorted(pathlib.Path(directory).glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -58,18 +48,15 @@ class Weights:
         return weight.double()
 
     def apply(self, x: Tensor, module: str) -> Tensor:
-        """Run x [..., K] through a linear layer.
-
-        If activations are quantised, a quantised layer first rounds x to e4m3 with a power-of-two
-        scale for each run of 128 channels.
-        """
-        if self._quantize_activations and self._raw(f"{module}.weight").dtype.itemsize == 1:
-            x = round_activations(x)
+        """Run x [..., K] through a linear layer."""
         return x @ self.linear(module).T
 
     def _fp4(self, module: str, packed: Tensor) -> Tensor:
         values = rounding.decode_e2m1_pairs(packed)
-        scale = self._scale(f"{module}.scale")
+        if f"{module}.weight_scale_2" in self:  # NVFP4
+            scale = self._scale(f"{module}.weight_scale") * self._scale(f"{module}.weight_scale_2")
+        else:
+            scale = self._scale(f"{module}.scale")
         return values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
 
     def _scale(self, name: str) -> Tensor:
@@ -86,15 +73,3 @@ class Weights:
         with safe_open(self._files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
-
-
-def round_activations(x: Tensor) -> Tensor:
-    """Float64 [..., K] as it reads back from e4m3 with a scale for each 128 channels."""
-    blocks = [_round_block(block) for block in x.split(ACTIVATION_BLOCK, dim=-1)]
-    return torch.cat(blocks, -1)
-
-
-def _round_block(block: Tensor) -> Tensor:
-    amax = block.abs().amax(-1, keepdim=True).clamp(min=ACTIVATION_FLOOR)
-    scale = torch.exp2(rounding.scale_exponent(amax, rounding.E4M3_MAX).double())
-    return rounding.round_to(block / scale, rounding.e4m3_values()) * scale
