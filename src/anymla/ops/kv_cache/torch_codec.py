@@ -128,8 +128,7 @@ def _scale_bits(blocks: Tensor, code_max: float, floor: float) -> Tensor:
     Returns:
         int32 [...].
     """
-    amax = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=-1)
-    bits = amax.clamp_(min=floor).mul_(1.0 / code_max).view(torch.int32)
+    bits = blocks.abs().amax(-1).clamp_(min=floor).mul_(1.0 / code_max).view(torch.int32)
     return bits.add_(_MANTISSA).bitwise_and_(_EXPONENT)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops import _host
 from anymla.ops.kv_cache.torch_pages import write_rows
+from anymla.ops.norm_rope.torch_norm import BLOCK_ELEMENTS, normed_heads
 from anymla.ops.norm_rope.torch_rope import rotate_, turns
-
-# Query elements in flight on the CPU: 1 MiB of float32, which a core's own cache holds.
-_BLOCK_ELEMENTS = 1 << 18
 
 
 def qnorm_rope_kv_insert(
@@ -30,16 +28,16 @@ def qnorm_rope_kv_insert(
     wide = torch.promote_types(q.dtype, torch.float32)
     by = turns(positions, cos_sin_cache, wide)
     tokens, heads, width = q.shape
-    step = max(1, _BLOCK_ELEMENTS // max(1, heads * width)) if q.is_cpu else tokens
+    block = max(1, BLOCK_ELEMENTS // max(1, heads * width))
+    step = block if _host.on_host(q) else tokens
     if tokens <= step:
-        turned = rotate_(F.rms_norm(q.to(wide), (width,), None, eps), by)
+        turned = rotate_(normed_heads(q, wide, eps), by)
         result = turned.to(q.dtype) if out is None else out.copy_(turned)
     else:
         result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for start in range(0, tokens, step):
             part = slice(start, start + step)
-            block = F.rms_norm(q[part].to(wide), (width,), None, eps)
-            result[part] = rotate_(block, by[part])
+            result[part] = rotate_(normed_heads(q[part], wide, eps), by[part])
 
     inserted = slot_mapping.shape[0]
     kv_wide = torch.promote_types(kv.dtype, torch.float32)
