@@ -698,3 +698,62 @@ def test_compressing_names_what_is_wrong(change, error, message):
     }
     with pytest.raises(error, match=message):
         compress_norm_rope_insert(**(arguments | change))
+
+
+# What a device does ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@by_kind(DEEPSEEK | OTHERS)
+def test_a_device_does_the_same_without_waiting(kind):
+    device = torch.device("cuda" if torch.cuda.is_available() else "xpu")
+    length = 2 * kind.ratio + 3
+    want = one_shot(World(kind, [length, 5]), "torch")
+    positions = torch.cat((torch.arange(length), torch.arange(5), torch.tensor([kind.ratio - 1])))
+    requests = torch.tensor([0] * length + [1] * 5 + [-1], dtype=torch.int32)
+    pages = want.state_table[requests.long().clamp(min=0), positions // want.page]
+    state_slots = torch.where(requests < 0, -1, pages * want.page + positions % want.page)
+    k_slots = torch.tensor(
+        [
+            want.k_slot(r, p // kind.ratio) if r >= 0 and (p + 1) % kind.ratio == 0 else -1
+            for r, p in zip(requests.tolist(), positions.tolist(), strict=True)
+        ]
+    )
+    padding = torch.full((1, kind.width), torch.nan)
+    kv, score = (torch.cat((*x, padding)).to(device) for x in (want.kv, want.score))
+    state = torch.full_like(want.state, torch.nan).to(device)
+    cache = torch.full_like(want.cache.tensor, torch.nan).to(device)
+    ape, weight, table = (x.to(device) for x in (want.ape, want.weight, TABLE))
+    tables, requests, positions, state_slots, k_slots = (
+        x.to(device) for x in (want.state_table, requests, positions, state_slots, k_slots)
+    )
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        save_partial_states(
+            kv, score, ape, positions, state, state_slots, compress_ratio=kind.ratio
+        )
+        compress_norm_rope_insert(
+            state,
+            tables,
+            state_slots,
+            requests,
+            positions,
+            weight,
+            EPS,
+            table,
+            cache,
+            k_slots,
+            compress_ratio=kind.ratio,
+            overlap=kind.overlap,
+            layout=kind.plain,
+        )
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(state.cpu().nan_to_num(7.0), want.state.nan_to_num(7.0))
+    # The same float32 steps in another order of summation and with another exponential.
+    bound = accumulation(kind.parts * kind.ratio, torch.float32) + ulps(torch.float32, 32)
+    scale = float(want.rows(0).abs().max()) * 16
+    want.cache.tensor.copy_(want.cache.tensor.nan_to_num(7.0))
+    assert_close(cache.cpu().nan_to_num(7.0), want.cache.tensor, atol=bound, scale=scale)
