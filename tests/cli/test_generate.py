@@ -1,0 +1,228 @@
+import json
+import re
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from anymla.cli.main import main
+from anymla.formats.cache_dump import load_cache
+from anymla.model.tokenizer import Tokenizer
+
+
+def _run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def _generate(tiny, *arguments):
+    return _run("generate", "--checkpoint", tiny, "--dtype", "fp32", *arguments)
+
+
+def _lines(path, *lines):
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    return path
+
+
+def test_text_is_streamed_and_reported(tiny, tmp_path):
+    out = tmp_path / "out.json"
+    result = _generate(
+        tiny, "--prompt", "Ünïcödé 你好", "--max-new-tokens", 9, "--ignore-eos", "--json", out
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    (entry,) = report["results"]
+    tokenizer = Tokenizer.from_dir(tiny)
+    assert entry["prompt_tokens"] == len(tokenizer.encode("Ünïcödé 你好"))
+    assert len(entry["token_ids"]) == len(entry["logprobs"]) == 9
+    assert entry["finish_reason"] == "length"
+    assert entry["text"] == tokenizer.decode(entry["token_ids"])
+    assert result.stdout == entry["text"] + "\n"
+    assert "prefill: 100%" in result.stderr
+    assert set(entry["timings"]) == {"waiting_s", "prefill_s", "decode_s", "total_s"}
+    assert set(report["timings"]) == {"load_s", "run_s"}
+    assert report["acceptance_rate"] is None
+    assert report["cache_bytes"] > 0
+    assert report["options"]["kv_cache"] == "fp8"
+    assert all(logprob < 0 for logprob in entry["logprobs"])
+
+
+def test_a_prompt_file_and_speculation_give_the_same_tokens(tiny, tmp_path):
+    text = "The file's text. " * 12
+    path = tmp_path / "prompt.txt"
+    path.write_text(text)
+    reports = []
+    for number, how in enumerate(
+        [
+            ["--prompt", text],
+            ["--prompt-file", path, "--chunk-size", 33],
+            ["--prompt-file", path, "--speculate", "--draft-tokens", 3],
+        ]
+    ):
+        out = tmp_path / f"{number}.json"
+        options = ["--max-new-tokens", 12, "--kv-cache", "fp32", "--json", out]
+        assert _generate(tiny, *how, *options).exit_code == 0
+        reports.append(json.loads(out.read_text()))
+    tokens = [report["results"][0]["token_ids"] for report in reports]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert 0 <= reports[2]["acceptance_rate"] <= 1
+    assert reports[2]["results"][0]["drafted"] > 0
+    assert reports[2]["options"]["draft_tokens"] == 3
+
+
+def test_a_batch(tiny, tmp_path):
+    batch = _lines(
+        tmp_path / "batch.jsonl",
+        {"prompt": "first", "id": "α"},
+        {"token_ids": [10, 20, 30], "max_new_tokens": 3},
+        {"prompt": "third", "temperature": 1.5, "top_p": 0.8, "seed": 7},
+        {"prompt": "third", "temperature": 1.5, "top_p": 0.8, "seed": 7, "id": 99},
+    )
+    batch.write_text(batch.read_text() + "\n\n", encoding="utf-8")
+    out = tmp_path / "out.json"
+    options = ["--max-new-tokens", 6, "--ignore-eos", "--max-requests", 2, "--json", out]
+    result = _generate(tiny, "--batch", batch, *options)
+    assert result.exit_code == 0, result.output
+    results = json.loads(out.read_text())["results"]
+    assert [entry["id"] for entry in results] == ["α", "2", "3", "99"]
+    assert [len(entry["token_ids"]) for entry in results] == [6, 3, 6, 6]
+    assert results[1]["prompt_tokens"] == 3
+    assert results[2]["token_ids"] == results[3]["token_ids"]
+    for entry in results:
+        assert f"[{entry['id']}] {entry['text']}\n" in result.stdout
+
+
+def test_dumped_pages_can_be_inspected(tiny, tmp_path):
+    directory = tmp_path / "dumps"
+    options = ["--max-new-tokens", 2, "--ignore-eos", "--dump-cache", directory]
+    assert _generate(tiny, "--prompt", "x" * 140, *options).exit_code == 0
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == [
+        "request0.layer0.window.safetensors",
+        "request0.layer1.compressed.safetensors",
+        "request0.layer1.index.safetensors",
+        "request0.layer1.window.safetensors",
+        "request0.layer2.compressed.safetensors",
+        "request0.layer2.window.safetensors",
+    ]
+    cache, layout_id, meta = load_cache(directory / names[4])
+    assert layout_id == "v4_main_fp8"
+    assert (meta["layer"], meta["kind"], meta["first"], meta["rows"]) == (2, "compressed", 0, 1)
+    assert cache.shape[0] == 1
+    result = _run("inspect", "--cache", directory / names[2])
+    assert result.exit_code == 0
+    assert "v4_index_fp8" in result.stdout
+
+
+def _fails(result, pattern):
+    assert result.exit_code == 2, result.output
+    assert re.search(pattern, result.stderr), result.stderr
+    assert "Traceback" not in result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        ([], "give exactly one of --prompt, --prompt-file and --batch"),
+        (["--prompt", "a", "--prompt-file", "b"], "give exactly one of"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a", "--max-new-tokens", 0], "max_new_tokens must be at least 1, got 0"),
+        (["--prompt", "a", "--max-new-tokens", -3], "max_new_tokens must be at least 1, got -3"),
+        (["--prompt", "a", "--temperature", -1], "temperature must be finite and >= 0"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature must be finite"),
+        (["--prompt", "a", "--top-p", 0], r"top_p must be in \(0, 1\]"),
+        (["--prompt", "a", "--seed", 2**70], "seed must fit in 64 bits"),
+        (
+            ["--prompt", "a" * 70000],
+            "the prompt has 7000[01] tokens, max_position_embeddings is 65",
+        ),
+        (["--prompt", "a", "--max-new-tokens", 70000], "70000 new ones exceed max_position_emb"),
+        (["--prompt-file", "/nonexistent/f"], "/nonexistent/f: No such file or directory"),
+        (["--batch", "/nonexistent/f"], "/nonexistent/f: No such file or directory"),
+        (["--prompt", "a", "--json", "/nonexistent/f"], "there is no directory /nonexistent"),
+        (["--prompt", "a", "--draft-tokens", 2], "--draft-tokens needs --speculate"),
+    ],
+)
+def test_unusable_input(tiny, arguments, pattern):
+    _fails(_generate(tiny, *arguments), pattern)
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_a_device_that_is_not_there(tiny, device):
+    if getattr(torch, device).is_available():
+        pytest.skip(f"this machine has {device}")
+    result = _generate(tiny, "--prompt", "a", "--device", device)
+    _fails(result, f"--device {device}: torch sees no such device")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--speculate"], "speculation needs an MTP layer, and this checkpoint has none"),
+        (["--backend", "abacus"], "token_to_request: no backend 'abacus'; there are: "),
+    ],
+)
+def test_what_shows_once_the_model_is_loaded(tiny_without_mtp, arguments, message):
+    result = _generate(tiny_without_mtp, "--prompt", "a", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith(f"Error: {message}")
+    assert "Traceback" not in result.output
+
+
+def test_a_named_backend_runs(tiny):
+    options = ["--prompt", "abc", "--max-new-tokens", 3, "--ignore-eos"]
+    outputs = [
+        _generate(tiny, *options, "--backend", backend).stdout for backend in ("torch", "reference")
+    ]
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) > 1
+
+
+def test_a_directory_that_is_no_checkpoint(tmp_path):
+    result = _run("generate", "--checkpoint", tmp_path, "--prompt", "a")
+    _fails(result, f"{tmp_path}.*config.json")
+    result = _run("generate", "--checkpoint", tmp_path / "absent", "--prompt", "a")
+    _fails(result, "absent")
+
+
+def test_text_that_is_not_utf8(tiny, tmp_path):
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("über".encode("latin-1"))
+    _fails(_generate(tiny, "--prompt-file", path), "latin1.txt: not UTF-8: .* at byte 0")
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ('{"prompt": ', "not JSON"),
+        ("[1, 2]", "not a JSON object"),
+        ('{"id": "x"}', 'needs either "prompt" or "token_ids"'),
+        ('{"prompt": "a", "token_ids": [1]}', 'needs either "prompt" or "token_ids"'),
+        ('{"prompt": 5}', '"prompt" must be a string, got 5'),
+        ('{"prompt": ""}', "the prompt is empty"),
+        ('{"token_ids": "abc"}', '"token_ids" must be a list of integers, got str'),
+        ('{"token_ids": [1, true]}', '"token_ids" must hold integers, got True'),
+        ('{"token_ids": [1, 258]}', "unknown token id 258, the vocabulary has 258"),
+        ('{"token_ids": [-1]}', "unknown token id -1"),
+        ('{"token_ids": []}', "the prompt is empty"),
+        ('{"prompt": "a", "top_k": 5}', "unknown key 'top_k', known are id, max_new_tokens"),
+        ('{"prompt": "a", "max_new_tokens": 1.5}', '"max_new_tokens" must be an integer'),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens must be at least 1"),
+        ('{"prompt": "a", "temperature": "hot"}', '"temperature" must be a number'),
+        ('{"prompt": "a", "temperature": NaN}', "temperature must be finite"),
+        ('{"prompt": "a", "seed": null}', '"seed" must be an integer, got None'),
+        ('{"prompt": "a", "id": [1]}', '"id" must be a string or an integer'),
+        ('{"prompt": "a", "id": 1}', "the id '1' is taken by an earlier line"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tiny, tmp_path, line, pattern):
+    path = tmp_path / "batch.jsonl"
+    path.write_text(f'{{"prompt": "good"}}\n\n{line}\n')
+    _fails(_generate(tiny, "--batch", path), f"batch.jsonl line 3: .*{pattern}")
+
+
+def test_an_empty_batch(tiny, tmp_path):
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n \n")
+    _fails(_generate(tiny, "--batch", path), "batch.jsonl: no prompt in it")
