@@ -153,6 +153,22 @@ def test_every_accept_count_leaves_the_state_of_plain_decoding():
             assert all(map(torch.equal, got[name], expected[name]))
 
 
+class Predictable(FakeModel):
+    """Never surprised: the next token follows from the last, and every draft is right."""
+
+    def logits(self, hidden):
+        return super().logits(torch.stack((hidden[..., 0], 0 * hidden[..., 1] + 1), -1))
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3, 40])
+def test_accepted_drafts_stay_within_the_reserved_pages(draft_tokens):
+    """The guesses after 1 + k accepted tokens lie up to 2 k tokens ahead of the step's start."""
+    engine = Engine(Predictable(), _options(draft_tokens=draft_tokens, chunk_size=1))
+    done = _run(engine, [Request("a", _prompt(3), 600)])["a"]
+    assert done.accepted == done.drafted
+    assert len(engine.model.steps) == 3 + -(-599 // (1 + draft_tokens))
+
+
 def test_drafts_do_not_exceed_what_may_be_generated():
     model = FakeModel()
     engine = Engine(model, _options(draft_tokens=9, max_seq_len=13))
