@@ -1,0 +1,58 @@
+"""Times of functions that are compared with each other."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def median(times: list[float]) -> float:
+    """The median, in the unit of the input."""
+    return statistics.median(times)
+
+
+def spread(times: list[float]) -> tuple[float, float]:
+    """10th and 90th percentile."""
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]], *, rounds: int, block: int, warm_up: int = 3
+) -> dict[str, list[float]]:
+    """Time functions in turn, so that whatever slows the machine down slows all of them.
+
+    Args:
+        functions: by name.
+        rounds: turns.
+        block: calls of one function in a row, so that each finds its own data in the caches.
+        warm_up: calls of each before anything counts.
+
+    Returns:
+        Seconds of every call, by name, in the order of the calls.
+    """
+    for function in functions.values():
+        for _ in range(warm_up):
+            function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            for _ in range(block):
+                start = time.perf_counter()
+                function()
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def by_round(times: list[float], rounds: int) -> list[float]:
+    """Median of each turn of ``interleaved``."""
+    block = len(times) // rounds
+    return [median(times[i * block : (i + 1) * block]) for i in range(rounds)]
+
+
+def ratio_by_round(numerator: list[float], denominator: list[float], rounds: int) -> float:
+    """Median over the turns of the ratio of both medians: noise that lasts cancels."""
+    pairs = zip(by_round(numerator, rounds), by_round(denominator, rounds), strict=True)
+    return median([a / b for a, b in pairs])

@@ -1,0 +1,74 @@
+"""``anymla bench``: speed and memory of this machine, next to what else runs on it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+import torch
+
+from anymla.bench.cpu import parts
+from anymla.bench.decode import PeerMissing
+from anymla.bench.environment import environment
+from anymla.bench.report import append_rows, table
+
+_PARTS = ("machine", "attention", "decode", "context", "memory")
+
+
+@click.group()
+def command() -> None:
+    """Measure speed and memory on this machine."""
+
+
+@command.command()
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Append the rows here, one JSON object a line.",
+)
+@click.option("--quick", is_flag=True, help="Fewer repetitions, shorter contexts.")
+@click.option(
+    "--part",
+    "chosen",
+    multiple=True,
+    type=click.Choice(_PARTS),
+    help="Only this part; may be given several times.",
+)
+@click.option(
+    "--threads", default=1, show_default=True, type=click.IntRange(min=1), help="CPU threads."
+)
+def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: int) -> None:
+    """Run the CPU suite: attention, a whole tiny model, context, memory.
+
+    Everything is compared with something measured in the same process: matrix products, or
+    transformers on the same checkpoint. Ends with exit code 1 if a target is missed.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    measured = environment(_command())
+    click.echo(f"{measured['cpu']}, {threads} thread(s), torch {measured['torch']}")
+    missed = False
+    for name, run in parts(quick).items():
+        if chosen and name not in chosen:
+            continue
+        try:
+            results = run()
+        except PeerMissing as missing:
+            click.echo(f"\n{name}: not measured: {missing}")
+            continue
+        click.echo("\n" + "\n".join(table(results)))
+        missed |= any(result.met is False for result in results)
+        if json_file is not None:
+            append_rows(json_file, results, measured)
+    if missed:
+        click.get_current_context().exit(1)
+
+
+def _command() -> str:
+    """The command line, with file names but without their directories."""
+    words = [word if word.startswith("-") else Path(word).name for word in sys.argv[1:]]
+    return shlex.join(["anymla", *words])
