@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import types
 import typing
@@ -45,10 +46,17 @@ class BackendUnavailable(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Whether a backend can run a call, and if not, why."""
+    """Whether a backend can run a call, and if not, why.
+
+    Attributes:
+        ok: it can.
+        reason: why not.
+        automatic: it may be chosen without having been named.
+    """
 
     ok: bool
     reason: str = ""
+    automatic: bool = True
 
     def __bool__(self) -> bool:
         return self.ok
@@ -111,6 +119,24 @@ class Operation:
         ranked = sorted(self.backends.values(), key=lambda b: order.get(b.name, len(order)))
         self.backends = {backend.name: backend for backend in ranked}
 
+    def register_lazy(
+        self, name: str, module: str, *, supports: Callable[..., Support] | None = None
+    ) -> None:
+        """Add a backend whose module is imported when it first runs.
+
+        Args:
+            name: as for ``register``.
+            module: dotted name of a module with a function of the operation's name.
+            supports: as for ``register``; answered without importing the module.
+        """
+
+        @functools.cache
+        def load() -> Callable[..., Any]:
+            run: Callable[..., Any] = getattr(importlib.import_module(module), self.name)
+            return run
+
+        self.register(name, lambda *args, **kwargs: load()(*args, **kwargs), supports=supports)
+
     def __call__(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         """Check the arguments and run; ``backend=None`` takes the best that supports the call.
 
@@ -150,7 +176,7 @@ class Operation:
             if backend.name not in _PRIORITY:
                 continue
             support = backend.support(args, kwargs)
-            if support:
+            if support and support.automatic:
                 return backend
             reasons.append(f"{backend.name}: {support.reason}")
         raise BackendUnavailable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import zlib
@@ -33,10 +34,24 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers, choose the hypothesis profile, and limit torch's threads."""
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    _interpret_triton()
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
     # The tests' tensors are small: on a busy machine threads spend their time waiting for each
     # other (a file of 8 s took 164 s with two).
     torch.set_num_threads(1)
+
+
+def _interpret_triton() -> None:
+    """Without a GPU, let Triton kernels run in the repaired interpreter, if triton is there."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    if not torch.cuda.is_available() and not torch.xpu.is_available():
+        # Triton and anymla read it when they are first imported, which is after this hook.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from anymla.testing.triton_interpreter import install
+
+        install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

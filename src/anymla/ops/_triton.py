@@ -1,0 +1,148 @@
+"""When Triton kernels may run, and what the device they run on offers.
+
+Everything here works without triton installed; only the files named ``triton_*.py`` import it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.ops._operation import Support
+
+# Triton decides at import whether kernels are interpreted, so this is read once as well.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+_KIB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU architecture as far as kernels and tiles depend on it.
+
+    Attributes:
+        name: "sm_90", "gfx942", ...
+        backend: Triton's name of the vendor: "cuda", "hip" or "xpu".
+        warp_size: threads of a warp; kernels do not depend on it, building them does.
+        shared_bytes: shared memory that one program can have.
+        native_e4m3: conversions from and to OCP e4m3 are instructions, and shorter than bits.
+        dot_e4m3: matrix products of OCP e4m3 operands are instructions.
+    """
+
+    name: str
+    backend: str
+    warp_size: int
+    shared_bytes: int
+    native_e4m3: bool
+    dot_e4m3: bool
+
+
+# Shared memory: CUDA C++ programming guide (compute capabilities), AMD ISA documents (LDS).
+# native_e4m3: by instruction counts of built kernels; gfx942 and RDNA convert faster by bits.
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 32, 163 * _KIB, False, False),
+        Target("sm_86", "cuda", 32, 99 * _KIB, False, False),
+        Target("sm_89", "cuda", 32, 99 * _KIB, True, True),
+        Target("sm_90", "cuda", 32, 227 * _KIB, True, True),
+        Target("sm_100", "cuda", 32, 227 * _KIB, True, True),
+        Target("sm_120", "cuda", 32, 99 * _KIB, True, True),
+        Target("sm_121", "cuda", 32, 99 * _KIB, True, True),
+        Target("gfx942", "hip", 64, 64 * _KIB, False, False),
+        Target("gfx950", "hip", 64, 160 * _KIB, True, True),
+        Target("gfx1151", "hip", 32, 64 * _KIB, False, False),
+        Target("gfx1201", "hip", 32, 64 * _KIB, False, True),
+    )
+}
+# An architecture that is not listed: no FP8 instructions, the smallest shared memory.
+UNKNOWN_CUDA = Target("cuda", "cuda", 32, 48 * _KIB, False, False)
+UNKNOWN_HIP = Target("hip", "hip", 64, 64 * _KIB, False, False)
+XPU = Target("xpu", "xpu", 32, 64 * _KIB, False, False)
+# The interpreter stands for the plainest machine.
+CPU = Target("interpreter", "cpu", 32, 64 * _KIB, False, False)
+
+
+@functools.cache
+def target_of(device: torch.device) -> Target:
+    """The architecture of a device that Triton can run on."""
+    if device.type == "xpu":
+        return XPU
+    if device.type != "cuda":
+        return CPU
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        name = str(properties.gcnArchName).split(":")[0]
+        return TARGETS.get(name, UNKNOWN_HIP)
+    found = TARGETS.get(f"sm_{properties.major}{properties.minor}")
+    if found is not None:
+        return found
+    shared = getattr(properties, "shared_memory_per_block_optin", UNKNOWN_CUDA.shared_bytes)
+    native = (properties.major, properties.minor) >= (8, 9)
+    return dataclasses.replace(
+        UNKNOWN_CUDA, shared_bytes=shared, native_e4m3=native, dot_e4m3=native
+    )
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _support(device_type: str) -> Support:
+    if not has_triton():
+        return Support(False, "triton is not installed")
+    if device_type == "cpu" and INTERPRETED:
+        return Support(True, automatic=False)
+    if device_type not in ("cuda", "xpu"):
+        return Support(False, f"Triton kernels run on cuda and xpu tensors, got {device_type}")
+    if INTERPRETED:
+        return Support(False, "TRITON_INTERPRET=1 interprets kernels on CPU tensors only")
+    return Support(True)
+
+
+def triton_support(*args: Any, **kwargs: Any) -> Support:
+    """``supports`` of a Triton backend: decided by the device of the first tensor."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return _support(value.device.type)
+        if isinstance(value, list) and value and isinstance(value[0], Tensor):
+            return _support(value[0].device.type)
+    return Support(False, "no tensor among the arguments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """One specialisation of a kernel, to be compiled without a device.
+
+    Attributes:
+        label: what distinguishes it among the kernel's builds.
+        kernel: the ``triton.jit`` function.
+        types: Triton type of every argument that is no constexpr: "*u8", "i64", "fp32", ...
+        constants: values of the constexprs.
+        num_warps: warps of a program.
+        num_stages: pipeline depth.
+        divisible: arguments known to be multiples of 16 (pointers always are).
+        matrix: matrix-multiply instructions must appear in the code.
+        spills: spill instructions that are accepted.
+        fails: the reason if this build is expected to fail, else "".
+    """
+
+    label: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+    divisible: tuple[str, ...] = ()
+    matrix: bool = False
+    spills: int = 0
+    fails: str = ""

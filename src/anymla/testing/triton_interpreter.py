@@ -1,0 +1,129 @@
+"""Repairs for Triton's CPU interpreter, so that kernels compute there what they compute on a GPU.
+
+The interpreter of Triton 3.6 to 3.9 stores bfloat16 and 8-bit floats as integers and is silently
+wrong with them: bfloat16 products and sums work on the codes (triton-lang/triton#11584), casts to
+bfloat16 truncate, casts to 8-bit floats round ties away and lose the mantissa's carry. After
+``install()`` arithmetic on them is float32 arithmetic, and every cast rounds to nearest even,
+saturating for 8-bit floats, as the GPU instructions do. ``tests/testing/test_triton_interpreter.py``
+proves it and is the first thing to look at when a new Triton release breaks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_FLOAT8 = {
+    tl.float8e4nv: (torch.float8_e4m3fn, 448.0),
+    tl.float8e5: (torch.float8_e5m2, 57344.0),
+    tl.float8e4b8: (torch.float8_e4m3fnuz, 240.0),
+    tl.float8e5b16: (torch.float8_e5m2fnuz, 57344.0),
+}
+
+
+@functools.cache
+def install() -> None:
+    """Patch the interpreter of this process; further calls do nothing."""
+    builder = interpreter.InterpreterBuilder
+    builder.cast_impl = _cast(builder.cast_impl)
+    builder.create_fp_to_fp = _float_cast(builder.create_fp_to_fp)
+    builder.create_dot = _dot
+    for name, operands in (("unary_op", 1), ("binary_op", 2), ("ternary_op", 3)):
+        setattr(builder, name, _in_float32(getattr(builder, name), operands))
+    interpreter._patch_lang_tensor = _with_scalar_index(interpreter._patch_lang_tensor)
+
+
+def _is_coded(dtype: Any) -> bool:
+    """Whether the interpreter keeps values of this type as integer codes."""
+    return dtype == tl.bfloat16 or dtype in _FLOAT8
+
+
+def to_float32(handle: Any) -> Any:
+    """Values of a floating-point handle as a float32 array (float64 stays)."""
+    dtype = handle.dtype.scalar
+    codes = np.ascontiguousarray(handle.data)
+    if dtype == tl.bfloat16:
+        return (codes.astype(np.uint32) << 16).view(np.float32).reshape(handle.data.shape)
+    if dtype in _FLOAT8:
+        native, _ = _FLOAT8[dtype]
+        values = torch.from_numpy(codes.astype(np.uint8, copy=True)).view(native)
+        return values.float().numpy().reshape(handle.data.shape)
+    return codes if codes.dtype == np.float64 else codes.astype(np.float32)
+
+
+def from_float32(values: Any, dtype: Any) -> Any:
+    """Codes of ``values`` in ``dtype``: nearest even, saturating for 8-bit floats."""
+    if dtype == tl.bfloat16:
+        rounded = torch.from_numpy(np.array(values, np.float32)).bfloat16()
+        return rounded.view(torch.int16).numpy().view(np.uint16).reshape(np.shape(values))
+    if dtype in _FLOAT8:
+        native, top = _FLOAT8[dtype]
+        clamped = torch.from_numpy(np.array(values, np.float32)).clamp(-top, top)
+        return clamped.to(native).view(torch.uint8).numpy().reshape(np.shape(values))
+    return np.asarray(values).astype(interpreter._get_np_dtype(dtype))
+
+
+def _cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        have, want = source.dtype.scalar, target.scalar
+        if have == want or not (_is_coded(have) or _is_coded(want)):
+            return original(self, source, target)
+        values = to_float32(source) if have.is_floating() else source.data.astype(np.float32)
+        return interpreter.TensorHandle(from_float32(values, want), want)
+
+    return cast_impl
+
+
+def _float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        want = target.scalar
+        if not (_is_coded(source.dtype.scalar) or _is_coded(want)):
+            return original(self, source, target, rounding)
+        return interpreter.TensorHandle(from_float32(to_float32(source), want), want)
+
+    return create_fp_to_fp
+
+
+def _dot(self: Any, a: Any, b: Any, accumulator: Any, *_: Any) -> Any:
+    """Matrix product with float32 (integer: int32) accumulation."""
+    kept = accumulator.data.dtype
+    if a.dtype.scalar.is_floating():
+        product = np.matmul(to_float32(a), to_float32(b)) + accumulator.data
+    else:
+        product = np.matmul(a.data, b.data, dtype=kept) + accumulator.data
+    return interpreter.TensorHandle(product.astype(kept), accumulator.dtype.scalar)
+
+
+def _in_float32(original: Callable[..., Any], operands: int) -> Callable[..., Any]:
+    def operate(self: Any, *args: Any) -> Any:
+        handles, rest = args[:operands], args[operands:]
+        coded = [handle.dtype.scalar == tl.bfloat16 for handle in handles]
+        # A selection copies codes, which is right as it is; its condition comes first.
+        if not any(coded) or handles[0].dtype.scalar == tl.int1:
+            return original(self, *args)
+        widened = [
+            interpreter.TensorHandle(to_float32(handle), tl.float32) if is_coded else handle
+            for handle, is_coded in zip(handles, coded, strict=True)
+        ]
+        result = original(self, *widened, *rest)
+        if result.data.dtype != np.float32:
+            return result
+        return interpreter.TensorHandle(from_float32(result.data, tl.bfloat16), tl.bfloat16)
+
+    return operate
+
+
+def _with_scalar_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        # Triton 3.6 with NumPy 2.4: an array of shape (1,) no longer converts to an index.
+        as_index = lambda self: int(np.asarray(self.handle.data).squeeze())  # noqa: E731
+        scope.set_attr(tensor, "__index__", as_index)
+
+    return patch_lang_tensor

@@ -1,0 +1,140 @@
+"""The repaired interpreter and the kernels' number formats, over every code."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is an extra")
+import triton.language as tl  # noqa: E402
+
+from anymla.formats import triton_cast  # noqa: E402
+from anymla.formats.e2m1 import decode_e2m1, encode_e2m1  # noqa: E402
+from anymla.formats.e4m3 import decode_e4m3, encode_e4m3  # noqa: E402
+from anymla.formats.ue8m0 import decode_ue8m0, scale_exponent  # noqa: E402
+from anymla.ops._triton import INTERPRETED  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+NATIVE = [False] if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9) else [0, 1]
+
+
+@triton.jit
+def _map_kernel(x, y, n, WHAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n, other=0)
+    if WHAT == "e4m3_to_fp32":
+        result = triton_cast.e4m3_to_fp32(value, NATIVE)
+    elif WHAT == "e4m3_to_fp16":
+        result = triton_cast.e4m3_to_fp16(value, NATIVE)
+    elif WHAT == "fp32_to_e4m3":
+        result = triton_cast.fp32_to_e4m3(value, NATIVE)
+    elif WHAT == "scale_exponent":
+        result = triton_cast.scale_exponent(value, 448.0, 1e-4)
+    elif WHAT == "exp2_int":
+        result = triton_cast.exp2_int(value)
+    elif WHAT == "ue8m0_to_fp32":
+        result = triton_cast.ue8m0_to_fp32(value)
+    elif WHAT == "fp32_to_e2m1":
+        result = triton_cast.fp32_to_e2m1(value)
+    elif WHAT == "e2m1_to_fp32":
+        result = triton_cast.e2m1_to_fp32(value)
+    elif WHAT == "bf16":
+        result = value.to(tl.bfloat16)
+    else:
+        half = value.to(tl.bfloat16)
+        result = half * half + half
+    tl.store(y + at, result, mask=at < n)
+
+
+@triton.jit
+def _dot_kernel(a, b, c, M: tl.constexpr, K: tl.constexpr):
+    rows, columns = tl.arange(0, M)[:, None], tl.arange(0, M)[None, :]
+    inner = tl.arange(0, K)
+    left = tl.load(a + rows * K + inner[None, :])
+    right = tl.load(b + inner[:, None] * M + columns)
+    tl.store(c + rows * M + columns, tl.dot(left, right))
+
+
+def run(what, x, dtype, native=False):
+    x = x.to(DEVICE)
+    y = torch.empty(x.shape, dtype=dtype, device=DEVICE)
+    block = 4096
+    grid = (triton.cdiv(x.numel(), block),)
+    _map_kernel[grid](x, y, x.numel(), WHAT=what, NATIVE=bool(native), BLOCK=block)
+    return y.cpu()
+
+
+def same(got, want):
+    got, want = got.double(), want.double()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(0.25), want.nan_to_num(0.25))
+
+
+CODES = torch.arange(256, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def floats():
+    """65,536 values over all binades of e4m3, with every tie and its neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60000, generator=generator) * torch.exp2(
+        torch.randint(-14, 10, (60000,), generator=generator).float()
+    )
+    values = decode_e4m3(CODES)
+    values = values[~values.isnan()].sort().values
+    ties = (values[1:] + values[:-1]) / 2
+    nudged = torch.cat([torch.nextafter(ties, torch.tensor(side)) for side in (-1e9, 1e9)])
+    special = torch.tensor([0.0, -0.0, 448, 449, 464, 465, 1e30, -1e30, torch.inf, -torch.inf])
+    x = torch.cat((x, ties, nudged, special, torch.tensor([torch.nan])))
+    return torch.nn.functional.pad(x, (0, 65536 - len(x)))
+
+
+@pytest.mark.parametrize("native", NATIVE)
+def test_every_e4m3_code(native):
+    same(run("e4m3_to_fp32", CODES, torch.float32, native), decode_e4m3(CODES))
+    same(run("e4m3_to_fp16", CODES, torch.float16, native), decode_e4m3(CODES))
+
+
+@pytest.mark.parametrize("native", NATIVE)
+def test_65536_encodes(native, floats):
+    got = run("fp32_to_e4m3", floats, torch.uint8, native)
+    assert torch.equal(got, encode_e4m3(floats))
+
+
+def test_scales(floats):
+    amax = floats.nan_to_num(0, 1e30, 1e30).abs()
+    got = run("scale_exponent", amax, torch.int32)
+    assert torch.equal(got, scale_exponent(amax, 448.0, 1e-4))
+    same(run("ue8m0_to_fp32", CODES, torch.float32), decode_ue8m0(CODES))
+    exponents = torch.arange(-126, 128, dtype=torch.int32)
+    same(run("exp2_int", exponents, torch.float32), torch.exp2(exponents.double()))
+
+
+def test_e2m1(floats):
+    assert torch.equal(run("fp32_to_e2m1", floats, torch.uint8), encode_e2m1(floats))
+    codes = torch.arange(16, dtype=torch.uint8)
+    same(run("e2m1_to_fp32", codes, torch.float32), decode_e2m1(codes))
+
+
+def test_bfloat16_rounds_and_computes(floats):
+    same(run("bf16", floats, torch.bfloat16), floats.bfloat16())
+    half = floats.clamp(-1e3, 1e3).bfloat16()
+    got = run("arithmetic", half.float(), torch.bfloat16).float()
+    want = half.float() ** 2 + half.float()
+    # Two roundings (a GPU may fuse them into one), each of half a unit in the last place.
+    error = (got - want).abs()
+    assert (
+        (error <= 2.0**-8 * (half.float() ** 2 + want.abs()) + 1e-37).logical_or(want.isnan()).all()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dot_accumulates_in_float32(dtype):
+    a, b = torch.randn(16, 64).to(dtype), torch.randn(64, 16).to(dtype)
+    c = torch.empty(16, 16, device=DEVICE)
+    _dot_kernel[(1,)](a.to(DEVICE), b.to(DEVICE), c, M=16, K=64)
+    want = a.double() @ b.double()
+    # 64 exact products summed in float32.
+    bound = 64 * 2.0**-24 * (a.double().abs() @ b.double().abs())
+    assert ((c.cpu().double() - want).abs() <= bound).all()
