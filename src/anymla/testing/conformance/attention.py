@@ -63,7 +63,7 @@ def heads(ops: Ops) -> None:
 
 @case("A4", "any width of the index list", "sparse_attention")
 def widths(ops: Ops) -> None:
-    for width in (1, 63, 64, 128, 192, 256, 640, 1152, 2048):
+    for width in (1, 63, 64, 128, 133, 192, 256, 640, 1000, 1152, 2048):
         given = scene(tokens=2, heads=2, width=width, extra=0)
         if width == 192:
             given.main.lengths[:] = 133
