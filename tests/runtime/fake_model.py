@@ -82,7 +82,7 @@ class FakeModel:
         value = (token_ids + 1) * (1 + step.positions % 7) + spec.index
         rows = value.float().unsqueeze(1)
         main.write(cache.window, step.groups["window"].slot_mapping, rows.expand(-1, main.channels))
-        total = self._sum(main, cache.window, step.window.indices, step.window.lengths)
+        total = self._sum(cache.window, step.window.indices, step.window.lengths)
         if not spec.ratio:
             return total
         pooled = self._pool(spec, spec.state_group, cache.state, step, rows)
@@ -90,27 +90,24 @@ class FakeModel:
         main.write(cache.compressed, compressed.slot_mapping, pooled.expand(-1, main.channels))
         if not spec.selects:
             dense = step.dense[spec.compressed_group]
-            return total + self._sum(main, cache.compressed, dense.indices, dense.lengths)
+            return total + self._sum(cache.compressed, dense.indices, dense.lengths)
         keys = self._pool(spec, "state_index", cache.index_state, step, rows)
         group = step.groups["index"]
         index.write(cache.index, group.slot_mapping, keys.expand(-1, index.channels))
         width = max(1, step.max_seq_len // spec.ratio)
         entries = torch.arange(width).expand(len(rows), width)
         entries = torch.where(entries < step.index_lens.unsqueeze(1), entries, 0)
-        for kind, layout, where in (
-            ("index", index, cache.index),
-            (spec.compressed_group, main, cache.compressed),
-        ):
+        for kind, where in (("index", cache.index), (spec.compressed_group, cache.compressed)):
             slots = _slots(step.groups[kind], step.token_to_req, entries)
-            total = total + self._sum(layout, where, slots, step.index_lens)
+            total = total + self._sum(where, slots, step.index_lens)
         return total
 
     @staticmethod
-    def _sum(layout, cache, indices, lengths):
+    def _sum(cache, indices, lengths):
         """Sum of channel 0 of the leading ``lengths`` rows."""
-        rows = layout.read(cache, indices.reshape(-1).long(), torch.float32)[:, 0]
+        page, offset = indices.long() // cache.shape[1], indices.long() % cache.shape[1]
         used = torch.arange(indices.shape[1]) < lengths.unsqueeze(1)
-        return torch.where(used, rows.view(indices.shape), torch.zeros(())).sum(1)
+        return torch.where(used, cache[page, offset, 0], torch.zeros(())).sum(1)
 
     @staticmethod
     def _pool(spec, name, state, step, rows):
@@ -121,7 +118,7 @@ class FakeModel:
         state[page, offset] = rows.expand(-1, width)
         back = step.positions.unsqueeze(1) - torch.arange(spec.pooled_tokens)
         slots = _slots(group, step.token_to_req, back.clamp(min=0))
-        stored = state[slots // group.page_size, slots % group.page_size][..., 0]
+        stored = state[slots // group.page_size, slots % group.page_size, 0]
         closing = (step.positions + 1) % spec.ratio == 0
         used = (back >= 0) & closing.unsqueeze(1)
         return torch.where(used, stored, torch.zeros(())).sum(1, keepdim=True)

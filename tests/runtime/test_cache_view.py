@@ -12,7 +12,7 @@ from anymla.runtime.request import Request
 PROMPT = tuple((7 * n) % 61 for n in range(300))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def running():
     """Two requests in the middle of generation."""
     options = EngineOptions(kv_cache="fp32", max_requests=2, max_seq_len=400, draft_tokens=2)

@@ -65,7 +65,7 @@ def test_greedy_tokens_are_those_of_the_sums(length):
 
 scenario = st.fixed_dictionaries(
     {
-        "lengths": st.lists(st.integers(1, 160), min_size=1, max_size=4),
+        "lengths": st.lists(st.integers(1, 300), min_size=1, max_size=4),
         "join_at": st.lists(st.integers(0, 12), min_size=4, max_size=4),
         "chunk_size": st.sampled_from([1, 7, 64, 100, 512]),
         "max_requests": st.integers(1, 3),
@@ -95,7 +95,7 @@ def test_tokens_depend_on_the_request_alone(scenario):
         max_requests=scenario["max_requests"],
         draft_tokens=scenario["draft_tokens"],
         max_batch_tokens=decode + scenario["spare_tokens"],
-        max_seq_len=190,
+        max_seq_len=330,
     )
     join_at = scenario["join_at"][: len(requests)]
     together = _run(Engine(FakeModel(), options), requests, join_at)
