@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,6 +28,25 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(_host, "on_host", lambda x: False)
         return "torch"
     return name
+
+
+def a_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "xpu")
+
+
+@contextlib.contextmanager
+def without_waiting(device: torch.device) -> Iterator[None]:
+    """Make CUDA's synchronising calls errors; other devices have no such switch."""
+    if device.type != "cuda":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclasses.dataclass

@@ -7,7 +7,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged import BACKENDS, INDEX_LAYOUTS, MAIN_LAYOUTS, Cache, make_cache, use_backend
+from paged import (
+    BACKENDS,
+    INDEX_LAYOUTS,
+    MAIN_LAYOUTS,
+    Cache,
+    a_device,
+    make_cache,
+    use_backend,
+    without_waiting,
+)
 from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
@@ -706,7 +715,7 @@ def test_compressing_names_what_is_wrong(change, error, message):
 @pytest.mark.gpu
 @by_kind(DEEPSEEK | OTHERS)
 def test_a_device_does_the_same_without_waiting(kind):
-    device = torch.device("cuda" if torch.cuda.is_available() else "xpu")
+    device = a_device()
     length = 2 * kind.ratio + 3
     want = one_shot(World(kind, [length, 5]), "torch")
     positions = torch.cat((torch.arange(length), torch.arange(5), torch.tensor([kind.ratio - 1])))
@@ -727,9 +736,7 @@ def test_a_device_does_the_same_without_waiting(kind):
     tables, requests, positions, state_slots, k_slots = (
         x.to(device) for x in (want.state_table, requests, positions, state_slots, k_slots)
     )
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting(device):
         save_partial_states(
             kv, score, ape, positions, state, state_slots, compress_ratio=kind.ratio
         )
@@ -748,9 +755,6 @@ def test_a_device_does_the_same_without_waiting(kind):
             overlap=kind.overlap,
             layout=kind.plain,
         )
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(state.cpu().nan_to_num(7.0), want.state.nan_to_num(7.0))
     # The same float32 steps in another order of summation and with another exponential.
     bound = accumulation(kind.parts * kind.ratio, torch.float32) + ulps(torch.float32, 32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged import BACKENDS, MAIN_LAYOUTS, make_cache, use_backend
+from paged import BACKENDS, MAIN_LAYOUTS, a_device, make_cache, use_backend, without_waiting
 from torch import Tensor
 
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
@@ -449,22 +449,17 @@ def test_norms_and_rotation_name_what_is_wrong():
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", MAIN_LAYOUTS)
 def test_a_device_does_the_same_without_waiting(layout):
-    device = "cuda" if torch.cuda.is_available() else "xpu"
+    device = a_device()
     q, kv = torch.randn(9, 5, 512), torch.randn(9, 512)
     slots, positions = torch.tensor([11, -1, 2, 40, 7, 3, 1]), torch.randint(0, 4096, (9,))
     host = make_cache(layout, 3, 4)
     cache = host.tensor.to(device)
     want = qnorm_rope_kv_insert(q, kv, host.tensor, slots, positions, TABLE, 1e-6, layout=layout)
     moved = [x.to(device) for x in (q, kv, slots, positions, TABLE)]
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting(device):
         got = qnorm_rope_kv_insert(
             moved[0], moved[1], cache, moved[2], moved[3], moved[4], 1e-6, layout=layout
         )
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     bound = accumulation(512, torch.float32, c=1.0) + ulps(torch.float32, 4)
     assert_close(got.cpu(), want, atol=bound, scale=4.0)
     if layout == "rows_fp32_512":
