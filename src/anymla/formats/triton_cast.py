@@ -1,8 +1,8 @@
 """Device twins of the number formats: e4m3, ue8m0 and e2m1 inside Triton kernels.
 
 Every conversion exists twice: by the target's own instruction (``NATIVE``) and by integer bits,
-which is exact everywhere and needs no FP8 type. The bits of an e4m3 code ``s eeee mmm`` shifted into
-a wider float's exponent and mantissa are that code's value times a power of two, subnormals
+which is exact everywhere and needs no FP8 type. The bits of an e4m3 code ``s eeee mmm``, shifted
+into a wider float's exponent and mantissa, are that code's value times a power of two, subnormals
 included; one multiplication restores it.
 """
 

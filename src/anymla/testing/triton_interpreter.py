@@ -4,8 +4,9 @@ The interpreter of Triton 3.6 to 3.9 stores bfloat16 and 8-bit floats as integer
 wrong with them: bfloat16 products and sums work on the codes (triton-lang/triton#11584), casts to
 bfloat16 truncate, casts to 8-bit floats round ties away and lose the mantissa's carry. After
 ``install()`` arithmetic on them is float32 arithmetic, and every cast rounds to nearest even,
-saturating for 8-bit floats, as the GPU instructions do. ``tests/testing/test_triton_interpreter.py``
-proves it and is the first thing to look at when a new Triton release breaks.
+saturating for 8-bit floats, as the GPU instructions do. The proof is in
+``tests/testing/test_triton_interpreter.py``, the first thing to look at when a new Triton release
+breaks.
 """
 
 from __future__ import annotations
