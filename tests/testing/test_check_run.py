@@ -10,8 +10,10 @@ from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 from anymla.testing.conformance import Ops
-from anymla.testing.oracle import RecordedModel, Recorder, RunReport, check_run
+from anymla.testing.oracle import OracleModel, RecordedModel, Recorder, RunReport, check_run
+from anymla.testing.oracle.check import hidden_error
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from anymla.testing.tolerance import assert_close
 
 GOOD = Ops("torch")
 TINY = TinyOptions(
@@ -157,3 +159,35 @@ def test_tokens_and_logprobs_must_belong_to_the_recording(tmp_path) -> None:
         check_run(tmp_path, recorder.recordings[0], tokens, logprobs[1:])
     with pytest.raises(ValueError, match="of other tokens"):
         check_run(tmp_path, recorder.recordings[0], tokens[::-1], logprobs)
+
+
+class DraftSpy(RecordedModel):
+    """Keeps what the draft layer computed, by position."""
+
+    def __init__(self, model, recorder) -> None:
+        super().__init__(model, recorder)
+        self.model = model
+        self.logits_at: dict[int, torch.Tensor] = {}
+
+    def mtp_forward(self, h, next_ids, step, cache):
+        out = self.model.mtp_forward(h, next_ids, step, cache)
+        for position, row in zip(step.positions.tolist(), self.model.mtp_logits(out), strict=True):
+            self.logits_at.setdefault(position, row)
+        return out
+
+
+@pytest.mark.parametrize("weights", ["fp4", "bf16"])
+def test_the_draft_layer_agrees_with_the_oracle(tmp_path, weights) -> None:
+    write_tiny_checkpoint(tmp_path, dataclasses.replace(TINY, ratios=(0, 4), weights=weights))
+    model = load_model(tmp_path, dtype=torch.float32, progress=False)
+    spy = DraftSpy(model, Recorder())
+    ids = torch.randint(2, model.config.vocab_size, (60,)).tolist()
+    request = Request("r", tuple(ids), max_new_tokens=3)
+    options = EngineOptions(kv_cache="fp32", draft_tokens=1, chunk_size=25)
+    (done,) = Engine.for_requests(spy, options, [request]).run([request])
+    oracle = OracleModel(tmp_path)
+    streams = oracle.run(ids).streams
+    want = oracle.run_draft(streams, [*ids[1:], done.token_ids[0]])
+    got = torch.stack([spy.logits_at[position] for position in range(60)])
+    bound = hidden_error(torch.float32, 3, TINY.hidden)
+    assert_close(got, want, atol=bound * float(want.std()), rtol=bound, scale=4.0)
