@@ -196,6 +196,8 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             header = json.loads(file.read(length))
     except (OSError, struct.error, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: not a safetensors file: {_first_line(error)}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: not a safetensors file: its header is no object")
     header.pop("__metadata__", None)
     tensors: dict[str, TensorInfo] = {}
     end = 0
