@@ -70,9 +70,9 @@ def test_pages_of_requests_are_distinct_and_never_the_null_page() -> None:
 def test_the_largest_allocation_is_seen_and_views_are_free() -> None:
     x = torch.ones(1000)
     with LargestAllocation() as largest:
-        x = x.view(10, 100).T
-        x = x.expand(50, 100, 10)
+        views = (x.view(10, 100).T, x.expand(50, 1000))
     assert largest.num_bytes == 0
+    assert len(views) == 2
     with LargestAllocation() as largest:
         (x.unsqueeze(1) * x[:20]).sum()
     assert largest.num_bytes == 1000 * 20 * 4
