@@ -1,0 +1,212 @@
+"""Build every Triton kernel for every target without a GPU, and judge the code that comes out.
+
+Each specialisation that a kernel's ``builds(target)`` names is compiled in a process of its own with
+a time limit, because a combination that the compiler does not like may abort it. A build passes if
+it compiles (or fails, where that is expected), its shared memory fits the target, it spills no more
+than it declares, and matrix-multiply instructions are in the code where they are meant to be. What
+passes here fits and builds; only a run on the device shows that it computes right, and how fast.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import multiprocessing
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anymla.ops
+from anymla.ops._triton import TARGETS, Build, Target
+
+TIME_LIMIT_S = 240
+_CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
+_HIP_INSTRUCTION = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One compilation.
+
+    Attributes:
+        module: the file of the kernel, as a dotted name.
+        target: what it is built for.
+        number: which of the module's builds for the target.
+        label: of the build, for people.
+    """
+
+    module: str
+    target: str
+    number: int
+    label: str
+
+
+def kernel_modules() -> list[str]:
+    """Dotted names of all files of Triton kernels."""
+    found = []
+    for family in pkgutil.iter_modules(anymla.ops.__path__):
+        if not family.ispkg:
+            continue
+        package = f"anymla.ops.{family.name}"
+        path = importlib.import_module(package).__path__
+        found += [
+            f"{package}.{module.name}"
+            for module in pkgutil.iter_modules(path)
+            if module.name.startswith("triton_")
+        ]
+    return [name for name in found if hasattr(importlib.import_module(name), "builds")]
+
+
+def jobs(targets: list[str], *, first_only: bool = False) -> Iterator[Job]:
+    """All builds of all kernels, or only the first of each kernel and target."""
+    for module in kernel_modules():
+        builds = importlib.import_module(module).builds
+        for target in targets:
+            seen = set()
+            for number, build in enumerate(builds(TARGETS[target])):
+                kernel = build.kernel.fn.__name__
+                if first_only and kernel in seen:
+                    continue
+                seen.add(kernel)
+                yield Job(module, target, number, f"{kernel} {build.label}".strip())
+
+
+def run(chosen: list[Job], workers: int) -> Iterator[dict[str, Any]]:
+    """Compile; one row a job, in order. See ``judge`` for a row's fields."""
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(_compile_apart, chosen)
+
+
+def _compile_apart(job: Job) -> dict[str, Any]:
+    """Compile in a process of its own, with a time limit."""
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(job, send))
+    process.start()
+    send.close()
+    row: dict[str, Any] = {**dataclasses.asdict(job), "ok": False}
+    try:
+        if receive.poll(TIME_LIMIT_S):
+            row = receive.recv()
+        else:
+            row["problem"] = f"not built within {TIME_LIMIT_S} s"
+    except EOFError:
+        row["problem"] = "the compiler ended the process"
+    finally:
+        process.kill()
+        process.join()
+    return row
+
+
+def _child(job: Job, send: Any) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        send.send(_build(job))
+
+
+def _build(job: Job) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = TARGETS[job.target]
+    build = list(importlib.import_module(job.module).builds(target))[job.number]
+    row: dict[str, Any] = {**dataclasses.asdict(job), "triton": triton.__version__}
+    names = build.kernel.arg_names
+    signature = {name: build.types.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in build.constants.items()}
+    hints = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if signature[name].startswith("*") or name in build.divisible
+    }
+    architecture: Any = job.target if target.backend == "hip" else int(job.target[3:])
+    started = time.perf_counter()
+    try:
+        compiled = triton.compile(
+            ASTSource(build.kernel, signature, constants, hints),
+            target=GPUTarget(target.backend, architecture, target.warp_size),
+            options={"num_warps": build.num_warps, "num_stages": build.num_stages},
+        )
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        row |= {"built": False, "error": f"{type(error).__name__}: {' | '.join(lines[-3:])[:300]}"}
+    else:
+        row |= {"built": True, "shared_bytes": compiled.metadata.shared, **_code(compiled, target)}
+    row["seconds"] = round(time.perf_counter() - started, 2)
+    return judge(row, build, target)
+
+
+def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
+    """Add "ok", and "problem" if it is not."""
+    problem = ""
+    if build.fails:
+        problem = "" if not row["built"] else f"expected to fail: {build.fails}"
+    elif not row["built"]:
+        problem = row["error"]
+    elif row["shared_bytes"] > target.shared_bytes:
+        problem = f"{row['shared_bytes']} bytes of shared memory, {target.shared_bytes} fit"
+    elif row["instructions"] == 0:
+        problem = "no instruction could be read from the code"
+    elif row["spills"] > build.spills:
+        problem = f"{row['spills']} spills, {build.spills} declared"
+    elif build.matrix and not row["matrix"]:
+        problem = "no matrix-multiply instruction"
+    return {**row, "ok": not problem, **({"problem": problem} if problem else {})}
+
+
+def _code(compiled: Any, target: Target) -> dict[str, Any]:
+    return _hip_code(compiled) if target.backend == "hip" else _cuda_code(compiled)
+
+
+def _cuda_code(compiled: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        listing = subprocess.run(
+            [_cuobjdump(), "-sass", cubin.name], capture_output=True, text=True, check=False
+        ).stdout
+    found = _CUDA_INSTRUCTION.findall(listing)
+    kinds = collections.Counter(name.split(".")[0] for name in found)
+    return {
+        "instructions": len(found),
+        "spills": kinds["STL"] + kinds["LDL"],
+        "matrix": sorted(name for name in kinds if "MMA" in name),
+        "registers": getattr(compiled, "n_regs", None),
+    }
+
+
+def _cuobjdump() -> str:
+    """A disassembler that knows all targets: the CUDA toolkit's if there is one, else Triton's."""
+    import triton
+
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(bundled) if bundled.exists() else shutil.which("cuobjdump") or "cuobjdump"
+
+
+def _hip_code(compiled: Any) -> dict[str, Any]:
+    text = compiled.asm["amdgcn"]
+    found = _HIP_INSTRUCTION.findall(text)
+    spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
+    matrix = {name for name in found if "mfma" in name or "wmma" in name}
+    return {
+        "instructions": sum(name[:2] in ("v_", "s_", "ds", "gl", "bu") for name in found),
+        "spills": int(spills[1]) if spills else 0,
+        "matrix": sorted({name.split("_")[1] for name in matrix}),
+        "registers": int(registers[1]) if registers else None,
+    }
