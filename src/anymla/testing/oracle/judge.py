@@ -73,16 +73,16 @@ class Judge:
         attention: AttentionOracle,
         queries: IndexQueries,
         keys: Tensor,
+        chosen: Tensor,
         tokens: slice,
     ) -> None:
         """Judge the selections of a block of tokens by the scores of the recorded keys."""
-        chosen = self.recording.decisions(layer, "topk", tokens.stop)[tokens]
         block = IndexQueries(queries.q[tokens], queries.weights[tokens])
         keys = keys[: tokens.stop // attention.ratio]
         self.selections["topk"].judge(
             queries.scores(tokens, keys),
             attention.visible(tokens, len(keys)),
-            chosen,
+            chosen[tokens],
             attention.config.index_topk,
             self.error[layer] * block.magnitudes(keys),
             f"layer {layer} topk from position {tokens.start}",

@@ -187,9 +187,10 @@ class OracleModel:
         if judge is None:
             parts = [layer.select(queries, rows.index, block) for block in spans(len(queries.q))]
             return torch.cat(parts)
+        chosen = judge.recording.decisions(index, "topk", len(queries.q))
         for block in spans(len(queries.q)):
-            judge.entries(index, layer, queries, rows.index, block)
-        return judge.recording.decisions(index, "topk", len(queries.q))
+            judge.entries(index, layer, queries, rows.index, chosen, block)
+        return chosen
 
     def _experts(
         self, scores: Tensor, ids: Tensor, index: int, prefix: str, judge: Judge | None
