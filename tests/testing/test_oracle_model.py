@@ -63,3 +63,23 @@ def test_logits_and_streams_equal_transformers(random_checkpoint, changes) -> No
     error = relative_error(logits, result.logits)
     print(f"logits: {error:.2e}")
     assert error <= FLOAT32_NETWORK
+
+
+def test_coarser_cache_rows_move_the_logits_further(random_checkpoint) -> None:
+    oracle = OracleModel(random_checkpoint())
+    ids = torch.randint(96, (200,)).tolist()
+    exact = oracle.run(ids).logits
+    errors = [
+        relative_error(oracle.run(ids, kv=kv).logits, exact) for kv in ("exact", "fp32", "bf16")
+    ]
+    assert errors[0] == 0
+    assert 0 < errors[1] < 1e-6 < errors[2]
+    for kv in ("fp8", "fp8-mxfp4-index"):
+        assert errors[2] < relative_error(oracle.run(ids, kv=kv).logits, exact) < 0.5
+
+
+def test_the_future_does_not_reach_the_past(random_checkpoint) -> None:
+    oracle = OracleModel(random_checkpoint())
+    ids = torch.randint(96, (140,)).tolist()
+    whole, part = oracle.run(ids).logits[:131], oracle.run(ids[:131]).logits
+    assert relative_error(part, whole) < 1e-12
