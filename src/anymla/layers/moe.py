@@ -137,6 +137,7 @@ class MixtureOfExperts(nn.Module):
             weight_format=self.w1.kind,
             swiglu_limit=self.limit,
             quantize_activations=self.quantize_activations,
+            shared=None if self.shared is None else self.shared(x),
             backend=self.backend,
         )
-        return out if self.shared is None else out + self.shared(x)
+        return out
