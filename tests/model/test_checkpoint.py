@@ -244,3 +244,12 @@ def test_file_that_vanishes_after_opening(single: Path) -> None:
     (single / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model.safetensors: cannot read a.weight: "):
         checkpoint.tensor("a.weight")
+
+
+def test_file_that_the_system_will_not_map(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)\nbacktrace")
+
+    monkeypatch.setattr("anymla.model.checkpoint.safe_open", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot read a.weight: unable to mmap .* \(12\)$"):
+        Checkpoint.open(single).tensor("a.weight")

@@ -124,7 +124,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
             mapped: Tensor = self._open[file].get_tensor(info.stored_name)
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # torch reports a mapping that the system refuses as a RuntimeError.
             raise CheckpointError(f"{file}: cannot read {name}: {_first_line(error)}") from None
         return mapped.to(device)
 
