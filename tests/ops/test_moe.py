@@ -391,6 +391,31 @@ def test_a_decode_step_is_few_calls() -> None:
     assert calls.count <= 16
 
 
+@pytest.mark.compiles
+def test_traced_through() -> None:
+    bank = Bank("mxfp4", 6)
+    gate, bias, table = torch.randn(6, D), torch.zeros(6), torch.randint(0, 6, (9, 2))
+    arguments = {**bank.arguments(), "quantize_activations": True}
+    graphs = 0
+
+    def layer(x: Tensor, token_ids: Tensor) -> Tensor:
+        ids, weights = route_biased(x, gate, bias, k=2, scale=1.5)
+        hashed, hash_weights = route_hash(x, gate, token_ids, table, scale=1.5)
+        out = experts(x, ids, weights, **arguments)
+        return swiglu(out, experts(x, hashed, hash_weights, **arguments), 3.0)
+
+    def count(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    compiled = torch.compile(layer, backend=count, dynamic=True, fullgraph=True)
+    for tokens in (7, 11, 40):  # unlike any other size, which tracing would take for the same
+        x, token_ids = torch.randn(tokens, D), torch.randint(0, 9, (tokens,))
+        assert_identical(compiled(x, token_ids), layer(x, token_ids))
+    assert graphs == 1
+
+
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
