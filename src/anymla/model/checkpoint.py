@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,9 @@ def _sharded(directory: Path) -> dict[str, TensorInfo]:
             tensors[name] = info
     absent = sorted(placed.keys() - tensors.keys())
     if absent:
-        raise CheckpointError(f"{directory / placed[absent[0]]}: does not hold {_some(absent)}")
+        raise CheckpointError(
+            f"{directory / placed[absent[0]]}: does not hold {enumerate_some(absent)}"
+        )
     return tensors
 
 
@@ -226,10 +228,10 @@ def _header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _some(names: list[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+def enumerate_some(items: Sequence[str], shown: int = 3) -> str:
+    """The first items, and how many more there are."""
+    listed = ", ".join(items[:shown])
+    return listed if len(items) <= shown else f"{listed} and {len(items) - shown} more"
 
 
 def _first_line(error: Exception) -> str:

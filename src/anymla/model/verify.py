@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 
 from anymla.layers.linear import WeightKind
-from anymla.model.checkpoint import Checkpoint, CheckpointError
+from anymla.model.checkpoint import Checkpoint, CheckpointError, enumerate_some
 from anymla.model.config import ModelConfig
 from anymla.model.schema import expected_linears, expected_tensors, weight_kind
 
@@ -43,12 +42,6 @@ class Report:
         if self.wrong:
             parts.append(enumerate_some(self.wrong))
         return "; ".join(parts)
-
-
-def enumerate_some(items: Sequence[str], shown: int = 3) -> str:
-    """The first items, and how many more there are."""
-    listed = ", ".join(items[:shown])
-    return listed if len(items) <= shown else f"{listed} and {len(items) - shown} more"
 
 
 def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
