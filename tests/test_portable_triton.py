@@ -1,4 +1,4 @@
-"""The subset of Triton that the portable kernels keep to, on which every non-NVIDIA target rests."""
+"""The subset of Triton that portable kernels keep to, on which every other vendor rests."""
 
 import ast
 import pathlib

@@ -225,6 +225,17 @@ def test_a_hostile_slot_changes_nothing_wherever_it_stands(backend, place, hosti
             assert torch.equal(cache.entry_bytes(slot), torch.cat((codes, scales), 1)[0])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_lone_hostile_slot_changes_nothing(backend, layout):
+    cache = make_cache(layout, 3, 4)
+    before = cache.storage.clone()
+    for slot in (*HOSTILE, 12):
+        mapping = torch.tensor([slot])
+        rows = rows_of(layout, 1)
+        quantize_and_insert_k_cache(rows, cache.tensor, mapping, layout=layout, backend=backend)
+        assert not cache.changed(before)
+
+
 def test_slot_mapping_may_be_shorter_than_k(backend):
     cache = make_cache("v4_main_fp8", 2, 4)
     before = cache.storage.clone()

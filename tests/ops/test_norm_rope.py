@@ -140,6 +140,18 @@ def test_rms_norm_rounds_bfloat16_once(backend, weight_dtype):
     assert_close(got, norm64(x, weight, 1e-6), rtol=ulps(torch.bfloat16, 0.5) + 1e-5)
 
 
+@pytest.mark.parametrize("shape", [(70, 4096), (3, 300, 512), (2, 2**18)])
+def test_large_batches_are_their_rows(shape):
+    """Worked off in blocks, from a strided view, bit for bit."""
+    x = torch.randn(*shape[:-1], shape[-1] + 16).bfloat16()[..., 16:]
+    weight = torch.randn(shape[-1]).bfloat16()
+    got = rms_norm(x, weight, 1e-6, backend="torch")
+    assert got.is_contiguous()
+    rows = zip(got.flatten(0, -2), x.flatten(0, -2), strict=True)
+    for row, single in rows if len(shape) == 2 else list(rows)[::37]:
+        assert torch.equal(row, rms_norm(single, weight, 1e-6, backend="torch"))
+
+
 def test_rms_norm_of_zeros_and_of_tiny_rows(backend):
     x = torch.zeros(2, 64)
     x[1] = 1e-20
@@ -389,6 +401,29 @@ def test_a_row_does_not_depend_on_its_batch(tokens, heads, seed):
         assert torch.equal(single, got[part])
         slot = int(slots[token])
         assert torch.equal(alone.entry_bytes(slot), cache.entry_bytes(slot))
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("given_out", [False, True])
+def test_torch_compile_sees_through_the_insertion(given_out):
+    def step(q, kv, cache, out):
+        slots, positions = torch.tensor([3, -1, 7]), torch.tensor([0, 5, 9])
+        turned = qnorm_rope_kv_insert(
+            q * 2, kv, cache, slots, positions, TABLE, 1e-6, layout="rows_fp32_512", out=out
+        )
+        return rope(turned, positions, TABLE, inverse=True) + 1
+
+    q, kv = torch.randn(3, 2, 512), torch.randn(3, 512)
+    results = []
+    for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        cache = make_cache("rows_fp32_512", 2, 4)
+        out = torch.zeros_like(q) if given_out else None
+        results.append((run(q, kv, cache.tensor, out), cache.storage, out))
+    (want, stored, written), (got, compiled_stored, compiled_written) = results
+    assert torch.equal(got, want)
+    assert torch.equal(compiled_stored, stored)
+    if given_out:
+        assert torch.equal(compiled_written, written)
 
 
 # What bad arguments get ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Build every Triton kernel for every target without a GPU, and judge the code that comes out.
+"""Build every Triton kernel for every target without a GPU, and judge what comes out.
 
-Each specialisation that a kernel's ``builds(target)`` names is compiled in a process of its own with
+Each specialisation that a kernel's ``builds(target)`` names is compiled in its own process with
 a time limit, because a combination that the compiler does not like may abort it. A build passes if
 it compiles (or fails, where that is expected), its shared memory fits the target, it spills no more
 than it declares, and matrix-multiply instructions are in the code where they are meant to be. What

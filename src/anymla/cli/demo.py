@@ -12,8 +12,8 @@ import torch
 from tqdm import tqdm
 
 from anymla.model.load import load_model
-from anymla.model.transformer import Transformer
 from anymla.model.tokenizer import Tokenizer
+from anymla.model.transformer import Transformer
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request
@@ -71,7 +71,7 @@ def command(
     request = Request("demo", prompt, max_new_tokens=new_tokens, prompt_logprobs=True)
     options = EngineOptions(kv_cache="fp8", chunk_size=chunk_size, draft_tokens=len(model.drafts))
     engine = Engine.for_requests(
-        cast(Transformer, RecordedModel(model, recorder)), options, [request]
+        cast("Transformer", RecordedModel(model, recorder)), options, [request]
     )
     done = _run(engine, request, tokenizer)
     seconds = done.timings.as_dict()

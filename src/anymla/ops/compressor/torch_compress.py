@@ -59,7 +59,8 @@ def compress_norm_rope_insert(
         entries, kept = pooled
         positions, slots = positions.index_select(0, kept), k_slot_mapping.index_select(0, kept)
     else:
-        wanted = (positions >= 0) & ((positions + 1) % compress_ratio == 0)
+        # A position below 0 has no row, so it is not among those that are there.
+        wanted = (positions + 1) % compress_ratio == 0
         wanted &= (state_slot_mapping >= 0) & (state_slot_mapping < states)
         wanted &= (token_to_req >= 0) & (token_to_req < requests)
         entries, there = _in_blocks(

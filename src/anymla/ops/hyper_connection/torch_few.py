@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from anymla.ops._host import on_host
+from anymla.ops import _host
 
 _FEW_TOKENS = 2
 _STREAMS = 4
@@ -27,7 +27,7 @@ def suits(h: Tensor, norm_eps: float, hc_eps: float) -> bool:
         and 0 < tokens <= _FEW_TOKENS
         and norm_eps > 0
         and hc_eps > 0
-        and on_host(h)
+        and _host.on_host(h)
     )
 
 

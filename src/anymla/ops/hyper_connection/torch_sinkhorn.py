@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anymla.ops._host import on_host
+from anymla.ops import _host
 
 
 def sinkhorn(logits: Tensor, *, eps: float, iters: int) -> Tensor:
     """See reference.sinkhorn: [T, N, N] logits to [T, N, N] nearly doubly stochastic matrices."""
     c = torch.softmax(logits, dim=-1).add_(eps)
-    if on_host(c):
+    if _host.on_host(c):
         return _balance_numpy(c, eps, iters)
     # Sums, not products with a matrix of ones: those might be computed in TF32.
     c.div_(c.sum(dim=-2, keepdim=True).add_(eps))
