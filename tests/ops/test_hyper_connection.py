@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paged import a_device, without_waiting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anymla.ops import _host
 from anymla.ops.hyper_connection import (
     hc_head,
     hc_post,
@@ -264,13 +266,10 @@ def test_sinkhorn_forms_agree(tokens: int, n: int, spread: float, iters: int) ->
 
 
 def torch_sinkhorn_by_sums(logits: Tensor, iters: int) -> Tensor:
-    """The branch for devices other than the CPU, on a tensor that denies being on it."""
-    real = torch_sinkhorn.on_host
-    torch_sinkhorn.on_host = lambda tensor: False
-    try:
+    """The branch for devices other than the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_host, "on_host", lambda x: False)
         return torch_sinkhorn.sinkhorn(logits, eps=1e-6, iters=iters)
-    finally:
-        torch_sinkhorn.on_host = real
 
 
 def test_doubly_stochastic_after_twenty_iterations() -> None:
@@ -366,6 +365,35 @@ def test_unseen_token_counts_do_not_recompile() -> None:
         ):
             assert_identical(a, b)
     assert graphs == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_a_device_does_the_same_without_waiting(tokens: int, dtype: torch.dtype) -> None:
+    device = a_device()
+    given_site = site(tokens, dtype=dtype)
+    moved = {name: tensor.to(device) for name, tensor in given_site.items()}
+    norm_weight = 1 + 0.1 * torch.randn(48)
+    u = torch.randn(tokens, 48).to(dtype)
+
+    def whole(
+        h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, u: Tensor, w: Tensor
+    ) -> tuple[Tensor, ...]:
+        y, post, comb = hc_pre(h, fn, base, scale, **OPTIONS)
+        site_weights = {"fn": fn, "base": base, "scale": scale, "norm_weight": w}
+        fused = hc_post_pre_norm(u, h, post, comb, **site_weights, **OPTIONS)
+        head = hc_head(h, fn[:4], base[:4], scale[:1], norm_eps=1e-6, hc_eps=1e-6)
+        return y, post, comb, *fused, head
+
+    want = whole(**given_site, u=u, w=norm_weight)
+    on_device = {"u": u.to(device), "w": norm_weight.to(device)}
+    whole(**moved, **on_device)  # constants are made at first use
+    with without_waiting(device):
+        got = whole(**moved, **on_device)
+    for a, b in zip(got, want, strict=True):
+        # Gates as in test_backends_agree; what is rounded to bf16 may round the other way.
+        assert_close(a.cpu(), b, atol=ulps(torch.float32, 64), rtol=ulps(a.dtype, 2))
 
 
 def break_site(**changes: Any) -> dict[str, Any]:

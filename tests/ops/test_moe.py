@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paged import a_device, without_waiting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -389,6 +390,57 @@ def test_a_decode_step_is_few_calls() -> None:
         route_biased(x, torch.randn(8, D), torch.zeros(8), k=6, scale=1.0)
     print("route_biased:", calls.count)
     assert calls.count <= 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_a_device_routes_the_same_without_waiting(tokens: int, dtype: torch.dtype) -> None:
+    device = a_device()
+    x, gate, bias = torch.randn(tokens, D).to(dtype), torch.randn(16, D) / D**0.5, torch.zeros(16)
+    table, token_ids = torch.randint(0, 16, (30, 3)), torch.randint(-2, 33, (tokens,))
+    want = (
+        route_biased(x, gate, bias, k=4, scale=1.5),
+        route_hash(x, gate, token_ids, table, scale=1.5),
+    )
+    x, gate, bias, table, token_ids = (t.to(device) for t in (x, gate, bias, table, token_ids))
+    with without_waiting(device):
+        got = (
+            route_biased(x, gate, bias, k=4, scale=1.5),
+            route_hash(x, gate, token_ids, table, scale=1.5),
+        )
+    for (ids, weights), (want_ids, want_weights) in zip(got, want, strict=True):
+        assert_identical(ids.cpu(), want_ids)
+        assert_close(weights.cpu(), want_weights, atol=ulps(torch.float32, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_device_runs_the_same_experts(
+    weight_format: str, tokens: int, dtype: torch.dtype
+) -> None:
+    device = a_device()
+    bank, (ids, weights) = Bank(weight_format, 9, dtype), routing(tokens, 3, 9)
+    ids[0, 1] = -1
+    x = torch.randn(tokens, D).to(dtype)
+    arguments = bank.arguments()
+    moved = {
+        name: [tensor.to(device) for tensor in value] if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
+    want = experts(x, ids, weights, **arguments, quantize_activations=False)
+    got, again = (
+        experts(
+            x.to(device), ids.to(device), weights.to(device), **moved, quantize_activations=False
+        )
+        for _ in range(2)
+    )
+    assert_identical(got, again)
+    bound = accumulation(D, torch.float32, 4) + accumulation(INNER, torch.float32, 4)
+    slack = bound + ulps(torch.bfloat16, 4) if dtype == torch.bfloat16 else bound
+    assert_close(got.cpu(), want, atol=slack)
 
 
 @pytest.mark.compiles
