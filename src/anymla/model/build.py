@@ -195,13 +195,15 @@ class Builder:
             bias=None if hashed else self.float32(prefix + "gate.bias"),
             token_experts=self.read(prefix + "gate.tid2eid") if hashed else None,
         )
+        # As stored even in float32: the experts are nearly all of a checkpoint, and only the few
+        # that a token visits are worth converting.
         names = [f"{prefix}experts.{expert}." for expert in range(config.n_routed_experts)]
         return MixtureOfExperts(
             index=spec.index,
             router=router,
-            w1=ExpertWeights.of([self.weight(name + "w1") for name in names]),
-            w2=ExpertWeights.of([self.weight(name + "w2") for name in names]),
-            w3=ExpertWeights.of([self.weight(name + "w3") for name in names]),
+            w1=ExpertWeights.of([self.read_linear(name + "w1") for name in names]),
+            w2=ExpertWeights.of([self.read_linear(name + "w2") for name in names]),
+            w3=ExpertWeights.of([self.read_linear(name + "w3") for name in names]),
             shared=self.shared_expert(prefix + "shared_experts."),
             limit=config.swiglu_limit,
             quantize_activations=self.quantize_activations,
