@@ -111,6 +111,7 @@ class AttentionLayer(nn.Module):
             cos_sin,
             self.eps,
             layout=cache.format.main,
+            out=q,
             backend=self.backend,
         )
         entries = self._compressed_rows(x, latent, step, cache)
