@@ -1,0 +1,280 @@
+"""Rows of a paged cache inside Triton kernels: addresses, decoders and encoders of every layout.
+
+A kernel takes the cache as one uint8 pointer with its page stride in bytes, the entries of a page
+as ``ENTRIES`` and the layout's numbers as ``CODEC`` (a ``RowCodec`` passed as a constexpr):
+
+    values, scales = entry_offsets(slots, valid, page_stride, ENTRIES, CODEC)  # int64 [N], bytes
+    x = load_rows(cache, values, scales, valid, CODEC, NATIVE)   # float32 [N, channels]
+    store_rows(cache, values, scales, valid, x, CODEC, NATIVE)   # the bytes that formats gives
+
+``load_channels`` reads a part of the channels, for kernels that cannot hold whole rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.e2m1 import E2M1_MAX
+from anymla.formats.e4m3 import E4M3_MAX
+from anymla.formats.mxfp4 import MXFP4_AMAX_FLOOR, MXFP4_BLOCK
+from anymla.formats.page_layout import (
+    KV_AMAX_FLOOR,
+    RowFp8Layout,
+    RowMxfp4Layout,
+    SplitFp8Layout,
+    get_layout,
+    pages_of,
+)
+from anymla.formats.triton_cast import (
+    e2m1_to_fp32,
+    e4m3_to_fp16,
+    e4m3_to_fp32,
+    exp2_int,
+    exponent_to_ue8m0,
+    fp32_to_e2m1,
+    fp32_to_e4m3,
+    scale_exponent,
+    ue8m0_to_fp32,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCodec:
+    """What a kernel has to know of a layout when it is compiled.
+
+    Attributes:
+        kind: "split_fp8" (the main record), "row_fp8", "row_mxfp4", "bf16" or "fp32".
+        channels: width of a row.
+        nope: channels that have codes; the others are bfloat16 ("split_fp8") or none.
+        block: channels that share a scale.
+        data_bytes: bytes of an entry in the plane of values.
+        scale_bytes: bytes of an entry in the plane of scales, 0 if there is none.
+        code_max: largest magnitude of a code.
+        floor: lower bound of a block's largest magnitude.
+    """
+
+    kind: str
+    channels: int
+    nope: int
+    block: int
+    data_bytes: int
+    scale_bytes: int
+    code_max: float = 0.0
+    floor: float = 0.0
+
+
+@functools.cache
+def row_codec(layout_id: str) -> RowCodec:
+    """The codec of a layout.
+
+    Raises:
+        ValueError: unknown layout.
+    """
+    layout = get_layout(layout_id)
+    width, data, scales = layout.channels, layout.data_bytes, layout.scale_bytes
+    if isinstance(layout, SplitFp8Layout):
+        assert scales == width // layout.block
+        kind, nope, block, code_max, floor = (
+            "split_fp8", layout.nope, layout.block, E4M3_MAX, KV_AMAX_FLOOR,
+        )  # fmt: skip
+    elif isinstance(layout, RowFp8Layout):
+        kind, nope, block, code_max, floor = "row_fp8", width, width, E4M3_MAX, KV_AMAX_FLOOR
+    elif isinstance(layout, RowMxfp4Layout):
+        kind, nope, block, code_max, floor = (
+            "row_mxfp4", width, MXFP4_BLOCK, E2M1_MAX, MXFP4_AMAX_FLOOR,
+        )  # fmt: skip
+    else:
+        kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[layout.dtype]
+        nope, block, code_max, floor = width, width, 0.0, 0.0
+    return RowCodec(kind, width, nope, block, data, scales, code_max, floor)
+
+
+def cache_bytes(k_cache: Tensor) -> tuple[Tensor, int, int, int]:
+    """A cache [P, B, row] or [P, B, 1, row] as kernels take it.
+
+    Returns:
+        the cache as a uint8 tensor that starts where it starts, the page stride in bytes, P and B.
+    """
+    cache = pages_of(k_cache)
+    stride = cache.stride(0) * cache.element_size()
+    whole = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
+    return whole, stride, cache.shape[0], cache.shape[1]
+
+
+@triton.jit
+def entry_offsets(slots, valid, page_stride, ENTRIES: tl.constexpr, CODEC: tl.constexpr):
+    """Byte offsets, int64 [N], of the values and of the scales of entries.
+
+    Slots [N] of any integer type; those that are not ``valid`` give the offsets of slot 0.
+    """
+    known = tl.where(valid, slots, 0)
+    page = (known // ENTRIES).to(tl.int64) * page_stride
+    offset = (known % ENTRIES).to(tl.int64)
+    values = page + offset * CODEC.data_bytes
+    scales = page + offset * CODEC.scale_bytes + ENTRIES * CODEC.data_bytes
+    return values, scales
+
+
+@triton.jit
+def load_rows(cache, values, scales, valid, CODEC: tl.constexpr, NATIVE: tl.constexpr):
+    """Decode whole entries to float32 [N, channels], exactly; zeros where not ``valid``."""
+    if CODEC.kind == "split_fp8":
+        ROWS: tl.constexpr = values.shape[0]
+        BLOCKS: tl.constexpr = CODEC.channels // CODEC.block
+        CODED: tl.constexpr = CODEC.nope // CODEC.block
+        # One tile for codes and bfloat16 alike: each thread loads the one or the other.
+        block = tl.arange(0, BLOCKS)
+        channel = block[:, None] * CODEC.block + tl.arange(0, CODEC.block)[None, :]
+        coded = (block < CODED)[None, :, None]
+        there = valid[:, None, None]
+        at = cache + values[:, None, None]
+        codes = tl.load(at + channel[None, :, :], mask=there & coded, other=0)
+        rope = tl.load(
+            at.to(tl.pointer_type(tl.bfloat16)) + (channel - CODEC.nope // 2)[None, :, :],
+            mask=there & (block >= CODED)[None, :, None],
+            other=0.0,
+        )
+        scale = tl.load(
+            cache + scales[:, None] + block[None, :],
+            mask=valid[:, None] & (block < CODED)[None, :],
+            other=0,
+        )
+        nope = e4m3_to_fp32(codes, NATIVE) * ue8m0_to_fp32(scale)[:, :, None]
+        x = tl.where(coded, nope, rope.to(tl.float32))
+        return tl.reshape(x, (ROWS, CODEC.channels))
+    else:
+        return load_channels(
+            cache, values, scales, valid, 0, CODEC.channels, CODEC, NATIVE, tl.float32
+        )
+
+
+@triton.jit
+def load_channels(
+    cache,
+    values,
+    scales,
+    valid,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CODEC: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Decode channels START .. START + WIDTH - 1 to [N, WIDTH]; zeros where not ``valid``.
+
+    WIDTH is a power of two, START and WIDTH are multiples of the block, and a part of a split row
+    is all codes or all bfloat16. float32 is exact. So is float16 for codes of the main record with
+    scales 2^-15 .. 2^7, where it takes half the instructions; its bfloat16 channels are rounded.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    channel = tl.arange(0, WIDTH)
+    there = valid[:, None]
+    at = (cache + values)[:, None]
+    if CODEC.kind == "bf16" or (CODEC.kind == "split_fp8" and START >= CODEC.nope):
+        # START bfloat16 channels, or nope bytes and then bfloat16.
+        FIRST: tl.constexpr = START - (CODEC.nope // 2 if CODEC.kind == "split_fp8" else 0)
+        x = tl.load(
+            at.to(tl.pointer_type(tl.bfloat16)) + (FIRST + channel)[None, :], mask=there, other=0.0
+        )
+        return x.to(tl.float32).to(DTYPE)
+    elif CODEC.kind == "fp32":
+        x = tl.load(
+            at.to(tl.pointer_type(tl.float32)) + (START + channel)[None, :], mask=there, other=0.0
+        )
+        return x.to(DTYPE)
+    elif CODEC.kind == "split_fp8":
+        tl.static_assert(START + WIDTH <= CODEC.nope)
+        BLOCKS: tl.constexpr = WIDTH // CODEC.block
+        codes = tl.load(at + (START + channel)[None, :], mask=there, other=0)
+        block = START // CODEC.block + tl.arange(0, BLOCKS)
+        scale = tl.load((cache + scales)[:, None] + block[None, :], mask=there, other=0)
+        scale = ue8m0_to_fp32(scale)
+        if DTYPE == tl.float16:
+            x = e4m3_to_fp16(codes, NATIVE)
+            scale = scale.to(tl.float16)
+        else:
+            x = e4m3_to_fp32(codes, NATIVE)
+        x = tl.reshape(x, (ROWS, BLOCKS, CODEC.block)) * scale[:, :, None]
+        return tl.reshape(x, (ROWS, WIDTH)).to(DTYPE)
+    elif CODEC.kind == "row_fp8":
+        codes = tl.load(at + (START + channel)[None, :], mask=there, other=0)
+        scale = tl.load((cache + scales).to(tl.pointer_type(tl.float32)), mask=valid, other=0.0)
+        return (e4m3_to_fp32(codes, NATIVE) * scale[:, None]).to(DTYPE)
+    else:
+        tl.static_assert(CODEC.kind == "row_mxfp4")
+        BLOCKS: tl.constexpr = WIDTH // CODEC.block
+        byte = START // 2 + tl.arange(0, WIDTH // 2)
+        packed = tl.load(at + byte[None, :], mask=there, other=0)
+        x = tl.join(e2m1_to_fp32(packed & 15), e2m1_to_fp32(packed >> 4))
+        block = START // CODEC.block + tl.arange(0, BLOCKS)
+        scale = tl.load((cache + scales)[:, None] + block[None, :], mask=there, other=0)
+        x = tl.reshape(x, (ROWS, BLOCKS, CODEC.block)) * ue8m0_to_fp32(scale)[:, :, None]
+        return tl.reshape(x, (ROWS, WIDTH)).to(DTYPE)
+
+
+@triton.jit
+def block_exponent(blocks, CODEC: tl.constexpr):
+    """Scale exponents int32 [...] of float32 blocks [..., n]; 128 if one is NaN or infinite."""
+    # As integers magnitudes order alike, and a NaN is the largest instead of being dropped.
+    magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    top = tl.max(magnitude, len(blocks.shape) - 1)
+    exponent = scale_exponent(top.to(tl.float32, bitcast=True), CODEC.code_max, CODEC.floor)
+    return tl.where(top >= 0x7F800000, 128, exponent)
+
+
+@triton.jit
+def store_rows(cache, values, scales, valid, x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
+    """Encode float32 rows x [N, channels] and store them at the entries that are ``valid``."""
+    ROWS: tl.constexpr = x.shape[0]
+    channel = tl.arange(0, CODEC.channels)
+    there = valid[:, None]
+    at = (cache + values)[:, None]
+    if CODEC.kind == "bf16":
+        tl.store(
+            at.to(tl.pointer_type(tl.bfloat16)) + channel[None, :], x.to(tl.bfloat16), mask=there
+        )
+    elif CODEC.kind == "fp32":
+        tl.store(at.to(tl.pointer_type(tl.float32)) + channel[None, :], x, mask=there)
+    else:
+        BLOCKS: tl.constexpr = CODEC.channels // CODEC.block
+        CODED: tl.constexpr = CODEC.nope // CODEC.block
+        block = tl.arange(0, BLOCKS)
+        rounded = x.to(tl.bfloat16)
+        blocks = tl.reshape(rounded.to(tl.float32), (ROWS, BLOCKS, CODEC.block))
+        exponent = block_exponent(blocks, CODEC)
+        scaled = blocks * exp2_int(-tl.minimum(exponent, 126))[:, :, None]
+        scaled = tl.reshape(scaled, (ROWS, CODEC.channels))
+        if CODEC.kind == "split_fp8":
+            coded = (channel < CODEC.nope)[None, :]
+            tl.store(at + channel[None, :], fp32_to_e4m3(scaled, NATIVE), mask=there & coded)
+            tl.store(
+                at.to(tl.pointer_type(tl.bfloat16)) + (channel - CODEC.nope // 2)[None, :],
+                rounded,
+                mask=there & (channel >= CODEC.nope)[None, :],
+            )
+            padded = tl.where((block < CODED)[None, :], exponent_to_ue8m0(exponent), 0)
+            tl.store((cache + scales)[:, None] + block[None, :], padded.to(tl.uint8), mask=there)
+        elif CODEC.kind == "row_fp8":
+            tl.store(at + channel[None, :], fp32_to_e4m3(scaled, NATIVE), mask=there)
+            # 2^128 is infinite: the exponent field of float32 is all ones.
+            wide = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+            tl.store(
+                (cache + scales).to(tl.pointer_type(tl.float32))[:, None] + block[None, :],
+                wide,
+                mask=there,
+            )
+        else:
+            tl.static_assert(CODEC.kind == "row_mxfp4")
+            codes = tl.reshape(fp32_to_e2m1(scaled), (ROWS, CODEC.channels // 2, 2))
+            low, high = tl.split(codes)
+            byte = tl.arange(0, CODEC.channels // 2)
+            tl.store(at + byte[None, :], low | (high << 4), mask=there)
+            # The largest exponent of the format is 127; 255 would be NaN.
+            bytes_ = exponent_to_ue8m0(tl.minimum(exponent, 127))
+            tl.store((cache + scales)[:, None] + block[None, :], bytes_, mask=there)
