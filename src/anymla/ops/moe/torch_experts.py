@@ -18,9 +18,10 @@ from anymla.ops.moe.reference import wide
 # expert by expert, so that only one expert's rows are kept.
 _FEW_PAIRS = 64
 
-# One token's quantised experts are decoded together up to this size (16 MiB of float32), because
-# decoding a small matrix is mostly calls.
+# One token's experts are multiplied together up to these sizes, because work on a small matrix is
+# mostly calls: quantised ones are decoded at once (16 MiB of float32), plain ones copied.
 _DECODED_ELEMENTS = 1 << 22
+_COPIED_ELEMENTS = 1 << 20
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -81,21 +82,33 @@ class _Bank:
     def stacks(self, count: int, d: int) -> bool:
         """Whether ``count`` experts may be decoded as one matrix of all their rows."""
         inner = self.w1[0].shape[0]
+        if self.weight_format == "plain":
+            return 2 * count * inner * d <= _COPIED_ELEMENTS
         # Scales of 128 x 128 blocks stay with their rows only if every matrix is whole blocks.
         whole = self.weight_format == "mxfp4" or (inner % FP8_BLOCK == 0 and d % FP8_BLOCK == 0)
         small = 2 * count * inner * d <= _DECODED_ELEMENTS
-        return self.weight_format != "plain" and whole and small
+        return whole and small
 
     def gate_up_stacked(self, rows: Tensor, chosen: list[int]) -> Tensor:
         """Gates, then ups, of the chosen experts for one row [1, D]: [2, n, I]."""
-        linear = fp8_block_linear if self.weight_format == "fp8" else mxfp4_linear
         weights = [self.w1[e] for e in chosen] + [self.w3[e] for e in chosen]
+        if self.weight_format == "plain":
+            matrix = torch.cat(weights)
+            dtype = torch.promote_types(rows.dtype, matrix.dtype)
+            out = functional.linear(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
+            return out.view(2, len(chosen), -1)
+        linear = fp8_block_linear if self.weight_format == "fp8" else mxfp4_linear
         scales = [self.s1[e] for e in chosen] + [self.s3[e] for e in chosen]
         out = linear(rows, torch.cat(weights), torch.cat(scales), quantize_activations=False)
         return out.view(2, len(chosen), -1)
 
     def down_stacked(self, rows: Tensor, chosen: list[int]) -> Tensor:
         """Row i of [n, I] through w2 of the i-th chosen expert: [n, D]."""
+        if self.weight_format == "plain":
+            stack = torch.stack([self.w2[e] for e in chosen])
+            dtype = torch.promote_types(rows.dtype, stack.dtype)
+            inputs = rows.to(dtype).unsqueeze(1)
+            return torch.bmm(inputs, stack.to(dtype).transpose(1, 2)).squeeze(1).to(rows.dtype)
         decode = dequantize_fp8_weight if self.weight_format == "fp8" else dequantize_mxfp4
         codes = torch.cat([self.w2[e] for e in chosen])
         matrices = decode(codes, torch.cat([self.s2[e] for e in chosen]), wide(rows.dtype))
