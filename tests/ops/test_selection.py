@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anymla.ops._triton import has_triton
 from anymla.ops.selection import (
     combine_topk_swa_indices,
     compressed_rows,
@@ -20,12 +21,16 @@ INT32, INT64 = torch.int32, torch.int64
 POSITIONS = [0, 1, 2, 3, 4, 7, 62, 63, 64, 126, 127, 128, 129, 255, 256, 2046, 2047, 2051]
 
 
-@pytest.fixture(params=["reference", "torch"])
+no_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+BACKENDS = ["reference", "torch", pytest.param("triton", marks=no_triton)]
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
 
 
-backends = pytest.mark.parametrize("backend", ["reference", "torch"])
+backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def i32(values):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._operation import INT32, INT64, check, operation, require
+from anymla.ops._triton import triton_support
 from anymla.ops.selection import reference, torch_combine, torch_rows, torch_slots
 from anymla.ops.selection.reference import combined_width
 
@@ -305,3 +306,13 @@ compressed_rows.register("reference", reference.compressed_rows)
 compressed_rows.register("torch", torch_rows.compressed_rows)
 window_rows.register("reference", reference.window_rows)
 window_rows.register("torch", torch_rows.window_rows)
+
+_TRITON = "anymla.ops.selection.triton_"
+slot_mapping.register_lazy("triton", f"{_TRITON}slots", supports=triton_support)
+token_to_request.register_lazy("triton", f"{_TRITON}slots", supports=triton_support)
+compute_global_topk_indices_and_lens.register_lazy(
+    "triton", f"{_TRITON}rows", supports=triton_support
+)
+combine_topk_swa_indices.register_lazy("triton", f"{_TRITON}combine", supports=triton_support)
+compressed_rows.register_lazy("triton", f"{_TRITON}rows", supports=triton_support)
+window_rows.register_lazy("triton", f"{_TRITON}rows", supports=triton_support)
