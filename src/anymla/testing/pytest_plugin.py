@@ -13,7 +13,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from anymla.testing.poison import poisoned_empty
+# Triton and anymla read it when they are first imported, which the compiler does for triton.
+if not torch.cuda.is_available() and not torch.xpu.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from anymla.testing.poison import poisoned_empty  # noqa: E402
 
 # Drawing numbers is torch's part (from the seed), so examples are cheap to draw but not to run:
 # no deadline, and slow data generation is not a health problem.
@@ -45,9 +49,6 @@ def _interpret_triton() -> None:
     """Without a GPU, let Triton kernels run in the repaired interpreter, if triton is there."""
     if importlib.util.find_spec("triton") is None:
         return
-    if not torch.cuda.is_available() and not torch.xpu.is_available():
-        # Triton and anymla read it when they are first imported, which is after this hook.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ.get("TRITON_INTERPRET") == "1":
         from anymla.testing.triton_interpreter import install
 
