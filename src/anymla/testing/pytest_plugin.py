@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available() and not torch.xpu.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from anymla.testing.poison import poisoned_empty  # noqa: E402
+from anymla.testing.poison import poisoned_empty
 
 # Drawing numbers is torch's part (from the seed), so examples are cheap to draw but not to run:
 # no deadline, and slow data generation is not a health problem.
