@@ -94,9 +94,7 @@ def compressed_rows_kernel(
     visible = tl.where(request >= 0, tl.minimum(closed, width), 0).to(tl.int32)
     column = block * BLOCK + tl.arange(0, BLOCK)
     seen = column < visible
-    slot = slot32_of(
-        column, request, seen, table, row_stride, column_stride, requests, pages, PAGE
-    )
+    slot = slot32_of(column, request, seen, table, row_stride, column_stride, requests, pages, PAGE)
     tl.store(slots + token * width + column, slot, mask=column < width)
     tl.store(local + token * width + column, tl.where(seen, column, -1), mask=column < width)
     if block == 0:

@@ -40,9 +40,7 @@ def slot32_of(
     entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE: tl.constexpr
 ):
     """As ``slot_of`` in int32; a slot that would wrap around is no slot."""
-    slot = slot_of(
-        entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE
-    )
+    slot = slot_of(entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE)
     return tl.where(slot <= 0x7FFFFFFF, slot, -1).to(tl.int32)
 
 
@@ -84,9 +82,7 @@ def slot_mapping_kernel(
     request = tl.load(token_to_req + token, mask=inside, other=-1)
     entry = position // RATIO
     closes = (position >= 0) & (position - entry * RATIO == RATIO - 1)
-    slot = slot_of(
-        entry, request, closes, table, row_stride, column_stride, requests, pages, PAGE
-    )
+    slot = slot_of(entry, request, closes, table, row_stride, column_stride, requests, pages, PAGE)
     tl.store(out + token, slot, mask=inside)
 
 
