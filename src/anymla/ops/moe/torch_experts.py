@@ -112,10 +112,10 @@ class _Bank:
         decode = dequantize_fp8_weight if self.weight_format == "fp8" else dequantize_mxfp4
         codes = torch.cat([self.w2[e] for e in chosen])
         matrices = decode(codes, torch.cat([self.s2[e] for e in chosen]), wide(rows.dtype))
-        out = torch.bmm(
-            matrices.view(len(chosen), -1, rows.shape[1]), rows.to(matrices.dtype).unsqueeze(2)
-        )
-        return out.squeeze(2).to(rows.dtype)
+        matrices = matrices.view(len(chosen), -1, rows.shape[1])
+        # A row times each matrix: as columns, the same products take seven times as long on a CPU.
+        out = torch.bmm(rows.to(matrices.dtype).unsqueeze(1), matrices.transpose(1, 2))
+        return out.squeeze(1).to(rows.dtype)
 
 
 def experts(
