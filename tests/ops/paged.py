@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import PageLayout, get_layout
-from anymla.ops import _host
+from anymla.ops import _host, _triton
 
 CANARY = 0xA5
 MAIN_LAYOUTS = ("v4_main_fp8", "rows_bf16_512", "rows_fp32_512")
@@ -20,6 +20,9 @@ INDEX_LAYOUTS = ("v4_index_fp8", "v4_index_mxfp4", "rows_bf16_128", "rows_fp32_1
 LAYOUTS = MAIN_LAYOUTS + INDEX_LAYOUTS
 PAGE_SIZES = (2, 4, 8, 64, 256)
 BACKENDS = ("reference", "torch", "torch without looking at values")
+# Codes by integer bits, as on devices without FP8 instructions, and by the instructions.
+TRITON = ("triton", "triton with native e4m3")
+ALL_BACKENDS = BACKENDS + TRITON
 
 
 def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -27,7 +30,27 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if name == "torch without looking at values":
         monkeypatch.setattr(_host, "on_host", lambda x: False)
         return "torch"
+    if name in TRITON:
+        support = _triton.triton_support(torch.empty(0))
+        if not support:
+            pytest.skip(support.reason)
+        target = dataclasses.replace(_triton.CPU, native_e4m3=name != "triton")
+        monkeypatch.setattr(_triton, "target_of", lambda device: target)
+        return "triton"
     return name
+
+
+def runnable(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the kinds above that can run here, for tests that choose among them."""
+    if _triton.triton_support(torch.empty(0)):
+        return names
+    return tuple(name for name in names if name not in TRITON)
+
+
+def skip_float64(backend: str, *dtypes: torch.dtype) -> None:
+    """Triton kernels refuse float64; that they do is a test of its own."""
+    if backend == "triton" and torch.float64 in dtypes:
+        pytest.skip("Triton kernels compute in float32")
 
 
 def a_device() -> torch.device:

@@ -119,6 +119,14 @@ def triton_support(*args: Any, **kwargs: Any) -> Support:
     return Support(False, "no tensor among the arguments")
 
 
+def float32_support(*args: Any, **kwargs: Any) -> Support:
+    """``triton_support`` of kernels that compute in float32, which is too little for float64."""
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, Tensor) and value.dtype == torch.float64:
+            return Support(False, f"computes in float32, but argument {name} is float64")
+    return triton_support(*args, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Build:
     """One specialisation of a kernel, to be compiled without a device.

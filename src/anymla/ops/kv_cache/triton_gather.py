@@ -1,0 +1,241 @@
+"""Gather cache rows and decode them.
+
+Grid: one program for ROWS consecutive rows of the result (of one request); the tile is ROWS whole
+rows, wherever in the cache they lie.
+
+    out row | decode(entry)      |
+    out row | zeros: no such slot|
+    out row | not written        |  past the request's last row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.formats.triton_rows import cache_bytes, entry_offsets, load_rows, row_codec
+from anymla.ops import _triton
+from anymla.ops._triton import Build, Target
+from anymla.ops.kv_cache.triton_builds import LAYOUTS, PAGE_SIZES
+
+_TILE = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Rows of a program, and its warps."""
+
+    rows: int
+    num_warps: int
+
+
+def config(channels: int, target: Target) -> Config:
+    """Sixteen codes a thread: one load of 16 bytes, and two stores of bfloat16."""
+    return Config(max(1, _TILE // channels), _TILE // (16 * target.warp_size))
+
+
+@triton.jit(do_not_specialize=["count", "capacity"])
+def gather_slots_kernel(
+    out,
+    cache,
+    slots,
+    count,
+    row_stride,
+    column_stride,
+    page_stride,
+    capacity,
+    ENTRIES: tl.constexpr,
+    CODEC: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decode ``count`` slots; page stride in bytes, capacity in slots, the others in elements."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    wanted = row < count
+    slot = tl.load(slots + row, mask=wanted, other=-1)
+    valid = (slot >= 0) & (slot < capacity)
+    values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
+    x = load_rows(cache, values, scales, valid, CODEC, NATIVE)
+    channel = tl.arange(0, CODEC.channels)
+    at = out + row[:, None] * row_stride + (channel * column_stride)[None, :]
+    tl.store(at, x.to(out.dtype.element_ty), mask=wanted[:, None])
+
+
+@triton.jit(do_not_specialize=["first", "room", "columns", "pages", "tiles"])
+def gather_sequences_kernel(
+    out,
+    cache,
+    stops,
+    lengths,
+    tables,
+    first,
+    room,
+    columns,
+    pages,
+    tiles,
+    request_stride,
+    row_stride,
+    column_stride,
+    table_stride,
+    page_stride,
+    ENTRIES: tl.constexpr,
+    CODEC: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decode the last ``lengths[r]`` rows before ``stops[r]`` to out[r, first:first + room].
+
+    ``tables`` is [R, columns] with contiguous columns; a request has ``tiles`` programs.
+    """
+    request = tl.program_id(0).to(tl.int64) // tiles
+    start = (tl.program_id(0) % tiles) * ROWS
+    row = start + tl.arange(0, ROWS)
+    length = tl.load(lengths + request)
+    if start < length:
+        wanted = (row < length) & (row < room)
+        position = tl.load(stops + request).to(tl.int64) - length + row
+        column = position // ENTRIES
+        known = wanted & (position >= 0) & (column < columns)
+        page = tl.load(tables + request * table_stride + column, mask=known, other=-1)
+        valid = known & (page >= 0) & (page < pages)
+        slot = page.to(tl.int64) * ENTRIES + position % ENTRIES
+        values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
+        x = load_rows(cache, values, scales, valid, CODEC, NATIVE)
+        channel = tl.arange(0, CODEC.channels)
+        at = out + request * request_stride + (first + row).to(tl.int64)[:, None] * row_stride
+        at += (channel * column_stride)[None, :]
+        tl.store(at, x.to(out.dtype.element_ty), mask=wanted[:, None])
+
+
+def dequant_gather_slots(
+    out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str = MAIN_FP8
+) -> None:
+    """See ``interface.dequant_gather_slots``."""
+    cache, page_stride, pages, entries = cache_bytes(k_cache)
+    count, codec = indices.shape[0], row_codec(layout)
+    if not count:
+        return
+    target = _triton.target_of(out.device)
+    chosen = config(codec.channels, target)
+    gather_slots_kernel[(triton.cdiv(count, chosen.rows),)](
+        out,
+        cache,
+        indices.contiguous(),
+        count,
+        out.stride(0),
+        out.stride(1),
+        page_stride,
+        pages * entries,
+        entries,
+        codec,
+        target.native_e4m3,
+        chosen.rows,
+        num_warps=chosen.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+def dequantize_and_gather_k_cache(
+    out: Tensor,
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    *,
+    offset: int = 0,
+    layout: str = MAIN_FP8,
+) -> None:
+    """See ``interface.dequantize_and_gather_k_cache``."""
+    cache, page_stride, pages, entries = cache_bytes(k_cache)
+    requests, room, codec = out.shape[0], out.shape[1] - offset, row_codec(layout)
+    if not requests or room <= 0:
+        return
+    target = _triton.target_of(out.device)
+    chosen = config(codec.channels, target)
+    tiles = triton.cdiv(room, chosen.rows)
+    tables = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    gather_sequences_kernel[(requests * tiles,)](
+        out,
+        cache,
+        seq_lens.contiguous(),
+        (seq_lens if gather_lens is None else gather_lens).contiguous(),
+        tables,
+        offset,
+        room,
+        tables.shape[1],
+        pages,
+        tiles,
+        out.stride(0),
+        out.stride(1),
+        out.stride(2),
+        tables.stride(0),
+        page_stride,
+        entries,
+        codec,
+        target.native_e4m3,
+        chosen.rows,
+        num_warps=chosen.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Both kernels, every layout, to bfloat16 and to float32."""
+    for layout in LAYOUTS:
+        codec = row_codec(layout)
+        chosen = config(codec.channels, target)
+        for dtype in ("bf16", "fp32"):
+            for entries in PAGE_SIZES:
+                common = {
+                    "constants": {
+                        "column_stride": 1,
+                        "ENTRIES": entries,
+                        "CODEC": codec,
+                        "NATIVE": target.native_e4m3,
+                        "ROWS": chosen.rows,
+                    },
+                    "num_warps": chosen.num_warps,
+                }
+                label = f"{layout} to {dtype}, page {entries}"
+                yield Build(
+                    label=f"slots, {label}",
+                    kernel=gather_slots_kernel,
+                    types={
+                        "out": f"*{dtype}",
+                        "cache": "*u8",
+                        "slots": "*i32",
+                        "count": "i32",
+                        "row_stride": "i32",
+                        "page_stride": "i32",
+                        "capacity": "i32",
+                    },
+                    divisible=("row_stride", "page_stride"),
+                    **common,
+                )
+                yield Build(
+                    label=f"sequences, {label}",
+                    kernel=gather_sequences_kernel,
+                    types={
+                        "out": f"*{dtype}",
+                        "cache": "*u8",
+                        "stops": "*i32",
+                        "lengths": "*i32",
+                        "tables": "*i32",
+                        "first": "i32",
+                        "room": "i32",
+                        "columns": "i32",
+                        "pages": "i32",
+                        "tiles": "i32",
+                        "request_stride": "i32",
+                        "row_stride": "i32",
+                        "table_stride": "i32",
+                        "page_stride": "i32",
+                    },
+                    divisible=("request_stride", "row_stride", "page_stride"),
+                    **common,
+                )

@@ -1,0 +1,125 @@
+"""Quantise rows and store them in a cache.
+
+Grid: one program for ROWS consecutive tokens; the tile is ROWS whole rows.
+
+              channels
+    token  | codes of 7 blocks | bf16 |  -> entry of slot_mapping[token], or nothing
+    token  |        ...        | ...  |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
+from anymla.ops import _triton
+from anymla.ops._triton import Build, Target
+from anymla.ops.kv_cache.triton_builds import LAYOUTS, PAGE_SIZES
+
+_TILE = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Rows of a program, and its warps."""
+
+    rows: int
+    num_warps: int
+
+
+def config(channels: int, target: Target) -> Config:
+    """Sixteen elements a thread: a load and a store of 16 bytes each for every two codes' worth."""
+    return Config(max(1, _TILE // channels), _TILE // (16 * target.warp_size))
+
+
+@triton.jit(do_not_specialize=["count", "capacity"])
+def insert_kernel(
+    k,
+    cache,
+    slots,
+    count,
+    row_stride,
+    column_stride,
+    page_stride,
+    capacity,
+    ENTRIES: tl.constexpr,
+    CODEC: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store ``count`` rows of k; page stride in bytes, capacity in slots."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, CODEC.channels)
+    given = row < count
+    slot = tl.load(slots + row, mask=given, other=-1)
+    # Not masked by the slot: both loads are under way at the same time.
+    at = k + row[:, None] * row_stride + (channel * column_stride)[None, :]
+    x = tl.load(at, mask=given[:, None], other=0.0).to(tl.float32)
+    valid = (slot >= 0) & (slot < capacity)
+    values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
+    store_rows(cache, values, scales, valid, x, CODEC, NATIVE)
+
+
+def quantize_and_insert_k_cache(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str = MAIN_FP8
+) -> None:
+    """See ``interface.quantize_and_insert_k_cache``."""
+    cache, page_stride, pages, entries = cache_bytes(k_cache)
+    count, codec = slot_mapping.shape[0], row_codec(layout)
+    if not count or not pages:
+        return
+    target = _triton.target_of(k.device)
+    chosen = config(codec.channels, target)
+    insert_kernel[(triton.cdiv(count, chosen.rows),)](
+        k,
+        cache,
+        slot_mapping.contiguous(),
+        count,
+        k.stride(0),
+        k.stride(1),
+        page_stride,
+        pages * entries,
+        entries,
+        codec,
+        target.native_e4m3,
+        chosen.rows,
+        num_warps=chosen.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every layout, from bfloat16 and from float32."""
+    for layout in LAYOUTS:
+        codec = row_codec(layout)
+        chosen = config(codec.channels, target)
+        for dtype in ("bf16", "fp32"):
+            for entries in PAGE_SIZES:
+                yield Build(
+                    label=f"{layout} from {dtype}, page {entries}",
+                    kernel=insert_kernel,
+                    types={
+                        "k": f"*{dtype}",
+                        "cache": "*u8",
+                        "slots": "*i64",
+                        "count": "i32",
+                        "row_stride": "i32",
+                        "page_stride": "i32",
+                        "capacity": "i32",
+                    },
+                    constants={
+                        "column_stride": 1,
+                        "ENTRIES": entries,
+                        "CODEC": codec,
+                        "NATIVE": target.native_e4m3,
+                        "ROWS": chosen.rows,
+                    },
+                    num_warps=chosen.num_warps,
+                    divisible=("row_stride", "page_stride"),
+                )
