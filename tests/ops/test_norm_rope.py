@@ -6,9 +6,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged import BACKENDS, MAIN_LAYOUTS, a_device, make_cache, use_backend, without_waiting
+from paged import (
+    ALL_BACKENDS,
+    MAIN_LAYOUTS,
+    TRITON,
+    a_device,
+    make_cache,
+    runnable,
+    skip_float64,
+    use_backend,
+    without_waiting,
+)
 from torch import Tensor
 
+from anymla.ops._operation import BackendUnavailable
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.norm_rope import (
     YarnScaling,
@@ -25,7 +36,7 @@ DEEPSEEK_YARN = YarnScaling(factor=16.0, original_max_position_embeddings=65536)
 TABLE = cos_sin_table(inv_freq(64, 160000.0, DEEPSEEK_YARN), 0, 4096)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=ALL_BACKENDS)
 def backend(request, monkeypatch):
     return use_backend(request.param, monkeypatch)
 
@@ -121,6 +132,7 @@ def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(5, 7168), (3, 2, 128), (64,), (0, 512), (2, 0, 8)])
 def test_rms_norm(backend, dtype, weight_dtype, shape):
+    skip_float64(backend, dtype, weight_dtype)
     x = torch.randn(shape, dtype=dtype) * 3
     weight = torch.randn(shape[-1]).to(weight_dtype)
     got = rms_norm(x, weight, 1e-6, backend=backend)
@@ -195,8 +207,9 @@ def rope64(x: Tensor, positions: Tensor, table: Tensor, *, inverse: bool = False
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize(("heads", "width"), [(1, 512), (5, 128), (3, 64)])
+@pytest.mark.parametrize(("heads", "width"), [(1, 512), (5, 128), (3, 64), (2, 96)])
 def test_rope_turns_the_last_pairs(backend, dtype, inverse, heads, width):
+    skip_float64(backend, dtype)
     x = torch.randn(7, heads, width).to(dtype)
     positions = torch.tensor([0, 1, 2, 127, 128, 2048, 4095])
     before = x.clone()
@@ -222,6 +235,7 @@ def test_rope_is_interleaved_and_not_in_halves(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_inverse_undoes_the_rotation(backend, dtype):
+    skip_float64(backend, dtype)
     x = torch.randn(64, 4, 512, dtype=dtype)
     positions = torch.randint(0, 4096, (64,))
     there = rope(x, positions, TABLE, backend=backend)
@@ -234,6 +248,7 @@ def test_the_inverse_undoes_the_rotation(backend, dtype):
 
 
 def test_rotated_products_depend_on_the_distance_only(backend):
+    skip_float64(backend, torch.float64)
     q, k = torch.randn(2, 1, 1, 64, dtype=torch.float64).unbind(0)
     for distance in (0, 1, 130):
         dots = []
@@ -280,6 +295,7 @@ def inserted(layout: str, rows: Tensor, slots: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("heads", [1, 5, 64])
 def test_queries_and_rows_of_a_step(backend, layout, dtype, heads):
+    skip_float64(backend, dtype)
     q, kv = (torch.randn(6, heads, 512) * 3).to(dtype), torch.randn(6, 512).to(dtype)
     slots = torch.tensor([11, -1, 2, 12, 7, 2**40])
     positions = torch.tensor([0, 1, 127, 128, 3000, 4095])
@@ -318,6 +334,7 @@ def test_queries_and_rows_of_a_step(backend, layout, dtype, heads):
     ],
 )
 def test_rows_keep_their_own_precision(backend, q_dtype, kv_dtype):
+    skip_float64(backend, q_dtype, kv_dtype)
     q, kv = torch.randn(5, 2, 512).to(q_dtype), torch.randn(5, 512).to(kv_dtype)
     slots, positions = torch.tensor([3, 9, 0, 1, 5]), torch.tensor([0, 1, 127, 2048, 4095])
     cache = make_cache("rows_fp32_512", 3, 4)
@@ -403,6 +420,21 @@ def test_a_row_does_not_depend_on_its_batch(tokens, heads, seed):
         assert torch.equal(alone.entry_bytes(slot), cache.entry_bytes(slot))
 
 
+def test_a_row_does_not_depend_on_its_neighbours(backend):
+    """Bit for bit, on every backend; few rows, for the sake of the slow ones."""
+    q, kv = torch.randn(5, 3, 512).bfloat16(), torch.randn(5, 512).bfloat16()
+    slots, positions = torch.tensor([3, 9, 0, 1, 5]), torch.tensor([0, 1, 127, 2048, 4095])
+    cache, alone = make_cache("v4_main_fp8", 3, 4), make_cache("v4_main_fp8", 3, 4)
+    got = qnorm_rope_kv_insert(q, kv, cache.tensor, slots, positions, TABLE, 1e-6, backend=backend)
+    for part in (slice(0, 1), slice(1, 3), slice(3, 5)):
+        some = qnorm_rope_kv_insert(
+            q[part], kv[part], alone.tensor, slots[part], positions[part], TABLE, 1e-6,
+            backend=backend,
+        )  # fmt: skip
+        assert torch.equal(some, got[part])
+    assert torch.equal(alone.storage, cache.storage)
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize("given_out", [False, True])
 def test_torch_compile_sees_through_the_insertion(given_out):
@@ -476,6 +508,15 @@ def test_norms_and_rotation_name_what_is_wrong():
         rope(torch.zeros(2, 1, 32), torch.zeros(2).long(), TABLE)
     with pytest.raises(ValueError, match="cos_sin_cache must be on cpu, got meta"):
         rope(torch.zeros(2, 1, 64), torch.zeros(2).long(), TABLE.to("meta"))
+
+
+@pytest.mark.skipif("triton" not in runnable(TRITON), reason="Triton kernels do not run here")
+def test_triton_refuses_float64():
+    x, positions = torch.zeros(2, 1, 64), torch.zeros(2).long()
+    with pytest.raises(BackendUnavailable, match="float32, but argument 0 is float64"):
+        rope(x.double(), positions, TABLE, backend="triton")
+    with pytest.raises(BackendUnavailable, match="float32, but argument weight is float64"):
+        rms_norm(x, weight=torch.ones(64).double(), eps=1e-6, backend="triton")
 
 
 # What a device does ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, check, operation, require
+from anymla.ops._triton import float32_support
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.norm_rope import reference, torch_insert, torch_norm, torch_rope
 
@@ -175,9 +176,17 @@ def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
 
 rms_norm.register("reference", reference.rms_norm)
 rms_norm.register("torch", torch_norm.rms_norm)
+rms_norm.register_lazy("triton", "anymla.ops.norm_rope.triton_norm", supports=float32_support)
 rope.register("reference", reference.rope)
 rope.register("torch", torch_rope.rope)
+rope.register_lazy("triton", "anymla.ops.norm_rope.triton_rope", supports=float32_support)
 fused_q_kv_rmsnorm.register("reference", reference.fused_q_kv_rmsnorm)
 fused_q_kv_rmsnorm.register("torch", torch_norm.fused_q_kv_rmsnorm)
+fused_q_kv_rmsnorm.register_lazy(
+    "triton", "anymla.ops.norm_rope.triton_norm", supports=float32_support
+)
 qnorm_rope_kv_insert.register("reference", reference.qnorm_rope_kv_insert)
 qnorm_rope_kv_insert.register("torch", torch_insert.qnorm_rope_kv_insert)
+qnorm_rope_kv_insert.register_lazy(
+    "triton", "anymla.ops.norm_rope.triton_insert", supports=float32_support
+)
