@@ -9,7 +9,7 @@ import anymla
 
 ROOT = pathlib.Path(anymla.__file__).parent
 FILES = sorted(ROOT.rglob("triton_*.py"))
-KERNEL_FILES = [path for path in FILES if path.parent.parent.name == "ops"]
+KERNEL_FILES = [path for path in FILES if "ops" in path.relative_to(ROOT).parts]
 
 # Name -> why a portable kernel does without it.
 FORBIDDEN = {

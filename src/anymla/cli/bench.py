@@ -13,6 +13,7 @@ from anymla.bench.cpu import parts
 from anymla.bench.decode import PeerMissing
 from anymla.bench.environment import environment
 from anymla.bench.report import append_rows, table
+from anymla.cli import bench_gpu
 
 _PARTS = ("machine", "attention", "decode", "context", "memory")
 
@@ -66,6 +67,10 @@ def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: i
             append_rows(json_file, results, measured)
     if missed:
         click.get_current_context().exit(1)
+
+
+command.add_command(bench_gpu.gpu)
+command.add_command(bench_gpu.build_matrix)
 
 
 def _command() -> str:

@@ -1,0 +1,64 @@
+"""Times on a GPU: CUDA-graph replay over rotating inputs, medians."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+# Bytes that successive calls go through before inputs come round again: twice the largest L2.
+_COLD_BYTES = 256 << 20
+_MOST_COPIES = 64
+
+
+def copies_for(bytes_moved: int) -> int:
+    """How many sets of inputs defeat the cache."""
+    return max(2, min(_MOST_COPIES, -(-_COLD_BYTES // max(bytes_moved, 1))))
+
+
+def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> float:
+    """Median microseconds of one call, the calls replayed one after the other as a CUDA graph.
+
+    Args:
+        calls: the same call on different inputs.
+        repetitions: replays that are timed.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        stream.synchronize()
+        times = []
+        for _ in range(repetitions):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Measured bytes a second of a device copy, read and written bytes together."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    microseconds = time_us([lambda: target.copy_(source)] * 2, repetitions=10)
+    return 2 * source.numel() / microseconds * 1e6
+
+
+def matmul_rate() -> float:
+    """Measured bfloat16 floating-point operations a second of an 8192 x 8192 product."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    microseconds = time_us([lambda: torch.mm(a, b, out=out)] * 2, repetitions=5)
+    return 2 * 8192**3 / microseconds * 1e6

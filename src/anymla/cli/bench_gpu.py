@@ -1,0 +1,80 @@
+"""``anymla bench gpu`` and ``anymla bench build-matrix``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+import torch
+from tqdm import tqdm
+
+from anymla.bench.report import Result, append_rows, table
+
+_JSON = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Append the rows here, one JSON object a line.",
+)
+
+
+@click.command()
+@_JSON
+@click.option("--family", "chosen", multiple=True, help="Only this module of cases; repeatable.")
+def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
+    """Time the GPU kernels, against this device's own copy and product."""
+    from anymla.bench.environment import environment
+    from anymla.bench.gpu import device_facts, families, run
+
+    if not torch.cuda.is_available():
+        raise click.UsageError("torch sees no GPU on this machine")
+    unknown = sorted(set(chosen) - set(families()))
+    if unknown:
+        raise click.UsageError(f"no cases for {', '.join(unknown)}; there are: {families()}")
+    facts = environment("anymla bench gpu") | device_facts()
+    results: list[Result] = []
+    for result in run(list(chosen) or families()):
+        results.append(result)
+        if json_file is not None:
+            append_rows(json_file, [result], facts)
+    click.echo("\n".join(table(results)))
+    if any(result.met is False for result in results):
+        click.get_current_context().exit(1)
+
+
+@click.command()
+@_JSON
+@click.option("--target", "chosen", multiple=True, help="Only this target; repeatable.")
+@click.option("--module", default="", help="Only kernel files whose name contains this.")
+@click.option("--first", is_flag=True, help="One build of each kernel and target.")
+@click.option("--workers", default=os.cpu_count() or 1, show_default=True, help="Processes.")
+def build_matrix(
+    json_file: Path | None, chosen: tuple[str, ...], module: str, first: bool, workers: int
+) -> None:
+    """Build every Triton kernel for every GPU target; needs no GPU.
+
+    Asserts that each builds (or fails where expected), fits the target's shared memory, spills no
+    more than declared, and has matrix instructions where they are meant.
+    """
+    from anymla.bench.build_matrix import jobs, run
+    from anymla.ops._triton import TARGETS
+
+    unknown = sorted(set(chosen) - set(TARGETS))
+    if unknown:
+        raise click.UsageError(f"unknown target {', '.join(unknown)}; there are: {list(TARGETS)}")
+    targets = list(chosen) or list(TARGETS)
+    work = [job for job in jobs(targets, first_only=first) if module in job.module]
+    bad = 0
+    for row in tqdm(run(work, workers), total=len(work), desc="building", unit="kernel"):
+        if json_file is not None:
+            with json_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        if not row["ok"]:
+            bad += 1
+            click.echo(f"{row['target']} {row['module']} {row['label']}: {row['problem']}")
+    click.echo(f"{len(work)} builds, {len(work) - bad} as they should be, {bad} not")
+    if bad:
+        click.get_current_context().exit(1)
