@@ -22,7 +22,7 @@ def grouped_output_projection(
     """See ``interface.grouped_output_projection``."""
     wide = torch.promote_types(o.dtype, torch.float32)
     turned = rope(o, positions, cos_sin_cache, inverse=True)
-    groups = turned.to(wide).reshape(len(o), len(wo_a), -1)
+    groups = turned.to(wide).reshape(len(o), len(wo_a), wo_a.shape[2])
     return torch.einsum("tgj,grj->tgr", groups, wo_a.to(wide)).flatten(1).to(o.dtype)
 
 
@@ -32,7 +32,9 @@ def inverse_rope_fp8_quant(
     """See ``interface.inverse_rope_fp8_quant``."""
     wide = o.to(torch.promote_types(o.dtype, torch.float32))
     turned = rope(wide, positions, cos_sin_cache, inverse=True)
-    codes, scales = quantize_fp8_rows(turned.reshape(len(o), n_groups, -1), floor=AMAX_FLOOR)
+    width = o.shape[1] // n_groups * o.shape[2]
+    groups = turned.reshape(len(o), n_groups, width)
+    codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
     return codes.view(torch.float8_e4m3fn), scales
 
 
