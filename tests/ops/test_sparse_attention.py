@@ -256,6 +256,21 @@ def test_nan_reaches_those_who_list_it_and_nobody_else(backend, kind, dtype, tok
     same((out[~lists], lse[~lists]), (clean[~lists], clean_lse[~lists]), weight[~lists])
 
 
+def test_padding_of_shorter_lists_is_not_a_listed_row(backend):
+    # The largest slot is NaN; tokens with shorter lists are padded while they are batched.
+    made = scope(1, 8)
+    slots = made.indices[0].sort().values
+    indices = slots.flip(0).expand(3, 8).clone()
+    indices[1:, :4] = slots[:4]
+    poisoned("7F", int(slots[-1]), made)
+    lengths = torch.tensor([8, 4, 1], dtype=torch.int32)
+    q = torch.randn(3, 4, 512).bfloat16()
+    out, lse = sparse_attention(q, made.cache, indices, lengths, backend=backend)
+    assert out[0].isnan().any()
+    assert out[1:].isfinite().all()
+    assert lse[1:].isfinite().all()
+
+
 def test_infinite_rows_stay_with_those_who_list_them(backend):
     chunk = Scene(torch.randn(20, 4, 512).bfloat16(), windows(20, 20, 8))
     bad = int(chunk.main.indices[10, 3])
