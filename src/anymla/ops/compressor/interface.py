@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
+from anymla.ops._triton import float32_support
 from anymla.ops.compressor import reference, torch_compress, torch_state
 from anymla.ops.kv_cache.checks import check_cache
 
@@ -153,5 +154,11 @@ def _check_state(name: str, state_cache: Tensor, width: int) -> None:
 
 save_partial_states.register("reference", reference.save_partial_states)
 save_partial_states.register("torch", torch_state.save_partial_states)
+save_partial_states.register_lazy(
+    "triton", "anymla.ops.compressor.triton_state", supports=float32_support
+)
 compress_norm_rope_insert.register("reference", reference.compress_norm_rope_insert)
 compress_norm_rope_insert.register("torch", torch_compress.compress_norm_rope_insert)
+compress_norm_rope_insert.register_lazy(
+    "triton", "anymla.ops.compressor.triton_compress", supports=float32_support
+)
