@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged import a_device, without_waiting
+from paged import a_device, skip_float64, without_waiting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anymla.ops import _host
+from anymla.ops._triton import has_triton
 from anymla.ops.hyper_connection import (
     hc_head,
     hc_post,
@@ -25,7 +26,8 @@ from anymla.ops.hyper_connection import (
 )
 from anymla.testing.tolerance import assert_close, assert_identical, relative_error, ulps
 
-BACKENDS = ["reference", "torch"]
+no_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+BACKENDS = ["reference", "torch", pytest.param("triton", marks=no_triton)]
 OPTIONS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6, "iters": 20}
 
 
@@ -112,11 +114,12 @@ def written_out(
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
 def test_pre_is_the_formula(backend: str, n: int, eps: float) -> None:
-    given_site = site(3, n=n, d=6)
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    given_site = site(3, n=n, d=6, dtype=dtype)
     options = {"norm_eps": eps, "hc_eps": eps, "iters": 20}
     got = hc_pre(**given_site, **options, backend=backend)
-    # float64: 39 divisions of sums of n, each a few roundings; measured below 10 ulps.
-    bound = ulps(torch.float64, 200)
+    # 39 divisions of sums of n, each a few roundings; measured below 10 ulps.
+    bound = ulps(dtype, 200)
     for name, a, b in zip(
         ("y", "post", "comb"), got, written_out(**given_site, **options), strict=True
     ):
@@ -147,25 +150,27 @@ def test_known_mistakes_are_told_apart(variant: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 40])
-def test_backends_agree(tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_agree(backend: str, tokens: int, dtype: torch.dtype) -> None:
+    skip_float64(backend, dtype)
     given_site = site(tokens, dtype=dtype, spread=2.0)
     want = hc_pre(**to_double(given_site), **OPTIONS, backend="reference")
     gate = torch.float64 if dtype == torch.float64 else torch.float32
-    for backend in BACKENDS:
-        y, post, comb = hc_pre(**given_site, **OPTIONS, backend=backend)
-        assert (y.dtype, post.dtype, comb.dtype) == (dtype, gate, gate)
-        # Gates: a product over N D = 192 channels and sigmoid or exp of it: absolute errors of
-        # some ulps; Sinkhorn divides 39 times, half an ulp and the sum's rounding each time.
-        assert_close(post, want[1], atol=ulps(gate, 16), name=f"post, {backend}")
-        assert_close(comb, want[2], atol=ulps(gate, 32), name=f"comb, {backend}")
-        # y: the gates' error on 4 streams of magnitude up to 4, and one rounding.
-        assert_close(y, want[0], atol=ulps(gate, 64), rtol=ulps(dtype, 0.5), name=f"y, {backend}")
+    y, post, comb = hc_pre(**given_site, **OPTIONS, backend=backend)
+    assert (y.dtype, post.dtype, comb.dtype) == (dtype, gate, gate)
+    # Gates: a product over N D = 192 channels and sigmoid or exp of it: absolute errors of
+    # some ulps; Sinkhorn divides 39 times, half an ulp and the sum's rounding each time.
+    assert_close(post, want[1], atol=ulps(gate, 16), name="post")
+    assert_close(comb, want[2], atol=ulps(gate, 32), name="comb")
+    # y: the gates' error on 4 streams of magnitude up to 4, and one rounding.
+    assert_close(y, want[0], atol=ulps(gate, 64), rtol=ulps(dtype, 0.5), name="y")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [0, 1, 17])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_post_is_one_rounding_of_the_formula(backend: str, tokens: int, dtype: torch.dtype) -> None:
+    skip_float64(backend, dtype)
     gate = torch.float64 if dtype == torch.float64 else torch.float32
     h, u = torch.randn(tokens, 4, 40).to(dtype), torch.randn(tokens, 40).to(dtype)
     post, comb = torch.rand(tokens, 4).to(gate), torch.rand(tokens, 4, 4).to(gate)
@@ -184,6 +189,7 @@ def test_post_is_one_rounding_of_the_formula(backend: str, tokens: int, dtype: t
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_head_is_the_pre_gate_alone(backend: str, dtype: torch.dtype) -> None:
+    skip_float64(backend, dtype)
     given_site = site(5, dtype=dtype)
     y, _, _ = hc_pre(**given_site, **OPTIONS, backend=backend)
     head = hc_head(
@@ -204,6 +210,7 @@ def test_head_is_the_pre_gate_alone(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_fusion_is_the_parts(backend: str, tokens: int, dtype: torch.dtype) -> None:
+    skip_float64(backend, dtype)
     before, after = site(tokens, dtype=dtype), site(tokens, dtype=dtype)
     y, post, comb = hc_pre(**before, **OPTIONS, backend=backend)
     u = torch.randn_like(y)
@@ -246,6 +253,36 @@ def test_many_tokens_equal_few() -> None:
     assert_close(head, y, atol=ulps(torch.float32, 64), name="head")
 
 
+@no_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_rows_and_many_tokens_in_kernels(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tiles that a short row does not reach: D in several tiles of each kernel, gates by a kernel
+    # of their own, and the last tiles not full.
+    from anymla.ops.hyper_connection import triton_collapse, triton_mix, triton_streams
+
+    monkeypatch.setattr(triton_collapse, "_WIDEST", 128)
+    monkeypatch.setattr(triton_mix, "_FEW_TOKENS", 5)
+    monkeypatch.setattr(triton_streams, "_FEW_TOKENS", 5)
+    before, after = site(67, d=300, dtype=dtype), site(67, d=300, dtype=dtype)
+    weights = {name: after[name] for name in ("fn", "base", "scale")}
+    norm_weight = 1 + 0.1 * torch.randn(300)
+    y, post, comb = hc_pre(**before, **OPTIONS, backend="triton")
+    want = hc_pre(**before, **OPTIONS, backend="reference")
+    slack = ulps(torch.float32, 64)
+    for name, a, b in zip(("y", "post", "comb"), (y, post, comb), want, strict=True):
+        assert_close(a, b, atol=slack, rtol=ulps(a.dtype, 1), name=name)
+    arguments = (y, before["h"], post, comb)
+    fused, parts = (
+        hc_post_pre_norm(*arguments, **weights, norm_weight=norm_weight, **OPTIONS, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    for name, a, b in zip(("h'", "normed y", "post'", "comb'"), fused, parts, strict=True):
+        # A stream that rounds the other way moves what is computed from all of them by less.
+        assert_close(a, b, atol=slack + ulps(dtype, 1), rtol=ulps(a.dtype, 1), name=name)
+
+
 @given(
     tokens=st.integers(1, 5),
     n=st.integers(1, 6),
@@ -281,12 +318,13 @@ def test_doubly_stochastic_after_twenty_iterations() -> None:
 
 @pytest.mark.parametrize("spread", [30.0, 1e4, 1e30])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_saturated_gates(tokens: int, spread: float) -> None:
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_saturated_gates(backend: str, tokens: int, spread: float) -> None:
     # Logits beyond the range of exp: sigmoids of 0 and 1, permutation-like combs, no exception.
     given_site = site(tokens, dtype=torch.float32)
     given_site["base"] *= spread
     want = hc_pre(**to_double(given_site), **OPTIONS, backend="reference")
-    got = hc_pre(**given_site, **OPTIONS)
+    got = hc_pre(**given_site, **OPTIONS, backend=backend)
     # The gates' own logits are rounded at magnitude ``spread`` up to 30 * 4; beyond, all saturate.
     slack = ulps(torch.float32, 32 * min(spread, 150.0))
     for name, a, b in zip(("y", "post", "comb"), got, want, strict=True):
@@ -295,28 +333,31 @@ def test_saturated_gates(tokens: int, spread: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 7])
-def test_nan_stays_in_its_token(tokens: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_nan_stays_in_its_token(backend: str, tokens: int) -> None:
     given_site = site(tokens, dtype=torch.float32)
-    clean = hc_pre(**given_site, **OPTIONS)
+    clean = hc_pre(**given_site, **OPTIONS, backend=backend)
     given_site["h"] = given_site["h"].clone()
     given_site["h"][1, 2, 3] = torch.nan
-    for a, b in zip(hc_pre(**given_site, **OPTIONS), clean, strict=True):
+    for a, b in zip(hc_pre(**given_site, **OPTIONS, backend=backend), clean, strict=True):
         others = torch.arange(tokens) != 1
         assert_identical(a[others], b[others])
         assert bool(a[1].isnan().any())
 
 
-def test_strided_streams() -> None:
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_strided_streams(backend: str) -> None:
     given_site = site(6, dtype=torch.float32)
     spaced = torch.full((6, 4, 96), torch.nan)
     spaced[:, :, ::2] = given_site["h"]
-    y, post, comb = hc_pre(**given_site, **OPTIONS)
-    strided = hc_pre(**{**given_site, "h": spaced[:, :, ::2]}, **OPTIONS)
+    y, post, comb = hc_pre(**given_site, **OPTIONS, backend=backend)
+    strided = hc_pre(**{**given_site, "h": spaced[:, :, ::2]}, **OPTIONS, backend=backend)
     # The copy is aligned differently, so the matrix product may sum in another order.
     for a, b in zip(strided, (y, post, comb), strict=True):
         assert_close(a, b, atol=ulps(torch.float32, 64))
     assert_identical(
-        hc_post(y, spaced[:, :, ::2], post, comb), hc_post(y, given_site["h"], post, comb)
+        hc_post(y, spaced[:, :, ::2], post, comb, backend=backend),
+        hc_post(y, given_site["h"], post, comb, backend=backend),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
+from anymla.ops._triton import float32_support
 from anymla.ops.hyper_connection import reference, torch_streams
 
 
@@ -219,3 +220,8 @@ def hc_post_pre_norm(
 for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm):
     _operation.register("reference", getattr(reference, _operation.name))
     _operation.register("torch", getattr(torch_streams, _operation.name))
+
+_TRITON = "anymla.ops.hyper_connection.triton_"
+for _operation in (hc_pre, hc_head, hc_post_pre_norm):
+    _operation.register_lazy("triton", f"{_TRITON}streams", supports=float32_support)
+hc_post.register_lazy("triton", f"{_TRITON}expand", supports=float32_support)

@@ -1,0 +1,102 @@
+"""Expand a sublayer's output into the streams.
+
+Grid: (blocks of ROWS tokens, blocks of COLUMNS channels); every value is read and written once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.ops._triton import Build, Target
+from anymla.ops.hyper_connection.triton_gates import load_columns
+from anymla.ops.hyper_connection.triton_mix import expand, load_streams
+
+# Channels of a tile: 16 bytes a thread of each tensor for 16-bit streams.
+_ELEMENTS = 1024
+_WARPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandConfig:
+    """Tokens and channels of a tile."""
+
+    rows: int
+    columns: int
+
+
+def config(d: int) -> ExpandConfig:
+    """One token's channels, or several tokens where they are short."""
+    columns = min(_ELEMENTS, triton.next_power_of_2(d))
+    return ExpandConfig(_ELEMENTS // columns, columns)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def expand_kernel(
+    u,
+    h,
+    post,
+    comb,
+    out,
+    tokens,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A tile of channels in all N streams."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = token < tokens
+    rows = token.to(tl.int64)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = inside[:, None] & (d < D)[None, :]
+    streams = load_streams(h, rows, d, mask, N, D)
+    before = tl.load(u + (rows * D)[:, None] + d[None, :], mask, other=0.0)
+    post_gates = load_columns(post, rows, inside, N)
+    comb_gates = load_columns(comb, rows, inside, N * N)
+    streams = expand(before, streams, post_gates, comb_gates, N)
+    for j in tl.static_range(N):
+        tl.store(out + (rows * (N * D) + j * D)[:, None] + d[None, :], streams[j], mask)
+
+
+def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """See ``interface.hc_post``."""
+    tokens, n, d = h.shape
+    out = torch.empty((tokens, n, d), dtype=h.dtype, device=h.device)
+    if not out.numel():
+        return out
+    chosen = config(d)
+    expand_kernel[(triton.cdiv(tokens, chosen.rows), triton.cdiv(d, chosen.columns))](
+        u.contiguous(),
+        h.contiguous(),
+        post.contiguous(),
+        comb.contiguous(),
+        out,
+        tokens,
+        N=n,
+        D=d,
+        ROWS=chosen.rows,
+        COLUMNS=chosen.columns,
+        num_warps=_WARPS,
+    )
+    return out
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Flash and Pro."""
+    for d in (4096, 7168):
+        chosen = config(d)
+        for dtype in ("bf16", "fp16", "fp32"):
+            streams = dict.fromkeys(("u", "h", "out"), f"*{dtype}")
+            yield Build(
+                f"{dtype} D {d}",
+                expand_kernel,
+                {**streams, "post": "*fp32", "comb": "*fp32", "tokens": "i32"},
+                {"N": 4, "D": d, "ROWS": chosen.rows, "COLUMNS": chosen.columns},
+                num_warps=_WARPS,
+            )

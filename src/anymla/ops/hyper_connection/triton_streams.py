@@ -1,0 +1,134 @@
+"""Sites of hyper-connections: two launches for few tokens, three for many.
+
+    mix       slices of D: h' (where a site is left before) and its partial mixes
+    gates     only for many tokens: a lane a token
+    collapse  y, or RMSNorm(y); for few tokens it finishes the gates itself
+
+All gates of a token depend on its whole row, so one launch would have to be one program a token,
+which for few tokens is slow (one processor would read all weights) and for many reads the weights
+once a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.ops.hyper_connection.triton_collapse import launch_collapse
+from anymla.ops.hyper_connection.triton_gates import launch_gates
+from anymla.ops.hyper_connection.triton_mix import launch_mix
+
+# Up to here every program of ``collapse`` repeats its tokens' Sinkhorn in all its warps.
+_FEW_TOKENS = 256
+
+
+def _enter(
+    h: Tensor,
+    partial: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, n, d = h.shape
+    y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
+    post = torch.empty((tokens, n), dtype=torch.float32, device=h.device)
+    comb = torch.empty((tokens, n, n), dtype=torch.float32, device=h.device)
+    base, scale = base.contiguous(), scale.contiguous()
+    options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "iters": iters}
+    if tokens <= _FEW_TOKENS:
+        launch_collapse(
+            h,
+            y,
+            partial=partial,
+            base=base,
+            scale=scale,
+            norm_weight=norm_weight,
+            post=post,
+            comb=comb,
+            mixes=(2 + n) * n,
+            **options,
+        )
+        return y, post, comb
+    pre = torch.empty_like(post)
+    launch_gates(partial, base, scale, pre, post, comb, channels=n * d, **options)
+    launch_collapse(h, y, pre=pre, norm_weight=norm_weight, norm_eps=norm_eps)
+    return y, post, comb
+
+
+def _nothing(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, n, d = h.shape
+    gates = torch.empty((tokens, n, n), dtype=torch.float32, device=h.device)
+    return h.new_empty((tokens, d)), gates[:, 0], gates
+
+
+def hc_pre(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``interface.hc_pre``."""
+    if not h.numel():
+        return _nothing(h)
+    h = h.contiguous()
+    partial = launch_mix(h, fn.contiguous())
+    return _enter(h, partial, base, scale, None, norm_eps, hc_eps, iters)
+
+
+def hc_post_pre_norm(
+    u: Tensor,
+    h: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``interface.hc_post_pre_norm``."""
+    streams = torch.empty_like(h, memory_format=torch.contiguous_format)
+    if not h.numel():
+        return streams, *_nothing(h)
+    partial = launch_mix(
+        h.contiguous(),
+        fn.contiguous(),
+        u=u.contiguous(),
+        post=post.contiguous(),
+        comb=comb.contiguous(),
+        out=streams,
+    )
+    weight = norm_weight.contiguous()
+    return streams, *_enter(streams, partial, base, scale, weight, norm_eps, hc_eps, iters)
+
+
+def hc_head(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
+) -> Tensor:
+    """See ``interface.hc_head``."""
+    tokens, n, d = h.shape
+    y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
+    if not h.numel():
+        return y
+    h = h.contiguous()
+    launch_collapse(
+        h,
+        y,
+        partial=launch_mix(h, fn.contiguous()),
+        base=base.contiguous(),
+        scale=scale.contiguous(),
+        mixes=n,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+    )
+    return y
