@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types imports check bench clean
+.PHONY: help demo test lint types imports check bench build-matrix build-subset clean
 
 help:
 	@echo "make demo    run DeepSeek-V4 end to end on a tiny checkpoint, checked against float64"
 	@echo "make test    run the CPU test suite"
 	@echo "make check   lint, types and import contracts"
 	@echo "make bench   CPU benchmarks (several minutes)"
+	@echo "make build-matrix   build every Triton kernel for every GPU target, without a GPU"
 	@echo "make clean   remove .venv and the demo's output"
 
 $(READY): pyproject.toml constraints.txt
@@ -41,6 +42,14 @@ check: lint types imports
 
 bench: $(READY)
 	$(BIN)/anymla bench cpu --json benchmarks/results/cpu.jsonl
+
+build-matrix: $(READY)
+	rm -f benchmarks/results/build_matrix.jsonl
+	$(BIN)/anymla bench build-matrix --json benchmarks/results/build_matrix.jsonl
+
+# One build of each kernel, for one target of each kind.
+build-subset: $(READY)
+	$(BIN)/anymla bench build-matrix --first --target sm_80 --target sm_90 --target gfx942 --target gfx1201
 
 clean:
 	rm -rf $(VENV) demo-output
