@@ -136,7 +136,7 @@ class Engine:
         self.scheduler.submit(state)
         self._states[request.request_id] = state
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> StepReport:
         """Run one batch of tokens; reports nothing if no request is left."""
         spans = self.scheduler.next_spans()
