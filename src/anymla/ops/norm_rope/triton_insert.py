@@ -45,6 +45,102 @@ def config(heads: int, channels: int, target: Target) -> Config:
     return Config(together, max(1, _KV_TILE // channels), _Q_TILE // (32 * target.warp_size))
 
 
+@triton.jit
+def insert_rows(
+    kv,
+    cache,
+    slots,
+    positions,
+    table,
+    first,
+    inserted,
+    row_stride,
+    column_stride,
+    page_stride,
+    capacity,
+    table_row_stride,
+    table_column_stride,
+    length,
+    ENTRIES: tl.constexpr,
+    CODEC: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Rotate and store key-value rows ``first`` .. of ``inserted``."""
+    WIDTH: tl.constexpr = CODEC.channels
+    channel = tl.arange(0, WIDTH)
+    row = first + tl.arange(0, ROWS)
+    given = row < inserted
+    slot = tl.load(slots + row, mask=given, other=-1)
+    position = tl.load(positions + row, mask=given, other=0)
+    at = kv + row[:, None] * row_stride + (channel * column_stride)[None, :]
+    x = tl.load(at, mask=given[:, None], other=0.0).to(tl.float32)
+    cos, sin = load_turns(
+        table,
+        table_row_stride,
+        table_column_stride,
+        length,
+        position,
+        given,
+        WIDTH,
+        ROPE,
+        WIDTH,
+    )
+    valid = (slot >= 0) & (slot < capacity)
+    values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
+    store_rows(cache, values, scales, valid, turn_pairs(x, cos, sin, WIDTH, ROPE), CODEC, NATIVE)
+
+
+@triton.jit
+def turn_heads(
+    q,
+    out,
+    positions,
+    table,
+    token,
+    first,
+    heads,
+    q_token_stride,
+    q_head_stride,
+    q_column_stride,
+    out_token_stride,
+    out_head_stride,
+    out_column_stride,
+    table_row_stride,
+    table_column_stride,
+    length,
+    eps,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Norm and rotate heads ``first`` .. of one token."""
+    channel = tl.arange(0, WIDTH)
+    head = first + tl.arange(0, HEADS)
+    there = (head < heads)[:, None]
+    at = q + token * q_token_stride + head[:, None].to(tl.int64) * q_head_stride
+    at += (channel * q_column_stride)[None, :]
+    x = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    # A row of cosines for every head: as one row they would have another layout than the heads,
+    # and the heads, not the row, would be moved.
+    cos, sin = load_turns(
+        table,
+        table_row_stride,
+        table_column_stride,
+        length,
+        tl.load(positions + token + tl.zeros((HEADS,), tl.int64)),
+        head < heads,
+        WIDTH,
+        ROPE,
+        WIDTH,
+    )
+    x = turn_pairs(x * inverse_rms(x, eps, WIDTH), cos, sin, WIDTH, ROPE)
+    at = out + token * out_token_stride + head[:, None].to(tl.int64) * out_head_stride
+    at += (channel * out_column_stride)[None, :]
+    tl.store(at, x.to(out.dtype.element_ty), mask=there)
+
+
 @triton.jit(do_not_specialize=["inserted", "kv_programs", "capacity", "length"])
 def qnorm_rope_kv_insert_kernel(
     q,
@@ -79,56 +175,54 @@ def qnorm_rope_kv_insert_kernel(
     ROWS: tl.constexpr,
 ):
     """Query heads to ``out``, ``inserted`` key-value rows to the cache."""
-    WIDTH: tl.constexpr = CODEC.channels
-    channel = tl.arange(0, WIDTH)
     program = tl.program_id(0)
     if program < kv_programs:
-        row = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        given = row < inserted
-        slot = tl.load(slots + row, mask=given, other=-1)
-        position = tl.load(positions + row, mask=given, other=0)
-        at = kv + row[:, None] * kv_row_stride + (channel * kv_column_stride)[None, :]
-        x = tl.load(at, mask=given[:, None], other=0.0).to(tl.float32)
-        cos, sin = load_turns(
+        insert_rows(
+            kv,
+            cache,
+            slots,
+            positions,
             table,
+            program.to(tl.int64) * ROWS,
+            inserted,
+            kv_row_stride,
+            kv_column_stride,
+            page_stride,
+            capacity,
             table_row_stride,
             table_column_stride,
             length,
-            position,
-            given,
-            WIDTH,
+            ENTRIES,
+            CODEC,
+            NATIVE,
             ROPE,
-            WIDTH,
+            ROWS,
         )
-        valid = (slot >= 0) & (slot < capacity)
-        values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
-        x = turn_pairs(x, cos, sin, WIDTH, ROPE)
-        store_rows(cache, values, scales, valid, x, CODEC, NATIVE)
     else:
         groups = tl.cdiv(heads, HEADS)
-        token = ((program - kv_programs) // groups).to(tl.int64)
-        head = (program - kv_programs) % groups * HEADS + tl.arange(0, HEADS)
-        there = (head < heads)[:, None]
-        at = q + token * q_token_stride + head[:, None].to(tl.int64) * q_head_stride
-        x = tl.load(at + (channel * q_column_stride)[None, :], mask=there, other=0.0)
-        one = tl.full((1,), True, tl.int1)
-        position = tl.load(positions + token + tl.zeros((1,), tl.int64))
-        cos, sin = load_turns(
+        group = program - kv_programs
+        turn_heads(
+            q,
+            out,
+            positions,
             table,
+            (group // groups).to(tl.int64),
+            group % groups * HEADS,
+            heads,
+            q_token_stride,
+            q_head_stride,
+            q_column_stride,
+            out_token_stride,
+            out_head_stride,
+            out_column_stride,
             table_row_stride,
             table_column_stride,
             length,
-            position,
-            one,
-            WIDTH,
+            eps,
+            CODEC.channels,
             ROPE,
-            WIDTH,
+            HEADS,
         )
-        x = x.to(tl.float32)
-        x = turn_pairs(x * inverse_rms(x, eps, WIDTH), cos, sin, WIDTH, ROPE)
-        at = out + token * out_token_stride + head[:, None].to(tl.int64) * out_head_stride
-        at += (channel * out_column_stride)[None, :]
-        tl.store(at, x.to(out.dtype.element_ty), mask=there)
 
 
 def qnorm_rope_kv_insert(
