@@ -7,17 +7,22 @@ import triton.language as tl
 
 
 @triton.jit
+def _butterfly(x, HALF: tl.constexpr):
+    """Sums and differences of channels that are HALF apart."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    pair = tl.reshape(x, (ROWS, WIDTH // (2 * HALF), 2, HALF))
+    first, second = tl.split(tl.permute(pair, (0, 1, 3, 2)))
+    pair = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
+    return tl.reshape(pair, (ROWS, WIDTH))
+
+
+@triton.jit
 def hadamard(x, LOG: tl.constexpr):
     """Multiply float32 rows [N, 2^LOG] by the Sylvester-ordered Hadamard matrix times 2^(-LOG/2).
 
     The sums are those of ``formats.hadamard``, in the same order.
     """
-    ROWS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = 1 << LOG
     for stage in tl.static_range(LOG):
-        HALF: tl.constexpr = 1 << stage
-        pair = tl.reshape(x, (ROWS, WIDTH // (2 * HALF), 2, HALF))
-        first, second = tl.split(tl.permute(pair, (0, 1, 3, 2)))
-        pair = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
-        x = tl.reshape(pair, (ROWS, WIDTH))
-    return x * WIDTH**-0.5
+        x = _butterfly(x, 1 << stage)
+    return x * (1 << LOG) ** -0.5
