@@ -1,0 +1,66 @@
+"""The README's support table, from recorded evidence and nothing else."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+from anymla.ops._triton import TARGETS
+
+BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
+MATRIX_FILE, RUNS_FILE = "build_matrix.jsonl", "gpu_tests.jsonl"
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines; none if there is no such file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def support_table(results: Path) -> list[str]:
+    """Lines of the Markdown table.
+
+    A cell says "run" if the family's tests passed on that architecture, "built n" if all n
+    specialisations of its kernels were compiled for it and fit, "built m of n" otherwise.
+
+    Args:
+        results: folder with ``build_matrix.jsonl`` and ``gpu_tests.jsonl``.
+    """
+    built: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
+    for row in rows_of(results / MATRIX_FILE):
+        built[_family(row["module"]), row["target"]].append(row["ok"])
+    ran = {
+        (row["family"], row["target"])
+        for row in rows_of(results / RUNS_FILE)
+        if row["passed"] and not row["failed"]
+    }
+    families = sorted({family for family, _ in built})
+    lines = [
+        "| operations | " + " | ".join(TARGETS) + " |",
+        "|---" * (len(TARGETS) + 1) + "|",
+    ]
+    for family in families:
+        cells = [_cell(built[family, target], (family, target) in ran) for target in TARGETS]
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _family(module: str) -> str:
+    return module.removeprefix("anymla.ops.").split(".")[0]
+
+
+def _cell(builds: list[bool], ran: bool) -> str:
+    if not builds:
+        return "-"
+    count = f"built {len(builds)}" if all(builds) else f"built {sum(builds)} of {len(builds)}"
+    return f"**run**, {count}" if ran else count
+
+
+def with_table(text: str, results: Path) -> str:
+    """The text with the lines between the marks replaced by today's table."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return "\n".join([before + BEGIN, *support_table(results), END + after])
