@@ -15,7 +15,7 @@ from anymla.model.transformer import Transformer
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
-from anymla.runtime.step_plan import Span
+from anymla.runtime.span import Span
 
 
 class TracedEngine:

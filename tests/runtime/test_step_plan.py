@@ -1,15 +1,18 @@
 """The step's metadata against semantics written down with loops."""
 
+import pytest
 import torch
 from fake_model import SPECS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anymla.layers.caches import CACHE_FORMATS
+from anymla.runtime import step_plan
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.request import Request, RequestState
-from anymla.runtime.step_plan import Span, StepPlanner
+from anymla.runtime.span import Span
+from anymla.runtime.step_plan import StepPlanner
 
 GROUPS = cache_groups(SPECS)
 MAX_SEQ_LEN = 800
@@ -39,8 +42,16 @@ requests = st.lists(
 )
 
 
+@pytest.mark.parametrize("host_tokens", [0, 10_000], ids=["by operations", "on the host"])
 @given(requests=requests)
-def test_fields_by_brute_force(requests):
+def test_fields_by_brute_force(host_tokens, requests):
+    # Not the monkeypatch fixture, which hypothesis would share between examples.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "HOST_TOKENS", host_tokens)
+        _check_fields(requests)
+
+
+def _check_fields(requests):
     store = _store(len(requests))
     planner = StepPlanner(store)
     spans = []
@@ -87,9 +98,12 @@ def _check_slots(store, step, row, token, position):
     by_name = {group.name: group for group in GROUPS}
     window = [slot(by_name["window"], p) for p in range(max(0, position - 127), position + 1)]
     _check_rows(step.window, token, window)
-    dense = [slot(by_name["c128"], w) for w in range((position + 1) // 128)]
-    _check_rows(step.dense["c128"], token, dense)
-    assert list(step.dense) == ["c128"]
+    # Up to MAX_SEQ_LEN tokens the indexers select every entry.
+    assert sorted(step.dense) == ["c128", "c4"]
+    for name in step.dense:
+        ratio = by_name[name].ratio
+        visible = [slot(by_name[name], w) for w in range((position + 1) // ratio)]
+        _check_rows(step.dense[name], token, visible)
     assert step.index_lens[token] == (position + 1) // 4
 
 
@@ -99,7 +113,9 @@ def _check_rows(rows, token, expected):
     assert rows.indices[token].tolist() == expected + [-1] * (width - len(expected))
 
 
-def test_dtypes_are_those_that_the_operations_take():
+@pytest.mark.parametrize("host_tokens", [0, 16], ids=["by operations", "on the host"])
+def test_dtypes_are_those_that_the_operations_take(monkeypatch, host_tokens):
+    monkeypatch.setattr(step_plan, "HOST_TOKENS", host_tokens)
     store = _store(1)
     step = StepPlanner(store).build([Span(_admitted(store, "a"), 0, [1, 2, 3], False)])
     for tensor in (step.token_ids, step.positions):
@@ -110,6 +126,14 @@ def test_dtypes_are_those_that_the_operations_take():
     for group in step.groups.values():
         assert group.block_table.dtype == torch.int32
         assert group.slot_mapping.dtype == torch.int64
+
+
+def test_only_dense_layers_list_more_entries_than_an_indexer_selects():
+    groups = {group.name: group for group in GROUPS}
+    assert groups["c4"].lists_entries(4 * 512 + 3)
+    assert not groups["c4"].lists_entries(4 * 513)
+    assert groups["c128"].lists_entries(1 << 20)
+    assert not any(groups[name].lists_entries(1) for name in ("window", "state_c4", "index"))
 
 
 def test_draft_layers_get_their_window_only():

@@ -156,7 +156,11 @@ class AttentionLayer(nn.Module):
             return step.dense[spec.compressed_group]
         assert cache.index is not None
         assert cache.index_state is not None
-        selected = self.indexer(x, latent, step, cache.index, cache.index_state, cache.format.index)
+        keys = (cache.index, cache.index_state, cache.format.index)
+        if spec.compressed_group in step.dense and step.recorder is None:
+            self.indexer.write_keys(x, step, *keys)
+            return step.dense[spec.compressed_group]
+        selected = self.indexer(x, latent, step, *keys)
         if step.recorder is not None:
             step.recorder("topk", spec.index, selected)
         indices, lengths = compute_global_topk_indices_and_lens(

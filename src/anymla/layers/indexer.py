@@ -70,18 +70,9 @@ class Indexer(nn.Module):
         Returns:
             int32 [T, width], request-local entries, valid ones first, then -1.
         """
-        group = step.groups[INDEX_GROUP]
-        self.compressor(
-            x,
-            step,
-            state,
-            step.groups[INDEX_STATE_GROUP],
-            cache,
-            group,
-            layout,
-            hadamard=layout == INDEX_MXFP4,
-        )
+        self.write_keys(x, step, cache, state, layout)
         assert step.index_lens is not None
+        group = step.groups[INDEX_GROUP]
         most = step.max_seq_len // self.compressor.ape.shape[0]
         if most <= self.width:
             return all_entries(step.index_lens, self.width)
@@ -121,6 +112,19 @@ class Indexer(nn.Module):
                 logits, torch.zeros_like(lengths), lengths, self.width, backend=self.backend
             )
         return selected
+
+    def write_keys(self, x: Tensor, step: Step, cache: Tensor, state: Tensor, layout: str) -> None:
+        """Write the step's index keys and choose nothing; arguments of ``forward``."""
+        self.compressor(
+            x,
+            step,
+            state,
+            step.groups[INDEX_STATE_GROUP],
+            cache,
+            step.groups[INDEX_GROUP],
+            layout,
+            hadamard=layout == INDEX_MXFP4,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

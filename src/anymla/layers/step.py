@@ -54,7 +54,8 @@ class Step:
         max_seq_len: largest entry of ``seq_lens``, on the host.
         groups: by cache group.
         window: rows of the sliding window.
-        dense: by compressed group without indexer, the rows of all visible entries.
+        dense: by compressed group, the rows of all visible entries, wherever a layer attends to all
+            of them: without an indexer, or with one that selects as many.
         index_lens: int32 [T], entries visible to each token's indexer, or None without indexers.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
             request-local selection [T, K], "experts" with the expert ids [T, k].

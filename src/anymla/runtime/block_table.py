@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anymla.runtime.cache_groups import CacheGroup, ceil_div
@@ -75,8 +77,18 @@ class BlockTable:
             pages = torch.tensor(list(self._changes.values()), dtype=torch.int32, device=device)
             self._table[where[:, 0], where[:, 1]] = pages
             self._changes.clear()
-        columns = max(1, ceil_div(max_seq_len, self.group.tokens_per_page))
-        return self._table[:, :columns].index_select(0, rows)
+        return self._table[:, : self._columns(max_seq_len)].index_select(0, rows)
+
+    def host_rows(self, rows: list[int], max_seq_len: int) -> NDArray[np.int32]:
+        """``rows`` as a NumPy array, for a device that is the CPU."""
+        table: NDArray[np.int32] = self._table.numpy()
+        for where, page in self._changes.items():
+            table[where] = page
+        self._changes.clear()
+        return table[rows, : self._columns(max_seq_len)]
+
+    def _columns(self, max_seq_len: int) -> int:
+        return max(1, ceil_div(max_seq_len, self.group.tokens_per_page))
 
     def _drop_before(self, row: int, column: int) -> None:
         pages = self._pages[row]

@@ -38,6 +38,7 @@ class CacheGroup:
         retention: a token at p reads entries of tokens > p - retention only; None: all of them.
         layers: positions in the model's list of layer specs.
         dense: some layer attends to all entries, not to a selection.
+        selection_width: fewest entries that an indexer of the group selects; 0 without indexers.
     """
 
     name: str
@@ -47,11 +48,19 @@ class CacheGroup:
     retention: int | None
     layers: tuple[int, ...]
     dense: bool = False
+    selection_width: int = 0
 
     @property
     def tokens_per_page(self) -> int:
         """Tokens that one page covers."""
         return self.page_size * self.ratio
+
+    def lists_entries(self, length: int) -> bool:
+        """Whether a layer attends to every entry of ``length`` tokens.
+
+        One with an indexer does while all entries fit in its selection.
+        """
+        return self.dense or 0 < self.selection_width >= length // self.ratio
 
     def pages(self, length: int) -> int:
         """Pages, from the first on, that hold the complete entries of ``length`` tokens."""
@@ -104,7 +113,10 @@ def cache_groups(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
         assert compressed is not None
         assert state is not None
         dense = indexed != layers
-        groups.append(CacheGroup(compressed, "compressed", entries, ratio, None, layers, dense))
+        width = min((specs[i].selection_width for i in indexed), default=0)
+        groups.append(
+            CacheGroup(compressed, "compressed", entries, ratio, None, layers, dense, width)
+        )
         groups.append(CacheGroup(state, "state", states, 1, kept, layers))
         if indexed:
             groups.append(CacheGroup(INDEX_GROUP, "index", entries, ratio, None, indexed))

@@ -18,8 +18,9 @@ from anymla.runtime.sampler import Sampling, choose_tokens
 from anymla.runtime.scheduler import Scheduler
 from anymla.runtime.scoring import chosen_logprobs, next_token_logprobs
 from anymla.runtime.sizing import cache_format, options_for, pool_sizes, running_specs
+from anymla.runtime.span import Span
 from anymla.runtime.speculation import Drafter, can_draft
-from anymla.runtime.step_plan import Span, StepPlanner
+from anymla.runtime.step_plan import StepPlanner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +216,9 @@ class Engine:
                     state.finish_reason = "length"
         if not rows:
             return {}
-        logits = self.model.logits(hidden[torch.tensor(rows, device=hidden.device)])
+        if len(rows) < len(hidden):
+            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+        logits = self.model.logits(hidden)
         tokens = choose_tokens(logits, samplings, positions)
         logprobs = chosen_logprobs(logits, tokens)
         new_tokens = {}

@@ -62,12 +62,8 @@ def choose_tokens(
     Raises:
         FloatingPointError: a row holds NaN or +inf, or nothing but -inf.
     """
-    best = logits.amax(-1, keepdim=True)
     vocab = logits.shape[-1]
-    ids = torch.arange(vocab, device=logits.device)
-    # argmax names no winner among equals. NaN equals nothing, which leaves id V.
-    is_best = (logits == best) & best.isfinite()
-    tokens: list[int] = torch.where(is_best, ids, vocab).amin(-1).tolist()
+    tokens = _best_tokens(logits)
     for row, (token, sampling, position) in enumerate(
         zip(tokens, samplings, positions, strict=True)
     ):
@@ -75,6 +71,24 @@ def choose_tokens(
             raise FloatingPointError(f"the logits for position {position} are not numbers")
         if sampling.temperature > 0:
             tokens[row] = _sample(logits[row], sampling, uniform(sampling.seed, position))
+    return tokens
+
+
+def _best_tokens(logits: Tensor) -> list[int]:
+    """Lowest id of the best logit in each row [n, V]; V if the row has no finite best."""
+    vocab = logits.shape[-1]
+    if logits.is_cpu and logits.dtype != torch.bfloat16:
+        # NumPy's argmax names the first of equals, and takes a NaN for the best.
+        rows = logits.numpy()
+        return [
+            best if math.isfinite(row[best]) else vocab
+            for row, best in zip(rows, rows.argmax(-1).tolist(), strict=True)
+        ]
+    best = logits.amax(-1, keepdim=True)
+    ids = torch.arange(vocab, device=logits.device)
+    # torch's argmax names no winner among equals. NaN equals nothing, which leaves id V.
+    is_best = (logits == best) & best.isfinite()
+    tokens: list[int] = torch.where(is_best, ids, vocab).amin(-1).tolist()
     return tokens
 
 

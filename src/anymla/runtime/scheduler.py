@@ -9,7 +9,7 @@ from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request, RequestState
 from anymla.runtime.sizing import pages_needed
-from anymla.runtime.step_plan import Span
+from anymla.runtime.span import Span
 
 
 class Scheduler:

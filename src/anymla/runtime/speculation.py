@@ -18,7 +18,8 @@ from anymla.layers.caches import LayerCache
 from anymla.model.transformer import Transformer
 from anymla.runtime.request import RequestState
 from anymla.runtime.sampler import choose_tokens
-from anymla.runtime.step_plan import Span, StepPlanner
+from anymla.runtime.span import Span
+from anymla.runtime.step_plan import StepPlanner
 
 
 class Drafter:

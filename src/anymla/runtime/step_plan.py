@@ -6,7 +6,6 @@ nothing is read back. See ``anymla.layers.step`` for what each field means.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -17,37 +16,11 @@ from anymla.layers.step import GroupStep, Rows, Step
 from anymla.ops.selection import compressed_rows, slot_mapping, token_to_request, window_rows
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.cache_store import CacheStore
-from anymla.runtime.request import RequestState
+from anymla.runtime.host_step import host_step
+from anymla.runtime.span import Span
 
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Consecutive tokens of one request in a step.
-
-    Attributes:
-        state: the request.
-        start: position of the first token.
-        token_ids: the tokens.
-        is_decode: the newest token and its drafts, rather than a piece of the prompt.
-    """
-
-    state: RequestState
-    start: int
-    token_ids: list[int]
-    is_decode: bool
-
-    @property
-    def stop(self) -> int:
-        """Position after the last token."""
-        return self.start + len(self.token_ids)
-
-    @property
-    def num_choices(self) -> int:
-        """How many of the last tokens have their successor chosen in this step."""
-        if self.is_decode:
-            return len(self.token_ids)
-        ends_prompt = self.stop == self.state.prompt_length
-        return int(ends_prompt and self.state.request.max_new_tokens > 0)
+# Up to so many tokens, numbers on the host are cheaper than calls on tensors, if no device waits.
+HOST_TOKENS = 16
 
 
 class StepPlanner:
@@ -74,6 +47,8 @@ class StepPlanner:
         assert all(span.is_decode for span in spans[:num_decodes])
         device = self.store.device
         counts = [len(span.token_ids) for span in spans]
+        if device.type == "cpu" and sum(counts) <= HOST_TOKENS:
+            return host_step(self.store, spans, num_decodes, window_only=window_only)
         max_seq_len = max(span.stop for span in spans)
         token_ids = torch.tensor([id_ for span in spans for id_ in span.token_ids], device=device)
         rows = torch.tensor([span.state.row for span in spans], device=device)
@@ -109,7 +84,7 @@ class StepPlanner:
                 window = self._window(group, positions, token_to_req, block_table)
             elif group.kind == "index":
                 index_lens = ((positions + 1) // group.ratio).int()
-            elif group.dense:
+            elif group.lists_entries(max_seq_len):
                 width = max_seq_len // group.ratio
                 dense[group.name] = self._dense(group, positions, token_to_req, block_table, width)
         assert window is not None
