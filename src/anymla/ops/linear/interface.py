@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
+from anymla.ops._triton import float32_support, triton_support
 from anymla.ops.linear import reference, torch_linear
 
 _BYTES = torch.uint8
@@ -164,3 +165,8 @@ mxfp4_linear.register("reference", reference.mxfp4_linear)
 mxfp4_linear.register("torch", torch_linear.mxfp4_linear)
 nvfp4_linear.register("reference", reference.nvfp4_linear)
 nvfp4_linear.register("torch", torch_linear.nvfp4_linear)
+
+_TRITON = "anymla.ops.linear.triton_linear"
+linear.register_lazy("triton", _TRITON, supports=triton_support)
+for _operation in (fp8_block_linear, mxfp4_linear, nvfp4_linear):
+    _operation.register_lazy("triton", _TRITON, supports=float32_support)

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4
 from anymla.ops.linear.torch_activations import rounded_to_fp8
+from anymla.ops.linear.torch_product import product
 
 # Decoded elements alive at a time: 8 MiB of bfloat16 or 16 MiB of float32, whatever the weight.
 _DECODED_ELEMENTS = 1 << 22
@@ -27,7 +27,7 @@ _EXACT_BYTES = (32, 240)
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See ``interface.linear``."""
-    return functional.linear(x, weight)
+    return product(x, weight)
 
 
 def fp8_block_linear(
@@ -83,10 +83,8 @@ def _product(
 ) -> Tensor:
     operand = rounded_to_fp8(x, dtype) if quantize else x.to(dtype)
     if rows <= step:
-        return functional.linear(operand, decode(0)).to(x.dtype)
-    parts = [
-        functional.linear(operand, decode(start)).to(x.dtype) for start in range(0, rows, step)
-    ]
+        return product(operand, decode(0)).to(x.dtype)
+    parts = [product(operand, decode(start)).to(x.dtype) for start in range(0, rows, step)]
     return torch.cat(parts, -1)
 
 

@@ -1,0 +1,310 @@
+"""Linear layers with packed weights.
+
+Grid: (blocks of weight rows, blocks of tokens, groups x splits of K).
+
+    x [tokens, K]  .  w [group][N, K]^T  ->  y [tokens, group, N]
+
+With few tokens there are few blocks, so K is split too; every split leaves float32 sums, which a
+second kernel adds in the order of the splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.linear.triton_product import Tile, operand, product, tile
+from anymla.ops.linear.triton_quantize import quantize_rows
+
+# Programs that keep the largest GPUs busy, and the shortest split that is worth a program.
+_PROGRAMS = 512
+_SHORTEST = 512
+_SUM_BLOCK = 1024
+
+
+def split_length(tokens: int, groups: int, n: int, k: int, chosen: Tile) -> int:
+    """Channels of one split of K, a multiple of 128."""
+    blocks = groups * triton.cdiv(n, chosen.columns) * triton.cdiv(tokens, chosen.rows)
+    splits = max(1, min(_PROGRAMS // max(1, blocks), k // _SHORTEST))
+    return triton.cdiv(triton.cdiv(max(1, k), splits), 128) * 128
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def linear_kernel(
+    x,
+    x_scales,
+    w,
+    scales,
+    factor,
+    out,
+    tokens,
+    n,
+    width,
+    groups,
+    split,
+    x_stride,
+    x_scale_stride,
+    w_bytes_group,
+    scale_group,
+    FORMAT: tl.constexpr,
+    CODED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """A tile of results, or of one split's sums."""
+    token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(2) % groups
+    part = tl.program_id(2) // groups
+    inside = token < tokens
+    exists = column < n
+    rows = token.to(tl.int64)
+    if CODED:
+        x_scales += group.to(tl.int64) * tl.cdiv(width, 128)
+    total = product(
+        x + group.to(tl.int64) * width,
+        x_scales,
+        rows,
+        inside,
+        x_stride,
+        x_scale_stride,
+        w + group.to(tl.int64) * w_bytes_group,
+        scales + group.to(tl.int64) * scale_group,
+        column.to(tl.int64),
+        exists,
+        part * split,
+        tl.minimum(width, (part + 1) * split),
+        width,
+        FORMAT,
+        CODED,
+        OPERAND,
+        BLOCK_K,
+        NATIVE,
+    )
+    if factor is not None:
+        total *= tl.load(factor)
+    if SPLITS:
+        rows += part.to(tl.int64) * tokens
+    at = (rows * groups + group)[:, None] * n + column[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), inside[:, None] & exists[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "splits"])
+def sum_splits_kernel(parts, out, count, splits, BLOCK: tl.constexpr):
+    """BLOCK results: the splits' sums added in order."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    total = tl.zeros((BLOCK,), tl.float32)
+    here = parts + at
+    for _ in range(splits):
+        total += tl.load(here, mask, other=0.0)
+        here += count
+    tl.store(out + at, total.to(out.dtype.element_ty), mask)
+
+
+def launch_linear(
+    x: Tensor,
+    x_scales: Tensor | None,
+    w: Tensor,
+    scales: Tensor,
+    *,
+    weight_format: str,
+    x_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """Multiply every group's activations by its weight.
+
+    Args:
+        x: contiguous [T, G, K], floating point or (with x_scales) e4m3 codes as uint8.
+        x_scales: float32 [T, G, ceil(K/128)] or None.
+        w: contiguous [G, N, bytes of a row].
+        scales: contiguous [G, ...].
+        weight_format: "fp8", "mxfp4" or "nvfp4".
+        x_dtype: of the activations before they were quantised.
+        out_dtype: of the result.
+        factor: float32 [1] that every result is multiplied with, or None.
+
+    Returns:
+        [T, G, N].
+    """
+    tokens, groups, width = x.shape
+    n = w.shape[1]
+    out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)
+    if not out.numel():
+        return out
+    target = target_of(x.device)
+    kind = operand(x_dtype, weight_format, w.dtype, x_scales is not None, target)
+    chosen = tile(tokens, kind, target)
+    split = split_length(tokens, groups, n, width, chosen)
+    splits = max(1, triton.cdiv(width, split))
+    result = out
+    if splits > 1:
+        result = torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(n, chosen.columns), triton.cdiv(tokens, chosen.rows), groups * splits)
+    linear_kernel[grid](
+        x,
+        x_scales,
+        w,
+        scales,
+        factor,
+        result,
+        tokens,
+        n,
+        width,
+        groups,
+        split,
+        groups * width,
+        groups * triton.cdiv(width, 128),
+        w[0].numel(),
+        scales[0].numel(),
+        FORMAT=weight_format,
+        CODED=x_scales is not None,
+        OPERAND=kind,
+        SPLITS=splits > 1,
+        ROWS=chosen.rows,
+        COLUMNS=chosen.columns,
+        BLOCK_K=chosen.channels,
+        NATIVE=target.native_e4m3,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+    )
+    if splits > 1:
+        count = out.numel()
+        grid = (triton.cdiv(count, _SUM_BLOCK),)
+        sum_splits_kernel[grid](result, out, count, splits, BLOCK=_SUM_BLOCK)
+    return out
+
+
+def _packed(
+    x: Tensor, weight: Tensor, scale: Tensor, weight_format: str, quantize: bool, **options: Any
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    codes, x_scales = quantize_rows(rows) if quantize else (rows, None)
+    out = launch_linear(
+        codes.unsqueeze(1),
+        x_scales,
+        weight.contiguous().unsqueeze(0),
+        scale.contiguous().unsqueeze(0),
+        weight_format=weight_format,
+        x_dtype=x.dtype,
+        out_dtype=x.dtype,
+        **options,
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See ``interface.linear``: the vendor's library, which no kernel here would beat."""
+    return functional.linear(x, weight)
+
+
+def fp8_block_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+) -> Tensor:
+    """See ``interface.fp8_block_linear``."""
+    return _packed(x, weight, scale, "fp8", quantize_activations)
+
+
+def mxfp4_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+) -> Tensor:
+    """See ``interface.mxfp4_linear``."""
+    return _packed(x, weight, scale, "mxfp4", quantize_activations)
+
+
+def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """See ``interface.nvfp4_linear``."""
+    return _packed(x, weight, scale, "nvfp4", False, factor=global_scale)
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_CODED = (("bf16", True), ("bf16", False), ("fp16", False), ("fp32", False))
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every format, dtype and tile, whole and split, both conversions."""
+    for dtype in _DTYPES:
+        yield Build(
+            f"to {dtype}",
+            sum_splits_kernel,
+            {"parts": "*fp32", "out": f"*{dtype}", "count": "i32", "splits": "i32"},
+            {"BLOCK": _SUM_BLOCK},
+        )
+    for weight_format in ("fp8", "mxfp4", "nvfp4"):
+        for dtype, coded in _CODED:
+            if coded and weight_format == "nvfp4":
+                continue
+            seen = set()
+            for tokens in (1, 64, 4096):
+                kind = operand(_DTYPES[dtype], weight_format, torch.uint8, coded, target)
+                chosen = tile(tokens, kind, target)
+                if chosen not in seen:
+                    seen.add(chosen)
+                    yield _build(target, weight_format, dtype, coded, tokens)
+
+
+def _build(target: Target, weight_format: str, dtype: str, coded: bool, tokens: int) -> Build:
+    kind = operand(_DTYPES[dtype], weight_format, torch.uint8, coded, target)
+    chosen = tile(tokens, kind, target)
+    splits = tokens == 1
+    integers = [
+        "tokens",
+        "n",
+        "width",
+        "groups",
+        "split",
+        "x_stride",
+        "x_scale_stride",
+        "w_bytes_group",
+        "scale_group",
+    ]
+    types = {
+        "x": "*u8" if coded else f"*{dtype}",
+        "w": "*u8",
+        "scales": "*fp32" if weight_format == "fp8" and tokens == 64 else "*u8",
+        "out": "*fp32" if splits else f"*{dtype}",
+        **dict.fromkeys(integers, "i32"),
+    }
+    absent = {}
+    if coded:
+        types["x_scales"] = "*fp32"
+    else:
+        absent["x_scales"] = None
+    if weight_format == "nvfp4":
+        types["factor"] = "*fp32"
+    else:
+        absent["factor"] = None
+    native = target.native_e4m3
+    label = f"{weight_format}, {'e4m3' if coded else dtype} activations, {chosen.rows} rows"
+    return Build(
+        label,
+        linear_kernel,
+        types,
+        {
+            **absent,
+            "FORMAT": weight_format,
+            "CODED": coded,
+            "OPERAND": kind,
+            "SPLITS": splits,
+            "ROWS": chosen.rows,
+            "COLUMNS": chosen.columns,
+            "BLOCK_K": chosen.channels,
+            "NATIVE": native,
+        },
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        divisible=("n", "width", "split", "x_stride", "x_scale_stride", "w_bytes_group"),
+        matrix=kind != tl.float32,
+    )

@@ -1,0 +1,111 @@
+"""Quantise activations to e4m3 in runs of 128 channels.
+
+Grid: blocks of runs; a row of K channels is ceil(K/128) runs.
+
+    RUNS x 128 values -> RUNS x 128 codes, RUNS power-of-two scales
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
+from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
+from anymla.ops._triton import Build, Target, target_of
+
+# Runs of a program: 16 to 32 values a thread.
+RUNS = 16
+FEW_RUNS = 4
+
+
+def runs_of_program(runs: int) -> int:
+    """How many runs a program takes of so many."""
+    return RUNS if runs > 4096 else FEW_RUNS
+
+
+@triton.jit
+def quantize_runs(x, FLOOR: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes [n, w] and float32 scales [n] of float32 runs [n, w]."""
+    exponent = scale_exponent(tl.max(tl.abs(x), 1), 448.0, FLOOR)
+    # An infinite value has exponent 128, whose inverse is no normal number.
+    inverse = exp2_int(tl.maximum(-exponent, -126))
+    return fp32_to_e4m3(x * inverse[:, None], NATIVE), exp2_int(exponent)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantize_rows_kernel(
+    x,
+    codes,
+    scales,
+    rows,
+    width,
+    per_row,
+    FLOOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RUNS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """RUNS runs of WIDTH channels."""
+    run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    row = run // per_row
+    channel = (run - row * per_row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    at = row[:, None] * width + channel
+    mask = (row < rows)[:, None] & (channel < width)
+    value = tl.load(x + at, mask, other=0.0).to(tl.float32)
+    encoded, scale = quantize_runs(value, FLOOR, NATIVE)
+    tl.store(codes + at, encoded, mask)
+    tl.store(scales + run, scale, row < rows)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K]."""
+    rows, width = x.shape
+    per_row = triton.cdiv(width, FP8_BLOCK)
+    codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device)
+    scales = torch.empty((rows, per_row), dtype=torch.float32, device=x.device)
+    if codes.numel():
+        runs = runs_of_program(rows * per_row)
+        quantize_rows_kernel[(triton.cdiv(rows * per_row, runs),)](
+            x,
+            codes,
+            scales,
+            rows,
+            width,
+            per_row,
+            FLOOR=ACTIVATION_AMAX_FLOOR,
+            WIDTH=FP8_BLOCK,
+            RUNS=runs,
+            NATIVE=target_of(x.device).native_e4m3,
+        )
+    return codes, scales
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every dtype, both conversions."""
+    for dtype in ("bf16", "fp16", "fp32"):
+        for runs in (FEW_RUNS, RUNS):
+            for native in {False, target.native_e4m3}:
+                yield Build(
+                    f"{dtype}, {runs} runs, {'native' if native else 'bits'}",
+                    quantize_rows_kernel,
+                    {
+                        "x": f"*{dtype}",
+                        "codes": "*u8",
+                        "scales": "*fp32",
+                        "rows": "i32",
+                        "width": "i32",
+                        "per_row": "i32",
+                    },
+                    {
+                        "FLOOR": ACTIVATION_AMAX_FLOOR,
+                        "WIDTH": FP8_BLOCK,
+                        "RUNS": runs,
+                        "NATIVE": native,
+                    },
+                    divisible=("width",),
+                )
