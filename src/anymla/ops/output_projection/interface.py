@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, check, operation, require
+from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, Support, check, operation, require
+from anymla.ops._triton import float32_support
 from anymla.ops.output_projection import reference, torch_projection
 
 _FP8 = torch.float8_e4m3fn
@@ -156,3 +157,24 @@ inverse_rope_fp8_quant.register("reference", reference.inverse_rope_fp8_quant)
 inverse_rope_fp8_quant.register("torch", torch_projection.inverse_rope_fp8_quant)
 grouped_output_projection_fp8.register("reference", reference.grouped_output_projection_fp8)
 grouped_output_projection_fp8.register("torch", torch_projection.grouped_output_projection_fp8)
+
+
+def _whole_pairs(o: Tensor, *args: object, **kwargs: object) -> Support:
+    """Kernels find a channel's partner beside it, so pairs must not straddle their tiles."""
+    if o.shape[2] % 2:
+        return Support(False, f"heads of an even number of channels, got {o.shape[2]}")
+    return float32_support(o, *args, **kwargs)
+
+
+def _up_to_float32(*args: object, out_dtype: str = "bf16") -> Support:
+    if out_dtype == "fp64":
+        return Support(False, "computes in float32, but out_dtype is fp64")
+    return float32_support(*args)
+
+
+_TRITON = "anymla.ops.output_projection.triton_"
+grouped_output_projection.register_lazy("triton", f"{_TRITON}rotate", supports=_whole_pairs)
+inverse_rope_fp8_quant.register_lazy("triton", f"{_TRITON}rotate", supports=_whole_pairs)
+grouped_output_projection_fp8.register_lazy(
+    "triton", f"{_TRITON}projection", supports=_up_to_float32
+)

@@ -10,6 +10,7 @@ from anymla.formats.fp8_block import (
     dequantize_fp8_weight,
     quantize_fp8_rows,
 )
+from anymla.ops.linear.torch_product import is_row, product
 from anymla.ops.norm_rope.torch_rope import rope, rotate_, turns
 from anymla.ops.output_projection.reference import AMAX_FLOOR
 
@@ -53,4 +54,6 @@ def grouped_output_projection_fp8(
 
 def _by_group(heads: Tensor, weight: Tensor) -> Tensor:
     """Multiply [T, G, J] by [G, rank, J] to [T, G * rank]."""
+    if is_row(heads.flatten(1)):
+        return torch.cat([product(heads[:, g], matrix) for g, matrix in enumerate(weight)], -1)
     return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
