@@ -1,0 +1,223 @@
+"""Speed cases of what surrounds attention: norms, rotations, cache rows and the compressor.
+
+Sizes are those of DeepSeek-V4 Flash. Up to 64 tokens a step is decoding, every token of another
+request and, for the compressor, at the end of a window; beyond, it is one request's prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.bench.kernels import Case
+from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
+from anymla.formats.state_layout import allocate_states
+from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
+from anymla.ops.kv_cache import (
+    dequant_gather_slots,
+    dequantize_and_gather_k_cache,
+    quantize_and_insert_k_cache,
+)
+from anymla.ops.norm_rope import (
+    cos_sin_table,
+    fused_q_kv_rmsnorm,
+    inv_freq,
+    qnorm_rope_kv_insert,
+    rms_norm,
+    rope,
+)
+
+TOKENS = (1, 64, 4096, 32768)
+_DECODE = 64
+_MOST_US = 6.0
+_SHARE = 0.75
+_HIDDEN, _HEADS, _DIM, _RANK, _ROPE = 4096, 64, 512, 1024, 64
+_EPS = 1e-6
+_PAGE = 64
+
+# What a compressor is called, ratio, overlap, channels, tokens of a state page, entries of a page,
+# target layout, Hadamard.
+_COMPRESSORS = (
+    ("C4", 4, True, 512, 4, 64, MAIN_FP8, False),
+    ("C128", 128, False, 512, 8, 2, MAIN_FP8, False),
+    ("index", 4, True, 128, 4, 64, INDEX_FP8, False),
+    ("index", 4, True, 128, 4, 64, INDEX_MXFP4, True),
+)
+
+
+def cases(tokens: Sequence[int] = TOKENS, device: str = "cuda") -> Iterator[Case]:
+    """Every operation at every number of tokens."""
+    row = get_layout(MAIN_FP8).entry_bytes
+    for count in tokens:
+        heads = 2 * 2 * _HEADS * _DIM
+        turns = 8 + 4 * _ROPE
+        normed = 2 * 2 * (_RANK + _DIM)
+        for name, setup, moved in (
+            ("rms_norm", _rms_norm, 2 * 2 * _HIDDEN * count),
+            ("fused_q_kv_rmsnorm", _fused_norms, normed * count),
+            ("rope", _rope, (heads + turns) * count),
+            ("qnorm_rope_kv_insert", _qnorm_insert, (heads + turns + 2 * _DIM + 8 + row) * count),
+            ("quantize_and_insert_k_cache", _insert, (2 * _DIM + 8 + row) * count),
+            ("dequant_gather_slots", _gather_slots, (2 * _DIM + 4 + row) * count),
+            ("dequantize_and_gather_k_cache", _gather_rows, (2 * _DIM + row) * count),
+        ):
+            yield _case(f"{name}, {count} tokens", _on(device, setup, count), moved, count)
+        for kind in _COMPRESSORS:
+            yield from _compressor_cases(kind, count, device)
+
+
+def _case(
+    label: str, setup: Callable[[], Callable[[], object]], bytes_moved: int, tokens: int
+) -> Case:
+    if tokens <= _DECODE:
+        return Case(label, setup, bytes_moved, most_us=_MOST_US)
+    return Case(label, setup, bytes_moved, share=_SHARE)
+
+
+def _on(
+    device: str, setup: Callable[[int], Callable[[], object]], tokens: int
+) -> Callable[[], Callable[[], object]]:
+    def made() -> Callable[[], object]:
+        with torch.device(device):
+            return setup(tokens)
+
+    return made
+
+
+def _table(positions: int) -> Tensor:
+    return cos_sin_table(inv_freq(_ROPE, 10000.0).to(torch.empty(0).device), 0, positions)
+
+
+def _normal(*size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.bfloat16)
+
+
+def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache for that many rows, the pages of one request in any order, and the rows' slots."""
+    pages = -(-rows // _PAGE)
+    with torch.device("cpu"):
+        table = torch.randperm(pages)
+    table = table.to(torch.empty(0).device)
+    position = torch.arange(rows)
+    slots = table[position // _PAGE] * _PAGE + position % _PAGE
+    cache = get_layout(MAIN_FP8).allocate(pages, _PAGE, device=slots.device)
+    return cache, table.int(), slots
+
+
+def _rms_norm(tokens: int) -> Callable[[], object]:
+    x, weight = _normal(tokens, _HIDDEN), _normal(_HIDDEN)
+    return lambda: rms_norm(x, weight, _EPS, backend="triton")
+
+
+def _fused_norms(tokens: int) -> Callable[[], object]:
+    qr, kv = _normal(tokens, _RANK + _DIM).split((_RANK, _DIM), dim=1)
+    weights = _normal(_RANK), _normal(_DIM)
+    return lambda: fused_q_kv_rmsnorm(qr, kv, *weights, _EPS, backend="triton")
+
+
+def _rope(tokens: int) -> Callable[[], object]:
+    x, positions, table = _normal(tokens, _HEADS, _DIM), torch.arange(tokens), _table(tokens)
+    return lambda: rope(x, positions, table, inverse=True, backend="triton")
+
+
+def _qnorm_insert(tokens: int) -> Callable[[], object]:
+    q, kv, out = (
+        _normal(tokens, _HEADS, _DIM),
+        _normal(tokens, _DIM),
+        _normal(tokens, _HEADS, _DIM),
+    )
+    (cache, _, slots), table = _pages(tokens), _table(tokens)
+    positions = torch.arange(tokens)
+    return lambda: qnorm_rope_kv_insert(
+        q, kv, cache, slots, positions, table, _EPS, out=out, backend="triton"
+    )
+
+
+def _insert(tokens: int) -> Callable[[], object]:
+    (cache, _, slots), rows = _pages(tokens), _normal(tokens, _DIM)
+    return lambda: quantize_and_insert_k_cache(rows, cache, slots, backend="triton")
+
+
+def _gather_slots(tokens: int) -> Callable[[], object]:
+    (cache, _, slots), out = _pages(tokens), _normal(tokens, _DIM)
+    indices = slots.int()
+    return lambda: dequant_gather_slots(out, cache, indices, backend="triton")
+
+
+def _gather_rows(tokens: int) -> Callable[[], object]:
+    (cache, table, _), out = _pages(tokens), _normal(1, tokens, _DIM)
+    lengths = torch.full((1,), tokens, dtype=torch.int32)
+    return lambda: dequantize_and_gather_k_cache(
+        out, cache, lengths, None, table.unsqueeze(0), backend="triton"
+    )
+
+
+def _compressor_cases(
+    kind: tuple[str, int, bool, int, int, int, str, bool], tokens: int, device: str
+) -> Iterator[Case]:
+    name, ratio, overlap, dim, page, entries, layout, hadamard = kind
+    width = dim * (2 if overlap else 1)
+    decoding = tokens <= _DECODE
+    closed = tokens if decoding else tokens // ratio
+    states = 2 * ratio if overlap else ratio
+
+    def scene() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """State cache, block tables, and the tokens' state slots, requests and positions."""
+        if decoding:
+            requests, positions = torch.arange(tokens), torch.full((tokens,), states - 1)
+        else:
+            requests, positions = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens)
+        columns = -(-(states if decoding else tokens) // page)
+        pages = columns * (tokens if decoding else 1)
+        state = allocate_states(pages, page, width, device=positions.device)
+        state.normal_()
+        tables = torch.arange(pages, dtype=torch.int32).view(-1, columns).flip(1).contiguous()
+        slots = tables[requests, positions // page].long() * page + positions % page
+        return state, tables, slots, requests.int(), positions
+
+    def save(_: int) -> Callable[[], object]:
+        state, _tables, slots, _requests, positions = scene()
+        kv, score = torch.randn(tokens, 2 * width).split(width, dim=1)
+        ape = torch.randn(ratio, width)
+        return lambda: save_partial_states(
+            kv, score, ape, positions, state, slots, compress_ratio=ratio, backend="triton"
+        )
+
+    def compress(_: int) -> Callable[[], object]:
+        state, tables, slots, requests, positions = scene()
+        cache = get_layout(layout).allocate(-(-closed // entries), entries, device=slots.device)
+        ends = (positions + 1) % ratio == 0
+        target = torch.arange(tokens) if decoding else torch.where(ends, positions // ratio, -1)
+        weight, table = torch.randn(dim), _table(tokens + states)
+        return lambda: compress_norm_rope_insert(
+            state,
+            tables,
+            slots,
+            requests,
+            positions,
+            weight,
+            _EPS,
+            table,
+            cache,
+            target,
+            compress_ratio=ratio,
+            overlap=overlap,
+            layout=layout,
+            hadamard=hadamard,
+            backend="triton",
+        )
+
+    size = f"{name}, {tokens} tokens"
+    if layout != INDEX_MXFP4:  # the states are the same whatever the entries are
+        saved = (2 * 2 * width * 4 + 16) * tokens
+        yield _case(f"save_partial_states {size}", _on(device, save, tokens), saved, tokens)
+    read = 2 * states * dim * 4
+    moved = (read + get_layout(layout).entry_bytes) * closed + 28 * tokens
+    label = f"compress_norm_rope_insert {size}, {layout}{' with Hadamard' if hadamard else ''}"
+    setup = _on(device, compress, tokens)
+    if decoding and moved > 2**24:  # no longer a matter of latency
+        yield Case(label, setup, moved, share=_SHARE)
+    else:
+        yield _case(label, setup, moved, tokens)
