@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops.sparse_attention.torch_rows import Rows, read_side_by_side
+from anymla.ops.sparse_attention.torch_single import FLOAT32_PAIRS, attend_single
 from anymla.ops.sparse_attention.torch_softmax import attend
 
 _TILE_TOKENS = 64
@@ -26,10 +27,6 @@ _DENSE_SCORES = 1 << 22  # 16 MB of float32 scores a tile
 # with 16, since they are bound by reading the rows.
 _DECODE_COST = 13
 _MIN_HEADS_COST = 16
-
-# Below this many (head, row) pairs in all, two float32 products take no longer than three in
-# bfloat16 (measured on the same core).
-_FLOAT32_PAIRS = 5120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +61,10 @@ def attend_cpu(
 ) -> Tensor:
     """Attend; see ``interface.sparse_attention``. ``out`` is contiguous. Returns lse."""
     tokens = len(q)
+    if tokens == 1:
+        single = attend_single(q, listed, sink, scale, out)
+        if single is not None:
+            return single
     scopes = [scope for each in listed if (scope := _scope(*each)) is not None]
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:2], dtype=wide)
@@ -194,7 +195,7 @@ class _Work:
         shape = (len(slots[0]), count, self.q.shape[2])
         sources = [(scope.rows, at) for scope, at in zip(self.scopes, slots, strict=True)]
         pairs = shape[0] * count * tokens_per_group * self.q.shape[1]
-        if self.dtype == torch.bfloat16 and pairs > _FLOAT32_PAIRS:
+        if self.dtype == torch.bfloat16 and pairs > FLOAT32_PAIRS:
             rows = torch.empty(shape, dtype=torch.bfloat16)
             if read_side_by_side(sources, rows):
                 return rows

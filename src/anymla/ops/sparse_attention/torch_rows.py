@@ -78,7 +78,7 @@ class TensorRows:
         if not self.size:
             return self.tensor.new_zeros(*slots.shape, self.tensor.shape[1], dtype=dtype)
         at = torch.where(valid, slots, 0).flatten()
-        rows = self.tensor.index_select(0, at).view(*slots.shape, -1).to(dtype)
+        rows = self.tensor.index_select(0, at).view(*slots.shape, self.tensor.shape[1]).to(dtype)
         return torch.where(valid.unsqueeze(-1), rows, torch.zeros((), dtype=dtype))
 
 
@@ -106,7 +106,7 @@ class PageRows:
     def read_or_zero(self, slots: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
         """See ``Rows``."""
         at = torch.where(valid, slots, -1).flatten()
-        return self.layout.read(self.cache, at, dtype).view(*slots.shape, -1)
+        return self.layout.read(self.cache, at, dtype).view(*slots.shape, self.layout.channels)
 
     def read_plain(self, slots: Tensor, out: Tensor) -> None:
         """Copy rows in any layout and to any dtype, in the layout's own way."""
