@@ -1,0 +1,157 @@
+"""Kernels of packed linear layers: float64 products of the exactly decoded weight."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from paged import skip_float64
+from torch import Tensor
+
+from anymla.formats.fp8_block import (
+    dequantize_fp8_rows,
+    dequantize_fp8_weight,
+    quantize_fp8_rows,
+    quantize_fp8_weight,
+)
+from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from anymla.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from anymla.ops import _triton
+from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
+from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
+
+no_triton = pytest.mark.skipif(not _triton.has_triton(), reason="triton is not installed")
+BACKENDS = [pytest.param("triton", marks=no_triton)]
+FORMATS = ["fp8-ue8m0", "fp8-fp32", "mxfp4", "nvfp4"]
+
+
+def packed(weight_format: str, n: int, k: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """A random weight as stored, and its values in float64."""
+    w = torch.randn(n, k) / k**0.5
+    # Scales that differ from row to row and from block to block.
+    w *= torch.exp2(torch.randint(-6, 6, (n, 1)).float()) * torch.linspace(0.1, 2, k)
+    if weight_format == "mxfp4":
+        stored: tuple[Tensor, ...] = quantize_mxfp4(w)
+        return stored, dequantize_mxfp4(*stored, torch.float64)
+    if weight_format == "nvfp4":
+        stored = quantize_nvfp4(w)
+        return stored, dequantize_nvfp4(*stored, torch.float64)
+    stored = quantize_fp8_weight(w, weight_format.removeprefix("fp8-"))
+    return stored, dequantize_fp8_weight(*stored, torch.float64)
+
+
+def multiply(
+    weight_format: str, x: Tensor, stored: tuple[Tensor, ...], quantize: bool, backend: str
+) -> Tensor:
+    if weight_format == "nvfp4":
+        return nvfp4_linear(x, *stored, backend=backend)
+    operation = mxfp4_linear if weight_format == "mxfp4" else fp8_block_linear
+    return operation(x, *stored, quantize_activations=quantize, backend=backend)
+
+
+def check_product(
+    weight_format: str, x: Tensor, n: int, backend: str, *, quantize: bool = False
+) -> None:
+    k = x.shape[-1]
+    stored, exact = packed(weight_format, n, k)
+    got = multiply(weight_format, x, stored, quantize, backend)
+    given = dequantize_fp8_rows(*quantize_fp8_rows(x), torch.float64) if quantize else x.double()
+    assert (got.shape, got.dtype) == ((*x.shape[:-1], n), x.dtype)
+    magnitude = given.abs() @ exact.abs().T
+    # The operands are exact, so only the sum of k float32 products and one rounding are left.
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    assert_close(
+        got,
+        given @ exact.T,
+        atol=accumulation(k, wide),
+        rtol=ulps(x.dtype, 0.5),
+        scale=magnitude,
+        name=f"{weight_format}, {backend}",
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_the_result_is_rounded(backend: str, weight_format: str, dtype: torch.dtype) -> None:
+    skip_float64(backend, dtype)
+    check_product(weight_format, torch.randn(3, 160).to(dtype), 136, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weight_format", FORMATS[:3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quantised_activations(backend: str, weight_format: str, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 160).to(dtype)
+    x[0, :128], x[1, 5] = 0, 300  # a run at the floor, and one whose others nearly vanish
+    check_product(weight_format, x, 136, backend, quantize=True)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (20,), (2, 3)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_leading_shape(backend: str, shape: tuple[int, ...]) -> None:
+    check_product("mxfp4", torch.randn(*shape, 64).bfloat16(), 40, backend)
+    x, weight = torch.randn(*shape, 64), torch.randn(40, 64)
+    want = x.double() @ weight.double().T
+    bound = accumulation(64, torch.float32)
+    assert_close(linear(x, weight, backend=backend), want, atol=bound, scale=10.0)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@no_triton
+def test_splits_of_k_in_kernels(weight_format: str) -> None:
+    # 1184 channels: two splits, the second of which ends within a block of 128.
+    x = torch.randn(2, 1184).bfloat16()
+    check_product(weight_format, x, 72, "triton")
+    check_product(weight_format, x, 72, "triton", quantize=weight_format != "nvfp4")
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("weight_format", ["fp8-ue8m0", "nvfp4"])
+@no_triton
+def test_kernels_on_a_target_with_fp8(
+    weight_format: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = dataclasses.replace(_triton.CPU, native_e4m3=True, dot_e4m3=True)
+    from anymla.ops.linear import triton_linear, triton_quantize
+
+    for module in (triton_linear, triton_quantize):
+        monkeypatch.setattr(module, "target_of", lambda device: target)
+    x = torch.randn(tokens, 256).bfloat16()
+    check_product(weight_format, x, 136, "triton", quantize=weight_format != "nvfp4")
+
+
+@pytest.mark.parametrize("weight_format", ["fp8-ue8m0", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_an_unused_row_stays_there(backend: str, weight_format: str) -> None:
+    stored, _ = packed(weight_format, 130, 128)
+    x = torch.randn(2, 128).bfloat16()
+    clean = multiply(weight_format, x, stored, False, backend)
+    x[1, 3] = torch.nan
+    got = multiply(weight_format, x, stored, False, backend)
+    assert_identical(got[0], clean[0])
+    assert bool(got[1].isnan().all())
+
+
+@no_triton
+def test_kernels_quantise_to_the_same_codes() -> None:
+    from anymla.ops.linear.triton_quantize import quantize_rows
+
+    x = torch.randn(5, 300) * torch.exp2(torch.randint(-40, 40, (5, 300)).float())
+    x[2, 7], x[3, 130], x[4, :128] = torch.inf, -torch.inf, 0.0
+    for given in (x, x.bfloat16()):
+        codes, scales = quantize_rows(given)
+        want_codes, want_scales = quantize_fp8_rows(given)
+        assert_identical(codes, want_codes, name="codes")
+        assert_identical(scales, want_scales, name="scales")
+
+
+@no_triton
+def test_kernels_refuse_float64() -> None:
+    stored, _ = packed("mxfp4", 32, 64)
+    support = mxfp4_linear.supports(torch.zeros(1, 64).double(), *stored, backend="triton")
+    assert not support
+    assert "float64" in support.reason

@@ -1,0 +1,149 @@
+"""Kernels of the output projection: float64 of its formula, and the very codes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from paged import skip_float64
+from torch import Tensor
+
+from anymla.formats.e4m3 import decode_e4m3
+from anymla.formats.fp8_block import (
+    dequantize_fp8_rows,
+    dequantize_fp8_weight,
+    quantize_fp8_weight,
+)
+from anymla.ops import _triton
+from anymla.ops.output_projection import (
+    grouped_output_projection,
+    grouped_output_projection_fp8,
+    inverse_rope_fp8_quant,
+)
+from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
+
+no_triton = pytest.mark.skipif(not _triton.has_triton(), reason="triton is not installed")
+BACKENDS = [pytest.param("triton", marks=no_triton)]
+TURNED = 8
+
+
+def angles(rows: int = 50) -> Tensor:
+    """Cosines, then sines, of angles of many magnitudes."""
+    angle = torch.arange(rows)[:, None] * torch.logspace(0, -3, TURNED // 2)
+    return torch.cat((angle.cos(), angle.sin()), 1)
+
+
+def turned_back(o: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """R^-1 o in float64, pair by pair."""
+    out = o.double().clone()
+    first = o.shape[2] - TURNED
+    for t, position in enumerate(positions.tolist()):
+        for pair in range(TURNED // 2):
+            cos, sin = table[position, pair].double(), table[position, TURNED // 2 + pair].double()
+            even, odd = o[t, :, first + 2 * pair].double(), o[t, :, first + 2 * pair + 1].double()
+            out[t, :, first + 2 * pair] = even * cos + odd * sin
+            out[t, :, first + 2 * pair + 1] = odd * cos - even * sin
+    return out
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_projection(backend: str, dtype: torch.dtype, tokens: int) -> None:
+    skip_float64(backend, dtype)
+    # 144 channels: a run of 128 and a shorter one, which holds the rotated channels.
+    o = torch.randn(tokens, 6, 144).to(dtype)
+    positions, table = torch.randint(0, 50, (tokens,)), angles()
+    wo_a = (torch.randn(3, 20, 288) / 288**0.5).to(dtype)
+    got = grouped_output_projection(o, positions, table, wo_a, backend=backend)
+    assert (got.shape, got.dtype) == ((tokens, 60), dtype)
+    turned = turned_back(o, positions, table)
+    groups = turned.view(tokens, 3, 288)
+    want = torch.einsum("tgj,grj->tgr", groups, wo_a.double()).flatten(1)
+    magnitude = torch.einsum("tgj,grj->tgr", groups.abs(), wo_a.double().abs()).flatten(1)
+    wide = torch.promote_types(dtype, torch.float32)
+    # Rotated channels are rounded once before the product: half an ulp of each term at most.
+    bound = accumulation(288, wide) + ulps(dtype, 0.5)
+    assert_close(got, want, atol=bound, rtol=ulps(dtype, 0.5), scale=magnitude)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quantised_heads(
+    backend: str, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native and backend != "triton":
+        pytest.skip("only kernels convert in two ways")
+    if backend == "triton":
+        from anymla.ops.output_projection import triton_rotate
+
+        target = dataclasses.replace(_triton.CPU, native_e4m3=native)
+        monkeypatch.setattr(triton_rotate, "target_of", lambda device: target)
+    o = torch.randn(5, 4, 256).to(dtype)
+    o[0, 0], o[1, 2, 128:] = 0, 1e-13  # below the floor
+    o[2] *= torch.exp2(torch.randint(-30, 30, (4, 1)).float())
+    positions, table = torch.tensor([0, 49, 7, 1, 30]), angles()
+    codes, scales = inverse_rope_fp8_quant(o, positions, table, n_groups=2, backend=backend)
+    assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert (codes.shape, scales.shape) == ((5, 2, 512), (5, 2, 4))
+    runs = turned_back(o, positions, table).view(5, 2, 4, 128)
+    exponent = torch.ceil(torch.log2(runs.abs().amax(-1).clamp(min=1e-10) / 448))
+    assert_identical(scales, torch.exp2(exponent).float())
+    got = dequantize_fp8_rows(codes.view(torch.uint8), scales, torch.float64)
+    # An e4m3 has 3 bits after the leading one; below its smallest normal steps are 2^-9.
+    step = scales.double().repeat_interleave(128, -1) * 2.0**-10
+    assert_close(got, runs.flatten(-2), rtol=2.0**-4 + 2.0**-20, atol=1.0, scale=step)
+    reference = inverse_rope_fp8_quant(o, positions, table, n_groups=2, backend="reference")
+    assert_identical(codes.view(torch.uint8), reference[0].view(torch.uint8), name="codes")
+
+
+@pytest.mark.parametrize("scale_format", ["ue8m0", "fp32"])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("tokens", [0, 1, 20])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_projection_of_codes(backend: str, tokens: int, out_dtype: str, scale_format: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[out_dtype]
+    skip_float64(backend, dtype)
+    codes = torch.randn(tokens, 2, 256).to(torch.float8_e4m3fn)
+    o_scale = torch.exp2(torch.randint(-5, 5, (tokens, 2, 2)).float())
+    pairs = [quantize_fp8_weight(torch.randn(128, 256) * g, scale_format) for g in (1.0, 30.0)]
+    weight, scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    got = grouped_output_projection_fp8(
+        codes, o_scale, weight, scale, out_dtype=out_dtype, backend=backend
+    )
+    assert (got.shape, got.dtype) == ((tokens, 256), dtype)
+    heads = decode_e4m3(codes.view(torch.uint8), torch.float64)
+    heads = heads * o_scale.double().repeat_interleave(128, -1)
+    exact = torch.stack([dequantize_fp8_weight(*pair, torch.float64) for pair in pairs])
+    want = torch.einsum("tgj,grj->tgr", heads, exact).flatten(1)
+    magnitude = torch.einsum("tgj,grj->tgr", heads.abs(), exact.abs()).flatten(1)
+    wide = torch.promote_types(dtype, torch.float32)
+    bound = accumulation(256, wide)
+    assert_close(got, want, atol=bound, rtol=ulps(dtype, 0.5), scale=magnitude)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_heads(backend: str) -> None:
+    storage = torch.full((3, 4, 288), torch.nan)
+    storage[:, :, ::2] = torch.randn(3, 4, 144)
+    o, positions, table = storage[:, :, ::2], torch.tensor([4, 0, 9]), angles()
+    wo_a = torch.randn(2, 8, 288)
+    got = grouped_output_projection(o, positions, table, wo_a, backend=backend)
+    want = grouped_output_projection(o.contiguous(), positions, table, wo_a, backend=backend)
+    assert_identical(got, want)
+
+
+@no_triton
+def test_kernels_say_what_they_do_not_take() -> None:
+    positions, table = torch.zeros(1, dtype=torch.int64), angles()
+    o, wo_a = torch.zeros(1, 2, 9), torch.zeros(1, 4, 18)
+    odd = grouped_output_projection.supports(o, positions, table, wo_a, backend="triton")
+    assert "even number" in odd.reason
+    wide = grouped_output_projection.supports(
+        o.double(), positions, table, wo_a.double(), backend="triton"
+    )
+    assert not wide
