@@ -12,6 +12,7 @@ from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear
 from anymla.ops.linear.torch_activations import rounded_to_fp8
+from anymla.ops.linear.torch_product import is_row, product
 from anymla.ops.moe.reference import wide
 
 # Up to here what lies between the products is done for all experts at once, in few calls; beyond,
@@ -75,14 +76,16 @@ class _Bank:
         if self.weight_format == "mxfp4":
             return mxfp4_linear(rows, matrix, scales[e], quantize_activations=False)
         if rows.dtype == matrix.dtype:
-            return functional.linear(rows, matrix)
+            return product(rows, matrix)
         dtype = torch.promote_types(rows.dtype, matrix.dtype)
         return functional.linear(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
 
-    def stacks(self, count: int, d: int) -> bool:
-        """Whether ``count`` experts may be decoded as one matrix of all their rows."""
-        inner = self.w1[0].shape[0]
+    def stacks(self, rows: Tensor, count: int) -> bool:
+        """Whether ``count`` experts of one row may become one matrix of all their rows."""
+        inner, d = self.w1[0].shape[0], rows.shape[1]
         if self.weight_format == "plain":
+            if is_row(rows) and self.w1[0].dtype == rows.dtype:
+                return False  # quick one by one: copying would cost more than it saves
             return 2 * count * inner * d <= _COPIED_ELEMENTS
         # Scales of 128 x 128 blocks stay with their rows only if every matrix is whole blocks.
         whole = self.weight_format == "mxfp4" or (inner % FP8_BLOCK == 0 and d % FP8_BLOCK == 0)
@@ -154,7 +157,7 @@ def _total_of_few(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: 
     index = torch.tensor(order, device=x.device)
     weight = weights.flatten().index_select(0, index)
     rows = bank.given(x)
-    if tokens == 1 and bank.stacks(len(order), x.shape[1]):
+    if tokens == 1 and bank.stacks(rows, len(order)):
         chosen = [e for e, start, stop in segments for _ in range(start, stop)]
         gate, up = bank.gate_up_stacked(rows, chosen)
         out = bank.down_stacked(bank.inner(gate, up, weight, x.dtype), chosen)

@@ -54,6 +54,6 @@ def grouped_output_projection_fp8(
 
 def _by_group(heads: Tensor, weight: Tensor) -> Tensor:
     """Multiply [T, G, J] by [G, rank, J] to [T, G * rank]."""
-    if is_row(heads.flatten(1)):
+    if len(heads) == 1 and is_row(heads.flatten()):
         return torch.cat([product(heads[:, g], matrix) for g, matrix in enumerate(weight)], -1)
     return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
