@@ -54,21 +54,19 @@ def check(
             raise TypeError(
                 f"{operation}: {name} must be a tensor [{spec}], got {type(value).__name__}"
             )
-        if value.dtype not in dtypes if isinstance(dtypes, tuple) else value.dtype != dtypes:
+        if value.dtype not in dtypes if type(dtypes) is tuple else value.dtype is not dtypes:
             raise TypeError(_message(operation, name, value, spec, dtypes, sizes))
-        parsed = _parse(spec)
-        if value.ndim != len(parsed):
+        shape, parsed = value.shape, _parse(spec)
+        if len(shape) != len(parsed):
             raise ValueError(_message(operation, name, value, spec, dtypes, sizes))
-        for axis, (letter, literal, minimum) in enumerate(parsed):
-            size = value.shape[axis]
-            if letter == "_":
-                continue
+        for size, (letter, literal, minimum) in zip(shape, parsed):  # noqa: B905, as long as another
             if minimum:
                 bound = literal if literal is not None else letter
                 at_least.append((name, value, spec, dtypes, size, bound))
-                continue
-            expected = literal if literal is not None else sizes.setdefault(letter, size)
-            if size != expected:
+            elif literal is not None:
+                if size != literal:
+                    raise ValueError(_message(operation, name, value, spec, dtypes, sizes))
+            elif letter != "_" and sizes.setdefault(letter, size) != size:
                 raise ValueError(_message(operation, name, value, spec, dtypes, sizes))
         if device is None:
             device = value.device
