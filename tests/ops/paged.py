@@ -34,7 +34,12 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         support = _triton.triton_support(torch.empty(0))
         if not support:
             pytest.skip(support.reason)
-        target = dataclasses.replace(_triton.CPU, native_e4m3=name != "triton")
+        native = name != "triton"
+        machine = a_device() if torch.cuda.is_available() else torch.device("cpu")
+        real = _triton.target_of(machine)
+        if native and torch.cuda.is_available() and not real.native_e4m3:
+            pytest.skip("this GPU has no e4m3 instructions")
+        target = dataclasses.replace(real, native_e4m3=native, dot_e4m3=native)
         monkeypatch.setattr(_triton, "target_of", lambda device: target)
         return "triton"
     return name

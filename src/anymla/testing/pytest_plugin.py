@@ -53,6 +53,10 @@ def _interpret_triton() -> None:
         from anymla.testing.triton_interpreter import install
 
         install()
+    elif torch.cuda.is_available():
+        from anymla.testing.device_bridge import install as install_bridge
+
+        install_bridge()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,112 @@
+"""Run tests that are written for CPU tensors on a GPU, with the same bytes.
+
+While installed, a call that names the Triton backend has the storages of its tensor arguments
+copied to the GPU whole (strides, offsets, canaries and padding included), runs there, and has them
+copied back. So every test of a Triton backend, and every conformance case, proves the compiled
+kernel as it proves the interpreted one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.ops import _triton
+from anymla.ops._operation import Operation, Support
+
+_NAMED = "triton"
+
+
+@functools.cache
+def install() -> None:
+    """Bridge all operations of this process; further calls do nothing.
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("the device bridge needs a CUDA device")
+    supported = _triton._support
+
+    def support(device_type: str) -> Support:
+        if device_type == "cpu" and _triton.has_triton():
+            return Support(True, automatic=False)
+        return supported(device_type)
+
+    _triton._support = support  # type: ignore[assignment]
+    call = Operation.__call__
+
+    def bridged(self: Operation, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        tensors = _tensors((args, tuple(kwargs.values())))
+        if backend != _NAMED or any(tensor.is_cuda for tensor in tensors):
+            return call(self, *args, backend=backend, **kwargs)
+        # The contract speaks first, about the tensors it was given.
+        self._contract(*args, **kwargs)
+        run = functools.partial(call, self, backend=backend)
+        return _Bridge().run(run, args, kwargs)
+
+    Operation.__call__ = bridged  # type: ignore[method-assign]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, tuple | list):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+class _Bridge:
+    """One call's storages on both sides."""
+
+    def __init__(self) -> None:
+        self._host: dict[int, Tensor] = {}
+        self._device: dict[int, Tensor] = {}
+        self._returned: dict[tuple[Any, ...], Tensor] = {}
+
+    def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Move, call, move back."""
+        result = call(
+            *[self._moved(value) for value in args],
+            **{name: self._moved(value) for name, value in kwargs.items()},
+        )
+        torch.cuda.synchronize()
+        for key, bytes_on_device in self._device.items():
+            self._host[key].copy_(bytes_on_device)
+        return self._back(result)
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._moved(each) for each in value]
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        key = storage.data_ptr()
+        if key not in self._device:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+            self._host[key], self._device[key] = whole, whole.cuda()
+        moved = torch.empty(0, dtype=value.dtype, device="cuda").set_(
+            self._device[key].untyped_storage(),
+            value.storage_offset(),
+            value.size(),
+            value.stride(),
+        )
+        self._returned[self._place(moved)] = value
+        return moved
+
+    def _back(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._back(each) for each in value)
+        if not isinstance(value, Tensor):
+            return value
+        # What was written into an argument is that argument again.
+        given = self._returned.get(self._place(value))
+        return value.cpu() if given is None else given
+
+    @staticmethod
+    def _place(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
