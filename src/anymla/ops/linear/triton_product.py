@@ -1,6 +1,6 @@
 """The product of activations and a stored weight, decoded tile by tile inside a kernel.
 
-    for each BLOCK_K of K:   x [rows, BLOCK_K]  .  decode(w [BLOCK_N, BLOCK_K])^T  -> += [rows, BLOCK_N]
+    for each block of K:   x [m, BLOCK_K]  .  decode(w [n, BLOCK_K])^T  is added to [m, n]
 
 Nothing is rounded on the way: operands are of a dtype that holds every decoded value, products add
 up in float32, and what the operands do not hold is a factor in float32: the scale of a 128 x 128
@@ -82,10 +82,12 @@ def tile(rows: int, kind: tl.dtype, target: Target) -> Tile:
 @triton.jit
 def _decode_codes(codes, OPERAND: tl.constexpr, NATIVE: tl.constexpr):
     if OPERAND == tl.float8e4nv:
-        return codes.to(tl.float8e4nv, bitcast=True)
-    if OPERAND == tl.float16:
-        return e4m3_to_fp16(codes, NATIVE)
-    return e4m3_to_fp32(codes, NATIVE).to(OPERAND)
+        value = codes.to(tl.float8e4nv, bitcast=True)
+    elif OPERAND == tl.float16:
+        value = e4m3_to_fp16(codes, NATIVE)
+    else:
+        value = e4m3_to_fp32(codes, NATIVE).to(OPERAND)
+    return value
 
 
 @triton.jit
@@ -110,10 +112,7 @@ def _decode_nibbles(
     scale_at = (rows * (width // RUN))[:, None] + run[None, :]
     known = inside[:, None] & (run * RUN < width)[None, :]
     scale = tl.load(scales + scale_at, known, other=0)
-    if RUN == 32:
-        factor = ue8m0_to_fp32(scale)
-    else:
-        factor = e4m3_to_fp32(scale, NATIVE)
+    factor = ue8m0_to_fp32(scale) if RUN == 32 else e4m3_to_fp32(scale, NATIVE)
     value = e2m1_to_fp32(codes) * factor[:, :, None]
     return tl.reshape(value, (rows.shape[0], BLOCK_K)).to(OPERAND)
 
@@ -133,15 +132,15 @@ def weight_tile(
 ):
     """Channels k..k + BLOCK_K of the weight's int64 ``rows`` [n] in OPERAND, 0 where outside."""
     if FORMAT == "mxfp4":
-        return _decode_nibbles(w, scales, rows, inside, k, width, 32, OPERAND, BLOCK_K, NATIVE)
-    if FORMAT == "nvfp4":
-        return _decode_nibbles(w, scales, rows, inside, k, width, 16, OPERAND, BLOCK_K, NATIVE)
-    channel = k + tl.arange(0, BLOCK_K)
-    mask = inside[:, None] & (channel < width)[None, :]
-    stored = tl.load(w + (rows * width)[:, None] + channel[None, :], mask, other=0)
-    if FORMAT == "fp8":
-        return _decode_codes(stored, OPERAND, NATIVE)
-    return stored.to(OPERAND)
+        value = _decode_nibbles(w, scales, rows, inside, k, width, 32, OPERAND, BLOCK_K, NATIVE)
+    elif FORMAT == "nvfp4":
+        value = _decode_nibbles(w, scales, rows, inside, k, width, 16, OPERAND, BLOCK_K, NATIVE)
+    else:
+        channel = k + tl.arange(0, BLOCK_K)
+        mask = inside[:, None] & (channel < width)[None, :]
+        stored = tl.load(w + (rows * width)[:, None] + channel[None, :], mask, other=0)
+        value = _decode_codes(stored, OPERAND, NATIVE) if FORMAT == "fp8" else stored.to(OPERAND)
+    return value
 
 
 @triton.jit
@@ -153,8 +152,10 @@ def _multiply(a, w, total, OPERAND: tl.constexpr):
         upper = wide.to(tl.bfloat16)
         lower = (wide - upper.to(tl.float32)).to(tl.bfloat16)
         total = tl.dot(lower, turned, total)
-        return tl.dot(upper, turned, total)
-    return tl.dot(a.to(OPERAND), turned, total, input_precision="ieee")
+        total = tl.dot(upper, turned, total)
+    else:
+        total = tl.dot(a.to(OPERAND), turned, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -194,6 +195,11 @@ def product(
         first: first channel, a multiple of 128.
         last: end of the channels; beyond ``width`` there are none.
         width: channels of a row.
+        FORMAT: "plain", "fp8", "mxfp4" or "nvfp4".
+        CODED: see x.
+        OPERAND: from ``operand``.
+        BLOCK_K: channels of a step, at most 128.
+        NATIVE: convert e4m3 by instructions.
 
     Returns:
         float32 [m, n].
