@@ -13,7 +13,14 @@ from torch import Tensor
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
-from anymla.ops.indexer import reference, torch_query, torch_scores, torch_topk
+from anymla.ops._triton import float32_support
+from anymla.ops.indexer import (
+    device_support,
+    reference,
+    torch_query,
+    torch_scores,
+    torch_topk,
+)
 from anymla.ops.indexer.reference import QUANTISATIONS, wide_dtype
 from anymla.ops.kv_cache.checks import check_cache
 
@@ -286,3 +293,11 @@ paged_mqa_logits.register("reference", reference.paged_mqa_logits)
 paged_mqa_logits.register("torch", torch_scores.paged_mqa_logits)
 topk_per_row.register("reference", reference.topk_per_row)
 topk_per_row.register("torch", torch_topk.topk_per_row)
+
+_TRITON = "anymla.ops.indexer.triton_"
+indexer_q_rope_quant.register_lazy(
+    "triton", f"{_TRITON}query", supports=device_support.query_support
+)
+mqa_logits.register_lazy("triton", f"{_TRITON}scores", supports=device_support.dense_support)
+paged_mqa_logits.register_lazy("triton", f"{_TRITON}paged", supports=device_support.paged_support)
+topk_per_row.register_lazy("triton", f"{_TRITON}topk", supports=float32_support)

@@ -1,0 +1,48 @@
+"""What the Triton backends of the indexer can take; answered without importing triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import INDEX_FP8, SplitFp8Layout, get_layout
+from anymla.ops._operation import Support
+from anymla.ops._triton import float32_support
+
+_WIDEST = 512
+_MOST_HEADS = 256
+
+
+def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
+    """Of ``indexer_q_rope_quant``: turning pairs stand at even channels."""
+    if q.shape[2] % 2:
+        return Support(False, f"heads of an even number of channels, got {q.shape[2]}")
+    return float32_support(q, *args, **kwargs)
+
+
+def dense_support(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Support:
+    """Of ``mqa_logits``: a tile holds all heads of a row and whole keys."""
+    if k.shape[1] > _WIDEST or q.shape[1] > _MOST_HEADS:
+        return Support(
+            False, f"at most {_WIDEST} channels and {_MOST_HEADS} heads, got {list(q.shape)}"
+        )
+    return float32_support(q, k, *args, **kwargs)
+
+
+def paged_support(
+    q: Tensor, index_cache: Tensor, *args: Any, layout: str = INDEX_FP8, **kwargs: Any
+) -> Support:
+    """Of ``paged_mqa_logits``: rows of one kind of value, at addresses of whole numbers."""
+    kind = get_layout(layout)
+    if isinstance(kind, SplitFp8Layout):
+        return Support(False, f"not the split rows of {layout}")
+    if q.shape[2] > _MOST_HEADS:
+        return Support(False, f"at most {_MOST_HEADS} heads, got {q.shape[2]}")
+    # Scales of an FP8 page are float32 numbers.
+    step = 4 if kind.dtype == torch.uint8 else kind.dtype.itemsize
+    stride = index_cache.stride(0) * kind.dtype.itemsize
+    if index_cache.numel() and (stride % step or index_cache.data_ptr() % step):
+        return Support(False, f"pages must start at multiples of {step} bytes")
+    return float32_support(q, index_cache, *args, **kwargs)

@@ -1,0 +1,298 @@
+"""Index scores against keys in a paged cache, on the device.
+
+Grid: (requests x groups of rows, parts of the context). As in ``triton_scores``, with keys found
+through the block table; entries that are absent are -inf, and nothing of them is read.
+
+    block table  | page | page | ...        part p: entries [p * span, (p + 1) * span)
+                     |
+    tile         [keys, D] . [rows x heads, D]^T -> [keys, rows]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.page_layout import (
+    INDEX_FP8,
+    INDEX_MXFP4,
+    ROWS_BF16_128,
+    ROWS_FP32_128,
+)
+from anymla.formats.triton_rows import cache_bytes, row_codec
+from anymla.ops import _triton
+from anymla.ops._triton import Build, Target
+from anymla.ops.indexer.triton_operands import (
+    KIND_OF_CODEC,
+    KIND_OF_DTYPE,
+    head_sums,
+    load_operand,
+    load_packed,
+    load_queries,
+    math_of,
+    query_lines,
+)
+from anymla.ops.indexer.triton_scores import (
+    FILL,
+    POINTER_OF_KIND,
+    codes_of,
+    fill_hidden,
+)
+from anymla.ops.indexer.triton_tiles import span_of, tile_of
+
+
+@triton.jit
+def load_keys(
+    cache,
+    at,
+    scales_at,
+    there,
+    first,
+    CODEC: tl.constexpr,
+    MATH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PART: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Channels [first, first + PART) of keys at byte offsets [KEYS]; scales of FP8 are left."""
+    WIDTH: tl.constexpr = CODEC.channels
+    if CODEC.kind == "row_mxfp4":
+        return load_packed(cache + at, cache + scales_at, there, first, MATH, WIDTH, PADDED, PART)
+    elif CODEC.kind == "row_fp8":
+        return load_operand(cache + at, there, first, "e4m3", MATH, WIDTH, PADDED, PART, NATIVE)
+    elif CODEC.kind == "bf16":
+        rows = (cache + at).to(tl.pointer_type(tl.bfloat16))
+        return load_operand(rows, there, first, "bf16", MATH, WIDTH, PADDED, PART, NATIVE)
+    else:
+        tl.static_assert(CODEC.kind == "fp32")
+        rows = (cache + at).to(tl.pointer_type(tl.float32))
+        return load_operand(rows, there, first, "fp32", MATH, WIDTH, PADDED, PART, NATIVE)
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "pages", "context", "covered", "span"])
+def paged_scores_kernel(
+    q,
+    q_scales,
+    weights,
+    weights_stride,
+    cache,
+    page_stride,
+    table,
+    table_row_stride,
+    table_column_stride,
+    lens,
+    lens_row_stride,
+    lens_column_stride,
+    out,
+    out_stride,
+    rows,
+    groups,
+    pages,
+    context,
+    covered,
+    span,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CODEC: tl.constexpr,
+    Q_KIND: tl.constexpr,
+    MATH: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FILL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """ROWS rows of a request and ``span`` entries; ``covered`` entries are in the block table."""
+    request = (tl.program_id(0) // groups).to(tl.int64)
+    token = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)
+    live = token < rows
+    row = request * rows + token
+    first = tl.program_id(1) * span
+    last = tl.minimum(first + span, context)
+    end = tl.load(lens + request * lens_row_stride + token * lens_column_stride, mask=live, other=0)
+    end = tl.minimum(end, covered)
+    stop = tl.minimum(tl.max(end, 0), last)
+    if first < stop:
+        line, weight, exists = query_lines(row, live, weights, weights_stride, HEADS, PADDED_HEADS)
+        if PART == PADDED:
+            queries = load_queries(
+                q, q_scales, line, exists, 0, Q_KIND, MATH, CODEC.channels, PADDED, PART, NATIVE
+            )
+        pages_of_request = table + request * table_row_stride
+        for at in tl.range(first, stop, KEYS, num_stages=STAGES):
+            key = at + tl.arange(0, KEYS)
+            page = tl.load(
+                pages_of_request + (key // ENTRIES).to(tl.int64) * table_column_stride,
+                mask=key < stop,
+                other=-1,
+            )
+            there = (page >= 0) & (page < pages)
+            place = key % ENTRIES
+            page_at = page.to(tl.int64) * page_stride
+            scales_at = page_at + ENTRIES * CODEC.data_bytes + place * CODEC.scale_bytes
+            values_at = page_at + place * CODEC.data_bytes
+            if PART == PADDED:
+                tile = load_keys(
+                    cache, values_at, scales_at, there, 0, CODEC, MATH, PADDED, PART, NATIVE
+                )
+                dots = tl.dot(tile, tl.trans(queries))
+            else:
+                dots = tl.zeros((KEYS, ROWS * PADDED_HEADS), tl.float32)
+                for part in range(0, PADDED, PART):
+                    queries = load_queries(
+                        q, q_scales, line, exists, part, Q_KIND, MATH, CODEC.channels, PADDED,
+                        PART, NATIVE,
+                    )  # fmt: skip
+                    tile = load_keys(
+                        cache, values_at, scales_at, there, part, CODEC, MATH, PADDED, PART, NATIVE
+                    )
+                    dots = tl.dot(tile, tl.trans(queries), dots, input_precision="ieee")
+            scores = head_sums(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
+            if CODEC.kind == "row_fp8":
+                scale_pointers = (cache + scales_at).to(tl.pointer_type(tl.float32))
+                scores = scores * tl.load(scale_pointers, mask=there, other=0.0)[:, None]
+            seen = there[:, None] & (key[:, None] < end[None, :])
+            tl.store(
+                out + row[None, :] * out_stride + key[:, None],
+                tl.where(seen, scores, float("-inf")),
+                mask=live[None, :] & (key < last)[:, None],
+            )
+    filled = tl.cdiv(tl.maximum(stop - first, 0), KEYS) * KEYS
+    fill_hidden(out, out_stride, row, live, first + filled, last, FILL)
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_context: int,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.paged_mqa_logits``."""
+    requests, rows, heads = q.shape[:3]
+    logits = out
+    if logits is None or logits.stride(1) != 1:
+        logits = torch.empty(requests * rows, max_context, dtype=torch.float32, device=q.device)
+    if logits.numel():
+        target = _triton.target_of(q.device)
+        codec = row_codec(layout)
+        q_kind = KIND_OF_DTYPE[q.dtype]
+        math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
+        tile = tile_of(rows, heads, codec.channels, math, target)
+        groups = triton.cdiv(rows, tile.rows)
+        span = span_of(requests * groups, max_context, tile)
+        cache, page_stride, pages, entries = cache_bytes(index_cache)
+        each = context_lens.ndim == 2
+        weights = weights if weights.stride(1) == 1 else weights.contiguous()
+        paged_scores_kernel[(requests * groups, triton.cdiv(max_context, span))](
+            codes_of(q.contiguous()),
+            None if q_scales is None else q_scales.contiguous(),
+            weights,
+            weights.stride(0),
+            cache,
+            page_stride,
+            block_table,
+            *block_table.stride(),
+            context_lens,
+            context_lens.stride(0),
+            context_lens.stride(1) if each else 0,
+            logits,
+            logits.stride(0),
+            rows,
+            groups,
+            pages,
+            max_context,
+            min(max_context, block_table.shape[1] * entries),
+            span,
+            HEADS=heads,
+            PADDED_HEADS=tile.heads,
+            PADDED=tile.width,
+            PART=tile.part,
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            ENTRIES=entries,
+            CODEC=codec,
+            Q_KIND=q_kind,
+            MATH=math,
+            NATIVE=target.native_e4m3,
+            FILL=FILL,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return logits if out is None or out is logits else out.copy_(logits)
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """64 heads of 128 channels, pages of 64: decoding and several rows, every layout."""
+    heads, entries = 64, 64
+    pairs = (
+        ("e4m3", INDEX_FP8),
+        ("bf16", INDEX_FP8),
+        ("e2m1", INDEX_MXFP4),
+        ("bf16", INDEX_MXFP4),
+        ("bf16", ROWS_BF16_128),
+        ("fp32", ROWS_FP32_128),
+    )
+    numbers = (
+        "weights_stride", "page_stride", "table_row_stride", "table_column_stride",
+        "lens_row_stride", "lens_column_stride", "out_stride", "rows", "groups", "pages",
+        "context", "covered", "span",
+    )  # fmt: skip
+    for q_kind, layout in pairs:
+        codec = row_codec(layout)
+        math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
+        for rows in (1, 2):
+            tile = tile_of(rows, heads, codec.channels, math, target)
+            types = {
+                "q": POINTER_OF_KIND[q_kind],
+                "weights": "*fp32",
+                "cache": "*u8",
+                "table": "*i32",
+                "lens": "*i32",
+                "out": "*fp32",
+                **dict.fromkeys(numbers, "i32"),
+            }
+            constants = {
+                "HEADS": heads,
+                "PADDED_HEADS": tile.heads,
+                "PADDED": tile.width,
+                "PART": tile.part,
+                "ROWS": tile.rows,
+                "KEYS": tile.keys,
+                "ENTRIES": entries,
+                "CODEC": codec,
+                "Q_KIND": q_kind,
+                "MATH": math,
+                "NATIVE": target.native_e4m3,
+                "FILL": FILL,
+                "STAGES": tile.stages,
+            }
+            if q_kind == "e2m1":
+                types["q_scales"] = "*u8"
+            else:
+                constants["q_scales"] = None
+            yield Build(
+                f"{q_kind} x {layout} in {math}, {tile.rows} rows",
+                paged_scores_kernel,
+                types,
+                constants,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                divisible=("weights_stride", "page_stride"),
+                matrix=math != "fp32",
+                # Packed queries are decoded once, before the loop; float32 is for verification.
+                spills=32 if q_kind == "e2m1" or math == "fp32" else 0,
+            )

@@ -1,0 +1,249 @@
+"""Index queries: rotated, quantised a head at a time, on the device.
+
+Grid: (tokens, blocks of heads). A program holds its heads' channels, turns the last of them by the
+token's position, rounds, transforms, and writes codes and the heads' weights.
+
+                 channels
+    heads  | ........ | turned |  -> codes, scale bytes
+           | ........ | turned |     weight * scale
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.e2m1 import E2M1_MAX
+from anymla.formats.e4m3 import E4M3_MAX
+from anymla.formats.mxfp4 import MXFP4_AMAX_FLOOR, MXFP4_BLOCK
+from anymla.formats.page_layout import KV_AMAX_FLOOR
+from anymla.formats.triton_cast import exp2_int, exponent_to_ue8m0, fp32_to_e2m1, fp32_to_e4m3
+from anymla.formats.triton_hadamard import hadamard as hadamard_rows
+from anymla.formats.triton_rows import block_exponent
+from anymla.ops import _triton
+from anymla.ops._triton import Build, Target
+from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
+
+# Channels of a program's tile: 16 for each thread.
+_TILE = 2048
+_NUM_WARPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How a block of channels becomes codes; a constexpr.
+
+    Attributes:
+        block: channels that share a scale, 0 for no codes.
+        code_max: largest magnitude of a code.
+        floor: lower bound of a block's largest magnitude.
+    """
+
+    block: int
+    code_max: float = 0.0
+    floor: float = 0.0
+
+
+@functools.cache
+def rule_of(quant: str, width: int) -> Rule:
+    """The rule of "fp8", "mxfp4" or "none" for heads of ``width`` channels."""
+    if quant == "fp8":
+        return Rule(triton.next_power_of_2(width), E4M3_MAX, KV_AMAX_FLOOR)
+    if quant == "mxfp4":
+        return Rule(MXFP4_BLOCK, E2M1_MAX, MXFP4_AMAX_FLOOR)
+    return Rule(0)
+
+
+def heads_of(heads: int, width: int) -> int:
+    """Heads of a program."""
+    padded = triton.next_power_of_2(width)
+    return max(1, min(triton.next_power_of_2(heads), _TILE // padded))
+
+
+@triton.jit(do_not_specialize=["length"])
+def query_kernel(
+    q,
+    q_token_stride,
+    q_head_stride,
+    weights,
+    weights_stride,
+    positions,
+    table,
+    table_stride,
+    length,
+    weight_scale,
+    out,
+    out_scales,
+    out_weights,
+    heads,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    LOG: tl.constexpr,
+    ROPE: tl.constexpr,
+    RULE: tl.constexpr,
+    PACKED: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """A token and HEADS of its heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    exists = head < heads
+    channel = tl.arange(0, PADDED)
+    there = exists[:, None] & (channel < WIDTH)[None, :]
+    line = q + token * q_token_stride + head[:, None].to(tl.int64) * q_head_stride
+    x = tl.load(line + channel[None, :], mask=there, other=0.0)
+    kind = x.dtype
+
+    position = tl.load(positions + token + tl.arange(0, 1))
+    cos, sin = load_turns(
+        table, table_stride, 1, length, position, position == position, WIDTH, ROPE, PADDED
+    )
+    # The result is rounded to q's dtype, as rope rounds it, and then as keys are.
+    x = turn_pairs(x.to(tl.float32), cos, sin, WIDTH, ROPE).to(kind)
+    if RULE.block:
+        x = x.to(tl.bfloat16)
+    rounded = x.dtype
+    x = x.to(tl.float32)
+    if HADAMARD:
+        x = hadamard_rows(x, LOG).to(rounded).to(tl.float32)
+
+    row = token * heads + head
+    weight = tl.load(weights + token * weights_stride + head, mask=exists, other=0.0)
+    weight = weight.to(tl.float32) * weight_scale
+    if RULE.block:
+        BLOCKS: tl.constexpr = PADDED // RULE.block
+        blocks = tl.reshape(x, (HEADS, BLOCKS, RULE.block))
+        exponent = block_exponent(blocks, RULE)
+        # Only a block that is not finite has a larger exponent.
+        bounded = tl.minimum(exponent, 126)
+        scaled = tl.reshape(blocks * exp2_int(-bounded)[:, :, None], (HEADS, PADDED))
+        if PACKED:
+            codes = tl.reshape(fp32_to_e2m1(scaled), (HEADS, PADDED // 2, 2))
+            low, high = tl.split(codes)
+            pair = tl.arange(0, PADDED // 2)
+            kept = exists[:, None] & (pair < WIDTH // 2)[None, :]
+            tl.store(
+                out + row[:, None] * (WIDTH // 2) + pair[None, :], low | (high << 4), mask=kept
+            )
+            block = tl.arange(0, BLOCKS)
+            kept = exists[:, None] & (block < WIDTH // RULE.block)[None, :]
+            at = out_scales + row[:, None] * (WIDTH // RULE.block) + block[None, :]
+            # The largest exponent of the format is 127; 255 would be NaN.
+            tl.store(at, exponent_to_ue8m0(tl.minimum(exponent, 127)), mask=kept)
+        else:
+            codes = fp32_to_e4m3(scaled, NATIVE)
+            tl.store(out + row[:, None] * WIDTH + channel[None, :], codes, mask=there)
+            # 2^128 is infinite: the exponent field of float32 is all ones.
+            scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+            weight = weight * tl.max(scale, 1)
+    else:
+        tl.store(out + row[:, None] * WIDTH + channel[None, :], x.to(kind), mask=there)
+    tl.store(out_weights + row, weight, mask=exists)
+
+
+def indexer_q_rope_quant(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    softmax_scale: float,
+    head_scale: float,
+    quant: str = "fp8",
+    hadamard: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``interface.indexer_q_rope_quant``."""
+    tokens, heads, width = q.shape
+    packed = quant == "mxfp4"
+    device = q.device
+    scales_shape = (tokens, heads, width // MXFP4_BLOCK) if packed else (0,)
+    scales = torch.empty(scales_shape, dtype=torch.uint8, device=device)
+    out_weights = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+    if quant == "none":
+        out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    else:
+        codes = width // 2 if packed else width
+        out = torch.empty(tokens, heads, codes, dtype=torch.uint8, device=device)
+    if tokens and heads:
+        q = q if q.stride(2) == 1 else q.contiguous()
+        weights = weights if weights.stride(1) == 1 else weights.contiguous()
+        table = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
+        together = heads_of(heads, width)
+        padded = triton.next_power_of_2(width)
+        query_kernel[(tokens, triton.cdiv(heads, together))](
+            q,
+            q.stride(0),
+            q.stride(1),
+            weights,
+            weights.stride(0),
+            positions.contiguous(),
+            table,
+            table.stride(0),
+            len(table),
+            softmax_scale * head_scale,
+            out,
+            scales,
+            out_weights,
+            heads,
+            WIDTH=width,
+            PADDED=padded,
+            LOG=padded.bit_length() - 1,
+            ROPE=table.shape[1],
+            RULE=rule_of(quant, width),
+            PACKED=packed,
+            HADAMARD=hadamard,
+            NATIVE=_triton.target_of(device).native_e4m3,
+            HEADS=together,
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+    return out.view(torch.float8_e4m3fn) if quant == "fp8" else out, scales, out_weights
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every quantisation of queries of 64 heads of 128 channels, of which 64 turn."""
+    width = 128
+    for quant in ("fp8", "mxfp4", "none"):
+        for dtype in ("bf16", "fp32"):
+            for hadamard in (False, True):
+                yield Build(
+                    f"{quant} {dtype}" + (" hadamard" if hadamard else ""),
+                    query_kernel,
+                    {
+                        "q": f"*{dtype}",
+                        "q_token_stride": "i32",
+                        "q_head_stride": "i32",
+                        "weights": f"*{dtype}",
+                        "weights_stride": "i32",
+                        "positions": "*i64",
+                        "table": "*fp32",
+                        "table_stride": "i32",
+                        "length": "i32",
+                        "weight_scale": "fp32",
+                        "out": f"*{dtype}" if quant == "none" else "*u8",
+                        "out_scales": "*u8",
+                        "out_weights": "*fp32",
+                        "heads": "i32",
+                    },
+                    {
+                        "WIDTH": width,
+                        "PADDED": width,
+                        "LOG": 7,
+                        "ROPE": 64,
+                        "RULE": rule_of(quant, width),
+                        "PACKED": quant == "mxfp4",
+                        "HADAMARD": hadamard,
+                        "NATIVE": target.native_e4m3,
+                        "HEADS": heads_of(64, width),
+                    },
+                    num_warps=_NUM_WARPS,
+                    divisible=("q_token_stride", "q_head_stride", "table_stride", "heads"),
+                )
