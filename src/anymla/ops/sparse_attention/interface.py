@@ -9,6 +9,7 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.sparse_attention import reference, torch_attention
+from anymla.ops.sparse_attention.support import triton_attention_support
 
 VALUE_DIM = 512
 
@@ -36,6 +37,7 @@ def sparse_attention(
     extra_lengths: Tensor | None = None,
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each query to the cache rows listed for it, in one or two caches.
@@ -63,6 +65,8 @@ def sparse_attention(
         extra_lengths: [T] int32.
         layout: layout id of k_cache.
         extra_layout: layout id of extra_cache.
+        batch_invariant: a row's result is the same, bit for bit, in any batch (of one token or
+            of many, whatever the others list). It may be slower.
         out: [T, H, D] of q's dtype to write the output into, or None.
 
     Returns:
@@ -114,6 +118,7 @@ def sparse_attention_rows(
     sink: Tensor | None = None,
     scale: float | None = None,
     value_dim: int = VALUE_DIM,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each query to the rows of one tensor that are listed for it.
@@ -128,6 +133,7 @@ def sparse_attention_rows(
         sink: [H] float32 or float64 logits, or None.
         scale: of the scores; None for D ** -0.5.
         value_dim: leading channels of a row that are the value, at most D.
+        batch_invariant: as in ``sparse_attention``.
         out: [T, H, value_dim] of q's dtype to write the output into, or None.
 
     Returns:
@@ -158,7 +164,11 @@ def _flat(x: Tensor | None) -> Tensor | None:
     return x.squeeze(1) if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == 1 else x
 
 
+_TRITON = "anymla.ops.sparse_attention.triton_attention"
+
 sparse_attention.register("reference", reference.sparse_attention)
 sparse_attention.register("torch", torch_attention.sparse_attention)
+sparse_attention.register_lazy("triton", _TRITON, supports=triton_attention_support)
 sparse_attention_rows.register("reference", reference.sparse_attention_rows)
 sparse_attention_rows.register("torch", torch_attention.sparse_attention_rows)
+sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_attention_support)

@@ -21,6 +21,7 @@ def sparse_attention(
     extra_lengths: Tensor | None = None,
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
@@ -48,6 +49,7 @@ def sparse_attention_rows(
     sink: Tensor | None = None,
     scale: float | None = None,
     value_dim: int = 512,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""

@@ -28,6 +28,7 @@ def sparse_attention(
     extra_lengths: Tensor | None = None,
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
@@ -37,7 +38,7 @@ def sparse_attention(
     if extra_cache is not None and extra_indices is not None:
         extra = PageRows(pages_of(extra_cache), get_layout(extra_layout))
         listed.append((extra, extra_indices, extra_lengths))
-    return _attend(q, listed, sink, scale, q.shape[2], out)
+    return _attend(q, listed, sink, scale, q.shape[2], batch_invariant, out)
 
 
 def sparse_attention_rows(
@@ -49,11 +50,12 @@ def sparse_attention_rows(
     sink: Tensor | None = None,
     scale: float | None = None,
     value_dim: int = 512,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     rows = TensorRows(kv.squeeze(1) if kv.ndim == 3 else kv)
-    return _attend(q, [(rows, indices, lengths)], sink, scale, value_dim, out)
+    return _attend(q, [(rows, indices, lengths)], sink, scale, value_dim, batch_invariant, out)
 
 
 def _attend(
@@ -62,6 +64,7 @@ def _attend(
     sink: Tensor | None,
     scale: float | None,
     value_dim: int,
+    batch_invariant: bool,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = q.shape
@@ -71,7 +74,21 @@ def _attend(
         out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
     flat = [(rows, index.flatten(1), lengths) for rows, index, lengths in listed]
     run = attend_cpu if _host.on_host(q) else _attend_device
-    lse = run(q, flat, sink, scale, out)
+    if batch_invariant and tokens > 1:
+        # Products of another shape or at another alignment may add in another order.
+        wide = torch.promote_types(q.dtype, torch.float32)
+        lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
+        for token in range(tokens):
+            one = slice(token, token + 1)
+            alone = [
+                (rows, index[one], None if lengths is None else lengths[one])
+                for rows, index, lengths in flat
+            ]
+            result = torch.empty_like(out[one])
+            lse[one] = run(q[one].clone(), alone, sink, scale, result)
+            out[one] = result
+    else:
+        lse = run(q, flat, sink, scale, out)
     return out if given is None or given is out else given.copy_(out), lse
 
 

@@ -1,0 +1,246 @@
+"""Launch sparse attention: which lists, in which precision, with which tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8, SplitFp8Layout, get_layout, pages_of
+from anymla.ops import _triton
+from anymla.ops._triton import Target
+from anymla.ops.sparse_attention.tiles import MODES, Tile, split_count, tile
+from anymla.ops.sparse_attention.triton_merge import merge_kernel
+from anymla.ops.sparse_attention.triton_scan import scan_kernel
+
+_MERGE_VALUES = 256
+_LARGEST_INT32 = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """Rows in memory and which of them each token reads.
+
+    Attributes:
+        rows: what the kernel takes a pointer to: uint8 for coded rows, else their dtype.
+        coded: the FP8 layout, or None for plain rows.
+        pages: number of pages.
+        entries: rows of a page.
+        page_stride: elements of ``rows`` from page to page.
+        row_stride: elements of ``rows`` from row to row of a page.
+        indices: int32 [T, K] with unit stride along K.
+        lengths: int32 [T], or None.
+    """
+
+    rows: Tensor
+    coded: SplitFp8Layout | None
+    pages: int
+    entries: int
+    page_stride: int
+    row_stride: int
+    indices: Tensor
+    lengths: Tensor | None
+
+
+def sparse_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    layout: str = MAIN_FP8,
+    extra_layout: str = MAIN_FP8,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the contract."""
+    lists = [_paged(k_cache, layout, indices, lengths)]
+    if extra_cache is not None and extra_indices is not None:
+        lists.append(_paged(extra_cache, extra_layout, extra_indices, extra_lengths))
+    return _attend(q, lists, sink, scale, q.shape[2], batch_invariant, out)
+
+
+def sparse_attention_rows(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    value_dim: int = 512,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the contract."""
+    rows = kv.squeeze(1) if kv.ndim == 3 else kv
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    listed = Listed(
+        rows, None, len(rows), 1, rows.stride(0), rows.stride(0), _flat(indices), _dense(lengths)
+    )
+    return _attend(q, [listed], sink, scale, value_dim, batch_invariant, out)
+
+
+def _paged(cache: Tensor, layout_id: str, indices: Tensor, lengths: Tensor | None) -> Listed:
+    layout = get_layout(layout_id)
+    cache = pages_of(cache)
+    pages, entries, width = cache.shape
+    coded = layout if isinstance(layout, SplitFp8Layout) else None
+    return Listed(
+        cache, coded, pages, entries, cache.stride(0), width, _flat(indices), _dense(lengths)
+    )
+
+
+def _flat(indices: Tensor) -> Tensor:
+    indices = indices.squeeze(1) if indices.ndim == 3 else indices
+    return indices if indices.stride(1) == 1 or not indices.numel() else indices.contiguous()
+
+
+def _dense(lengths: Tensor | None) -> Tensor | None:
+    return None if lengths is None else lengths.contiguous()
+
+
+def _attend(
+    q: Tensor,
+    lists: list[Listed],
+    sink: Tensor | None,
+    scale: float | None,
+    values: int,
+    batch_invariant: bool,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, channels = q.shape
+    given = out
+    if out is None or out.stride(2) != 1:
+        out = torch.empty((tokens, heads, values), dtype=q.dtype, device=q.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
+    if tokens and heads:
+        q = q if q.stride(2) == 1 else q.contiguous()
+        sink = None if sink is None else sink.float().contiguous()
+        scale = channels**-0.5 if scale is None else scale
+        _launch(q, lists, sink, scale, values, batch_invariant, out, lse)
+    return (out if given is None or given is out else given.copy_(out)), lse
+
+
+def _launch(
+    q: Tensor,
+    lists: list[Listed],
+    sink: Tensor | None,
+    scale: float,
+    values: int,
+    batch_invariant: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    tokens, heads, _ = q.shape
+    target = _triton.target_of(q.device)
+    machine = multiprocessors(q.device)
+    keys = sum(each.indices.shape[1] for each in lists)
+    mode = _mode(q, lists)
+    chosen = tile(heads, mode, target, many=not batch_invariant and tokens >= machine)
+    blocks = -(-heads // chosen.heads)
+    # A batch-invariant call counts on one token, so that its sums are taken in the same order.
+    splits = split_count(blocks * (1 if batch_invariant else tokens), keys, chosen, machine)
+    # Lists in caches of different kinds are scanned one after the other, as splits of their own.
+    alike = len(lists) == 1 or _kind(lists[0]) == _kind(lists[1])
+    groups = [lists] if alike else [[each] for each in lists]
+    total = splits * len(groups)
+    part, sums = out, lse
+    if total > 1:
+        part = torch.empty((tokens, total, heads, values), dtype=torch.float32, device=q.device)
+        sums = torch.empty((tokens, total, heads, 2), dtype=torch.float32, device=q.device)
+    for number, group in enumerate(groups):
+        scan(
+            q, group, sink, scale, values, chosen, mode, target, splits, total, number * splits,
+            out, lse, part, sums,
+        )  # fmt: skip
+    if total > 1:
+        merge_kernel[(tokens * heads * -(-values // _MERGE_VALUES),)](
+            part, sums, sink if sink is not None else lse, out, lse, heads, total,
+            out.stride(0), out.stride(1),
+            S=triton.next_power_of_2(total), VALUES=values, BV=_MERGE_VALUES,
+            SINK=sink is not None, num_warps=4 if total > 8 else 2,
+        )  # fmt: skip
+
+
+def _kind(listed: Listed) -> tuple[object, ...]:
+    return listed.coded, listed.rows.dtype, listed.row_stride
+
+
+def _mode(q: Tensor, lists: list[Listed]) -> str:
+    """Type of the products' operands: the narrowest that keeps what the contract promises."""
+    if q.dtype != torch.bfloat16:
+        return "float32"
+    if all(each.coded is not None for each in lists):
+        return "float16"
+    narrow = all(each.coded or each.rows.dtype == torch.bfloat16 for each in lists)
+    return "bfloat16" if narrow else "float32"
+
+
+def scan(
+    q: Tensor,
+    lists: list[Listed],
+    sink: Tensor | None,
+    scale: float,
+    values: int,
+    chosen: Tile,
+    mode: str,
+    target: Target,
+    splits: int,
+    total: int,
+    at: int,
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    sums: Tensor,
+) -> None:
+    """Launch the scan of one or two lists of the same kind, ``splits`` of ``total`` from ``at``."""
+    tokens, heads, channels = q.shape
+    first, second = lists[0], lists[-1]
+    coded = first.coded
+    wide = -(-max(channels, 512) // 64) * 64 - 512
+    none = lse
+    scan_kernel[(tokens * -(-heads // chosen.heads) * splits,)](
+        q, first.rows, first.indices, _or(first.lengths, first.indices),
+        second.rows, second.indices, _or(second.lengths, second.indices),
+        _or(sink, none), out, lse, part, sums,
+        heads, first.indices.shape[1], second.indices.shape[1], _limit(first), _limit(second),
+        first.indices.stride(0), second.indices.stride(0), first.entries, second.entries,
+        splits, total, at, scale,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        first.page_stride, second.page_stride, first.row_stride,
+        BH=chosen.heads, BN=chosen.keys, KEYS_FIRST=chosen.keys_first, TWO=len(lists) > 1,
+        LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
+        SINK=sink is not None, SPLIT=total > 1,
+        FP8=coded is not None, BLOCK=coded.block if coded else 0,
+        DATA=coded.data_bytes if coded else 0, SCALES=coded.scale_bytes if coded else 0,
+        CHANNELS=channels, VALUES=values, W3=128 if wide else 64, W4=128 if wide > 64 else 64,
+        MODE=MODES.index(mode), NATIVE=target.native_e4m3,
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+
+
+def _or(given: Tensor | None, other: Tensor) -> Tensor:
+    return other if given is None else given
+
+
+def _limit(listed: Listed) -> int:
+    return min(listed.pages * listed.entries, _LARGEST_INT32)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time if each fills a multiprocessor."""
+    if device.type == "cpu":
+        return 1
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    return torch.cuda.get_device_properties(device).multi_processor_count

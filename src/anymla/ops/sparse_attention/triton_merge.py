@@ -1,0 +1,45 @@
+"""Merge what the programs of a token left: one softmax over the splits and the sink.
+
+Grid: tokens x heads x slices of ``BV`` values; a program reads [splits, BV] partial sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(do_not_specialize=["H", "splits"])
+def merge_kernel(
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, H, splits, out_token, out_head,
+    S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr, SINK: tl.constexpr,
+):  # fmt: skip
+    """See the file; S is a power of two of at least ``splits``."""
+    slices: tl.constexpr = (VALUES + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    piece = program % slices
+    head = program // slices % H
+    token = program // slices // H
+    split = tl.arange(0, S)
+    row = (token * splits + split) * H + head
+    there = split < splits
+    top = tl.load(sums_ptr + row * 2, mask=there, other=-1e30)
+    sums = tl.load(sums_ptr + row * 2 + 1, mask=there, other=0.0)
+    channel = piece * BV + tl.arange(0, BV)
+    inside = there[:, None] & (channel < VALUES)[None, :]
+    part = tl.load(part_ptr + row[:, None] * VALUES + channel[None, :], mask=inside, other=0.0)
+    highest = tl.max(top, 0)
+    weight = tl.exp2(top - highest)
+    total = tl.sum(sums * weight, 0)
+    bottom = total
+    if SINK:
+        bottom += tl.exp2(tl.load(sink_ptr + head) * _LOG2E - highest)
+    value = tl.sum(part * weight[:, None], 0) * tl.where(total == 0, 0.0, 1.0 / bottom)
+    to = out_ptr + token * out_token + head * out_head + channel
+    tl.store(to, value.to(out_ptr.dtype.element_ty), mask=channel < VALUES)
+    if piece == 0:
+        lse = tl.where(total == 0, float("-inf"), (highest + tl.log2(total)) * _LN2)
+        tl.store(lse_ptr + token * H + head, lse)

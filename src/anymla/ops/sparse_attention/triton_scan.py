@@ -1,0 +1,342 @@
+"""Attention of one token over a range of its listed rows.
+
+Grid: one axis of tokens x blocks of heads x splits, the splits of a token side by side.
+
+Each program walks blocks of ``BN`` columns of its token's lists, first those of one cache, then
+those of the other, and keeps a running maximum, sums of probabilities and five accumulators
+(128 + 128 + 128 + 64 + 64 channels for FP8 rows). Scores are sums of one product a tile. The slots
+of the next block are read while this one is computed. With ``SPLITS`` > 1 the programs of a token
+share its blocks and leave their sums for ``triton_merge``.
+
+The products are either heads x rows, or rows x heads (``KEYS_FIRST``), which pads no heads where a
+matrix instruction wants 64 rows.
+
+FP8 rows are computed in float16. What does not fit into it turns the sums into NaN, and then the
+program computes its range again in bfloat16; see ``triton_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from anymla.formats.page_layout import MAIN_FP8, SplitFp8Layout, get_layout
+from anymla.formats.triton_cast import exp2_int
+from anymla.ops._triton import Build, Target
+from anymla.ops.sparse_attention.tiles import MODES, Tile, tile
+from anymla.ops.sparse_attention.triton_rows import LIFT, coded_tile, narrow, plain_tile
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_NO_MAXIMUM = tl.constexpr(-1e30)
+# float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
+_SHIFT = tl.constexpr(15.0)
+
+
+@triton.jit
+def _next_slots(
+    block, blocks0, n0, n1, list0, list1, limit0, limit1, BN: tl.constexpr, TWO: tl.constexpr
+):
+    """Slots of a block of columns, -1 where there is none."""
+    if TWO:
+        here = block < blocks0
+        column = tl.where(here, block, block - blocks0) * BN + tl.arange(0, BN)
+        slots = tl.load(
+            tl.where(here, list0, list1) + column, mask=column < tl.where(here, n0, n1), other=-1
+        )
+        limit = tl.where(here, limit0, limit1)
+    else:
+        column = block * BN + tl.arange(0, BN)
+        slots = tl.load(list0 + column, mask=column < n0, other=-1)
+        limit = limit0
+    return tl.where((slots >= 0) & (slots < limit), slots, -1)
+
+
+@triton.jit
+def _q_tile(
+    q, stride, heads, H, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Channels of q as float32: [heads, WIDTH], or [WIDTH, heads]."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    if KEYS_FIRST:
+        at = channel[:, None] + heads[None, :] * stride
+        inside = (heads < H)[None, :] & (channel < CHANNELS)[:, None]
+    else:
+        at = heads[:, None] * stride + channel[None, :]
+        inside = (heads < H)[:, None] & (channel < CHANNELS)[None, :]
+    return tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _largest(x, KEYS_FIRST: tl.constexpr):
+    return tl.max(tl.abs(x), 0 if KEYS_FIRST else 1)
+
+
+@triton.jit
+def _across(x, KEYS_FIRST: tl.constexpr):
+    """Values of the heads, to be broadcast over the other axis."""
+    if KEYS_FIRST:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def _score(q, rows, scores, KEYS_FIRST: tl.constexpr):
+    if KEYS_FIRST:
+        return tl.dot(rows, q, scores, input_precision="ieee")
+    else:
+        return tl.dot(q, tl.trans(rows), scores, input_precision="ieee")
+
+
+@triton.jit
+def _weigh(p, rows, sums, decay, KEYS_FIRST: tl.constexpr):
+    if KEYS_FIRST:
+        return tl.dot(tl.trans(rows), p, sums * decay, input_precision="ieee")
+    else:
+        return tl.dot(p, rows, sums * decay, input_precision="ieee")
+
+
+@triton.jit
+def _zeros(BH: tl.constexpr, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    if KEYS_FIRST:
+        return tl.zeros([WIDTH, BH], tl.float32)
+    else:
+        return tl.zeros([BH, WIDTH], tl.float32)
+
+
+@triton.jit
+def _scan(
+    q, q_stride, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
+    kv0, kv1, page0, page1, entries0, entries1, row_stride,
+    BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Blocks first .. last: (reference exponent, sum of p, five sums of p times rows)."""
+    T3: tl.constexpr = 384 + W3
+    q0 = _q_tile(q, q_stride, heads, H, 0, 128, CHANNELS, KEYS_FIRST)
+    q1 = _q_tile(q, q_stride, heads, H, 128, 128, CHANNELS, KEYS_FIRST)
+    q2 = _q_tile(q, q_stride, heads, H, 256, 128, CHANNELS, KEYS_FIRST)
+    q3 = _q_tile(q, q_stride, heads, H, 384, W3, CHANNELS, KEYS_FIRST)
+    q4 = _q_tile(q, q_stride, heads, H, T3, W4, CHANNELS, KEYS_FIRST)
+    factor = tl.full([BH], 1.0, tl.float32) * (scale * _LOG2E)
+    if MODE == 0:
+        # A power of two brings each head's largest magnitude into [1, 2).
+        largest = tl.maximum(_largest(q0, KEYS_FIRST), _largest(q1, KEYS_FIRST))
+        largest = tl.maximum(largest, _largest(q2, KEYS_FIRST))
+        largest = tl.maximum(largest, _largest(q3, KEYS_FIRST))
+        largest = tl.maximum(largest, _largest(q4, KEYS_FIRST))
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+        exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+        shrink = _across(exp2_int(-exponent), KEYS_FIRST)
+        q0, q1, q2, q3, q4 = q0 * shrink, q1 * shrink, q2 * shrink, q3 * shrink, q4 * shrink
+        factor = factor * exp2_int(exponent) * (1.0 / LIFT)
+    q0, q1, q2 = narrow(q0, MODE), narrow(q1, MODE), narrow(q2, MODE)
+    q3, q4 = narrow(q3, MODE), narrow(q4, MODE)
+    factor = _across(factor, KEYS_FIRST)
+
+    shift = _SHIFT if MODE == 0 else 0.0
+    highest = tl.full([BH], _NO_MAXIMUM, tl.float32)
+    total = _zeros(BH, BN, KEYS_FIRST)
+    a0 = _zeros(BH, 128, KEYS_FIRST)
+    a1 = _zeros(BH, 128, KEYS_FIRST)
+    a2 = _zeros(BH, 128, KEYS_FIRST)
+    a3 = _zeros(BH, W3, KEYS_FIRST)
+    a4 = _zeros(BH, W4, KEYS_FIRST)
+    upcoming = _next_slots(first, blocks0, n0, n1, list0, list1, limit0, limit1, BN, TWO)
+    for block in range(first, last):
+        slots = upcoming
+        upcoming = _next_slots(block + 1, blocks0, n0, n1, list0, list1, limit0, limit1, BN, TWO)
+        ok = slots >= 0
+        slots = tl.maximum(slots, 0)
+        if TWO:
+            here = block < blocks0
+            kv = tl.where(here, kv0, kv1)
+            entries = tl.where(here, entries0, entries1)
+            page_stride = tl.where(here, page0, page1)
+        else:
+            kv = kv0
+            entries = entries0
+            page_stride = page0
+        page = slots // entries
+        offset = slots - page * entries
+        pages = kv + page.to(tl.int64) * page_stride
+        if FP8:
+            data = pages + offset.to(tl.int64) * DATA
+            marks = pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
+            tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
+            k0 = coded_tile(data, marks, ok, 0, 2, BLOCK, MODE, NATIVE)
+            k1 = coded_tile(data, marks, ok, 2, 2, BLOCK, MODE, NATIVE)
+            k2 = coded_tile(data, marks, ok, 4, 2, BLOCK, MODE, NATIVE)
+            k3 = coded_tile(data, marks, ok, 6, 1, BLOCK, MODE, NATIVE)
+            k4 = plain_tile(tail, ok, 0, W4, W4, MODE)
+        else:
+            rows = pages + offset.to(tl.int64) * row_stride
+            k0 = plain_tile(rows, ok, 0, 128, CHANNELS, MODE)
+            k1 = plain_tile(rows, ok, 128, 128, CHANNELS, MODE)
+            k2 = plain_tile(rows, ok, 256, 128, CHANNELS, MODE)
+            k3 = plain_tile(rows, ok, 384, W3, CHANNELS, MODE)
+            k4 = plain_tile(rows, ok, T3, W4, CHANNELS, MODE)
+        s = _zeros(BH, BN, KEYS_FIRST)
+        s = _score(q0, k0, s, KEYS_FIRST)
+        s = _score(q1, k1, s, KEYS_FIRST)
+        s = _score(q2, k2, s, KEYS_FIRST)
+        s = _score(q3, k3, s, KEYS_FIRST)
+        s = _score(q4, k4, s, KEYS_FIRST)
+        s = tl.where(_across(ok, not KEYS_FIRST), s * factor, float("-inf"))
+        peak = tl.maximum(highest, tl.max(s, 0 if KEYS_FIRST else 1))
+        decay = _across(tl.exp2(highest - peak), KEYS_FIRST)
+        highest = peak
+        p = tl.exp2(s - _across(peak - shift, KEYS_FIRST))
+        total = total * decay + p
+        p = narrow(p, MODE)
+        a0 = _weigh(p, k0, a0, decay, KEYS_FIRST)
+        a1 = _weigh(p, k1, a1, decay, KEYS_FIRST)
+        a2 = _weigh(p, k2, a2, decay, KEYS_FIRST)
+        a3 = _weigh(p, k3, a3, decay, KEYS_FIRST)
+        a4 = _weigh(p, k4, a4, decay, KEYS_FIRST)
+    sums = tl.sum(total, 0 if KEYS_FIRST else 1)
+    if MODE == 0:
+        small = 1.0 / LIFT
+        a0, a1, a2, a3, a4 = a0 * small, a1 * small, a2 * small, a3 * small, a4 * small
+    return highest - shift, sums, a0, a1, a2, a3, a4
+
+
+@triton.jit
+def _store(
+    to, stride, heads, H, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Write channels FIRST .. FIRST + WIDTH of the heads, as far as there are VALUES."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    if KEYS_FIRST:
+        at = channel[:, None] + heads[None, :] * stride
+        inside = (heads < H)[None, :] & (channel < VALUES)[:, None]
+    else:
+        at = heads[:, None] * stride + channel[None, :]
+        inside = (heads < H)[:, None] & (channel < VALUES)[None, :]
+    tl.store(to + at, x.to(to.dtype.element_ty), mask=inside)
+
+
+COUNTS = ["H", "K0", "K1", "limit0", "limit1", "list_stride0", "list_stride1", "entries0",
+          "entries1", "splits", "total", "at"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def scan_kernel(
+    q_ptr, kv0_ptr, list0_ptr, length0_ptr, kv1_ptr, list1_ptr, length1_ptr, sink_ptr,
+    out_ptr, lse_ptr, part_ptr, sums_ptr,
+    H, K0, K1, limit0, limit1, list_stride0, list_stride1, entries0, entries1,
+    splits, total, at, scale,
+    q_token, q_head, out_token, out_head, page0, page1, row_stride,
+    BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
+    LENGTH0: tl.constexpr, LENGTH1: tl.constexpr, SINK: tl.constexpr, SPLIT: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """See the file. Splits leave part [T, total, H, VALUES] and sums [T, total, H, 2], float32."""
+    T3: tl.constexpr = 384 + W3
+    program = tl.program_id(0).to(tl.int64)
+    groups = tl.cdiv(H, BH)
+    split = (program % splits).to(tl.int32)
+    group = (program // splits % groups).to(tl.int32)
+    token = program // splits // groups
+    heads = group * BH + tl.arange(0, BH)
+    n0 = tl.zeros([], tl.int32) + K0
+    n1 = tl.zeros([], tl.int32) + K1
+    if LENGTH0:
+        n0 = tl.minimum(tl.maximum(tl.load(length0_ptr + token), 0), n0)
+    if LENGTH1:
+        n1 = tl.minimum(tl.maximum(tl.load(length1_ptr + token), 0), n1)
+    list0 = list0_ptr + token * list_stride0
+    list1 = list1_ptr + token * list_stride1
+    blocks0 = tl.cdiv(n0, BN)
+    blocks = blocks0
+    if TWO:
+        blocks += tl.cdiv(n1, BN)
+    each = tl.cdiv(blocks, splits)
+    first = split * each
+    last = tl.minimum(first + each, blocks)
+    q = q_ptr + token * q_token
+
+    top, sums, a0, a1, a2, a3, a4 = _scan(
+        q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
+        kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
+        BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, MODE, NATIVE,
+    )  # fmt: skip
+    if MODE == 0:
+        # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
+        seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0) + tl.sum(tl.sum(a4 * 0.0, 1), 0)
+        if seen != seen:
+            top, sums, a0, a1, a2, a3, a4 = _scan(
+                q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1,
+                limit0, limit1, kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
+                BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, 1, NATIVE,
+            )  # fmt: skip
+
+    if SPLIT:
+        row = (token * total + at + split) * H
+        to = part_ptr + row * VALUES
+        stride = VALUES
+        tl.store(sums_ptr + (row + heads) * 2, top, mask=heads < H)
+        tl.store(sums_ptr + (row + heads) * 2 + 1, sums, mask=heads < H)
+    else:
+        bottom = sums
+        if SINK:
+            sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
+            bottom += tl.exp2(sink * _LOG2E - top)
+        share = _across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
+        a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
+        lse = tl.where(sums == 0, float("-inf"), (top + tl.log2(sums)) * _LN2)
+        tl.store(lse_ptr + token * H + heads, lse, mask=heads < H)
+        to = out_ptr + token * out_token
+        stride = out_head
+    _store(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
+    _store(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
+    _store(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
+    _store(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
+    _store(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
+
+
+_POINTERS = {"length0_ptr": "*i32", "length1_ptr": "*i32", "list0_ptr": "*i32", "list1_ptr": "*i32",
+             "sink_ptr": "*fp32", "lse_ptr": "*fp32", "part_ptr": "*fp32",
+             "sums_ptr": "*fp32"}  # fmt: skip
+_INTEGERS = (*COUNTS, "q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
+_ALIGNED = ("q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
+_ROWS = {"float16": "*u8", "bfloat16": "*bf16", "float32": "*fp32"}
+
+
+def build(chosen: Tile, mode: str, target: Target, *, split: bool, two: bool = True) -> Build:
+    """One specialisation: FP8 rows for float16, plain rows of the mode's type otherwise."""
+    layout = get_layout(MAIN_FP8)
+    assert isinstance(layout, SplitFp8Layout)
+    q = "*fp32" if mode == "float32" else "*bf16"
+    rows = _ROWS[mode]
+    return Build(
+        f"{chosen} {mode}{' split' if split else ''}",
+        scan_kernel,
+        {"q_ptr": q, "out_ptr": q, "kv0_ptr": rows, "kv1_ptr": rows, "scale": "fp32"}
+        | _POINTERS | dict.fromkeys(_INTEGERS, "i32"),
+        {"BH": chosen.heads, "BN": chosen.keys, "KEYS_FIRST": chosen.keys_first, "TWO": two,
+         "LENGTH0": True, "LENGTH1": two, "SINK": True, "SPLIT": split, "FP8": rows == "*u8",
+         "BLOCK": layout.block, "DATA": layout.data_bytes, "SCALES": layout.scale_bytes,
+         "CHANNELS": layout.channels, "VALUES": layout.channels, "W3": 64, "W4": 64,
+         "MODE": MODES.index(mode), "NATIVE": target.native_e4m3},
+        num_warps=chosen.warps, num_stages=chosen.stages, divisible=_ALIGNED,
+        matrix=mode != "float32",
+    )  # fmt: skip
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every tile of every mode, with and without splits."""
+    for mode in MODES:
+        tiles = {tile(heads, mode, target, many=many) for heads in (16, 32, 64) for many in (0, 1)}
+        for chosen in sorted(tiles, key=str):
+            for split in (False, True):
+                yield build(chosen, mode, target, split=split)
