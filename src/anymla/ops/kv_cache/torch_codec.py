@@ -78,7 +78,7 @@ def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Te
 def _encode_split_fp8(layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales: Tensor) -> None:
     rows = rows.bfloat16()
     blocks = rows[:, : layout.nope].float().unflatten(1, (-1, layout.block))
-    bits = _scale_bits(blocks, E4M3_MAX, KV_AMAX_FLOOR)
+    bits = scale_bits(blocks, E4M3_MAX, KV_AMAX_FLOOR)
     # A row of bfloat16 never exceeds 448 scales, so the cast needs no clamp to saturate.
     blocks.div_(bits.view(torch.float32).unsqueeze(-1))
     data[:, : layout.nope].view(torch.float8_e4m3fn).copy_(blocks.flatten(1))
@@ -90,14 +90,14 @@ def _encode_split_fp8(layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales
 
 def _encode_row_fp8(rows: Tensor, data: Tensor, scales: Tensor) -> None:
     wide = rows.bfloat16().float()
-    bits = _scale_bits(wide.unsqueeze(1), E4M3_MAX, KV_AMAX_FLOOR)
+    bits = scale_bits(wide.unsqueeze(1), E4M3_MAX, KV_AMAX_FLOOR)
     data.view(torch.float8_e4m3fn).copy_(wide.div_(bits.view(torch.float32)))
     scales.copy_(bits.view(torch.uint8))
 
 
 def _encode_row_mxfp4(rows: Tensor, data: Tensor, scales: Tensor) -> None:
     blocks = rows.bfloat16().float().unflatten(1, (-1, MXFP4_BLOCK))
-    bits = _scale_bits(blocks, E2M1_MAX, MXFP4_AMAX_FLOOR)
+    bits = scale_bits(blocks, E2M1_MAX, MXFP4_AMAX_FLOOR)
     # Only a NaN leaves no exponent. e2m1 has none: the block saturates, like one with an infinity.
     bits.view(torch.float32).masked_fill_(bits == 0, torch.inf)
     blocks.div_(bits.view(torch.float32).unsqueeze(-1))
@@ -114,7 +114,7 @@ _EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
 _MANTISSA_BITS = torch.tensor(23, dtype=torch.int32, device="cpu")
 
 
-def _scale_bits(blocks: Tensor, code_max: float, floor: float) -> Tensor:
+def scale_bits(blocks: Tensor, code_max: float, floor: float) -> Tensor:
     """Scale of each block, as the bits of a float32 power of two.
 
     The exponent of amax / code_max, rounded up: see ``formats.ue8m0.scale_exponent``. Adding a full

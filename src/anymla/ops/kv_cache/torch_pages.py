@@ -9,10 +9,13 @@ from torch import Tensor
 
 from anymla.formats.page_layout import PageLayout, get_layout, pages_of
 from anymla.ops import _host
+from anymla.ops.kv_cache.host_rows import write_row
 from anymla.ops.kv_cache.torch_codec import decode_rows, encode_rows
 
 # Rows in flight on the CPU: the decoder's intermediates then stay in a core's own cache.
 _BLOCK_ROWS = 256
+# Up to so many rows are encoded one by one.
+_FEW_ROWS = 4
 
 
 def read_rows(k_cache: Tensor, slots: Tensor, layout: str, out: Tensor) -> None:
@@ -51,8 +54,9 @@ def write_rows(k_cache: Tensor, slots: Tensor, rows: Tensor, layout: str) -> Non
         layout: layout id of the cache.
     """
     cache, row_layout = pages_of(k_cache), get_layout(layout)
-    if slots.shape[0] == 1 and _host.on_host(slots):
-        _write_one(row_layout, cache, int(slots), rows)
+    if slots.shape[0] <= _FEW_ROWS and _host.on_host(slots):
+        for row, slot in enumerate(slots.tolist()):
+            _write_one(row_layout, cache, slot, rows[row : row + 1])
         return
     slots, rows, nothing = writable(slots, rows, cache.shape[0] * cache.shape[1])
     count = slots.shape[0]
@@ -75,6 +79,8 @@ def _write_one(layout: PageLayout, cache: Tensor, slot: int, row: Tensor) -> Non
     if not 0 <= slot < pages * entries:
         return
     page, offset = divmod(slot, entries)
+    if write_row(layout, cache, page, offset, row[0]):
+        return
     data, scales = (
         plane
         if plane is None

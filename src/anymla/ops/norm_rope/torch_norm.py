@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,10 +34,12 @@ def fused_q_kv_rmsnorm(
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if _host.on_host(x):
+        return torch.mul(x, inverse_rms(x, wide, eps)).mul_(weight).to(x.dtype)
     width = (x.shape[-1],)
     if x.dtype == weight.dtype:
         return F.rms_norm(x, width, weight, eps)
-    wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), width, weight.to(wide), eps).to(x.dtype)
 
 
@@ -43,7 +47,16 @@ def normed_heads(q: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     """Norm every head [T, H, D] without a weight, in ``dtype``; contiguous and freshly made."""
     if not _host.on_host(q):
         return F.rms_norm(q.to(dtype), (q.shape[-1],), None, eps)
-    # One new buffer, where torch's norm makes several of its size.
-    x = q.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    return x.mul_(squares.div_(q.shape[-1]).add_(eps).rsqrt_())
+    return torch.mul(q.contiguous(), inverse_rms(q, dtype, eps))
+
+
+def inverse_rms(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)`` of rows [..., D] as [..., 1], computed in ``dtype``."""
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    floor = _constant(eps, dtype, x.device)
+    return torch.addcmul(floor, norms, norms, value=1 / x.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)

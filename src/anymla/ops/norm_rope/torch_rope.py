@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+
 import torch
 from torch import Tensor
+
+from anymla.ops import _host
+
+# Every layer of a step turns by the same positions: those of a few tokens are remembered.
+_FEW_TOKENS = 16
 
 
 def turns(
@@ -18,9 +26,45 @@ def turns(
         inverse: turn backwards.
 
     Returns:
-        [T, rope_dim / 2] complex.
+        [T, rope_dim / 2] complex, to be read only.
     """
-    rows = cos_sin_cache.index_select(0, positions.clamp(0, cos_sin_cache.shape[0] - 1))
+    if len(positions) > _FEW_TOKENS or not _host.on_host(positions):
+        return _turns(positions, cos_sin_cache, dtype, inverse)
+    if cos_sin_cache.is_inference():  # such a tensor does not tell whether it has been written
+        return _turns(positions, cos_sin_cache, dtype, inverse)
+    table = _Table(weakref.ref(cos_sin_cache), cos_sin_cache._version)
+    return _remembered_turns(tuple(positions.tolist()), table, dtype, inverse)
+
+
+class _Table:
+    """A rotary table as the key of what follows from its contents; does not keep it alive."""
+
+    __slots__ = ("ref", "version")
+
+    def __init__(self, ref: weakref.ref[Tensor], version: int) -> None:
+        self.ref = ref
+        self.version = version
+
+    def __hash__(self) -> int:
+        return hash((self.ref, self.version))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Table) or self.version != other.version:
+            return False
+        return self.ref() is other.ref() is not None
+
+
+@functools.lru_cache(maxsize=16)
+def _remembered_turns(
+    positions: tuple[int, ...], table: _Table, dtype: torch.dtype, inverse: bool
+) -> Tensor:
+    cos_sin_cache = table.ref()
+    assert cos_sin_cache is not None
+    return _turns(torch.tensor(positions, dtype=torch.int64), cos_sin_cache, dtype, inverse)
+
+
+def _turns(positions: Tensor, table: Tensor, dtype: torch.dtype, inverse: bool) -> Tensor:
+    rows = table.index_select(0, positions.clamp(0, table.shape[0] - 1))
     cos, sin = rows.to(dtype).chunk(2, dim=-1)
     return torch.complex(cos, -sin if inverse else sin)
 
@@ -35,9 +79,9 @@ def rotate_(x: Tensor, by: Tensor) -> Tensor:
     Returns:
         x.
     """
-    pairs = x[..., -2 * by.shape[1] :].unflatten(-1, (-1, 2))
-    by = by.view(by.shape[0], *(1,) * (x.ndim - 2), by.shape[1])
-    torch.view_as_complex(pairs).mul_(by)
+    if len(by) != 1:
+        by = by.view(by.shape[0], *(1,) * (x.ndim - 2), by.shape[1])
+    x.view(by.dtype)[..., -by.shape[-1] :].mul_(by)
     return x
 
 
