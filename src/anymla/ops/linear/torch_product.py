@@ -25,13 +25,18 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [..., N] of x's dtype.
     """
-    if not is_row(x) or not mkldnn.enabled:
-        return functional.linear(x, weight)
-    mkldnn.enabled = False
+    return row_products([(x, weight)])[0] if is_row(x) else functional.linear(x, weight)
+
+
+def row_products(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """``product`` of several pairs (x, weight), each x a row by ``is_row``."""
+    if not mkldnn.enabled:
+        return [functional.linear(x, weight) for x, weight in pairs]
+    mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module
     try:
-        return functional.linear(x, weight)
+        return [functional.linear(x, weight) for x, weight in pairs]
     finally:
-        mkldnn.enabled = True
+        mkldnn.enabled = True  # type: ignore[assignment]
 
 
 def is_row(x: Tensor) -> bool:

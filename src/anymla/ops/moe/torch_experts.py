@@ -12,7 +12,7 @@ from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear
 from anymla.ops.linear.torch_activations import rounded_to_fp8
-from anymla.ops.linear.torch_product import is_row, product
+from anymla.ops.linear.torch_product import is_row, product, row_products
 from anymla.ops.moe.reference import wide
 
 # Up to here what lies between the products is done for all experts at once, in few calls; beyond,
@@ -84,8 +84,6 @@ class _Bank:
         """Whether ``count`` experts of one row may become one matrix of all their rows."""
         inner, d = self.w1[0].shape[0], rows.shape[1]
         if self.weight_format == "plain":
-            if is_row(rows) and self.w1[0].dtype == rows.dtype:
-                return False  # quick one by one: copying would cost more than it saves
             return 2 * count * inner * d <= _COPIED_ELEMENTS
         # Scales of 128 x 128 blocks stay with their rows only if every matrix is whole blocks.
         whole = self.weight_format == "mxfp4" or (inner % FP8_BLOCK == 0 and d % FP8_BLOCK == 0)
@@ -141,11 +139,33 @@ def experts(
     """See interface.experts."""
     quantized = quantize_activations and weight_format != "plain"
     bank = _Bank(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
-    total_of = _total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
+    if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_row(x):
+        total_of = _total_of_row
+    else:
+        total_of = _total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
     total = total_of(x, ids, weights, bank, expert_offset)
     if shared is not None:
         total.add_(shared)
     return total.to(x.dtype)
+
+
+def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: int) -> Tensor:
+    """One token of plain experts in its own dtype: products in place, the rest in one go."""
+    dtype, count = wide(x.dtype), len(bank.w1)
+    chosen = [e - offset for e in ids[0].tolist()]
+    weight = weights[0]
+    known = [0 <= e < count for e in chosen]
+    if not all(known):
+        chosen = [e for e, here in zip(chosen, known, strict=True) if here]
+        weight = weight[torch.tensor(known)]
+    if not chosen:
+        return x.new_zeros(x.shape, dtype=dtype)
+    matrices = [bank.w1[e] for e in chosen] + [bank.w3[e] for e in chosen]
+    both = torch.cat(row_products([(x, matrix) for matrix in matrices]))
+    gate, up = both.split(len(chosen))
+    inner = bank.inner(gate, up, weight, x.dtype)
+    down = [(row, bank.w2[e]) for row, e in zip(inner.split(1), chosen, strict=True)]
+    return torch.cat(row_products(down)).sum(0, keepdim=True, dtype=dtype)
 
 
 def _total_of_few(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: int) -> Tensor:

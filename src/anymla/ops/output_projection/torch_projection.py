@@ -10,7 +10,7 @@ from anymla.formats.fp8_block import (
     dequantize_fp8_weight,
     quantize_fp8_rows,
 )
-from anymla.ops.linear.torch_product import is_row, product
+from anymla.ops.linear.torch_product import is_row, row_products
 from anymla.ops.norm_rope.torch_rope import rope, rotate_, turns
 from anymla.ops.output_projection.reference import AMAX_FLOOR
 
@@ -55,5 +55,6 @@ def grouped_output_projection_fp8(
 def _by_group(heads: Tensor, weight: Tensor) -> Tensor:
     """Multiply [T, G, J] by [G, rank, J] to [T, G * rank]."""
     if len(heads) == 1 and is_row(heads.flatten()):
-        return torch.cat([product(heads[:, g], matrix) for g, matrix in enumerate(weight)], -1)
+        pairs = zip(heads.unbind(1), weight.unbind(0), strict=True)
+        return torch.cat(row_products(list(pairs)), -1)
     return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
