@@ -4,18 +4,19 @@ import math
 
 import pytest
 import torch
-from paged import BACKENDS, use_backend
+from paged import ALL_BACKENDS, runnable, skip_float64, use_backend
 
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.mxfp4 import quantize_mxfp4
+from anymla.ops._operation import BackendUnavailable
 from anymla.ops.indexer import indexer_q_rope_quant
 from anymla.testing.tolerance import assert_close, assert_identical, ulps
 
 D = 128
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=ALL_BACKENDS)
 def run(request, monkeypatch):
     return use_backend(request.param, monkeypatch)
 
@@ -36,6 +37,7 @@ def rotated(q, positions, table):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_unquantised_query_is_rotated(run, dtype):
+    skip_float64(run, dtype)
     q, weights = torch.randn(9, 3, D, dtype=dtype), torch.randn(9, 3, dtype=dtype)
     positions, table = torch.randint(0, 300, (9,)), rope_table()
     out, scales, scaled = indexer_q_rope_quant(
@@ -112,7 +114,7 @@ def test_mxfp4_query(run):
 
 @pytest.mark.parametrize("quant", ["fp8", "mxfp4", "none"])
 @pytest.mark.parametrize("hadamard", [False, True])
-def test_query_backends_agree_bit_for_bit(quant, hadamard):
+def test_query_backends_agree_bit_for_bit(quant, hadamard, monkeypatch):
     q, weights = torch.randn(40, 4, D).bfloat16(), torch.randn(40, 4).bfloat16()
     arguments = (q, weights, torch.randint(0, 300, (40,)), rope_table())
     results = [
@@ -122,14 +124,30 @@ def test_query_backends_agree_bit_for_bit(quant, hadamard):
             head_scale=0.3,
             quant=quant,
             hadamard=hadamard,
-            backend=backend,
+            backend=use_backend(backend, monkeypatch),
         )
-        for backend in ("reference", "torch")
+        for backend in runnable(ALL_BACKENDS)
     ]
-    for one, other in zip(*results, strict=True):
-        if one.dtype == torch.float8_e4m3fn:
-            one, other = one.view(torch.uint8), other.view(torch.uint8)
-        assert_identical(one, other)
+    for result in results[1:]:
+        for one, other in zip(results[0], result, strict=True):
+            if one.dtype == torch.float8_e4m3fn:
+                one, other = one.view(torch.uint8), other.view(torch.uint8)
+            assert_identical(one, other)
+
+
+def test_triton_refuses_what_it_would_compute_wrongly():
+    odd, weights = torch.randn(2, 3, 9), torch.randn(2, 3)
+    scales = {"softmax_scale": 1.0, "head_scale": 1.0, "quant": "none"}
+    positions, table = torch.zeros(2, dtype=torch.int64), rope_table(4, 8)
+    support = indexer_q_rope_quant.supports(
+        odd, weights, positions, table, backend="triton", **scales
+    )
+    assert not support
+    assert "even number of channels" in support.reason
+    with pytest.raises(BackendUnavailable, match="float64"):
+        indexer_q_rope_quant(
+            odd[..., 1:].double(), weights, positions, table, backend="triton", **scales
+        )
 
 
 @pytest.mark.parametrize("quant", ["fp8", "mxfp4", "none"])
