@@ -17,7 +17,10 @@ from torch import Tensor
 from anymla.ops._triton import Build, Target
 from anymla.ops.selection.reference import combined_width
 from anymla.ops.selection.triton_rows import block_of
-from anymla.ops.selection.triton_slots import LOOKED, request_of
+from anymla.ops.selection.triton_slots import request_of
+
+# Prefix sums that a program looks at together to find its request.
+_LOOKED = 256
 
 
 @triton.jit(do_not_specialize=["requests", "topk", "width", "window", "rows", "entry_rows"])
@@ -110,7 +113,7 @@ def combine_topk_swa_indices(
             N,
             RATIO=max(compress_ratio, 1),
             BLOCK=block,
-            LOOKED=LOOKED,
+            LOOKED=_LOOKED,
         )
     return indices, lens
 
@@ -125,5 +128,5 @@ def builds(target: Target) -> Iterator[Build]:
                 f"block {width} ratio {ratio}",
                 combine_kernel,
                 {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(numbers, "i32")},
-                {"RATIO": ratio, "BLOCK": block_of(width), "LOOKED": LOOKED},
+                {"RATIO": ratio, "BLOCK": block_of(width), "LOOKED": _LOOKED},
             )

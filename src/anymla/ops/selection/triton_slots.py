@@ -2,8 +2,8 @@
 
 Grids: a program is a block of tokens.
 
-    tokens   | BLOCK | BLOCK | ...        token_to_request: BLOCK tokens x LOOKED prefix sums,
-                                          all prefix sums passed over in a loop
+    tokens   | BLOCK | BLOCK | ...        token_to_request: tokens x prefix sums, the latter
+                                          passed over in a loop
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 from anymla.ops._triton import Build, Target
 
 BLOCK = 256
-# Prefix sums that are compared at a time.
-LOOKED = 64
+# token_to_request compares so many tokens with so many prefix sums at a time.
+_TOKENS = 128
+_LOOKED = 32
 
 
 @triton.jit
@@ -122,13 +123,13 @@ def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
     """See ``interface.token_to_request``."""
     out = torch.empty(num_tokens, dtype=torch.int32, device=query_start_loc.device)
     if num_tokens:
-        token_to_request_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+        token_to_request_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
             query_start_loc.contiguous(),
             out,
             num_tokens,
             len(query_start_loc) - 1,
-            BLOCK=BLOCK,
-            LOOKED=LOOKED,
+            BLOCK=_TOKENS,
+            LOOKED=_LOOKED,
         )
     return out
 
@@ -157,5 +158,5 @@ def builds(target: Target) -> Iterator[Build]:
         "",
         token_to_request_kernel,
         {"starts": "*i32", "out": "*i32", "tokens": "i32", "requests": "i32"},
-        {"BLOCK": BLOCK, "LOOKED": LOOKED},
+        {"BLOCK": _TOKENS, "LOOKED": _LOOKED},
     )
