@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.ops import _host
 from anymla.ops.compressor.torch_pool import Run, pool_rows, pool_run
 from anymla.ops.kv_cache.torch_pages import write_rows
+from anymla.ops.norm_rope.torch_norm import rms_norm
 from anymla.ops.norm_rope.torch_rope import rotate_, turns
 
 # State elements gathered at a time: 4 MiB of float32 on the host, 256 MiB elsewhere.
@@ -41,8 +41,9 @@ def compress_norm_rope_insert(
         return
     if _host.on_host(positions):
         # Most decode steps close no window: leave before anything else is looked at.
-        closing = (k_slot_mapping >= 0).nonzero().squeeze(1)
-        if not closing.shape[0]:
+        targets = k_slot_mapping.tolist()
+        closing = [token for token, slot in enumerate(targets) if slot >= 0]
+        if not closing:
             return
         pooled = _closed_on_host(
             closing,
@@ -68,14 +69,14 @@ def compress_norm_rope_insert(
         )
         slots = torch.where(wanted & there, k_slot_mapping, -1)
 
-    rows = F.rms_norm(entries, entries.shape[1:], norm_weight.to(entries.dtype), eps)
+    rows = rms_norm(entries, norm_weight, eps)
     first = positions + (1 - compress_ratio)
     rotate_(rows, turns(first, cos_sin_cache, rows.dtype))
     write_rows(k_cache, slots, hadamard_transform(rows) if hadamard else rows, layout)
 
 
 def _closed_on_host(
-    closing: Tensor,
+    closing: list[int],
     state_cache: Tensor,
     tables: Tensor,
     state_slots: Tensor,
@@ -90,13 +91,10 @@ def _closed_on_host(
     longest = max(1, _HOST_ELEMENTS // (ratio * state_cache.shape[2]))
     tokens: list[int] = []
     runs: list[Run] = []
-    for token, slot, request, position in zip(
-        closing.tolist(),
-        state_slots.index_select(0, closing).tolist(),
-        token_to_req.index_select(0, closing).tolist(),
-        positions.index_select(0, closing).tolist(),
-        strict=True,
-    ):
+    state_slot, token_request = state_slots.tolist(), token_to_req.tolist()
+    token_position = positions.tolist()
+    for token in closing:
+        slot, request, position = state_slot[token], token_request[token], token_position[token]
         known = 0 <= slot < states and 0 <= request < len(tables)
         if not known or position < 0 or (position + 1) % ratio:
             continue
@@ -115,7 +113,7 @@ def _closed_on_host(
         return None
 
     pieces = [pool_run(state_cache, tables, run, ratio, parts) for run in runs]
-    kept = closing if len(tokens) == closing.shape[0] else torch.tensor(tokens)
+    kept = torch.tensor(tokens)
     whole = [piece for piece in pieces if piece is not None]
     if len(whole) == len(pieces):
         return torch.cat(whole) if len(whole) > 1 else whole[0], kept

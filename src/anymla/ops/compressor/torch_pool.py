@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from anymla.ops.compressor.host_pool import window_states
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -38,6 +40,10 @@ def pool_run(
     Returns:
         [count, D] entries, or None if a page id is outside the cache or the table too short.
     """
+    if run.count == 1:
+        states, table = state_cache.numpy(), tables[run.request].numpy()
+        rows = window_states(states, table, run.first, ratio, parts)
+        return None if rows is None else _pool(torch.from_numpy(rows).unsqueeze(0))
     entries = state_cache.shape[1]
     oldest = run.first - (parts - 1)
     start, stop = max(oldest, 0) * ratio, (run.first + run.count) * ratio
@@ -49,9 +55,9 @@ def pool_run(
     if int(low) < 0 or int(high) >= state_cache.shape[0]:
         return None
     skip = start - column * entries
-    rows = state_cache.index_select(0, pages).flatten(0, 1)[skip : skip + stop - start]
+    run_rows = state_cache.index_select(0, pages).flatten(0, 1)[skip : skip + stop - start]
     # [windows, ratio, 2, parts, D]
-    windows = rows.view(-1, ratio, 2, parts, state_cache.shape[2] // (2 * parts))
+    windows = run_rows.view(-1, ratio, 2, parts, state_cache.shape[2] // (2 * parts))
     own = windows[-run.count :, :, :, -1]
     if parts == 1:
         return _pool(own)

@@ -28,11 +28,11 @@ def turns(
     Returns:
         [T, rope_dim / 2] complex, to be read only.
     """
-    if len(positions) > _FEW_TOKENS or not _host.on_host(positions):
+    if positions.shape[0] > _FEW_TOKENS or not _host.on_host(positions):
         return _turns(positions, cos_sin_cache, dtype, inverse)
-    if cos_sin_cache.is_inference():  # such a tensor does not tell whether it has been written
-        return _turns(positions, cos_sin_cache, dtype, inverse)
-    table = _Table(weakref.ref(cos_sin_cache), cos_sin_cache._version)
+    # A table made in inference mode does not count its writes; nobody writes a table.
+    version = 0 if cos_sin_cache.is_inference() else cos_sin_cache._version
+    table = _Table(weakref.ref(cos_sin_cache), version)
     return _remembered_turns(tuple(positions.tolist()), table, dtype, inverse)
 
 
@@ -79,7 +79,7 @@ def rotate_(x: Tensor, by: Tensor) -> Tensor:
     Returns:
         x.
     """
-    if len(by) != 1:
+    if by.shape[0] != 1:
         by = by.view(by.shape[0], *(1,) * (x.ndim - 2), by.shape[1])
     x.view(by.dtype)[..., -by.shape[-1] :].mul_(by)
     return x
