@@ -156,6 +156,25 @@ def test_every_backend_stores_the_bytes_of_the_reference(layout, entries, monkey
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("entries", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_few_rows_on_the_host_are_the_same_bytes_as_many(layout, entries, dtype):
+    rows = rows_of(layout, 40, spread=8.0)
+    rows[1] = 0
+    rows[2, ::2] = -0.0
+    # Magnitudes from subnormals to nearly the largest.
+    exponents = torch.linspace(-149, 127, 20).floor().unsqueeze(1)
+    rows[20:] = torch.rand(20, rows.shape[1]).add(1).ldexp(exponents).nan_to_num()
+    rows = rows.to(dtype).nan_to_num()
+    slots = torch.randperm(-(-48 // entries) * entries)[:40]
+    many, few = (make_cache(layout, -(-48 // entries), entries, gap=64) for _ in range(2))
+    quantize_and_insert_k_cache(rows, many.tensor, slots, layout=layout, backend="torch")
+    for some, at in zip(rows.split(3), slots.split(3), strict=True):
+        quantize_and_insert_k_cache(some, few.tensor, at, layout=layout, backend="torch")
+    assert torch.equal(few.storage, many.storage)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_broken_row_stays_broken_and_alone(backend, layout, bad, count):

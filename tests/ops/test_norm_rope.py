@@ -224,6 +224,23 @@ def test_rope_turns_the_last_pairs(backend, dtype, inverse, heads, width):
     assert_close(got, want, atol=ulps(wide, 2), rtol=ulps(dtype, 0.5), scale=magnitude)
 
 
+def test_nothing_outlives_the_table_it_was_made_of(backend):
+    x, positions = torch.randn(1, 2, 128), torch.tensor([3])
+    table = TABLE.clone()
+    rope(x, positions, table, backend=backend)
+    table[3, :32], table[3, 32:] = 0, 1
+    got = rope(x, positions, table, backend=backend)
+    assert torch.equal(got[..., -64::2], -x[..., -63::2])
+    del table
+    for angle in range(4):  # other tables in the same place
+        table = TABLE.roll(-angle, 0).contiguous()
+        assert torch.equal(
+            rope(x, positions, table, backend=backend),
+            rope(x.repeat(17, 1, 1), positions.repeat(17), table, backend=backend)[:1],
+        )
+        del table
+
+
 def test_rope_is_interleaved_and_not_in_halves(backend):
     x = torch.zeros(1, 1, 512)
     x[0, 0, 448 + 2 * 3] = 1

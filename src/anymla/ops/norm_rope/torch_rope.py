@@ -58,6 +58,8 @@ class _Table:
 def _remembered_turns(
     positions: tuple[int, ...], table: _Table, dtype: torch.dtype, inverse: bool
 ) -> Tensor:
+    if inverse:
+        return torch.conj_physical(_remembered_turns(positions, table, dtype, False))
     cos_sin_cache = table.ref()
     assert cos_sin_cache is not None
     return _turns(torch.tensor(positions, dtype=torch.int64), cos_sin_cache, dtype, inverse)
