@@ -58,6 +58,22 @@ def skip_float64(backend: str, *dtypes: torch.dtype) -> None:
         pytest.skip("Triton kernels compute in float32")
 
 
+DEVICE_BACKENDS = ("torch", "triton", "triton without native e4m3")
+
+
+def use_device_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a backend on the device; the third kind is what older devices run."""
+    if name == "torch":
+        return name
+    support = _triton.triton_support(torch.empty(0, device=a_device()))
+    if not support:
+        pytest.skip(support.reason)
+    if name != "triton":
+        target = dataclasses.replace(_triton.target_of(a_device()), native_e4m3=False)
+        monkeypatch.setattr(_triton, "target_of", lambda device: target)
+    return "triton"
+
+
 def a_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "xpu")
 

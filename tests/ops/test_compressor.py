@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paged import (
     ALL_BACKENDS,
     BACKENDS,
+    DEVICE_BACKENDS,
     INDEX_LAYOUTS,
     MAIN_LAYOUTS,
     Cache,
@@ -18,11 +19,13 @@ from paged import (
     runnable,
     skip_float64,
     use_backend,
+    use_device_backend,
     without_waiting,
 )
 from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
+from anymla.formats.page_layout import get_layout
 from anymla.ops.compressor import (
     compress_norm_rope_insert,
     save_partial_states,
@@ -740,8 +743,9 @@ def test_compressing_names_what_is_wrong(change, error, message):
 
 @pytest.mark.gpu
 @by_kind(DEEPSEEK | OTHERS)
-def test_a_device_does_the_same_without_waiting(kind):
-    device = a_device()
+@pytest.mark.parametrize("name", DEVICE_BACKENDS[:2])
+def test_a_device_does_the_same_without_waiting(kind, name, monkeypatch):
+    device, backend = a_device(), use_device_backend(name, monkeypatch)
     length = 2 * kind.ratio + 3
     want = one_shot(World(kind, [length, 5]), "torch")
     positions = torch.cat((torch.arange(length), torch.arange(5), torch.tensor([kind.ratio - 1])))
@@ -764,7 +768,14 @@ def test_a_device_does_the_same_without_waiting(kind):
     )
     with without_waiting(device):
         save_partial_states(
-            kv, score, ape, positions, state, state_slots, compress_ratio=kind.ratio
+            kv,
+            score,
+            ape,
+            positions,
+            state,
+            state_slots,
+            compress_ratio=kind.ratio,
+            backend=backend,
         )
         compress_norm_rope_insert(
             state,
@@ -780,6 +791,7 @@ def test_a_device_does_the_same_without_waiting(kind):
             compress_ratio=kind.ratio,
             overlap=kind.overlap,
             layout=kind.plain,
+            backend=backend,
         )
     assert torch.equal(state.cpu().nan_to_num(7.0), want.state.nan_to_num(7.0))
     # The same float32 steps in another order of summation and with another exponential.
@@ -787,3 +799,46 @@ def test_a_device_does_the_same_without_waiting(kind):
     scale = float(want.rows(0).abs().max()) * 16
     want.cache.tensor.copy_(want.cache.tensor.nan_to_num(7.0))
     assert_close(cache.cpu().nan_to_num(7.0), want.cache.tensor, atol=bound, scale=scale)
+
+
+@pytest.mark.gpu
+@by_kind(DEEPSEEK)
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("name", DEVICE_BACKENDS)
+def test_on_a_device_the_layout_rounds_and_nothing_else(kind, hadamard, name, monkeypatch):
+    """The bytes are the encoding of what the same backend stores in float32."""
+    device, backend = a_device(), use_device_backend(name, monkeypatch)
+    length = 2 * kind.ratio + 9
+    want = one_shot(World(kind, [length], seed=5), "torch")
+    ends = torch.arange(kind.ratio - 1, length, kind.ratio)
+    slots = torch.tensor([want.k_slot(0, entry) for entry in range(len(ends))])
+    zeros = torch.zeros(len(ends), dtype=torch.int64)
+    inputs = (want.state, want.state_table, zeros, zeros.int(), ends, want.weight)
+    state, table, state_slots, requests, positions, weight = (x.to(device) for x in inputs)
+    rows = None
+    for layout in (kind.plain, *kind.layouts):
+        row_layout = get_layout(layout)
+        cache = row_layout.allocate(*want.cache.tensor.shape[:2], device=device)
+        compress_norm_rope_insert(
+            state,
+            table,
+            state_slots,
+            requests,
+            positions,
+            weight,
+            EPS,
+            TABLE.to(device),
+            cache,
+            slots.to(device),
+            compress_ratio=kind.ratio,
+            overlap=kind.overlap,
+            layout=layout,
+            hadamard=hadamard,
+            backend=backend,
+        )
+        if rows is None:
+            rows = row_layout.read(cache.cpu(), slots, torch.float32)
+            assert rows.any(dim=1).all()
+        expected = row_layout.allocate(*want.cache.tensor.shape[:2])
+        row_layout.write(expected, slots, rows)
+        assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))

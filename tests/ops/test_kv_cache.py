@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paged import (
     ALL_BACKENDS,
+    DEVICE_BACKENDS,
     INDEX_LAYOUTS,
     LAYOUTS,
     MAIN_LAYOUTS,
@@ -17,6 +18,7 @@ from paged import (
     runnable,
     skip_float64,
     use_backend,
+    use_device_backend,
     without_waiting,
 )
 from torch import Tensor
@@ -676,8 +678,9 @@ def test_triton_refuses_float64():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_device_stores_and_reads_the_same_bytes_without_waiting(layout):
-    device = a_device()
+@pytest.mark.parametrize("name", DEVICE_BACKENDS)
+def test_a_device_stores_and_reads_the_same_bytes_without_waiting(layout, name, monkeypatch):
+    device, backend = a_device(), use_device_backend(name, monkeypatch)
     host = make_cache(layout, 6, 8, gap=64)
     storage = host.storage.to(device)
     cache = storage.view(host.tensor.dtype).as_strided(
@@ -689,14 +692,42 @@ def test_a_device_stores_and_reads_the_same_bytes_without_waiting(layout):
     ids = slots.clamp(-1, 48).int()
     out = torch.zeros(20, rows.shape[1], device=device)
     given_ids = ids.to(device)
+    options = {"layout": layout, "backend": backend}
     # Tables of codes are made at the first use of a device.
-    dequant_gather_slots(out, cache, given_ids, layout=layout)
-    quantize_and_insert_k_cache(given_rows, cache, given_slots * 0 - 1, layout=layout)
+    dequant_gather_slots(out, cache, given_ids, **options)
+    quantize_and_insert_k_cache(given_rows, cache, given_slots * 0 - 1, **options)
     with without_waiting(device):
-        quantize_and_insert_k_cache(given_rows, cache, given_slots, layout=layout)
-        dequant_gather_slots(out, cache, given_ids, layout=layout)
+        quantize_and_insert_k_cache(given_rows, cache, given_slots, **options)
+        dequant_gather_slots(out, cache, given_ids, **options)
     quantize_and_insert_k_cache(rows, host.tensor, slots, layout=layout)
     want = torch.zeros(20, rows.shape[1])
     dequant_gather_slots(want, host.tensor, ids, layout=layout)
     assert torch.equal(storage.cpu(), host.storage)
     assert torch.equal(out.cpu(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", DEVICE_BACKENDS)
+def test_a_device_gathers_the_same_rows(layout, name, monkeypatch):
+    device, backend = a_device(), use_device_backend(name, monkeypatch)
+    host = make_cache(layout, 6, 8, gap=64)
+    rows = rows_of(layout, 48)
+    quantize_and_insert_k_cache(rows, host.tensor, torch.arange(48), layout=layout)
+    cache = (
+        host.storage.to(device)
+        .view(host.tensor.dtype)
+        .as_strided(host.tensor.shape, host.tensor.stride(), host.tensor.storage_offset())
+    )
+    seq_lens = torch.tensor([13, 0, 20], dtype=torch.int32)
+    gather_lens = torch.tensor([11, 0, 25], dtype=torch.int32)
+    table = torch.tensor([[3, 5, -1], [0, 1, 2], [4, 2**31 - 1, 1]], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        want = torch.full((3, 20, rows.shape[1]), 7.0, dtype=dtype)
+        got = want.to(device)
+        arguments = (seq_lens, gather_lens, table)
+        dequantize_and_gather_k_cache(want, host.tensor, *arguments, offset=2, layout=layout)
+        dequantize_and_gather_k_cache(
+            got, cache, *(x.to(device) for x in arguments), offset=2, layout=layout, backend=backend
+        )
+        assert torch.equal(got.cpu(), want)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paged import (
     ALL_BACKENDS,
+    DEVICE_BACKENDS,
     MAIN_LAYOUTS,
     TRITON,
     a_device,
@@ -15,6 +16,7 @@ from paged import (
     runnable,
     skip_float64,
     use_backend,
+    use_device_backend,
     without_waiting,
 )
 from torch import Tensor
@@ -541,21 +543,54 @@ def test_triton_refuses_float64():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", MAIN_LAYOUTS)
-def test_a_device_does_the_same_without_waiting(layout):
-    device = a_device()
+@pytest.mark.parametrize("name", DEVICE_BACKENDS)
+def test_a_device_does_the_same_without_waiting(layout, name, monkeypatch):
+    device, backend = a_device(), use_device_backend(name, monkeypatch)
     q, kv = torch.randn(9, 5, 512), torch.randn(9, 512)
     slots, positions = torch.tensor([11, -1, 2, 40, 7, 3, 1]), torch.randint(0, 4096, (9,))
     host = make_cache(layout, 3, 4)
     cache = host.tensor.to(device)
-    want = qnorm_rope_kv_insert(q, kv, host.tensor, slots, positions, TABLE, 1e-6, layout=layout)
+    want = qnorm_rope_kv_insert(
+        q, kv, host.tensor, slots, positions, TABLE, 1e-6, layout=layout, backend="reference"
+    )
     moved = [x.to(device) for x in (q, kv, slots, positions, TABLE)]
     with without_waiting(device):
         got = qnorm_rope_kv_insert(
-            moved[0], moved[1], cache, moved[2], moved[3], moved[4], 1e-6, layout=layout
+            *moved[:2], cache, *moved[2:], 1e-6, layout=layout, backend=backend
         )
     bound = accumulation(512, torch.float32, c=1.0) + ulps(torch.float32, 4)
     assert_close(got.cpu(), want, atol=bound, scale=4.0)
-    if layout == "rows_fp32_512":
+    if backend == "triton":  # its products are not contracted, so the rows are the same bits
+        assert torch.equal(cache.cpu().view(torch.uint8), host.tensor.view(torch.uint8))
+    elif layout == "rows_fp32_512":
         assert_close(
             cache.cpu().nan_to_num(), host.tensor.nan_to_num(), atol=ulps(torch.float32, 8)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", DEVICE_BACKENDS[:2])
+def test_a_device_norms_and_rotates_alike(dtype, name, monkeypatch):
+    device, backend = a_device(), use_device_backend(name, monkeypatch)
+    fused = torch.randn(9, 1536 + 512).to(dtype)
+    weights = torch.randn(1536).to(dtype), torch.randn(512).to(dtype)
+    qr, kv = fused.to(device).split((1536, 512), dim=1)
+    moved = [weight.to(device) for weight in weights]
+    got = fused_q_kv_rmsnorm(qr, kv, *moved, 1e-6, backend=backend)
+    bound = accumulation(1536, torch.float32, c=1.0) + ulps(torch.float32, 8)
+    for result, x, weight in zip(got, fused.split((1536, 512), dim=1), weights, strict=True):
+        assert_close(result.cpu(), norm64(x, weight, 1e-6), rtol=ulps(dtype, 0.5) + bound)
+    alone = rms_norm(qr, moved[0], 1e-6, backend=backend)
+    assert_close(alone.cpu(), got[0].cpu().double(), rtol=ulps(dtype, 1) + bound)
+
+    x, positions = torch.randn(9, 3, 512).to(dtype), torch.randint(-2, 5000, (9,))
+    for inverse in (False, True):
+        turned = rope(
+            x.to(device), positions.to(device), TABLE.to(device), inverse=inverse, backend=backend
+        )
+        want = rope64(x, positions.clamp(0, 4095), TABLE, inverse=inverse)
+        magnitude = x.double().abs().unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2, dim=-1)
+        assert_close(
+            turned.cpu(), want, atol=ulps(torch.float32, 2), rtol=ulps(dtype, 0.5), scale=magnitude
         )
