@@ -59,8 +59,12 @@ def dequantize_fp8_weight(
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if dtype in (torch.bfloat16, torch.float32) and _decodes_by_bits(codes, scales):
-        scale = expand_block_scales(shifted_scale(scales, dtype), codes.shape)
-        return torch.mul(e4m3_values_shifted(codes), scale)
+        values, scale = e4m3_values_shifted(codes), shifted_scale(scales, dtype)
+        rows, columns = codes.shape
+        if rows % FP8_BLOCK or columns % FP8_BLOCK:
+            return torch.mul(values, expand_block_scales(scale, codes.shape))
+        blocks = values.view(rows // FP8_BLOCK, FP8_BLOCK, -1, FP8_BLOCK)
+        return torch.mul(blocks, scale[:, None, :, None]).view(rows, columns)
     scale = decode_ue8m0(scales, wide) if scales.dtype == torch.uint8 else scales.to(wide)
     return (decode_e4m3(codes, wide) * expand_block_scales(scale, codes.shape)).to(dtype)
 

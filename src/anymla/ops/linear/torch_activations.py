@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,11 +16,13 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.formats.ue8m0 import scale_exponent
+from anymla.ops import _host
 
 _SMALLEST_NORMAL = 2.0**-6
 # Adding and subtracting it rounds a float32 to steps of 2^-9, e4m3's below its smallest normal.
 _SUBNORMAL_MAGIC = 1.5 * 2.0**14
 _DROPPED_BITS = 23 - 3
+_FEW_RUNS = 32  # up to here a scale costs less as a Python number than all of them as tensors
 
 
 def rounded_to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,6 +44,10 @@ def rounded_to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     short = -width % FP8_BLOCK
     wide = functional.pad(x.float(), (0, short)) if short else x.float()
     runs = wide.unflatten(-1, (-1, FP8_BLOCK))
+    if 0 < runs.numel() <= _FEW_RUNS * FP8_BLOCK and _host.on_host(x):
+        rounded = _few_runs(runs)
+        if rounded is not None:
+            return rounded.view(*x.shape[:-1], -1)[..., :width].to(dtype)
     exponent = scale_exponent(runs.abs().amax(-1, keepdim=True), E4M3_MAX, ACTIVATION_AMAX_FLOOR)
     one = torch.ones_like(exponent, dtype=torch.float32)
     scaled = (runs * torch.ldexp(one, -exponent)).clamp_(-E4M3_MAX, E4M3_MAX)
@@ -51,3 +59,19 @@ def rounded_to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = torch.where(scaled.abs() < _SMALLEST_NORMAL, subnormal, normal)
     decoded = rounded.mul_(torch.ldexp(one, exponent)).flatten(-2)
     return decoded[..., :width].to(dtype)
+
+
+def _few_runs(runs: Tensor) -> Tensor | None:
+    """Round float32 runs [..., 128] with scales found in Python; None if one is not finite."""
+    flat = runs.reshape(-1, FP8_BLOCK)
+    largest = flat.abs().amax(-1).clamp_(min=ACTIVATION_AMAX_FLOOR).mul_(1.0 / E4M3_MAX).tolist()
+    if not math.isfinite(sum(largest)):
+        return None
+    scales = []
+    for ratio in largest:
+        mantissa, exponent = math.frexp(ratio)
+        # ceil(log2(ratio)): frexp's mantissa lies in [0.5, 1), and is 0.5 at powers of two.
+        scales.append(math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent))
+    scale = torch.tensor(scales).unsqueeze_(1)
+    codes = (flat / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.to(torch.float32).mul_(scale)
