@@ -8,6 +8,7 @@ import torch
 from paged import Cache, make_cache
 from torch import Tensor
 
+from anymla.ops import _triton
 from anymla.testing.tolerance import Bound, accumulation, assert_close
 
 D = 128
@@ -28,17 +29,38 @@ def score64(q: Tensor, weights: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(scores), torch.cat(magnitude)
 
 
-def score_bound(heads: int, dtype: torch.dtype = torch.float32) -> Bound:
-    """Relative to the magnitude: a dot product of D terms, then a sum over heads."""
-    return accumulation(D + heads, dtype)
+def score_bound(heads: int, dtype: torch.dtype = torch.float32, *, fp8: bool = False) -> Bound:
+    """Relative to the magnitude: a dot product of D terms, then a sum over heads.
+
+    ``fp8``: a device's own product of FP8 operands, which keeps fewer bits of its sums.
+    """
+    bound = accumulation(D + heads, dtype)
+    if fp8:
+        bound += Bound(2.0**-13, "FP8 products aligned to 13 bits below the largest (Hopper)")
+    return bound
+
+
+def multiplies_fp8(run: str) -> bool:
+    """Whether a backend, as ``use_backend`` has set it up, gives FP8 operands to the hardware."""
+    return (
+        run == "triton"
+        and torch.cuda.is_available()
+        and _triton.target_of(torch.device("cuda")).dot_e4m3
+    )
 
 
 def assert_scores(
-    got: Tensor, want: Tensor, magnitude: Tensor, heads: int, dtype: torch.dtype = torch.float32
+    got: Tensor,
+    want: Tensor,
+    magnitude: Tensor,
+    heads: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    fp8: bool = False,
 ) -> None:
     assert got.dtype == dtype
     scale = torch.where(want.isfinite(), magnitude, 1.0).clamp(min=1e-30)
-    assert_close(got, want, atol=score_bound(heads, dtype), scale=scale)
+    assert_close(got, want, atol=score_bound(heads, dtype, fp8=fp8), scale=scale)
 
 
 def key_cache(

@@ -6,7 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from index_scores import D, assert_scores, fill, i32, key_cache, paged_by_hand, score64, score_bound
+from index_scores import (
+    D,
+    assert_scores,
+    fill,
+    i32,
+    key_cache,
+    multiplies_fp8,
+    paged_by_hand,
+    score64,
+    score_bound,
+)
 from paged import (
     ALL_BACKENDS,
     INDEX_LAYOUTS,
@@ -61,7 +71,8 @@ def test_paged_scores_of_every_layout_and_query(run, layout, query):
         q_scales=scales,
         backend=run,
     )
-    assert_scores(got, *paged_by_hand(q64, weights, stored, lens, 77), heads)
+    fp8 = (query, layout) == ("fp8", INDEX_FP8) and multiplies_fp8(run)
+    assert_scores(got, *paged_by_hand(q64, weights, stored, lens, 77), heads, fp8=fp8)
 
 
 @pytest.mark.parametrize("layout", INDEX_LAYOUTS)
@@ -422,3 +433,20 @@ def test_paged_score_errors_name_the_argument():
         )
     with pytest.raises(TypeError, match="context_lens must be a tensor"):
         call(q, cache, weights, [1, 2], table, max_context=4)
+
+
+def test_triton_refuses_pages_that_it_cannot_address():
+    q, weights, table = torch.randn(1, 1, 2, D), torch.randn(1, 2), i32([[0, 1]])
+    cache = make_cache(INDEX_FP8, 2, 4, gap=2).tensor  # scales at odd addresses
+    support = paged_mqa_logits.supports(
+        q, cache, weights, i32([8]), table, max_context=8, backend="triton"
+    )
+    assert not support
+    assert "multiples of 4 bytes" in support.reason
+    wide = torch.randn(1, 1, 2, 512)
+    main = get_layout(MAIN_FP8).allocate(2, 4)
+    support = paged_mqa_logits.supports(
+        wide, main, weights, i32([8]), table, max_context=8, layout=MAIN_FP8, backend="triton"
+    )
+    assert not support
+    assert MAIN_FP8 in support.reason

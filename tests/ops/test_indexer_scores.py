@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from index_scores import D, assert_scores, i32, score64, score_bound
+from index_scores import D, assert_scores, i32, multiplies_fp8, score64, score_bound
 from paged import ALL_BACKENDS, skip_float64, use_backend
 
 from anymla.formats.e4m3 import decode_e4m3
@@ -94,7 +94,8 @@ def test_dense_scores_of_several_requests(run, kind):
     for m, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         want[m, start:end], magnitude[m, start:end] = score64(q64[m], weights[m], k64[start:end])
     dtype = torch.float64 if kind == "float64" else torch.float32
-    assert_scores(got, want, magnitude, 3, dtype)
+    fp8 = kind == "fp8" and multiplies_fp8(run)
+    assert_scores(got, want, magnitude, 3, dtype, fp8=fp8)
 
 
 def test_keys_out_of_sight_never_leak(run):

@@ -130,7 +130,7 @@ def mqa_logits(
     Args:
         q: [M, Hi, D] floating point or float8_e4m3fn, or [M, Hi, D/2] packed e2m1 with q_scales.
         k: [N, D] floating point or float8_e4m3fn, keys of all requests one after the other.
-        k_scale: [N] float32, or None for 1.
+        k_scale: [N] float32 above 0, as quantisers make it, or None for 1.
         weights: [M, Hi] float32 (or float64).
         starts: [M] int32, first key of the row's request.
         ends: [M] int32, one past the last visible key; bounds outside [0, N] are clamped.
@@ -139,7 +139,8 @@ def mqa_logits(
 
     Returns:
         [M, N] float32 (float64 if q or weights is), ``out`` if given. Products, head sums and
-        accumulation in that precision.
+        accumulation in that precision; where a backend gives FP8 operands to a device's FP8
+        product, its sums are what they are there (Hopper: 13 bits below the largest product).
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device; a packed q without q_scales.

@@ -1,0 +1,108 @@
+"""The indexer on a GPU: captured in a graph without waiting, and right where the CPU cannot go."""
+
+import pytest
+import torch
+from index_scores import D, assert_scores, multiplies_fp8
+from paged import a_device, without_waiting
+
+from anymla.formats.page_layout import INDEX_FP8, get_layout
+from anymla.ops.indexer import indexer_q_rope_quant, mqa_logits, paged_mqa_logits, topk_per_row
+from anymla.ops.selection import compute_global_topk_indices_and_lens, slot_mapping, window_rows
+
+pytestmark = pytest.mark.gpu
+
+
+def decode_step(requests, entries, device):
+    """Inputs of one decoding step over a cache of whole pages."""
+    layout, pages = get_layout(INDEX_FP8), requests * entries // 64
+    cache = layout.allocate(pages, 64, device=device)
+    layout.write(
+        cache, torch.arange(pages * 64, device=device), torch.randn(pages * 64, D).to(device)
+    )
+    return {
+        "q": torch.randn(requests, 64, D, device=device).bfloat16(),
+        "weights": torch.randn(requests, 64, device=device).bfloat16(),
+        "positions": torch.full((requests,), 4 * entries - 1, device=device),
+        "rope": torch.rand(4 * entries, 64, device=device),
+        "cache": cache,
+        "lens": torch.full((requests,), entries, dtype=torch.int32, device=device),
+        "table": torch.randperm(pages, device=device).view(requests, -1).int(),
+        "requests": torch.arange(requests, dtype=torch.int32, device=device),
+    }
+
+
+def select(step, context):
+    q, _, weights = indexer_q_rope_quant(
+        step["q"],
+        step["weights"],
+        step["positions"],
+        step["rope"],
+        softmax_scale=D**-0.5,
+        head_scale=0.125,
+        backend="triton",
+    )
+    lens, table = step["lens"], step["table"]
+    logits = paged_mqa_logits(
+        q.unsqueeze(1), step["cache"], weights, lens, table, max_context=context, backend="triton"
+    )
+    best = topk_per_row(logits, torch.zeros_like(lens), lens, 512, backend="triton")
+    valid = torch.ones_like(lens, dtype=torch.bool)
+    slots, counts = compute_global_topk_indices_and_lens(
+        best, step["requests"], table, 64, valid, backend="triton"
+    )
+    at = step["positions"] // 4
+    written = slot_mapping(at, step["requests"], table, page_size=64, backend="triton")
+    window, _ = window_rows(
+        at, step["requests"], table, block_size=64, window=128, backend="triton"
+    )
+    return logits, best, slots, counts, written, window
+
+
+def test_a_captured_step_follows_its_inputs():
+    device = a_device()
+    if device.type != "cuda":
+        pytest.skip("graphs are CUDA's")
+    step = decode_step(3, 8192, device)
+    select(step, 8192)  # builds the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), without_waiting(device):
+        captured = select(step, 8192)
+    step["lens"].copy_(torch.tensor([8192, 0, 700], device=device))
+    step["table"].copy_(step["table"].flip(0))
+    graph.replay()
+    for got, want in zip(captured, select(step, 8192), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 2048])
+def test_scores_at_full_size(rows):
+    device = a_device()
+    q = torch.randn(rows, 64, D, device=device).to(torch.float8_e4m3fn)
+    k = torch.randn(4096, D, device=device).to(torch.float8_e4m3fn)
+    scale, weights = torch.rand(4096, device=device) + 0.5, torch.randn(rows, 64, device=device)
+    ends = torch.randint(0, 4097, (rows,), device=device).int()
+    starts = torch.zeros_like(ends)
+    got = mqa_logits(q, k, scale, weights, starts, ends, backend="triton")
+    some = slice(0, rows, max(1, rows // 16))
+    dots = q[some].double() @ (k.double() * scale[:, None]).T
+    want = torch.einsum("mh,mhn->mn", weights[some].double(), dots.relu())
+    sizes = q[some].double().abs() @ (k.double() * scale[:, None]).abs().T
+    magnitude = torch.einsum("mh,mhn->mn", weights[some].double().abs(), sizes)
+    hidden = torch.arange(4096, device=device) >= ends[some, None]
+    want = want.masked_fill(hidden, -torch.inf)
+    assert_scores(got[some], want, magnitude, 64, fp8=multiplies_fp8("triton"))
+
+
+@pytest.mark.parametrize("shape", [(1, 262_144), (128, 32_768), (2048, 8192)])
+@pytest.mark.parametrize("k", [512, 2048])
+def test_topk_at_full_size(shape, k):
+    device = a_device()
+    logits = torch.randn(shape, device=device).mul_(1000).round_()  # with ties
+    lens = torch.randint(0, shape[1] + 1, shape[:1], device=device).int()
+    starts = torch.zeros_like(lens)
+    got = topk_per_row(logits, starts, lens, k, backend="triton")
+    for row in range(0, shape[0], max(1, shape[0] // 8)):
+        n = int(lens[row])
+        order = torch.sort(logits[row, :n], descending=True, stable=True).indices[:k]
+        assert torch.equal(got[row, : len(order)].long(), order)
+        assert bool((got[row, len(order) :] == -1).all())
