@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from anymla.ops import _triton
 from anymla.ops._operation import BackendUnavailable
 from anymla.testing.conformance.ops import Ops, all_backends, all_operations
 from anymla.testing.conformance.registry import Case, load_cases
@@ -32,6 +33,8 @@ def test_case(case: Case, backend: str) -> None:
         return
     if case.bulk and backend == "reference":
         pytest.skip("a case about size; the reference loops in Python")
+    if case.bulk and backend == "triton" and _triton.INTERPRETED:
+        pytest.skip("a case about size; Triton's interpreter takes minutes")
     missing = [name for name in case.operations if backend not in all_operations()[name].backends]
     if missing:
         pytest.skip(f"backend {backend} has no {', '.join(missing)}")
