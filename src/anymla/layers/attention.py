@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from anymla.layers.caches import LayerCache
 from anymla.layers.compressor import Compressor
 from anymla.layers.indexer import Indexer
-from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Rows, Step
@@ -51,8 +51,9 @@ class AttentionLayer(nn.Module):
 
     Attributes:
         spec: the layer as data.
-        wq_a, wq_b: query projections down to the latent and up to the heads.
-        wkv: projection to the one key that all heads share; it is the value as well.
+        wq_a_wkv: query projection down to the latent, and projection to the one key that all
+            heads share, which is the value as well.
+        wq_b: query projection from the latent up to the heads.
         q_norm, kv_norm: RMSNorm weights [q_lora_rank] and [D].
         sink: float32 [H], a logit in every softmax that carries no value.
         compressor, indexer: None where the spec has none.
@@ -78,9 +79,8 @@ class AttentionLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.wq_a = wq_a
+        self.wq_a_wkv = LinearPair(wq_a, wkv)
         self.wq_b = wq_b
-        self.wkv = wkv
         self.q_norm = q_norm
         self.kv_norm = kv_norm
         self.sink = sink
@@ -98,8 +98,9 @@ class AttentionLayer(nn.Module):
         of the step precedes the first read.
         """
         cos_sin = self.rope.upto(step.max_seq_len)
+        latent, kv = self.wq_a_wkv(x)
         latent, kv = fused_q_kv_rmsnorm(
-            self.wq_a(x), self.wkv(x), self.q_norm, self.kv_norm, self.eps, backend=self.backend
+            latent, kv, self.q_norm, self.kv_norm, self.eps, backend=self.backend
         )
         q = self.wq_b(latent).unflatten(-1, (len(self.sink), -1))
         q = qnorm_rope_kv_insert(

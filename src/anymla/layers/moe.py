@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor, nn
 
-from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.layers.step import Step
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu
 
@@ -72,15 +72,15 @@ class SharedExpert(nn.Module):
         self, *, w1: Linear, w2: Linear, w3: Linear, limit: float, backend: str | None = None
     ) -> None:
         super().__init__()
-        self.w1 = w1
+        self.w1_w3 = LinearPair(w1, w3)
         self.w2 = w2
-        self.w3 = w3
         self.limit = limit
         self.backend = backend
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]."""
-        inner = swiglu(self.w1(x), self.w3(x), self.limit, backend=self.backend)
+        gate, up = self.w1_w3(x)
+        inner = swiglu(gate, up, self.limit, backend=self.backend)
         out: Tensor = self.w2(inner)
         return out
 
