@@ -85,7 +85,10 @@ class BlockTable:
         for where, page in self._changes.items():
             table[where] = page
         self._changes.clear()
-        return table[rows, : self._columns(max_seq_len)]
+        columns = self._columns(max_seq_len)
+        if len(rows) == 1:
+            return table[rows[0] : rows[0] + 1, :columns].copy()
+        return table[rows, :columns]
 
     def _columns(self, max_seq_len: int) -> int:
         return max(1, ceil_div(max_seq_len, self.group.tokens_per_page))

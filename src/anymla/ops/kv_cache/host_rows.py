@@ -54,7 +54,7 @@ def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Te
     split = isinstance(layout, SplitFp8Layout)
     quantised = bits[: layout.nope] if isinstance(layout, SplitFp8Layout) else bits
     width = layout.block if isinstance(layout, SplitFp8Layout) else layout.channels
-    peaks = (quantised & _MAGNITUDE).reshape(-1, width).max(1)
+    peaks = np.maximum.reduce((quantised & _MAGNITUDE).reshape(-1, width), axis=1)
     if max(peaks.tolist()) >= _INFINITY:
         return False
     scale_bytes, scales, inverses, codes = _tables()
@@ -64,15 +64,15 @@ def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Te
     start = offset * layout.data_bytes
     stored: Bytes = cache.numpy()[page].reshape(-1)
     values = stored[start : start + layout.data_bytes]
-    values[: quantised.size] = codes[wide.view(np.uint32).reshape(-1) >> _HALF]
+    values[: quantised.size] = codes.take(wide.view(np.uint32).reshape(-1) >> _HALF)
     start = cache.shape[1] * layout.data_bytes + offset * layout.scale_bytes
     exponents = stored[start : start + layout.scale_bytes]
     if split:
         values[quantised.size :] = bits[quantised.size :].view(np.uint8)
-        exponents[: peaks.size] = scale_bytes[peaks]
+        exponents[: peaks.size] = scale_bytes.take(peaks)
         exponents[peaks.size :] = 0
     else:
-        exponents[:] = scales[peaks].view(np.uint8)
+        exponents[:] = scales.take(peaks).view(np.uint8)
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,12 @@ def _remembered_turns(
         return torch.conj_physical(_remembered_turns(positions, table, dtype, False))
     cos_sin_cache = table.ref()
     assert cos_sin_cache is not None
-    return _turns(torch.tensor(positions, dtype=torch.int64), cos_sin_cache, dtype, inverse)
+    last = cos_sin_cache.shape[0] - 1
+    rows = cos_sin_cache.numpy()[[min(max(position, 0), last) for position in positions]]
+    pairs = rows.shape[1] // 2
+    by = np.empty((len(positions), pairs), np.complex128 if dtype.itemsize == 8 else np.complex64)
+    by.real, by.imag = rows[:, :pairs], rows[:, pairs:]
+    return torch.from_numpy(by)
 
 
 def _turns(positions: Tensor, table: Tensor, dtype: torch.dtype, inverse: bool) -> Tensor:
