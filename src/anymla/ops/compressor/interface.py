@@ -139,17 +139,13 @@ def compress_norm_rope_insert(
 
 
 def _check_state(name: str, state_cache: Tensor, width: int) -> None:
-    shape = list(state_cache.shape)
-    require(shape[2] == width and shape[1] >= 1, name, "state_cache", f"[P, S, {width}]", shape)
-    dense = state_cache.stride(2) == 1 and (shape[1] == 1 or state_cache.stride(1) == width)
-    strides = list(state_cache.stride())
-    require(
-        dense or not state_cache.numel(),
-        name,
-        "state_cache",
-        f"of inner strides [{width}, 1]",
-        strides,
-    )
+    shape, strides = state_cache.shape, state_cache.stride()
+    if shape[2] != width or shape[1] < 1:
+        require(False, name, "state_cache", f"[P, S, {width}]", list(shape))
+    dense = strides[2] == 1 and (shape[1] == 1 or strides[1] == width)
+    if not dense and state_cache.numel():
+        expected = f"of inner strides [{width}, 1]"
+        require(False, name, "state_cache", expected, list(strides))
 
 
 save_partial_states.register("reference", reference.save_partial_states)

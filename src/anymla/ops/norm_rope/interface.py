@@ -155,23 +155,14 @@ def _check_rows(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
-    dims = check(name, cos_sin_cache=(table, "_ R", FLOAT32_UP))
-    fits = dims["R"] % 2 == 0 and 2 <= dims["R"] <= width and width % 2 == 0
-    require(
-        fits,
-        name,
-        "cos_sin_cache",
-        f"[L, R] with R even and 2 <= R <= D={width} (even)",
-        list(table.shape),
-    )
-    require(
-        len(table) > 0 or not len(like),
-        name,
-        "cos_sin_cache",
-        "[L, R] with L >= 1",
-        list(table.shape),
-    )
-    require(table.device == like.device, name, "cos_sin_cache", f"on {like.device}", table.device)
+    rotated = check(name, cos_sin_cache=(table, "_ R", FLOAT32_UP))["R"]
+    if rotated % 2 or not 2 <= rotated <= width or width % 2:
+        expected = f"[L, R] with R even and 2 <= R <= D={width} (even)"
+        require(False, name, "cos_sin_cache", expected, list(table.shape))
+    if not len(table) and len(like):
+        require(False, name, "cos_sin_cache", "[L, R] with L >= 1", list(table.shape))
+    if table.device != like.device:
+        require(False, name, "cos_sin_cache", f"on {like.device}", table.device)
 
 
 rms_norm.register("reference", reference.rms_norm)
