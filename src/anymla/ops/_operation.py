@@ -81,6 +81,27 @@ class Backend:
         return SUPPORTED if self.supports is None else self.supports(*args, **kwargs)
 
 
+class _Lazy:
+    """A function whose module is imported when it is first called, or asked for its signature."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._run: Callable[..., Any] | None = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._load())
+
+    def _load(self) -> Callable[..., Any]:
+        if self._run is None:
+            self._run = getattr(importlib.import_module(self._module), self._name)
+        return self._run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._load()(*args, **kwargs)
+
+
 class Operation:
     """A callable with a contract and a table of backends; made by ``operation``.
 
@@ -135,13 +156,7 @@ class Operation:
             module: dotted name of a module with a function of the operation's name.
             supports: as for ``register``; answered without importing the module.
         """
-
-        @functools.cache
-        def load() -> Callable[..., Any]:
-            run: Callable[..., Any] = getattr(importlib.import_module(module), self.name)
-            return run
-
-        self.register(name, lambda *args, **kwargs: load()(*args, **kwargs), supports=supports)
+        self.register(name, _Lazy(module, self.name), supports=supports)
 
     def __call__(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         """Check the arguments and run; ``backend=None`` takes the best that supports the call.
