@@ -65,6 +65,8 @@ def _mix(f: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 
 def _collapse(f: Tensor, pre: Tensor, dtype: torch.dtype) -> Tensor:
     n = pre.shape[1]
+    if len(pre) == 1:
+        return torch.mm(pre, f.view(n, -1)).to(dtype)
     streams = f.view(f.shape[0], n, f.shape[1] // n)
     return torch.bmm(pre.unsqueeze(1), streams).squeeze(1).to(dtype)
 
