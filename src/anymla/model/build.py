@@ -137,10 +137,7 @@ class Builder:
     def compressor(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Compressor:
         """The main compressor, or the one inside an indexer."""
         return Compressor(
-            kv_gate=merge_kv_gate(
-                self.read_linear(prefix + "wkv").dense(torch.float32),
-                self.read_linear(prefix + "wgate").dense(torch.float32),
-            ),
+            kv_gate=merge_kv_gate(self.as_stored(prefix + "wkv"), self.as_stored(prefix + "wgate")),
             ape=self.float32(prefix + "ape"),
             norm=self.float32(prefix + "norm.weight"),
             eps=self.config.rms_norm_eps,
@@ -234,6 +231,11 @@ class Builder:
         if packed.kind == "plain":
             return PackedWeight("plain", packed.weight.to(self.dtype))
         return packed
+
+    def as_stored(self, name: str) -> Tensor:
+        """A linear weight as a tensor: plain ones as stored, others decoded to float32."""
+        packed = self.read_linear(name)
+        return packed.weight if packed.kind == "plain" else packed.dense(torch.float32)
 
     def float32(self, name: str) -> Tensor:
         """A small tensor that the mathematics uses in float32."""
