@@ -221,9 +221,16 @@ def test_fusion_is_the_parts(backend: str, tokens: int, dtype: torch.dtype) -> N
     )
     h2 = hc_post(u, before["h"], post, comb, backend=backend)
     y2, post2, comb2 = hc_pre(h2, **weights, **OPTIONS, backend=backend)
-    assert_identical(h1, h2, name="h'")
-    assert_identical(post1, post2, name="post'")
-    assert_identical(comb1, comb2, name="comb'")
+    if backend == "triton":
+        # A compiler joins products and sums into one rounding in one kernel and not in another.
+        gates = ulps(torch.float32, 64)
+        assert_close(h1, h2, atol=ulps(torch.float32, 4), rtol=ulps(dtype, 1), name="h'")
+        assert_close(post1, post2, atol=gates, rtol=ulps(dtype, 4), name="post'")
+        assert_close(comb1, comb2, atol=gates, rtol=ulps(dtype, 4), name="comb'")
+    else:
+        assert_identical(h1, h2, name="h'")
+        assert_identical(post1, post2, name="post'")
+        assert_identical(comb1, comb2, name="comb'")
     wide = y2.double()
     want = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm_weight.double()
     gate = torch.float64 if dtype == torch.float64 else torch.float32

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from index_scores import multiplies_fp8
 from paged import skip_float64
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from anymla.ops.output_projection import (
     grouped_output_projection_fp8,
     inverse_rope_fp8_quant,
 )
-from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
+from anymla.testing.tolerance import Bound, accumulation, assert_close, assert_identical, ulps
 
 no_triton = pytest.mark.skipif(not _triton.has_triton(), reason="triton is not installed")
 BACKENDS = [pytest.param("triton", marks=no_triton)]
@@ -123,6 +124,9 @@ def test_projection_of_codes(backend: str, tokens: int, out_dtype: str, scale_fo
     magnitude = torch.einsum("tgj,grj->tgr", heads.abs(), exact.abs()).flatten(1)
     wide = torch.promote_types(dtype, torch.float32)
     bound = accumulation(256, wide)
+    if multiplies_fp8(backend):
+        # Hopper's FP8 products are cut off, not rounded, 13 bits below the largest of a step.
+        bound += Bound(2.0**-12, "FP8 products cut off at 13 bits (Hopper)")
     assert_close(got, want, atol=bound, rtol=ulps(dtype, 0.5), scale=magnitude)
 
 
