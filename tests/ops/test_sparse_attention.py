@@ -9,7 +9,8 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._operation import BackendUnavailable
-from anymla.ops.sparse_attention import sparse_attention, torch_cpu
+from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows, torch_cpu
+from anymla.ops.sparse_attention.tiles import Tile
 from anymla.testing.conformance.expected import Attention, attend
 from anymla.testing.conformance.scene import Scene, Scope, scope
 from anymla.testing.generate import hostile_indices
@@ -322,7 +323,7 @@ def test_any_page_stride_and_offset(backend, layout, gap, start, entries):
 def test_every_scale_byte_decodes_exactly(backend, byte, heads):
     # One row a token: the output is the row itself, rounded to bfloat16. Many heads and rows
     # choose the bfloat16 products where they are exact.
-    rows = bounded(backend, 256, 8)
+    rows = bounded(backend, 256)
     cache = make_cache(MAIN_FP8, 4, 64)
     data, scales = cache.layout.planes(cache.tensor)
     data[:] = torch.randint(0, 0x7F, data.shape, dtype=torch.uint8)
@@ -523,3 +524,100 @@ def test_a_compiler_sees_through():
 
     out, lse = sparse_attention(q, cache, indices, lengths)
     assert_identical(twice(q), out * 2 + lse.unsqueeze(-1))
+
+
+# The Triton kernels' own choices ----------------------------------------------------------------
+
+
+def forced(monkeypatch: pytest.MonkeyPatch, chosen: Tile, splits: int) -> None:
+    launcher = pytest.importorskip("anymla.ops.sparse_attention.triton_attention")
+    monkeypatch.setattr(launcher, "tile", lambda *_: chosen)
+    monkeypatch.setattr(launcher, "split_count", lambda *_: splits)
+
+
+@pytest.mark.parametrize("name", runnable(TRITON))
+@pytest.mark.parametrize(
+    ("splits", "keys_first", "heads", "once"),
+    [(1, False, 16, True), (3, False, 64, False), (3, True, 16, True), (1, True, 64, False)],
+)
+def test_every_way_to_compute_gives_the_same(name, splits, keys_first, heads, once, monkeypatch):
+    forced(monkeypatch, Tile(heads, 32, keys_first, 4, once=once), splits)
+    lengths = [90, 0, 33]
+    given_ = Scene(
+        torch.randn(3, 20, 512).bfloat16(),
+        scope(3, 40, lengths=[40, 0, 0], page=53),
+        scope(3, 90, lengths=lengths, page=2),
+        sink_of("huge", 20),
+    )
+    check(given_, *run(given_, use_backend(name, monkeypatch)))
+
+
+@pytest.mark.parametrize("name", runnable(TRITON))
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("what", ["rope", "scale", "q"])
+def test_what_float16_cannot_hold_is_computed_in_bfloat16(name, splits, what, monkeypatch):
+    forced(monkeypatch, Tile(16, 16, False, 4), splits)
+    q = torch.randn(2, 3, 512).bfloat16()
+    given_ = Scene(q, scope(2, 50), sink=torch.zeros(3))
+    data, scales = get_layout(MAIN_FP8).planes(given_.main.cache)
+    page, offset = divmod(int(given_.main.indices[0, 17]), given_.main.cache.shape[1])
+    if what == "rope":
+        tail = torch.full((64,), 3e4).bfloat16().view(torch.uint8)
+        data[page, offset, 448:] = tail
+    elif what == "scale":
+        scales[page, offset, 3] = 140
+    else:
+        q[0] *= 2.0**30
+        q[1] *= 2.0**-30
+    # Scores of this size would hide the sums behind one row.
+    arguments, keywords = given_.arguments()
+    scale = 2.0**-34 if what == "q" else 2.0**-24
+    out, lse = sparse_attention(
+        *arguments, **keywords, scale=scale, backend=use_backend(name, monkeypatch)
+    )
+    rows = [given_.main.rows(token) for token in range(2)]
+    attend(q, rows, given_.sink, scale).check((out, lse))
+
+
+@pytest.mark.parametrize("name", runnable(TRITON))
+def test_more_tokens_than_the_workspace_holds(name, monkeypatch):
+    forced(monkeypatch, Tile(16, 16, False, 4), 2)
+    launcher = pytest.importorskip("anymla.ops.sparse_attention.triton_attention")
+    monkeypatch.setattr(launcher, "_WORKSPACE_BYTES", 2 * 4 * 2 * 3 * 512)
+    given_ = Scene(torch.randn(5, 3, 512).bfloat16(), scope(5, 40, lengths=[40, 3, 0, 17, 33]))
+    check(given_, *run(given_, use_backend(name, monkeypatch)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", *runnable(TRITON)])
+@pytest.mark.parametrize(
+    ("channels", "values", "dtypes"),
+    [
+        (576, 512, (torch.bfloat16, torch.bfloat16)),
+        (576, 576, (torch.float32, torch.float32)),
+        (512, 512, (torch.bfloat16, torch.float16)),
+        (80, 33, (torch.bfloat16, torch.bfloat16)),
+    ],
+)
+def test_rows_of_any_width(backend, channels, values, dtypes, monkeypatch):
+    backend = use_backend(backend, monkeypatch)
+    q = torch.randn(3, 5, channels).to(dtypes[0])
+    kv = torch.randn(50, channels).to(dtypes[1])
+    kv[7] = torch.nan
+    listed = torch.stack([torch.randperm(42)[:20] + 8 for _ in range(3)])
+    indices = torch.cat((listed, hostile_indices(50, 3, 4)), 1).int()
+    lengths = torch.tensor([24, 0, 9], dtype=torch.int32)
+    indices[2, 9:] = 7
+    sink = torch.randn(5)
+    out, lse = sparse_attention_rows(
+        q, kv, indices, lengths, sink=sink, value_dim=values, backend=backend
+    )
+    used = [kv[listed[0]].double(), kv[:0].double(), kv[listed[2, :9]].double()]
+    want = attend(q, used, sink)
+    part = Attention(want.out[..., :values], want.lse, want.weight[..., :values])
+    part.check((out, lse))
+
+
+def test_triton_refuses_what_it_does_not_compute():
+    made = Scene(torch.randn(2, 3, 512).double(), scope(2, 5))
+    with pytest.raises(BackendUnavailable, match=r"float64|triton is not installed"):
+        run(made, "triton")

@@ -12,12 +12,14 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8, SplitFp8Layout, get_layout, pages_of
 from anymla.ops import _triton
 from anymla.ops._triton import Target
-from anymla.ops.sparse_attention.tiles import MODES, Tile, split_count, tile
-from anymla.ops.sparse_attention.triton_merge import merge_kernel
+from anymla.ops.sparse_attention.tiles import MODES, Tile, invariant_splits, tile
+from anymla.ops.sparse_attention.tiles import splits as split_count
+from anymla.ops.sparse_attention.triton_merge import MERGE_VALUES, merge_kernel, merge_warps
 from anymla.ops.sparse_attention.triton_scan import scan_kernel
 
-_MERGE_VALUES = 256
 _LARGEST_INT32 = 2**31 - 1
+# Partial sums of a launch; more tokens take several.
+_WORKSPACE_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,30 +147,46 @@ def _launch(
     machine = multiprocessors(q.device)
     keys = sum(each.indices.shape[1] for each in lists)
     mode = _mode(q, lists)
-    chosen = tile(heads, mode, target, many=not batch_invariant and tokens >= machine)
-    blocks = -(-heads // chosen.heads)
-    # A batch-invariant call counts on one token, so that its sums are taken in the same order.
-    splits = split_count(blocks * (1 if batch_invariant else tokens), keys, chosen, machine)
+    # A batch-invariant call must add in the same order whatever the number of tokens.
+    chosen = tile(heads, keys, None if batch_invariant else tokens, mode, target, machine)
+    if batch_invariant:
+        splits = invariant_splits(keys, chosen)
+    else:
+        splits = split_count(tokens * -(-heads // chosen.heads), keys, chosen, machine)
     # Lists in caches of different kinds are scanned one after the other, as splits of their own.
     alike = len(lists) == 1 or _kind(lists[0]) == _kind(lists[1])
     groups = [lists] if alike else [[each] for each in lists]
     total = splits * len(groups)
-    part, sums = out, lse
-    if total > 1:
-        part = torch.empty((tokens, total, heads, values), dtype=torch.float32, device=q.device)
-        sums = torch.empty((tokens, total, heads, 2), dtype=torch.float32, device=q.device)
-    for number, group in enumerate(groups):
-        scan(
-            q, group, sink, scale, values, chosen, mode, target, splits, total, number * splits,
-            out, lse, part, sums,
-        )  # fmt: skip
-    if total > 1:
-        merge_kernel[(tokens * heads * -(-values // _MERGE_VALUES),)](
-            part, sums, sink if sink is not None else lse, out, lse, heads, total,
-            out.stride(0), out.stride(1),
-            S=triton.next_power_of_2(total), VALUES=values, BV=_MERGE_VALUES,
-            SINK=sink is not None, num_warps=4 if total > 8 else 2,
-        )  # fmt: skip
+    if total == 1:
+        scan(q, lists, sink, scale, values, chosen, mode, target, 1, 1, 0, out, lse, out, lse)
+        return
+    step = max(1, min(tokens, _WORKSPACE_BYTES // (4 * total * heads * values)))
+    part = torch.empty((step, total, heads, values), dtype=torch.float32, device=q.device)
+    sums = torch.empty((step, total, heads, 2), dtype=torch.float32, device=q.device)
+    for start in range(0, tokens, step):
+        some = slice(start, start + step)
+        for number, group in enumerate(groups):
+            scan(
+                q[some], [_of(each, some) for each in group], sink, scale, values, chosen, mode,
+                target, splits, total, number * splits, out[some], lse[some], part, sums,
+            )  # fmt: skip
+        merge(part, sums, sink, out[some], lse[some])
+
+
+def merge(part: Tensor, sums: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """Launch the merge of ``part`` [>= T, splits, H, values] into ``out`` [T, H, values]."""
+    tokens, heads, values = out.shape
+    count = part.shape[1]
+    merge_kernel[(tokens * heads * -(-values // MERGE_VALUES),)](
+        part, sums, _or(sink, lse), out, lse, heads, count, out.stride(0), out.stride(1),
+        S=triton.next_power_of_2(count), VALUES=values, BV=MERGE_VALUES, SINK=sink is not None,
+        num_warps=merge_warps(count),
+    )  # fmt: skip
+
+
+def _of(listed: Listed, tokens: slice) -> Listed:
+    lengths = None if listed.lengths is None else listed.lengths[tokens]
+    return dataclasses.replace(listed, indices=listed.indices[tokens], lengths=lengths)
 
 
 def _kind(listed: Listed) -> tuple[object, ...]:
@@ -224,6 +242,7 @@ def scan(
         DATA=coded.data_bytes if coded else 0, SCALES=coded.scale_bytes if coded else 0,
         CHANNELS=channels, VALUES=values, W3=128 if wide else 64, W4=128 if wide > 64 else 64,
         MODE=MODES.index(mode), NATIVE=target.native_e4m3,
+        ONCE=chosen.once,
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
 

@@ -5,8 +5,15 @@ Grid: tokens x heads x slices of ``BV`` values; a program reads [splits, BV] par
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops._triton import Build, Target
+
+MERGE_VALUES = 256
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -43,3 +50,25 @@ def merge_kernel(
     if piece == 0:
         lse = tl.where(total == 0, float("-inf"), (highest + tl.log2(total)) * _LN2)
         tl.store(lse_ptr + token * H + head, lse)
+
+
+def merge_warps(splits: int) -> int:
+    """Warps of a program."""
+    return 4 if splits > 8 else 2
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Some numbers of splits, for both types of output."""
+    types = dict.fromkeys(("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr"), "*fp32")
+    types |= dict.fromkeys(("H", "splits", "out_token", "out_head"), "i32")
+    for out in ("*bf16", "*fp32"):
+        for count in (2, 16, 32):
+            yield Build(
+                f"{count} splits {out}",
+                merge_kernel,
+                types | {"out_ptr": out},
+                {"S": count, "VALUES": get_layout(MAIN_FP8).channels, "BV": MERGE_VALUES,
+                 "SINK": True},
+                num_warps=merge_warps(count),
+                divisible=("out_token", "out_head"),
+            )  # fmt: skip

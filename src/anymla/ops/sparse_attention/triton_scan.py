@@ -115,7 +115,7 @@ def _scan(
     BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
-    MODE: tl.constexpr, NATIVE: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """Blocks first .. last: (reference exponent, sum of p, five sums of p times rows)."""
     T3: tl.constexpr = 384 + W3
@@ -170,10 +170,10 @@ def _scan(
             data = pages + offset.to(tl.int64) * DATA
             marks = pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
             tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
-            k0 = coded_tile(data, marks, ok, 0, 2, BLOCK, MODE, NATIVE)
-            k1 = coded_tile(data, marks, ok, 2, 2, BLOCK, MODE, NATIVE)
-            k2 = coded_tile(data, marks, ok, 4, 2, BLOCK, MODE, NATIVE)
-            k3 = coded_tile(data, marks, ok, 6, 1, BLOCK, MODE, NATIVE)
+            k0 = coded_tile(data, marks, ok, 0, 2, BLOCK, MODE, NATIVE, ONCE)
+            k1 = coded_tile(data, marks, ok, 2, 2, BLOCK, MODE, NATIVE, ONCE)
+            k2 = coded_tile(data, marks, ok, 4, 2, BLOCK, MODE, NATIVE, ONCE)
+            k3 = coded_tile(data, marks, ok, 6, 1, BLOCK, MODE, NATIVE, ONCE)
             k4 = plain_tile(tail, ok, 0, W4, W4, MODE)
         else:
             rows = pages + offset.to(tl.int64) * row_stride
@@ -238,7 +238,7 @@ def scan_kernel(
     LENGTH0: tl.constexpr, LENGTH1: tl.constexpr, SINK: tl.constexpr, SPLIT: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
-    MODE: tl.constexpr, NATIVE: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """See the file. Splits leave part [T, total, H, VALUES] and sums [T, total, H, 2], float32."""
     T3: tl.constexpr = 384 + W3
@@ -268,7 +268,7 @@ def scan_kernel(
     top, sums, a0, a1, a2, a3, a4 = _scan(
         q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
         kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
-        BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, MODE, NATIVE,
+        BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, MODE, NATIVE, ONCE,
     )  # fmt: skip
     if MODE == 0:
         # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
@@ -278,6 +278,7 @@ def scan_kernel(
                 q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1,
                 limit0, limit1, kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
                 BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, 1, NATIVE,
+                ONCE,
             )  # fmt: skip
 
     if SPLIT:
@@ -327,16 +328,35 @@ def build(chosen: Tile, mode: str, target: Target, *, split: bool, two: bool = T
          "LENGTH0": True, "LENGTH1": two, "SINK": True, "SPLIT": split, "FP8": rows == "*u8",
          "BLOCK": layout.block, "DATA": layout.data_bytes, "SCALES": layout.scale_bytes,
          "CHANNELS": layout.channels, "VALUES": layout.channels, "W3": 64, "W4": 64,
-         "MODE": MODES.index(mode), "NATIVE": target.native_e4m3},
+         "MODE": MODES.index(mode), "NATIVE": target.native_e4m3,
+         "ONCE": chosen.once},
         num_warps=chosen.warps, num_stages=chosen.stages, divisible=_ALIGNED,
-        matrix=mode != "float32",
+        matrix=mode != "float32", spills=_accepted_spills(chosen, target),
     )  # fmt: skip
+
+
+def _accepted_spills(chosen: Tile, target: Target) -> int:
+    """Spill instructions over both loops, of which the second hardly ever runs.
+
+    64 heads x 512 channels of sums are half of all registers of an H200's multiprocessor, and it
+    is still the fastest tile there. RDNA has no registers for queries as matrix operands, whatever
+    the tile; nothing was measured on it.
+    """
+    if target.name.startswith("gfx1"):
+        return 1500
+    if chosen.heads == 64:
+        return 700
+    return 0 if target.native_e4m3 else 60
 
 
 def builds(target: Target) -> Iterator[Build]:
     """Every tile of every mode, with and without splits."""
     for mode in MODES:
-        tiles = {tile(heads, mode, target, many=many) for heads in (16, 32, 64) for many in (0, 1)}
+        tiles = {
+            tile(heads, 640, tokens, mode, target, 132)
+            for heads in (16, 32, 64)
+            for tokens in (1, None)
+        }
         for chosen in sorted(tiles, key=str):
             for split in (False, True):
                 yield build(chosen, mode, target, split=split)
