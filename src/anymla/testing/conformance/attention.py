@@ -90,12 +90,12 @@ def _same(got: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> None:
     assert_close(got, other, atol=ulps(torch.bfloat16, 2), scale=scale, name="same rows")
 
 
-def _call(ops: Ops, given: Scene, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _call(ops: Ops, given: Scene, rows: slice, **more: bool) -> tuple[torch.Tensor, torch.Tensor]:
     (q, cache, indices, lengths), keywords = given.arguments()
     for name in ("extra_indices", "extra_lengths"):
         keywords[name] = keywords[name][rows]
     result: tuple[torch.Tensor, torch.Tensor] = ops.sparse_attention(
-        q[rows], cache, indices[rows], lengths[rows], **keywords
+        q[rows], cache, indices[rows], lengths[rows], **keywords, **more
     )
     return result
 
@@ -110,11 +110,15 @@ absent(
 
 @case("A7", "a row alone equals the row in a batch of 32", "sparse_attention")
 def batch_invariance(ops: Ops) -> None:
-    # Bitwise equality is a promise of batch_invariant=True, which no backend offers.
     given = scene(tokens=32, heads=4, width=40, extra=8)
-    whole, _ = _call(ops, given, slice(0, 32))
-    alone = [_call(ops, given, slice(row, row + 1))[0] for row in range(32)]
-    _same(torch.cat(alone), whole, given.expected().weight)
+    whole, lse = _call(ops, given, slice(0, 32), batch_invariant=True)
+    given.expected().check((whole, lse))
+    for row in (0, 13, 31):
+        alone, its_lse = _call(ops, given, slice(row, row + 1), batch_invariant=True)
+        assert_identical(alone[0], whole[row], name=f"output of row {row}")
+        assert_identical(its_lse[0], lse[row], name=f"lse of row {row}")
+    plain, _ = _call(ops, given, slice(0, 32))
+    _same(plain, whole, given.expected().weight)
 
 
 @case("A8", "more than 65,535 tokens", "sparse_attention", bulk=True)
