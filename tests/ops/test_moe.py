@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged import a_device, without_waiting
+from paged import a_device, skip_float64, without_waiting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,10 +20,12 @@ from anymla.formats.fp8_block import (
     quantize_fp8_weight,
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from anymla.ops._triton import has_triton
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu, torch_experts
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
-BACKENDS = ["reference", "torch"]
+no_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+BACKENDS = ["reference", "torch", pytest.param("triton", marks=no_triton)]
 D, INNER = 160, 96  # 160: a run of 128 channels and a shorter one
 
 
@@ -40,6 +42,7 @@ def scores_of(x: Tensor, gate: Tensor) -> Tensor:
 @pytest.mark.parametrize("tokens", [0, 1, 30])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_biased_router(backend: str, tokens: int, dtype: torch.dtype) -> None:
+    skip_float64(backend, dtype)
     x, gate = torch.randn(tokens, D).to(dtype), torch.randn(24, D) / math.sqrt(D)
     bias = 0.5 * torch.randn(24)
     ids, weights = route_biased(x, gate, bias, k=6, scale=2.5, backend=backend)
@@ -79,6 +82,7 @@ def test_scores_that_underflow_give_zero_weights(backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hash_router(backend: str, dtype: torch.dtype) -> None:
+    skip_float64(backend, dtype)
     x, gate = torch.randn(12, D).to(dtype), torch.randn(16, D) / math.sqrt(D)
     table = torch.rand(50, 16).argsort(1)[:, :3]
     token_ids = torch.randint(0, 50, (12,))
@@ -99,6 +103,7 @@ def test_hash_router(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype) -> None:
+    skip_float64(backend, dtype)
     gate = torch.tensor([[-30.0, -2.0, 0.5, 9.0, 11.0, 300.0]]).to(dtype)
     up = torch.tensor([[3.0, -12.0, 12.0, -0.25, -300.0, 1.0]]).to(dtype)
     want = []
@@ -112,6 +117,11 @@ def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype
     assert_close(got, want64, rtol=ulps(dtype, 0.5) + ulps(wide, 4))
     free = swiglu(gate, up, math.inf, backend=backend)
     assert_close(free, gate.double() * gate.double().sigmoid() * up.double(), rtol=ulps(dtype, 4))
+
+
+def skip_large(backend: str, weight_format: str, tokens: int) -> None:
+    if backend == "triton" and tokens > 5 and weight_format != "plain":
+        pytest.skip("interpreted kernels are slow; plain experts cover grouped tokens")
 
 
 class Bank:
@@ -183,6 +193,7 @@ FORMATS = ["plain", "fp8-ue8m0", "fp8-fp32", "mxfp4"]
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_experts_in_float32(backend: str, weight_format: str, tokens: int) -> None:
+    skip_large(backend, weight_format, tokens)
     bank, (ids, weights) = Bank(weight_format, 9), routing(tokens, 3, 9)
     x = torch.randn(tokens, D)
     got = experts(x, ids, weights, **bank.arguments(), quantize_activations=False, backend=backend)
@@ -207,17 +218,19 @@ def test_experts_in_float64_stay_there(weight_format: str) -> None:
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_experts_in_bfloat16(weight_format: str, tokens: int, quantize: bool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_experts_in_bfloat16(backend: str, weight_format: str, tokens: int, quantize: bool) -> None:
+    skip_large(backend, weight_format, tokens)
     bank, (ids, weights) = Bank(weight_format, 9, torch.bfloat16), routing(tokens, 3, 9)
     x = torch.randn(tokens, D).bfloat16()
     arguments = {**bank.arguments(), "quantize_activations": quantize}
     got, want = (
-        experts(x, ids, weights, **arguments, backend=backend) for backend in ("torch", "reference")
+        experts(x, ids, weights, **arguments, backend=name) for name in (backend, "reference")
     )
     assert got.dtype == torch.bfloat16
     # Both round at the same places; a product that falls on another side of a rounding boundary
     # moves an e4m3 code of w2's input by 1/8 of one of 96 terms, or a bf16 by one ulp.
-    assert_close(got, want, atol=ulps(torch.bfloat16, 4), name="torch against reference")
+    assert_close(got, want, atol=ulps(torch.bfloat16, 4), name=f"{backend} against reference")
     exact = bank.expected(x, ids, weights)
     # One rounding to a number of precision eps has a relative rms error below eps / 2 / sqrt(3),
     # which passes through products unchanged. Gate, up, the input of w2 and what is rounded
@@ -262,6 +275,8 @@ def test_foreign_ids_are_skipped_with_their_weights(backend: str, tokens: int) -
         shifted, bank.expected(x, ids, weights, 10), atol=accumulation(D, torch.float32, 8)
     )
     hostile = torch.tensor([-1, 9, 14, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    if backend == "triton":
+        hostile = hostile[-2:]  # interpreted kernels are slow
     for bad in hostile:
         ids_bad, weights_bad = ids.clone(), weights.clone()
         ids_bad[:, 1], weights_bad[:, 1] = bad, torch.nan
@@ -326,6 +341,44 @@ def test_any_routing(tokens: int, k: int, count: int, offset: int, seed: int) ->
     )
     want = bank.expected(x, ids, weights, offset)
     assert_close(got, want, atol=accumulation(D, torch.float32, 8))
+
+
+@no_triton
+@pytest.mark.parametrize(("tokens", "stacked"), [(2, False), (2, True), (24, False), (24, True)])
+@pytest.mark.parametrize(
+    ("weight_format", "dtype"), [("plain", torch.bfloat16), ("mxfp4", torch.float16)]
+)
+def test_kernels_take_lists_and_stacks(
+    weight_format: str, dtype: torch.dtype, tokens: int, stacked: bool
+) -> None:
+    # One tensor cut into experts is found by a stride, tensors anywhere by a table. Ids repeat
+    # within a row and point outside; one expert has all of some tokens, another none.
+    bank = Bank(weight_format, 5, dtype)
+    arguments = {**bank.arguments(), "quantize_activations": weight_format != "plain"}
+    if stacked:
+        arguments = {
+            name: list(torch.stack(value)) if isinstance(value, list) and value else value
+            for name, value in arguments.items()
+        }
+    ids = torch.randint(-1, 7, (tokens, 3), dtype=torch.int32)
+    ids[ids == 3] = 2
+    ids[0], ids[1] = 4, torch.tensor([-(2**31), 2**31 - 1, 9], dtype=torch.int32)
+    x, weights = torch.randn(tokens, D).to(dtype), torch.rand(tokens, 3)
+    got, want = (
+        experts(x, ids, weights, **arguments, expert_offset=1, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    assert_close(got, want, atol=ulps(torch.bfloat16, 6))
+
+
+@no_triton
+def test_kernels_refuse_float64() -> None:
+    bank, (ids, weights) = Bank("plain", 2, torch.float64), routing(1, 1, 2)
+    support = experts.supports(
+        torch.zeros(1, D), ids, weights, **bank.arguments(), quantize_activations=False,
+        backend="triton",
+    )  # fmt: skip
+    assert "float64" in support.reason
 
 
 def test_few_and_many_agree(monkeypatch: pytest.MonkeyPatch) -> None:

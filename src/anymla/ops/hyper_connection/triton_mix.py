@@ -178,10 +178,10 @@ def builds(target: Target) -> Iterator[Build]:
         for tokens in (1, 1 + _FEW_TOKENS):
             for dtype in _DTYPES:
                 for mixes, expands in ((24, False), (24, True), (4, False)):
-                    yield _build(d, tokens, dtype, mixes, expands)
+                    yield _build(target, d, tokens, dtype, mixes, expands)
 
 
-def _build(d: int, tokens: int, dtype: str, mixes: int, expands: bool) -> Build:
+def _build(target: Target, d: int, tokens: int, dtype: str, mixes: int, expands: bool) -> Build:
     chosen = config(tokens, d, _DTYPES[dtype])
     types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", "tokens": "i32"}
     absent = {}
@@ -208,4 +208,6 @@ def _build(d: int, tokens: int, dtype: str, mixes: int, expands: bool) -> Build:
         absent | sizes,
         num_warps=chosen.num_warps,
         matrix=dtype != "fp32",
+        # Without matrix instructions the tile is in registers, of which RDNA has few.
+        spills=64 if target.name.startswith("gfx1") and dtype == "fp32" else 0,
     )

@@ -7,7 +7,17 @@ K experts per token, I an expert's inner size, V vocabulary.
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
+from anymla.ops._operation import (
+    FLOAT32_UP,
+    FLOATS,
+    INT32,
+    INT64,
+    Support,
+    check,
+    operation,
+    require,
+)
+from anymla.ops._triton import float32_support
 from anymla.ops.moe import reference, torch_experts, torch_router
 
 _FORMATS = ("plain", "fp8", "mxfp4")
@@ -222,3 +232,18 @@ swiglu.register("reference", reference.swiglu)
 swiglu.register("torch", torch_experts.swiglu)
 experts.register("reference", reference.experts)
 experts.register("torch", torch_experts.experts)
+
+
+def _experts_support(*args: object, **kwargs: object) -> Support:
+    for value in (*args, *kwargs.values()):
+        # Of the lists only the first tensors are examined, here as in the contract.
+        if isinstance(value, list) and value and value[0].dtype == torch.float64:
+            return Support(False, "computes in float32, but the experts are float64")
+    return float32_support(*args, **kwargs)
+
+
+_TRITON = "anymla.ops.moe.triton_"
+route_hash.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
+route_biased.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
+swiglu.register_lazy("triton", f"{_TRITON}swiglu", supports=float32_support)
+experts.register_lazy("triton", f"{_TRITON}experts", supports=_experts_support)
