@@ -346,7 +346,7 @@ def _accepted_spills(chosen: Tile, target: Target) -> int:
         return 1500
     if chosen.heads == 64:
         return 700
-    return 0 if target.native_e4m3 else 60
+    return 10 if target.native_e4m3 else 100
 
 
 def builds(target: Target) -> Iterator[Build]:
