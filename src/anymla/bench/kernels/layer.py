@@ -1,0 +1,243 @@
+"""Speed cases of what a layer does besides attention: hyper-connections, projections, experts.
+
+Sizes are those of DeepSeek-V4 Flash: hidden size 4096, 4 streams, 64 heads of 512 in 8 groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.bench.kernels import Case
+from anymla.formats.fp8_block import quantize_fp8_weight
+from anymla.formats.mxfp4 import quantize_mxfp4
+from anymla.formats.nvfp4 import quantize_nvfp4
+from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
+from anymla.ops.linear import fp8_block_linear, mxfp4_linear, nvfp4_linear
+from anymla.ops.moe import experts, route_biased, swiglu
+from anymla.ops.output_projection import (
+    grouped_output_projection,
+    grouped_output_projection_fp8,
+    inverse_rope_fp8_quant,
+)
+
+TOKENS = (1, 64, 4096, 32768)
+LINEAR_TOKENS = (1, 16, 256)
+_DECODE = 64
+_MOST_US = 6.0
+_SHARE = 0.75
+_HIDDEN, _STREAMS, _HEADS, _DIM, _GROUPS, _RANK, _ROPE = 4096, 4, 64, 512, 8, 1024, 64
+_EXPERTS, _CHOSEN, _INNER = 256, 6, 2048
+_MIXES = (2 + _STREAMS) * _STREAMS
+_WEIGHTS = _MIXES * _STREAMS * _HIDDEN * 4
+_GATES = (_STREAMS + _STREAMS * _STREAMS) * 4
+_OPTIONS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6, "backend": "triton"}
+_Call = Callable[[], object]
+
+
+def cases(
+    tokens: Sequence[int] = TOKENS,
+    linear_tokens: Sequence[int] = LINEAR_TOKENS,
+    device: str = "cuda",
+) -> Iterator[Case]:
+    """Every operation at every number of tokens."""
+    for count in tokens:
+        yield from _stream_cases(count, device)
+        yield from _head_cases(count, device)
+    for count in linear_tokens:
+        yield from _linear_cases(count, device)
+        yield from _expert_cases(count, device)
+
+
+def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> Case:
+    label = f"{label}, {tokens} tokens"
+    if tokens <= _DECODE:
+        return Case(label, setup, moved, most_us=_MOST_US)
+    return Case(label, setup, moved, share=_SHARE)
+
+
+def _stream_cases(tokens: int, device: str) -> Iterator[Case]:
+    row = 2 * _HIDDEN
+    streams = _STREAMS * row
+    for name, setup, moved in (
+        ("hc_pre", _pre, tokens * (streams + row + _GATES) + _WEIGHTS),
+        ("hc_post", _post, tokens * (2 * streams + row + _GATES)),
+        ("hc_post_pre_norm", _fused, tokens * (2 * streams + 2 * row + 2 * _GATES) + _WEIGHTS),
+        ("hc_head", _head, tokens * (streams + row) + _WEIGHTS // 6),
+        ("swiglu", _swiglu, tokens * 3 * 2 * _INNER),
+    ):
+        yield _case(name, functools.partial(setup, tokens, device), moved, tokens)
+
+
+def _head_cases(tokens: int, device: str) -> Iterator[Case]:
+    values = tokens * _HEADS * _DIM
+    angles = tokens * (8 + 4 * _ROPE)
+    codes = values + values // 128 * 4
+    setup = functools.partial(_quantised_heads, tokens, device)
+    yield _case("inverse_rope_fp8_quant", setup, 2 * values + codes + angles, tokens)
+    weight = _GROUPS * _RANK * _HEADS // _GROUPS * _DIM
+    result = 2 * tokens * _GROUPS * _RANK
+    flops = 2 * values * _RANK
+    for name, projected, moved in (
+        ("grouped_output_projection", _projected, 2 * values + angles + 2 * weight + result),
+        ("grouped_output_projection_fp8", _projected_codes, codes + weight + result),
+    ):
+        setup = functools.partial(projected, tokens, device)
+        yield Case(f"{name}, {tokens} tokens", setup, moved, flops)
+
+
+def _linear_cases(tokens: int, device: str) -> Iterator[Case]:
+    weight, activations = _HIDDEN * _HIDDEN, 2 * 2 * tokens * _HIDDEN
+    flops = 2 * tokens * weight
+    for kind, stored in (
+        ("fp8", weight + weight // 128**2),
+        ("fp8, quantised", weight + weight // 128**2),
+        ("mxfp4", weight // 2 + weight // 32),
+        ("nvfp4", weight // 2 + weight // 16),
+    ):
+        setup = functools.partial(_linear, kind, tokens, device)
+        label = f"{kind} linear 4096 x 4096, {tokens} tokens"
+        yield Case(label, setup, stored + activations, flops)
+
+
+def _expert_cases(tokens: int, device: str) -> Iterator[Case]:
+    setup = functools.partial(_route, tokens, device)
+    gate = 2 * _EXPERTS * _HIDDEN
+    moved = gate + tokens * (2 * _HIDDEN + 8 * _CHOSEN)
+    yield Case(f"route_biased, {tokens} tokens", setup, moved)
+    used = min(_EXPERTS, tokens * _CHOSEN)
+    matrices = 3 * _INNER * _HIDDEN
+    moved = used * (matrices // 2 + matrices // 32) + tokens * 4 * _HIDDEN
+    setup = functools.partial(_routed_experts, tokens, device)
+    flops = 2 * tokens * _CHOSEN * matrices
+    yield Case(f"experts mxfp4, {tokens} tokens", setup, moved, flops)
+
+
+def _normal(*shape: int, device: str) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def _site(tokens: int, device: str) -> dict[str, Any]:
+    fn = torch.randn(_MIXES, _STREAMS * _HIDDEN, device=device) / 128
+    return {
+        "h": _normal(tokens, _STREAMS, _HIDDEN, device=device),
+        "fn": fn,
+        "base": torch.randn(_MIXES, device=device),
+        "scale": torch.ones(3, device=device),
+    }
+
+
+def _left(tokens: int, device: str) -> dict[str, Any]:
+    return {
+        "u": _normal(tokens, _HIDDEN, device=device),
+        "post": torch.rand(tokens, _STREAMS, device=device),
+        "comb": torch.rand(tokens, _STREAMS, _STREAMS, device=device),
+    }
+
+
+def _pre(tokens: int, device: str) -> _Call:
+    return functools.partial(hc_pre, **_site(tokens, device), **_OPTIONS, iters=20)
+
+
+def _post(tokens: int, device: str) -> _Call:
+    h = _normal(tokens, _STREAMS, _HIDDEN, device=device)
+    return functools.partial(hc_post, h=h, **_left(tokens, device), backend="triton")
+
+
+def _fused(tokens: int, device: str) -> _Call:
+    site, left = _site(tokens, device), _left(tokens, device)
+    weight = _normal(_HIDDEN, device=device)
+    return functools.partial(
+        hc_post_pre_norm, **site, **left, norm_weight=weight, **_OPTIONS, iters=20
+    )
+
+
+def _head(tokens: int, device: str) -> _Call:
+    site = _site(tokens, device)
+    head = {"fn": site["fn"][:4], "base": site["base"][:4], "scale": site["scale"][:1]}
+    return functools.partial(hc_head, site["h"], **head, **_OPTIONS)
+
+
+def _swiglu(tokens: int, device: str) -> _Call:
+    gate, up = (_normal(tokens, _INNER, device=device) for _ in range(2))
+    return functools.partial(swiglu, gate, up, 10.0, backend="triton")
+
+
+def _heads(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    positions = torch.arange(tokens, device=device)
+    table = torch.rand(max(2, tokens), _ROPE, device=device)
+    return _normal(tokens, _HEADS, _DIM, device=device), positions, table
+
+
+def _quantised_heads(tokens: int, device: str) -> _Call:
+    heads = _heads(tokens, device)
+    return functools.partial(inverse_rope_fp8_quant, *heads, n_groups=_GROUPS, backend="triton")
+
+
+def _projected(tokens: int, device: str) -> _Call:
+    wo_a = _normal(_GROUPS, _RANK, _HEADS // _GROUPS * _DIM, device=device)
+    heads = _heads(tokens, device)
+    return functools.partial(grouped_output_projection, *heads, wo_a, backend="triton")
+
+
+def _projected_codes(tokens: int, device: str) -> _Call:
+    heads = _heads(tokens, device)
+    codes, scales = inverse_rope_fp8_quant(*heads, n_groups=_GROUPS, backend="triton")
+    pairs = [
+        quantize_fp8_weight(torch.randn(_RANK, _HEADS // _GROUPS * _DIM, device=device))
+        for _ in range(_GROUPS)
+    ]
+    weight, weight_scales = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    return functools.partial(
+        grouped_output_projection_fp8, codes, scales, weight, weight_scales, backend="triton"
+    )
+
+
+def _linear(kind: str, tokens: int, device: str) -> _Call:
+    x = _normal(tokens, _HIDDEN, device=device)
+    weight = torch.randn(_HIDDEN, _HIDDEN, device=device)
+    if kind == "nvfp4":
+        return functools.partial(nvfp4_linear, x, *quantize_nvfp4(weight), backend="triton")
+    if kind == "mxfp4":
+        return functools.partial(mxfp4_linear, x, *quantize_mxfp4(weight), backend="triton")
+    stored = quantize_fp8_weight(weight)
+    quantize = kind.endswith("quantised")
+    return functools.partial(
+        fp8_block_linear, x, *stored, quantize_activations=quantize, backend="triton"
+    )
+
+
+def _route(tokens: int, device: str) -> _Call:
+    x, gate = _normal(tokens, _HIDDEN, device=device), _normal(_EXPERTS, _HIDDEN, device=device)
+    bias = torch.zeros(_EXPERTS, device=device)
+    return functools.partial(route_biased, x, gate, bias, k=_CHOSEN, scale=1.5, backend="triton")
+
+
+def _routed_experts(tokens: int, device: str, count: int = _EXPERTS) -> _Call:
+    def codes(*shape: int) -> list[Tensor]:
+        return list(torch.randint(0, 256, (count, *shape), dtype=torch.uint8, device=device))
+
+    def scales(*shape: int) -> list[Tensor]:
+        return list(torch.full((count, *shape), 120, dtype=torch.uint8, device=device))
+
+    ids = torch.rand(tokens, count, device=device).argsort(1)[:, :_CHOSEN].int()
+    return functools.partial(
+        experts,
+        _normal(tokens, _HIDDEN, device=device),
+        ids,
+        torch.rand(tokens, _CHOSEN, device=device),
+        codes(_INNER, _HIDDEN // 2),
+        codes(_INNER, _HIDDEN // 2),
+        codes(_HIDDEN, _INNER // 2),
+        scales(_INNER, _HIDDEN // 32),
+        scales(_INNER, _HIDDEN // 32),
+        scales(_HIDDEN, _INNER // 32),
+        weight_format="mxfp4",
+        swiglu_limit=10.0,
+        quantize_activations=False,
+        backend="triton",
+    )
