@@ -114,7 +114,10 @@ def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype
     assert got.dtype == dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     want64 = torch.tensor([want], dtype=torch.float64)
-    assert_close(got, want64, rtol=ulps(dtype, 0.5) + ulps(wide, 4))
+    # A GPU's exp(x) is 2^(x log2 e): rounding that argument, up to 30 log2 e here, costs as many
+    # units as it is large.
+    exponential = ulps(wide, 30 * math.log2(math.e)) if backend == "triton" else 0.0
+    assert_close(got, want64, rtol=ulps(dtype, 0.5) + ulps(wide, 4) + exponential)
     free = swiglu(gate, up, math.inf, backend=backend)
     assert_close(free, gate.double() * gate.double().sigmoid() * up.double(), rtol=ulps(dtype, 4))
 
