@@ -1,0 +1,32 @@
+"""The README's support table says what the recorded evidence says, and no more."""
+
+import json
+import pathlib
+
+from anymla.bench.support_matrix import support_table, with_table
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_readme_is_up_to_date():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_table(text, ROOT / "benchmarks" / "results") == text
+
+
+def test_a_failed_run_is_no_run_and_a_failed_build_is_counted(tmp_path):
+    builds = [("kv_cache", True), ("kv_cache", False), ("moe", True)]
+    (tmp_path / "build_matrix.jsonl").write_text(
+        "\n".join(
+            json.dumps({"module": f"anymla.ops.{family}.triton_x", "target": "sm_90", "ok": ok})
+            for family, ok in builds
+        )
+    )
+    (tmp_path / "gpu_tests.jsonl").write_text(
+        "\n".join(
+            json.dumps({"family": family, "target": "sm_90", "passed": 3, "failed": failed})
+            for family, failed in (("kv_cache", 0), ("moe", 1))
+        )
+    )
+    table = "\n".join(support_table(tmp_path))
+    assert "**run**, built 1 of 2" in table
+    assert "| built 1 |" in table
