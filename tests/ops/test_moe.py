@@ -119,7 +119,8 @@ def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype
     exponential = ulps(wide, 30 * math.log2(math.e)) if backend == "triton" else 0.0
     assert_close(got, want64, rtol=ulps(dtype, 0.5) + ulps(wide, 4) + exponential)
     free = swiglu(gate, up, math.inf, backend=backend)
-    assert_close(free, gate.double() * gate.double().sigmoid() * up.double(), rtol=ulps(dtype, 4))
+    unclamped = gate.double() * gate.double().sigmoid() * up.double()
+    assert_close(free, unclamped, rtol=ulps(dtype, 4) + exponential)
 
 
 def skip_large(backend: str, weight_format: str, tokens: int) -> None:
