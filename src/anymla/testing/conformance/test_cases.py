@@ -35,6 +35,9 @@ def test_case(case: Case, backend: str) -> None:
         pytest.skip("a case about size; the reference loops in Python")
     if case.bulk and backend == "triton" and _triton.INTERPRETED:
         pytest.skip("a case about size; Triton's interpreter takes minutes")
+    whole_model = {"sparse_attention", "experts"} <= set(case.operations)
+    if whole_model and backend == "triton" and _triton.INTERPRETED:
+        pytest.skip("a case of whole models; Triton's interpreter takes minutes, a GPU runs it")
     missing = [name for name in case.operations if backend not in all_operations()[name].backends]
     if missing:
         pytest.skip(f"backend {backend} has no {', '.join(missing)}")
