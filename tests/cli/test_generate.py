@@ -157,16 +157,16 @@ def test_a_device_that_is_not_there(tiny, device):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "pattern"),
     [
         (["--speculate"], "speculation needs an MTP layer, and this checkpoint has none"),
-        (["--backend", "abacus"], "token_to_request: no backend 'abacus'; there are: "),
+        (["--backend", "abacus"], r"\w+: no backend 'abacus'; there are: "),
     ],
 )
-def test_what_shows_once_the_model_is_loaded(tiny_without_mtp, arguments, message):
+def test_what_shows_once_the_model_is_loaded(tiny_without_mtp, arguments, pattern):
     result = _generate(tiny_without_mtp, "--prompt", "a", *arguments)
     assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1].startswith(f"Error: {message}")
+    assert re.match(f"Error: {pattern}", result.stderr.splitlines()[-1])
     assert "Traceback" not in result.output
 
 
