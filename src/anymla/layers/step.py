@@ -57,6 +57,7 @@ class Step:
         dense: by compressed group, the rows of all visible entries, wherever a layer attends to all
             of them: without an indexer, or with one that selects as many.
         index_lens: int32 [T], entries visible to each token's indexer, or None without indexers.
+        padded: some tokens may be padding, as in a step of fixed size.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
             request-local selection [T, K], "experts" with the expert ids [T, k].
     """
@@ -74,4 +75,5 @@ class Step:
     window: Rows
     dense: Mapping[str, Rows]
     index_lens: Tensor | None
+    padded: bool = False
     recorder: Recorder | None = None

@@ -11,14 +11,20 @@ from torch import Tensor
 
 from anymla.runtime.cache_groups import CacheGroup, ceil_div
 from anymla.runtime.page_pool import NULL_PAGE, PagePool
+from anymla.runtime.upload import upload
 
 
 class BlockTable:
-    """Tables int32 [max_requests, columns] on the device, and the pages held, on the host.
+    """Tables int32 [max_requests + 1, columns] on the device, and the pages held, on the host.
 
     Column j of a row covers tokens j * tokens_per_page onwards. Columns without a page hold the
-    null page, so that a page returned to the pool is never named again. Changes reach the device
-    in one write per step, when the tables are next read.
+    null page, so that a page returned to the pool is never named again; the last row, for requests
+    that are not there, never has one. Changes reach the device in one write per step, when the
+    tables are next read.
+
+    Attributes:
+        device_table: the tables, as of the last write.
+        absent_row: the last row.
     """
 
     def __init__(
@@ -33,8 +39,9 @@ class BlockTable:
         self.group = group
         self.pool = pool
         columns = max(1, ceil_div(max_seq_len, group.tokens_per_page))
-        self._table = torch.full(
-            (max_requests, columns), NULL_PAGE, dtype=torch.int32, device=device
+        self.absent_row = max_requests
+        self.device_table = torch.full(
+            (max_requests + 1, columns), NULL_PAGE, dtype=torch.int32, device=device
         )
         self._first = [0] * max_requests
         self._pages: list[deque[int]] = [deque() for _ in range(max_requests)]
@@ -65,32 +72,47 @@ class BlockTable:
         """Tables of a step's requests.
 
         Args:
-            rows: int64 [R] on the device.
+            rows: int32 or int64 [R] on the device.
             max_seq_len: longest of the requests; the tables are cut to what it needs.
 
         Returns:
             int32 [R, P], P at least 1.
         """
+        self.write_changes()
+        return self.device_table[:, : self.columns(max_seq_len)].index_select(0, rows)
+
+    @property
+    def num_changes(self) -> int:
+        """Changes that have not reached the device."""
+        return len(self._changes)
+
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """The changes, for a caller that writes them: places in the flat table, and pages."""
+        columns = self.device_table.shape[1]
+        places = [row * columns + column for row, column in self._changes]
+        pages = list(self._changes.values())
+        self._changes.clear()
+        return places, pages
+
+    def write_changes(self) -> None:
+        """Write the changes to the device."""
         if self._changes:
-            device = self._table.device
-            where = torch.tensor(list(self._changes), device=device)
-            pages = torch.tensor(list(self._changes.values()), dtype=torch.int32, device=device)
-            self._table[where[:, 0], where[:, 1]] = pages
-            self._changes.clear()
-        return self._table[:, : self._columns(max_seq_len)].index_select(0, rows)
+            places, pages = upload(self.take_changes(), self.device_table.device)
+            self.device_table.view(-1).scatter_(0, places.long(), pages)
 
     def host_rows(self, rows: list[int], max_seq_len: int) -> NDArray[np.int32]:
         """``rows`` as a NumPy array, for a device that is the CPU."""
-        table: NDArray[np.int32] = self._table.numpy()
+        table: NDArray[np.int32] = self.device_table.numpy()
         for where, page in self._changes.items():
             table[where] = page
         self._changes.clear()
-        columns = self._columns(max_seq_len)
+        columns = self.columns(max_seq_len)
         if len(rows) == 1:
             return table[rows[0] : rows[0] + 1, :columns].copy()
         return table[rows, :columns]
 
-    def _columns(self, max_seq_len: int) -> int:
+    def columns(self, max_seq_len: int) -> int:
+        """Columns that requests of this length need."""
         return max(1, ceil_div(max_seq_len, self.group.tokens_per_page))
 
     def _drop_before(self, row: int, column: int) -> None:

@@ -73,6 +73,10 @@ class CacheStore:
             for cache in self.tensors(group)
         )
 
+    def step_groups(self, *, window_only: bool = False) -> tuple[CacheGroup, ...]:
+        """The groups that a step concerns; a draft layer's has a window only."""
+        return tuple(group for group in self.groups if group.kind == "window" or not window_only)
+
     def tensors(self, group: CacheGroup) -> list[Tensor]:
         """The group's cache tensors, in the order of its layers."""
         return [getattr(self.layers[layer], group.kind) for layer in group.layers]

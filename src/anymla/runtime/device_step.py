@@ -1,0 +1,120 @@
+"""A step's metadata, built on the device from a few integers a request and the block tables.
+
+The selection operations build it, shapes depend on the sizes alone, and nothing is read back: the
+same calls serve a batch as it comes and a batch of fixed size inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.layers.step import GroupStep, Rows, Step
+from anymla.ops.selection import compressed_rows, slot_mapping, token_to_request, window_rows
+from anymla.runtime.cache_groups import CacheGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a step is made of; T rows for tokens, R requests.
+
+    Attributes:
+        token_ids: int32 [T].
+        first_rows: int32 [R + 1], where each request's rows begin, and T.
+        counts: int32 [R] or None, leading rows of each request that are tokens, the others being
+            padding; None: all of them.
+        starts: int32 [R], position of each request's first token.
+        tables: by cache group, int32 [R, P].
+    """
+
+    token_ids: Tensor
+    first_rows: Tensor
+    counts: Tensor | None
+    starts: Tensor
+    tables: Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """What the host knows of a step; see the fields of ``Step``."""
+
+    query_lens: tuple[int, ...]
+    num_decodes: int
+    max_seq_len: int
+
+
+def device_step(
+    batch: Batch, groups: Sequence[CacheGroup], sizes: BatchSizes, *, backend: str | None = None
+) -> Step:
+    """Build the step.
+
+    Args:
+        batch: tensors on the device.
+        groups: those that ``batch.tables`` has, the window among them.
+        sizes: ``max_seq_len`` may exceed the longest request; it sets the widths.
+        backend: of the selection operations.
+    """
+    rows = len(batch.token_ids)
+    device = batch.token_ids.device
+    token_to_req = token_to_request(batch.first_rows, rows, backend=backend)
+    place = torch.arange(rows, device=device)
+    if batch.counts is None:
+        counts = batch.first_rows.diff()
+        positions = place + (batch.starts - batch.first_rows[:-1]).index_select(0, token_to_req)
+        is_valid = token_to_req >= 0
+    else:
+        counts = batch.counts
+        offset = place - batch.first_rows.index_select(0, token_to_req)
+        is_valid = offset < counts.index_select(0, token_to_req)
+        positions = torch.where(is_valid, offset + batch.starts.index_select(0, token_to_req), 0)
+        token_to_req = torch.where(is_valid, token_to_req, -1)
+
+    window = index_lens = None
+    grouped: dict[str, GroupStep] = {}
+    dense: dict[str, Rows] = {}
+    for group in groups:
+        table = batch.tables[group.name]
+        where = (positions, token_to_req, table)
+        slots = slot_mapping(*where, page_size=group.page_size, ratio=group.ratio, backend=backend)
+        grouped[group.name] = GroupStep(table, slots, group.page_size)
+        if group.kind == "window":
+            assert group.retention is not None
+            window = Rows(
+                *window_rows(
+                    *where, block_size=group.page_size, window=group.retention, backend=backend
+                )
+            )
+        elif group.kind == "index":
+            visible = (positions + 1) // group.ratio
+            if batch.counts is not None:
+                visible = visible * is_valid
+            index_lens = visible.int()
+        elif group.lists_entries(sizes.max_seq_len):
+            indices, _, lengths = compressed_rows(
+                *where,
+                ratio=group.ratio,
+                block_size=group.page_size,
+                width=sizes.max_seq_len // group.ratio,
+                backend=backend,
+            )
+            dense[group.name] = Rows(indices, lengths)
+    assert window is not None
+    return Step(
+        token_ids=batch.token_ids.long(),
+        positions=positions,
+        token_to_req=token_to_req,
+        is_valid=is_valid,
+        seq_lens=batch.starts + counts,
+        query_start_loc=batch.first_rows,
+        query_lens=sizes.query_lens,
+        num_decodes=sizes.num_decodes,
+        max_seq_len=sizes.max_seq_len,
+        groups=grouped,
+        window=window,
+        dense=dense,
+        index_lens=index_lens,
+        padded=batch.counts is not None,
+    )
