@@ -7,6 +7,18 @@ import triton.language as tl
 
 
 @triton.jit
+def _upper_bits(x):
+    """A float32 without the 16 bits that a bfloat16 has not; what it leaves has 16 bits at most."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_bf16(x):
+    """A float32 that is a bfloat16, by moving its bits: conversions are slow on NVIDIA."""
+    return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def exact_dot(a, w, total):
     """Add a @ w^T to ``total``, the operands unrounded and the sums in float32.
 
@@ -24,13 +36,12 @@ def exact_dot(a, w, total):
         total = exact_dot(upper, w, total)
     elif a.dtype == tl.bfloat16 and w.dtype == tl.float32:
         # Three bfloat16 hold the 24 bits of a float32, and their products are tensor-core ones.
-        high = w.to(tl.bfloat16)
-        rest = w - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(a, tl.trans(low), total)
-        total = tl.dot(a, tl.trans(middle), total)
-        total = tl.dot(a, tl.trans(high), total)
+        high = _upper_bits(w)
+        rest = w - high
+        middle = _upper_bits(rest)
+        total = tl.dot(a, tl.trans(_as_bf16(rest - middle)), total)
+        total = tl.dot(a, tl.trans(_as_bf16(middle)), total)
+        total = tl.dot(a, tl.trans(_as_bf16(high)), total)
     else:
         wide = tl.trans(w.to(tl.float32))
         total = tl.dot(a.to(tl.float32), wide, total, input_precision="ieee")

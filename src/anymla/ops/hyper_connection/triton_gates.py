@@ -1,4 +1,4 @@
-"""The gates of a site inside kernels: a token is a lane, and its numbers are a tuple of vectors.
+"""The gates of a site inside kernels: a tuple of scalars, or of vectors with a token a lane.
 
 Sinkhorn's forty normalisations of a token's N x N matrix then need no communication at all.
 
@@ -38,18 +38,16 @@ def store_columns(table, rows, inside, columns, FIRST: tl.constexpr, COUNT: tl.c
 
 
 @triton.jit
-def _summed(partial, rows, inside, COLUMN: tl.constexpr, SLICES, P, BLOCK_S: tl.constexpr):
+def _summed(partial, row, COLUMN: tl.constexpr, SLICES, P, BLOCK_S: tl.constexpr):
     slices = tl.arange(0, BLOCK_S)
-    at = (rows[:, None] * SLICES + slices[None, :]) * P + COLUMN
-    mask = inside[:, None] & (slices < SLICES)[None, :]
-    return tl.sum(tl.load(partial + at, mask=mask, other=0.0), 1)
+    at = (row * SLICES + slices) * P + COLUMN
+    return tl.sum(tl.load(partial + at, slices < SLICES, other=0.0), 0)
 
 
 @triton.jit
-def mixes_of_few(
+def mixes_of_one(
     partial,
-    rows,
-    inside,
+    row,
     norm_eps,
     COUNT: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -57,15 +55,12 @@ def mixes_of_few(
     P: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """COUNT mixes of tokens ``rows``, divided by the root mean square of their streams.
-
-    Slices are lanes, so this is for a few tokens.
-    """
-    square = _summed(partial, rows, inside, COUNT, SLICES, P, BLOCK_S)
+    """COUNT mixes of token ``row``, scalars, divided by the root mean square of its streams."""
+    square = _summed(partial, row, COUNT, SLICES, P, BLOCK_S)
     inverse = tl.rsqrt(square / CHANNELS + norm_eps)
     mixes = ()
     for i in tl.static_range(COUNT):
-        mixes += (_summed(partial, rows, inside, i, SLICES, P, BLOCK_S) * inverse,)
+        mixes += (_summed(partial, row, i, SLICES, P, BLOCK_S) * inverse,)
     return mixes
 
 
@@ -80,7 +75,7 @@ def _mixes_of_many(
     SLICES: tl.constexpr,
     P: tl.constexpr,
 ):
-    """As ``mixes_of_few``; tokens are lanes, and slices pass one by one."""
+    """As ``mixes_of_one`` for tokens ``rows`` [n]: tokens are lanes, and slices pass one by one."""
     totals = ()
     for _ in tl.static_range(COUNT + 1):
         totals += (tl.zeros(rows.shape, tl.float32),)

@@ -28,6 +28,9 @@ from anymla.ops._triton import Build, Target
 from anymla.ops.hyper_connection.triton_gates import load_columns
 
 _FEW_TOKENS = 128
+# Channels of a slice. With few tokens many slices, but at D 4096 no more than a warp's lanes.
+FEW_SLICE = 128
+_MANY_SLICE = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -49,7 +52,7 @@ def config(tokens: int, d: int, dtype: torch.dtype) -> MixConfig:
     few = tokens <= _FEW_TOKENS
     whole = dtype == torch.bfloat16
     columns = min(32 if whole else 16, max(16, triton.next_power_of_2(d)))
-    chunks = min((64 if few else 256) // columns, triton.cdiv(d, columns))
+    chunks = min((FEW_SLICE if few else _MANY_SLICE) // columns, triton.cdiv(d, columns))
     return MixConfig(32 if whole and not few else 16, columns, chunks, 8 if whole else 4)
 
 
@@ -209,11 +212,11 @@ def _build(target: Target, d: int, tokens: int, dtype: str, mixes: int, expands:
         absent | sizes,
         num_warps=chosen.num_warps,
         matrix=dtype != "fp32",
-        spills=_spills(target, dtype),
+        spills=_spills(target),
     )
 
 
-def _spills(target: Target, dtype: str) -> int:
+def _spills(target: Target) -> int:
     """Spills that are accepted: in the 256 registers of RDNA a tile of streams is a tight fit."""
     if not target.name.startswith("gfx1"):
         return 16
