@@ -1,8 +1,9 @@
 """Byte layouts of cache pages: where an entry's values and scales lie, and how they are coded.
 
-A page with B entries holds two planes: first B entries of values, then B entries of scales; then
-padding up to the page stride. Readers and writers take the page stride from the tensor, never from
-the layout, because engines pad pages further and share them between layers.
+A page with B entries holds two planes: first B entries of values, then B entries of scales (none
+where scales lie beside their values, or do not exist); then padding up to the page stride. Readers
+and writers take the page stride from the tensor, never from the layout, because engines pad pages
+further and share them between layers.
 
 The exposed tensor is [P, B, row_elements] (or [P, B, 1, row_elements]) with strides
 (page stride, row_elements, 1). ``cache[p, t]`` is *not* entry t of a page with two planes.
@@ -214,6 +215,42 @@ class SplitFp8Layout(PageLayout):
 
 
 @dataclasses.dataclass(frozen=True)
+class InlineFp8Layout(PageLayout):
+    """The record of DeepSeek-V3.2's KV cache: codes, their scales and the rope channels in a row.
+
+    ``nope`` e4m3 codes, a float32 scale for each ``block`` of them, then bfloat16 rope channels.
+    This writer's scales are powers of two (rows are rounded to bfloat16 first, as in
+    ``SplitFp8Layout``), so what it writes decodes exactly in bfloat16; a reader takes any scale.
+    """
+
+    nope: int
+    block: int
+
+    @property
+    def rope_start(self) -> int:
+        """Offset in bytes of the rope channels in an entry."""
+        return self.nope + self.nope // self.block * torch.float32.itemsize
+
+    def encode(self, rows: Tensor) -> tuple[Tensor, None]:
+        """Code rows [n, channels]; see the class."""
+        rows = rows.bfloat16()
+        blocks = rows[:, : self.nope].float().unflatten(1, (-1, self.block))
+        exponent = scale_exponent(blocks.abs().amax(-1), E4M3_MAX, KV_AMAX_FLOOR)
+        codes = encode_e4m3(torch.ldexp(blocks, -exponent.unsqueeze(-1))).flatten(1)
+        scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+        rope = rows[:, self.nope :].contiguous().view(torch.uint8)
+        return torch.cat((codes, scales.view(torch.uint8), rope), 1), None
+
+    def decode(self, data: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Decode entries [n, data_bytes] to [n, channels], each value rounded once to ``dtype``."""
+        scale = data[:, self.nope : self.rope_start].contiguous().view(torch.float32)
+        values = decode_e4m3(data[:, : self.nope]).unflatten(1, (-1, self.block))
+        nope = (values.double() * scale.double().unsqueeze(-1)).flatten(1).to(dtype)
+        rope = data[:, self.rope_start :].contiguous().view(torch.bfloat16).to(dtype)
+        return torch.cat((nope, rope), 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class RowFp8Layout(PageLayout):
     """Index keys in e4m3: one float32 power-of-two scale for all channels of an entry."""
 
@@ -277,6 +314,7 @@ def _plain_rows(dtype: torch.dtype, channels: int) -> PlainRowsLayout:
 
 
 MAIN_FP8 = "v4_main_fp8"
+V32_FP8 = "v32_main_fp8"
 INDEX_FP8 = "v4_index_fp8"
 INDEX_MXFP4 = "v4_index_mxfp4"
 ROWS_BF16_512 = "rows_bf16_512"
@@ -297,6 +335,17 @@ _LAYOUTS: dict[str, PageLayout] = {
             alignment=576,
             nope=448,
             block=64,
+        ),
+        InlineFp8Layout(
+            layout_id=V32_FP8,
+            dtype=torch.uint8,
+            row_elements=656,
+            channels=576,
+            data_bytes=656,
+            scale_bytes=0,
+            alignment=16,
+            nope=512,
+            block=128,
         ),
         RowFp8Layout(
             layout_id=INDEX_FP8,

@@ -54,9 +54,10 @@ def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Te
     """
     # A scale may leave float16's range where the product does not.
     precision = torch.float32 if out.dtype == torch.float16 else out.dtype
-    if scales is None:
-        assert isinstance(layout, PlainRowsLayout)
+    if isinstance(layout, PlainRowsLayout):
         out.copy_(data.view(layout.dtype))
+    elif scales is None:
+        out.copy_(layout.decode(data, None, out.dtype))
     elif isinstance(layout, SplitFp8Layout):
         blocks = layout.nope // layout.block
         values = _look_up(_e4m3_pairs, data[:, : layout.nope].contiguous(), precision)

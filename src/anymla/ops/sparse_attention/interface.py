@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,11 @@ def _results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     )
 
 
-@operation(mutates=("out",), outputs=lambda q, **_: _results(q, q.shape[2]))
+def _first_channels(q: Tensor, *, value_dim: int | None, **_: Any) -> tuple[Tensor, Tensor]:
+    return _results(q, q.shape[2] if value_dim is None else value_dim)
+
+
+@operation(mutates=("out",), outputs=_first_channels)
 def sparse_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -37,6 +43,8 @@ def sparse_attention(
     extra_lengths: Tensor | None = None,
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
+    value_dim: int | None = None,
+    empty_lse: float | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -47,10 +55,10 @@ def sparse_attention(
         lse[t, h] = log sum_j exp(s[j])                            (natural log, sink excluded)
         out[t, h] = sum_j exp(s[j]) row[j] / (sum_j exp(s[j]) + exp(sink[h]))
 
-    A row is key and value. A slot listed n times counts n times. Slots outside their cache
-    (negative, or past its end) are skipped and never read; so is everything from column
-    ``lengths[t]`` on. What lies in rows that are not listed for a token never reaches it, not
-    even as NaN; a NaN in a listed row does.
+    A row is the key, and its first ``value_dim`` channels, or all of it, are the value. A slot
+    listed n times counts n times. Slots outside their cache (negative, or past its end) are
+    skipped and never read; so is everything from column ``lengths[t]`` on. What lies in rows that
+    are not listed for a token never reaches it, not even as NaN; a NaN in a listed row does.
 
     Args:
         q: [T, H, D] floating point. D = channels of the layout; any H.
@@ -65,13 +73,15 @@ def sparse_attention(
         extra_lengths: [T] int32.
         layout: layout id of k_cache.
         extra_layout: layout id of extra_cache.
+        value_dim: leading channels of a row that are the value, at most D; None for D.
+        empty_lse: lse of a token without rows; None for -inf.
         batch_invariant: a row's result is the same, bit for bit, in any batch (of one token or
             of many, whatever the others list). It may be slower.
-        out: [T, H, D] of q's dtype to write the output into, or None.
+        out: [T, H, value_dim] of q's dtype to write the output into, or None.
 
     Returns:
-        out [T, H, D] of q's dtype (``out`` if given) and lse [T, H] float32 (float64 for float64
-        q). A token without rows: out 0, lse -inf.
+        out [T, H, value_dim] of q's dtype (``out`` if given) and lse [T, H] float32 (float64 for
+        float64 q). A token without rows: out 0, lse -inf or what ``empty_lse`` says.
 
     Numerics: scores and softmax in float32 or wider; for bfloat16 q the probabilities are rounded
     to bfloat16 before they weigh the values, and the output is rounded once more. float32 and
@@ -93,8 +103,8 @@ def sparse_attention(
         sink=(sink, "H", FLOAT32_UP),
         extra_indices=(_flat(extra_indices), "T _", INT32),
         extra_lengths=(extra_lengths, "T", INT32),
-        out=(out, "T H D", q.dtype),
     )
+    _check_values(name, dims, dims["D"] if value_dim is None else value_dim, out, q.dtype)
     check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=q.device)
     both = (extra_cache is None) == (extra_indices is None)
     require(both, name, "extra_cache and extra_indices", "given together", "one of them")
@@ -108,7 +118,9 @@ def sparse_attention(
         )
 
 
-@operation(mutates=("out",), outputs=lambda q, *, value_dim, **_: _results(q, value_dim))
+@operation(
+    mutates=("out", "max_logits"), outputs=lambda q, *, value_dim, **_: _results(q, value_dim)
+)
 def sparse_attention_rows(
     q: Tensor,
     kv: Tensor,
@@ -118,8 +130,10 @@ def sparse_attention_rows(
     sink: Tensor | None = None,
     scale: float | None = None,
     value_dim: int = VALUE_DIM,
+    empty_lse: float | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each query to the rows of one tensor that are listed for it.
 
@@ -133,12 +147,15 @@ def sparse_attention_rows(
         sink: [H] float32 or float64 logits, or None.
         scale: of the scores; None for D ** -0.5.
         value_dim: leading channels of a row that are the value, at most D.
+        empty_lse: lse of a token without rows; None for -inf.
         batch_invariant: as in ``sparse_attention``.
         out: [T, H, value_dim] of q's dtype to write the output into, or None.
+        max_logits: [T, H] of lse's dtype to write each head's largest score into (the sink is
+            none; -inf for a token without rows), or None.
 
     Returns:
         out [T, H, value_dim] of q's dtype and lse [T, H] float32 (float64 for float64 q); a token
-        without rows: out 0, lse -inf. Numerics as in ``sparse_attention``.
+        without rows: out 0, lse -inf or ``empty_lse``. Numerics as in ``sparse_attention``.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
@@ -153,10 +170,17 @@ def sparse_attention_rows(
         indices=(_flat(indices), "T K", INT32),
         lengths=(lengths, "T", INT32),
         sink=(sink, "H", FLOAT32_UP),
+        max_logits=(max_logits, "T H", torch.promote_types(q.dtype, torch.float32)),
     )
+    _check_values(name, dims, value_dim, out, q.dtype)
+
+
+def _check_values(
+    name: str, dims: dict[str, int], value_dim: int, out: Tensor | None, dtype: torch.dtype
+) -> None:
     in_range = 1 <= value_dim <= dims["D"]
     require(in_range, name, "value_dim", f"from 1 to D={dims['D']}", value_dim)
-    check(name, dims=dims | {"V": value_dim}, out=(out, "T H V", q.dtype))
+    check(name, dims=dims | {"V": value_dim}, out=(out, "T H V", dtype))
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

@@ -21,6 +21,8 @@ def sparse_attention(
     extra_lengths: Tensor | None = None,
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
+    value_dim: int | None = None,
+    empty_lse: float | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -36,8 +38,9 @@ def sparse_attention(
         extra = _listed(extra_indices, extra_lengths, token, size)
         return torch.cat((rows, get_layout(extra_layout).read(pages_of(extra_cache), extra, wide)))
 
-    tokens = [attend(q[t], rows_of(t), sink, scale, q.shape[2]) for t in range(len(q))]
-    return _stack(tokens, q, q.shape[2], out)
+    values = q.shape[2] if value_dim is None else value_dim
+    tokens = [attend(q[t], rows_of(t), sink, scale, values) for t in range(len(q))]
+    return _stack(tokens, q, values, empty_lse, out, None)
 
 
 def sparse_attention_rows(
@@ -49,8 +52,10 @@ def sparse_attention_rows(
     sink: Tensor | None = None,
     scale: float | None = None,
     value_dim: int = 512,
+    empty_lse: float | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     rows = kv.flatten(1)
@@ -58,27 +63,27 @@ def sparse_attention_rows(
         attend(q[t], rows[_listed(indices, lengths, t, len(rows))], sink, scale, value_dim)
         for t in range(len(q))
     ]
-    return _stack(tokens, q, value_dim, out)
+    return _stack(tokens, q, value_dim, empty_lse, out, max_logits)
 
 
 def attend(
     q: Tensor, rows: Tensor, sink: Tensor | None, scale: float | None, value_dim: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """One token: q [H, D] over rows [n, D], all of them valid.
 
     Returns:
-        out [H, value_dim] and lse [H], in float32 or wider.
+        out [H, value_dim], lse [H] and the largest score [H], in float32 or wider.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = rows.to(wide)
     scores = q.to(wide) @ rows.T * (q.shape[-1] ** -0.5 if scale is None else scale)
     lse = scores.logsumexp(-1)
     if not len(rows):
-        return rows.new_zeros(len(q), value_dim), lse
+        return rows.new_zeros(len(q), value_dim), lse, lse
     out = torch.exp(scores - lse.unsqueeze(-1)) @ rows[:, :value_dim]
     if sink is not None:
         out = out * torch.sigmoid(lse - sink.to(wide)).unsqueeze(-1)
-    return out, lse
+    return out, lse, scores.amax(-1)
 
 
 def _listed(indices: Tensor, lengths: Tensor | None, token: int, size: int) -> Tensor:
@@ -90,12 +95,21 @@ def _listed(indices: Tensor, lengths: Tensor | None, token: int, size: int) -> T
 
 
 def _stack(
-    tokens: list[tuple[Tensor, Tensor]], q: Tensor, value_dim: int, out: Tensor | None
+    tokens: list[tuple[Tensor, Tensor, Tensor]],
+    q: Tensor,
+    value_dim: int,
+    empty_lse: float | None,
+    out: Tensor | None,
+    max_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     if not tokens:
         output = q.new_zeros(0, q.shape[1], value_dim)
         return output if out is None else out, q.new_zeros(0, q.shape[1], dtype=wide)
-    output = torch.stack([o for o, _ in tokens]).to(q.dtype)
-    lse = torch.stack([each for _, each in tokens])
+    outputs, sums, peaks = zip(*tokens, strict=True)
+    output, lse = torch.stack(outputs).to(q.dtype), torch.stack(sums)
+    if empty_lse is not None:
+        lse[lse == -torch.inf] = empty_lse
+    if max_logits is not None:
+        max_logits.copy_(torch.stack(peaks))
     return output if out is None else out.copy_(output), lse

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.formats.page_layout import V32_FP8, get_layout
 from anymla.ops._operation import Support
 from anymla.ops._triton import triton_support
 
@@ -23,9 +24,10 @@ def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: An
     if q.shape[2] > LARGEST_CHANNELS:
         return Support(False, f"at most {LARGEST_CHANNELS} channels, got {q.shape[2]}")
     for cache in (rows, keywords.get("extra_cache")):
-        # The tail of a coded row is read as bfloat16.
+        # The tail of a coded row is read as bfloat16, scales in the row as float32.
         if cache is None or cache.dtype != torch.uint8 or not cache.numel():
             continue
-        if cache.storage_offset() % 2 or cache.stride(0) % 2:
-            return Support(False, "coded pages must lie at even addresses")
+        unit = 4 if cache.shape[-1] == get_layout(V32_FP8).row_elements else 2
+        if cache.storage_offset() % unit or cache.stride(0) % unit:
+            return Support(False, f"coded pages must lie at multiples of {unit} bytes")
     return support

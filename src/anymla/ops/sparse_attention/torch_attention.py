@@ -28,6 +28,8 @@ def sparse_attention(
     extra_lengths: Tensor | None = None,
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
+    value_dim: int | None = None,
+    empty_lse: float | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +40,8 @@ def sparse_attention(
     if extra_cache is not None and extra_indices is not None:
         extra = PageRows(pages_of(extra_cache), get_layout(extra_layout))
         listed.append((extra, extra_indices, extra_lengths))
-    return _attend(q, listed, sink, scale, q.shape[2], batch_invariant, out)
+    values = q.shape[2] if value_dim is None else value_dim
+    return _attend(q, listed, sink, scale, values, empty_lse, batch_invariant, out, None)
 
 
 def sparse_attention_rows(
@@ -50,12 +53,15 @@ def sparse_attention_rows(
     sink: Tensor | None = None,
     scale: float | None = None,
     value_dim: int = 512,
+    empty_lse: float | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     rows = TensorRows(kv.squeeze(1) if kv.ndim == 3 else kv)
-    return _attend(q, [(rows, indices, lengths)], sink, scale, value_dim, batch_invariant, out)
+    listed: list[tuple[Rows, Tensor, Tensor | None]] = [(rows, indices, lengths)]
+    return _attend(q, listed, sink, scale, value_dim, empty_lse, batch_invariant, out, max_logits)
 
 
 def _attend(
@@ -64,8 +70,10 @@ def _attend(
     sink: Tensor | None,
     scale: float | None,
     value_dim: int,
+    empty_lse: float | None,
     batch_invariant: bool,
     out: Tensor | None,
+    peaks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
@@ -85,10 +93,13 @@ def _attend(
                 for rows, index, lengths in flat
             ]
             result = torch.empty_like(out[one])
-            lse[one] = run(q[one].clone(), alone, sink, scale, result)
+            its_peaks = None if peaks is None else peaks[one]
+            lse[one] = run(q[one].clone(), alone, sink, scale, result, its_peaks)
             out[one] = result
     else:
-        lse = run(q, flat, sink, scale, out)
+        lse = run(q, flat, sink, scale, out, peaks)
+    if empty_lse is not None:
+        lse.masked_fill_(lse == -torch.inf, empty_lse)
     return out if given is None or given is out else given.copy_(out), lse
 
 
@@ -98,6 +109,7 @@ def _attend_device(
     sink: Tensor | None,
     scale: float,
     out: Tensor,
+    peaks: Tensor | None,
 ) -> Tensor:
     """Read the rows of some tokens at a time, zeros for invalid slots, and attend; never wait."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -105,6 +117,8 @@ def _attend_device(
     columns = sum(index.shape[1] for _, index, _ in listed)
     if columns == 0 or not len(q):
         out.zero_()
+        if peaks is not None:
+            peaks.fill_(-torch.inf)
         return lse
     step = max(1, _DEVICE_ROWS // columns)
     for start in range(0, len(q), step):
@@ -123,6 +137,7 @@ def _attend_device(
             sink=sink,
             scale=scale,
             out=out[tokens],
+            peaks=None if peaks is None else peaks[tokens],
         )
     return lse
 

@@ -58,11 +58,15 @@ def attend_cpu(
     sink: Tensor | None,
     scale: float,
     out: Tensor,
+    peaks: Tensor | None,
 ) -> Tensor:
-    """Attend; see ``interface.sparse_attention``. ``out`` is contiguous. Returns lse."""
+    """Attend; see ``interface.sparse_attention``. ``out`` is contiguous. Returns lse.
+
+    ``peaks`` [T, H], unless None, takes the largest scores.
+    """
     tokens = len(q)
     if tokens == 1:
-        single = attend_single(q, listed, sink, scale, out)
+        single = attend_single(q, listed, sink, scale, out, peaks)
         if single is not None:
             return single
     scopes = [scope for each in listed if (scope := _scope(*each)) is not None]
@@ -70,8 +74,10 @@ def attend_cpu(
     lse = torch.empty(q.shape[:2], dtype=wide)
     if not scopes or not q.numel():
         out.zero_()
+        if peaks is not None:
+            peaks.fill_(-torch.inf)
         return lse.fill_(-torch.inf)
-    work = _Work(q, scopes, sink, scale, out, lse, _compute_dtype(q, scopes))
+    work = _Work(q, scopes, sink, scale, out, lse, peaks, _compute_dtype(q, scopes))
     for start in range(0, tokens, _TILE_TOKENS):
         work.tile(start, min(start + _TILE_TOKENS, tokens))
     return lse
@@ -85,6 +91,7 @@ class _Work:
     scale: float
     out: Tensor
     lse: Tensor
+    peaks: Tensor | None
     dtype: torch.dtype
 
     def tile(self, start: int, end: int) -> None:
@@ -112,11 +119,14 @@ class _Work:
             self.gather(start, end)
 
     def dense(self, start: int, end: int, unions: list[tuple[Tensor, Tensor]]) -> bool:
-        """Attend all tokens to the union of their rows; False if a row is not finite.
+        """Attend all tokens to the union of their rows, or return False.
 
-        A row that is not finite would reach tokens that do not list it, as 0 * NaN.
+        A row that is not finite would reach tokens that do not list it, as 0 * NaN; and the count
+        of a row that is listed twice would be part of the largest score.
         """
         counts = torch.cat([counts for _, counts in unions], 1)
+        if self.peaks is not None and (counts > 1).any():
+            return False
         rows = self._read([slots.unsqueeze(0) for slots, _ in unions], end - start)
         if not torch.isfinite(rows.sum()):
             return False
@@ -130,6 +140,7 @@ class _Work:
             sink=self.sink,
             scale=self.scale,
             out=self.out[start:end],
+            peaks=None if self.peaks is None else self.peaks[start:end],
         )
         return True
 
@@ -167,6 +178,8 @@ class _Work:
         if not any(each.shape[1] for each in slots):
             out.zero_()
             self.lse[tokens] = -torch.inf
+            if self.peaks is not None:
+                self.peaks[tokens] = -torch.inf
             return
         rows = self._read(slots, 1)
         bias = empty = None
@@ -179,6 +192,7 @@ class _Work:
             rows.view(-1, rows.shape[2]).index_fill_(0, (~mask).flatten().nonzero()[:, 0], 0)
             bias = torch.where(mask, 0.0, -torch.inf).to(self.lse.dtype)
             empty = ~mask.any(1)
+        peaks = None if self.peaks is None else torch.empty_like(self.peaks[tokens])
         self.lse[tokens] = attend(
             self.q[tokens].to(rows.dtype),
             rows,
@@ -187,7 +201,10 @@ class _Work:
             sink=self.sink,
             scale=self.scale,
             out=out,
+            peaks=peaks,
         )
+        if self.peaks is not None and peaks is not None:
+            self.peaks[tokens] = peaks
 
     def _read(self, slots: list[Tensor], tokens_per_group: int) -> Tensor:
         """Rows [groups, n, D] at slots [groups, n] of each scope, side by side."""

@@ -22,6 +22,7 @@ def attend_single(
     sink: Tensor | None,
     scale: float,
     out: Tensor,
+    peaks: Tensor | None,
 ) -> Tensor | None:
     """Attend one token to rows that all exist.
 
@@ -31,6 +32,7 @@ def attend_single(
         sink: [H], or None.
         scale: of the scores.
         out: [1, H, value dim], any float dtype; written.
+        peaks: [1, H] to write the largest scores into, or None.
 
     Returns:
         lse [1, H] in float32 (float64 for float64 q); None, with nothing written, if the call is
@@ -59,7 +61,10 @@ def attend_single(
     scores = torch.mm(q[0].to(wide), matrix.T).mul_(scale)
     weights = torch.softmax(scores, -1)
     # The largest weight is exp(0) / sum, which gives the sum back.
-    lse = scores.amax(-1).sub_(weights.amax(-1).log_())
+    largest = scores.amax(-1)
+    if peaks is not None:
+        peaks[0] = largest
+    lse = largest.sub_(weights.amax(-1).log_())
     if sink is not None:
         weights.mul_(torch.sigmoid(lse - sink).unsqueeze(-1))
     out[0] = torch.mm(weights, matrix[:, : out.shape[2]])

@@ -17,6 +17,7 @@ def attend(
     sink: Tensor | None,
     scale: float,
     out: Tensor,
+    peaks: Tensor | None,
 ) -> Tensor:
     """Attend tokens in groups that share their rows.
 
@@ -29,6 +30,7 @@ def attend(
         sink: [H], or None.
         scale: of the scores.
         out: [T, H, value dim] contiguous, any float dtype; written.
+        peaks: [T, H] to write the largest scores into, or None; a bias is part of them.
 
     Returns:
         lse [T, H] in the dtype of the scores.
@@ -53,7 +55,11 @@ def attend(
     # torch's fused softmax takes half the time of exp, sum and divide; its largest value is
     # exp(0) / sum, which gives the sum back.
     weights = torch.softmax(scores, axis)
-    lse = scores.amax(axis).sub_(weights.amax(axis).log_())
+    largest = scores.amax(axis)
+    if peaks is not None:
+        kept = largest if empty is None else largest.masked_fill(empty, -torch.inf)
+        peaks.copy_(kept.view(peaks.shape))
+    lse = largest.sub_(weights.amax(axis).log_())
     keep = None if sink is None else torch.sigmoid(lse - sink)
     if empty is not None:
         lse.masked_fill_(empty, -torch.inf)

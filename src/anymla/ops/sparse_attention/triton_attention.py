@@ -9,13 +9,19 @@ import torch
 import triton
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, SplitFp8Layout, get_layout, pages_of
+from anymla.formats.page_layout import (
+    MAIN_FP8,
+    InlineFp8Layout,
+    SplitFp8Layout,
+    get_layout,
+    pages_of,
+)
 from anymla.ops import _triton
 from anymla.ops._triton import Target
 from anymla.ops.sparse_attention.tiles import MODES, Tile, invariant_splits, tile
 from anymla.ops.sparse_attention.tiles import splits as split_count
-from anymla.ops.sparse_attention.triton_merge import MERGE_VALUES, merge_kernel, merge_warps
-from anymla.ops.sparse_attention.triton_scan import scan_kernel
+from anymla.ops.sparse_attention.triton_merge import MERGE_VALUES, SUMS, merge_kernel, merge_warps
+from anymla.ops.sparse_attention.triton_scan import row_constants, scan_kernel
 
 _LARGEST_INT32 = 2**31 - 1
 # Partial sums of a launch; more tokens take several.
@@ -38,7 +44,7 @@ class Listed:
     """
 
     rows: Tensor
-    coded: SplitFp8Layout | None
+    coded: SplitFp8Layout | InlineFp8Layout | None
     pages: int
     entries: int
     page_stride: int
@@ -60,6 +66,8 @@ def sparse_attention(
     extra_lengths: Tensor | None = None,
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
+    value_dim: int | None = None,
+    empty_lse: float | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -67,7 +75,8 @@ def sparse_attention(
     lists = [_paged(k_cache, layout, indices, lengths)]
     if extra_cache is not None and extra_indices is not None:
         lists.append(_paged(extra_cache, extra_layout, extra_indices, extra_lengths))
-    return _attend(q, lists, sink, scale, q.shape[2], batch_invariant, out)
+    values = q.shape[2] if value_dim is None else value_dim
+    return _attend(q, lists, sink, scale, values, empty_lse, batch_invariant, out, None)
 
 
 def sparse_attention_rows(
@@ -79,8 +88,10 @@ def sparse_attention_rows(
     sink: Tensor | None = None,
     scale: float | None = None,
     value_dim: int = 512,
+    empty_lse: float | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     rows = kv.squeeze(1) if kv.ndim == 3 else kv
@@ -88,14 +99,14 @@ def sparse_attention_rows(
     listed = Listed(
         rows, None, len(rows), 1, rows.stride(0), rows.stride(0), _flat(indices), _dense(lengths)
     )
-    return _attend(q, [listed], sink, scale, value_dim, batch_invariant, out)
+    return _attend(q, [listed], sink, scale, value_dim, empty_lse, batch_invariant, out, max_logits)
 
 
 def _paged(cache: Tensor, layout_id: str, indices: Tensor, lengths: Tensor | None) -> Listed:
     layout = get_layout(layout_id)
     cache = pages_of(cache)
     pages, entries, width = cache.shape
-    coded = layout if isinstance(layout, SplitFp8Layout) else None
+    coded = layout if isinstance(layout, (SplitFp8Layout, InlineFp8Layout)) else None
     return Listed(
         cache, coded, pages, entries, cache.stride(0), width, _flat(indices), _dense(lengths)
     )
@@ -110,25 +121,55 @@ def _dense(lengths: Tensor | None) -> Tensor | None:
     return None if lengths is None else lengths.contiguous()
 
 
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a call writes.
+
+    Attributes:
+        out: [T, H, values].
+        lse: float32 [T, H].
+        peaks: float32 [T, H] for the largest scores, or None.
+        empty_lse: lse of a token without rows.
+    """
+
+    out: Tensor
+    lse: Tensor
+    peaks: Tensor | None
+    empty_lse: float
+
+    def of(self, tokens: slice) -> Results:
+        """The results of some tokens."""
+        peaks = None if self.peaks is None else self.peaks[tokens]
+        return Results(self.out[tokens], self.lse[tokens], peaks, self.empty_lse)
+
+
 def _attend(
     q: Tensor,
     lists: list[Listed],
     sink: Tensor | None,
     scale: float | None,
     values: int,
+    empty_lse: float | None,
     batch_invariant: bool,
     out: Tensor | None,
+    peaks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, channels = q.shape
-    given = out
+    given, given_peaks = out, peaks
     if out is None or out.stride(2) != 1:
         out = torch.empty((tokens, heads, values), dtype=q.dtype, device=q.device)
+    if peaks is not None and not peaks.is_contiguous():
+        peaks = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens and heads:
         q = q if q.stride(2) == 1 else q.contiguous()
         sink = None if sink is None else sink.float().contiguous()
         scale = channels**-0.5 if scale is None else scale
-        _launch(q, lists, sink, scale, values, batch_invariant, out, lse)
+        empty = float("-inf") if empty_lse is None else empty_lse
+        results = Results(out, lse, peaks, empty)
+        _launch(q, lists, sink, scale, batch_invariant, results)
+    if given_peaks is not None and peaks is not None and peaks is not given_peaks:
+        given_peaks.copy_(peaks)
     return (out if given is None or given is out else given.copy_(out)), lse
 
 
@@ -137,12 +178,11 @@ def _launch(
     lists: list[Listed],
     sink: Tensor | None,
     scale: float,
-    values: int,
     batch_invariant: bool,
-    out: Tensor,
-    lse: Tensor,
+    to: Results,
 ) -> None:
     tokens, heads, _ = q.shape
+    values = to.out.shape[2]
     target = _triton.target_of(q.device)
     machine = multiprocessors(q.device)
     keys = sum(each.indices.shape[1] for each in lists)
@@ -158,29 +198,31 @@ def _launch(
     groups = [lists] if alike else [[each] for each in lists]
     total = splits * len(groups)
     if total == 1:
-        scan(q, lists, sink, scale, values, chosen, mode, target, 1, 1, 0, out, lse, out, lse)
+        scan(q, lists, sink, scale, chosen, mode, target, 1, 1, 0, to, to.out, to.lse)
         return
     step = max(1, min(tokens, _WORKSPACE_BYTES // (4 * total * heads * values)))
     part = torch.empty((step, total, heads, values), dtype=torch.float32, device=q.device)
-    sums = torch.empty((step, total, heads, 2), dtype=torch.float32, device=q.device)
+    sums = torch.empty((step, total, heads, SUMS), dtype=torch.float32, device=q.device)
     for start in range(0, tokens, step):
         some = slice(start, start + step)
         for number, group in enumerate(groups):
             scan(
-                q[some], [_of(each, some) for each in group], sink, scale, values, chosen, mode,
-                target, splits, total, number * splits, out[some], lse[some], part, sums,
+                q[some], [_of(each, some) for each in group], sink, scale, chosen, mode,
+                target, splits, total, number * splits, to.of(some), part, sums,
             )  # fmt: skip
-        merge(part, sums, sink, out[some], lse[some])
+        merge(part, sums, sink, to.of(some))
 
 
-def merge(part: Tensor, sums: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Launch the merge of ``part`` [>= T, splits, H, values] into ``out`` [T, H, values]."""
+def merge(part: Tensor, sums: Tensor, sink: Tensor | None, to: Results) -> None:
+    """Launch the merge of ``part`` [>= T, splits, H, values] into ``to.out`` [T, H, values]."""
+    out, lse, peaks = to.out, to.lse, to.peaks
     tokens, heads, values = out.shape
     count = part.shape[1]
     merge_kernel[(tokens * heads * -(-values // MERGE_VALUES),)](
-        part, sums, _or(sink, lse), out, lse, heads, count, out.stride(0), out.stride(1),
+        part, sums, _or(sink, lse), out, lse, _or(peaks, lse), heads, count,
+        out.stride(0), out.stride(1), to.empty_lse,
         S=triton.next_power_of_2(count), VALUES=values, BV=MERGE_VALUES, SINK=sink is not None,
-        num_warps=merge_warps(count),
+        PEAK=peaks is not None, SUMS=SUMS, num_warps=merge_warps(count),
     )  # fmt: skip
 
 
@@ -208,41 +250,34 @@ def scan(
     lists: list[Listed],
     sink: Tensor | None,
     scale: float,
-    values: int,
     chosen: Tile,
     mode: str,
     target: Target,
     splits: int,
     total: int,
     at: int,
-    out: Tensor,
-    lse: Tensor,
+    to: Results,
     part: Tensor,
     sums: Tensor,
 ) -> None:
     """Launch the scan of one or two lists of the same kind, ``splits`` of ``total`` from ``at``."""
     tokens, heads, channels = q.shape
     first, second = lists[0], lists[-1]
-    coded = first.coded
-    wide = -(-max(channels, 512) // 64) * 64 - 512
-    none = lse
+    out, lse = to.out, to.lse
     scan_kernel[(tokens * -(-heads // chosen.heads) * splits,)](
         q, first.rows, first.indices, _or(first.lengths, first.indices),
         second.rows, second.indices, _or(second.lengths, second.indices),
-        _or(sink, none), out, lse, part, sums,
+        _or(sink, lse), out, lse, _or(to.peaks, lse), part, sums,
         heads, first.indices.shape[1], second.indices.shape[1], _limit(first), _limit(second),
         first.indices.stride(0), second.indices.stride(0), first.entries, second.entries,
-        splits, total, at, scale,
+        splits, total, at, scale, to.empty_lse,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         first.page_stride, second.page_stride, first.row_stride,
         BH=chosen.heads, BN=chosen.keys, KEYS_FIRST=chosen.keys_first, TWO=len(lists) > 1,
         LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
-        SINK=sink is not None, SPLIT=total > 1,
-        FP8=coded is not None, BLOCK=coded.block if coded else 0,
-        DATA=coded.data_bytes if coded else 0, SCALES=coded.scale_bytes if coded else 0,
-        CHANNELS=channels, VALUES=values, W3=128 if wide else 64, W4=128 if wide > 64 else 64,
-        MODE=MODES.index(mode), NATIVE=target.native_e4m3,
-        ONCE=chosen.once,
+        SINK=sink is not None, PEAK=to.peaks is not None, SPLIT=total > 1,
+        CHANNELS=channels, VALUES=out.shape[2], MODE=MODES.index(mode),
+        NATIVE=target.native_e4m3, ONCE=chosen.once, **row_constants(first.coded, channels),
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
 

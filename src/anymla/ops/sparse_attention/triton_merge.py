@@ -1,5 +1,8 @@
 """Merge what the programs of a token left: one softmax over the splits and the sink.
 
+Each split left a row of ``SUMS`` numbers a head: reference exponent, sum of probabilities and
+highest score (written only if it is asked for).
+
 Grid: tokens x heads x slices of ``BV`` values; a program reads [splits, BV] partial sums.
 """
 
@@ -14,6 +17,7 @@ from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._triton import Build, Target
 
 MERGE_VALUES = 256
+SUMS = 3
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -21,8 +25,9 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit(do_not_specialize=["H", "splits"])
 def merge_kernel(
-    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, H, splits, out_token, out_head,
-    S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr, SINK: tl.constexpr,
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, peak_ptr, H, splits, out_token, out_head,
+    empty, S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr, SINK: tl.constexpr,
+    PEAK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """See the file; S is a power of two of at least ``splits``."""
     slices: tl.constexpr = (VALUES + BV - 1) // BV
@@ -33,8 +38,8 @@ def merge_kernel(
     split = tl.arange(0, S)
     row = (token * splits + split) * H + head
     there = split < splits
-    top = tl.load(sums_ptr + row * 2, mask=there, other=-1e30)
-    sums = tl.load(sums_ptr + row * 2 + 1, mask=there, other=0.0)
+    top = tl.load(sums_ptr + row * SUMS, mask=there, other=-1e30)
+    sums = tl.load(sums_ptr + row * SUMS + 1, mask=there, other=0.0)
     channel = piece * BV + tl.arange(0, BV)
     inside = there[:, None] & (channel < VALUES)[None, :]
     part = tl.load(part_ptr + row[:, None] * VALUES + channel[None, :], mask=inside, other=0.0)
@@ -48,8 +53,12 @@ def merge_kernel(
     to = out_ptr + token * out_token + head * out_head + channel
     tl.store(to, value.to(out_ptr.dtype.element_ty), mask=channel < VALUES)
     if piece == 0:
-        lse = tl.where(total == 0, float("-inf"), (highest + tl.log2(total)) * _LN2)
+        lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
         tl.store(lse_ptr + token * H + head, lse)
+        if PEAK:
+            peak = tl.max(tl.load(sums_ptr + row * SUMS + 2, mask=there, other=-1e30), 0)
+            peak = tl.where(total == 0, float("-inf"), peak * _LN2)
+            tl.store(peak_ptr + token * H + head, peak)
 
 
 def merge_warps(splits: int) -> int:
@@ -59,16 +68,16 @@ def merge_warps(splits: int) -> int:
 
 def builds(target: Target) -> Iterator[Build]:
     """Some numbers of splits, for both types of output."""
-    types = dict.fromkeys(("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr"), "*fp32")
+    types = dict.fromkeys(("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "peak_ptr"), "*fp32")
     types |= dict.fromkeys(("H", "splits", "out_token", "out_head"), "i32")
     for out in ("*bf16", "*fp32"):
         for count in (2, 16, 32):
             yield Build(
                 f"{count} splits {out}",
                 merge_kernel,
-                types | {"out_ptr": out},
+                types | {"out_ptr": out, "empty": "fp32"},
                 {"S": count, "VALUES": get_layout(MAIN_FP8).channels, "BV": MERGE_VALUES,
-                 "SINK": True},
+                 "SINK": True, "PEAK": out == "*fp32", "SUMS": SUMS},
                 num_warps=merge_warps(count),
                 divisible=("out_token", "out_head"),
             )  # fmt: skip

@@ -4,9 +4,10 @@ Grid: one axis of tokens x blocks of heads x splits, the splits of a token side 
 
 Each program walks blocks of ``BN`` columns of its token's lists, first those of one cache, then
 those of the other, and keeps a running maximum, sums of probabilities and five accumulators
-(128 + 128 + 128 + 64 + 64 channels for FP8 rows). Scores are sums of one product a tile. The slots
-of the next block are read while this one is computed. With ``SPLITS`` > 1 the programs of a token
-share its blocks and leave their sums for ``triton_merge``.
+(128 + 128 + 128 + 64 + 64 channels for V4's rows), or four where the last tile is no value (V3.2's
+rows). Scores are sums of one product a tile. The slots of the next block are read while this one is
+computed. With ``SPLITS`` > 1 the programs of a token share its blocks and leave their sums for
+``triton_merge``.
 
 The products are either heads x rows, or rows x heads (``KEYS_FIRST``), which pads no heads where a
 matrix instruction wants 64 rows.
@@ -22,12 +23,31 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from anymla.formats.page_layout import MAIN_FP8, SplitFp8Layout, get_layout
+from anymla.formats.page_layout import (
+    MAIN_FP8,
+    V32_FP8,
+    InlineFp8Layout,
+    PageLayout,
+    SplitFp8Layout,
+    get_layout,
+)
 from anymla.formats.triton_cast import exp2_int
 from anymla.ops._triton import Build, Target
 from anymla.ops.sparse_attention.tiles import MODES, Tile, tile
-from anymla.ops.sparse_attention.triton_rows import LIFT, coded_tile, narrow, plain_tile
+from anymla.ops.sparse_attention.triton_merge import SUMS
+from anymla.ops.sparse_attention.triton_rows import (
+    LIFT,
+    coded_tile,
+    inline_tile,
+    narrow,
+    plain_tile,
+    tail_tile,
+)
 
+# What FP8 says of the rows: plain, scales in a plane of their own, or in the row.
+PLAIN, SPLIT_PLANES, INLINE = 0, 1, 2
+
+_SUMS = tl.constexpr(SUMS)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _NO_MAXIMUM = tl.constexpr(-1e30)
@@ -114,10 +134,13 @@ def _scan(
     kv0, kv1, page0, page1, entries0, entries1, row_stride,
     BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
-    CHANNELS: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
+    CHANNELS: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr, KEY: tl.constexpr,
     MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks first .. last: (reference exponent, sum of p, five sums of p times rows)."""
+    """Blocks first .. last: (highest score, its reference, sum of p, five sums of p times rows).
+
+    Scores are in units of log 2; ``KEY`` leaves the last sum at 0.
+    """
     T3: tl.constexpr = 384 + W3
     q0 = _q_tile(q, q_stride, heads, H, 0, 128, CHANNELS, KEYS_FIRST)
     q1 = _q_tile(q, q_stride, heads, H, 128, 128, CHANNELS, KEYS_FIRST)
@@ -136,6 +159,8 @@ def _scan(
         shrink = _across(exp2_int(-exponent), KEYS_FIRST)
         q0, q1, q2, q3, q4 = q0 * shrink, q1 * shrink, q2 * shrink, q3 * shrink, q4 * shrink
         factor = factor * exp2_int(exponent) * (1.0 / LIFT)
+        if KEY:
+            q4 = q4 * LIFT
     q0, q1, q2 = narrow(q0, MODE), narrow(q1, MODE), narrow(q2, MODE)
     q3, q4 = narrow(q3, MODE), narrow(q4, MODE)
     factor = _across(factor, KEYS_FIRST)
@@ -166,7 +191,16 @@ def _scan(
         page = slots // entries
         offset = slots - page * entries
         pages = kv + page.to(tl.int64) * page_stride
-        if FP8:
+        if FP8 == 2:
+            data = pages + offset.to(tl.int64) * DATA
+            marks = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.float32))
+            tail = (data + (CHANNELS - W4 + SCALES)).to(tl.pointer_type(tl.bfloat16))
+            k0 = inline_tile(data, marks, ok, 0, BLOCK, MODE, NATIVE, ONCE)
+            k1 = inline_tile(data, marks, ok, 1, BLOCK, MODE, NATIVE, ONCE)
+            k2 = inline_tile(data, marks, ok, 2, BLOCK, MODE, NATIVE, ONCE)
+            k3 = inline_tile(data, marks, ok, 3, BLOCK, MODE, NATIVE, ONCE)
+            k4 = tail_tile(tail, ok, W4, MODE, KEY)
+        elif FP8 == 1:
             data = pages + offset.to(tl.int64) * DATA
             marks = pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
             tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
@@ -174,7 +208,7 @@ def _scan(
             k1 = coded_tile(data, marks, ok, 2, 2, BLOCK, MODE, NATIVE, ONCE)
             k2 = coded_tile(data, marks, ok, 4, 2, BLOCK, MODE, NATIVE, ONCE)
             k3 = coded_tile(data, marks, ok, 6, 1, BLOCK, MODE, NATIVE, ONCE)
-            k4 = plain_tile(tail, ok, 0, W4, W4, MODE)
+            k4 = tail_tile(tail, ok, W4, MODE, KEY)
         else:
             rows = pages + offset.to(tl.int64) * row_stride
             k0 = plain_tile(rows, ok, 0, 128, CHANNELS, MODE)
@@ -199,12 +233,13 @@ def _scan(
         a1 = _weigh(p, k1, a1, decay, KEYS_FIRST)
         a2 = _weigh(p, k2, a2, decay, KEYS_FIRST)
         a3 = _weigh(p, k3, a3, decay, KEYS_FIRST)
-        a4 = _weigh(p, k4, a4, decay, KEYS_FIRST)
+        if not KEY:
+            a4 = _weigh(p, k4, a4, decay, KEYS_FIRST)
     sums = tl.sum(total, 0 if KEYS_FIRST else 1)
     if MODE == 0:
         small = 1.0 / LIFT
         a0, a1, a2, a3, a4 = a0 * small, a1 * small, a2 * small, a3 * small, a4 * small
-    return highest - shift, sums, a0, a1, a2, a3, a4
+    return highest, highest - shift, sums, a0, a1, a2, a3, a4
 
 
 @triton.jit
@@ -230,18 +265,20 @@ COUNTS = ["H", "K0", "K1", "limit0", "limit1", "list_stride0", "list_stride1", "
 @triton.jit(do_not_specialize=COUNTS)
 def scan_kernel(
     q_ptr, kv0_ptr, list0_ptr, length0_ptr, kv1_ptr, list1_ptr, length1_ptr, sink_ptr,
-    out_ptr, lse_ptr, part_ptr, sums_ptr,
+    out_ptr, lse_ptr, peak_ptr, part_ptr, sums_ptr,
     H, K0, K1, limit0, limit1, list_stride0, list_stride1, entries0, entries1,
-    splits, total, at, scale,
+    splits, total, at, scale, empty,
     q_token, q_head, out_token, out_head, page0, page1, row_stride,
     BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
-    LENGTH0: tl.constexpr, LENGTH1: tl.constexpr, SINK: tl.constexpr, SPLIT: tl.constexpr,
+    LENGTH0: tl.constexpr, LENGTH1: tl.constexpr, SINK: tl.constexpr, PEAK: tl.constexpr,
+    SPLIT: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
     MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """See the file. Splits leave part [T, total, H, VALUES] and sums [T, total, H, 2], float32."""
+    """See the file. Splits leave part [T, total, H, VALUES] and sums [T, total, H, 3], float32."""
     T3: tl.constexpr = 384 + W3
+    KEY: tl.constexpr = VALUES <= T3
     program = tl.program_id(0).to(tl.int64)
     groups = tl.cdiv(H, BH)
     split = (program % splits).to(tl.int32)
@@ -265,28 +302,34 @@ def scan_kernel(
     last = tl.minimum(first + each, blocks)
     q = q_ptr + token * q_token
 
-    top, sums, a0, a1, a2, a3, a4 = _scan(
+    peak, top, sums, a0, a1, a2, a3, a4 = _scan(
         q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
         kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
-        BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, MODE, NATIVE, ONCE,
+        BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, KEY, MODE, NATIVE,
+        ONCE,
     )  # fmt: skip
     if MODE == 0:
         # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
-        seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0) + tl.sum(tl.sum(a4 * 0.0, 1), 0)
+        seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0)
+        if not KEY:
+            seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
         if seen != seen:
-            top, sums, a0, a1, a2, a3, a4 = _scan(
+            peak, top, sums, a0, a1, a2, a3, a4 = _scan(
                 q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1,
                 limit0, limit1, kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
-                BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, 1, NATIVE,
-                ONCE,
+                BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, KEY, 1,
+                NATIVE, ONCE,
             )  # fmt: skip
 
     if SPLIT:
         row = (token * total + at + split) * H
         to = part_ptr + row * VALUES
         stride = VALUES
-        tl.store(sums_ptr + (row + heads) * 2, top, mask=heads < H)
-        tl.store(sums_ptr + (row + heads) * 2 + 1, sums, mask=heads < H)
+        left = sums_ptr + (row + heads) * _SUMS
+        tl.store(left, top, mask=heads < H)
+        tl.store(left + 1, sums, mask=heads < H)
+        if PEAK:
+            tl.store(left + 2, peak, mask=heads < H)
     else:
         bottom = sums
         if SINK:
@@ -294,45 +337,73 @@ def scan_kernel(
             bottom += tl.exp2(sink * _LOG2E - top)
         share = _across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
         a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
-        lse = tl.where(sums == 0, float("-inf"), (top + tl.log2(sums)) * _LN2)
+        lse = tl.where(sums == 0, empty, (top + tl.log2(sums)) * _LN2)
         tl.store(lse_ptr + token * H + heads, lse, mask=heads < H)
+        if PEAK:
+            peak = tl.where(sums == 0, float("-inf"), peak * _LN2)
+            tl.store(peak_ptr + token * H + heads, peak, mask=heads < H)
         to = out_ptr + token * out_token
         stride = out_head
     _store(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
     _store(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
     _store(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
     _store(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
-    _store(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
+    if not KEY:
+        _store(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
 
 
 _POINTERS = {"length0_ptr": "*i32", "length1_ptr": "*i32", "list0_ptr": "*i32", "list1_ptr": "*i32",
-             "sink_ptr": "*fp32", "lse_ptr": "*fp32", "part_ptr": "*fp32",
+             "sink_ptr": "*fp32", "lse_ptr": "*fp32", "peak_ptr": "*fp32", "part_ptr": "*fp32",
              "sums_ptr": "*fp32"}  # fmt: skip
 _INTEGERS = (*COUNTS, "q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
 _ALIGNED = ("q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
 _ROWS = {"float16": "*u8", "bfloat16": "*bf16", "float32": "*fp32"}
 
 
-def build(chosen: Tile, mode: str, target: Target, *, split: bool, two: bool = True) -> Build:
+def build(
+    chosen: Tile,
+    mode: str,
+    target: Target,
+    *,
+    split: bool,
+    two: bool = True,
+    layout_id: str = MAIN_FP8,
+    values: int = 512,
+    peak: bool = False,
+) -> Build:
     """One specialisation: FP8 rows for float16, plain rows of the mode's type otherwise."""
-    layout = get_layout(MAIN_FP8)
-    assert isinstance(layout, SplitFp8Layout)
+    layout = get_layout(layout_id)
     q = "*fp32" if mode == "float32" else "*bf16"
     rows = _ROWS[mode]
+    channels = layout.channels
+    names = [mode, layout_id if channels != values else "", "split" if split else ""]
     return Build(
-        f"{chosen} {mode}{' split' if split else ''}",
+        " ".join([str(chosen), *(name for name in names if name)]),
         scan_kernel,
-        {"q_ptr": q, "out_ptr": q, "kv0_ptr": rows, "kv1_ptr": rows, "scale": "fp32"}
-        | _POINTERS | dict.fromkeys(_INTEGERS, "i32"),
+        {"q_ptr": q, "out_ptr": q, "kv0_ptr": rows, "kv1_ptr": rows, "scale": "fp32",
+         "empty": "fp32"} | _POINTERS | dict.fromkeys(_INTEGERS, "i32"),
         {"BH": chosen.heads, "BN": chosen.keys, "KEYS_FIRST": chosen.keys_first, "TWO": two,
-         "LENGTH0": True, "LENGTH1": two, "SINK": True, "SPLIT": split, "FP8": rows == "*u8",
-         "BLOCK": layout.block, "DATA": layout.data_bytes, "SCALES": layout.scale_bytes,
-         "CHANNELS": layout.channels, "VALUES": layout.channels, "W3": 64, "W4": 64,
-         "MODE": MODES.index(mode), "NATIVE": target.native_e4m3,
-         "ONCE": chosen.once},
+         "LENGTH0": True, "LENGTH1": two, "SINK": True, "PEAK": peak, "SPLIT": split,
+         "CHANNELS": channels, "VALUES": values, "MODE": MODES.index(mode),
+         "NATIVE": target.native_e4m3, "ONCE": chosen.once}
+        | row_constants(layout if rows == "*u8" else None, channels),
         num_warps=chosen.warps, num_stages=chosen.stages, divisible=_ALIGNED,
         matrix=mode != "float32", spills=_accepted_spills(chosen, target),
     )  # fmt: skip
+
+
+def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:
+    """What the kernel has to know of rows: of an FP8 layout, or plain ones of ``channels``."""
+    wide = -(-max(channels, 512) // 64) * 64 - 512
+    tiles = {"W3": 128 if wide else 64, "W4": 128 if wide > 64 else 64}
+    if isinstance(coded, SplitFp8Layout):
+        kind = {"FP8": SPLIT_PLANES, "BLOCK": coded.block, "SCALES": coded.scale_bytes}
+        return kind | {"DATA": coded.data_bytes} | tiles
+    if isinstance(coded, InlineFp8Layout):
+        assert (coded.nope, coded.block) == (512, 128)
+        kind = {"FP8": INLINE, "BLOCK": coded.block, "SCALES": coded.rope_start - coded.nope}
+        return kind | {"DATA": coded.data_bytes} | tiles
+    return {"FP8": PLAIN, "BLOCK": 0, "SCALES": 0, "DATA": 0} | tiles
 
 
 def _accepted_spills(chosen: Tile, target: Target) -> int:
@@ -360,3 +431,7 @@ def builds(target: Target) -> Iterator[Build]:
         for chosen in sorted(tiles, key=str):
             for split in (False, True):
                 yield build(chosen, mode, target, split=split)
+                if mode == "float16":
+                    yield build(chosen, mode, target, split=split, two=False, layout_id=V32_FP8)
+                elif mode == "bfloat16":
+                    yield build(chosen, mode, target, split=split, two=False, peak=True)

@@ -31,6 +31,7 @@ class RowFormat:
         codes: "e4m3" or "e2m1".
         scale: "ue8m0" or "fp32".
         plain: "bf16" or "fp32".
+        inline: scales lie between codes and plain channels, not in a plane of their own.
     """
 
     channels: int
@@ -41,12 +42,13 @@ class RowFormat:
     codes: str = "e4m3"
     scale: str = "ue8m0"
     plain: str = "bf16"
+    inline: bool = False
 
     def decode(self, data: Tensor, scales: Tensor) -> Tensor:
         """Decode uint8 [n, data_bytes] and [n, scale_bytes] to float64 [n, channels]."""
         parts = []
         if self.coded:
-            values = self._code_values(data) * self._scale_values(scales).unsqueeze(-1)
+            values = self._code_values(data) * self._scale_values(data, scales).unsqueeze(-1)
             parts.append(values.flatten(1))
         if self.coded < self.channels:
             parts.append(self._plain_values(data))
@@ -84,7 +86,7 @@ class RowFormat:
             smallest = torch.minimum(low_blocks.abs(), high_blocks.abs())
             smallest = torch.where((low_blocks <= 0) & (high_blocks >= 0), 0.0, smallest)
             largest = torch.maximum(low_blocks.abs(), high_blocks.abs())
-            scale = self._scale_values(scales)
+            scale = self._scale_values(data, scales)
             good = scale >= torch.exp2(self._exponent(self._amax(smallest)).double())
             good &= scale <= torch.exp2(self._exponent(self._amax(largest)).double())
             scale = scale.unsqueeze(-1)
@@ -120,15 +122,22 @@ class RowFormat:
             values = rounding.decode_e2m1_pairs(data[:, : self.coded // 2])
         return values.unflatten(1, (-1, self.block))
 
-    def _scale_values(self, scales: Tensor) -> Tensor:
+    def _scale_values(self, data: Tensor, scales: Tensor) -> Tensor:
+        if self.inline:
+            scales = data[:, self.coded : self._plain_start]
         if self.scale == "fp32":
             return scales.contiguous().view(torch.float32).double()
         return rounding.decode_ue8m0(scales[:, : self.coded // self.block])
 
     def _plain_values(self, data: Tensor) -> Tensor:
         dtype = torch.bfloat16 if self.plain == "bf16" else torch.float32
+        return data[:, self._plain_start :].contiguous().view(dtype).double()
+
+    @property
+    def _plain_start(self) -> int:
+        """Offset of the plain channels in an entry of the first plane."""
         start = self.coded if self.codes == "e4m3" else self.coded // 2
-        return data[:, start:].contiguous().view(dtype).double()
+        return start + self.coded // self.block * 4 if self.inline else start
 
     def _round_plain(self, rows: Tensor) -> Tensor:
         to_plain: Callable[[Tensor], Tensor] = (
@@ -143,6 +152,9 @@ def _plain(channels: int, kind: str) -> RowFormat:
 
 ROW_FORMATS = {
     "v4_main_fp8": RowFormat(512, 448 + 128, 8, coded=448, block=64),
+    "v32_main_fp8": RowFormat(
+        576, 512 + 16 + 128, 0, coded=512, block=128, scale="fp32", inline=True
+    ),
     "v4_index_fp8": RowFormat(128, 128, 4, coded=128, block=128, scale="fp32"),
     "v4_index_mxfp4": RowFormat(128, 64, 4, coded=128, block=32, codes="e2m1"),
     "rows_bf16_512": _plain(512, "bf16"),
