@@ -39,6 +39,7 @@ def _slots(group, token_to_req, entries):
 
 class FakeModel:
     device = torch.device("cpu")
+    dtype = torch.float32
     backend = None
 
     def __init__(self, specs=SPECS, max_position_embeddings=4096):
@@ -48,9 +49,14 @@ class FakeModel:
             vocab_size=VOCAB,
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=(1,),
+            hc_mult=1,
+            hidden_size=2,
         )
         self.steps = []
         self.logit_rows = []
+
+    def reserve(self, max_seq_len):
+        return []
 
     def forward(self, step, caches):
         self.steps.append(step)
@@ -115,7 +121,8 @@ class FakeModel:
         group = step.groups[name]
         width = state.shape[-1]
         page, offset = group.slot_mapping // group.page_size, group.slot_mapping % group.page_size
-        state[page, offset] = rows.expand(-1, width)
+        kept = step.is_valid
+        state[page[kept], offset[kept]] = rows.expand(-1, width)[kept]
         back = step.positions.unsqueeze(1) - torch.arange(spec.pooled_tokens)
         slots = _slots(group, step.token_to_req, back.clamp(min=0))
         stored = state[slots // group.page_size, slots % group.page_size, 0]

@@ -72,6 +72,7 @@ scenario = st.fixed_dictionaries(
         "draft_tokens": st.integers(0, 9),
         "spare_tokens": st.integers(0, 200),
         "temperature": st.sampled_from([0.0, 0.0, 0.8]),
+        "decode": st.sampled_from(["plain", "fixed"]),
     }
 )
 
@@ -96,6 +97,7 @@ def test_tokens_depend_on_the_request_alone(scenario):
         draft_tokens=scenario["draft_tokens"],
         max_batch_tokens=decode + scenario["spare_tokens"],
         max_seq_len=330,
+        decode=scenario["decode"],
     )
     join_at = scenario["join_at"][: len(requests)]
     together = _run(Engine(FakeModel(), options), requests, join_at)

@@ -59,10 +59,13 @@ def test_chunks_do_not_change_the_tokens(tiny_model, alone, chunk_size):
     assert got.token_ids == alone["a"]
 
 
+@pytest.mark.parametrize("decode", ["plain", "fixed"])
 @pytest.mark.parametrize("draft_tokens", [0, 1, 5])
-def test_neighbours_and_speculation_do_not_change_the_tokens(tiny_model, alone, draft_tokens):
+def test_neighbours_and_speculation_do_not_change_the_tokens(
+    tiny_model, alone, draft_tokens, decode
+):
     """Requests join one after the other, in poisoned caches; three run at once."""
-    engine = _engine(tiny_model, chunk_size=50, draft_tokens=draft_tokens)
+    engine = _engine(tiny_model, chunk_size=50, draft_tokens=draft_tokens, decode=decode)
     waiting, done = list(REQUESTS), {}
     while waiting or engine.busy:
         if waiting:

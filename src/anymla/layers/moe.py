@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor, nn
 
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
@@ -122,6 +123,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Map [T, hidden] to [T, hidden]; needs the step's token ids where routing does."""
         ids, weights = self.router(x, step.token_ids, self.backend)
+        if step.padded:
+            # Padding goes to no expert: for few tokens, every further expert costs its weights.
+            ids = torch.where(step.is_valid.unsqueeze(1), ids, -1)
         if step.recorder is not None:
             step.recorder("experts", self.index, ids)
         out: Tensor = experts(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
 from anymla.layers.hyper_connection import HyperConnectionHead
@@ -59,6 +60,18 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embedding.device
+
+    def reserve(self, max_seq_len: int) -> list[Tensor]:
+        """Make the rotary tables cover a length, so that shorter steps never replace them.
+
+        Returns:
+            The tables; whoever records their addresses must keep them.
+        """
+        return [
+            module.rope.upto(max_seq_len)
+            for module in self.modules()
+            if isinstance(module, AttentionLayer)
+        ]
 
     @torch.no_grad()
     def forward(self, step: Step, caches: Sequence[LayerCache]) -> Tensor:

@@ -24,7 +24,6 @@ class BlockTable:
 
     Attributes:
         device_table: the tables, as of the last write.
-        absent_row: the last row.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class BlockTable:
         self.group = group
         self.pool = pool
         columns = max(1, ceil_div(max_seq_len, group.tokens_per_page))
-        self.absent_row = max_requests
         self.device_table = torch.full(
             (max_requests + 1, columns), NULL_PAGE, dtype=torch.int32, device=device
         )

@@ -25,6 +25,7 @@ class CacheStore:
         pools: free pages by group.
         tables: block tables by group.
         layers: the cache tensors of each layer, in the order of ``specs``.
+        absent_row: row of the block tables for requests that are not there.
         device: where they are.
     """
 
@@ -41,6 +42,7 @@ class CacheStore:
     ) -> None:
         self.groups = tuple(groups)
         self.device = device
+        self.absent_row = max_requests
         # One page more than can be used: the null page.
         self.pools = {group.name: PagePool(group.name, pages[group.name] + 1) for group in groups}
         self.tables = {

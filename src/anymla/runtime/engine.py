@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from anymla.model.transformer import Transformer
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.decode_runner import DecodeRunner
+from anymla.runtime.forwarded import Forwarded, rows_of
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request, RequestState, check_request
 from anymla.runtime.sampler import Sampling, choose_tokens
@@ -76,6 +77,7 @@ class Engine:
         )
         self.scheduler = Scheduler(self.store, options)
         self._planner = StepPlanner(self.store, backend=model.backend)
+        self._runner = _decode_runner(model, self.store, options)
         self._states: dict[str, RequestState] = {}
         self._backbone_layers = model.config.num_hidden_layers
         self._drafter: Drafter | None = None
@@ -86,6 +88,7 @@ class Engine:
                 self.store.layers[self._backbone_layers],
                 window=specs[self._backbone_layers].window,
                 draft_tokens=options.draft_tokens,
+                runner=self._runner,
             )
 
     @classmethod
@@ -144,11 +147,10 @@ class Engine:
         if not spans:
             assert not self._states, "requests wait, but none runs"
             return StepReport(0, {}, [])
-        step = self._planner.build(spans)
-        hidden = self.model.forward(step, self.store.layers[: self._backbone_layers])
-        self._score_prompts(spans, hidden)
-        new_tokens = self._choose(spans, hidden)
-        self._draft(spans, hidden)
+        forwarded = self._forward(spans)
+        self._score_prompts(spans, forwarded)
+        new_tokens = self._choose(spans, forwarded)
+        self._draft(spans, forwarded)
         finished = []
         for span in spans:
             if span.state.finish_reason is None:
@@ -186,28 +188,34 @@ class Engine:
                         on_token(request_id, token)
         return sorted(completions, key=lambda done: order[done.request.request_id])
 
-    def _score_prompts(self, spans: Sequence[Span], hidden: Tensor) -> None:
-        offset = 0
-        for span in spans:
+    def _forward(self, spans: Sequence[Span]) -> Forwarded:
+        if self._runner is not None:
+            fixed = self._runner.run(spans)
+            if fixed is not None:
+                return fixed
+        step = self._planner.build(spans)
+        hidden = self.model.forward(step, self.store.layers[: self._backbone_layers])
+        return Forwarded.packed(hidden, spans)
+
+    def _score_prompts(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
+        for span, first_row in zip(spans, forwarded.first_rows, strict=True):
             state = span.state
             if state.request.prompt_logprobs and not span.is_decode:
                 targets = state.request.token_ids[span.start + 1 : span.stop + 1]
-                rows = hidden[offset : offset + len(targets)]
+                rows = forwarded.hidden[first_row : first_row + len(targets)]
                 state.prompt_logprobs += next_token_logprobs(
                     self.model.logits, rows, targets, self.model.config.vocab_size
                 )
-            offset += len(span.token_ids)
 
-    def _choose(self, spans: Sequence[Span], hidden: Tensor) -> dict[str, list[int]]:
+    def _choose(self, spans: Sequence[Span], forwarded: Forwarded) -> dict[str, list[int]]:
         """Choose the tokens that follow each span, and move the requests on."""
         rows: list[int] = []
         samplings: list[Sampling] = []
         positions: list[int] = []
-        offset = 0
-        for span in spans:
+        for span, first_row in zip(spans, forwarded.first_rows, strict=True):
             state, count = span.state, span.num_choices
-            offset += len(span.token_ids)
-            rows += range(offset - count, offset)
+            end = first_row + len(span.token_ids)
+            rows += range(end - count, end)
             samplings += [state.request.sampling] * count
             positions += range(len(state.tokens), len(state.tokens) + count)
             if not span.is_decode:
@@ -216,9 +224,10 @@ class Engine:
                     state.finish_reason = "length"
         if not rows:
             return {}
-        if len(rows) < len(hidden):
-            hidden = hidden[torch.tensor(rows, device=hidden.device)]
-        logits = self.model.logits(hidden)
+        if forwarded.logits is not None:
+            logits = rows_of(forwarded.logits, rows)
+        else:
+            logits = self.model.logits(rows_of(forwarded.hidden, rows))
         tokens = choose_tokens(logits, samplings, positions)
         logprobs = chosen_logprobs(logits, tokens)
         new_tokens = {}
@@ -230,18 +239,18 @@ class Engine:
                 del tokens[:count], logprobs[:count]
         return new_tokens
 
-    def _draft(self, spans: Sequence[Span], hidden: Tensor) -> None:
+    def _draft(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
         if self._drafter is None:
             return
-        streams = self._drafter.follow(spans, hidden)
-        if streams is None:
+        guess = self._drafter.follow(spans, forwarded)
+        if guess is None:
             return
         drafting = [span.state for span in spans if can_draft(span.state)]
         # The guesses write ahead of the confirmed length, into pages that the next step needs
         # as well: what has become obsolete must be returned first.
         for state in drafting:
             self.store.slide(state)
-        self._drafter.draft(drafting, streams)
+        self._drafter.draft(drafting, guess)
 
     def _finish(self, state: RequestState) -> Completion:
         state.timings.finished = time.perf_counter()
@@ -250,3 +259,22 @@ class Engine:
         self.scheduler.finish(state)
         del self._states[state.request.request_id]
         return state.completion()
+
+
+def _decode_runner(
+    model: Transformer, store: CacheStore, options: EngineOptions
+) -> DecodeRunner | None:
+    """As ``options.decode`` says.
+
+    Raises:
+        ValueError: graphs are asked for, and the model is not on a CUDA device.
+    """
+    on_cuda = store.device.type == "cuda"
+    mode = options.decode
+    if mode == "auto":
+        mode = "graph" if on_cuda else "plain"
+    if mode == "plain":
+        return None
+    if mode == "graph" and not on_cuda:
+        raise ValueError(f"decode='graph' needs a CUDA device, and the model is on {store.device}")
+    return DecodeRunner(model, store, options, record=mode == "graph")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal, get_args
+
+DecodeMode = Literal["auto", "graph", "fixed", "plain"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +21,10 @@ class EngineOptions:
         max_batch_tokens: tokens of a step, decode first; None: one token (and its drafts) for
             every request plus one chunk.
         draft_tokens: tokens that the MTP layer guesses ahead; 0 turns speculation off.
+        decode: how steps run in which no request has prompt tokens left. "graph": at a few fixed
+            sizes, each recorded once as a CUDA graph and replayed; "fixed": the same steps at the
+            same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
+            CUDA devices and "plain" elsewhere.
         pages: usable pages by cache group, for groups that shall not have the default size.
             The default lets ``max_requests`` requests of ``max_seq_len`` run at once.
     """
@@ -28,6 +35,7 @@ class EngineOptions:
     max_seq_len: int = 4096
     max_batch_tokens: int | None = None
     draft_tokens: int = 0
+    decode: DecodeMode = "auto"
     pages: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -39,6 +47,9 @@ class EngineOptions:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.decode not in get_args(DecodeMode):
+            known = ", ".join(get_args(DecodeMode))
+            raise ValueError(f"decode must be one of {known}, got {self.decode!r}")
         decode = self.max_requests * (1 + self.draft_tokens)
         if self.max_batch_tokens is not None and self.max_batch_tokens < decode:
             raise ValueError(

@@ -9,17 +9,33 @@ Source: semantics of vLLM's DeepSeek-V4 drafter; DeepSeek-V4 reference, inferenc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from anymla.layers.caches import LayerCache
 from anymla.model.transformer import Transformer
+from anymla.runtime.decode_runner import DecodeRunner
+from anymla.runtime.forwarded import Forwarded, rows_of
 from anymla.runtime.request import RequestState
 from anymla.runtime.sampler import choose_tokens
 from anymla.runtime.span import Span
 from anymla.runtime.step_plan import StepPlanner
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """What the layer says at the last token of each of some spans.
+
+    Attributes:
+        streams: [n, N, D].
+        logits: float32 [n, V].
+    """
+
+    streams: Tensor
+    logits: Tensor
 
 
 class Drafter:
@@ -39,29 +55,30 @@ class Drafter:
         *,
         window: int,
         draft_tokens: int,
+        runner: DecodeRunner | None = None,
     ) -> None:
         self.draft_tokens = draft_tokens
         self._model = model
         self._planner = planner
         self._cache = cache
         self._window = window
+        self._runner = runner
 
-    def follow(self, spans: Sequence[Span], hidden: Tensor) -> Tensor | None:
+    def follow(self, spans: Sequence[Span], forwarded: Forwarded) -> Guess | None:
         """Run the MTP layer over the step's tokens that turned out final.
 
         Args:
             spans: of the step just run; their requests hold what was chosen.
-            hidden: [T, N, D], the backbone's stream.
+            forwarded: the backbone's results.
 
         Returns:
-            [n, N, D], the layer's stream at the last final token of each request that
-            ``can_draft``, in the order of ``spans``; None if there is none.
+            A guess for each request that ``can_draft``, in the order of ``spans``; None if there
+            is none.
         """
         followed: list[Span] = []
         source: list[int] = []
-        last: list[int] = []
-        offset = 0
-        for span in spans:
+        wanted: list[int] = []
+        for span, first_row in zip(spans, forwarded.first_rows, strict=True):
             state = span.state
             # A draft sees the window only, so older rows of a prompt are never read.
             start = max(span.start, state.prompt_length - self._window)
@@ -69,22 +86,20 @@ class Drafter:
             if start < stop and state.finish_reason is None and state.remaining > 1:
                 # The embedding is that of the token after.
                 next_ids = state.tokens[start + 1 : stop + 1]
-                followed.append(Span(state, start, next_ids, span.is_decode))
-                source += range(offset + start - span.start, offset + stop - span.start)
                 if can_draft(state):
-                    last.append(len(source) - 1)
-            offset += len(span.token_ids)
+                    wanted.append(len(followed))
+                followed.append(Span(state, start, next_ids, span.is_decode))
+                source += range(first_row + start - span.start, first_row + stop - span.start)
         if not followed:
             return None
-        output = self._run(followed, hidden[_index(source, hidden)])
-        return output[_index(last, hidden)] if last else None
+        return self._run(followed, forwarded.hidden, source, wanted)
 
-    def draft(self, states: Sequence[RequestState], hidden: Tensor) -> None:
+    def draft(self, states: Sequence[RequestState], guess: Guess) -> None:
         """Set the drafts of each request.
 
         Args:
             states: those that ``can_draft``.
-            hidden: [n, N, D], as ``follow`` returned it.
+            guess: as ``follow`` returned it.
         """
         limits = [min(self.draft_tokens, state.remaining - 1) for state in states]
         drafting = list(range(len(states)))
@@ -101,24 +116,37 @@ class Drafter:
                     )
                     for i in drafting
                 ]
-                hidden = self._run(spans, hidden[_index(still, hidden)])
+                further = self._run(spans, guess.streams, still, range(len(spans)))
+                assert further is not None
+                guess = further
             tokens = choose_tokens(
-                self._model.mtp_logits(hidden),
+                guess.logits,
                 [states[i].request.sampling for i in drafting],
                 [len(states[i].tokens) + depth for i in drafting],
             )
             for i, token in zip(drafting, tokens, strict=True):
                 states[i].drafts.append(token)
 
-    def _run(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:
+    def _run(
+        self, spans: Sequence[Span], hidden: Tensor, source: Sequence[int], wanted: Sequence[int]
+    ) -> Guess | None:
+        """Run the layer over spans whose rows of ``hidden`` are ``source``; guesses of some."""
+        if self._runner is not None and all(span.is_decode for span in spans):
+            fixed = self._runner.draft(spans, hidden, source)
+            if fixed is not None:
+                streams, logits = (rows_of(result, wanted) for result in fixed)
+                return Guess(streams, logits) if wanted else None
         step = self._planner.build(spans, window_only=True)
-        return self._model.mtp_forward(hidden, step.token_ids, step, self._cache)
+        streams = self._model.mtp_forward(
+            rows_of(hidden, source), step.token_ids, step, self._cache
+        )
+        if not wanted:
+            return None
+        ends = list(accumulate(len(span.token_ids) for span in spans))
+        streams = rows_of(streams, [ends[i] - 1 for i in wanted])
+        return Guess(streams, self._model.mtp_logits(streams))
 
 
 def can_draft(state: RequestState) -> bool:
     """Whether the request will run another step in which a draft could be verified."""
     return not state.is_prefill and state.finish_reason is None and state.remaining > 1
-
-
-def _index(rows: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=like.device)

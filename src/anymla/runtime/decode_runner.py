@@ -1,0 +1,109 @@
+"""Decode steps at fixed sizes: the backbone's, and the draft layer's behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.layers.step import Step
+from anymla.model.transformer import Transformer
+from anymla.runtime.bucket import Bucket, decode_buckets, smallest
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.draft_step import DraftStep
+from anymla.runtime.fixed_step import FixedStep
+from anymla.runtime.forwarded import Forwarded
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.span import Span
+
+
+class DecodeRunner:
+    """Runs steps of decoding requests in the smallest bucket that holds them.
+
+    Attributes:
+        buckets: sizes, the cheapest first.
+    """
+
+    def __init__(
+        self, model: Transformer, store: CacheStore, options: EngineOptions, *, record: bool
+    ) -> None:
+        self.buckets = decode_buckets(
+            store.groups, options.max_requests, options.max_seq_len, options.draft_tokens
+        )
+        self._model = model
+        self._store = store
+        self._record = record
+        self._backbone_layers = model.config.num_hidden_layers
+        # Graphs know the tables by their addresses.
+        self._tables = model.reserve(options.max_seq_len)
+        self._pool = torch.cuda.graph_pool_handle() if record else None
+        self._steps: dict[Bucket, FixedStep] = {}
+        self._drafts: dict[Bucket, DraftStep] = {}
+
+    def prepare(self) -> None:
+        """Set up every bucket, the largest first, so that the others fit in its memory."""
+        drafts = len(self._store.layers) > self._backbone_layers
+        for bucket in reversed(self.buckets):
+            self._step(bucket).prepare()
+            if drafts:
+                self._draft_step(bucket).prepare()
+
+    def run(self, spans: Sequence[Span]) -> Forwarded | None:
+        """Run the backbone; None if the spans fit no bucket, or prompts are among them.
+
+        The results last until the next run.
+        """
+        if not all(span.is_decode for span in spans):
+            return None
+        bucket = smallest(self.buckets, spans)
+        if bucket is None:
+            return None
+        hidden, logits = self._step(bucket)(spans)
+        return Forwarded(hidden, range(0, bucket.tokens * len(spans), bucket.tokens), logits)
+
+    def draft(
+        self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Run the draft layer; None if the spans fit no bucket.
+
+        Args:
+            spans: the tokens behind those that ``hidden`` belongs to.
+            hidden: [n, N, D].
+            rows: row of ``hidden`` for each token of the spans.
+
+        Returns:
+            Streams [R, N, D] and logits [R, V] at the last token of span i, in row i.
+        """
+        bucket = smallest(self.buckets, spans)
+        if bucket is None:
+            return None
+        return self._draft_step(bucket).run(spans, hidden, rows)
+
+    def _step(self, bucket: Bucket) -> FixedStep:
+        if bucket not in self._steps:
+            self._steps[bucket] = FixedStep(
+                self._store,
+                bucket,
+                self._backbone,
+                record=self._record,
+                backend=self._model.backend,
+                pool=self._pool,
+            )
+        return self._steps[bucket]
+
+    def _backbone(self, step: Step) -> tuple[Tensor, ...]:
+        hidden = self._model.forward(step, self._store.layers[: self._backbone_layers])
+        return hidden, self._model.logits(hidden)
+
+    def _draft_step(self, bucket: Bucket) -> DraftStep:
+        if bucket not in self._drafts:
+            self._drafts[bucket] = DraftStep(
+                self._model,
+                self._store,
+                self._store.layers[self._backbone_layers],
+                bucket,
+                record=self._record,
+                pool=self._pool,
+            )
+        return self._drafts[bucket]

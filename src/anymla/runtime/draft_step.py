@@ -1,0 +1,76 @@
+"""A draft layer's step of fixed size: streams in, the streams and logits of the last tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.layers.caches import LayerCache
+from anymla.layers.step import Step
+from anymla.model.transformer import Transformer
+from anymla.runtime.bucket import Bucket
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.fixed_step import FixedStep
+from anymla.runtime.span import Span
+from anymla.runtime.upload import upload
+
+
+class DraftStep:
+    """One bucket of the draft layer."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        store: CacheStore,
+        cache: LayerCache,
+        bucket: Bucket,
+        *,
+        record: bool,
+        pool: Any = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._bucket = bucket
+        shape = (bucket.rows, model.config.hc_mult, model.config.hidden_size)
+        self._hidden = torch.zeros(shape, dtype=model.dtype, device=store.device)
+        self._ends = torch.arange(0, bucket.rows, bucket.tokens, device=store.device) - 1
+        self._step = FixedStep(
+            store,
+            bucket,
+            self._body,
+            record=record,
+            window_only=True,
+            backend=model.backend,
+            pool=pool,
+        )
+
+    def prepare(self) -> None:
+        """Record, if it has not been done."""
+        self._step.prepare()
+
+    def run(
+        self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """See ``DecodeRunner.draft``; the results last until the next run."""
+        index = [0] * self._bucket.rows
+        source = iter(rows)
+        for i, span in enumerate(spans):
+            first = i * self._bucket.tokens
+            for row in range(first, first + len(span.token_ids)):
+                index[row] = next(source)
+        (where,) = upload([index], hidden.device)
+        torch.index_select(hidden, 0, where, out=self._hidden)
+        streams, logits = self._step(spans)
+        return streams, logits
+
+    def _body(self, step: Step) -> tuple[Tensor, ...]:
+        streams = self._model.mtp_forward(self._hidden, step.token_ids, step, self._cache)
+        if self._bucket.tokens > 1:
+            counts = step.is_valid.view(self._bucket.requests, -1).sum(1)
+            # Of a request that is not there, the row before its own, or the first: any will do.
+            last = (self._ends + counts).clamp(min=0)
+            streams = streams.index_select(0, last)
+        return streams, self._model.mtp_logits(streams)
