@@ -47,9 +47,27 @@ def install() -> None:
         # The contract speaks first, about the tensors it was given.
         self._contract(*args, **kwargs)
         run = functools.partial(call, self, backend=backend)
-        return _Bridge().run(run, args, kwargs)
+        return _Bridge(torch.device("cuda")).run(run, args, kwargs)
 
     Operation.__call__ = bridged  # type: ignore[method-assign]
+
+
+def on_device(call: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The same call for CPU tensors, run on a device on copies of their storages."""
+
+    @functools.wraps(call, assigned=())
+    def bridged(*args: Any, **kwargs: Any) -> Any:
+        if any(not tensor.is_cpu for tensor in _tensors((args, tuple(kwargs.values())))):
+            return call(*args, **kwargs)
+        return _Bridge(device).run(call, args, kwargs)
+
+    return bridged
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device with the same strides and offset, and everything around it."""
+    moved: Tensor = _Bridge(device)._moved(tensor)
+    return moved
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -63,7 +81,8 @@ def _tensors(values: Any) -> list[Tensor]:
 class _Bridge:
     """One call's storages on both sides."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._on = device
         self._host: dict[int, Tensor] = {}
         self._device: dict[int, Tensor] = {}
         self._returned: dict[tuple[Any, ...], Tensor] = {}
@@ -74,7 +93,7 @@ class _Bridge:
             *[self._moved(value) for value in args],
             **{name: self._moved(value) for name, value in kwargs.items()},
         )
-        torch.cuda.synchronize()
+        getattr(torch, self._on.type).synchronize()
         for key, bytes_on_device in self._device.items():
             self._host[key].copy_(bytes_on_device)
         return self._back(result)
@@ -88,8 +107,8 @@ class _Bridge:
         key = storage.data_ptr()
         if key not in self._device:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-            self._host[key], self._device[key] = whole, whole.cuda()
-        moved = torch.empty(0, dtype=value.dtype, device="cuda").set_(
+            self._host[key], self._device[key] = whole, whole.to(self._on)
+        moved = torch.empty(0, dtype=value.dtype, device=self._on).set_(
             self._device[key].untyped_storage(),
             value.storage_offset(),
             value.size(),

@@ -22,10 +22,10 @@ from anymla.layers.caches import CACHE_FORMATS
 from anymla.testing.conformance.expected import attend, index_scale, index_scores
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
-from anymla.testing.conformance.scene import Scene, scope
+from anymla.testing.conformance.scene import Scene, coded, scope
 from anymla.testing.generate import guarded_cache, hostile_indices, scattered_pages, slots_of
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
-from anymla.testing.tolerance import accumulation, assert_close, assert_identical
+from anymla.testing.tolerance import assert_close, assert_identical
 
 _INSERT = "quantize_and_insert_k_cache"
 
@@ -48,24 +48,24 @@ def index_pages(ops: Ops) -> None:
             stored = ROW_FORMATS[layout].decode(value.unsqueeze(0), scale.unsqueeze(0))
             want = ROW_FORMATS[layout].round(key.double().unsqueeze(0))
             assert_identical(stored, want, name=f"{layout} slot {slot}")
-        q, weights = torch.randn(1, 2, 8, 128), torch.randn(2, 8)
+        q, weights = coded(1, 2, 8, 128), torch.randn(2, 8)
         lens = torch.tensor([[128, 65]], dtype=torch.int32)
         got = ops.paged_mqa_logits(
             q, guarded.cache, weights, lens, table, max_context=130, layout=layout
         )
         rows = ROW_FORMATS[layout].decode(*read_entries(guarded.cache, slots, layout))
-        _check_scores(got, q[0], rows, weights, lens[0], f"{layout} scores")
+        _check_scores(ops, got, q[0], rows, weights, lens[0], f"{layout} scores")
 
 
 def _check_scores(
-    got: Tensor, q: Tensor, keys: Tensor, weights: Tensor, lens: Tensor, name: str
+    ops: Ops, got: Tensor, q: Tensor, keys: Tensor, weights: Tensor, lens: Tensor, name: str
 ) -> None:
     want = torch.full(got.shape, -torch.inf, dtype=torch.float64)
     want[:, : len(keys)] = index_scores(q, keys, weights)
     want = torch.where(torch.arange(got.shape[1]) < lens.unsqueeze(1), want, -torch.inf)
     scale = torch.zeros(got.shape, dtype=torch.float64)
     scale[:, : len(keys)] = index_scale(q, keys, weights)
-    assert_close(got, want, atol=accumulation(128, torch.float32), scale=scale, name=name)
+    assert_close(got, want, atol=ops.dot_error, scale=scale, name=name)
 
 
 @case("L2", "584 bytes an entry, whatever the page size", _INSERT, "dequantize_and_gather_k_cache")
@@ -165,11 +165,11 @@ def wide_offsets(ops: Ops) -> None:
             q = torch.randn(1, 2, 512).bfloat16()
             attend(q, [want]).check(ops.sparse_attention(q, cache, slots.int().unsqueeze(0)))
             continue
-        q, weights = torch.randn(1, 1, 4, 128), torch.randn(1, 4)
+        q, weights = coded(1, 1, 4, 128), torch.randn(1, 4)
         table = torch.tensor([[pages - 1]], dtype=torch.int32)
         lens = torch.tensor([6], dtype=torch.int32)
         got = ops.paged_mqa_logits(q, cache, weights, lens, table, max_context=6)
-        _check_scores(got[:, 5:], q[0], want[:1], weights, lens, "key beyond 2^31 bytes")
+        _check_scores(ops, got[:, 5:], q[0], want[:1], weights, lens, "key beyond 2^31 bytes")
 
 
 @case(
@@ -201,20 +201,22 @@ def page_sizes(ops: Ops) -> None:
     "L6",
     "NaN in unused slots, freed pages and behind invalid indices reaches nothing",
     "sparse_attention",
+    "sparse_attention_rows",
     "dequant_gather_slots",
     "dequantize_and_gather_k_cache",
     "paged_mqa_logits",
 )
 def poisoned_slots(ops: Ops) -> None:
     for layout in (MAIN_FP8, ROWS_BF16_512):
-        given = Scene(
-            torch.randn(3, 4, 512).bfloat16(),
-            scope(3, 40, lengths=[40, 11, 0], layout=layout),
-            scope(3, 20, lengths=[3, 20, 0], page=2, layout=layout),
-            torch.randn(4),
-        )
-        arguments, keywords = given.arguments()
-        given.expected().check(ops.sparse_attention(*arguments, **keywords), layout)
+        for behind in (False, True):
+            given = Scene(
+                torch.randn(3, 4, 512).bfloat16(),
+                scope(3, 40, lengths=[40, 11, 0], layout=layout, poison_behind=behind),
+                scope(3, 20, lengths=[3, 20, 0], page=2, layout=layout, poison_behind=behind),
+            )
+            arguments, keywords = given.arguments()
+            name = f"{layout}, {'NaN rows' if behind else 'nothing'} behind the lengths"
+            given.expected().check(ops.sparse_attention(*arguments, **keywords), name)
         limit = given.main.cache.shape[0] * given.main.cache.shape[1]
         slots = hostile_indices(limit, 30)
         slots[::3] = given.main.indices[0, :10]
@@ -223,18 +225,31 @@ def poisoned_slots(ops: Ops) -> None:
         expect(bool(out.isfinite().all()), "hostile slots must give zero rows")
         expect(bool((out[1::3] == 0).all()), "hostile slots must give zero rows")
 
+    _poisoned_rows(ops)
     table, pages = scattered_pages([70, 3], 64)
     guarded = guarded_cache(INDEX_FP8, pages, 64)
     keys = torch.randn(73, 128)
     slots = torch.cat([slots_of(table, r, torch.arange(n), 64) for r, n in ((0, 70), (1, 3))])
     guarded.write(slots, keys)
-    q, weights = torch.randn(2, 1, 4, 128), torch.randn(2, 4)
+    q, weights = coded(2, 1, 4, 128), torch.randn(2, 4)
     lens = torch.tensor([70, 3], dtype=torch.int32)
     got = ops.paged_mqa_logits(q, guarded.cache, weights, lens, table, max_context=190)
     rows = ROW_FORMATS[INDEX_FP8].round(keys.double())
-    _check_scores(got[:1], q[0], rows[:70], weights[:1], lens[:1], "scores beside poison")
-    _check_scores(got[1:], q[1], rows[70:], weights[1:], lens[1:], "scores beside poison")
+    _check_scores(ops, got[:1], q[0], rows[:70], weights[:1], lens[:1], "scores beside poison")
+    _check_scores(ops, got[1:], q[1], rows[70:], weights[1:], lens[1:], "scores beside poison")
     expect(not len(guarded.changed()), "reading must not write")
+
+
+def _poisoned_rows(ops: Ops) -> None:
+    q, kv = torch.randn(2, 4, 512).bfloat16(), torch.randn(60, 1, 512).bfloat16()
+    kv[30:] = torch.nan
+    indices = torch.stack([torch.randperm(60) for _ in range(2)]).int()
+    lengths = torch.tensor([7, 20], dtype=torch.int32)
+    for token, count in enumerate(lengths.tolist()):
+        indices[token, :count] = torch.randperm(30)[:count].int()
+    rows = [kv[indices[token, :count].long(), 0].double() for token, count in enumerate((7, 20))]
+    out, lse = ops.sparse_attention_rows(q, kv, indices.unsqueeze(1), lengths)
+    attend(q, rows).check((out, lse), "plain rows, NaN behind the lengths")
 
 
 @case("L7", "a cache dtype is one that exists, or a clear error")

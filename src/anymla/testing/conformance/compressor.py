@@ -12,6 +12,7 @@ from anymla.formats.page_layout import INDEX_FP8
 from anymla.testing.conformance.expected import EPS, index_scale, index_scores, table, v4_config
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
+from anymla.testing.conformance.scene import coded
 from anymla.testing.generate import guarded_cache, scattered_pages, slots_of
 from anymla.testing.oracle.attention import compress
 from anymla.testing.oracle.rope import frequencies
@@ -174,9 +175,9 @@ def residues(ops: Ops) -> None:
     slots = slots_of(table_, 0, torch.arange(longest // 4), entries)
     guarded.write(slots, torch.randn(longest // 4, 128))
     keys = ROW_FORMATS[INDEX_FP8].decode(*read_entries(guarded.cache, slots, INDEX_FP8))
-    q, weights = torch.randn(1, 1, 8, 128), torch.randn(1, 8)
+    q, weights = coded(1, 1, 8, 128), torch.randn(1, 8)
     want, scale = index_scores(q[0], keys, weights), index_scale(q[0], keys, weights)
-    slack = accumulation(128, torch.float32)
+    slack = ops.dot_error
     for length in range(longest - 4, longest):
         position, visible = torch.tensor([length - 1]), length // 4
         written = ops.slot_mapping(

@@ -29,8 +29,8 @@ class Attention:
     lse: Tensor
     weight: Tensor
 
-    def check(self, result: tuple[Tensor, Tensor], name: str = "attention") -> None:
-        """Compare with an operation's (out, lse).
+    def check(self, result: tuple[Tensor, Tensor | None], name: str = "attention") -> None:
+        """Compare with an operation's (out, lse); a library that returns no lse gives None.
 
         One bfloat16 unit of sum(p |v|) for probabilities rounded to bfloat16 (half a unit) and the
         float32 errors of scores and sums, and one unit of the result for rounding it (half). The
@@ -40,20 +40,27 @@ class Attention:
         error = ulps(torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32, 1)
         error = error + accumulation(out.shape[-1], torch.float32)
         assert_close(out, self.out, atol=error, rtol=error, scale=self.weight, name=f"{name}: out")
+        if lse is None:
+            return
         slack = accumulation(out.shape[-1], torch.float32, c=4.0)
         assert_close(lse, self.lse, atol=slack, rtol=slack, scale=8.0, name=f"{name}: lse")
 
 
 def attend(
-    q: Tensor, rows: Sequence[Tensor], sink: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    rows: Sequence[Tensor],
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    value_dim: int | None = None,
 ) -> Attention:
     """Attend each of T queries [T, H, D] to its own float64 rows [n, D]."""
     tokens, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
+    values = dim if value_dim is None else value_dim
     parts = []
     for t in range(tokens):
         if not len(rows[t]):
-            empty = torch.zeros(heads, dim, dtype=torch.float64)
+            empty = torch.zeros(heads, values, dtype=torch.float64)
             parts.append((empty, torch.full((heads,), -torch.inf, dtype=torch.float64), empty))
             continue
         scores = q[t].double() @ rows[t].T * scale
@@ -61,7 +68,8 @@ def attend(
         share = (scores - lse.unsqueeze(1)).exp()
         if sink is not None:
             share = share * torch.sigmoid(lse - sink.double()).unsqueeze(1)
-        parts.append((share @ rows[t], lse, share @ rows[t].abs()))
+        value = rows[t][:, :values]
+        parts.append((share @ value, lse, share @ value.abs()))
     out, lses, weight = zip(*parts, strict=True)
     return Attention(torch.stack(out), torch.stack(lses), torch.stack(weight))
 

@@ -17,7 +17,7 @@ from anymla.testing.conformance.expected import (
 )
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
-from anymla.testing.conformance.scene import scope
+from anymla.testing.conformance.scene import coded, scope
 from anymla.testing.generate import guarded_cache, hostile_indices, scatter_hostile, scattered_pages
 from anymla.testing.oracle.attention import IndexQueries
 from anymla.testing.oracle.rope import frequencies, rotate
@@ -86,8 +86,8 @@ def hadamard_on_both(ops: Ops) -> None:
     "paged_mqa_logits",
 )
 def score_formula(ops: Ops) -> None:
-    q, weights = torch.randn(5, 16, 128), torch.randn(5, 16)
-    keys = torch.randn(30, 128)
+    q, weights = coded(5, 16, 128), torch.randn(5, 16)
+    keys = coded(30, 128)
     starts = torch.tensor([0, 3, 10, 30, 0], dtype=torch.int32)
     ends = torch.tensor([30, 20, 11, 30, 0], dtype=torch.int32)
     scale = torch.rand(30) + 0.5
@@ -97,7 +97,7 @@ def score_formula(ops: Ops) -> None:
     inside = (column >= starts.unsqueeze(1)) & (column < ends.unsqueeze(1))
     want = torch.where(inside, index_scores(q, scaled, weights), -torch.inf)
     size = index_scale(q, scaled, weights)
-    assert_close(got, want, atol=_SLACK, scale=size, name="dense scores")
+    assert_close(got, want, atol=ops.dot_error, scale=size, name="dense scores")
 
     guarded = guarded_cache(INDEX_FP8, 3, 16)
     slots = torch.cat((torch.arange(32, 48), torch.arange(0, 14)))
@@ -107,7 +107,8 @@ def score_formula(ops: Ops) -> None:
     pages = torch.tensor([[2, 0]], dtype=torch.int32)
     got = ops.paged_mqa_logits(q.unsqueeze(0), guarded.cache, weights, lens, pages, max_context=30)
     want = torch.where(column < lens.T, index_scores(q, rows, weights), -torch.inf)
-    assert_close(got, want, atol=_SLACK, scale=index_scale(q, rows, weights), name="paged scores")
+    size = index_scale(q, rows, weights)
+    assert_close(got, want, atol=ops.dot_error, scale=size, name="paged scores")
 
 
 @case("I3", "top 512 and top 1024, far beyond four times as many tokens", "topk_per_row")
@@ -191,7 +192,7 @@ def several_requests(ops: Ops) -> None:
 @case("I6", "rows of length zero read nothing", "paged_mqa_logits", "topk_per_row")
 def zero_lengths(ops: Ops) -> None:
     guarded = guarded_cache(INDEX_FP8, 2, 16)
-    q, weights = torch.randn(3, 2, 4, 128), torch.randn(6, 4)
+    q, weights = coded(3, 2, 4, 128), torch.randn(6, 4)
     lens = torch.zeros(3, 2, dtype=torch.int32)
     pages = hostile_indices(2, 3, 4)
     got = ops.paged_mqa_logits(q, guarded.cache, weights, lens, pages, max_context=40)
@@ -212,7 +213,7 @@ def bounded_scratch(ops: Ops) -> None:
     rows = torch.randn(context, 128)
     slots = table_[0, : context // 64].long().repeat_interleave(64) * 64
     guarded.write(slots + torch.arange(context) % 64, rows)
-    q, weights = torch.randn(1, tokens, heads, 128), torch.randn(tokens, heads)
+    q, weights = coded(1, tokens, heads, 128), torch.randn(tokens, heads)
     lens = torch.randint(context // 2, context + 1, (1, tokens), dtype=torch.int32)
     with LargestAllocation() as largest:
         got = ops.paged_mqa_logits(q, guarded.cache, weights, lens, table_, max_context=context)

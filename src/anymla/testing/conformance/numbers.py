@@ -49,7 +49,6 @@ def mixed_formats(ops: Ops) -> None:
                 torch.randn(2, 4, 512).bfloat16(),
                 scope(2, 30, layout=main),
                 scope(2, 12, page=2, layout=extra),
-                torch.randn(4),
             )
             arguments, keywords = given.arguments()
             result = ops.sparse_attention(*arguments, **keywords)

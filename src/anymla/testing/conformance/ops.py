@@ -9,8 +9,12 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 import anymla.ops
 from anymla.ops._operation import Operation
+from anymla.testing.device_bridge import on_device
+from anymla.testing.tolerance import Bound, accumulation
 
 
 @functools.cache
@@ -32,27 +36,38 @@ class Ops:
         backend: name of a backend, or None for the best one.
         replacements: functions to call in place of the operations of these names, with the same
             arguments. This is how another library, or a deliberate fault, is put to the test.
+        device: where calls run; the cases' CPU tensors are copied there and back, byte by byte.
+            None leaves them where they are.
+        dot_error: error of an index score's dot product relative to its terms' magnitudes, for
+            a library that declares a narrower accumulator than float32.
     """
 
     def __init__(
         self,
         backend: str | None = None,
         replacements: Mapping[str, Callable[..., Any]] | None = None,
+        *,
+        device: torch.device | None = None,
+        dot_error: Bound | None = None,
     ) -> None:
         self.backend = backend
         self.replacements = dict(replacements or {})
+        self.device = device if device is not None and device.type != "cpu" else None
+        self.dot_error = dot_error or accumulation(128, torch.float32)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in self.replacements:
-            return self.replacements[name]
-        if name not in all_operations():
+            run = self.replacements[name]
+        elif name in all_operations():
+            run = functools.partial(all_operations()[name], backend=self.backend)
+        else:
             raise AttributeError(f"there is no operation {name!r}")
-        return functools.partial(all_operations()[name], backend=self.backend)
+        return run if self.device is None else on_device(run, self.device)
 
     @contextlib.contextmanager
     def as_backend(self) -> Iterator[str | None]:
         """A backend name under which a whole model runs on these operations."""
-        if not self.replacements:
+        if not self.replacements and self.device is None:
             yield self.backend
             return
         name = "under-test"

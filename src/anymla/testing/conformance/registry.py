@@ -8,7 +8,17 @@ from collections.abc import Callable
 
 from anymla.testing.conformance.ops import Ops
 
-_MODULES = ("cache", "numbers", "rope", "compressor", "indexer", "attention", "streams", "network")
+_MODULES = (
+    "cache",
+    "numbers",
+    "rope",
+    "compressor",
+    "indexer",
+    "attention",
+    "streams",
+    "network",
+    "gpu",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +29,9 @@ class Case:
         case_id: "L1", "A10", ...
         story: what must hold, in a line.
         operations: the operations under test; empty if it is not about operations.
-        run: raises AssertionError if it does not hold; None if it cannot be run here.
-        absent: why it cannot be run.
-        gpu: it needs a GPU.
+        run: raises AssertionError if it does not hold; None if there is nothing to run.
+        absent: why there is nothing to run.
+        gpu: it needs a GPU, and makes its tensors there.
         bulk: it is about size, which the reference backends, written as loops, are not made for.
     """
 
@@ -34,31 +44,39 @@ class Case:
     bulk: bool = False
 
 
+class NotApplicable(Exception):
+    """What is under test does not claim to do what a case asks; the message says what."""
+
+
 CASES: dict[str, Case] = {}
 
 
 def case(
-    case_id: str, story: str, *operations: str, bulk: bool = False
+    case_id: str, story: str, *operations: str, bulk: bool = False, gpu: bool = False
 ) -> Callable[[Callable[[Ops], None]], Callable[[Ops], None]]:
     """Register the decorated function as a case."""
 
     def register(run: Callable[[Ops], None]) -> Callable[[Ops], None]:
-        _add(Case(case_id, story, operations, run, bulk=bulk))
+        _add(Case(case_id, story, operations, run, bulk=bulk, gpu=gpu))
         return run
 
     return register
 
 
-def absent(case_id: str, story: str, reason: str, *, gpu: bool = False) -> None:
+def absent(case_id: str, story: str, reason: str) -> None:
     """List a case that has nothing to run, with the reason."""
-    _add(Case(case_id, story, (), None, absent=reason, gpu=gpu))
+    _add(Case(case_id, story, (), None, absent=reason))
 
 
 def load_cases() -> dict[str, Case]:
-    """All cases by id."""
+    """All cases by id, in the order of the list that they come from."""
     for module in _MODULES:
         importlib.import_module(f"anymla.testing.conformance.{module}")
-    return CASES
+    return dict(sorted(CASES.items(), key=lambda item: _place(item[0])))
+
+
+def _place(case_id: str) -> tuple[int, int]:
+    return "LQRCIAM".find(case_id[0]), int(case_id[1:])
 
 
 def expect(condition: object, message: str) -> None:

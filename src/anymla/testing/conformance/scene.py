@@ -51,15 +51,23 @@ def scope(
     lengths: list[int] | None = None,
     page: int = 64,
     layout: str = MAIN_FP8,
+    poison_behind: bool = False,
 ) -> Scope:
-    """A cache in which each token reads ``lengths[t]`` random rows of a list of ``width``."""
+    """A cache in which each token reads ``lengths[t]`` random rows of a list of ``width``.
+
+    What its list holds behind the length points nowhere or, with ``poison_behind``, at slots of the
+    cache that nobody wrote, which are NaN.
+    """
     counts = torch.tensor([width] * tokens if lengths is None else lengths, dtype=torch.int32)
     used = max(1, 3 * width // 2)
     pages = used // page + 3
     guarded = guarded_cache(layout, pages, page)
-    slots = torch.randperm(pages * page)[:used]
-    guarded.write(slots, torch.randn(used, 512))
+    order = torch.randperm(pages * page)
+    slots, unused = order[:used], order[used:]
+    guarded.write(slots, torch.randn(used, guarded.layout.channels))
     indices = hostile_indices(pages * page, tokens, width)
+    if poison_behind:
+        indices = unused[torch.randint(len(unused), (tokens, width))].int()
     for token, count in enumerate(counts.tolist()):
         indices[token, :count] = slots[torch.randperm(used)[:count]].int()
     return Scope(guarded, layout, indices, counts)
@@ -67,16 +75,19 @@ def scope(
 
 @dataclasses.dataclass
 class Scene:
-    """Queries, one or two scopes, and a sink."""
+    """Queries, one or two scopes, a sink, and the width of the values (None for whole rows)."""
 
     q: Tensor
     main: Scope
     extra: Scope | None = None
     sink: Tensor | None = None
+    value_dim: int | None = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of ``sparse_attention``."""
         keywords: dict[str, Any] = {"sink": self.sink, "layout": self.main.layout}
+        if self.value_dim is not None:
+            keywords["value_dim"] = self.value_dim
         if self.extra is not None:
             keywords |= {
                 "extra_cache": self.extra.cache,
@@ -94,14 +105,25 @@ class Scene:
             if self.extra is not None:
                 part = torch.cat((part, self.extra.rows(token)))
             rows.append(part)
-        return attend(self.q, rows, self.sink)
+        return attend(self.q, rows, self.sink, value_dim=self.value_dim)
 
 
-def scene(tokens: int = 3, heads: int = 4, width: int = 40, extra: int = 24) -> Scene:
-    """Bfloat16 queries over a window cache of 64-entry pages and one of 2-entry pages."""
+def scene(
+    tokens: int = 3, heads: int = 4, width: int = 40, extra: int = 24, *, sink: bool = False
+) -> Scene:
+    """Bfloat16 queries over a window cache of 64-entry pages and one of 2-entry pages.
+
+    Without a sink unless asked for: a library that drops it fails the cases about it, and is judged
+    by the others.
+    """
     return Scene(
         torch.randn(tokens, heads, 512).bfloat16(),
         scope(tokens, width),
         scope(tokens, extra, page=2) if extra else None,
-        torch.randn(heads),
+        torch.randn(heads) if sink else None,
     )
+
+
+def coded(*shape: int) -> Tensor:
+    """Random float32 values that e4m3 holds exactly, so that libraries of FP8 can take them."""
+    return torch.randn(*shape).to(torch.float8_e4m3fn).float()

@@ -1,4 +1,4 @@
-"""Cases M1 .. M4: hyper-connections."""
+"""Cases M1 .. M3: hyper-connections."""
 
 from __future__ import annotations
 
@@ -72,10 +72,4 @@ absent(
     "M3",
     "V4.1 takes the pre-mix of the previous sub-layer",
     "V4.1's delayed hyper-connections are not implemented",
-)
-absent(
-    "M4",
-    "no compilation for a token count not seen before",
-    "needs a GPU: there are no compiled kernels on a CPU",
-    gpu=True,
 )

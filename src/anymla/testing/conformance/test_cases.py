@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from anymla.ops import _triton
 from anymla.ops._operation import BackendUnavailable
-from anymla.testing.conformance.ops import Ops, all_backends, all_operations
-from anymla.testing.conformance.registry import Case, load_cases
+from anymla.testing.conformance.ops import Ops, all_backends
+from anymla.testing.conformance.registry import Case, NotApplicable, load_cases
+from anymla.testing.conformance.runner import Subject
+from anymla.testing.devices import default_device
 
 
 def _parameters() -> list[Any]:
@@ -25,23 +27,13 @@ def _parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "backend"), _parameters())
 def test_case(case: Case, backend: str) -> None:
-    """Run one case; a backend that lacks one of its operations is skipped with the reason."""
-    if case.run is None:
-        pytest.skip(case.absent)
-    if not case.operations:
-        case.run(Ops())
-        return
-    if case.bulk and backend == "reference":
-        pytest.skip("a case about size; the reference loops in Python")
-    if case.bulk and backend == "triton" and _triton.INTERPRETED:
-        pytest.skip("a case about size; Triton's interpreter takes minutes")
-    whole_model = {"sparse_attention", "experts"} <= set(case.operations)
-    if whole_model and backend == "triton" and _triton.INTERPRETED:
-        pytest.skip("a case of whole models; Triton's interpreter takes minutes, a GPU runs it")
-    missing = [name for name in case.operations if backend not in all_operations()[name].backends]
-    if missing:
-        pytest.skip(f"backend {backend} has no {', '.join(missing)}")
+    """Run one case; where it does not apply it is skipped with the reason."""
+    subject = Subject(backend, device=torch.device(default_device()))
+    reason = subject.why_not(case)
+    if reason:
+        pytest.skip(reason)
+    assert case.run is not None
     try:
-        case.run(Ops(backend))
-    except BackendUnavailable as unavailable:
+        case.run(Ops(backend if case.operations else None))
+    except (BackendUnavailable, NotApplicable) as unavailable:
         pytest.skip(str(unavailable))

@@ -1,0 +1,156 @@
+"""``anymla conformance``: every case of the suite, against a backend or another library."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+from tqdm import tqdm
+
+from anymla.cli.bad_input import BadInput, bad_input
+from anymla.testing.devices import default_device, prepare
+
+if TYPE_CHECKING:
+    from anymla.testing.conformance.registry import Case
+    from anymla.testing.conformance.runner import Outcome, Subject
+
+
+@click.command()
+@click.option("--backend", metavar="NAME", help="Of the operations; the best of each by default.")
+@click.option(
+    "--against",
+    metavar="LIBRARY",
+    help="flash_mla, deep_gemm, vllm_xpu, or module:function[=operation]: judge it instead.",
+)
+@click.option("--case", "chosen", metavar="ID", multiple=True, help="Only this case; repeatable.")
+@click.option("--device", metavar="NAME", help="cpu, cuda or xpu; the accelerator if there is one.")
+@click.option("--list", "only_list", is_flag=True, help="List the cases and run nothing.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=0),
+    help="Processes of their own for the cases; 0 runs them in this one, so that a crash ends it. "
+    "By default 1 with --against, else 0.",
+)
+@click.option(
+    "--timeout", default=120.0, show_default=True, help="Seconds a case may take, with --jobs."
+)
+@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Append a row a case here.",
+)
+def command(
+    backend: str | None,
+    against: str | None,
+    chosen: tuple[str, ...],
+    device: str | None,
+    only_list: bool,
+    jobs: int | None,
+    timeout: float,
+    junit: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Run the conformance cases: what has gone wrong in real implementations of this attention.
+
+    Each case is a line: its id, what must hold, and whether it does. Ends with exit code 1 if one
+    fails. Another library is judged through an adapter that translates its documented contract;
+    what of a case it does not claim to do is said.
+    """
+    torch.set_num_threads(1)
+    prepare(device)
+    cases = _cases(chosen)
+    if only_list:
+        for case in cases:
+            click.echo(f"{case.case_id:4} {case.story}" + _reason(case.absent))
+        return
+    with bad_input():
+        from anymla.testing.conformance.setup import subject_of
+
+        subject = subject_of(backend, against, device)
+    if subject.adapter is not None and subject.adapter.translates:
+        click.echo(f"{subject.name}: the adapter translates")
+        click.echo("".join(f"  - {line}\n" for line in subject.adapter.translates), nl=False)
+    jobs = (1 if against else 0) if jobs is None else jobs
+    place = device or default_device()
+    outcomes = list(_shown(_run(cases, subject, (backend, against, place), jobs, timeout), cases))
+    counts = dict.fromkeys(("passed", "failed", "not applicable"), 0)
+    for outcome in outcomes:
+        counts[outcome.status] += 1
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+    click.echo(f"{subject.name} on {place}: {summary}")
+    if junit is not None:
+        from anymla.testing.conformance.report import junit_xml
+
+        junit.write_text(junit_xml(outcomes), encoding="utf-8")
+    if json_file is not None:
+        _append(json_file, outcomes, subject)
+    if counts["failed"]:
+        click.get_current_context().exit(1)
+
+
+def _cases(chosen: tuple[str, ...]) -> list[Case]:
+    from anymla.testing.conformance.registry import load_cases
+
+    known = load_cases()
+    unknown = [case_id for case_id in chosen if case_id.upper() not in known]
+    if unknown:
+        raise BadInput(f"--case {', '.join(unknown)}: there are {', '.join(known)}")
+    return [known[case_id.upper()] for case_id in chosen] or list(known.values())
+
+
+def _run(
+    cases: list[Case],
+    subject: Subject,
+    words: tuple[str | None, str | None, str],
+    jobs: int,
+    timeout: float,
+) -> Iterator[Outcome]:
+    if not jobs:
+        from anymla.testing.conformance.runner import run_cases
+
+        return run_cases(cases, subject)
+    from anymla.testing.conformance.isolated import Request, run_isolated
+
+    request = Request(*words, cases=())
+    return run_isolated(cases, request, subject.name, jobs=jobs, timeout_s=timeout)
+
+
+def _shown(outcomes: Iterable[Outcome], cases: list[Case]) -> Iterator[Outcome]:
+    """Print each outcome above the progress bar."""
+    words = {"passed": "ok", "failed": "FAIL", "not applicable": "n/a"}
+    with tqdm(total=len(cases), desc="conformance", unit="case", leave=False) as bar:
+        for outcome in outcomes:
+            seconds = f" ({outcome.seconds:.1f} s)" if outcome.seconds >= 1 else ""
+            line = f"{words[outcome.status]:5}{outcome.case_id:4} {outcome.story}{seconds}"
+            details = [outcome.detail] if outcome.detail else []
+            text = "".join(f"\n          {each}" for each in [*details, *outcome.notes])
+            bar.write(line + text)
+            bar.update()
+            yield outcome
+
+
+def _append(path: Path, outcomes: list[Outcome], subject: Subject) -> None:
+    from anymla.bench.environment import environment
+
+    facts: dict[str, Any] = environment(f"anymla conformance ({subject.name})")
+    if subject.device.type == "cuda":
+        from anymla.bench.gpu import device_facts
+
+        facts |= device_facts()
+    version = subject.adapter.version if subject.adapter is not None else ""
+    with path.open("a", encoding="utf-8") as file:
+        for outcome in outcomes:
+            row = {"part": "conformance", **dataclasses.asdict(outcome), "version": version}
+            file.write(json.dumps(row | facts) + "\n")
+
+
+def _reason(absent: str) -> str:
+    return f" (nothing to run: {absent})" if absent else ""

@@ -1,0 +1,102 @@
+"""vLLM's sparse decode for Intel XPU, portable Triton (vllm-project/vllm)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops._operation import BackendUnavailable
+from anymla.testing.conformance.adapters import Adapter, require_module
+from anymla.testing.conformance.registry import NotApplicable
+
+_MODULES = ("vllm.models.deepseek_v4.xpu.xpu_sparse_decode_fp8", "xpu_sparse_decode_fp8")
+_TRANSLATES = (
+    "indices that point nowhere become -1, which is how its callers mark them",
+    "a missing sink becomes -inf, missing lengths the width of the list",
+)
+
+
+def adapter() -> Adapter:
+    """The path of vLLM's own package, or its file on sys.path."""
+    problems = []
+    for name in _MODULES:
+        try:
+            module = require_module(name, name)
+        except BackendUnavailable as unavailable:
+            problems.append(str(unavailable))
+            continue
+        return _adapter_of(module)
+    raise BackendUnavailable("; ".join(problems))
+
+
+def _adapter_of(module: Any) -> Adapter:
+    def decode(
+        q: Tensor,
+        k_cache: Tensor,
+        indices: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+        extra_cache: Tensor | None = None,
+        extra_indices: Tensor | None = None,
+        extra_lengths: Tensor | None = None,
+        layout: str = MAIN_FP8,
+        extra_layout: str = MAIN_FP8,
+        **rest: Any,
+    ) -> tuple[Tensor, None]:
+        if layout != MAIN_FP8 or (extra_cache is not None and extra_layout != MAIN_FP8):
+            raise NotApplicable(f"reads {MAIN_FP8} only")
+        if q.dtype != torch.bfloat16:
+            raise NotApplicable(f"takes bfloat16 queries, not {q.dtype}")
+        if rest.get("batch_invariant"):
+            raise NotApplicable("has no batch-invariant mode")
+        out = torch.empty_like(q)
+        topk, topk_lens = None, None
+        if extra_cache is not None and extra_indices is not None:
+            topk = _listed(extra_indices, extra_cache)
+            topk_lens = _lengths(extra_lengths, topk)
+        window = _listed(indices, k_cache)
+        module.xpu_sparse_decode_fp8(
+            q=q,
+            kv_cache=extra_cache,
+            swa_kv_cache=k_cache,
+            swa_only=extra_cache is None,
+            topk_indices=topk,
+            topk_lens=topk_lens,
+            swa_indices=window,
+            swa_lens=_lengths(lengths, window),
+            attn_sink=torch.full((q.shape[1],), -torch.inf).to(q.device) if sink is None else sink,
+            softmax_scale=q.shape[2] ** -0.5 if scale is None else scale,
+            head_dim=512,
+            nope_head_dim=448,
+            rope_head_dim=64,
+            out=out,
+        )
+        return out, None
+
+    return Adapter(
+        "vllm_xpu",
+        {"sparse_attention": decode},
+        translates=_TRANSLATES,
+        excused={
+            "A2": "returns no lse",
+            "A7": "has no batch-invariant mode",
+            "L8": "has no layout ids",
+        },
+    )
+
+
+def _listed(indices: Tensor, cache: Tensor) -> Tensor:
+    flat = indices if indices.ndim == 2 else indices.squeeze(1)
+    inside = (flat >= 0) & (flat < cache.shape[0] * cache.shape[1])
+    return torch.where(inside, flat, -1).unsqueeze(1).contiguous()
+
+
+def _lengths(lengths: Tensor | None, listed: Tensor) -> Tensor:
+    if lengths is not None:
+        return lengths
+    return torch.full((len(listed),), listed.shape[2], dtype=torch.int32, device=listed.device)

@@ -1,0 +1,170 @@
+"""Runs cases in processes of their own, so that a crash or a hang is one case's outcome.
+
+After a CUDA error nothing else runs in a process: the worker ends itself and another one takes the
+rest of its cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from anymla.testing.conformance.registry import Case, load_cases
+from anymla.testing.conformance.runner import FAILED, Outcome, run_case
+from anymla.testing.conformance.setup import subject_of
+from anymla.testing.devices import prepare
+
+_POLL_S = 0.05
+_DEVICE_ERRORS = ("CUDA error", "illegal memory access", "misaligned address", "device-side")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a worker is told: the command line's own words.
+
+    Attributes:
+        backend: as ``--backend``.
+        against: as ``--against``.
+        device: as ``--device``.
+        cases: ids, in order.
+    """
+
+    backend: str | None
+    against: str | None
+    device: str
+    cases: tuple[str, ...]
+
+
+class _Worker:
+    """A process and the file it reports to."""
+
+    def __init__(self, request: Request, place: Path, timeout_s: float) -> None:
+        self._request = request
+        self._left = list(request.cases)
+        self._place = place
+        self._timeout_s = timeout_s
+        self._start()
+
+    def _start(self) -> None:
+        self._place.write_text("", encoding="utf-8")
+        self._read = 0
+        self._running: str | None = None
+        self._since = time.monotonic()
+        told = dataclasses.replace(self._request, cases=tuple(self._left))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(told)), self._place],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # TRITON_INTERPRET is inherited, as it is read at import
+        )
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._left)
+
+    def poll(self, cases: dict[str, Case], subject: str) -> Iterator[Outcome]:
+        """Outcomes since the last call; restarts the process where it died or hung."""
+        ended = self._process.poll() is not None
+        for line in self._lines():
+            self._since = time.monotonic()
+            if "running" in line:
+                self._running = str(line["running"])
+                continue
+            outcome = Outcome(**{**line, "notes": tuple(line["notes"])})
+            self._left.remove(outcome.case_id)
+            self._running = None
+            yield outcome
+        if not self._left:
+            return
+        hung = time.monotonic() - self._since > self._timeout_s
+        if not ended and not hung:
+            return
+        self.stop()
+        case_id = self._running or self._left[0]
+        self._left.remove(case_id)
+        why = f"no answer in {self._timeout_s:g} s" if hung else self._how_it_ended()
+        yield Outcome(case_id, cases[case_id].story, subject, FAILED, why)
+        if self._left:
+            self._start()
+
+    def stop(self) -> None:
+        """End the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+        self._process.wait()
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode
+        return (
+            f"the process died of signal {-code}" if code < 0 else f"the process ended with {code}"
+        )
+
+    def _lines(self) -> list[dict[str, Any]]:
+        with self._place.open(encoding="utf-8") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole, _, _ = text.rpartition("\n")
+        self._read += len(whole.encode()) + 1 if whole else 0
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def run_isolated(
+    cases: Sequence[Case], request: Request, subject: str, *, jobs: int, timeout_s: float
+) -> Iterator[Outcome]:
+    """Run cases in ``jobs`` processes at a time; outcomes come as they are known.
+
+    Args:
+        cases: to run.
+        request: what to judge; its ``cases`` are not looked at.
+        subject: its name in the outcomes.
+        jobs: processes.
+        timeout_s: a case that takes longer is killed and fails.
+    """
+    by_id = {case.case_id: case for case in cases}
+    shares = [tuple(list(by_id)[start::jobs]) for start in range(jobs)]
+    with tempfile.TemporaryDirectory(prefix="anymla-conformance-") as directory:
+        workers = [
+            _Worker(dataclasses.replace(request, cases=share), Path(directory) / str(i), timeout_s)
+            for i, share in enumerate(shares)
+            if share
+        ]
+        try:
+            while any(worker.busy for worker in workers):
+                for worker in workers:
+                    yield from worker.poll(by_id, subject)
+                time.sleep(_POLL_S)
+        finally:
+            for worker in workers:
+                worker.stop()
+
+
+def _main(told: str, place: str) -> None:
+    words = json.loads(told)
+    request = Request(**{**words, "cases": tuple(words["cases"])})
+    prepare(request.device)
+    subject = subject_of(request.backend, request.against, request.device)
+    known = load_cases()
+    with Path(place).open("a", encoding="utf-8") as file:
+        for case_id in request.cases:
+            print(json.dumps({"running": case_id}), file=file, flush=True)
+            outcome = run_case(known[case_id], subject)
+            print(json.dumps(dataclasses.asdict(outcome)), file=file, flush=True)
+            if any(words in outcome.detail for words in _DEVICE_ERRORS):
+                os._exit(3)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2])

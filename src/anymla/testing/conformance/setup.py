@@ -1,0 +1,34 @@
+"""From the command line's words to what the cases judge."""
+
+from __future__ import annotations
+
+import torch
+
+from anymla.ops._operation import BackendUnavailable
+from anymla.testing.conformance.adapters import load_adapter
+from anymla.testing.conformance.ops import all_backends
+from anymla.testing.conformance.runner import Subject
+from anymla.testing.devices import default_device
+
+
+def subject_of(backend: str | None, against: str | None, device: str | None) -> Subject:
+    """What to judge.
+
+    Args:
+        backend: name of a backend, or None for the best of each operation.
+        against: another library (``adapters.load_adapter``), or None.
+        device: of the calls; None for the accelerator if there is one.
+
+    Raises:
+        BackendUnavailable: the library, or the device it needs, is not here.
+        ValueError: a name means nothing.
+    """
+    place = torch.device(device or default_device())
+    if against is None:
+        if backend is not None and backend not in all_backends():
+            raise ValueError(f"--backend {backend}: there are {', '.join(all_backends())}")
+        return Subject(backend, None, place)
+    adapter = load_adapter(against)
+    if adapter.needs_gpu and place.type == "cpu":
+        raise BackendUnavailable(f"{adapter.name} runs on CUDA tensors, and torch sees no GPU here")
+    return Subject(backend, adapter, place)

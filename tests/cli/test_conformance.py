@@ -1,0 +1,216 @@
+import json
+import math
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from anymla.cli.main import main
+from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
+from anymla.testing.conformance.registry import NotApplicable, load_cases
+
+
+def conformance(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["conformance", *map(str, arguments)])
+
+
+# ---- libraries that --against names below --------------------------------------------------------
+
+
+def sinkless(*args, sink=None, **rest):
+    return sparse_attention(*args, backend="torch", **rest)
+
+
+def wide_only(q, *args, **rest):
+    if q.shape[1] < 20:
+        raise NotApplicable("takes 20 heads or more")
+    return sparse_attention(q, *args, backend="torch", **rest)
+
+
+def dies(*args, **rest):
+    os._exit(7)
+
+
+def hangs(*args, **rest):
+    while True:
+        pass
+
+
+def raises(*args, **rest):
+    raise RuntimeError("no kernel image is available")
+
+
+class FakeFlashMla:
+    """FlashMLA's own signatures and conventions, on this package's operations."""
+
+    __version__ = "1.0"
+    leak = False
+
+    def get_mla_metadata(self):
+        return object(), None
+
+    def flash_mla_with_kvcache(
+        self, q, k_cache, block_table, lens, dim, metadata, splits, scale, causal, fp8, indices,
+        sink, *, topk_length=None, extra_k_cache=None, extra_indices_in_kvcache=None,
+        extra_topk_length=None,
+    ):  # fmt: skip
+        assert (block_table, lens, dim, splits, causal, fp8) == (None, None, 512, None, False, True)
+        assert q.shape[2] in (64, 128)
+        assert indices.shape[2] % 64 == 0
+        assert k_cache.stride(0) % 576 == 0
+        out, lse = sparse_attention(
+            q.squeeze(1), k_cache, indices, topk_length, sink=sink, scale=scale,
+            extra_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache,
+            extra_lengths=extra_topk_length,
+        )  # fmt: skip
+        return out.unsqueeze(1), torch.where(lse == -math.inf, math.inf, lse).unsqueeze(2)
+
+    def flash_mla_sparse_fwd(self, q, kv, indices, scale, dim, sink, *, topk_length=None):
+        assert indices.shape[2] % 128 == 0
+        out, lse = sparse_attention_rows(q, kv, indices, topk_length, sink=sink, scale=scale)
+        if self.leak:  # a row beyond the length, times a probability of zero
+            inside = (indices >= 0) & (indices < len(kv))
+            listed = kv[torch.where(inside, indices, 0).long().flatten(), 0]
+            out = out + 0 * torch.where(inside.flatten().unsqueeze(1), listed, 0).sum()
+        return out, lse, torch.where(lse == -math.inf, math.inf, lse)
+
+
+def _fake_adapter(leak: bool):
+    from anymla.testing.conformance.adapters.flash_mla import adapter_of
+
+    module = FakeFlashMla()
+    module.leak = leak
+    return adapter_of(module, "fake", needs_gpu=False)
+
+
+GOOD_FLASH_MLA, LEAKING_FLASH_MLA = _fake_adapter(False), _fake_adapter(True)
+
+
+def here(attribute: str) -> str:
+    return f"{__name__}:{attribute}"
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_every_case_is_listed_with_its_story() -> None:
+    lines = conformance("--list").output.splitlines()
+    assert [line.split()[0] for line in lines] == list(load_cases())
+    assert len(lines) == 53  # the list: L 8, Q 7, R 5, C 9, I 10, A 10, M 4
+    assert lines[0].startswith("L1   index pages hold all values, then all scales")
+    assert "nothing to run: V4.1" in lines[51]
+
+
+def test_cases_pass_and_are_written_for_machines(tmp_path) -> None:
+    junit, rows = tmp_path / "out.xml", tmp_path / "out.jsonl"
+    result = conformance(
+        "--backend", "torch", "--case", "A1", "--case", "i4", "--case", "M3", "--junit", junit,
+        "--json", rows, "--device", "cpu",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert "ok   A1   the sink enters the softmax once" in result.output
+    assert "n/a  M3 " in result.output
+    assert "torch on cpu: 2 passed, 0 failed, 1 not applicable" in result.output
+    suite = ElementTree.parse(junit).getroot()[0]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "0", "1")
+    assert [case.get("name").split()[0] for case in suite] == ["A1", "I4", "M3"]
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["case_id"], row["status"]) for row in written] == [
+        ("A1", "passed"),
+        ("I4", "passed"),
+        ("M3", "not applicable"),
+    ]
+    assert written[0]["torch"] == torch.__version__
+
+
+def test_a_library_that_drops_the_sink_is_shown() -> None:
+    words = ("--jobs", 0, "--device", "cpu", "--case", "A1", "--case", "A4")
+    result = conformance("--against", here("sinkless") + "=sparse_attention", *words)
+    assert result.exit_code == 1
+    assert "FAIL A1   the sink enters the softmax once" in result.output
+    assert "ok   A4 " in result.output
+    assert "1 passed, 1 failed" in result.output
+
+
+def test_what_a_library_does_not_claim_is_said() -> None:
+    words = ("--jobs", 0, "--device", "cpu", "--case", "A3", "--case", "A4", "--case", "C2")
+    result = conformance("--against", here("wide_only") + "=sparse_attention", *words)
+    assert result.exit_code == 0
+    assert "not judged: 6 x sparse_attention: takes 20 heads or more" in result.output
+    assert "1 passed, 0 failed, 2 not applicable" in result.output
+    assert "has no compressed_rows" in result.output
+
+
+def test_an_exception_is_a_failure() -> None:
+    words = ("--jobs", 0, "--device", "cpu", "--case", "A1")
+    result = conformance("--against", here("raises") + "=sparse_attention", *words)
+    assert result.exit_code == 1
+    assert "raised RuntimeError: no kernel image is available" in result.output
+
+
+def test_a_crash_and_a_hang_are_one_cases_outcome() -> None:
+    """In processes of their own, which find the libraries in this file."""
+    code = (
+        "from anymla.testing.conformance.isolated import Request, run_isolated\n"
+        "from anymla.testing.conformance.registry import load_cases\n"
+        "import json\n"
+        "for wrong, names in (('dies', ('A4', 'C2')), ('hangs', ('A4',))):\n"
+        "    cases = [load_cases()[name] for name in names]\n"
+        "    told = Request(None, 'test_conformance:' + wrong + '=sparse_attention', 'cpu', ())\n"
+        "    for each in run_isolated(cases, told, wrong, jobs=1, timeout_s=6):\n"
+        "        print(json.dumps([each.case_id, each.status, each.detail]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    lacking = "test_conformance:dies=sparse_attention has no compressed_rows"
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        ["A4", "failed", "the process ended with 7"],
+        ["C2", "not applicable", lacking],
+        ["A4", "failed", "no answer in 6 s"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--backend", "cuda"), "--backend cuda: there are"),
+        (("--case", "Z9"), "--case Z9: there are L1, L2"),
+        (("--against", "nobody"), "expected one of flash_mla, deep_gemm, vllm_xpu, or module:"),
+        (("--against", "torch:nothing_here"), "has no attribute 'nothing_here'"),
+        (("--against", "torch:topk"), "topk is no operation of this package; name one with"),
+        (("--against", "no_such_module:f"), "No module named 'no_such_module'"),
+    ],
+)
+def test_unusable_words_are_one_line_and_exit_code_2(words, message) -> None:
+    result = conformance(*words)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+# ---- FlashMLA's adapter --------------------------------------------------------------------------
+
+
+def test_a_library_with_flash_mlas_conventions_passes() -> None:
+    chosen = [word for name in ("A1", "A2", "A10", "I9", "L3", "L6") for word in ("--case", name)]
+    result = conformance(
+        "--against", here("GOOD_FLASH_MLA"), "--jobs", 0, "--device", "cpu", *chosen
+    )
+    assert result.exit_code == 0, result.output
+    assert "6 passed" in result.output
+    assert "fake: the adapter translates" in result.output
+
+
+def test_a_nan_row_beyond_the_length_is_shown() -> None:
+    words = ("--jobs", 0, "--device", "cpu", "--case", "L6")
+    result = conformance("--against", here("LEAKING_FLASH_MLA"), *words)
+    assert result.exit_code == 1
+    assert "plain rows, NaN behind the lengths: out: 4096 of 4096 elements differ in being NaN" in (
+        result.output
+    )
