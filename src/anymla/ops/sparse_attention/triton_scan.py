@@ -376,9 +376,10 @@ def build(
     q = "*fp32" if mode == "float32" else "*bf16"
     rows = _ROWS[mode]
     channels = layout.channels
-    names = [mode, layout_id if channels != values else "", "split" if split else ""]
+    marks = {"split": split, "peak": peak, layout_id: layout_id != MAIN_FP8}
+    names = [mode, *(mark for mark, given in marks.items() if given)]
     return Build(
-        " ".join([str(chosen), *(name for name in names if name)]),
+        " ".join([str(chosen), *names]),
         scan_kernel,
         {"q_ptr": q, "out_ptr": q, "kv0_ptr": rows, "kv1_ptr": rows, "scale": "fp32",
          "empty": "fp32"} | _POINTERS | dict.fromkeys(_INTEGERS, "i32"),

@@ -1,0 +1,1 @@
+"""Names that other people's code calls, as thin adapters over ``anymla.ops``."""

@@ -1,0 +1,292 @@
+"""FlashMLA's Python interface over anymla's operations: ``from anymla.compat import flash_mla``.
+
+The functions take what FlashMLA's take and return what they return, on every device that anymla
+runs on; docs/compat.md lists what differs. Numbers of heads, top-k widths, page sizes and page
+strides are free. The dense functions are not provided.
+
+Source of the contract: FlashMLA's public interface and tests (github.com/deepseek-ai/FlashMLA), and
+the ``out`` argument of the build that vLLM ships.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, require
+from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
+
+_LAYOUTS = {get_layout(name).row_elements: name for name in (MAIN_FP8, V32_FP8)}
+
+
+@dataclasses.dataclass
+class FlashMLASchedMeta:
+    """What ``get_mla_metadata`` returns. anymla keeps nothing in it, so any call may reuse it."""
+
+    have_initialized: bool = False
+    config: object | None = None
+    tile_scheduler_metadata: Tensor | None = None
+    num_splits: Tensor | None = None
+
+
+def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
+    """The scheduling argument of ``flash_mla_with_kvcache``; all arguments are ignored."""
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sparse decode over one or two paged FP8 caches, in one softmax with an optional sink.
+
+    Args:
+        q: [b, s_q, H, d] floating point; d is 512 for V4's caches, 576 for V3.2's. Any H.
+        k_cache: [P, B, 1, 584] (DeepSeek-V4) or [P, B, 1, 656] (DeepSeek-V3.2), any type of one
+            byte, any page size and page stride.
+        block_table: ignored; slots in ``indices`` are global.
+        cache_seqlens: ignored.
+        head_dim_v: width of the value: its first channels of a row. FlashMLA takes 512 alone.
+        tile_scheduler_metadata: from ``get_mla_metadata``.
+        num_splits: None.
+        softmax_scale: None for d ** -0.5.
+        causal: False.
+        is_fp8_kvcache: True.
+        indices: [b, s_q, topk] int32, ``page * B + offset``; any slot that is negative or beyond
+            the cache is skipped (FlashMLA reads out of bounds for all but -1).
+        attn_sink: [H] float32, a logit per head that carries no value; infinities are legal.
+        extra_k_cache: a second cache; page size and stride of its own.
+        extra_indices_in_kvcache: [b, s_q, extra topk] int32 slots of ``extra_k_cache``.
+        topk_length: [b] int32, leading columns of ``indices`` in use, for every one of the s_q.
+        extra_topk_length: [b] int32.
+        out: [b, s_q, H, head_dim_v] of q's type to write the output into.
+
+    Returns:
+        out [b, s_q, H, head_dim_v] of q's type (0 for a row without keys) and the natural-log lse
+        [b, H, s_q] float32, the sink excluded, +inf for a row without keys.
+
+    Raises:
+        NotImplementedError: no ``indices``: dense attention.
+        TypeError, ValueError: the arguments do not fit together.
+    """
+    name = "flash_mla_with_kvcache"
+    if indices is None:
+        _not_provided(name, "without indices (dense decode)")
+    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        raise TypeError(
+            f"{name}: tile_scheduler_metadata must be what get_mla_metadata returns, got "
+            f"{type(tile_scheduler_metadata).__name__}"
+        )
+    require(num_splits is None, name, "num_splits", "None", num_splits)
+    require(not causal, name, "causal", "False with indices", causal)
+    require(bool(is_fp8_kvcache), name, "is_fp8_kvcache", "True with indices", is_fp8_kvcache)
+    dims = check(
+        name,
+        q=(q, "b s H D", FLOATS),
+        indices=(indices, "b s _", INT32),
+        attn_sink=(attn_sink, "H", FLOAT32_UP),
+        extra_indices_in_kvcache=(extra_indices_in_kvcache, "b s _", INT32),
+        topk_length=(topk_length, "b", INT32),
+        extra_topk_length=(extra_topk_length, "b", INT32),
+    )
+    check(name, dims=dims | {"V": head_dim_v}, out=(out, "b s H V", q.dtype))
+    batch, queries = dims["b"], dims["s"]
+    cache, layout = _cache(name, "k_cache", k_cache)
+    extra_cache, extra_layout = None, MAIN_FP8
+    if extra_k_cache is not None:
+        extra_cache, extra_layout = _cache(name, "extra_k_cache", extra_k_cache)
+    extra_indices = extra_indices_in_kvcache
+    flat = None if out is None else _as_rows(out)
+    result, lse = sparse_attention(
+        q.flatten(0, 1),
+        cache,
+        indices.flatten(0, 1),
+        _each(topk_length, queries),
+        sink=attn_sink,
+        scale=softmax_scale,
+        extra_cache=extra_cache,
+        extra_indices=None if extra_indices is None else extra_indices.flatten(0, 1),
+        extra_lengths=_each(extra_topk_length, queries),
+        layout=layout,
+        extra_layout=extra_layout,
+        value_dim=head_dim_v,
+        empty_lse=math.inf,
+        out=flat,
+    )
+    result = result.unflatten(0, (batch, queries))
+    if out is not None:
+        result = out if flat is not None else out.copy_(result)
+    return result, lse.unflatten(0, (batch, queries)).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sparse prefill over the rows of one tensor.
+
+    Args:
+        q: [s_q, H, d] floating point; d is 512 or 576 in FlashMLA. Any H.
+        kv: [s_kv, 1, d] floating point.
+        indices: [s_q, 1, topk] int32 rows of kv; outside [0, s_kv): skipped.
+        sm_scale: factor on the scores.
+        d_v: width of the value: its first channels of a row. FlashMLA takes 512 alone.
+        attn_sink: [H] float32, a logit per head that carries no value; infinities are legal.
+        topk_length: [s_q] int32, leading columns of ``indices`` in use. Rows behind it are never
+            read, whatever they hold.
+        out: [s_q, H, d_v] of q's type to write the output into.
+
+    Returns:
+        out [s_q, H, d_v] of q's type; max_logits [s_q, H] float32, the largest scaled score; and
+        the natural-log lse [s_q, H] float32. Both exclude the sink. A row without keys: out 0,
+        max_logits -inf, lse +inf.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit together.
+    """
+    name = "flash_mla_sparse_fwd"
+    check(
+        name,
+        q=(q, "s H D", FLOATS),
+        kv=(kv, "_ 1 D", FLOATS),
+        indices=(indices, "s 1 _", INT32),
+        attn_sink=(attn_sink, "H", FLOAT32_UP),
+        topk_length=(topk_length, "s", INT32),
+    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    max_logits = torch.empty(q.shape[:2], dtype=wide, device=q.device)
+    result, lse = sparse_attention_rows(
+        q,
+        kv,
+        indices,
+        topk_length,
+        sink=attn_sink,
+        scale=sm_scale,
+        value_dim=d_v,
+        empty_lse=math.inf,
+        out=out,
+        max_logits=max_logits,
+    )
+    return result, max_logits, lse
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_qo: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Dense attention is not provided: raises NotImplementedError."""
+    _not_provided("flash_attn_varlen_func")
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Dense attention is not provided: raises NotImplementedError."""
+    _not_provided("flash_attn_varlen_qkvpacked_func")
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_qo: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Dense attention is not provided: raises NotImplementedError."""
+    _not_provided("flash_attn_varlen_kvpacked_func")
+
+
+def _not_provided(name: str, call: str = "(dense attention)") -> NoReturn:
+    raise NotImplementedError(
+        f"anymla.compat.flash_mla: {name} {call} is not provided, anymla's attention is sparse; "
+        "list the slots in indices, or use FlashMLA itself or "
+        "torch.nn.functional.scaled_dot_product_attention"
+    )
+
+
+def _cache(name: str, argument: str, cache: Tensor) -> tuple[Tensor, str]:
+    """A cache as bytes, and the layout that its rows' width names."""
+    if not isinstance(cache, Tensor) or cache.dtype.itemsize != 1:
+        kind = cache.dtype if isinstance(cache, Tensor) else type(cache).__name__
+        raise TypeError(f"{name}: {argument} must be a tensor of bytes (FP8 rows), got {kind}")
+    layout = _LAYOUTS.get(cache.shape[-1]) if cache.ndim == 4 else None
+    if layout is None:
+        rows = " or ".join(f"[P, B, 1, {width}]" for width in _LAYOUTS)
+        raise ValueError(f"{name}: {argument} must be {rows}, got {list(cache.shape)}")
+    return cache.view(torch.uint8), layout
+
+
+def _each(lengths: Tensor | None, queries: int) -> Tensor | None:
+    """Lengths of the requests as lengths of their queries."""
+    if lengths is None or queries == 1:
+        return lengths
+    return lengths.unsqueeze(1).expand(-1, queries).flatten()
+
+
+def _as_rows(out: Tensor) -> Tensor | None:
+    """[b, s, H, V] seen as [b * s, H, V], or None if its strides do not allow that."""
+    batch, queries = out.shape[:2]
+    if batch > 1 and queries > 1 and out.stride(0) != queries * out.stride(1):
+        return None
+    return out.view(-1, *out.shape[2:]) if out.numel() else out.flatten(0, 1)
