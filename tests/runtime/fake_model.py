@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from anymla.formats.page_layout import get_layout
+from anymla.layers.ranks import ALONE
 from anymla.layers.spec import LayerSpec
 
 VOCAB = 61
@@ -41,6 +42,7 @@ class FakeModel:
     device = torch.device("cpu")
     dtype = torch.float32
     backend = None
+    ranks = ALONE
 
     def __init__(self, specs=SPECS, max_position_embeddings=4096):
         self.layer_specs = tuple(specs)

@@ -59,6 +59,11 @@ from anymla.runtime.sampler import Sampling
     help="Requests of a batch that run at once.",
 )
 @click.option(
+    "--no-graphs",
+    is_flag=True,
+    help="On CUDA devices, launch every decode step anew instead of replaying recorded graphs.",
+)
+@click.option(
     "--dump-cache",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
@@ -80,6 +85,7 @@ def command(
     speculate: bool,
     draft_tokens: int | None,
     max_requests: int,
+    no_graphs: bool,
     dump_cache: Path | None,
     json_file: Path | None,
 ) -> None:
@@ -92,7 +98,6 @@ def command(
         raise BadInput("give exactly one of --prompt, --prompt-file and --batch")
     if draft_tokens is not None and not speculate:
         raise BadInput("--draft-tokens needs --speculate")
-    run.check_device()
     with bad_input():
         config = ModelConfig.from_dir(run.checkpoint)
         tokenizer = Tokenizer.from_dir(run.checkpoint)
@@ -111,17 +116,21 @@ def command(
     model = run.load()
     loaded = time.perf_counter()
     drafts = (draft_tokens or max(1, config.num_nextn_predict_layers)) if speculate else 0
-    options = run.engine_options(max_requests=max_requests, draft_tokens=drafts)
+    options = run.engine_options(
+        max_requests=max_requests,
+        draft_tokens=drafts,
+        decode="plain" if no_graphs else "auto",
+    )
     with bad_input():
         engine = Engine.for_requests(model, options, requests)
-        if dump_cache is not None:
+        if dump_cache is not None and not model.ranks.rank:
             dump_cache.mkdir(parents=True, exist_ok=True)
             engine.on_finish = _Dumper(dump_cache)
         for request in requests:
             engine.submit(request)
     with bad_input((BackendUnavailable,)):
         completions = _run(engine, requests, tokenizer)
-    if json_file is not None:
+    if json_file is not None and not model.ranks.rank:
         report = {
             "options": run.as_dict() | {"draft_tokens": drafts},
             "results": [_result(done, tokenizer) for done in completions],
@@ -150,7 +159,9 @@ def _run(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> list[
     total = sum(len(request.token_ids) for request in requests)
     if not alone:
         total += sum(request.max_new_tokens for request in requests)
-    with tqdm(total=total, desc="prefill" if alone else "tokens", unit="token") as bar:
+    quiet = bool(engine.model.ranks.rank)
+    desc = "prefill" if alone else "tokens"
+    with tqdm(total=total, desc=desc, unit="token", disable=quiet) as bar:
         while engine.busy:
             report = engine.step()
             bar.update(report.prompt_tokens)

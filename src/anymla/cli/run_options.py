@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import click
 import torch
 
 from anymla.cli.bad_input import BadInput, bad_input
+from anymla.layers.ranks import Ranks
 from anymla.model.load import DTYPES, load_model
 from anymla.model.transformer import Transformer
+from anymla.runtime.launch import joined, launched, local_device
 from anymla.runtime.options import EngineOptions
 
 
@@ -30,17 +34,20 @@ class RunOptions:
     threads: int | None
 
     def load(self) -> Transformer:
-        """Load the model.
+        """Load the model, or this process's part of it.
 
         Raises:
             BadInput: the device is not there, or the directory is no usable checkpoint.
         """
+        ranks = launched()
         with bad_input():
             return load_model(
                 self.checkpoint,
                 dtype=DTYPES[self.dtype],
-                device=self.device,
+                device=local_device(self.device),
                 backend=self.backend,
+                ranks=ranks,
+                progress=not ranks.rank,
             )
 
     def check_device(self) -> None:
@@ -108,11 +115,23 @@ def run_options(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**parameters: Any) -> None:
         run = RunOptions(**{name: parameters.pop(name) for name in names})
-        function(run=run, **parameters)
+        run.check_device()
+        with joined(local_device(run.device)) as ranks, _heard(ranks):
+            function(run=run, **parameters)
 
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+@contextlib.contextmanager
+def _heard(ranks: Ranks) -> Iterator[None]:
+    """Of several processes that do the same, only the first speaks; errors are shown of all."""
+    if not ranks.rank:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def json_option(*, required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:

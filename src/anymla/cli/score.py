@@ -41,7 +41,6 @@ def command(
     """
     if (prompt_file is None) == (token_file is None):
         raise BadInput("give exactly one of --prompt-file and --token-ids")
-    run.check_device()
     with bad_input():
         config = ModelConfig.from_dir(run.checkpoint)
         if prompt_file is not None:
@@ -60,6 +59,8 @@ def command(
         logprobs = _run(engine, len(token_ids)).prompt_logprobs
     assert logprobs is not None
     result = {"token_ids": list(token_ids), "logprobs": list(logprobs)}
+    if model.ranks.rank:
+        return
     json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
     known = [logprob for logprob in logprobs if logprob is not None]
     if known:
@@ -83,7 +84,8 @@ def _read_token_ids(path: Path) -> tuple[int, ...]:
 
 
 def _run(engine: Engine, num_tokens: int) -> Completion:
-    with tqdm(total=num_tokens, desc="scoring", unit="token") as bar:
+    quiet = bool(engine.model.ranks.rank)
+    with tqdm(total=num_tokens, desc="scoring", unit="token", disable=quiet) as bar:
         while True:
             report = engine.step()
             bar.update(report.prompt_tokens)

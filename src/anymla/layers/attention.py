@@ -8,6 +8,7 @@ from anymla.layers.caches import LayerCache
 from anymla.layers.compressor import Compressor
 from anymla.layers.indexer import Indexer
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
+from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Rows, Step
@@ -26,28 +27,38 @@ class OutputProjection(nn.Module):
     Attributes:
         wo_a: [groups * rank, heads per group * head_dim].
         wo_b: [hidden, groups * rank].
-        groups: number of groups.
+        groups: number of groups; with several ranks, of this one.
+        ranks: who has the other groups.
     """
 
     def __init__(
-        self, *, wo_a: PackedWeight, wo_b: Linear, groups: int, backend: str | None = None
+        self,
+        *,
+        wo_a: PackedWeight,
+        wo_b: Linear,
+        groups: int,
+        ranks: Ranks = ALONE,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
         self.wo_a = wo_a
         self.wo_b = wo_b
         self.groups = groups
+        self.ranks = ranks
         self.backend = backend
 
     def forward(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         """Map attention outputs [T, H, D] to [T, hidden]."""
         wo_a = self.wo_a.dense(o.dtype).unflatten(0, (self.groups, -1))
         z = grouped_output_projection(o, positions, cos_sin, wo_a, backend=self.backend)
-        out: Tensor = self.wo_b(z)
-        return out
+        return self.ranks.total(self.wo_b(z))
 
 
 class AttentionLayer(nn.Module):
     """Attention of one layer, whatever its compression ratio; ``spec`` says which.
+
+    Where ranks share it, each has some heads and their output groups; the caches, and what writes
+    them, are the same on all.
 
     Attributes:
         spec: the layer as data.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
-from anymla.formats.mxfp4 import dequantize_mxfp4
-from anymla.formats.nvfp4 import dequantize_nvfp4
+from anymla.formats.mxfp4 import MXFP4_BLOCK, dequantize_mxfp4
+from anymla.formats.nvfp4 import NVFP4_BLOCK, dequantize_nvfp4
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
 
 WeightKind = Literal["plain", "fp8", "mxfp4", "nvfp4"]
@@ -45,6 +45,46 @@ class PackedWeight:
             return dequantize_mxfp4(self.weight, self.scale, dtype)
         assert self.global_scale is not None
         return dequantize_nvfp4(self.weight, self.scale, self.global_scale, dtype)
+
+    def rows(self, part: range) -> PackedWeight:
+        """The weight of some outputs, as a view.
+
+        Raises:
+            ValueError: the part cuts through rows that share a scale.
+        """
+        step = FP8_BLOCK if self.kind == "fp8" else 1
+        self._require_aligned("rows", part, len(self.weight), step)
+        scale = None if self.scale is None else self.scale[_scaled(part, step)]
+        return dataclasses.replace(self, weight=self.weight[_slice(part)], scale=scale)
+
+    def columns(self, part: range) -> PackedWeight:
+        """The weight of some inputs, contiguous.
+
+        Raises:
+            ValueError: the part cuts through columns that share a scale.
+        """
+        step = {"fp8": FP8_BLOCK, "mxfp4": MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK}.get(self.kind, 1)
+        packed = 2 if self.kind in ("mxfp4", "nvfp4") else 1
+        self._require_aligned("columns", part, packed * self.weight.shape[1], step)
+        weight = self.weight[:, _scaled(part, packed)].contiguous()
+        scale = None if self.scale is None else self.scale[:, _scaled(part, step)].contiguous()
+        return dataclasses.replace(self, weight=weight, scale=scale)
+
+    def _require_aligned(self, what: str, part: range, size: int, step: int) -> None:
+        if part.start % step or (part.stop % step and part.stop != size):
+            raise ValueError(
+                f"{what} {part.start}..{part.stop - 1} of a {self.kind} weight "
+                f"{list(self.weight.shape)} share scales with others: {step} belong together"
+            )
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
+
+
+def _scaled(part: range, step: int) -> slice:
+    """The part counted in steps; a last step may be incomplete."""
+    return slice(part.start // step, -(-part.stop // step))
 
 
 class LinearPair(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
+from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.step import Step
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu
 
@@ -93,7 +94,9 @@ class MixtureOfExperts(nn.Module):
         index: layer index, for the recorder.
         router: finds the experts.
         w1, w2, w3: gate, down and up projections of the routed experts.
-        shared: the shared expert, or None.
+        shared: the shared expert, or this rank's part of it, or None.
+        expert_offset: number of the first expert here.
+        ranks: who has the other experts.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class MixtureOfExperts(nn.Module):
         shared: SharedExpert | None,
         limit: float,
         quantize_activations: bool,
+        expert_offset: int = 0,
+        ranks: Ranks = ALONE,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -118,6 +123,8 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
         self.limit = limit
         self.quantize_activations = quantize_activations
+        self.expert_offset = expert_offset
+        self.ranks = ranks
         self.backend = backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
@@ -141,7 +148,8 @@ class MixtureOfExperts(nn.Module):
             weight_format=self.w1.kind,
             swiglu_limit=self.limit,
             quantize_activations=self.quantize_activations,
+            expert_offset=self.expert_offset,
             shared=None if self.shared is None else self.shared(x),
             backend=self.backend,
         )
-        return out
+        return self.ranks.total(out)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.layers.attention import AttentionLayer, OutputProjection
 from anymla.layers.compressor import Compressor, merge_kv_gate
 from anymla.layers.decoder import DecoderLayer
@@ -19,9 +20,10 @@ from anymla.layers.indexer import Indexer
 from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.moe import ExpertWeights, MixtureOfExperts, Router, SharedExpert
 from anymla.layers.mtp import DraftLayer
+from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import LayerSpec
-from anymla.model.config import ModelConfig
+from anymla.model.config import ConfigError, ModelConfig
 from anymla.model.layer_specs import layer_specs
 from anymla.model.transformer import Transformer
 
@@ -37,6 +39,7 @@ class Builder:
         read_linear: a linear layer's weight by its prefix, on the target device.
         dtype: dtype of the activations. Plain weights are kept in it; quantised ones as stored.
         quantize_activations: as the checkpoint asks, and only in reduced precision.
+        ranks: the processes that share the network.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Builder:
         dtype: torch.dtype,
         device: torch.device,
         backend: str | None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
         self.read = read
@@ -55,6 +59,8 @@ class Builder:
         self.dtype = dtype
         self.device = device
         self.backend = backend
+        self.ranks = ranks
+        _require_shares(config, ranks)
         scheme = config.quantization.activation_scheme if config.quantization else None
         self.quantize_activations = scheme == "dynamic" and dtype != torch.float32
         self.options = HyperConnectionOptions(
@@ -80,6 +86,7 @@ class Builder:
             ],
             head=self.head("", "norm.weight"),
             lm_head=self.read("head.weight").float(),
+            ranks=self.ranks,
             drafts=[
                 self.draft(f"mtp.{spec.index - config.num_hidden_layers}.", spec)
                 for spec in specs
@@ -113,20 +120,25 @@ class Builder:
     def attention(self, prefix: str, spec: LayerSpec) -> AttentionLayer:
         """Attention of one layer."""
         rope = self.compressed_rope if spec.ratio else self.plain_rope
+        config = self.config
+        heads = self.ranks.share(config.num_attention_heads)
+        groups = self.ranks.share(config.o_groups)
+        inner = _times(groups, config.o_lora_rank)
         return AttentionLayer(
             spec=spec,
             wq_a=self.linear(prefix + "wq_a"),
-            wq_b=self.linear(prefix + "wq_b"),
+            wq_b=self.linear(prefix + "wq_b", rows=_times(heads, config.head_dim)),
             wkv=self.linear(prefix + "wkv"),
             q_norm=self.float32(prefix + "q_norm.weight"),
             kv_norm=self.float32(prefix + "kv_norm.weight"),
-            sink=self.float32(prefix + "attn_sink"),
+            sink=self.float32(prefix + "attn_sink")[heads.start : heads.stop],
             compressor=self.compressor(prefix + "compressor.", spec, rope) if spec.ratio else None,
             indexer=self.indexer(prefix + "indexer.", spec, rope) if spec.selects else None,
             output=OutputProjection(
-                wo_a=self.weight(prefix + "wo_a"),
-                wo_b=self.linear(prefix + "wo_b"),
-                groups=self.config.o_groups,
+                wo_a=self.weight(prefix + "wo_a", rows=inner),
+                wo_b=self.linear(prefix + "wo_b", columns=inner),
+                groups=len(groups),
+                ranks=self.ranks,
                 backend=self.backend,
             ),
             rope=rope,
@@ -194,7 +206,8 @@ class Builder:
         )
         # As stored even in float32: the experts are nearly all of a checkpoint, and only the few
         # that a token visits are worth converting.
-        names = [f"{prefix}experts.{expert}." for expert in range(config.n_routed_experts)]
+        here = self.ranks.share(config.n_routed_experts)
+        names = [f"{prefix}experts.{expert}." for expert in here]
         return MixtureOfExperts(
             index=spec.index,
             router=router,
@@ -204,30 +217,52 @@ class Builder:
             shared=self.shared_expert(prefix + "shared_experts."),
             limit=config.swiglu_limit,
             quantize_activations=self.quantize_activations,
+            expert_offset=here.start,
+            ranks=self.ranks,
             backend=self.backend,
         )
 
     def shared_expert(self, prefix: str) -> SharedExpert | None:
-        """The shared expert, if the model has one."""
+        """The shared expert, or this rank's channels of it, if the model has one.
+
+        If its channels do not come apart evenly, the first rank has all of them.
+        """
         if not self.config.n_shared_experts:
             return None
+        width = self.config.moe_intermediate_size * self.config.n_shared_experts
+        here = self.ranks.share(width)
+        if width % (self.ranks.size * FP8_BLOCK):
+            if self.ranks.rank:
+                return None
+            here = range(width)
         return SharedExpert(
-            w1=self.linear(prefix + "w1"),
-            w2=self.linear(prefix + "w2"),
-            w3=self.linear(prefix + "w3"),
+            w1=self.linear(prefix + "w1", rows=here),
+            w2=self.linear(prefix + "w2", columns=here),
+            w3=self.linear(prefix + "w3", rows=here),
             limit=self.config.swiglu_limit,
             backend=self.backend,
         )
 
-    def linear(self, name: str) -> Linear:
+    def linear(
+        self, name: str, *, rows: range | None = None, columns: range | None = None
+    ) -> Linear:
         """A linear layer; formats with quantised activations quantise them as asked."""
-        packed = self.weight(name)
+        packed = self.weight(name, rows=rows, columns=columns)
         quantize = self.quantize_activations and packed.kind in ("fp8", "mxfp4")
         return Linear(packed, quantize_activations=quantize, backend=self.backend)
 
-    def weight(self, name: str) -> PackedWeight:
-        """A linear weight; plain ones in the activations' dtype."""
+    def weight(
+        self, name: str, *, rows: range | None = None, columns: range | None = None
+    ) -> PackedWeight:
+        """A linear weight, or some of its outputs or inputs; plain ones in the activations' dtype.
+
+        Raises:
+            ValueError: the part cuts through values that share a scale.
+        """
         packed = self.read_linear(name)
+        if self.ranks.size > 1:
+            packed = packed if rows is None else packed.rows(rows)
+            packed = packed if columns is None else packed.columns(columns)
         if packed.kind == "plain":
             return PackedWeight("plain", packed.weight.to(self.dtype))
         return packed
@@ -240,3 +275,20 @@ class Builder:
     def float32(self, name: str) -> Tensor:
         """A small tensor that the mathematics uses in float32."""
         return self.read(name).float()
+
+
+def _times(part: range, size: int) -> range:
+    """The elements of a part whose members have ``size`` each."""
+    return range(part.start * size, part.stop * size)
+
+
+def _require_shares(config: ModelConfig, ranks: Ranks) -> None:
+    """Raise ConfigError unless every rank gets as many heads and groups, and an expert."""
+    for what, count in (
+        ("attention heads", config.num_attention_heads),
+        ("output groups", config.o_groups),
+    ):
+        if count % ranks.size:
+            raise ConfigError(f"{count} {what} cannot be shared evenly by {ranks.size} ranks")
+    if config.n_routed_experts < ranks.size:
+        raise ConfigError(f"{config.n_routed_experts} experts are too few for {ranks.size} ranks")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from anymla.layers.ranks import ALONE, Ranks
 from anymla.model.build import Builder
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
@@ -22,6 +23,7 @@ def load_model(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     backend: str | None = None,
+    ranks: Ranks = ALONE,
     progress: bool = True,
 ) -> Transformer:
     """Load a DeepSeek-V4 checkpoint.
@@ -35,11 +37,12 @@ def load_model(
             activations are never quantised.
         device: where weights and activations live.
         backend: backend asked of every operation; None for the best.
+        ranks: the processes that share the model; each loads its own part.
         progress: show a progress bar on stderr.
 
     Raises:
-        ValueError: unsupported dtype; ``ConfigError`` or ``CheckpointError`` for what the
-            directory lacks.
+        ValueError: unsupported dtype, or a weight that cannot be shared by so many ranks;
+            ``ConfigError`` or ``CheckpointError`` for what the directory lacks.
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"load_model: dtype must be bfloat16 or float32, got {dtype}")
@@ -49,6 +52,12 @@ def load_model(
     device = torch.device(device)
     with load_weights(checkpoint, config, device=device, progress=progress) as weights:
         builder = Builder(
-            config, weights.tensor, weights.linear, dtype=dtype, device=device, backend=backend
+            config,
+            weights.tensor,
+            weights.linear,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            ranks=ranks,
         )
         return builder.transformer()

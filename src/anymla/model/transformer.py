@@ -12,6 +12,7 @@ from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
 from anymla.layers.hyper_connection import HyperConnectionHead
 from anymla.layers.mtp import DraftLayer
+from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.spec import LayerSpec
 from anymla.layers.step import Step
 from anymla.model.config import ModelConfig
@@ -30,6 +31,7 @@ class Transformer(nn.Module):
         head: collapses the streams after the last layer.
         lm_head: float32 [vocab, hidden].
         drafts: MTP layers; may be empty.
+        ranks: the processes that share the network.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Transformer(nn.Module):
         head: HyperConnectionHead,
         lm_head: Tensor,
         drafts: Sequence[DraftLayer],
+        ranks: Ranks = ALONE,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -54,6 +57,7 @@ class Transformer(nn.Module):
         self.head = head
         self.lm_head = lm_head
         self.drafts = nn.ModuleList(drafts)
+        self.ranks = ranks
         self.backend = backend
 
     @property

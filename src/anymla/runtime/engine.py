@@ -229,6 +229,7 @@ class Engine:
         else:
             logits = self.model.logits(rows_of(forwarded.hidden, rows))
         tokens = choose_tokens(logits, samplings, positions)
+        tokens = self.model.ranks.agree(tokens, self.store.device)
         logprobs = chosen_logprobs(logits, tokens)
         new_tokens = {}
         for span in spans:

@@ -124,6 +124,7 @@ class Drafter:
                 [states[i].request.sampling for i in drafting],
                 [len(states[i].tokens) + depth for i in drafting],
             )
+            tokens = self._model.ranks.agree(tokens, guess.logits.device)
             for i, token in zip(drafting, tokens, strict=True):
                 states[i].drafts.append(token)
 

@@ -1,0 +1,149 @@
+"""Models that several processes share: what each has, and that together they are the whole."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from anymla.formats.fp8_block import quantize_fp8_weight
+from anymla.formats.mxfp4 import quantize_mxfp4
+from anymla.formats.nvfp4 import quantize_nvfp4
+from anymla.layers.linear import PackedWeight
+from anymla.layers.ranks import ALONE, Ranks
+from anymla.model.config import ConfigError
+from anymla.model.load import load_model
+from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+
+OPTIONS = TinyOptions(
+    weights="fp4",
+    ratios=(0, 4, 128),
+    hidden=128,
+    heads=4,
+    o_groups=2,
+    q_lora=64,
+    o_lora=128,
+    index_heads=4,
+    index_topk=16,
+    experts=7,
+    experts_per_token=2,
+    moe_size=256,
+    rope_factor=1.0,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("shared")
+    write_tiny_checkpoint(directory, OPTIONS)
+    return directory
+
+
+def _packed(kind, rows, columns):
+    weight = torch.randn(rows, columns)
+    if kind == "plain":
+        return PackedWeight(kind, weight)
+    quantize = {"fp8": quantize_fp8_weight, "mxfp4": quantize_mxfp4, "nvfp4": quantize_nvfp4}
+    return PackedWeight(kind, *quantize[kind](weight))
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4", "nvfp4"])
+def test_parts_of_a_weight_are_parts_of_its_values(kind):
+    whole = _packed(kind, 320, 256)
+    dense = whole.dense(torch.float32)
+    for part in (range(0, 128), range(128, 320), range(256, 320)):
+        assert torch.equal(whole.rows(part).dense(torch.float32), dense[part.start : part.stop])
+    for part in (range(0, 128), range(128, 256)):
+        assert torch.equal(
+            whole.columns(part).dense(torch.float32), dense[:, part.start : part.stop]
+        )
+
+
+def test_a_scale_is_never_cut():
+    with pytest.raises(ValueError, match=r"rows 64\.\.127 of a fp8 weight \[256, 256\]"):
+        _packed("fp8", 256, 256).rows(range(64, 128))
+    with pytest.raises(ValueError, match=r"columns 0\.\.15 of a mxfp4 weight"):
+        _packed("mxfp4", 64, 64).columns(range(16))
+
+
+def test_shares_cover_everything_once():
+    for count in (1, 7, 256):
+        for size in (1, 2, 3, 8):
+            parts = [Ranks(rank, size).share(count) for rank in range(size)]
+            assert [each for part in parts for each in part] == list(range(count))
+
+
+def test_ranks_have_all_of_the_model_between_them(checkpoint):
+    whole = load_model(checkpoint, dtype=torch.float32, progress=False)
+    parts = [
+        load_model(checkpoint, dtype=torch.float32, ranks=Ranks(rank, 2), progress=False)
+        for rank in range(2)
+    ]
+    for layer, *shared in zip(whole.layers, *(part.layers for part in parts), strict=True):
+        sinks = torch.cat([each.attention.sink for each in shared])
+        assert torch.equal(sinks, layer.attention.sink)
+        assert [len(each.ffn.w1.weights) for each in shared] == [3, 4]
+        assert [each.ffn.expert_offset for each in shared] == [0, 3]
+        # 256 channels come apart in two whole blocks of scales.
+        widths = [each.ffn.shared.w2.packed.weight.shape[1] for each in shared]
+        assert widths == [128, 128]
+
+
+def test_a_model_that_does_not_come_apart_says_so(checkpoint):
+    with pytest.raises(ConfigError, match="2 output groups cannot be shared evenly by 4 ranks"):
+        load_model(checkpoint, ranks=Ranks(0, 4), progress=False)
+
+
+def test_alone_nothing_is_exchanged():
+    x = torch.randn(3)
+    assert ALONE.total(x) is x
+    assert ALONE.agree([1, 2], x.device) == [1, 2]
+
+
+_ARGUMENTS = ["--dtype", "fp32", "--kv-cache", "fp32", "--max-new-tokens", "8", "--ignore-eos"]
+
+
+def _generate(launcher, checkpoint, out, *more):
+    prompt = "Two processes share the heads, the groups and the experts of one model. " * 3
+    command = [*launcher, "generate", "--checkpoint", str(checkpoint), "--prompt", prompt]
+    command += [*_ARGUMENTS, *more, "--json", str(out)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(out.read_text())["results"]
+    return result, done.stdout
+
+
+def _torchrun(processes):
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(processes), "-m", "anymla",
+    ]  # fmt: skip
+
+
+def test_two_processes_generate_what_one_does(checkpoint, tmp_path):
+    """With drafts, over gloo; float32 sums in another order, and the same tokens."""
+    one, text = _generate([sys.executable, "-m", "anymla"], checkpoint, tmp_path / "1.json")
+    two, both = _generate(_torchrun(2), checkpoint, tmp_path / "2.json", "--speculate")
+    assert two["token_ids"] == one["token_ids"]
+    assert both == text  # said once
+    assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+
+
+@pytest.mark.gpu
+def test_two_gpus_generate_what_one_does(checkpoint, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    cuda = ("--device", "cuda")
+    one, _ = _generate([sys.executable, "-m", "anymla"], checkpoint, tmp_path / "1.json", *cuda)
+    for how in ((), ("--no-graphs",)):
+        two, _ = _generate(_torchrun(2), checkpoint, tmp_path / "2.json", *cuda, *how)
+        assert two["token_ids"] == one["token_ids"]
