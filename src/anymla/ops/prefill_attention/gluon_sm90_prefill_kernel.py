@@ -1,0 +1,509 @@
+"""The prefill kernel for Hopper: 64 heads of one query against tiles of 64 rows.
+
+Grid: as many programs as multiprocessors; program p takes tasks p, p + programs, ...; a task is a
+query and a block of 64 heads. Three warpgroups share a task:
+
+    producer  Q, then every block of rows: whole runs by the tensor copy engine, the rest row by row
+    left      S = Q K^T, softmax, O[:, :256] += P K[:, :256]
+    right     O[:, 256:] += P K[:, 256:]
+
+    K buffers (2)  | rows x left 256 | rows x right 256 |   each half has its own pair of barriers
+
+``prefill_protocol`` holds the barriers' protocol as a model that is run under every interleaving.
+Every count that more than one warpgroup needs is computed once, by the producer.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM113
+# Device code is not ordinary Python, and has no enumerate.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton 3.9 renamed both.
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LN2 = gl.constexpr(0.6931471805599453)
+_MASKED = gl.constexpr(-1e30)
+# Above every masked score, so that a block without rows weighs nothing.
+_LOWEST = gl.constexpr(-1e29)
+_HALF_BYTES = gl.constexpr(64 * 256 * 2)
+
+
+@gluon.jit
+def _put(slot, value):
+    """Store one int32 in shared memory."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slot.store(gl.full([1], 0, gl.int32, ONE) + value)
+
+
+@gluon.jit
+def _get(slot):
+    """Load one int32 from shared memory."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(slot.load(ONE), 0)
+
+
+@gluon.jit
+def _inside(start, length, rows):
+    """The part of a run that lies in [0, rows)."""
+    start = gl.maximum(start, -(1 << 30))
+    skipped = gl.maximum(-start, 0)
+    start += skipped
+    return start, gl.maximum(gl.minimum(length - skipped, rows - start), 0)
+
+
+@gluon.jit
+def producer(
+    kv,
+    kdesc,
+    qdesc,
+    runs,
+    lists,
+    stride,
+    window,
+    width,
+    rows,
+    tasks,
+    heads,
+    q_s,
+    k_l,
+    k_r,
+    valid_s,
+    masked_s,
+    blocks_s,
+    rdy_l,
+    rdy_r,
+    free_l,
+    free_r,
+    q_rdy,
+    q_free,
+    HEAD_BLOCKS: gl.constexpr,
+    LISTED: gl.constexpr,
+):
+    """Fill Q and the K buffers, task after task."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, L)), 0)
+    done = 0
+    number = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        token = task // HEAD_BLOCKS
+        run = runs + token * 4
+        start0, count0 = _inside(gl.load(run), gl.minimum(gl.load(run + 1), window), rows)
+        start1 = gl.load(run + 2)
+        count1 = gl.minimum(gl.load(run + 3), width)
+        if LISTED:
+            count1 = gl.maximum(count1, 0)
+        else:
+            start1, count1 = _inside(start1, count1, rows)
+        blocks0 = (count0 + 63) // 64
+        blocks = blocks0 + gl.maximum((count1 + 63) // 64, 2 - blocks0)
+        list_ = lists + token.to(gl.int64) * stride
+        if LISTED:
+            place = r - blocks0 * 64
+            slot = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
+
+        mbarrier.wait(q_free, (number & 1) ^ 1)
+        _put(blocks_s.index(number % 2), blocks)
+        mbarrier.arrive(q_rdy, count=1)
+        mbarrier.expect(q_rdy, 2 * _HALF_BYTES)
+        row = token * heads + (task % HEAD_BLOCKS) * 64
+        _load_tile(qdesc, [row, 0], q_rdy, q_s.index(0))
+        _load_tile(qdesc, [row, 256], q_rdy, q_s.index(1))
+        number += 1
+
+        for i in range(blocks):
+            b = done % 2
+            phase = ((done // 2) & 1) ^ 1
+            first = i < blocks0
+            left = gl.where(first, count0 - i * 64, count1 - (i - blocks0) * 64)
+            at = gl.where(first, start0 + i * 64, start1 + (i - blocks0) * 64)
+            whole = left >= 64
+            if LISTED:
+                whole = whole & first
+                place = (i + 1 - blocks0) * 64 + r
+                following = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
+            if whole:
+                mbarrier.wait(free_l.index(b), phase)
+                _put(masked_s.index(b), 0)
+                mbarrier.expect(rdy_l.index(b), _HALF_BYTES)
+                mbarrier.arrive(rdy_l.index(b), count=128)
+                _load_tile(kdesc, [at, 0], rdy_l.index(b), k_l.index(b))
+                mbarrier.wait(free_r.index(b), phase)
+                mbarrier.expect(rdy_r.index(b), _HALF_BYTES)
+                mbarrier.arrive(rdy_r.index(b), count=127)
+                _load_tile(kdesc, [at, 256], rdy_r.index(b), k_r.index(b))
+            else:
+                if LISTED:
+                    source = gl.where(first, at + r, start1 + slot)
+                    ok = gl.where(first, r < left, slot >= 0) & (source >= 0) & (source < rows)
+                else:
+                    source = at + r
+                    ok = r < left
+                masked = 1 - gl.min(ok.to(gl.int32), 0)
+                p = gl.expand_dims(kv + gl.where(ok, source, 0).to(gl.int64) * 512, 1) + c
+                mask = gl.expand_dims(ok, 1)
+                mbarrier.wait(free_l.index(b), phase)
+                _load_rows(k_l.index(b), p, mask=mask)
+                async_copy.mbarrier_arrive(rdy_l.index(b), increment_count=False)
+                _put(masked_s.index(b), masked)
+                valid_s.index(b).store(ok.to(gl.int32))
+                mbarrier.arrive(rdy_l.index(b), count=1)
+                mbarrier.wait(free_r.index(b), phase)
+                _load_rows(k_r.index(b), p + 256, mask=mask)
+                async_copy.mbarrier_arrive(rdy_r.index(b), increment_count=False)
+            if LISTED:
+                slot = following
+            done += 1
+
+
+@gluon.jit
+def _scores(
+    q_s,
+    k_l,
+    k_r,
+    masked_s,
+    rdy_l,
+    rdy_r,
+    b,
+    phase,
+    SL: gl.constexpr,
+    LISTED: gl.constexpr,
+):
+    """Start S = Q K^T of buffer ``b``; whether some of its rows do not count."""
+    S = gl.zeros([64, 64], gl.float32, SL)
+    mbarrier.wait(rdy_l.index(b), phase)
+    masked = _get(masked_s.index(b))
+    # Rows copied by threads reach the tensor cores through another proxy.
+    if LISTED:
+        fence_async_shared()
+    else:
+        if masked != 0:
+            fence_async_shared()
+    S = warpgroup_mma(q_s.index(0), k_l.index(b).permute((1, 0)), S, use_acc=False, is_async=True)
+    mbarrier.wait(rdy_r.index(b), phase)
+    if LISTED:
+        fence_async_shared()
+    else:
+        if masked != 0:
+            fence_async_shared()
+    S = warpgroup_mma(q_s.index(1), k_r.index(b).permute((1, 0)), S, is_async=True)
+    return S, masked
+
+
+@gluon.jit
+def _softmax(
+    S,
+    m,
+    sums,
+    acc,
+    masked,
+    valid_s,
+    b,
+    scale,
+    SL: gl.constexpr,
+    AL: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    """One step of the online softmax: weights, factor of the past, new maximum and sums."""
+    if masked != 0:
+        valid = valid_s.index(b).load(gl.SliceLayout(0, SL))
+        S = gl.where(gl.expand_dims(valid != 0, 0), S, _MASKED)
+    top = gl.maximum(m, gl.max(S, 1))
+    past = gl.exp2((m - top) * scale)
+    if not FIRST:
+        acc = acc * gl.expand_dims(gl.convert_layout(past, gl.SliceLayout(1, AL)), 1)
+    P = gl.exp2(S * scale - gl.expand_dims(top * scale, 1))
+    sums = sums * past + gl.sum(P, 1)
+    return P, past, top, sums, acc
+
+
+@gluon.jit
+def _store_half(y, out, row, valid, COLUMN: gl.constexpr, WHOLE: gl.constexpr):
+    """Store [64, 256] rounded, in full 32-byte sectors, exchanging values within a warp."""
+    OL: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+    o = gl.convert_layout(y.to(out.dtype.element_ty), OL)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
+    c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, OL)), 0)
+    at = out + row.to(gl.int64) * 512 + (r * 512 + c + COLUMN)
+    if WHOLE:
+        gl.store(at, o)
+    else:
+        gl.store(at, o, mask=(r < valid) & (c >= 0))
+
+
+@gluon.jit
+def left(
+    sink,
+    out,
+    lse,
+    q_s,
+    k_l,
+    k_r,
+    p_s,
+    past_s,
+    factor_s,
+    valid_s,
+    masked_s,
+    blocks_s,
+    rdy_l,
+    rdy_r,
+    free_l,
+    p_rdy,
+    go,
+    last,
+    q_rdy,
+    q_free,
+    scale,
+    tasks,
+    heads,
+    HEAD_BLOCKS: gl.constexpr,
+    LISTED: gl.constexpr,
+    SINK: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """Scores, softmax and the left half of the values."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    SR: gl.constexpr = gl.SliceLayout(1, SL)
+    AR: gl.constexpr = gl.SliceLayout(1, AL)
+    DT: gl.constexpr = p_s.dtype
+    r = gl.arange(0, 64, layout=SR)
+    done = 0
+    number = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        token = task // HEAD_BLOCKS
+        head = (task % HEAD_BLOCKS) * 64
+        if SINK:
+            logit = gl.load(sink + head + r, mask=head + r < heads, other=0.0) * _LOG2E
+        mbarrier.wait(q_rdy, number & 1)
+        blocks = _get(blocks_s.index(number % 2))
+        acc = gl.zeros([64, 256], gl.float32, AL)
+        m = gl.full([64], _LOWEST, gl.float32, SR)
+        sums = gl.zeros([64], gl.float32, SR)
+        b = done % 2
+        S, masked = _scores(q_s, k_l, k_r, masked_s, rdy_l, rdy_r, b, (done // 2) & 1, SL, LISTED)
+        S = warpgroup_mma_wait(0, deps=[S])
+        P, past, m, sums, acc = _softmax(S, m, sums, acc, masked, valid_s, b, scale, SL, AL, True)
+        Ph = P.to(DT)
+        for i in range(1, blocks):
+            b = done % 2
+            acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
+            p_s.index(b).store(Ph)
+            past_s.index(b).store(past)
+            fence_async_shared()
+            mbarrier.arrive(p_rdy.index(b), count=1)
+            S, masked = _scores(
+                q_s, k_l, k_r, masked_s, rdy_l, rdy_r, 1 - b, ((done + 1) // 2) & 1, SL, LISTED
+            )
+            acc, S = warpgroup_mma_wait(2, deps=[acc, S])
+            mbarrier.arrive(free_l.index(b), count=1)
+            S = warpgroup_mma_wait(0, deps=[S])
+            # The right half of the previous block runs during this block's softmax.
+            mbarrier.arrive(go.index(b), count=1)
+            done += 1
+            b = done % 2
+            if i + 1 == blocks:
+                mbarrier.arrive(q_free, count=1)
+            P, past, m, sums, acc = _softmax(
+                S, m, sums, acc, masked, valid_s, b, scale, SL, AL, False
+            )
+            Ph = P.to(DT)
+        b = done % 2
+        mbarrier.arrive(go.index(b), count=1)
+        acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
+        p_s.index(b).store(Ph)
+        past_s.index(b).store(past)
+        fence_async_shared()
+        mbarrier.arrive(p_rdy.index(b), count=1)
+        total = sums
+        if SINK:
+            total = sums + gl.exp2(logit - m * scale)
+        factor = gl.where(total > 0, 1.0 / total, 0.0)
+        factor_s.index(number % 2).store(factor)
+        mbarrier.arrive(last.index(number % 2), count=1)
+        natural = (m * scale + gl.log2(sums)) * _LN2
+        natural = gl.where(sums > 0, natural, float("-inf"))
+        gl.store(lse + token.to(gl.int64) * heads + head + r, natural, mask=head + r < heads)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free_l.index(b), count=1)
+        done += 1
+        acc = acc * gl.expand_dims(gl.convert_layout(factor, AR), 1)
+        _store_half(acc, out, token * heads + head, heads - head, 0, WHOLE)
+        number += 1
+
+
+@gluon.jit
+def right(
+    out,
+    k_r,
+    p_s,
+    past_s,
+    factor_s,
+    blocks_s,
+    free_r,
+    p_rdy,
+    go,
+    last,
+    tasks,
+    heads,
+    HEAD_BLOCKS: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """The right half of the values."""
+    AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    AR: gl.constexpr = gl.SliceLayout(1, AL)
+    done = 0
+    number = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        acc = gl.zeros([64, 256], gl.float32, AL)
+        mbarrier.wait(p_rdy.index(done % 2), (done // 2) & 1)
+        # Read here, not carried from task to task: Triton 3.6 freezes a value that a loop carries
+        # for the bound of an inner loop alone.
+        blocks = _get(blocks_s.index(number % 2))
+        for _ in range(blocks):
+            b = done % 2
+            phase = (done // 2) & 1
+            mbarrier.wait(p_rdy.index(b), phase)
+            acc = acc * gl.expand_dims(past_s.index(b).load(AR), 1)
+            mbarrier.wait(go.index(b), phase)
+            acc = warpgroup_mma(p_s.index(b), k_r.index(b), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(free_r.index(b), count=1)
+            done += 1
+        mbarrier.wait(last.index(number % 2), (number // 2) & 1)
+        factor = factor_s.index(number % 2).load(AR)
+        head = (task % HEAD_BLOCKS) * 64
+        acc = acc * gl.expand_dims(factor, 1)
+        _store_half(acc, out, (task // HEAD_BLOCKS) * heads + head, heads - head, 256, WHOLE)
+        number += 1
+
+
+@gluon.jit(do_not_specialize=["stride", "window", "width", "rows", "tasks", "heads"])
+def prefill_kernel(
+    qdesc,
+    kdesc,
+    kv,
+    runs,
+    lists,
+    sink,
+    out,
+    lse,
+    scale,
+    stride,
+    window,
+    width,
+    rows,
+    tasks,
+    heads,
+    HEAD_BLOCKS: gl.constexpr,
+    LISTED: gl.constexpr,
+    SINK: gl.constexpr,
+    WHOLE: gl.constexpr,
+    LEFT_REGISTERS: gl.constexpr,
+    RIGHT_REGISTERS: gl.constexpr,
+):
+    """Attention of ``tasks`` = queries x blocks of heads.
+
+    Args:
+        qdesc: of q as [T * H, 512], boxes of 64 x 256.
+        kdesc: of the rows [N, 512], boxes of 64 x 256.
+        kv: pointer to the rows.
+        runs: int32 [T, 4].
+        lists: int32 [T, .], ``stride`` apart; used if LISTED.
+        sink: float32 [H]; used if SINK.
+        out: [T, H, 512].
+        lse: float32 [T, H].
+        scale: of the scores, times log2(e).
+        stride: of ``lists``.
+        window: the most rows of a window.
+        width: columns of ``lists``, or the most entries.
+        rows: N.
+        tasks: T * HEAD_BLOCKS.
+        heads: H.
+        HEAD_BLOCKS: ceil(H / 64).
+        LISTED: the second scope is listed, not a run.
+        SINK: there is a sink.
+        WHOLE: H is a multiple of 64.
+        LEFT_REGISTERS: of a thread of ``left``.
+        RIGHT_REGISTERS: of a thread of ``right``.
+    """
+    DT: gl.constexpr = kv.dtype.element_ty
+    KL: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ML: gl.constexpr = mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(DT, [2, 64, 256], KL)
+    k_l = gl.allocate_shared_memory(DT, [2, 64, 256], KL)
+    k_r = gl.allocate_shared_memory(DT, [2, 64, 256], KL)
+    p_s = gl.allocate_shared_memory(DT, [2, 64, 64], KL)
+    past_s = gl.allocate_shared_memory(gl.float32, [2, 64], V)
+    factor_s = gl.allocate_shared_memory(gl.float32, [2, 64], V)
+    valid_s = gl.allocate_shared_memory(gl.int32, [2, 64], V)
+    masked_s = gl.allocate_shared_memory(gl.int32, [2, 1], V)
+    blocks_s = gl.allocate_shared_memory(gl.int32, [2, 1], V)
+    rdy_l = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    rdy_r = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    free_l = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    free_r = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    p_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    go = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    last = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    q_rdy = gl.allocate_shared_memory(gl.int64, [1], ML)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], ML)
+    for i in gl.static_range(2):
+        mbarrier.init(rdy_l.index(i), count=129)
+        mbarrier.init(rdy_r.index(i), count=128)
+        mbarrier.init(free_l.index(i), count=1)
+        mbarrier.init(free_r.index(i), count=1)
+        mbarrier.init(p_rdy.index(i), count=1)
+        mbarrier.init(go.index(i), count=1)
+        mbarrier.init(last.index(i), count=1)
+    mbarrier.init(q_rdy, count=2)
+    mbarrier.init(q_free, count=1)
+    gl.warp_specialize(
+        [
+            (
+                producer,
+                (
+                    kv, kdesc, qdesc, runs, lists, stride, window, width, rows, tasks, heads,
+                    q_s, k_l, k_r, valid_s, masked_s, blocks_s,
+                    rdy_l, rdy_r, free_l, free_r, q_rdy, q_free, HEAD_BLOCKS, LISTED,
+                ),
+            ),
+            (
+                left,
+                (
+                    sink, out, lse, q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s,
+                    blocks_s, rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
+                    scale, tasks, heads, HEAD_BLOCKS, LISTED, SINK, WHOLE,
+                ),
+            ),
+            (
+                right,
+                (
+                    out, k_r, p_s, past_s, factor_s, blocks_s, free_r, p_rdy, go, last,
+                    tasks, heads, HEAD_BLOCKS, WHOLE,
+                ),
+            ),
+        ],
+        [4, 4],
+        [LEFT_REGISTERS, RIGHT_REGISTERS],
+    )  # fmt: skip

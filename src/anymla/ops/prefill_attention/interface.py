@@ -1,0 +1,91 @@
+"""Contract of attention during prefill."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, operation, require
+from anymla.ops.prefill_attention import reference, torch_prefill
+from anymla.ops.prefill_attention.support import gluon_support
+from anymla.ops.sparse_attention.support import triton_attention_support
+
+
+def _results(*, q: Tensor, out: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return (
+        torch.empty_like(q if out is None else out),
+        torch.empty(q.shape[:2], dtype=lse_dtype, device=q.device),
+    )
+
+
+@operation(mutates=("out",), outputs=_results)
+def prefill_attention(
+    q: Tensor,
+    rows: Tensor,
+    runs: Tensor,
+    lists: Tensor | None = None,
+    *,
+    window: int,
+    entries: int = 0,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend each query to a run of rows, and to a second run or to rows listed for it.
+
+    With ``runs[t] = (a, n, b, m)`` token t sees the rows
+
+        a, a + 1, ..., a + n - 1                                 (its window), and
+        b, b + 1, ..., b + m - 1                                 (all visible entries), or
+        b + lists[t, j] for j < m with lists[t, j] >= 0          (the entries selected for it)
+
+    under one softmax, as in ``sparse_attention``: a row is key and value, rows outside [0, N) are
+    skipped, a row that is named twice counts twice, and what lies in rows that are not named for a
+    token never reaches it, not even as NaN. The rows are a workspace that holds what the requests
+    of a chunk can see, decoded once; ``layers.prefill_rows`` builds it.
+
+    Args:
+        q: [T, H, D] floating point; any H.
+        rows: [N, D] floating point.
+        runs: [T, 4] int32.
+        lists: [T, K] int32, in any order, relative to ``runs[t, 2]``; negative ones are skipped.
+        window: the most rows of a window; n is cut to it.
+        entries: the most entries of a token; m is cut to it, or to K where there are lists.
+        sink: [H] float32 or float64, one logit per head that carries no value.
+        scale: of the scores; None for D ** -0.5. The sink is not scaled.
+        out: [T, H, D] floating point to write the output into, or None for one of q's dtype.
+
+    Returns:
+        out [T, H, D] and lse [T, H] float32 (float64 for float64 q), natural, without the sink. A
+        token without rows: out 0, lse -inf.
+
+    Numerics: as ``sparse_attention``; for 16-bit q and rows the probabilities are rounded to that
+    type before they weigh the values, and the output is rounded once.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device, or a negative bound.
+    """
+    name = "prefill_attention"
+    check(
+        name,
+        q=(q, "T H D", FLOATS),
+        rows=(rows, "N D", FLOATS),
+        runs=(runs, "T 4", INT32),
+        lists=(lists, "T K", INT32),
+        sink=(sink, "H", FLOAT32_UP),
+        out=(out, "T H D", FLOATS),
+    )
+    require(window >= 0, name, "window", "at least 0", window)
+    require(entries >= 0, name, "entries", "at least 0", entries)
+
+
+_FAMILY = "anymla.ops.prefill_attention"
+prefill_attention.register("reference", reference.prefill_attention)
+prefill_attention.register("torch", torch_prefill.prefill_attention)
+prefill_attention.register_lazy(
+    "triton", f"{_FAMILY}.triton_prefill", supports=triton_attention_support
+)
+prefill_attention.register_lazy(
+    "gluon_sm90", f"{_FAMILY}.gluon_sm90_prefill", supports=gluon_support
+)

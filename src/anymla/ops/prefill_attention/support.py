@@ -1,0 +1,40 @@
+"""Calls that the Hopper kernel of attention during prefill takes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.ops._operation import Support
+from anymla.ops._triton import target_of, triton_support
+
+CHANNELS = 512
+_OPERANDS = (torch.float16, torch.bfloat16)
+
+
+@cache
+def _has_gluon() -> bool:
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    return (int(major), int(minor)) >= (3, 6)
+
+
+def gluon_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
+    """``supports`` of backend ``gluon_sm90``."""
+    support = triton_support(q)
+    if not support:
+        return support
+    if target_of(q.device).name != "sm_90":
+        return Support(False, "needs a Hopper GPU (compute capability 9.0)")
+    if not _has_gluon():
+        return Support(False, "needs Triton 3.6 or newer")
+    if q.dtype not in _OPERANDS or rows.dtype != q.dtype:
+        return Support(False, "q and rows must both be float16, or both bfloat16")
+    if q.shape[2] != CHANNELS:
+        return Support(False, f"{CHANNELS} channels, got {q.shape[2]}")
+    if len(rows) == 0:
+        return Support(False, "at least one row")
+    return Support(True, automatic=False)
