@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from traces import Trace
 
+from anymla.layers.hyper_connection import Streams
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
 from anymla.runtime.engine import Engine
@@ -71,8 +72,9 @@ class TracedEngine:
             self._rows.setdefault((request, name, layer), {})[position] = row.clone()
 
     def _keeper(self, name: str, layer: int) -> Any:
-        def hook(module: Any, inputs: Any, output: Tensor) -> None:
-            self._keep(name, layer, output)
+        def hook(module: Any, inputs: Any, output: Tensor | Streams) -> None:
+            settled = output.settled() if isinstance(output, Streams) else output
+            self._keep(name, layer, settled)
 
         return hook
 

@@ -14,6 +14,7 @@ from anymla.formats.nvfp4 import quantize_nvfp4
 from anymla.ops.linear import (
     fp8_block_linear,
     linear,
+    linear_float32,
     mxfp4_linear,
     nvfp4_linear,
     torch_linear,
@@ -303,3 +304,27 @@ BYTES = torch.uint8
 def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("x_dtype", FLOATS)
+@pytest.mark.parametrize("w_dtype", FLOATS)
+def test_results_in_float32_are_never_narrower(backend, x_dtype, w_dtype):
+    """The operands' own values, sums in float32 or wider, and no rounding behind them."""
+    x, weight = torch.randn(2, 3, 700).to(x_dtype), torch.randn(9, 700).to(w_dtype)
+    out = linear_float32(x, weight, backend=backend)
+    wide = torch.float64 if torch.float64 in (x_dtype, w_dtype) else torch.float32
+    assert out.dtype == wide
+    want = x.double() @ weight.double().T
+    error = accumulation(700, wide)
+    assert_close(out, want, atol=error, rtol=error, scale=700**0.5 * 3, name="linear_float32")
+
+
+@pytest.mark.gpu
+def test_a_gpus_product_of_narrow_operands_is_float32():
+    for tokens in (1, 37):
+        x = torch.randn(tokens, 4096, device="cuda").bfloat16()
+        weight = torch.randn(2048, 4096, device="cuda").bfloat16()
+        out = linear_float32(x, weight)
+        want = x.double() @ weight.double().T
+        error = accumulation(4096, torch.float32)
+        assert_close(out.cpu(), want.cpu(), atol=error, rtol=error, scale=192.0, name="gpu")

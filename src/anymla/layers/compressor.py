@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.step import GroupStep, Step
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
-from anymla.ops.linear import linear
+from anymla.ops.linear import linear_float32
 
 # Converted to float32 at every use up to here: 2 MiB of it stay in a core's cache.
 _CONVERTED_ELEMENTS = 1 << 19
@@ -69,9 +69,7 @@ class Compressor(nn.Module):
             hadamard: rotate the entry before it is quantised (MXFP4 index keys).
         """
         ratio, width = self.ape.shape
-        kv, score = linear(x.float(), self.kv_gate.float(), backend=self.backend).split(
-            width, dim=-1
-        )
+        kv, score = linear_float32(x, self.kv_gate, backend=self.backend).split(width, dim=-1)
         save_partial_states(
             kv,
             score,
@@ -101,12 +99,19 @@ class Compressor(nn.Module):
         )
 
 
-def merge_kv_gate(wkv: Tensor, wgate: Tensor) -> Tensor:
+def merge_kv_gate(wkv: Tensor, wgate: Tensor, dtype: torch.dtype) -> Tensor:
     """Stack wkv [width, hidden] and wgate [width, hidden] into ``kv_gate``.
 
-    It is float32, except that on a CPU a small one stays as stored: there a step waits for memory,
-    and reading half as much and converting it takes half the time (2048 x 256, one core).
+    It stays as stored where the product takes it so: on devices with activations of the same
+    dtype, and on a CPU if it is small: there a step waits for memory, and reading half as much and
+    converting it takes half the time (2048 x 256, one core). Elsewhere it is float32.
+
+    Args:
+        wkv: as stored.
+        wgate: as stored.
+        dtype: of the activations.
     """
     merged = torch.cat((wkv, wgate))
-    small = merged.numel() <= _CONVERTED_ELEMENTS and merged.device.type == "cpu"
-    return merged if small else merged.float()
+    if merged.device.type == "cpu":
+        return merged if merged.numel() <= _CONVERTED_ELEMENTS else merged.float()
+    return merged if merged.dtype == dtype else merged.float()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
-from anymla.layers.hyper_connection import HyperConnection
+from anymla.layers.hyper_connection import HyperConnection, Streams
 from anymla.layers.moe import MixtureOfExperts
 from anymla.layers.step import Step
 
@@ -34,10 +34,13 @@ class DecoderLayer(nn.Module):
         self.ffn_site = ffn_site
         self.ffn = ffn
 
-    def forward(self, h: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """Map streams [T, N, hidden] to streams [T, N, hidden]."""
-        x, mix = self.attention_site.enter(h)
+    def forward(self, streams: Streams, step: Step, cache: LayerCache) -> Streams:
+        """Run both sub-layers.
+
+        The output of the second one is left for the next site to return to the streams, which is
+        one operation there; ``settled`` returns it after the last layer.
+        """
+        h, x, mix = self.attention_site.enter(streams)
         u = self.attention(x, step, cache)
-        h, x, mix = self.ffn_site.follow(u, h, mix)
-        u = self.ffn(x, step)
-        return self.ffn_site.leave(u, h, mix)
+        h, x, mix = self.ffn_site.enter(Streams(h, u, mix))
+        return Streams(h, self.ffn(x, step), mix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +17,29 @@ class Mix:
 
     post: Tensor
     comb: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """The parallel residual streams between two sub-layers.
+
+    Attributes:
+        h: [T, N, hidden], streams.
+        output: [T, hidden], what a sub-layer has yet to return to them; None for nothing.
+        mix: how it returns.
+    """
+
+    h: Tensor
+    output: Tensor | None = None
+    mix: Mix | None = None
+
+    def settled(self, backend: str | None = None) -> Tensor:
+        """The streams with the output returned."""
+        if self.output is None:
+            return self.h
+        assert self.mix is not None
+        h: Tensor = hc_post(self.output, self.h, self.mix.post, self.mix.comb, backend=backend)
+        return h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,46 +79,37 @@ class HyperConnection(nn.Module):
         self.options = options
         self.backend = backend
 
-    def enter(self, h: Tensor) -> tuple[Tensor, Mix]:
-        """Collapse the streams [T, N, hidden] to the sub-layer's normalised input [T, hidden]."""
-        y, post, comb = hc_pre(
-            h,
-            self.fn,
-            self.base,
-            self.scale,
-            norm_eps=self.options.norm_eps,
-            hc_eps=self.options.eps,
-            iters=self.options.iterations,
-            backend=self.backend,
-        )
-        return rms_norm(y, self.norm, self.options.norm_eps, backend=self.backend), Mix(post, comb)
+    def enter(self, streams: Streams) -> tuple[Tensor, Tensor, Mix]:
+        """Collapse the streams to the sub-layer's normalised input.
 
-    def leave(self, u: Tensor, h: Tensor, mix: Mix) -> Tensor:
-        """Return the sub-layer's output [T, hidden] to the streams [T, N, hidden]."""
-        out: Tensor = hc_post(u, h, mix.post, mix.comb, backend=self.backend)
-        return out
-
-    def follow(self, u: Tensor, h: Tensor, mix: Mix) -> tuple[Tensor, Tensor, Mix]:
-        """Leave the previous site with ``mix`` and enter this one, in one operation.
+        What the sub-layer before has yet to return is returned first, in the same operation.
 
         Returns:
-            The streams, this sub-layer's normalised input, and this site's mix.
+            The streams [T, N, hidden], the input [T, hidden], and this site's mix.
         """
-        h, y, post, comb = hc_post_pre_norm(
-            u,
-            h,
-            mix.post,
-            mix.comb,
-            self.fn,
-            self.base,
-            self.scale,
-            self.norm,
-            norm_eps=self.options.norm_eps,
-            hc_eps=self.options.eps,
-            iters=self.options.iterations,
-            backend=self.backend,
-        )
-        return h, y, Mix(post, comb)
+        options: dict[str, Any] = {
+            "norm_eps": self.options.norm_eps,
+            "hc_eps": self.options.eps,
+            "iters": self.options.iterations,
+            "backend": self.backend,
+        }
+        if streams.output is not None:
+            assert streams.mix is not None
+            h, x, post, comb = hc_post_pre_norm(
+                streams.output,
+                streams.h,
+                streams.mix.post,
+                streams.mix.comb,
+                self.fn,
+                self.base,
+                self.scale,
+                self.norm,
+                **options,
+            )
+            return h, x, Mix(post, comb)
+        y, post, comb = hc_pre(streams.h, self.fn, self.base, self.scale, **options)
+        x = rms_norm(y, self.norm, self.options.norm_eps, backend=self.backend)
+        return streams.h, x, Mix(post, comb)
 
 
 class HyperConnectionHead(nn.Module):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
-from anymla.layers.hyper_connection import HyperConnectionHead
+from anymla.layers.hyper_connection import HyperConnectionHead, Streams
 from anymla.layers.linear import Linear
 from anymla.layers.step import Step
 from anymla.ops.norm_rope import rms_norm
@@ -59,5 +59,5 @@ class DraftLayer(nn.Module):
         """
         e = self.e_proj(rms_norm(next_embedding, self.e_norm, self.eps, backend=self.backend))
         g = self.h_proj(rms_norm(h, self.h_norm, self.eps, backend=self.backend))
-        out: Tensor = self.block(e.unsqueeze(1) + g, step, cache)
-        return out
+        streams: Streams = self.block(Streams(e.unsqueeze(1) + g), step, cache)
+        return streams.settled(self.backend)

@@ -85,7 +85,7 @@ class Builder:
                 if spec.role == "backbone"
             ],
             head=self.head("", "norm.weight"),
-            lm_head=self.read("head.weight").float(),
+            lm_head=self.lm_head(),
             ranks=self.ranks,
             drafts=[
                 self.draft(f"mtp.{spec.index - config.num_hidden_layers}.", spec)
@@ -149,7 +149,9 @@ class Builder:
     def compressor(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Compressor:
         """The main compressor, or the one inside an indexer."""
         return Compressor(
-            kv_gate=merge_kv_gate(self.as_stored(prefix + "wkv"), self.as_stored(prefix + "wgate")),
+            kv_gate=merge_kv_gate(
+                self.as_stored(prefix + "wkv"), self.as_stored(prefix + "wgate"), self.dtype
+            ),
             ape=self.float32(prefix + "ape"),
             norm=self.float32(prefix + "norm.weight"),
             eps=self.config.rms_norm_eps,
@@ -181,6 +183,12 @@ class Builder:
             options=self.options,
             backend=self.backend,
         )
+
+    def lm_head(self) -> Tensor:
+        """As stored where products of 16-bit operands have float32 results, else float32."""
+        stored = self.read("head.weight")
+        as_stored = self.device.type == "cuda" and stored.dtype == self.dtype
+        return stored if as_stored else stored.float()
 
     def head(self, prefix: str, norm: str) -> HyperConnectionHead:
         """The collapse of the streams in front of the lm head."""

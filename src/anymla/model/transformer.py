@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
-from anymla.layers.hyper_connection import HyperConnectionHead
+from anymla.layers.hyper_connection import HyperConnectionHead, Streams
 from anymla.layers.mtp import DraftLayer
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.spec import LayerSpec
 from anymla.layers.step import Step
 from anymla.model.config import ModelConfig
-from anymla.ops.linear import linear
+from anymla.ops.linear import linear_float32
 
 
 class Transformer(nn.Module):
@@ -29,7 +29,7 @@ class Transformer(nn.Module):
         embedding: [vocab, hidden].
         layers: the backbone.
         head: collapses the streams after the last layer.
-        lm_head: float32 [vocab, hidden].
+        lm_head: float32, or the activations' dtype [vocab, hidden].
         drafts: MTP layers; may be empty.
         ranks: the processes that share the network.
     """
@@ -89,9 +89,10 @@ class Transformer(nn.Module):
             [T, N, hidden], the streams after the last layer.
         """
         h = self.embed(step.token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        streams = Streams(h)
         for layer, cache in zip(self.layers, caches, strict=True):
-            h = layer(h, step, cache)
-        return h
+            streams = layer(streams, step, cache)
+        return streams.settled(self.backend)
 
     @torch.no_grad()
     def logits(self, h: Tensor) -> Tensor:
@@ -129,5 +130,5 @@ class Transformer(nn.Module):
         return self.embedding[token_ids].to(self.dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
-        out: Tensor = linear(x.float(), self.lm_head, backend=self.backend)
+        out: Tensor = linear_float32(x, self.lm_head, backend=self.backend)
         return out

@@ -56,6 +56,31 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         raise TypeError(f"linear: weight must be {x.dtype} like x, got {weight.dtype}")
 
 
+def _wide_result(*, x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return (x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype),)
+
+
+@operation(outputs=_wide_result)
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight^T`` in float32, whatever the operands are stored in.
+
+    For results that exponentials are taken of: compressor gates, logits. Products of 16-bit
+    operands are exact in float32, so nothing is rounded but the sums.
+
+    Args:
+        x: [..., K] floating point, at least 2-D.
+        weight: [N, K] floating point.
+
+    Returns:
+        [..., N] float32 (float64 if an operand is).
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+    """
+    check("linear_float32", x=(_as_rows(x), "T K", FLOATS), weight=(weight, "N K", FLOATS))
+
+
 @operation(outputs=_packed_result)
 def fp8_block_linear(
     x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
@@ -159,6 +184,8 @@ def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor)
 
 linear.register("reference", reference.linear)
 linear.register("torch", torch_linear.linear)
+linear_float32.register("reference", reference.linear_float32)
+linear_float32.register("torch", torch_linear.linear_float32)
 fp8_block_linear.register("reference", reference.fp8_block_linear)
 fp8_block_linear.register("torch", torch_linear.fp8_block_linear)
 mxfp4_linear.register("reference", reference.mxfp4_linear)
@@ -168,5 +195,6 @@ nvfp4_linear.register("torch", torch_linear.nvfp4_linear)
 
 _TRITON = "anymla.ops.linear.triton_linear"
 linear.register_lazy("triton", _TRITON, supports=triton_support)
+linear_float32.register_lazy("triton", _TRITON, supports=triton_support)
 for _operation in (fp8_block_linear, mxfp4_linear, nvfp4_linear):
     _operation.register_lazy("triton", _TRITON, supports=float32_support)

@@ -20,6 +20,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return (x.to(wide) @ weight.to(wide).T).to(x.dtype)
 
 
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight^T, in float32 or wider."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return x.to(wide) @ weight.to(wide).T
+
+
 def fp8_block_linear(
     x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
 ) -> Tensor:

@@ -30,6 +30,17 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return product(x, weight)
 
 
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """See ``interface.linear_float32``."""
+    narrow = x.dtype == weight.dtype and x.dtype.itemsize == 2
+    if narrow and x.is_cuda and torch.version.hip is None:
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        return out.view(*x.shape[:-1], -1)
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return product(x.to(wide), weight.to(wide))
+
+
 def fp8_block_linear(
     x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
 ) -> Tensor:

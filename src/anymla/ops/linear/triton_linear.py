@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.linear import torch_linear
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
 
@@ -208,6 +209,11 @@ def _packed(
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See ``interface.linear``: the vendor's library, which no kernel here would beat."""
     return functional.linear(x, weight)
+
+
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """See ``interface.linear_float32``: the vendor's library as well."""
+    return torch_linear.linear_float32(x, weight)
 
 
 def fp8_block_linear(
