@@ -20,6 +20,7 @@ _COMMANDS = {
     "inspect": ("inspect", "What is in a checkpoint, or in a dumped cache page."),
     "make-tiny": ("make_tiny", "Write a small random checkpoint."),
     "demo": ("demo", "Run a tiny checkpoint and check it against float64."),
+    "doctor": ("doctor", "What this machine runs, how right and how fast."),
     "conformance": ("conformance", "Judge a backend, or another library, by every known bug."),
     "bench": ("bench", "Measure speed and memory on this machine."),
 }

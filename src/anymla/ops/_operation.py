@@ -187,6 +187,20 @@ class Operation:
             return Support(False, str(unavailable))
         return SUPPORTED
 
+    def explain(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Support]]:
+        """Which backend a call would take, and what each says about it; nothing is launched.
+
+        Returns:
+            The name that ``backend=None`` takes (None for none), and every backend's answer.
+
+        Raises:
+            TypeError, ValueError: the arguments break the contract.
+        """
+        self._contract(*args, **kwargs)
+        answers = {name: each.support(args, kwargs) for name, each in self.backends.items()}
+        picked = [name for name, each in answers.items() if each and each.automatic]
+        return next((name for name in picked if name in _PRIORITY), None), answers
+
     def _choose(self, name: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Backend:
         if name is not None:
             if name not in self.backends:

@@ -29,8 +29,10 @@ class Attention:
     lse: Tensor
     weight: Tensor
 
-    def check(self, result: tuple[Tensor, Tensor | None], name: str = "attention") -> None:
+    def check(self, result: tuple[Tensor, Tensor | None], name: str = "attention") -> float:
         """Compare with an operation's (out, lse); a library that returns no lse gives None.
+
+        Returns the largest error as a share of what is allowed.
 
         One bfloat16 unit of sum(p |v|) for probabilities rounded to bfloat16 (half a unit) and the
         float32 errors of scores and sums, and one unit of the result for rounding it (half). The
@@ -39,11 +41,13 @@ class Attention:
         out, lse = result
         error = ulps(torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32, 1)
         error = error + accumulation(out.shape[-1], torch.float32)
-        assert_close(out, self.out, atol=error, rtol=error, scale=self.weight, name=f"{name}: out")
+        where, weight = f"{name}: out", self.weight
+        worst = assert_close(out, self.out, atol=error, rtol=error, scale=weight, name=where)
         if lse is None:
-            return
+            return worst
         slack = accumulation(out.shape[-1], torch.float32, c=4.0)
-        assert_close(lse, self.lse, atol=slack, rtol=slack, scale=8.0, name=f"{name}: lse")
+        name = f"{name}: lse"
+        return max(worst, assert_close(lse, self.lse, atol=slack, rtol=slack, scale=8.0, name=name))
 
 
 def attend(

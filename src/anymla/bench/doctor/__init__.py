@@ -1,0 +1,1 @@
+"""What this machine runs of the package, how right and how fast, in half a minute."""

@@ -1,0 +1,160 @@
+"""``anymla doctor``: what this machine runs, how right and how fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from tqdm import tqdm
+
+from anymla.bench.doctor.clock import Ceilings, measure_ceilings
+from anymla.bench.doctor.examine import CANNOT, Finding, all_probes, examine
+from anymla.bench.doctor.machine import machine
+from anymla.cli.bad_input import BadInput
+from anymla.testing.devices import default_device
+
+
+@click.command()
+@click.option("--device", metavar="NAME", help="cpu, cuda or xpu; the accelerator if there is one.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE",
+    help='Write the result as one JSON object on one line; "-" prints it instead of the table.',
+)
+@click.option("--no-speed", is_flag=True, help="Only which backend, and whether it is right.")
+@click.option("--vllm", is_flag=True, help="Show what the vLLM plugin offers here instead.")
+def command(device: str | None, json_file: Path | None, no_speed: bool, vllm: bool) -> None:
+    """Say what this machine is, and examine every family of operations on it.
+
+    For each: the backend that is taken and why those before it are not, the largest error against a
+    float64 oracle as a share of what is allowed, and the speed in percent of what this machine
+    copies or multiplies at most. Takes half a minute; needs no GPU and no triton. Ends with exit
+    code 1 if a result is wrong.
+    """
+    if vllm:
+        _show_plugin()
+        return
+    place = torch.device(device or default_device())
+    if place.type != "cpu" and not getattr(torch, place.type).is_available():
+        raise BadInput(f"--device {place}: torch sees none on this machine")
+    facts = machine(place)
+    silent = str(json_file) == "-"
+    if not silent:
+        click.echo("\n".join(_machine_lines(facts)))
+    ceilings, findings = _examine(place, timed=not no_speed)
+    right = all(finding.right for finding in findings)
+    result: dict[str, Any] = {"part": "doctor", **facts}
+    if ceilings is not None:
+        result["ceilings"] = dataclasses.asdict(ceilings)
+    result |= {"ok": right, "findings": [dataclasses.asdict(each) for each in findings]}
+    if silent:
+        click.echo(json.dumps(result))
+    else:
+        click.echo("\n".join(_table(findings, ceilings)))
+        if json_file is not None:
+            json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    if not right:
+        click.get_current_context().exit(1)
+
+
+def _examine(place: torch.device, *, timed: bool) -> tuple[Ceilings | None, list[Finding]]:
+    findings = []
+    chosen = all_probes()
+    with torch.no_grad(), tqdm(total=len(chosen) + timed, unit="probe", file=sys.stderr) as bar:
+        ceilings = None
+        if timed:
+            bar.set_description("this machine's ceilings")
+            ceilings = measure_ceilings(place)
+            bar.update()
+        for probe in chosen:
+            bar.set_description(f"{probe.family}: {probe.label}")
+            findings.append(examine(probe, place, ceilings))
+            bar.update()
+    return ceilings, findings
+
+
+def _machine_lines(facts: dict[str, Any]) -> list[str]:
+    lines = [f"{facts['device']} ({facts['kind']})"]
+    if facts["memory_bytes"] is not None:
+        lines[0] += f", {facts['memory_bytes'] / 2**30:.0f} GiB"
+    drivers = [facts["runtime"], facts["driver"] and f"driver {facts['driver']}"]
+    versions = [f"torch {facts['torch']}", f"triton {facts['triton']}", f"Python {facts['python']}"]
+    lines.append("  " + ", ".join(each for each in (*versions, *drivers) if each))
+    if facts["shared_memory_bytes"] is not None:
+        lines.append(f"  shared memory {facts['shared_memory_bytes'] // 1024} KiB a program")
+    lines += [f"  FP8: {facts['fp8']}", f"  matrix instructions: {facts['matrix']}"]
+    return [*lines, f"  {facts['threads']} thread(s); anymla {facts['anymla']}"]
+
+
+def _table(findings: list[Finding], ceilings: Ceilings | None) -> list[str]:
+    lines = [""]
+    if ceilings is not None:
+        lines += [
+            f"this machine copies {ceilings.bytes_per_s / 1e9:.1f} GB/s and multiplies bf16 "
+            f"matrices at {ceilings.flops_per_s / 1e12:.2f} TFLOP/s",
+            "",
+        ]
+    head = f"{'family':17} {'what':29} {'backend':10} {'how':12} {'error':>6}"
+    lines.append(head + f" {'us':>9} {'rate':>15} {'of ceiling':>14}")
+    for each in findings:
+        line = f"{each.family:17} {each.label:29} {each.backend or '-':10} {each.how:12}"
+        line += f" {_error(each):>6}"
+        if each.us is not None and each.share is not None:
+            computes = each.bound == "product" and each.tflop_per_s is not None
+            rate = f"{each.tflop_per_s:.3f} TFLOP/s" if computes else f"{each.gb_per_s:.1f} GB/s"
+            line += f" {each.us:9.1f} {rate:>15} {each.share:6.1%} {each.bound:7}"
+        lines.append(line.rstrip())
+        if each.problem:
+            lines.append(f"    {each.problem}")
+    reasons: dict[str, set[str]] = {}
+    for each in findings:
+        for name, why in each.why_not.items():
+            reasons.setdefault(f"{name}: {why}", set()).add(each.family)
+    if reasons:
+        lines += ["", "not taken"]
+        families = {each.family for each in findings}
+        for why, where in reasons.items():
+            lines.append(
+                f"  {why}" + ("" if where == families else f" ({', '.join(sorted(where))})")
+            )
+    lines += ["", "error: largest, as a share of what the oracle's derived bound allows"]
+    wrong = [each for each in findings if each.right is False]
+    cannot = [each for each in findings if each.how == CANNOT]
+    if wrong:
+        lines.append(f"WRONG: {', '.join(f'{each.family} ({each.label})' for each in wrong)}")
+    elif not cannot:
+        lines.append("every result is right")
+    return lines
+
+
+def _error(finding: Finding) -> str:
+    if finding.right is None:
+        return "-"
+    if not finding.right:
+        return "WRONG"
+    if finding.error is None:
+        return "fits"
+    if finding.error == 0:
+        return "exact"
+    return f"{finding.error:.0%}" if finding.error >= 0.01 else "<1%"
+
+
+def _show_plugin() -> None:
+    try:
+        from anymla.engines.vllm.report import plugin_view
+    except ModuleNotFoundError as error:
+        missing = error.name or "a module"
+        if missing.split(".")[0] == "vllm":
+            raise BadInput("--vllm: vllm is not installed here (no module named vllm)") from error
+        raise BadInput(f"--vllm: this installation has no module {missing}") from error
+    rows = plugin_view()
+    widths = [max(len(row[key]) for row in rows) for key in ("part", "action")]
+    for row in rows:
+        click.echo(f"{row['part']:{widths[0]}}  {row['action']:{widths[1]}}  {row['why']}")

@@ -1,0 +1,121 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from anymla.bench.doctor import examine as examination
+from anymla.bench.doctor.clock import Ceilings
+from anymla.bench.doctor.examine import all_probes, examine
+from anymla.cli.main import main
+from anymla.ops.linear import fp8_block_linear
+from anymla.ops.sparse_attention import sparse_attention
+from anymla.testing.conformance.ops import all_operations
+
+CPU = torch.device("cpu")
+
+
+def doctor(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["doctor", *map(str, arguments)])
+
+
+def test_every_family_is_examined_and_right_here(tmp_path) -> None:
+    file = tmp_path / "doctor.json"
+    result = doctor("--device", "cpu", "--no-speed", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert "every result is right" in result.output
+    row = json.loads(file.read_text())
+    families = {operation.__module__.split(".")[2] for operation in all_operations().values()}
+    assert {finding["family"] for finding in row["findings"]} == families - {"prefill_attention"}
+    assert row["ok"] is True
+    assert row["torch"] == torch.__version__
+    assert {finding["backend"] for finding in row["findings"]} == {"torch"}
+    assert {finding["how"] for finding in row["findings"]} == {"native", "software FP8"}
+    for finding in row["findings"]:
+        assert finding["right"] is True, finding
+        assert finding["error"] is None or 0 <= finding["error"] <= 1
+
+
+def test_it_works_without_triton_and_prints_a_row_to_share() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from anymla.cli.main import main\n"
+        "main(['doctor', '--device', 'cpu', '--no-speed', '--json', '-'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["triton"] == "not installed"
+    reasons = {finding["why_not"].get("triton") for finding in row["findings"]}
+    assert reasons == {"triton is not installed"}
+
+
+def test_a_call_is_timed_against_the_ceilings() -> None:
+    probe = next(each for each in all_probes() if each.label == "expand")
+    finding = examine(probe, CPU, Ceilings(bytes_per_s=1e10, flops_per_s=1e11))
+    assert finding.us > 0
+    assert finding.bound == "copy"
+    # bytes over the ceiling, over the time: the same share from both figures
+    assert finding.share == pytest.approx(finding.gb_per_s * 1e9 / 1e10, rel=0.02)
+    assert finding.tokens == probe.tokens["cpu"]
+
+
+def test_the_slower_ceiling_binds() -> None:
+    ceilings = Ceilings(bytes_per_s=1e10, flops_per_s=1e11)
+    assert ceilings.share(10**10, 10**12, seconds=20.0) == (0.5, "product")
+    assert ceilings.share(10**10, 10**10, seconds=2.0) == (0.5, "copy")
+
+
+@pytest.mark.parametrize(
+    ("operation", "label", "wrong"),
+    [
+        (sparse_attention, "window + top 512, sink", lambda out, lse: (out * 1.05, lse)),
+        (fp8_block_linear, "FP8 weights, 128 x 128 scales", lambda out: out + 0.1),
+    ],
+)
+def test_a_wrong_result_is_shown_and_ends_with_1(monkeypatch, operation, label, wrong) -> None:
+    run = operation.backends["torch"].run
+
+    def faulty(*args, **kwargs):
+        result = run(*args, **kwargs)
+        return wrong(*result) if isinstance(result, tuple) else wrong(result)
+
+    before = operation.backends["torch"]
+    try:
+        operation.register("torch", faulty)
+        probes = [each for each in all_probes() if each.label == label]
+        monkeypatch.setattr("anymla.cli.doctor.all_probes", lambda: probes)
+        result = doctor("--device", "cpu", "--no-speed")
+    finally:
+        operation.register("torch", before.run, supports=before.supports)
+    assert result.exit_code == 1
+    assert f"WRONG: {probes[0].family} ({label})" in result.output
+
+
+def test_an_operation_that_cannot_run_says_so(monkeypatch) -> None:
+    probe = next(each for each in all_probes() if each.family == "selection")
+    trial = probe.draw(4, CPU)
+    monkeypatch.setattr(trial.operation, "backends", {})
+    finding = examine(probe, CPU, None)
+    assert (finding.backend, finding.how, finding.right) == (None, "cannot", None)
+
+
+def test_a_general_backend_on_an_accelerator_is_a_fallback() -> None:
+    probe = next(each for each in all_probes() if each.fp8)
+    assert examination._how(probe, "torch", torch.device("xpu")) == "fallback"
+    assert examination._how(probe, "triton", torch.device("xpu")) == "software FP8"
+    assert examination._how(probe, None, torch.device("xpu")) == "cannot"
+
+
+def test_a_device_that_is_not_there_is_one_line() -> None:
+    result = doctor("--device", "xpu")
+    assert result.exit_code == 2
+    assert "--device xpu: torch sees none on this machine" in result.output
+
+
+def test_the_plugins_view() -> None:
+    result = doctor("--vllm")
+    assert result.exit_code == 0
+    assert result.output.startswith("vLLM")
