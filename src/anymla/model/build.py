@@ -123,7 +123,6 @@ class Builder:
         config = self.config
         heads = self.ranks.share(config.num_attention_heads)
         groups = self.ranks.share(config.o_groups)
-        inner = _times(groups, config.o_lora_rank)
         return AttentionLayer(
             spec=spec,
             wq_a=self.linear(prefix + "wq_a"),
@@ -134,15 +133,28 @@ class Builder:
             sink=self.float32(prefix + "attn_sink")[heads.start : heads.stop],
             compressor=self.compressor(prefix + "compressor.", spec, rope) if spec.ratio else None,
             indexer=self.indexer(prefix + "indexer.", spec, rope) if spec.selects else None,
-            output=OutputProjection(
-                wo_a=self.weight(prefix + "wo_a", rows=inner),
-                wo_b=self.linear(prefix + "wo_b", columns=inner),
-                groups=len(groups),
-                ranks=self.ranks,
-                backend=self.backend,
-            ),
+            output=self.output(prefix, len(groups), _times(groups, config.o_lora_rank)),
             rope=rope,
             eps=self.config.rms_norm_eps,
+            backend=self.backend,
+        )
+
+    def output(self, prefix: str, groups: int, inner: range) -> OutputProjection:
+        """The output projection of this rank's groups, whose channels are ``inner``."""
+        wo_a = self.weight(prefix + "wo_a", rows=inner)
+        whole = self.config.o_lora_rank % FP8_BLOCK == 0
+        on_device = self.device.type != "cpu"
+        if on_device and wo_a.kind != "fp8":
+            # Decoding takes as long as the product does; it is done once.
+            wo_a = PackedWeight("plain", wo_a.dense(self.dtype))
+        return OutputProjection(
+            wo_a=wo_a,
+            wo_b=self.linear(prefix + "wo_b", columns=inner),
+            groups=groups,
+            quantize_heads=(
+                on_device and self.quantize_activations and wo_a.kind == "fp8" and whole
+            ),
+            ranks=self.ranks,
             backend=self.backend,
         )
 
