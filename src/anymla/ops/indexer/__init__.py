@@ -4,7 +4,14 @@ from anymla.ops.indexer.interface import (
     indexer_q_rope_quant,
     mqa_logits,
     paged_mqa_logits,
+    select_topk,
     topk_per_row,
 )
 
-__all__ = ["indexer_q_rope_quant", "mqa_logits", "paged_mqa_logits", "topk_per_row"]
+__all__ = [
+    "indexer_q_rope_quant",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "select_topk",
+    "topk_per_row",
+]

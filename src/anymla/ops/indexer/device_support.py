@@ -13,6 +13,7 @@ from anymla.ops._triton import float32_support
 
 _WIDEST = 512
 _MOST_HEADS = 256
+_MOST_SELECTED = 2048
 
 
 def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
@@ -46,3 +47,19 @@ def paged_support(
     if index_cache.numel() and (stride % step or index_cache.data_ptr() % step):
         return Support(False, f"pages must start at multiples of {step} bytes")
     return float32_support(q, index_cache, *args, **kwargs)
+
+
+def select_support(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    k: int,
+    **kwargs: Any,
+) -> Support:
+    """Of ``select_topk``: as for paged scores, and a selection that fits in registers."""
+    if k > _MOST_SELECTED:
+        return Support(False, f"selects at most {_MOST_SELECTED}, got {k}")
+    layout = kwargs.get("layout", INDEX_FP8)
+    return paged_support(q.unsqueeze(1), index_cache, weights, lengths, block_table, layout=layout)

@@ -21,11 +21,20 @@ from anymla.ops.indexer import (
     torch_scores,
     torch_topk,
 )
+from anymla.ops.indexer.checks import CODED_Q, check_queries
+from anymla.ops.indexer.interface_select import select_topk
 from anymla.ops.indexer.reference import QUANTISATIONS, wide_dtype
 from anymla.ops.kv_cache.checks import check_cache
 
+__all__ = [
+    "indexer_q_rope_quant",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "select_topk",
+    "topk_per_row",
+]
+
 _FP8 = (torch.float8_e4m3fn,)
-_CODED_Q = (*FLOATS, *_FP8, torch.uint8)
 
 
 def _query_outputs(
@@ -151,15 +160,15 @@ def mqa_logits(
     name = "mqa_logits"
     sizes = check(
         name,
-        q=(q, "M H _", _CODED_Q),
+        q=(q, "M H _", CODED_Q),
         k=(k, "N D", (*FLOATS, *_FP8)),
         k_scale=(k_scale, "N", torch.float32),
         weights=(weights, "M H", FLOAT32_UP),
         starts=(starts, "M", INT32),
         ends=(ends, "M", INT32),
     )
-    check(name, dims=sizes, out=(out, "M N", wide_dtype(q, weights)), q=(q, "M H _", _CODED_Q))
-    _check_queries(name, q, q_scales, sizes["D"])
+    check(name, dims=sizes, out=(out, "M N", wide_dtype(q, weights)), q=(q, "M H _", CODED_Q))
+    check_queries(name, q, q_scales, sizes["D"])
 
 
 @operation(
@@ -215,7 +224,7 @@ def paged_mqa_logits(
     per_request = getattr(context_lens, "ndim", 1) == 1
     check(
         name,
-        q=(q, "R J H _", _CODED_Q),
+        q=(q, "R J H _", CODED_Q),
         weights=(weights, "_ H", FLOAT32_UP),
         context_lens=(context_lens, "R" if per_request else "R J", INT32),
         block_table=(block_table, "R _", INT32),
@@ -229,7 +238,7 @@ def paged_mqa_logits(
     )
     width = q.shape[3] * (2 if q.dtype == torch.uint8 else 1)
     check_cache(name, "index_cache", index_cache, layout, channels=width, device=q.device)
-    _check_queries(name, q, q_scales, width)
+    check_queries(name, q, q_scales, width)
 
 
 @operation(
@@ -268,22 +277,6 @@ def topk_per_row(
         ends=(ends, "M", INT32),
         out=(out, "M K", INT32),
     )
-
-
-def _check_queries(name: str, q: Tensor, q_scales: Tensor | None, width: int) -> None:
-    packed = q.dtype == torch.uint8
-    require(
-        q.shape[-1] == (width // 2 if packed else width),
-        name,
-        "q",
-        f"of {width} channels" + (" (two to a byte)" if packed else ""),
-        list(q.shape),
-    )
-    if packed:
-        require(q_scales is not None, name, "q_scales", "given for a packed q", None)
-        spec = "M H S" if q.ndim == 3 else "R J H S"
-        sizes = {"S": width // MXFP4_BLOCK, **dict(zip(spec.split(), q.shape[:-1], strict=False))}
-        check(name, dims=sizes, q_scales=(q_scales, spec, torch.uint8))
 
 
 indexer_q_rope_quant.register("reference", reference.indexer_q_rope_quant)

@@ -53,8 +53,8 @@ def mqa_logits(
 
     shape = (len(q), len(k))
     logits = q.new_full(shape, -torch.inf, dtype=wide) if out is None else out.fill_(-torch.inf)
-    _score(
-        _queries(q, q_scales, wide).unsqueeze(0),
+    score_rows(
+        decoded_queries(q, q_scales, wide).unsqueeze(0),
         weights.to(wide).unsqueeze(0),
         starts.long().clamp(min=0).unsqueeze(0),
         ends.long().clamp(max=len(k)).unsqueeze(0),
@@ -87,7 +87,7 @@ def paged_mqa_logits(
     if not keys.pages or not logits[:, :most].numel():
         return logits
 
-    queries = _queries(q, q_scales, wide)
+    queries = decoded_queries(q, q_scales, wide)
     by_request = logits.unflatten(0, (requests, rows))
     weights = weights.to(wide).unflatten(0, (requests, rows))
     ends = context_lens.long().clamp(max=most)
@@ -99,7 +99,7 @@ def paged_mqa_logits(
         group = slice(r, r + together)
         longest = int(ends[group].amax()) if _host.on_host(q) else most
         if longest > 0:
-            _score(
+            score_rows(
                 queries[group],
                 weights[group],
                 starts[group],
@@ -112,7 +112,7 @@ def paged_mqa_logits(
     return logits
 
 
-def _score(
+def score_rows(
     q: Tensor,
     weights: Tensor,
     starts: Tensor,
@@ -122,6 +122,7 @@ def _score(
     *,
     limit: int,
     granularity: int = 1,
+    scratch_bytes: int | None = None,
 ) -> None:
     """Write the scores of G groups of rows; a group shares its keys.
 
@@ -134,6 +135,7 @@ def _score(
         read: gives keys.
         limit: keys there are to see, at most N.
         granularity: ``read`` is asked for runs that start at a multiple of this.
+        scratch_bytes: bound of the head scores of a tile; None for what is fastest.
     """
     groups, rows, heads, width = q.shape
     if not groups * rows:
@@ -141,7 +143,7 @@ def _score(
     visible = _Visible(starts, ends, limit)
     first, last = visible.span(0, rows)
     first = first // granularity * granularity
-    most_rows, most_keys, tile = _tile_sizes(q)
+    most_rows, most_keys, tile = _tile_sizes(q, scratch_bytes)
     most_keys = max(1, most_keys // granularity) * granularity
     tile_keys = max(1, min(most_keys, last - first, tile // (groups * most_rows * heads)))
     scratch = q.new_empty(groups * most_rows * heads * tile_keys)
@@ -192,13 +194,15 @@ def _head_sums(q: Tensor, weights: Tensor, keys: Tensor, scratch: Tensor) -> Ten
     return sums.view(groups, rows, count)
 
 
-def _tile_sizes(q: Tensor) -> tuple[int, int, int]:
+def _tile_sizes(q: Tensor, scratch_bytes: int | None) -> tuple[int, int, int]:
     """Rows of a tile, keys decoded together, elements of a tile, for q [G, J, H, D]."""
     groups, rows, heads, width = q.shape
+    bound = _DEVICE_TILE if scratch_bytes is None else scratch_bytes // q.element_size()
     if _host.on_host(q):
-        return min(rows, _CPU_ROWS), _CPU_KEYS, _CPU_TILE
-    most_rows = max(1, _DEVICE_TILE // (groups * heads * 256))
-    return min(rows, most_rows), _DEVICE_TILE // (groups * width), _DEVICE_TILE
+        return min(rows, _CPU_ROWS), _CPU_KEYS, min(_CPU_TILE, bound)
+    tile = min(_DEVICE_TILE, bound)
+    most_rows = max(1, tile // (groups * heads * 256))
+    return min(rows, most_rows), max(1, tile // (groups * width)), tile
 
 
 class _Visible:
@@ -231,7 +235,8 @@ class _Visible:
         return (column < starts) | (column >= ends)
 
 
-def _queries(q: Tensor, q_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+def decoded_queries(q: Tensor, q_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Queries as numbers of ``dtype``, packed or not."""
     return values_of(q, q_scales, dtype) if q.dtype == torch.uint8 else _plain(q, dtype)
 
 

@@ -13,7 +13,7 @@ from anymla.ops import _host
 _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 24
 _NAN_RANK = 0x7F800001  # float32 bits just above +inf's
-_NOT_A_COLUMN = torch.iinfo(torch.int64).min
+NOT_A_COLUMN = torch.iinfo(torch.int64).min
 
 
 def topk_per_row(
@@ -50,14 +50,21 @@ def _order(scores: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
         order = torch.sort(scores, dim=1, descending=True, stable=True).indices
         unseen, moved = torch.sort(outside.gather(1, order), dim=1, stable=True)
         return order.gather(1, moved).masked_fill_(unseen, -1)[:, :k]
+    key = ordered_keys(scores, column.flip(0)).masked_fill_(outside, NOT_A_COLUMN)
+    top = key.topk(k, dim=1)
+    return top.indices.masked_fill_(top.values == NOT_A_COLUMN, -1)
+
+
+def ordered_keys(scores: Tensor, low: Tensor) -> Tensor:
+    """int64 of float32 scores [.., N] and of a number below 2^31 [N], which decides between equals.
+
+    -0 equals 0, and NaN is the highest score.
+    """
     # Adding zero turns -0 into 0; flipping a negative number's other bits orders bits as numbers.
     bits = (scores + 0.0).view(torch.int32)
     rank = bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)
     rank.masked_fill_(scores.isnan(), _NAN_RANK)
-    key = rank.long().bitwise_left_shift_(32).bitwise_or_(column.flip(0))
-    key.masked_fill_(outside, _NOT_A_COLUMN)
-    top = key.topk(k, dim=1)
-    return top.indices.masked_fill_(top.values == _NOT_A_COLUMN, -1)
+    return rank.long().bitwise_left_shift_(32).bitwise_or_(low)
 
 
 def _blocks_of_all_columns(rows: int, width: int) -> Iterator[tuple[int, int, int, int]]:

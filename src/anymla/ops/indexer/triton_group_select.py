@@ -1,0 +1,162 @@
+"""The k best of rows whose score kernel also wrote the largest score of each group of 16.
+
+Grid: (rows,). The k-th largest maximum is at most the k-th score, since k groups have a score at
+least as large; and of the groups that equal it, the first ones hold all ties that can win, because
+each of them has a tie that comes earlier. So the k best groups, first ones among equals, hold the
+selection, and no more is read:
+
+    maxima   | 7 | 2 | 9 | 4 | ..   ->  the k best groups, in order of entries
+    scores   | .. 16 .. | .. 16 ..   ->  the k best of k * 16 scores, in order of entries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from anymla.ops._triton import Build, Target
+from anymla.ops.indexer.selection_plan import GROUP, MOST_GROUP_K, MOST_GROUPS
+from anymla.ops.indexer.triton_order import (
+    NOTHING,
+    emit,
+    emit_all,
+    kth_largest,
+    ordered,
+    places,
+    row_bounds,
+)
+
+_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "per_request", "requests", "covered", "k", "table_pages", "slot_page"
+    ]
+)  # fmt: skip
+def group_select_kernel(
+    scores,
+    scores_stride,
+    maxima,
+    maxima_stride,
+    chosen_groups,
+    lengths,
+    starts,
+    owners,
+    out,
+    out_stride,
+    slots,
+    slots_stride,
+    counts,
+    table,
+    table_row_stride,
+    table_column_stride,
+    table_pages,
+    slot_page,
+    first_row,
+    per_request,
+    requests,
+    covered,
+    k,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """One row. ``scores`` are bits of float32; ``chosen_groups`` is scratch, [rows, KEPT]."""
+    row = tl.program_id(0).to(tl.int64)
+    request, start, end = row_bounds(
+        lengths, starts, owners, row, True, first_row, per_request, requests, covered
+    )
+    count = end - start
+    if counts is not None:
+        tl.store(counts + row, tl.minimum(count, k))
+    out += row * out_stride
+    if slots is not None:
+        slots += row * slots_stride
+        table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
+    if count <= k:
+        emit_all(
+            out, slots, table, table_column_stride, table_pages, slot_page, start, count, k, KEPT
+        )
+    else:
+        chosen_groups += row * KEPT
+        first = start // _GROUP
+        groups = tl.cdiv(end, _GROUP) - first
+        at_least = tl.full((), NOTHING + 1, tl.int32)
+        if groups > k:
+            number = tl.arange(0, GROUPS)
+            best = tl.load(
+                maxima + row * maxima_stride + first + number, mask=number < groups, other=NOTHING
+            )
+            limit, above = kth_largest(best, groups, k)
+            place, taken = places(best, limit, k - above)
+            tl.store(chosen_groups + place, first + number, mask=taken)
+            at_least = tl.where(above == k, limit + 1, limit)
+        else:
+            every = tl.arange(0, KEPT)
+            tl.store(chosen_groups + every, first + every, mask=every < groups)
+        # Written by other threads of this program.
+        tl.debug_barrier()
+        element = tl.arange(0, KEPT * _GROUP)
+        there = element // _GROUP < tl.minimum(groups, k)
+        group = tl.load(chosen_groups + element // _GROUP, mask=there, other=0)
+        entry = group * _GROUP + element % _GROUP
+        there = there & (entry >= start) & (entry < end)
+        bits = tl.load(scores + row * scores_stride + entry, mask=there, other=0)
+        key = ordered(bits)
+        key = tl.where(there & (key >= at_least), key, NOTHING)
+        candidates = tl.sum((key != NOTHING).to(tl.int32), 0)
+        limit = tl.full((), NOTHING, tl.int32)
+        above = k
+        if candidates > k:
+            limit, above = kth_largest(key, candidates, k)
+        place, taken = places(key, limit, k - above)
+        emit(
+            out, slots, table, table_column_stride, table_pages, slot_page, entry, start, place,
+            taken,
+        )  # fmt: skip
+
+
+def warps_of(kept: int, groups: int, rows: int, target: Target) -> int:
+    """Warps of a program: 32 values a thread at most, and many rows want small programs."""
+    lanes = max(kept * GROUP, groups)
+    threads = max(64, min(1024, lanes // 32 if rows > 128 else lanes // 16))
+    return max(1, threads // target.warp_size)
+
+
+def options_of(rows: int, target: Target) -> dict[str, int]:
+    """Launch options: many rows want several programs on a multiprocessor."""
+    return {"maxnreg": 128} if rows > 128 and target.backend == "cuda" else {}
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every number of maxima and of entries kept that the plan can choose, few rows and many."""
+    numbers = (
+        "scores_stride", "maxima_stride", "out_stride", "slots_stride", "table_row_stride",
+        "table_column_stride", "table_pages", "slot_page", "first_row", "per_request", "requests",
+        "covered", "k",
+    )  # fmt: skip
+    pointers = ("scores", "maxima", "chosen_groups", "lengths", "owners", "out")
+    for kept in (16, 512, MOST_GROUP_K):
+        for groups in (64, 4096, MOST_GROUPS):
+            for rows, with_slots in ((1, True), (2048, False)):
+                given = ("slots", "counts", "table") if with_slots else ()
+                missing = () if with_slots else ("slots", "counts", "table")
+                yield Build(
+                    f"{kept} of {groups} groups" + ", many rows" * (rows > 1),
+                    group_select_kernel,
+                    {
+                        **dict.fromkeys((*pointers, *given), "*i32"),
+                        **dict.fromkeys(numbers, "i32"),
+                    },
+                    {
+                        "starts": None,
+                        **dict.fromkeys(missing),
+                        "GROUPS": groups,
+                        "KEPT": kept,
+                    },
+                    num_warps=warps_of(kept, groups, rows, target),
+                    # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.
+                    spills=100 if kept == MOST_GROUP_K else 32,
+                )

@@ -1,0 +1,357 @@
+"""The k best of rows of scores by a threshold from samples.
+
+A part of a row collects the scores that pass the threshold, in order of entries; what is collected
+of a row is selected from. If the samples misled (fewer than k, or more than there is room for), the
+row is counted through instead, so that the result never depends on them.
+
+    collect  row | part | part | ..   ->  candidates of a part     grid (parts, rows)
+    finish   candidates of a row      ->  k entries                grid (rows,)
+
+With one part, ``collect`` finishes its own row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from anymla.ops._triton import Build, Target
+from anymla.ops.indexer.triton_order import (
+    NOTHING,
+    emit,
+    emit_all,
+    kth_largest,
+    next_probe,
+    ordered,
+    places,
+    row_bounds,
+)
+
+SAMPLES = 2048
+_RUN = tl.constexpr(8)  # samples side by side
+_LARGEST = tl.constexpr(0x7FFFFFFF)
+_TILES = {True: 4096, False: 8192}
+
+
+@triton.jit
+def _load(line, at, count, TILE: tl.constexpr):
+    """Keys of entries [at, at + TILE) of ``count``; NOTHING behind."""
+    element = at + tl.arange(0, TILE)
+    inside = element < count
+    bits = tl.load(line + element, mask=inside, other=0)
+    return element, tl.where(inside, ordered(bits), NOTHING)
+
+
+@triton.jit
+def _threshold(line, count, k, SAMPLES: tl.constexpr):
+    """A key that at least k of a row's are likely to reach, and not many more."""
+    number = tl.arange(0, SAMPLES)
+    at = (number // _RUN).to(tl.int64) * (count // (SAMPLES // _RUN)) + number % _RUN
+    key = ordered(tl.load(line + at))
+    expected = k.to(tl.float32) * SAMPLES / count
+    # Three and a half standard deviations above what k of count would be among the samples.
+    rank = (expected + 3.5 * tl.sqrt(expected) + 4.0).to(tl.int32)
+    low = tl.full((), NOTHING, tl.int32)
+    if rank < SAMPLES:
+        high = tl.max(key, 0)
+        low = tl.min(key, 0)
+        count_low = tl.full((), SAMPLES, tl.int32)
+        count_high, step = tl.full((), 0, tl.int32), 0
+        enough = rank + rank // 8 + 1
+        while low < high:
+            probe = next_probe(low, high, count_low, count_high, rank, step)
+            found = tl.sum((key >= probe).to(tl.int32), 0)
+            if found >= rank:
+                low = probe
+                count_low = found
+                if found <= enough:
+                    high = probe
+            else:
+                high = probe - 1
+                count_high = found
+            step += 1
+    return low
+
+
+@triton.jit
+def _finish(
+    keys,
+    entries,
+    found,
+    total,
+    k,
+    start,
+    out,
+    slots,
+    table,
+    table_stride,
+    table_pages,
+    slot_page,
+    PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """Select from ``total`` candidates, at most CAPACITY; part p has found[p] from p * CAPACITY."""
+    element = tl.arange(0, CAPACITY)
+    at = element
+    if PARTS > 1:
+        end = 0
+        for part in tl.static_range(PARTS - 1):
+            here = tl.load(found + part)
+            end += here
+            at += tl.where(element >= end, CAPACITY - here, 0)
+    there = element < total
+    entry = tl.load(entries + at, mask=there, other=0)
+    key = tl.where(there, tl.load(keys + at, mask=there, other=0), NOTHING)
+    limit = tl.full((), NOTHING, tl.int32)
+    above = k
+    if total > k:
+        limit, above = kth_largest(key, total, k)
+    place, taken = places(key, limit, k - above)
+    emit(
+        out, slots, table, table_stride, table_pages, slot_page, start + entry, start, place, taken
+    )
+
+
+@triton.jit
+def _count_through(
+    line,
+    count,
+    k,
+    start,
+    out,
+    slots,
+    table,
+    table_stride,
+    table_pages,
+    slot_page,
+    TILE: tl.constexpr,
+):
+    """Select by halving the range of keys, reading the row every time: any row, slowly."""
+    low = tl.full((), NOTHING + 1, tl.int32)
+    high = tl.full((), _LARGEST, tl.int32)
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)
+        reach = 0
+        for at in range(0, count, TILE):
+            element, key = _load(line, at, count, TILE)
+            reach += tl.sum((key >= middle).to(tl.int32), 0)
+        if reach >= k:
+            low = middle
+        else:
+            high = middle - 1
+    above = 0
+    for at in range(0, count, TILE):
+        element, key = _load(line, at, count, TILE)
+        above += tl.sum((key > low).to(tl.int32), 0)
+    need = k - above
+    written = 0
+    for at in range(0, count, TILE):
+        element, key = _load(line, at, count, TILE)
+        place, taken = places(key, low, need)
+        emit(
+            out, slots, table, table_stride, table_pages, slot_page, start + element, start,
+            written + place, taken,
+        )  # fmt: skip
+        written += tl.sum(taken.to(tl.int32), 0)
+        need -= tl.minimum(tl.sum((key == low).to(tl.int32), 0), need)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "per_request", "requests", "covered", "k", "table_pages", "slot_page"
+    ]
+)  # fmt: skip
+def sample_collect_kernel(
+    scores,
+    scores_stride,
+    keys,
+    entries,
+    found,
+    lengths,
+    starts,
+    owners,
+    out,
+    out_stride,
+    slots,
+    slots_stride,
+    counts,
+    table,
+    table_row_stride,
+    table_column_stride,
+    table_pages,
+    slot_page,
+    first_row,
+    per_request,
+    requests,
+    covered,
+    k,
+    PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    TILE: tl.constexpr,
+    EACH: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """A part of a row: EACH neighbouring scores a thread of TILE a step; ``found`` is unbounded."""
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    request, start, end = row_bounds(
+        lengths, starts, owners, row, True, first_row, per_request, requests, covered
+    )
+    count = end - start
+    out += row * out_stride
+    if slots is not None:
+        slots += row * slots_stride
+        table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
+    if counts is not None:
+        tl.store(counts + row, tl.minimum(count, k))
+    if count <= k:
+        if part == 0:
+            emit_all(
+                out, slots, table, table_column_stride, table_pages, slot_page, start, count, k,
+                KEPT,
+            )  # fmt: skip
+    else:
+        line = scores + row * scores_stride + start
+        threshold = tl.full((), NOTHING, tl.int32)
+        if count > CAPACITY:
+            threshold = _threshold(line, count, k, SAMPLES)
+        LINES: tl.constexpr = TILE // EACH
+        step = tl.arange(0, LINES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+        share = tl.cdiv(tl.cdiv(count, PARTS), TILE) * TILE
+        first = part * share
+        last = tl.minimum(first + share, count)
+        keys += (row * PARTS + part) * CAPACITY
+        entries += (row * PARTS + part) * CAPACITY
+        collected = 0
+        for at in range(first, last, TILE):
+            element = at + step
+            inside = element < last
+            key = ordered(tl.load(line + element, mask=inside, other=0))
+            passes = inside & (key >= threshold)
+            one = passes.to(tl.int32)
+            per_line = tl.sum(one, 1)
+            if tl.max(per_line, 0) > 0:
+                before = collected + tl.cumsum(per_line, 0) - per_line
+                place = before[:, None] + tl.cumsum(one, 1) - 1
+                room = passes & (place < CAPACITY)
+                tl.store(entries + place, element, mask=room)
+                tl.store(keys + place, key, mask=room)
+                collected += tl.sum(per_line, 0)
+        if PARTS > 1:
+            tl.store(found + row * PARTS + part, collected)
+        else:
+            # Written by other threads of this program.
+            tl.debug_barrier()
+            if (collected >= k) & (collected <= CAPACITY):
+                _finish(
+                    keys, entries, found, collected, k, start, out, slots, table,
+                    table_column_stride, table_pages, slot_page, 1, CAPACITY,
+                )  # fmt: skip
+            else:
+                _count_through(
+                    line, count, k, start, out, slots, table, table_column_stride, table_pages,
+                    slot_page, TILE,
+                )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "per_request", "requests", "covered", "k", "table_pages", "slot_page"
+    ]
+)  # fmt: skip
+def sample_finish_kernel(
+    scores,
+    scores_stride,
+    keys,
+    entries,
+    found,
+    lengths,
+    starts,
+    owners,
+    out,
+    out_stride,
+    slots,
+    slots_stride,
+    table,
+    table_row_stride,
+    table_column_stride,
+    table_pages,
+    slot_page,
+    first_row,
+    per_request,
+    requests,
+    covered,
+    k,
+    PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A row that several programs have collected from."""
+    row = tl.program_id(0).to(tl.int64)
+    request, start, end = row_bounds(
+        lengths, starts, owners, row, True, first_row, per_request, requests, covered
+    )
+    count = end - start
+    if count > k:
+        out += row * out_stride
+        if slots is not None:
+            slots += row * slots_stride
+            table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
+        keys += row * PARTS * CAPACITY
+        entries += row * PARTS * CAPACITY
+        each = tl.load(found + row * PARTS + tl.arange(0, PARTS))
+        total = tl.sum(each, 0)
+        if (total >= k) & (total <= CAPACITY):
+            _finish(
+                keys, entries, found + row * PARTS, total, k, start, out, slots, table,
+                table_column_stride, table_pages, slot_page, PARTS, CAPACITY,
+            )  # fmt: skip
+        else:
+            _count_through(
+                scores + row * scores_stride + start, count, k, start, out, slots, table,
+                table_column_stride, table_pages, slot_page, TILE,
+            )  # fmt: skip
+
+
+def tile_and_warps(rows: int, capacity: int, target: Target) -> tuple[int, int]:
+    """Scores that a program passes over at a time, and its warps: small programs for many rows."""
+    many = rows > 128
+    threads = 256 if many and capacity <= 4096 else 512
+    return _TILES[many], max(1, threads // target.warp_size)
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """One part and several, both capacities, few rows and many."""
+    numbers = (
+        "scores_stride", "out_stride", "slots_stride", "table_row_stride", "table_column_stride",
+        "table_pages", "slot_page", "first_row", "per_request", "requests", "covered", "k",
+    )  # fmt: skip
+    pointers = ("scores", "keys", "entries", "found", "lengths", "owners", "out")
+    cases = ((1, 4096, 2048, 512), (32, 4096, 1, 1024), (1, 8192, 2048, 2048), (32, 8192, 1, 2048))
+    for parts, capacity, rows, kept in cases:
+        tile, warps = tile_and_warps(rows, capacity, target)
+        shared = {"starts": None, "PARTS": parts, "CAPACITY": capacity, "TILE": tile}
+        extra = ("slots", "table") if parts > 1 else ()
+        missing = {} if parts > 1 else {"slots": None, "table": None}
+        types = {**dict.fromkeys((*pointers, *extra), "*i32"), **dict.fromkeys(numbers, "i32")}
+        label = f"{parts} parts of {capacity}"
+        yield Build(
+            label,
+            sample_collect_kernel,
+            types,
+            {**shared, **missing, "counts": None, "SAMPLES": SAMPLES, "EACH": 4, "KEPT": kept},
+            num_warps=warps,
+            spills=16,
+        )
+        if parts > 1:
+            yield Build(
+                label,
+                sample_finish_kernel,
+                types,
+                {**shared, **missing},
+                num_warps=warps,
+                spills=100 if capacity > 4096 else 16,
+            )

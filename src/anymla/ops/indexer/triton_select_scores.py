@@ -1,0 +1,327 @@
+"""Scores that a selection reads: rows of tokens against their own entries in a paged cache.
+
+Grid: (groups of ROWS neighbouring tokens, parts of the context). A program keeps its tokens'
+queries and passes over the entries that they see, once for each request among them; tokens that
+list all of their entries are passed over. Nothing is written but scores of visible entries, and,
+for the selector by groups, the largest of each 16 of them as an ordered integer:
+
+    request's pages | 16 | 16 | 16 | ..  x  [rows x heads]  ->  scores [rows, entries]
+                                                                maxima [rows, entries / 16]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_BF16_128
+from anymla.formats.triton_rows import cache_bytes, row_codec
+from anymla.ops._triton import Build, Target
+from anymla.ops.indexer.selection_plan import GROUP
+from anymla.ops.indexer.triton_operands import (
+    KIND_OF_CODEC,
+    KIND_OF_DTYPE,
+    head_sums,
+    load_queries,
+    math_of,
+    query_lines,
+)
+from anymla.ops.indexer.triton_order import NOTHING, ordered, row_bounds
+from anymla.ops.indexer.triton_paged import load_keys
+from anymla.ops.indexer.triton_scores import POINTER_OF_KIND, codes_of
+from anymla.ops.indexer.triton_tiles import Tile, span_of, tile_of
+
+_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "rows", "per_request", "requests", "pages", "covered", "k", "span"
+    ]
+)  # fmt: skip
+def select_scores_kernel(
+    q,
+    q_scales,
+    weights,
+    weights_stride,
+    cache,
+    page_stride,
+    table,
+    table_row_stride,
+    table_column_stride,
+    lengths,
+    starts,
+    owners,
+    scores,
+    scores_stride,
+    maxima,
+    maxima_stride,
+    first_row,
+    rows,
+    per_request,
+    requests,
+    pages,
+    covered,
+    k,
+    span,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CODEC: tl.constexpr,
+    Q_KIND: tl.constexpr,
+    MATH: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """ROWS tokens and ``span`` entries; rows are numbered from ``first_row``."""
+    member = tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + member
+    live = row < rows
+    request, start, end = row_bounds(
+        lengths, starts, owners, row, live, first_row, per_request, requests, covered
+    )
+    scored = live & (end - start > k)
+    end = tl.where(scored, end, 0)
+    first = tl.program_id(1) * span
+    reach = tl.minimum(tl.max(end, 0), first + span)
+    if first < reach:
+        line, weight, exists = query_lines(row, live, weights, weights_stride, HEADS, PADDED_HEADS)
+        if PART == PADDED:
+            queries = load_queries(
+                q, q_scales, line, exists, 0, Q_KIND, MATH, CODEC.channels, PADDED, PART, NATIVE
+            )
+        # Every entry of the cache may be read; what is not meant is left out of the results, which
+        # costs less than a mask on every load.
+        everywhere = tl.full((KEYS,), 1, tl.int1)
+        for turn in range(ROWS):
+            mine = tl.sum(tl.where(member == turn, request, 0), 0)
+            same = scored & (request == mine)
+            done = tl.sum((same & (member < turn)).to(tl.int32), 0)
+            lowest = tl.min(tl.where(same, start, covered), 0)
+            lowest = tl.maximum(lowest, first) // KEYS * KEYS
+            stop = tl.minimum(tl.max(tl.where(same, end, 0), 0), first + span)
+            stop = tl.where(done > 0, 0, stop)
+            pages_of_request = table + mine.to(tl.int64) * table_row_stride
+            for at in tl.range(lowest, stop, KEYS, num_stages=STAGES):
+                key = at + tl.arange(0, KEYS)
+                page = tl.load(
+                    pages_of_request + (key // ENTRIES).to(tl.int64) * table_column_stride,
+                    mask=key < stop,
+                    other=-1,
+                )
+                there = (page >= 0) & (page < pages)
+                place = key % ENTRIES
+                page_at = tl.where(there, page, 0).to(tl.int64) * page_stride
+                scales_at = page_at + ENTRIES * CODEC.data_bytes + place * CODEC.scale_bytes
+                values_at = page_at + place * CODEC.data_bytes
+                if PART == PADDED:
+                    tile = load_keys(
+                        cache, values_at, scales_at, everywhere, 0, CODEC, MATH, PADDED, PART,
+                        NATIVE,
+                    )  # fmt: skip
+                    dots = tl.dot(tile, tl.trans(queries))
+                else:
+                    dots = tl.zeros((KEYS, ROWS * PADDED_HEADS), tl.float32)
+                    for part in range(0, PADDED, PART):
+                        queries = load_queries(
+                            q, q_scales, line, exists, part, Q_KIND, MATH, CODEC.channels, PADDED,
+                            PART, NATIVE,
+                        )  # fmt: skip
+                        tile = load_keys(
+                            cache, values_at, scales_at, everywhere, part, CODEC, MATH, PADDED,
+                            PART, NATIVE,
+                        )  # fmt: skip
+                        dots = tl.dot(tile, tl.trans(queries), dots, input_precision="ieee")
+                sums = head_sums(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
+                if CODEC.kind == "row_fp8":
+                    pointers = (cache + scales_at).to(tl.pointer_type(tl.float32))
+                    sums = sums * tl.load(pointers)[:, None]
+                sums = tl.where(there[:, None], sums, float("-inf"))
+                seen = same[None, :] & (key[:, None] >= start[None, :])
+                seen = seen & (key[:, None] < end[None, :])
+                tl.store(scores + row[None, :] * scores_stride + key[:, None], sums, mask=seen)
+                if maxima is not None:
+                    PARTS: tl.constexpr = KEYS // _GROUP
+                    rank = tl.where(seen, ordered(sums.to(tl.int32, bitcast=True)), NOTHING)
+                    best = tl.max(tl.reshape(rank, (PARTS, _GROUP, ROWS)), 1)
+                    group = at // _GROUP + tl.arange(0, PARTS)
+                    tl.store(
+                        maxima + row[None, :] * maxima_stride + group[:, None],
+                        best,
+                        mask=same[None, :] & (best != NOTHING),
+                    )
+
+
+def select_scores(
+    q: Tensor,
+    q_scales: Tensor | None,
+    weights: Tensor,
+    index_cache: Tensor,
+    layout: str,
+    block_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    owners: Tensor | None,
+    scores: Tensor,
+    maxima: Tensor | None,
+    *,
+    first_row: int,
+    per_request: int,
+    covered: int,
+    k: int,
+    target: Target,
+) -> None:
+    """Write the scores of a round of tokens.
+
+    Args:
+        q: [rows, H, _] contiguous, tokens of this round; so are the next ones.
+        q_scales: scale bytes of packed queries, or None.
+        weights: [rows, H].
+        index_cache: the keys in ``layout``.
+        layout: layout id.
+        block_table: [R, pages].
+        lengths: [rows].
+        starts: [rows] or None.
+        owners: [rows] request of each token, or None for ``per_request`` tokens of each.
+        scores: [>= rows, >= covered] float32, written where an entry is visible to a scored row.
+        maxima: [>= rows, >= covered / 16] int32, written likewise; or None.
+        first_row: number of the first token in the whole call.
+        per_request: tokens of each request where there are no owners.
+        covered: entries that there are to see.
+        k: rows of at most so many entries are not scored.
+        target: of the device.
+    """
+    rows, heads = q.shape[:2]
+    codec = row_codec(layout)
+    q_kind = KIND_OF_DTYPE[q.dtype]
+    math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
+    # Neighbours share keys unless every request has one token.
+    shared = per_request > 1 if owners is None else rows > len(block_table)
+    tile = tile_of(2 if shared else 1, heads, codec.channels, math, target)
+    groups = triton.cdiv(rows, tile.rows)
+    span = span_of(groups, covered, tile)
+    cache, page_stride, pages, entries = cache_bytes(index_cache)
+    select_scores_kernel[(groups, triton.cdiv(covered, span))](
+        codes_of(q),
+        q_scales,
+        weights,
+        weights.stride(0),
+        cache,
+        page_stride,
+        block_table,
+        *block_table.stride(),
+        lengths,
+        starts,
+        owners,
+        scores,
+        scores.stride(0),
+        maxima,
+        0 if maxima is None else maxima.stride(0),
+        first_row,
+        rows,
+        max(per_request, 1),
+        len(block_table),
+        pages,
+        covered,
+        k,
+        span,
+        HEADS=heads,
+        PADDED_HEADS=tile.heads,
+        PADDED=tile.width,
+        PART=tile.part,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        ENTRIES=entries,
+        CODEC=codec,
+        Q_KIND=q_kind,
+        MATH=math,
+        NATIVE=target.native_e4m3,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **registers_of(tile, math, target),
+    )
+
+
+def registers_of(tile: Tile, math: str, target: Target) -> dict[str, int]:
+    """Launch options: two rows of FP8 products fit four programs on a multiprocessor."""
+    bounded = math == "e4m3" and tile.rows > 1 and target.backend == "cuda"
+    return {"maxnreg": 128} if bounded else {}
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """64 heads of 128 channels, pages of 64: a token alone and two, with maxima and without."""
+    heads, entries = 64, 64
+    numbers = (
+        "weights_stride", "page_stride", "table_row_stride", "table_column_stride",
+        "scores_stride", "maxima_stride", "first_row", "rows", "per_request", "requests", "pages",
+        "covered", "k", "span",
+    )  # fmt: skip
+    choices = (
+        ("e4m3", INDEX_FP8, True, True),
+        ("e4m3", INDEX_FP8, False, True),
+        ("e4m3", INDEX_FP8, True, False),
+        ("bf16", INDEX_FP8, True, True),
+        ("e2m1", INDEX_MXFP4, True, True),
+        ("bf16", ROWS_BF16_128, True, True),
+    )
+    for q_kind, layout, with_maxima, with_owners in choices:
+        codec = row_codec(layout)
+        math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
+        for rows in (1, 2):
+            tile = tile_of(rows, heads, codec.channels, math, target)
+            types = {
+                "q": POINTER_OF_KIND[q_kind],
+                "weights": "*fp32",
+                "cache": "*u8",
+                "table": "*i32",
+                "lengths": "*i32",
+                "scores": "*fp32",
+                **dict.fromkeys(numbers, "i32"),
+            }
+            constants = {
+                "starts": None,
+                "HEADS": heads,
+                "PADDED_HEADS": tile.heads,
+                "PADDED": tile.width,
+                "PART": tile.part,
+                "ROWS": tile.rows,
+                "KEYS": tile.keys,
+                "ENTRIES": entries,
+                "CODEC": codec,
+                "Q_KIND": q_kind,
+                "MATH": math,
+                "NATIVE": target.native_e4m3,
+                "STAGES": tile.stages,
+            }
+            optional = (
+                ("q_scales", "*u8", q_kind == "e2m1"),
+                ("maxima", "*i32", with_maxima),
+                ("owners", "*i32", with_owners),
+            )
+            for name, kind, given in optional:
+                if given:
+                    types[name] = kind
+                else:
+                    constants[name] = None
+            label = f"{q_kind} x {layout} in {math}, {tile.rows} rows"
+            label += " with maxima" * with_maxima + " ragged" * with_owners
+            yield Build(
+                label,
+                select_scores_kernel,
+                types,
+                constants,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                divisible=("weights_stride", "page_stride"),
+                matrix=True,
+                # Packed queries are decoded once, before the loop.
+                spills=48 if q_kind == "e2m1" else 0,
+            )
