@@ -91,27 +91,21 @@ class Indexer(nn.Module):
             hadamard=layout == INDEX_MXFP4,
             backend=self.backend,
         )
-        selected = torch.full((len(x), self.width), -1, dtype=torch.int32, device=x.device)
-        most_rows = max(1, _LOGITS_ELEMENTS // most)
-        for span in score_spans(step.query_lens, step.num_decodes, most_rows):
-            tokens = slice(span.first_token, span.first_token + span.requests * span.tokens)
-            shape = (span.requests, span.tokens)
-            lengths = step.index_lens[tokens]
-            logits = paged_mqa_logits(
-                q[tokens].unflatten(0, shape),
-                cache,
-                weights[tokens],
-                lengths.unflatten(0, shape),
-                group.block_table[span.first_request : span.first_request + span.requests],
-                max_context=most,
-                layout=layout,
-                q_scales=q_scales[tokens].unflatten(0, shape) if q_scales.numel() else None,
-                backend=self.backend,
-            )
-            selected[tokens] = topk_per_row(
-                logits, torch.zeros_like(lengths), lengths, self.width, backend=self.backend
-            )
-        return selected
+        return select_entries(
+            q,
+            q_scales if q_scales.numel() else None,
+            weights,
+            step.index_lens,
+            cache,
+            group.block_table,
+            query_lens=step.query_lens,
+            num_decodes=step.num_decodes,
+            max_context=most,
+            max_elements=_LOGITS_ELEMENTS,
+            layout=layout,
+            out=torch.full((len(x), self.width), -1, dtype=torch.int32, device=x.device),
+            backend=self.backend,
+        )
 
     def write_keys(self, x: Tensor, step: Step, cache: Tensor, state: Tensor, layout: str) -> None:
         """Write the step's index keys and choose nothing; arguments of ``forward``."""
@@ -163,6 +157,63 @@ def score_spans(
             tokens = min(most_rows, end - token)
             yield ScoreSpan(token, single, 1, tokens)
             token += tokens
+
+
+def select_entries(
+    q: Tensor,
+    q_scales: Tensor | None,
+    weights: Tensor,
+    visible: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    *,
+    query_lens: tuple[int, ...],
+    num_decodes: int,
+    max_context: int,
+    max_elements: int,
+    layout: str,
+    out: Tensor,
+    backend: str | None,
+) -> Tensor:
+    """Score every visible entry of every token and keep the best.
+
+    Args:
+        q: [T, H, 128] (or packed) index queries, from ``indexer_q_rope_quant``.
+        q_scales: of packed queries, from there.
+        weights: [T, H] float32, from there.
+        visible: int32 [T], entries that each token may select.
+        cache: index pages of ``layout``.
+        block_table: int32 [R, P], pages of each request.
+        query_lens: tokens of each request, in batch order.
+        num_decodes: how many of the first requests are decodes.
+        max_context: at least the largest of ``visible``.
+        max_elements: of the scores of one call, unless a single row has more.
+        layout: layout id of ``cache``.
+        out: int32 [T or more, width] to write into.
+        backend: of the operations.
+
+    Returns:
+        ``out``: request-local entries, best first, then -1.
+    """
+    for span in score_spans(query_lens, num_decodes, max(1, max_elements // max_context)):
+        tokens = slice(span.first_token, span.first_token + span.requests * span.tokens)
+        shape = (span.requests, span.tokens)
+        lengths = visible[tokens]
+        logits = paged_mqa_logits(
+            q[tokens].unflatten(0, shape),
+            cache,
+            weights[tokens],
+            lengths.unflatten(0, shape),
+            block_table[span.first_request : span.first_request + span.requests],
+            max_context=max_context,
+            layout=layout,
+            q_scales=None if q_scales is None else q_scales[tokens].unflatten(0, shape),
+            backend=backend,
+        )
+        width = out.shape[1]
+        starts = torch.zeros_like(lengths)
+        topk_per_row(logits, starts, lengths, width, out=out[tokens], backend=backend)
+    return out
 
 
 def all_entries(visible: Tensor, width: int) -> Tensor:
