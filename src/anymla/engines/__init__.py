@@ -1,0 +1,1 @@
+"""Adapters that put anymla into serving engines; nothing else imports them."""

@@ -1,0 +1,48 @@
+"""vLLM's compressor with anymla's operations inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+
+from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8
+from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
+
+
+class AnymlaCompressor(DeepseekCompressor):
+    """Of the main cache or of the index cache; never constructed, a layer's class is exchanged."""
+
+    backend: str | None = None
+
+    def forward(self, kv_score: Tensor, positions: Tensor, rotary_emb: Any) -> None:
+        attn_metadata = get_forward_context().attn_metadata
+        if not isinstance(attn_metadata, dict):
+            return
+        states, state = attn_metadata[self.state_cache.prefix], self.state_cache.kv_cache
+        slots = states.slot_mapping
+        tokens = len(slots)  # the batch may be padded for a captured graph
+        positions, (kv, score) = positions[:tokens], kv_score[:tokens].chunk(2, dim=-1)
+        ratio, chosen = self.compress_ratio, self.backend
+        save_partial_states(
+            kv, score, self.ape, positions, state, slots, compress_ratio=ratio, backend=chosen
+        )
+        index_layout = INDEX_MXFP4 if self.use_fp4_cache else INDEX_FP8
+        compress_norm_rope_insert(
+            state,
+            states.block_table,
+            slots,
+            states.token_to_req_indices[:tokens],
+            positions,
+            self.norm.weight,
+            self.rms_norm_eps,
+            rotary_emb.cos_sin_cache,
+            self._static_forward_context[self.k_cache_prefix].kv_cache,
+            attn_metadata[self.k_cache_prefix].slot_mapping[:tokens],
+            compress_ratio=ratio,
+            overlap=self.overlap,
+            layout=MAIN_FP8 if self.head_dim == 512 else index_layout,
+            backend=chosen,
+        )

@@ -1,0 +1,110 @@
+"""vLLM's hyper-connection (mHC) functions and layers over anymla's operations.
+
+The functions have vLLM's parameters; shapes are [.., N, D] for streams, [.., D] for a sublayer's
+input and output, [.., N, 1] and [.., N, N] for the gates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.mhc import HCHeadOp, MHCFusedPostPreOp, MHCPostOp, MHCPreOp
+
+from anymla.ops.hyper_connection import hc_head, hc_post, hc_pre
+from anymla.ops.norm_rope import rms_norm
+
+
+def pre(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    n_splits: int = 1,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates, and the streams collapsed to a sublayer's input, normed if there is a weight."""
+    assert hc_pre_eps == hc_sinkhorn_eps
+    assert hc_post_mult_value == 2.0
+    y, gate, comb = hc_pre(
+        residual.flatten(0, -3),
+        fn,
+        hc_base,
+        hc_scale,
+        norm_eps=rms_eps,
+        hc_eps=hc_pre_eps,
+        iters=sinkhorn_repeat,
+    )
+    if norm_weight is not None:
+        y = rms_norm(y, norm_weight, norm_eps)
+    outer = residual.shape[:-2]
+    return gate.view(*outer, -1, 1), comb.view(*outer, *comb.shape[1:]), y.view(*outer, -1)
+
+
+def pre_broadcast(
+    residual: Tensor, fn: Tensor, *args: Any, fn_broadcast: Any = None, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """``pre`` of the first layer, whose streams are all the embedding [T, D]."""
+    streams = fn.shape[1] // residual.shape[-1]
+    residual = residual.unsqueeze(-2).repeat_interleave(streams, dim=-2)
+    return (residual, *pre(residual, fn, *args, **kwargs))
+
+
+def post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
+    """Streams after a sublayer."""
+    streams, width = residual.shape[-2:]
+    flat = residual.reshape(-1, streams, width)
+    gates = post_layer_mix.reshape(-1, streams), comb_res_mix.reshape(-1, streams, streams)
+    return hc_post(x.reshape(-1, width), flat, *gates).view(residual.shape)
+
+
+def post_pre(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    *args: Any,
+    tile_n: int = 1,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    """``post`` of one sublayer, then ``pre`` of the next."""
+    residual = post(x, residual, post_layer_mix, comb_res_mix)
+    return (residual, *pre(residual, *args, **kwargs))
+
+
+def head(
+    hidden_states: Tensor,
+    hc_fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_norm_eps: float,
+    hc_eps: float,
+) -> Tensor:
+    """Streams collapsed after the last layer."""
+    flat = hidden_states.flatten(0, -3)
+    y = hc_head(flat, hc_fn, hc_base, hc_scale, norm_eps=rms_norm_eps, hc_eps=hc_eps)
+    return y.view(*hidden_states.shape[:-2], -1)
+
+
+FUNCTIONS = {
+    "mhc_pre_tilelang": pre,
+    "mhc_pre_broadcast_tilelang": pre_broadcast,
+    "mhc_post_tilelang": post,
+    "mhc_fused_post_pre_tilelang": post_pre,
+    "hc_head_fused_kernel_tilelang": head,
+}
+LAYERS = {
+    base.__name__: type(f"Anymla{base.__name__}", (base,), {"forward": staticmethod(function)})
+    for base, function in (
+        (MHCPreOp, pre),
+        (MHCPostOp, post),
+        (MHCFusedPostPreOp, post_pre),
+        (HCHeadOp, head),
+    )
+}

@@ -1,0 +1,108 @@
+"""vLLM's lightning indexer with anymla's operations inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm.envs as envs
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
+
+from anymla.engines.vllm.metadata import INDEXER_BACKEND
+from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
+from anymla.layers.indexer import all_entries, select_entries
+from anymla.ops.indexer import indexer_q_rope_quant
+
+
+class AnymlaIndexerCache(DeepseekV4IndexerCache):
+    """Index keys, addressed by the same metadata as the main compressed cache."""
+
+    def get_attn_backend(self) -> type:
+        return INDEXER_BACKEND
+
+
+class AnymlaIndexer(DeepseekV4Indexer):
+    """Index queries and keys; never constructed, a layer's class is exchanged."""
+
+    backend: str | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        qr: Tensor,
+        compressed_kv_score: Tensor,
+        indexer_weights: Tensor,
+        positions: Tensor,
+        rotary_emb: Any,
+        qr_scale: Tensor | None = None,
+        skip_compressor: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Write index keys. Queries, scales, weights; none where every entry fits the selection."""
+        if not skip_compressor:
+            self.compressor(compressed_kv_score, positions, rotary_emb)
+        attn_metadata = get_forward_context().attn_metadata
+        if isinstance(attn_metadata, dict):
+            step = attn_metadata[self.k_cache.prefix]
+            if step.max_entries <= self.topk_tokens:
+                chosen = all_entries(step.visible_entries(), self.topk_tokens)
+                self.topk_indices_buffer[: len(chosen)] = chosen
+                return None, None, None
+        q, q_scales, weights = indexer_q_rope_quant(
+            self._wq_b_proj(qr, qr_scale).unflatten(-1, (self.n_head, self.head_dim)),
+            indexer_weights,
+            positions,
+            rotary_emb.cos_sin_cache,
+            softmax_scale=self.softmax_scale,
+            head_scale=self.n_head**-0.5,
+            quant="mxfp4" if self.use_fp4_kv else "fp8",
+            backend=self.backend,
+        )
+        return q, q_scales if self.use_fp4_kv else None, weights
+
+
+class AnymlaSparseAttnIndexer(SparseAttnIndexer):
+    """Scores and selection for DeepSeek-V4; any other model in the process gets vLLM's own."""
+
+    backend: str | None = None
+
+    def __init__(self, k_cache: Any, *args: Any, **kwargs: Any) -> None:
+        config = get_current_vllm_config().model_config.hf_config
+        is_ours = config.model_type == "deepseek_v4"
+        if is_ours:
+            CustomOp.__init__(self)  # vLLM's constructor insists on DeepGEMM
+            self.k_cache = k_cache
+            self.topk_indices_buffer = args[6]
+            self.layout = INDEX_MXFP4 if kwargs["use_fp4_cache"] else INDEX_FP8
+        else:
+            super().__init__(k_cache, *args, **kwargs)
+        self.is_ours = is_ours
+
+    def forward(
+        self, hidden_states: Tensor, q_quant: Any, k: Tensor | None, weights: Tensor
+    ) -> Tensor:
+        if not self.is_ours:
+            return super().forward(hidden_states, q_quant, k, weights)
+        attn_metadata = get_forward_context().attn_metadata
+        if not isinstance(attn_metadata, dict):
+            return self.topk_indices_buffer
+        step = attn_metadata[self.k_cache.prefix]
+        q, q_scales = q_quant if isinstance(q_quant, tuple) else (q_quant, None)
+        return select_entries(
+            q,
+            q_scales,
+            weights,
+            step.visible_entries(),
+            self.k_cache.kv_cache,
+            step.block_table,
+            query_lens=step.query_lens,
+            num_decodes=step.num_decodes,
+            max_context=step.max_entries,
+            max_elements=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 18,
+            layout=self.layout,
+            out=self.topk_indices_buffer,
+            backend=self.backend,
+        )

@@ -1,0 +1,104 @@
+"""vLLM's metadata of a step, less what only FlashMLA and DeepGEMM read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.models.deepseek_v4.sparse_mla import (
+    DeepseekV4FlashMLAMetadata,
+    DeepseekV4SparseMLABackend,
+    DeepseekV4SparseMLAMetadataBuilder,
+)
+from vllm.v1.attention.backends.mla import sparse_swa
+from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from anymla.ops.selection import compressed_rows
+
+
+@dataclasses.dataclass
+class CompressedMetadata(DeepseekV4FlashMLAMetadata):
+    """Of a compressed cache, main or index.
+
+    Attributes:
+        positions: int64 [T] of the step's tokens.
+        ratio: tokens of an entry.
+        max_entries: bound of the entries that any token sees, on the host.
+        query_lens: tokens of each request, on the host.
+        num_decodes: how many of the first requests are decodes.
+    """
+
+    positions: Any = None
+    ratio: int = 1
+    max_entries: int = 1
+    query_lens: tuple[int, ...] = ()
+    num_decodes: int = 0
+
+    def visible_entries(self) -> Tensor:
+        """Entries closed up to each token's position, int32 [T]."""
+        return ((self.positions + 1) // self.ratio).to(torch.int32)
+
+
+class CompressedBuilder(DeepseekV4SparseMLAMetadataBuilder):
+    """Builds the metadata of both compressed caches; vLLM's index builder asks for DeepGEMM."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CompressedMetadata:
+        common, threshold = common_attn_metadata, self.reorder_batch_threshold or 1
+        built = super().build(common_prefix_len, common, fast_build)
+        return CompressedMetadata(
+            **vars(built),
+            positions=common.positions[: common.num_actual_tokens],
+            ratio=self.compress_ratio,
+            max_entries=max(1, common.max_seq_len // self.compress_ratio),
+            query_lens=tuple(torch.diff(common.query_start_loc_cpu).tolist()),
+            num_decodes=split_decodes_and_prefills(common, decode_threshold=threshold)[0],
+        )
+
+    def _build_c128a_metadata(self, common: Any, token_to_req: Tensor) -> dict[str, Tensor]:
+        """Slots of all entries that each token sees, in the buffers that captured graphs read."""
+        tokens, width = common.num_actual_tokens, max(1, common.max_seq_len // self.compress_ratio)
+        slots, _, lengths = compressed_rows(
+            common.positions[:tokens],
+            token_to_req,
+            common.block_table_tensor,
+            ratio=self.compress_ratio,
+            block_size=self.kv_cache_spec.block_size // self.compress_ratio,
+            width=width,
+            is_valid_token=common.slot_mapping[:tokens] >= 0,
+        )
+        rows = self.c128a_global_decode_buffer[:tokens, :width].copy_(slots)
+        counts = self.c128a_decode_lens_buffer[:tokens].copy_(lengths)
+        return {"c128a_global_decode_topk_indices": rows, "c128a_decode_topk_lens": counts}
+
+
+class WindowBuilder(sparse_swa.DeepseekSparseSWAMetadataBuilder):
+    """Window metadata; ``build`` is vLLM's own."""
+
+    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, None]:
+        """No plan of FlashMLA's for any layer type.
+
+        In vLLM 0.32.0 ``build`` reads five types, but the CPU builder returns three and its model
+        stops with KeyError 'c1a'. Without that fault this would stay: FlashMLA never runs here.
+        """
+        return dict.fromkeys(("swaonly", "c4a", "c128a", "c1a", "c2a"))
+
+
+def _backend(name: str, base: Any, builder: type) -> type:
+    """A backend of vLLM's with that name in its logs, that builder, and no demand on the device."""
+    methods: dict[str, Any] = {
+        "__module__": __name__,
+        "get_name": staticmethod(lambda: name),
+        "get_builder_cls": staticmethod(lambda: builder),
+        "supports_compute_capability": staticmethod(lambda capability: True),
+    }
+    return type(name, (base,), methods)
+
+
+SPARSE_BACKEND = _backend("ANYMLA_SPARSE_DSV4", DeepseekV4SparseMLABackend, CompressedBuilder)
+INDEXER_BACKEND = _backend("ANYMLA_INDEXER_DSV4", DeepseekV4IndexerBackend, CompressedBuilder)
+WINDOW_BACKEND = _backend("ANYMLA_WINDOW_DSV4", sparse_swa.DeepseekSparseSWABackend, WindowBuilder)
