@@ -1,0 +1,485 @@
+"""Runs a warp-specialised Gluon kernel's own source on a CPU, its partitions interleaved at random.
+
+Each partition is a thread; one runs at a time, and at every operation on shared memory or a barrier
+another may take over. Copies and matrix products are agents of their own: a copy lands at any later
+moment, a product reads its operands until it has been waited for. So a run checks
+
+- the protocol: a partition that can never go on is a deadlock, an arrival too many is an error, and
+  so is a write to what a product may still be reading, or a copy to what another copy is filling;
+- the arithmetic: tensors are torch tensors, shared memory begins as NaN.
+
+Only what the kernels of this repository use is there, for one CTA and one warpgroup a partition.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import types
+
+import torch
+from torch import Tensor
+
+THREADS = 128
+
+
+class Deadlock(AssertionError):
+    """No partition can go on, and nothing is under way."""
+
+
+class Hazard(AssertionError):
+    """Two accesses to the same shared memory that nothing orders."""
+
+
+class _Killed(BaseException):
+    pass
+
+
+class _ElementType:
+    def __init__(self, dtype):
+        self.element_ty = dtype
+
+
+class Pointer:
+    """A global address: a flat tensor and element offsets into it."""
+
+    def __init__(self, flat: Tensor, offset=0):
+        self.flat = flat
+        self.offset = offset
+        self.dtype = _ElementType(flat.dtype)
+
+    def __add__(self, more):
+        return Pointer(self.flat, self.offset + more)
+
+    def unsqueeze(self, axis):
+        return Pointer(self.flat, self.offset.unsqueeze(axis))
+
+
+class Descriptor:
+    """A matrix in global memory with a fixed box; what lies outside reads as zero."""
+
+    def __init__(self, matrix: Tensor, box: tuple[int, int]):
+        self.matrix = matrix
+        self.box = box
+
+    def read(self, row: int, column: int) -> Tensor:
+        rows, columns = self.box
+        out = torch.zeros(self.box, dtype=self.matrix.dtype)
+        first, last = max(row, 0), min(row + rows, len(self.matrix))
+        if last > first:
+            part = self.matrix[first:last, column : column + columns]
+            out[first - row : last - row] = part
+        return out
+
+
+class Barrier:
+    """An mbarrier: arrivals and bytes still expected in the current phase."""
+
+    def __init__(self):
+        self.count = 0
+
+    def init(self, count):
+        self.count = self.pending = int(count)
+        self.bytes = 0
+        self.phase = 0
+
+    def arrive(self, count=1):
+        self.pending -= count
+        if self.pending < 0:
+            raise Hazard("an arrival too many")
+        self._advance()
+
+    def expect(self, bytes_):
+        self.bytes += bytes_
+        self.arrive()
+
+    def complete(self, bytes_):
+        self.bytes -= bytes_
+        self._advance()
+
+    def _advance(self):
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+
+    def done(self, parity) -> bool:
+        return (self.phase & 1) != parity
+
+
+class Shared:
+    """A shared-memory buffer, or a view of one."""
+
+    def __init__(self, machine, tensor, owner=None, key=()):
+        self.machine = machine
+        self.tensor = tensor
+        self.owner = self if owner is None else owner
+        self.key = key
+        self.dtype = tensor.dtype
+        if owner is None:
+            self.barriers = {}
+
+    def index(self, i):
+        return Shared(self.machine, self.tensor[int(i)], self.owner, (*self.key, int(i)))
+
+    def permute(self, order):
+        return Shared(self.machine, self.tensor.permute(order), self.owner, self.key)
+
+    @property
+    def place(self):
+        return id(self.owner), self.key
+
+    @property
+    def barrier(self) -> Barrier:
+        return self.owner.barriers.setdefault(self.key, Barrier())
+
+    def load(self, layout):
+        self.machine.pause()
+        self.machine.reads(self)
+        return self.tensor.clone()
+
+    def store(self, value):
+        self.machine.pause()
+        self.machine.writes(self)
+        self.tensor.copy_(value.to(self.dtype))
+
+
+class Machine:
+    """One CTA."""
+
+    def __init__(self, seed: int, program: int, programs: int):
+        self.random = random.Random(seed)
+        self.program = program
+        self.programs = programs
+        self.flights: list = []  # copies under way: (partition, place, what happens when it lands)
+        self.reading: dict = {}  # partition -> places its products in flight read, oldest first
+        self.current = None
+        self.error: BaseException | None = None
+        self.steps = 0
+
+    # Scheduling: exactly one thread holds the turn.
+
+    def run(self, partitions):
+        names = [function.__name__ for function, _ in partitions]
+        self.turns = {name: threading.Semaphore(0) for name in names}
+        self.waiting = dict.fromkeys(names)
+        self.alive = set(names)
+        self.finished = threading.Event()
+        threads = [
+            threading.Thread(target=self._thread, args=part, daemon=True) for part in partitions
+        ]
+        for thread in threads:
+            thread.start()
+        self._pass_on()
+        self.finished.wait()
+        for name in names:
+            self.turns[name].release()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+        if self.flights:
+            raise Hazard("the kernel ended before its copies did")
+
+    def _thread(self, function, args):
+        self.turns[function.__name__].acquire()
+        try:
+            if self.error is None:
+                function(*args)
+        except _Killed:
+            return
+        except BaseException as error:
+            self._fail(error)
+            return
+        self.alive.discard(function.__name__)
+        try:
+            self._pass_on()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error):
+        self.error = self.error or error
+        self.finished.set()
+
+    def _pass_on(self):
+        """Give the turn to a partition that can go on, after landing some copies."""
+        if not self.alive:
+            while self.flights:
+                self._land()
+            self.finished.set()
+            return
+        while True:
+            while self.flights and self.random.random() < 0.3:
+                self._land()
+            ready = [
+                name
+                for name in sorted(self.alive)
+                if self.waiting[name] is None or self.waiting[name][0].done(self.waiting[name][1])
+            ]
+            if ready:
+                self.current = self.random.choice(ready)
+                self.turns[self.current].release()
+                return
+            if not self.flights:
+                raise Deadlock(f"after {self.steps} steps {sorted(self.alive)} wait for ever")
+            self._land()
+
+    def _land(self):
+        self.flights.pop(self.random.randrange(len(self.flights)))[2]()
+
+    def pause(self):
+        """Let another partition go first."""
+        if self.current is None:
+            return
+        self.steps += 1
+        me = self.current
+        if self.waiting[me] is None and self.random.random() < 0.5:
+            return
+        self._pass_on()
+        self.turns[me].acquire()
+        if self.error is not None:
+            raise _Killed
+        self.waiting[me] = None
+
+    def wait(self, barrier, parity):
+        if self.current is None:
+            raise Hazard("a wait outside of the partitions")
+        self.waiting[self.current] = (barrier, int(parity))
+        self.pause()
+
+    # Hazards.
+
+    def writes(self, shared):
+        for who, products in self.reading.items():
+            if any(shared.place in places for places in products):
+                raise Hazard(f"{self.current} writes what a product of {who} reads")
+        self.reads(shared)
+
+    def reads(self, shared):
+        if any(place == shared.place for _, place, _ in self.flights):
+            raise Hazard(f"{self.current} uses what a copy is filling")
+
+    # What Gluon offers.
+
+    def copy(self, shared, value, then):
+        self.pause()
+        self.writes(shared)
+
+        def land():
+            self.writes_landed(shared)
+            shared.tensor.copy_(value)
+            then()
+
+        self.flights.append((self.current, shared.place, land))
+
+    def writes_landed(self, shared):
+        for who, products in self.reading.items():
+            if any(shared.place in places for places in products):
+                raise Hazard(f"a copy lands in what a product of {who} reads")
+
+    def load_tile(self, descriptor, coordinates, barrier, shared):
+        value = descriptor.read(int(coordinates[0]), int(coordinates[1]))
+        size = value.numel() * value.element_size()
+        self.copy(shared, value, lambda: barrier.barrier.complete(size))
+
+    def load_rows(self, shared, pointer, mask):
+        value = load(pointer, mask=mask, other=0)
+        self.copy(shared, value, lambda: None)
+
+    def arrive_after_copies(self, barrier, increment_count):
+        assert increment_count is False
+        self.pause()
+        mine = [flight for flight in self.flights if flight[0] == self.current]
+        rows = [flight for flight in mine if flight[2].__name__ == "land"]
+        left = {"count": len(rows)}
+        if not rows:
+            barrier.barrier.arrive(THREADS)
+            return
+
+        def chain(old):
+            def land():
+                old()
+                left["count"] -= 1
+                if left["count"] == 0:
+                    barrier.barrier.arrive(THREADS)
+
+            return land
+
+        for flight in rows:
+            place = self.flights.index(flight)
+            self.flights[place] = (flight[0], flight[1], chain(flight[2]))
+
+    def product(self, a, b, acc, *, use_acc=True, is_async=False):
+        assert is_async
+        self.pause()
+        places = set()
+        values = []
+        for operand in (a, b):
+            if isinstance(operand, Shared):
+                self.reads(operand)
+                places.add(operand.place)
+                values.append(operand.tensor.float())
+            else:
+                values.append(operand.float())
+        self.reading.setdefault(self.current, []).append(places)
+        out = values[0] @ values[1]
+        return acc + out if use_acc else out
+
+    def product_wait(self, outstanding, deps):
+        self.pause()
+        products = self.reading.setdefault(self.current, [])
+        del products[: max(len(products) - outstanding, 0)]
+        return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def load(pointer, mask=None, other=None):
+    offset = pointer.offset
+    at = torch.as_tensor(offset)
+    if mask is None:
+        return pointer.flat[at]
+    at, mask = torch.broadcast_tensors(at, torch.as_tensor(mask))
+    if mask.any() and not ((at[mask] >= 0) & (at[mask] < pointer.flat.numel())).all():
+        raise Hazard("a load outside of its tensor")
+    value = pointer.flat[torch.where(mask, at, 0)]
+    return torch.where(mask, value, torch.as_tensor(other, dtype=value.dtype))
+
+
+def store(pointer, value, mask=None):
+    at, value = torch.broadcast_tensors(torch.as_tensor(pointer.offset), value)
+    if mask is not None:
+        keep = torch.broadcast_to(torch.as_tensor(mask), at.shape)
+        at, value = at[keep], value[keep]
+    pointer.flat[at.flatten()] = value.flatten().to(pointer.flat.dtype)
+
+
+def _where(condition, a, b):
+    return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
+
+
+def _extreme(pick, x, axis):
+    return pick(x, dim=axis)
+
+
+def _range(*bounds):
+    for i in range(*(int(bound) for bound in bounds)):
+        yield torch.tensor(i)
+
+
+class _Anything:
+    """Stands for every layout."""
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __getattr__(self, name):
+        return self
+
+
+def _join(a, b):
+    return torch.stack((a, b), -1)
+
+
+def _namespace(machine: Machine) -> dict:
+    """What a kernel's module finds under the names that it imports from Gluon."""
+    layout = _Anything()
+    gl = types.SimpleNamespace(
+        constexpr=lambda x: x,
+        BlockedLayout=layout,
+        SliceLayout=layout,
+        DotOperandLayout=layout,
+        NVMMADistributedLayout=layout,
+        NVMMASharedLayout=layout,
+        SwizzledSharedLayout=layout,
+        DistributedLinearLayout=layout,
+        int32=torch.int32,
+        int64=torch.int64,
+        uint8=torch.uint8,
+        float32=torch.float32,
+        float8e4nv=torch.float8_e4m3fn,
+        load=load,
+        store=store,
+        where=_where,
+        program_id=lambda axis: machine.program,
+        num_programs=lambda axis: machine.programs,
+        static_range=range,
+        arange=lambda a, b, layout: torch.arange(a, b),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        expand_dims=lambda x, axis: x.unsqueeze(axis),
+        convert_layout=lambda x, layout: x,
+        reshape=lambda x, shape: x.reshape(shape),
+        permute=lambda x, order: x.permute(order),
+        split=lambda x: x.unbind(-1),
+        join=_join,
+        abs=torch.abs,
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        max=lambda x, axis: _extreme(torch.amax, x, axis),
+        min=lambda x, axis: _extreme(torch.amin, x, axis),
+        sum=lambda x, axis: x.sum(axis),
+        exp2=torch.exp2,
+        log2=torch.log2,
+        allocate_shared_memory=lambda dtype, shape, layout: Shared(
+            machine, _poisoned(shape, dtype)
+        ),
+        warp_specialize=lambda partitions, warps, registers: machine.run(partitions),
+    )
+
+    def arrive(barrier, count=1):
+        machine.pause()
+        barrier.barrier.arrive(int(count))
+
+    def expect(barrier, bytes_):
+        machine.pause()
+        barrier.barrier.expect(bytes_)
+
+    mbarrier = types.SimpleNamespace(
+        MBarrierLayout=layout,
+        init=lambda barrier, count: barrier.barrier.init(count),
+        wait=lambda barrier, parity: machine.wait(barrier.barrier, parity),
+        arrive=arrive,
+        expect=expect,
+    )
+    return {
+        "gl": gl,
+        "mbarrier": mbarrier,
+        "async_copy": types.SimpleNamespace(mbarrier_arrive=machine.arrive_after_copies),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": machine.product,
+        "warpgroup_mma_wait": lambda count, deps: machine.product_wait(count, deps),
+        "range": _range,
+    }
+
+
+def _poisoned(shape, dtype):
+    return torch.full(shape, math.nan if dtype.is_floating_point else -(2**30), dtype=dtype)
+
+
+def simulate(kernel, *args, grid: int, seed: int = 0, names: dict | None = None, **constants):
+    """Run ``kernel``, a function of ``gluon.jit``, on ``grid`` programs one after the other.
+
+    Args:
+        kernel: the kernel; what its module defines with ``gluon.jit`` runs as Python as well.
+        args: Pointer, Descriptor or numbers.
+        grid: programs.
+        seed: of the interleaving.
+        names: method of ``Machine`` by the name under which the module calls it.
+        constants: the kernel's constexprs.
+    """
+    steps = 0
+    for program in range(grid):
+        machine = Machine(seed * 1000 + program, program, grid)
+        found = dict(kernel.fn.__globals__)
+        for name, value in list(found.items()):
+            if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
+                found[name] = types.FunctionType(
+                    value.fn.__code__, found, value.fn.__name__, value.fn.__defaults__
+                )
+            elif type(value).__name__ == "constexpr":
+                found[name] = value.value
+        found.update(_namespace(machine))
+        for name, method in (names or {}).items():
+            found[name] = getattr(machine, method)
+        found[kernel.fn.__name__](*args, **constants)
+        steps += machine.steps
+    return steps

@@ -1,0 +1,165 @@
+"""The Hopper kernel of attention during prefill, its own source interleaved at random on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import pathlib
+
+import pytest
+import torch
+from prefill_cases import Prefill, prefill
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from gluon_simulator import Deadlock, Descriptor, Hazard, Pointer, simulate
+
+from anymla.ops.prefill_attention import gluon_sm90_prefill_kernel as module
+
+_LOG2E = 1.4426950408889634
+NAMES = {"_load_tile": "load_tile", "_load_rows": "load_rows"}
+
+
+def run(case: Prefill, *, grid: int, seed: int, kernel=module.prefill_kernel):
+    tokens, heads, dim = case.q.shape
+    blocks = -(-heads // 64)
+    out = torch.full_like(case.q, torch.nan)
+    lse = torch.full((tokens, heads), torch.nan)
+    listed = case.runs if case.lists is None else case.lists
+    sink = torch.zeros(heads) if case.sink is None else case.sink
+    simulate(
+        kernel,
+        Descriptor(case.q.view(-1, dim), (64, dim // 2)),
+        Descriptor(case.rows, (64, dim // 2)),
+        *(Pointer(x.flatten()) for x in (case.rows, case.runs, listed, sink)),
+        Pointer(out.view(-1)),
+        Pointer(lse.view(-1)),
+        dim**-0.5 * _LOG2E,
+        listed.stride(0),
+        case.window,
+        case.entries if case.lists is None else listed.shape[1],
+        len(case.rows),
+        tokens * blocks,
+        heads,
+        grid=grid,
+        seed=seed,
+        names=NAMES,
+        HEAD_BLOCKS=blocks,
+        LISTED=case.lists is not None,
+        SINK=case.sink is not None,
+        WHOLE=heads % 64 == 0,
+        LEFT_REGISTERS=0,
+        RIGHT_REGISTERS=0,
+    )
+    return out, lse
+
+
+def check(case: Prefill, out, lse):
+    want, want_lse = case.expected()
+    error = (out.double() - want).norm() / want.norm().clamp(min=1e-30)
+    # One rounding of the weights and one of the output, 2^-12 each in float16.
+    assert error < 5e-4
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("heads", [64, 20, 100])
+def test_numbers(listed, heads):
+    case = prefill(
+        heads + listed, tokens=9, heads=heads, dtype=torch.float16, listed=listed, entries=300
+    )
+    for seed in range(3):
+        check(case, *run(case, grid=2, seed=seed))
+
+
+def test_without_a_sink():
+    case = prefill(
+        1, tokens=5, heads=64, dtype=torch.float16, listed=False, entries=100, sink=False
+    )
+    check(case, *run(case, grid=1, seed=0))
+
+
+def of_block_counts(counts: list[int], *, listed: bool = False) -> Prefill:
+    """Tokens whose block counts are these, two blocks of them in the window where there are two."""
+    case = prefill(
+        sum(counts),
+        tokens=len(counts),
+        heads=64,
+        dtype=torch.float16,
+        listed=listed,
+        entries=32 * 64,
+        rows=33 * 64,
+        hostile=False,
+    )
+    for token, count in enumerate(counts):
+        first = min(count, token % 3)
+        ragged = torch.randint(0, 64, (2,)).tolist()
+        case.runs[token, 1] = max(first * 64 - ragged[0] * (token % 2), 0)
+        case.runs[token, 3] = max((count - first) * 64 - ragged[1] * (token % 5 == 0), 0)
+        case.runs[token, 2] = token % 64
+    return case
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_block_count_after_any_other(seed):
+    """Two buffers and phases of two: what has gone before matters modulo four."""
+    counts = torch.randperm(35, generator=torch.Generator().manual_seed(seed)).tolist()
+    case = of_block_counts(counts)
+    check(case, *run(case, grid=1, seed=seed))
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+def test_every_pair_of_small_block_counts(listed):
+    pairs = list(itertools.product(range(6), repeat=2))
+    case = of_block_counts([count for pair in pairs for count in pair], listed=listed)
+    check(case, *run(case, grid=1, seed=7))
+
+
+def altered(tmp_path, *changes: tuple[str, str]):
+    """The kernel with its source changed."""
+    source = pathlib.Path(module.__file__).read_text(encoding="utf-8")
+    for old, new in changes:
+        assert source.count(old) >= 1
+        source = source.replace(old, new)
+    path = tmp_path / "altered_kernel.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("altered_kernel", path)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    return changed.prefill_kernel
+
+
+STALE_COUNT = (
+    "        blocks = _get(blocks_s.index(number % 2))\n        for _ in range(blocks):",
+    "        if number == 0:\n            blocks = _get(blocks_s.index(0))\n"
+    "        for _ in range(blocks):",
+)
+WAITS = [
+    "                mbarrier.wait(free_l.index(b), phase)\n                _put(",
+    "                mbarrier.wait(free_r.index(b), phase)\n                mbarrier.expect",
+    "        mbarrier.wait(q_free, (number & 1) ^ 1)\n",
+    "        mbarrier.wait(q_rdy, number & 1)\n",
+]
+
+
+def test_a_stale_block_count_is_a_deadlock(tmp_path):
+    """What Triton 3.6 makes of a count that is carried from task to task for a bound alone."""
+    kernel = altered(tmp_path, STALE_COUNT)
+    same = of_block_counts([3, 3, 3])
+    check(same, *run(same, grid=1, seed=0, kernel=kernel))
+    with pytest.raises((Deadlock, Hazard)):
+        run(of_block_counts([2, 3] * 4), grid=1, seed=0, kernel=kernel)
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=["left half", "right half", "q", "q there"])
+def test_no_wait_can_be_left_out(tmp_path, wait):
+    bare = "\n".join(line for line in wait.split("\n") if "mbarrier.wait" not in line)
+    kernel = altered(tmp_path, (wait, bare))
+    with pytest.raises((Deadlock, Hazard, AssertionError)):
+        some_runs(kernel)
+
+
+def some_runs(kernel):
+    for seed in range(5):
+        case = of_block_counts([2, 4, 3, 5, 2, 2, 6])
+        check(case, *run(case, grid=1, seed=seed, kernel=kernel))
