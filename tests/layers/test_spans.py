@@ -5,33 +5,34 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anymla.layers.indexer import all_entries, score_spans
+from anymla.layers.indexer import SelectionCall, all_entries, selection_calls
 from anymla.layers.spec import LayerSpec
 
 
 @given(
     decodes=st.lists(st.integers(1, 5), max_size=6),
-    prefills=st.lists(st.integers(1, 40), max_size=4),
-    most_rows=st.integers(1, 50),
+    prefills=st.lists(st.integers(0, 40), max_size=4),
+    ragged=st.booleans(),
 )
-def test_every_token_is_scored_once_by_its_own_request(decodes, prefills, most_rows):
+def test_every_token_selects_once_by_its_own_request(decodes, prefills, ragged):
     lens = tuple(decodes + prefills)
     owner = [request for request, n in enumerate(lens) for _ in range(n)]
     seen = []
-    for span in score_spans(lens, len(decodes), most_rows):
-        for place in range(span.requests * span.tokens):
-            assert owner[span.first_token + place] == span.first_request + place // span.tokens
-            seen.append(span.first_token + place)
-        assert span.requests * span.tokens <= max(most_rows, *lens[: len(decodes)], 1)
+    for call in selection_calls(lens, len(decodes), ragged=ragged):
+        tokens = range(call.first_token, call.end_token)
+        requests = range(call.first_request, call.end_request)
+        assert [n for r in requests for n in [r] * lens[r]] == [owner[t] for t in tokens]
+        assert call.ragged == (len({lens[r] for r in requests}) > 1)
+        assert ragged or not call.ragged
+        seen += tokens
     assert seen == list(range(len(owner)))
 
 
 def test_equal_decodes_share_a_call():
-    spans = list(score_spans((2, 2, 2, 9), 3, 100))
-    assert [(s.first_token, s.first_request, s.requests, s.tokens) for s in spans] == [
-        (0, 0, 3, 2),
-        (6, 3, 1, 9),
-    ]
+    calls = list(selection_calls((2, 2, 2, 9, 5), 3, ragged=True))
+    assert calls == [SelectionCall(0, 3, 0, 6, False), SelectionCall(3, 5, 6, 20, True)]
+    calls = list(selection_calls((2, 2, 2, 9, 9), 3, ragged=False))
+    assert [(c.first_request, c.end_request) for c in calls] == [(0, 3), (3, 4), (4, 5)]
 
 
 def test_all_entries_are_a_prefix():

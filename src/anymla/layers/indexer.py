@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,8 @@ from anymla.layers.linear import Linear
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import INDEX_GROUP, INDEX_STATE_GROUP
 from anymla.layers.step import Step
-from anymla.ops.indexer import indexer_q_rope_quant, paged_mqa_logits, topk_per_row
-
-# Scores of one call stay below this many elements (64 MiB of float32).
-_LOGITS_ELEMENTS = 1 << 24
+from anymla.ops.indexer import indexer_q_rope_quant, select_topk
+from anymla.ops.indexer.interface_select import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
 
 
 class Indexer(nn.Module):
@@ -91,6 +90,8 @@ class Indexer(nn.Module):
             hadamard=layout == INDEX_MXFP4,
             backend=self.backend,
         )
+        selected = torch.empty(len(x), self.width, dtype=torch.int32, device=x.device)
+        selected[sum(step.query_lens) :] = -1  # padding belongs to no request
         return select_entries(
             q,
             q_scales if q_scales.numel() else None,
@@ -101,9 +102,9 @@ class Indexer(nn.Module):
             query_lens=step.query_lens,
             num_decodes=step.num_decodes,
             max_context=most,
-            max_elements=_LOGITS_ELEMENTS,
             layout=layout,
-            out=torch.full((len(x), self.width), -1, dtype=torch.int32, device=x.device),
+            out=selected,
+            token_to_req=step.token_to_req,
             backend=self.backend,
         )
 
@@ -121,44 +122,6 @@ class Indexer(nn.Module):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoreSpan:
-    """Consecutive tokens scored in one call: ``requests`` requests of ``tokens`` tokens each."""
-
-    first_token: int
-    first_request: int
-    requests: int
-    tokens: int
-
-
-def score_spans(
-    query_lens: tuple[int, ...], num_decodes: int, most_rows: int
-) -> Iterator[ScoreSpan]:
-    """Cut a step into calls that share a block table row, or a query length among decodes.
-
-    Args:
-        query_lens: query lengths of the requests, in batch order.
-        num_decodes: how many of the first requests are decodes.
-        most_rows: tokens of one call, at most, unless a single decode has more.
-    """
-    token = request = 0
-    decode_lens = set(query_lens[:num_decodes])
-    if len(decode_lens) == 1:
-        (tokens,) = decode_lens
-        together = max(1, most_rows // max(tokens, 1))
-        while request < num_decodes:
-            requests = min(together, num_decodes - request)
-            yield ScoreSpan(token, request, requests, tokens)
-            request += requests
-            token += requests * tokens
-    for single in range(request, len(query_lens)):
-        end = token + query_lens[single]
-        while token < end:
-            tokens = min(most_rows, end - token)
-            yield ScoreSpan(token, single, 1, tokens)
-            token += tokens
-
-
 def select_entries(
     q: Tensor,
     q_scales: Tensor | None,
@@ -170,10 +133,11 @@ def select_entries(
     query_lens: tuple[int, ...],
     num_decodes: int,
     max_context: int,
-    max_elements: int,
     layout: str,
     out: Tensor,
-    backend: str | None,
+    token_to_req: Tensor | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+    backend: str | None = None,
 ) -> Tensor:
     """Score every visible entry of every token and keep the best.
 
@@ -187,33 +151,76 @@ def select_entries(
         query_lens: tokens of each request, in batch order.
         num_decodes: how many of the first requests are decodes.
         max_context: at least the largest of ``visible``.
-        max_elements: of the scores of one call, unless a single row has more.
         layout: layout id of ``cache``.
         out: int32 [T or more, width] to write into.
+        token_to_req: int32 [T], request of each token; without it, requests of unequal lengths
+            take a call each.
+        scratch_bytes: bound of the memory that scores take; raised to what one token needs.
         backend: of the operations.
 
     Returns:
-        ``out``: request-local entries, best first, then -1.
+        ``out``: request-local entries, ascending, then -1.
     """
-    for span in score_spans(query_lens, num_decodes, max(1, max_elements // max_context)):
-        tokens = slice(span.first_token, span.first_token + span.requests * span.tokens)
-        shape = (span.requests, span.tokens)
-        lengths = visible[tokens]
-        logits = paged_mqa_logits(
-            q[tokens].unflatten(0, shape),
+    scratch_bytes = max(scratch_bytes, LEAST_SCRATCH_BYTES, 8 * max_context)
+    for call in selection_calls(query_lens, num_decodes, ragged=token_to_req is not None):
+        tokens = slice(call.first_token, call.end_token)
+        select_topk(
+            q[tokens],
             cache,
             weights[tokens],
-            lengths.unflatten(0, shape),
-            block_table[span.first_request : span.first_request + span.requests],
+            visible[tokens],
+            # Ragged calls name the requests of the whole batch.
+            block_table if call.ragged else block_table[call.first_request : call.end_request],
+            out.shape[1],
             max_context=max_context,
+            token_to_req=token_to_req[tokens] if call.ragged and token_to_req is not None else None,
             layout=layout,
-            q_scales=None if q_scales is None else q_scales[tokens].unflatten(0, shape),
+            q_scales=None if q_scales is None else q_scales[tokens],
+            scratch_bytes=scratch_bytes,
+            out=out[tokens],
             backend=backend,
         )
-        width = out.shape[1]
-        starts = torch.zeros_like(lengths)
-        topk_per_row(logits, starts, lengths, width, out=out[tokens], backend=backend)
     return out
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionCall:
+    """Consecutive requests whose tokens select in one call.
+
+    Attributes:
+        first_request, end_request: the requests.
+        first_token, end_token: their tokens.
+        ragged: the requests have different numbers of tokens.
+    """
+
+    first_request: int
+    end_request: int
+    first_token: int
+    end_token: int
+    ragged: bool
+
+
+def selection_calls(
+    query_lens: tuple[int, ...], num_decodes: int, *, ragged: bool
+) -> Iterator[SelectionCall]:
+    """Cut a step into calls: decodes of equal lengths, and everything else.
+
+    Decodes have a call to themselves because their tokens share no keys, or few, and are scored in
+    other tiles than prefills.
+
+    Args:
+        query_lens: tokens of each request, in batch order.
+        num_decodes: how many of the first requests are decodes.
+        ragged: a call may take requests of different lengths.
+    """
+    starts = [0, *accumulate(query_lens)]
+    edges = [0] if len(set(query_lens[:num_decodes])) != 1 else [0, num_decodes]
+    if not ragged:
+        edges += range(edges[-1] + 1, len(query_lens))
+    for first, end in pairwise((*edges, len(query_lens))):
+        if starts[first] < starts[end]:
+            uneven = len(set(query_lens[first:end])) > 1
+            yield SelectionCall(first, end, starts[first], starts[end], uneven)
 
 
 def all_entries(visible: Tensor, width: int) -> Tensor:
