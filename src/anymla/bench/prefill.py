@@ -1,0 +1,236 @@
+"""Attention during prefill on a GPU: times and errors, beside a peer that takes lists of rows.
+
+A case is the last ``tokens`` queries of a sequence of ``context`` tokens in a layer that sees its
+window alone, the selected ones of its entries (ratio 4), or all of its entries (ratio 128). The
+rows are decoded already, bfloat16, as the peer wants them; the time of decoding them is measured on
+its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.kv_cache import dequant_gather_slots
+from anymla.ops.prefill_attention import prefill_attention
+from anymla.ops.prefill_attention.named_rows import named_rows
+from anymla.ops.sparse_attention.reference import attend
+
+WINDOW = 128
+_SAMPLES = 48
+_PEER_GRAIN = 128  # the peer's lists are a multiple of so many slots wide
+_PEER_HEADS = 64
+
+# (q [T, H, 512], rows [N, 512], indices [T, K], lengths [T], sink [H]) -> out
+Peer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillCase:
+    """One measured call.
+
+    Attributes:
+        kind: "window", "selected", "scattered" (selected at random, unsorted) or "all".
+        tokens: queries.
+        heads: of a query.
+        context: tokens of the sequence, the queries being its last.
+        topk: entries that the indexer selects.
+    """
+
+    kind: str
+    tokens: int
+    heads: int
+    context: int
+    topk: int = 0
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        more = f" top {self.topk}" if self.topk else ""
+        return f"{self.kind}{more} h{self.heads} T={self.tokens} of {self.context}"
+
+
+CASES = (
+    *(PrefillCase("window", 4096, heads, 32768) for heads in (64, 128, 16)),
+    PrefillCase("window", 1024, 64, 8192),
+    PrefillCase("selected", 4096, 64, 32768, 512),
+    PrefillCase("selected", 1024, 64, 8192, 512),
+    PrefillCase("selected", 4096, 16, 32768, 512),
+    PrefillCase("selected", 4096, 128, 32768, 1024),
+    PrefillCase("selected", 4096, 64, 4096, 512),
+    PrefillCase("scattered", 4096, 64, 131072, 512),
+    PrefillCase("selected", 4096, 64, 32768, 2048),
+    PrefillCase("all", 4096, 64, 4096),
+    PrefillCase("all", 4096, 64, 8192),
+    PrefillCase("all", 4096, 64, 32768),
+    PrefillCase("all", 4096, 128, 32768),
+    PrefillCase("all", 4096, 16, 32768),
+    PrefillCase("all", 1024, 64, 32768),
+    PrefillCase("all", 4096, 64, 262144),
+)
+LONG_CASES = (
+    PrefillCase("window", 32768, 64, 32768),
+    PrefillCase("selected", 32768, 64, 32768, 512),
+    PrefillCase("all", 32768, 64, 32768),
+)
+
+
+class Call:
+    """Inputs of a case on the GPU."""
+
+    def __init__(self, case: PrefillCase, seed: int = 1) -> None:
+        torch.manual_seed(seed)
+        device = torch.device("cuda")
+        tokens, heads = case.tokens, case.heads
+        ratio = {"window": 0, "all": 128}.get(case.kind, 4)
+        position = torch.arange(case.context - tokens, case.context, device=device)
+        start = max(case.context - tokens - WINDOW + 1, 0)
+        visible = (position + 1) // ratio if ratio else torch.zeros_like(position)
+        self.entries = case.context // ratio if ratio else 0
+        first = (position - WINDOW + 1).clamp(min=0)
+        self.lists: Tensor | None = None
+        if case.topk:
+            self.lists = _selected(visible, self.entries, case.topk, case.kind == "selected")
+            visible = visible.clamp(max=case.topk)
+        # Entries first, then the rows of the window.
+        runs = (first - start + self.entries, position + 1 - first, 0 * first, visible)
+        self.runs = torch.stack(runs, 1).int()
+        self.cache = _cache(self.entries + case.context - start)
+        self.slots = torch.arange(self.entries + case.context - start, device=device).int()
+        self.rows = torch.empty((len(self.slots), 512), dtype=torch.bfloat16, device=device)
+        self.decode()
+        self.q = torch.randn((tokens, heads, 512), device=device).bfloat16()
+        self.sink = torch.randn(heads, device=device)
+        self.out = torch.full_like(self.q, torch.nan)
+        self.case = case
+        self.keys = int(self.runs[:, 1].sum() + self.runs[:, 3].sum())
+
+    def decode(self) -> None:
+        """Fill the workspace from the FP8 cache."""
+        dequant_gather_slots(self.rows, self.cache, self.slots, layout=MAIN_FP8)
+
+    def ours(self, backend: str) -> Tensor:
+        """Run anymla."""
+        out: Tensor = prefill_attention(
+            self.q, self.rows, self.runs, self.lists,
+            window=WINDOW, entries=self.entries, sink=self.sink, out=self.out, backend=backend,
+        )[0]  # fmt: skip
+        return out
+
+    def peer(self, peer: Peer) -> Callable[[], Tensor]:
+        """The same call for the peer: heads padded to what it takes, compact lists, lengths."""
+        heads = self.case.heads
+        more = -heads % _PEER_HEADS
+        q = torch.nn.functional.pad(self.q, (0, 0, 0, more))
+        sink = torch.nn.functional.pad(self.sink, (0, more), value=-torch.inf)
+        listed, _ = named_rows(self.runs, self.lists, WINDOW, int(self.runs[:, 3].max()))
+        order = (listed < 0).to(torch.int8).sort(dim=1, stable=True).indices
+        listed = listed.gather(1, order)
+        lengths = (listed >= 0).sum(1).int()
+        width = -(-int(lengths.max()) // _PEER_GRAIN) * _PEER_GRAIN
+        listed = torch.nn.functional.pad(listed, (0, max(width - listed.shape[1], 0)), value=-1)
+        listed = listed[:, :width].contiguous()
+        return lambda: peer(q, self.rows, listed, lengths, sink)[:, :heads]
+
+    def error(self, out: Tensor) -> float:
+        """Relative L2 error of some tokens against float64."""
+        tokens = self.case.tokens
+        some = torch.linspace(0, tokens - 1, _SAMPLES).long().unique().tolist()
+        wide = []
+        lists = None if self.lists is None else self.lists.cpu()
+        runs = self.runs.cpu().tolist()
+        for token in some:
+            start, count, base, visible = runs[token]
+            if lists is None:
+                second = torch.arange(base, base + visible)
+            else:
+                second = lists[token, :visible].long() + base
+            seen = torch.cat((torch.arange(start, start + count), second)).cuda()
+            rows = self.rows[seen].double()
+            wide.append(attend(self.q[token].double(), rows, self.sink.double(), None, 512)[0])
+        want = torch.stack(wide)
+        return float((out[some].double() - want).norm() / want.norm())
+
+
+def _selected(visible: Tensor, entries: int, topk: int, local: bool) -> Tensor:
+    """Entries of each token [T, topk]: neighbours share most of them and they ascend, or neither.
+
+    As an indexer's choice does, the local one favours what came last.
+    """
+    tokens, device = len(visible), visible.device
+    out = torch.full((tokens, topk), -1, dtype=torch.int32, device=device)
+    taste = torch.rand(entries, device=device)
+    place = torch.arange(entries, device=device)
+    for first in range(0, tokens, 256):
+        seen = visible[first : first + 256, None]
+        score = torch.rand((len(seen), entries), device=device)
+        if local:
+            score = 0.1 * score + taste + place / seen.clamp(min=1)
+        score = score.masked_fill(place >= seen, -1.0)
+        best = score.topk(min(topk, entries), dim=1)
+        chosen = torch.where(best.values >= 0, best.indices, entries)
+        if local:
+            chosen = chosen.sort(dim=1).values
+        chosen = torch.where(chosen < entries, chosen, -1)
+        out[first : first + 256, : chosen.shape[1]] = chosen.int()
+    return out
+
+
+def _cache(rows: int) -> Tensor:
+    """An FP8 cache of random rows, pages of 64."""
+    layout = get_layout(MAIN_FP8)
+    cache = layout.allocate(-(-rows // 64), 64, device="cuda")
+    for start in range(0, rows, 1 << 15):
+        some = torch.arange(start, min(start + (1 << 15), rows), device="cuda")
+        layout.write(cache, some, torch.randn((len(some), 512), device="cuda"))
+    return cache
+
+
+def times_us(call: Callable[[], object], repetitions: int = 6) -> list[float]:
+    """Microseconds of single launches; queries and outputs exceed the caches."""
+    call()
+    times = []
+    for _ in range(repetitions):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return times
+
+
+def measure(
+    cases: tuple[PrefillCase, ...], backend: str, peer: Peer | None
+) -> Iterator[dict[str, Any]]:
+    """Time the cases, ours and the peer's in turns; one row each."""
+    for case in cases:
+        call = Call(case)
+        run = functools.partial(call.ours, backend)
+        row: dict[str, Any] = {**dataclasses.asdict(case), "label": case.label, "backend": backend}
+        row["error"] = call.error(run())
+        row["decode_us"] = statistics.median(times_us(call.decode))
+        row["rows"] = len(call.rows)
+        ours, its = times_us(run), []
+        if peer is not None:
+            theirs = call.peer(peer)
+            row["peer_error"] = call.error(theirs())
+            its = times_us(theirs)
+            ours += times_us(run)
+            its += times_us(theirs)
+            row["peer_us"] = statistics.median(its)
+        row["us"] = statistics.median(ours)
+        row["teraflops"] = 4 * case.heads * 512 * call.keys / row["us"] * 1e-6
+        if peer is not None:
+            row["ratio"] = row["peer_us"] / row["us"]
+        yield row
+        del call, run
+        torch.cuda.empty_cache()
