@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import vllm.envs as envs
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
@@ -14,8 +14,8 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4Index
 
 from anymla.engines.vllm.metadata import INDEXER_BACKEND
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
-from anymla.layers.indexer import all_entries, select_entries
-from anymla.ops.indexer import indexer_q_rope_quant
+from anymla.layers.indexer import all_entries
+from anymla.ops.indexer import indexer_q_rope_quant, select_topk
 
 
 class AnymlaIndexerCache(DeepseekV4IndexerCache):
@@ -47,8 +47,8 @@ class AnymlaIndexer(DeepseekV4Indexer):
         attn_metadata = get_forward_context().attn_metadata
         if isinstance(attn_metadata, dict):
             step = attn_metadata[self.k_cache.prefix]
-            if step.max_entries <= self.topk_tokens:
-                chosen = all_entries(step.visible_entries(), self.topk_tokens)
+            if step.max_seq_len // self.compress_ratio <= self.topk_tokens:
+                chosen = all_entries(_visible(step, self.compress_ratio), self.topk_tokens)
                 self.topk_indices_buffer[: len(chosen)] = chosen
                 return None, None, None
         q, q_scales, weights = indexer_q_rope_quant(
@@ -76,6 +76,7 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
             CustomOp.__init__(self)  # vLLM's constructor insists on DeepGEMM
             self.k_cache = k_cache
             self.topk_indices_buffer = args[6]
+            self.compress_ratio = kwargs["compress_ratio"]
             self.layout = INDEX_MXFP4 if kwargs["use_fp4_cache"] else INDEX_FP8
         else:
             super().__init__(k_cache, *args, **kwargs)
@@ -90,19 +91,26 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
         if not isinstance(attn_metadata, dict):
             return self.topk_indices_buffer
         step = attn_metadata[self.k_cache.prefix]
+        visible = _visible(step, self.compress_ratio)
+        tokens = len(visible)
         q, q_scales = q_quant if isinstance(q_quant, tuple) else (q_quant, None)
-        return select_entries(
-            q,
-            q_scales,
-            weights,
-            step.visible_entries(),
+        select_topk(
+            q[:tokens],
             self.k_cache.kv_cache,
+            weights[:tokens],
+            visible,
             step.block_table,
-            query_lens=step.query_lens,
-            num_decodes=step.num_decodes,
-            max_context=step.max_entries,
-            max_elements=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 18,
+            self.topk_indices_buffer.shape[1],
+            max_context=step.max_seq_len // self.compress_ratio,
+            token_to_req=step.req_id_per_token[:tokens],
             layout=self.layout,
-            out=self.topk_indices_buffer,
+            q_scales=None if q_scales is None else q_scales[:tokens],
+            out=self.topk_indices_buffer[:tokens],
             backend=self.backend,
         )
+        return self.topk_indices_buffer
+
+
+def _visible(step: Any, ratio: int) -> Tensor:
+    """Entries closed up to each token's position, int32 [T]."""
+    return ((step.positions + 1) // ratio).to(torch.int32)

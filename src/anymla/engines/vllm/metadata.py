@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.models.deepseek_v4.sparse_mla import (
-    DeepseekV4FlashMLAMetadata,
     DeepseekV4SparseMLABackend,
     DeepseekV4SparseMLAMetadataBuilder,
 )
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from anymla.ops.selection import compressed_rows
-
-
-@dataclasses.dataclass
-class CompressedMetadata(DeepseekV4FlashMLAMetadata):
-    """Of a compressed cache, main or index.
-
-    Attributes:
-        positions: int64 [T] of the step's tokens.
-        ratio: tokens of an entry.
-        max_entries: bound of the entries that any token sees, on the host.
-        query_lens: tokens of each request, on the host.
-        num_decodes: how many of the first requests are decodes.
-    """
-
-    positions: Any = None
-    ratio: int = 1
-    max_entries: int = 1
-    query_lens: tuple[int, ...] = ()
-    num_decodes: int = 0
-
-    def visible_entries(self) -> Tensor:
-        """Entries closed up to each token's position, int32 [T]."""
-        return ((self.positions + 1) // self.ratio).to(torch.int32)
 
 
 class CompressedBuilder(DeepseekV4SparseMLAMetadataBuilder):
@@ -47,17 +20,10 @@ class CompressedBuilder(DeepseekV4SparseMLAMetadataBuilder):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> CompressedMetadata:
-        common, threshold = common_attn_metadata, self.reorder_batch_threshold or 1
-        built = super().build(common_prefix_len, common, fast_build)
-        return CompressedMetadata(
-            **vars(built),
-            positions=common.positions[: common.num_actual_tokens],
-            ratio=self.compress_ratio,
-            max_entries=max(1, common.max_seq_len // self.compress_ratio),
-            query_lens=tuple(torch.diff(common.query_start_loc_cpu).tolist()),
-            num_decodes=split_decodes_and_prefills(common, decode_threshold=threshold)[0],
-        )
+    ) -> Any:
+        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        built.positions = common_attn_metadata.positions[: built.num_actual_tokens]
+        return built
 
     def _build_c128a_metadata(self, common: Any, token_to_req: Tensor) -> dict[str, Tensor]:
         """Slots of all entries that each token sees, in the buffers that captured graphs read."""
