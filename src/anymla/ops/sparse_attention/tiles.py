@@ -40,7 +40,13 @@ _MANY_HEADS = Tile(64, 64, False, 8, once=False)
 
 
 def tile(
-    heads: int, keys: int, tokens: int | None, mode: str, target: Target, processors: int
+    heads: int,
+    keys: int,
+    tokens: int | None,
+    mode: str,
+    target: Target,
+    processors: int,
+    channels: int = 512,
 ) -> Tile:
     """The tile for a call.
 
@@ -51,6 +57,7 @@ def tile(
         mode: one of MODES, the type of the products' operands.
         target: the machine.
         processors: multiprocessors of the device.
+        channels: of a row.
     """
     if target.backend == "cpu":
         return Tile(16, 32, False, 4)
@@ -61,7 +68,9 @@ def tile(
     if target.backend != "cuda":
         return Tile(16, 32, False, 4)
     if target.name != "sm_90":
-        return _ONE_STEP if heads <= 16 else Tile(32, 32, False, 8)
+        # 32 heads and 32 rows of more than 512 channels are 104 KiB.
+        fits = channels <= 512 or target.shared_bytes >= 128 * _KIB
+        return Tile(32, 32, False, 8) if heads > 16 and fits else _ONE_STEP
     if tokens is not None:
         # Every step of every token has a multiprocessor of its own, or half of one.
         steps = tokens * -(-heads // _ONE_STEP.heads) * -(-keys // _ONE_STEP.keys)

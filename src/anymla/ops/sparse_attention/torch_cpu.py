@@ -256,8 +256,8 @@ def _scope(rows: Rows, index: Tensor, lengths: Tensor | None) -> Scope | None:
 def _union(scope: Scope, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Distinct slots [U] of a tile and how often each token lists each of them, [tokens, U]."""
     slots, place = torch.unique(scope.slots[start:end], return_inverse=True)
-    used = torch.ones(()) if scope.valid is None else scope.valid[start:end].float()
-    counts = torch.zeros(end - start, len(slots))
+    counts = torch.zeros(end - start, len(slots), dtype=torch.float32)
+    used = counts.new_ones(()) if scope.valid is None else scope.valid[start:end].float()
     return slots, counts.scatter_add_(1, place, used.expand(place.shape))
 
 

@@ -181,14 +181,15 @@ def _launch(
     batch_invariant: bool,
     to: Results,
 ) -> None:
-    tokens, heads, _ = q.shape
+    tokens, heads, channels = q.shape
     values = to.out.shape[2]
     target = _triton.target_of(q.device)
     machine = multiprocessors(q.device)
     keys = sum(each.indices.shape[1] for each in lists)
     mode = _mode(q, lists)
     # A batch-invariant call must add in the same order whatever the number of tokens.
-    chosen = tile(heads, keys, None if batch_invariant else tokens, mode, target, machine)
+    width = None if batch_invariant else tokens
+    chosen = tile(heads, keys, width, mode, target, machine, channels)
     if batch_invariant:
         splits = invariant_splits(keys, chosen)
     else:

@@ -18,6 +18,7 @@ program computes its range again in bfloat16; see ``triton_rows``.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import triton
@@ -357,39 +358,57 @@ _POINTERS = {"length0_ptr": "*i32", "length1_ptr": "*i32", "list0_ptr": "*i32", 
              "sums_ptr": "*fp32"}  # fmt: skip
 _INTEGERS = (*COUNTS, "q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
 _ALIGNED = ("q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
-_ROWS = {"float16": "*u8", "bfloat16": "*bf16", "float32": "*fp32"}
 
 
-def build(
-    chosen: Tile,
-    mode: str,
-    target: Target,
-    *,
-    split: bool,
-    two: bool = True,
-    layout_id: str = MAIN_FP8,
-    values: int = 512,
-    peak: bool = False,
-) -> Build:
-    """One specialisation: FP8 rows for float16, plain rows of the mode's type otherwise."""
-    layout = get_layout(layout_id)
-    q = "*fp32" if mode == "float32" else "*bf16"
-    rows = _ROWS[mode]
-    channels = layout.channels
-    marks = {"split": split, "peak": peak, layout_id: layout_id != MAIN_FP8}
-    names = [mode, *(mark for mark, given in marks.items() if given)]
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What kind of call a specialisation is for.
+
+    Attributes:
+        mode: one of MODES.
+        layout: FP8 layout of the rows, or None for plain rows of the mode's type.
+        channels: of a row.
+        two: two caches.
+        peak: the largest scores are asked for.
+    """
+
+    mode: str
+    layout: str | None = None
+    channels: int = 512
+    two: bool = True
+    peak: bool = False
+
+    def __str__(self) -> str:
+        marks = (self.layout, f"{self.channels} channels", "peak" if self.peak else None)
+        return " ".join([self.mode, *(mark for mark in marks if mark)])
+
+
+_CALLS = (
+    _Call("float16", MAIN_FP8),
+    _Call("float16", V32_FP8, channels=576, two=False),
+    _Call("bfloat16"),
+    _Call("bfloat16", two=False, peak=True),
+    _Call("bfloat16", channels=576, two=False, peak=True),
+    _Call("float32"),
+)
+
+
+def build(chosen: Tile, call: _Call, target: Target, *, split: bool) -> Build:
+    """One specialisation."""
+    layout = None if call.layout is None else get_layout(call.layout)
+    q = "*fp32" if call.mode == "float32" else "*bf16"
+    rows = "*u8" if layout else q
     return Build(
-        " ".join([str(chosen), *names]),
+        f"{chosen} {call}{' split' if split else ''}",
         scan_kernel,
         {"q_ptr": q, "out_ptr": q, "kv0_ptr": rows, "kv1_ptr": rows, "scale": "fp32",
          "empty": "fp32"} | _POINTERS | dict.fromkeys(_INTEGERS, "i32"),
-        {"BH": chosen.heads, "BN": chosen.keys, "KEYS_FIRST": chosen.keys_first, "TWO": two,
-         "LENGTH0": True, "LENGTH1": two, "SINK": True, "PEAK": peak, "SPLIT": split,
-         "CHANNELS": channels, "VALUES": values, "MODE": MODES.index(mode),
-         "NATIVE": target.native_e4m3, "ONCE": chosen.once}
-        | row_constants(layout if rows == "*u8" else None, channels),
+        {"BH": chosen.heads, "BN": chosen.keys, "KEYS_FIRST": chosen.keys_first, "TWO": call.two,
+         "LENGTH0": True, "LENGTH1": call.two, "SINK": True, "PEAK": call.peak, "SPLIT": split,
+         "CHANNELS": call.channels, "VALUES": 512, "MODE": MODES.index(call.mode),
+         "NATIVE": target.native_e4m3, "ONCE": chosen.once} | row_constants(layout, call.channels),
         num_warps=chosen.warps, num_stages=chosen.stages, divisible=_ALIGNED,
-        matrix=mode != "float32", spills=_accepted_spills(chosen, target),
+        matrix=call.mode != "float32", spills=_accepted_spills(chosen, target, call.channels),
     )  # fmt: skip
 
 
@@ -407,7 +426,7 @@ def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:
     return {"FP8": PLAIN, "BLOCK": 0, "SCALES": 0, "DATA": 0} | tiles
 
 
-def _accepted_spills(chosen: Tile, target: Target) -> int:
+def _accepted_spills(chosen: Tile, target: Target, channels: int) -> int:
     """Spill instructions over both loops, of which the second hardly ever runs.
 
     64 heads x 512 channels of sums are half of all registers of an H200's multiprocessor, and it
@@ -418,21 +437,19 @@ def _accepted_spills(chosen: Tile, target: Target) -> int:
         return 1500
     if chosen.heads == 64:
         return 700
-    return 10 if target.native_e4m3 else 100
+    if target.native_e4m3:
+        return 10
+    return 100 if channels <= 512 else 200
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Every tile of every mode, with and without splits."""
-    for mode in MODES:
+    """Every tile of every kind of call, with and without splits."""
+    for call in _CALLS:
         tiles = {
-            tile(heads, 640, tokens, mode, target, 132)
+            tile(heads, 640, tokens, call.mode, target, 132, call.channels)
             for heads in (16, 32, 64)
             for tokens in (1, None)
         }
         for chosen in sorted(tiles, key=str):
             for split in (False, True):
-                yield build(chosen, mode, target, split=split)
-                if mode == "float16":
-                    yield build(chosen, mode, target, split=split, two=False, layout_id=V32_FP8)
-                elif mode == "bfloat16":
-                    yield build(chosen, mode, target, split=split, two=False, peak=True)
+                yield build(chosen, call, target, split=split)
