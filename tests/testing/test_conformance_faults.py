@@ -1,31 +1,64 @@
-"""Every conformance case can fail: a fault of the kind it tells about makes it fail."""
+"""Every conformance case can fail, and the documentation says by which faults."""
+
+import pathlib
 
 import pytest
 import torch
-from conformance_faults import FAULTS, GOOD
 
 from anymla.formats.e4m3 import encode_e4m3
-from anymla.testing.conformance import Ops, load_cases
+from anymla.testing.conformance import Ops, load_cases, mutations
 from anymla.testing.conformance import cache as cache_cases
 from anymla.testing.conformance import numbers as number_cases
 from anymla.testing.conformance import rope as rope_cases
+from anymla.testing.conformance.faults import load_faults
+from anymla.testing.conformance.faults.fault import GOOD
 from anymla.testing.conformance.ops import all_backends, all_operations
 
-PAIRS = [(fault, case_id) for fault in FAULTS for case_id in fault.cases]
-# Cases that are not about operations, by the test below that breaks them.
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "conformance.md"
+# Cases that are not about operations, by the tests below that break them.
 WITHOUT_OPERATIONS = {"L7", "Q5", "R5"}
 
 
-@pytest.mark.parametrize(("fault", "case_id"), PAIRS, ids=[f"{f.name}-{c}" for f, c in PAIRS])
-def test_a_fault_makes_its_case_fail(fault, case_id: str) -> None:
-    with pytest.raises(AssertionError):
-        load_cases()[case_id].run(Ops("torch", fault.replacements))
+def table(begin: str, end: str) -> list[str]:
+    """Lines between two marks of the document."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    return text.split(begin)[1].split(end)[0].strip().splitlines()
+
+
+MUTATIONS = table(mutations.BEGIN, mutations.END)[2:]
+
+
+@pytest.mark.parametrize("number", range(len(load_faults())), ids=[f.name for f in load_faults()])
+def test_a_fault_is_caught_by_the_cases_that_the_table_says(number) -> None:
+    fault = load_faults()[number]
+    cases = mutations.caught_by(fault)
+    assert set(fault.cases) <= set(cases)
+    assert mutations.row(fault, cases) == MUTATIONS[number]
+
+
+def test_the_table_has_nothing_else() -> None:
+    assert len(MUTATIONS) == len(load_faults())
+
+
+def test_the_documents_list_of_cases_is_todays() -> None:
+    assert table(mutations.CASES_BEGIN, mutations.CASES_END) == mutations.case_table()
 
 
 def test_every_case_has_a_fault() -> None:
     cases = load_cases().values()
     runnable = {case.case_id for case in cases if case.run is not None and not case.gpu}
-    assert runnable == {case_id for _, case_id in PAIRS} | WITHOUT_OPERATIONS
+    noticed = {case_id for fault in load_faults() for case_id in fault.cases}
+    assert runnable == noticed | WITHOUT_OPERATIONS
+
+
+def test_tables_are_written_between_their_marks(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(mutations, "mutation_table", lambda: ["| new |"])
+    file = tmp_path / "conformance.md"
+    file.write_text(DOCUMENT.read_text(encoding="utf-8"), encoding="utf-8")
+    mutations.write_tables(file)
+    text = file.read_text(encoding="utf-8")
+    assert f"{mutations.BEGIN}\n| new |\n{mutations.END}" in text
+    assert text.split(mutations.BEGIN)[0] == DOCUMENT.read_text().split(mutations.BEGIN)[0]
 
 
 def test_a_plain_row_is_no_default_layout(monkeypatch) -> None:

@@ -47,6 +47,17 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Append a row a case here.",
 )
+@click.option(
+    "--mutations",
+    is_flag=True,
+    help="Instead, break operations on purpose and show which cases notice.",
+)
+@click.option(
+    "--write",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --mutations: put that table, and the list of cases, into this Markdown file.",
+)
 def command(
     backend: str | None,
     against: str | None,
@@ -57,6 +68,8 @@ def command(
     timeout: float,
     junit: Path | None,
     json_file: Path | None,
+    mutations: bool,
+    write: Path | None,
 ) -> None:
     """Run the conformance cases: what has gone wrong in real implementations of this attention.
 
@@ -71,6 +84,9 @@ def command(
         for case in cases:
             click.echo(f"{case.case_id:4} {case.story}" + _reason(case.absent))
         return
+    if mutations:
+        _show_mutations(write)
+        return
     with bad_input():
         from anymla.testing.conformance.setup import subject_of
 
@@ -80,7 +96,10 @@ def command(
         click.echo("".join(f"  - {line}\n" for line in subject.adapter.translates), nl=False)
     jobs = (1 if against else 0) if jobs is None else jobs
     place = device or default_device()
-    outcomes = list(_shown(_run(cases, subject, (backend, against, place), jobs, timeout), cases))
+    running = _run(cases, subject, (backend, against, place), jobs, timeout)
+    if json_file is not None:
+        running = _recorded(running, json_file, subject)
+    outcomes = list(_shown(running, cases))
     counts = dict.fromkeys(("passed", "failed", "not applicable"), 0)
     for outcome in outcomes:
         counts[outcome.status] += 1
@@ -90,8 +109,6 @@ def command(
         from anymla.testing.conformance.report import junit_xml
 
         junit.write_text(junit_xml(outcomes), encoding="utf-8")
-    if json_file is not None:
-        _append(json_file, outcomes, subject)
     if counts["failed"]:
         click.get_current_context().exit(1)
 
@@ -137,19 +154,32 @@ def _shown(outcomes: Iterable[Outcome], cases: list[Case]) -> Iterator[Outcome]:
             yield outcome
 
 
-def _append(path: Path, outcomes: list[Outcome], subject: Subject) -> None:
+def _recorded(outcomes: Iterable[Outcome], path: Path, subject: Subject) -> Iterator[Outcome]:
+    """Append a row for each outcome as it comes."""
     from anymla.bench.environment import environment
 
-    facts: dict[str, Any] = environment(f"anymla conformance ({subject.name})")
+    flag = "--backend" if subject.adapter is None else "--against"
+    words = f"{flag} {subject.name}" if subject.adapter or subject.backend else ""
+    facts: dict[str, Any] = environment(f"anymla conformance {words}".rstrip())
     if subject.device.type == "cuda":
         from anymla.bench.gpu import device_facts
 
         facts |= device_facts()
     version = subject.adapter.version if subject.adapter is not None else ""
-    with path.open("a", encoding="utf-8") as file:
-        for outcome in outcomes:
-            row = {"part": "conformance", **dataclasses.asdict(outcome), "version": version}
+    for outcome in outcomes:
+        row = {"part": "conformance", **dataclasses.asdict(outcome), "version": version}
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row | facts) + "\n")
+        yield outcome
+
+
+def _show_mutations(write: Path | None) -> None:
+    from anymla.testing.conformance.mutations import mutation_table, write_tables
+
+    if write is not None:
+        write_tables(write)
+        return
+    click.echo("\n".join(mutation_table()))
 
 
 def _reason(absent: str) -> str:

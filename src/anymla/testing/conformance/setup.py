@@ -24,6 +24,8 @@ def subject_of(backend: str | None, against: str | None, device: str | None) -> 
         ValueError: a name means nothing.
     """
     place = torch.device(device or default_device())
+    if place.type != "cpu" and not getattr(torch, place.type).is_available():
+        raise BackendUnavailable(f"--device {place}: torch sees none on this machine")
     if against is None:
         if backend is not None and backend not in all_backends():
             raise ValueError(f"--backend {backend}: there are {', '.join(all_backends())}")

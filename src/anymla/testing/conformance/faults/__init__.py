@@ -1,0 +1,16 @@
+"""Deliberate faults in the operations: what the cases are there to notice."""
+
+from __future__ import annotations
+
+import importlib
+
+from anymla.testing.conformance.faults.fault import FAULTS, Fault
+
+_MODULES = ("attention", "cache", "rope", "compressor", "indexer", "streams")
+
+
+def load_faults() -> list[Fault]:
+    """All faults, in the order of the modules."""
+    for module in _MODULES:
+        importlib.import_module(f"{__name__}.{module}")
+    return FAULTS

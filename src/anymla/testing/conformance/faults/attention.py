@@ -1,0 +1,144 @@
+"""Deliberate faults of attention over listed rows, each with the cases it is meant for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import get_layout
+from anymla.testing.conformance.faults.fault import GOOD, fault
+
+
+@fault("sparse_attention", "A1", "A2")
+def sink_dropped(*args: Any, sink: Tensor | None = None, **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(*args, **rest)
+    return out, lse.nan_to_num(0.0) if sink is not None else lse
+
+
+@fault("sparse_attention", "A1")
+def sink_counted_twice(*args: Any, sink: Tensor | None = None, **rest: Any) -> Any:
+    sink = None if sink is None else sink + math.log(2)
+    return GOOD.sparse_attention(*args, sink=sink, **rest)
+
+
+@fault("sparse_attention", "A1")
+def sink_multiplied_by_the_scale(*args: Any, sink: Tensor | None = None, **rest: Any) -> Any:
+    sink = None if sink is None else sink * 512**-0.5
+    return GOOD.sparse_attention(*args, sink=sink, **rest)
+
+
+@fault("sparse_attention", "A2")
+def lse_in_base_two(*args: Any, **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(*args, **rest)
+    return out, lse / math.log(2)
+
+
+@fault("sparse_attention", "A2")
+def lse_with_the_sink(*args: Any, sink: Tensor | None = None, **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(*args, sink=sink, **rest)
+    return out, lse if sink is None else torch.logaddexp(lse, sink.expand_as(lse))
+
+
+@fault("sparse_attention", "A2")
+def empty_row_has_an_lse_of_plus_infinity(*args: Any, **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(*args, **rest)
+    return out, torch.where(lse == -torch.inf, torch.inf, lse)
+
+
+@fault("sparse_attention", "A3")
+def heads_in_blocks_of_eight(*args: Any, **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(*args, **rest)
+    out[:, out.shape[1] // 8 * 8 :] = 0
+    return out, lse
+
+
+@fault("sparse_attention", "A4", "I9")
+def columns_in_blocks_of_64(
+    q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
+) -> Any:
+    width = max(64, indices.shape[1] // 64 * 64)
+    return GOOD.sparse_attention(
+        q, cache, indices[:, :width], None if lengths is None else lengths.clamp(max=width), **rest
+    )
+
+
+@fault("sparse_attention", "A5")
+def other_kernel_forgets_a_column(
+    q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
+) -> Any:
+    if len(q) > 64 and lengths is not None:
+        lengths = lengths - 1
+    return GOOD.sparse_attention(q, cache, indices, lengths, **rest)
+
+
+@fault("sparse_attention", "A7")
+def result_depends_on_the_batch(*args: Any, **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(*args, **rest)
+    return out * (1 + 0.003 * len(out)), lse
+
+
+@fault("sparse_attention", "A8")
+def grid_of_65535_tokens(*args: Any, **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(*args, **rest)
+    out[65535:] = 0
+    return out, lse
+
+
+@fault("sparse_attention", "A10", "L6")
+def lengths_ignored(
+    q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
+) -> Any:
+    return GOOD.sparse_attention(q, cache, indices, None, **rest)
+
+
+@fault("sparse_attention", "A10", "I9")
+def negative_indices_wrap_around(
+    q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
+) -> Any:
+    limit = cache.shape[0] * cache.shape[1]
+    return GOOD.sparse_attention(q, cache, indices % limit, lengths, **rest)
+
+
+@fault("sparse_attention_rows", "A10")
+def rows_past_the_end_are_clamped(
+    q: Tensor, kv: Tensor, indices: Tensor, *args: Any, **rest: Any
+) -> Any:
+    return GOOD.sparse_attention_rows(q, kv, indices.clamp(max=len(kv) - 1), *args, **rest)
+
+
+@fault("sparse_attention_rows", "L6", "A10")
+def lengths_of_plain_rows_ignored(
+    q: Tensor, kv: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
+) -> Any:
+    return GOOD.sparse_attention_rows(q, kv, indices, None, **rest)
+
+
+@fault("sparse_attention", "L6")
+def masked_rows_are_multiplied_by_zero(q: Tensor, cache: Tensor, *args: Any, **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(q, cache, *args, **rest)
+    layout = get_layout(rest.get("layout", "v4_main_fp8"))
+    slots = torch.arange(cache.shape[0] * cache.shape[1])
+    return out + 0 * layout.read(cache, slots, torch.float32).sum(), lse
+
+
+@fault("sparse_attention", "R3")
+def softmax_with_mscale(*args: Any, **rest: Any) -> Any:
+    return GOOD.sparse_attention(*args, **{**rest, "scale": 512**-0.5 * 1.277**2})
+
+
+@fault("sparse_attention", "Q2")
+def one_format_flag_for_both_caches(*args: Any, **rest: Any) -> Any:
+    if rest.get("extra_layout", "") != rest.get("layout", ""):
+        rest = {key: value for key, value in rest.items() if not key.startswith("extra")}
+    return GOOD.sparse_attention(*args, **rest)
+
+
+@fault("sparse_attention", "L8")
+def layout_not_compared(*args: Any, **rest: Any) -> Any:
+    try:
+        return GOOD.sparse_attention(*args, **rest)
+    except (TypeError, ValueError):
+        return None

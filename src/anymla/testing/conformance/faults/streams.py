@@ -1,0 +1,31 @@
+"""Deliberate faults of hyper-connections, each with the cases it is meant for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from anymla.testing.conformance.faults.fault import GOOD, fault
+
+
+@fault("hc_post", "M1", "M2")
+def comb_transposed(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return GOOD.hc_post(u, h, post, comb.transpose(1, 2).contiguous())
+
+
+@fault("hc_pre", "M2")
+def one_iteration_less(*args: Any, iters: int, **rest: Any) -> Any:
+    return GOOD.hc_pre(*args, iters=iters - 1, **rest)
+
+
+@fault("hc_pre", "M2")
+def epsilon_of_the_norm_missing(*args: Any, norm_eps: float, **rest: Any) -> Any:
+    return GOOD.hc_pre(*args, norm_eps=0.0, **rest)
+
+
+@fault("hc_pre", "M1")
+def tokens_after_8192_forgotten(*args: Any, **rest: Any) -> Any:
+    y, post, comb = GOOD.hc_pre(*args, **rest)
+    y[8192:] = 0
+    return y, post, comb

@@ -1,0 +1,67 @@
+"""Which cases catch which deliberate fault: the table in docs/conformance.md, from a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from anymla.testing.conformance.adapters import Adapter
+from anymla.testing.conformance.faults import load_faults
+from anymla.testing.conformance.faults.fault import Fault
+from anymla.testing.conformance.registry import Case, load_cases
+from anymla.testing.conformance.runner import FAILED, Subject, run_case
+
+CASES_BEGIN, CASES_END = "<!-- cases: begin -->", "<!-- cases: end -->"
+BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
+
+# Whole models and very large inputs, which take long: only faults that are meant for them.
+_ONLY_IF_MEANT = ("C5", "C6", "C7", "L4", "A8")
+
+
+def caught_by(fault: Fault) -> list[str]:
+    """Ids of the cases that fail with a fault in place, of those that may notice it."""
+    subject = Subject(adapter=Adapter(fault.name, {fault.operation: fault.run}))
+    return [case.case_id for case in _noticing(fault) if run_case(case, subject).status == FAILED]
+
+
+def _noticing(fault: Fault) -> Iterator[Case]:
+    for case in load_cases().values():
+        if case.run is None or case.gpu or fault.operation not in case.operations:
+            continue
+        if case.case_id not in _ONLY_IF_MEANT or case.case_id in fault.cases:
+            yield case
+
+
+def row(fault: Fault, cases: list[str]) -> str:
+    """A line of the table."""
+    return f"| {fault.words} | `{fault.operation}` | {', '.join(cases) or '**nothing**'} |"
+
+
+def mutation_table() -> list[str]:
+    """Run every fault; lines of the Markdown table."""
+    head = ["| fault | in | caught by |", "|---|---|---|"]
+    return head + [row(fault, caught_by(fault)) for fault in load_faults()]
+
+
+def case_table() -> list[str]:
+    """Lines of the Markdown table of all cases."""
+    lines = ["| case | what must hold | operations |", "|---|---|---|"]
+    for case in load_cases().values():
+        names = ", ".join(f"`{name}`" for name in case.operations) or "-"
+        where = f" (not run: {case.absent})" if case.absent else ""
+        where = " (on a GPU)" if case.gpu else where
+        lines.append(f"| {case.case_id} | {case.story}{where} | {names} |")
+    return lines
+
+
+def write_tables(path: Path) -> None:
+    """Put both tables between their marks in a Markdown file."""
+    text = path.read_text(encoding="utf-8")
+    for begin, end, lines in (
+        (CASES_BEGIN, CASES_END, case_table()),
+        (BEGIN, END, mutation_table()),
+    ):
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = "\n".join([before + begin, *lines, end + after])
+    path.write_text(text, encoding="utf-8")
