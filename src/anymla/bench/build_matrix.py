@@ -140,7 +140,7 @@ def _build(job: Job) -> dict[str, Any]:
         compiled = triton.compile(
             ASTSource(build.kernel, signature, constants, hints),
             target=GPUTarget(target.backend, architecture, target.warp_size),
-            options={"num_warps": build.num_warps, "num_stages": build.num_stages},
+            options=_options(build),
         )
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -149,6 +149,13 @@ def _build(job: Job) -> dict[str, Any]:
         row |= {"built": True, "shared_bytes": compiled.metadata.shared, **_code(compiled, target)}
     row["seconds"] = round(time.perf_counter() - started, 2)
     return judge(row, build, target)
+
+
+def _options(build: Build) -> dict[str, Any]:
+    options = {"num_warps": build.num_warps, "enable_fp_fusion": build.fp_fusion}
+    if build.num_stages is not None:
+        options["num_stages"] = build.num_stages
+    return options
 
 
 def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:

@@ -39,12 +39,11 @@ def e4m3_to_fp16(codes, NATIVE: tl.constexpr):
 @triton.jit
 def fp32_to_e4m3(x, NATIVE: tl.constexpr):
     """Encode float32 to uint8 e4m3fn codes: nearest even, saturating at 448, NaN to 0x7F."""
-    bits = x.to(tl.uint32, bitcast=True)
-    sign = (bits >> 24) & 0x80
     if NATIVE:
-        clamped = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        clamped = tl.clamp(x, -448.0, 448.0)
         codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
     else:
+        bits = x.to(tl.uint32, bitcast=True)
         magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
         # Normal codes: add half of the 20 dropped mantissa bits, ties to even, and re-base the
         # exponent from 127 to 7. A mantissa that overflows carries into the exponent by itself.
@@ -54,9 +53,8 @@ def fp32_to_e4m3(x, NATIVE: tl.constexpr):
         # nearest even, in the mantissa's lowest bits.
         small = magnitude.to(tl.float32, bitcast=True) + 16384.0
         subnormal = small.to(tl.uint32, bitcast=True) - 0x46800000
-        codes = tl.where(magnitude < 0x3C800000, subnormal, normal) | sign
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return tl.where(nan, 0x7F, codes).to(tl.uint8)
+        codes = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+    return tl.where(x != x, 0x7F, codes).to(tl.uint8)
 
 
 @triton.jit

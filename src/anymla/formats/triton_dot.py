@@ -19,6 +19,15 @@ def _as_bf16(x):
 
 
 @triton.jit
+def split_in_three(x):
+    """Three bfloat16, the largest first, whose sum is a float32 x: 8 of its 24 bits each."""
+    high = _upper_bits(x)
+    rest = x - high
+    middle = _upper_bits(rest)
+    return _as_bf16(high), _as_bf16(middle), _as_bf16(rest - middle)
+
+
+@triton.jit
 def exact_dot(a, w, total):
     """Add a @ w^T to ``total``, the operands unrounded and the sums in float32.
 
@@ -35,13 +44,11 @@ def exact_dot(a, w, total):
         total = exact_dot(lower, w, total)
         total = exact_dot(upper, w, total)
     elif a.dtype == tl.bfloat16 and w.dtype == tl.float32:
-        # Three bfloat16 hold the 24 bits of a float32, and their products are tensor-core ones.
-        high = _upper_bits(w)
-        rest = w - high
-        middle = _upper_bits(rest)
-        total = tl.dot(a, tl.trans(_as_bf16(rest - middle)), total)
-        total = tl.dot(a, tl.trans(_as_bf16(middle)), total)
-        total = tl.dot(a, tl.trans(_as_bf16(high)), total)
+        # The products of bfloat16 are tensor-core ones.
+        high, middle, low = split_in_three(w)
+        total = tl.dot(a, tl.trans(low), total)
+        total = tl.dot(a, tl.trans(middle), total)
+        total = tl.dot(a, tl.trans(high), total)
     else:
         wide = tl.trans(w.to(tl.float32))
         total = tl.dot(a.to(tl.float32), wide, total, input_precision="ieee")

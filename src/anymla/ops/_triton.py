@@ -137,11 +137,13 @@ class Build:
         types: Triton type of every argument that is no constexpr: "*u8", "i64", "fp32", ...
         constants: values of the constexprs.
         num_warps: warps of a program.
-        num_stages: pipeline depth.
+        num_stages: pipeline depth; None where the launch leaves it to the compiler as well.
         divisible: arguments known to be multiples of 16 (pointers always are).
-        matrix: matrix-multiply instructions must appear in the code.
+        matrix: matrix-multiply instructions must appear in the code: any (True), or those with
+            "bf16", "fp16" or "e4m3" operands.
         spills: spill instructions that are accepted.
-        fails: the reason if this build is expected to fail, else "".
+        fails: part of the compiler's message if this build is expected to fail, else "".
+        fp_fusion: products and sums may become one instruction, which rounds once.
     """
 
     label: str
@@ -149,8 +151,9 @@ class Build:
     types: dict[str, str]
     constants: dict[str, Any]
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int | None = None
     divisible: tuple[str, ...] = ()
-    matrix: bool = False
+    matrix: bool | str = False
     spills: int = 0
     fails: str = ""
+    fp_fusion: bool = True

@@ -286,5 +286,6 @@ def builds(target: Target) -> Iterator[Build]:
                     "LOOKED": chosen.looked,
                 },
                 num_warps=chosen.num_warps,
+                fp_fusion=False,
                 divisible=strides,
             )

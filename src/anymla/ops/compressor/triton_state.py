@@ -147,5 +147,6 @@ def builds(target: Target) -> Iterator[Build]:
                 "ROWS": chosen.rows,
             },
             num_warps=chosen.num_warps,
+            fp_fusion=False,
             divisible=strides,
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from anymla.ops._triton import Build, Target
 from anymla.ops.hyper_connection.triton_gates import (
+    SLICES_OF_MANY,
     load_columns,
     mixes_of_one,
     pre_gates,
@@ -53,7 +54,7 @@ def _store_normed(y, out, weight, first, inverse, D: tl.constexpr, C: tl.constex
     tl.store(out + d, y, d < D)
 
 
-@triton.jit(do_not_specialize=["iters"])
+@triton.jit(do_not_specialize=["iters", "token_stride", "slice_stride", "mix_stride"])
 def collapse_kernel(
     h,
     pre,
@@ -67,12 +68,14 @@ def collapse_kernel(
     norm_eps,
     hc_eps,
     iters,
+    token_stride,
+    slice_stride,
+    mix_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     GATES: tl.constexpr,
     MIXES: tl.constexpr,
     SLICES: tl.constexpr,
-    P: tl.constexpr,
     BLOCK_S: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -80,7 +83,10 @@ def collapse_kernel(
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     exists = row >= 0
     if GATES:
-        mixes = mixes_of_one(partial, row, norm_eps, MIXES, N * D, SLICES, P, BLOCK_S)
+        partial += row * token_stride
+        mixes = mixes_of_one(
+            partial, slice_stride, mix_stride, norm_eps, MIXES, N * D, SLICES, BLOCK_S
+        )
         gates = pre_gates(mixes, base, scale, hc_eps, N)
         if MIXES > N:
             store_gates(mixes, base, scale, post, comb, row, exists, hc_eps, iters, N)
@@ -124,7 +130,7 @@ def launch_collapse(
     """Fill y [T, D] from contiguous h [T, N, D] and either ``pre`` or ``partial`` mixes."""
     tokens, n, d = h.shape
     columns, num_warps = columns_of(d)
-    slices, width = (1, 1) if partial is None else partial.shape[1:]
+    slices = 1 if partial is None else partial.shape[1]
     collapse_kernel[(tokens,)](
         h,
         pre,
@@ -138,12 +144,12 @@ def launch_collapse(
         norm_eps,
         hc_eps,
         iters,
+        *((0, 0, 0) if partial is None else partial.stride()),
         N=n,
         D=d,
         GATES=partial is not None,
         MIXES=mixes,
         SLICES=slices,
-        P=width,
         BLOCK_S=triton.next_power_of_2(slices),
         COLUMNS=columns,
         num_warps=num_warps,
@@ -154,14 +160,17 @@ def builds(target: Target) -> Iterator[Build]:
     """Flash and Pro: with their gates or given them, with a norm or without, and the head."""
     for d in (4096, 7168):
         for dtype in ("bf16", "fp16", "fp32"):
-            for mixes in (0, 4, 24):
-                for norm in (False, True):
-                    yield _build(d, dtype, mixes, norm)
+            for norm in (False, True):
+                yield _build(d, dtype, 0, norm, 1)
+                yield _build(d, dtype, 24, norm, d // FEW_SLICE)
+            for width in SLICES_OF_MANY:
+                yield _build(d, dtype, 4, False, d // width)
 
 
-def _build(d: int, dtype: str, mixes: int, norm: bool) -> Build:
+def _build(d: int, dtype: str, mixes: int, norm: bool, slices: int) -> Build:
     columns, num_warps = columns_of(d)
-    numbers = {"norm_eps": "fp32", "hc_eps": "fp32", "iters": "i32"}
+    strides = dict.fromkeys(("token_stride", "slice_stride", "mix_stride"), "i32")
+    numbers = {"norm_eps": "fp32", "hc_eps": "fp32", "iters": "i32", **strides}
     types = {"h": f"*{dtype}", "y": f"*{dtype}", **numbers}
     if norm:
         types["norm_weight"] = f"*{dtype}"
@@ -169,19 +178,17 @@ def _build(d: int, dtype: str, mixes: int, norm: bool) -> Build:
     results = ("post", "comb") if mixes > 4 else ()
     types |= dict.fromkeys((*given, *results), "*fp32")
     pointers = ("pre", "partial", "base", "scale", "norm_weight", "post", "comb")
-    slices = triton.cdiv(d, FEW_SLICE) if mixes else 1
     sizes = {
         "N": 4,
         "D": d,
         "GATES": mixes > 0,
         "MIXES": mixes,
         "SLICES": slices,
-        "P": max(16, triton.next_power_of_2(mixes + 1)) if mixes else 1,
         "BLOCK_S": triton.next_power_of_2(slices),
         "COLUMNS": columns,
     }
     return Build(
-        f"{dtype} D {d}, {mixes} mixes{', norm' * norm}",
+        f"{dtype} D {d}, {mixes} mixes of {slices} slices{', norm' * norm}",
         collapse_kernel,
         types,
         {name: None for name in pointers if name not in types} | sizes,

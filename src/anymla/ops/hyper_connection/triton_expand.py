@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anymla.ops._triton import Build, Target
 from anymla.ops.hyper_connection.triton_gates import load_columns
-from anymla.ops.hyper_connection.triton_mix import expand, load_streams
+from anymla.ops.hyper_connection.triton_tiles import expand, load_streams
 
 # Channels of a tile: 16 bytes a thread of each tensor for 16-bit streams.
 _ELEMENTS = 1024

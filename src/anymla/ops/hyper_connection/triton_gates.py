@@ -4,7 +4,7 @@ Sinkhorn's forty normalisations of a token's N x N matrix then need no communica
 
 Grid of the kernel: blocks of tokens.
 
-    partial [T, slices, P] -> sum over slices -> N pre, N post, N x N comb
+    partial [slices, P, T] -> sum over slices -> N pre, N post, N x N comb
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from anymla.ops._triton import Build, Target
 
 # One warp's lanes on most targets: more tokens a program would leave too few programs.
 TOKENS = 32
+# Channels of the slices whose partial mixes are added up.
+SLICES_OF_MANY = (128, 256, 512)
 
 
 @triton.jit
@@ -38,35 +40,35 @@ def store_columns(table, rows, inside, columns, FIRST: tl.constexpr, COUNT: tl.c
 
 
 @triton.jit
-def _summed(partial, row, COLUMN: tl.constexpr, SLICES, P, BLOCK_S: tl.constexpr):
+def _summed(partial, slice_stride, SLICES: tl.constexpr, BLOCK_S: tl.constexpr):
     slices = tl.arange(0, BLOCK_S)
-    at = (row * SLICES + slices) * P + COLUMN
-    return tl.sum(tl.load(partial + at, slices < SLICES, other=0.0), 0)
+    return tl.sum(tl.load(partial + slices * slice_stride, slices < SLICES, other=0.0), 0)
 
 
 @triton.jit
 def mixes_of_one(
     partial,
-    row,
+    slice_stride,
+    mix_stride,
     norm_eps,
     COUNT: tl.constexpr,
     CHANNELS: tl.constexpr,
     SLICES: tl.constexpr,
-    P: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """COUNT mixes of token ``row``, scalars, divided by the root mean square of its streams."""
-    square = _summed(partial, row, COUNT, SLICES, P, BLOCK_S)
+    """COUNT mixes of the token at ``partial``, scalars, over its streams' root mean square."""
+    square = _summed(partial + COUNT * mix_stride, slice_stride, SLICES, BLOCK_S)
     inverse = tl.rsqrt(square / CHANNELS + norm_eps)
     mixes = ()
     for i in tl.static_range(COUNT):
-        mixes += (_summed(partial, row, i, SLICES, P, BLOCK_S) * inverse,)
+        mixes += (_summed(partial + i * mix_stride, slice_stride, SLICES, BLOCK_S) * inverse,)
     return mixes
 
 
 @triton.jit
 def _mixes_of_many(
     partial,
+    tokens,
     rows,
     inside,
     norm_eps,
@@ -76,17 +78,18 @@ def _mixes_of_many(
     P: tl.constexpr,
 ):
     """As ``mixes_of_one`` for tokens ``rows`` [n]: tokens are lanes, and slices pass one by one."""
+    slice_stride = tokens.to(tl.int64) * P
     totals = ()
     for _ in tl.static_range(COUNT + 1):
         totals += (tl.zeros(rows.shape, tl.float32),)
-    for first in range(0, SLICES, 2):
-        # Two slices at a time, whose loads wait together.
-        for further in tl.static_range(2):
-            slice_at = partial + (rows * SLICES + first + further) * P
+    for first in range(0, SLICES, 4):
+        # Four slices at a time, whose loads wait together.
+        for further in tl.static_range(4):
+            slice_at = partial + (first + further) * slice_stride + rows
             mask = inside & (first + further < SLICES)
             sums = ()
             for i in tl.static_range(COUNT + 1):
-                sums += (totals[i] + tl.load(slice_at + i, mask=mask, other=0.0),)
+                sums += (totals[i] + tl.load(slice_at + i * tokens, mask=mask, other=0.0),)
             totals = sums
     inverse = tl.rsqrt(totals[COUNT] / CHANNELS + norm_eps)
     mixes = ()
@@ -218,7 +221,9 @@ def gates_kernel(
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = token.to(tl.int64)
-    mixes = _mixes_of_many(partial, rows, inside, norm_eps, (2 + N) * N, CHANNELS, SLICES, P)
+    mixes = _mixes_of_many(
+        partial, tokens, rows, inside, norm_eps, (2 + N) * N, CHANNELS, SLICES, P
+    )
     store_columns(pre, rows, inside, pre_gates(mixes, base, scale, hc_eps, N), 0, N)
     store_gates(mixes, base, scale, post, comb, rows, inside, hc_eps, iters, N)
 
@@ -236,8 +241,9 @@ def launch_gates(
     hc_eps: float,
     iters: int,
 ) -> None:
-    """Fill pre [T, N], post [T, N] and comb [T, N, N] from partial [T, slices, P]."""
+    """Fill pre [T, N], post [T, N] and comb [T, N, N] from partial [T, slices, P], T innermost."""
     tokens, slices, width = partial.shape
+    assert partial.stride(0) == 1
     gates_kernel[(triton.cdiv(tokens, TOKENS),)](
         partial,
         base,
@@ -262,10 +268,10 @@ def builds(target: Target) -> Iterator[Build]:
     """Four streams of Flash and Pro."""
     pointers = dict.fromkeys(("partial", "base", "scale", "pre", "post", "comb"), "*fp32")
     numbers = {"tokens": "i32", "norm_eps": "fp32", "hc_eps": "fp32", "iters": "i32"}
-    for d, slices in ((4096, 16), (7168, 28)):
+    for d, slices in ((d, d // width) for d in (4096, 7168) for width in SLICES_OF_MANY):
         sizes = {"N": 4, "CHANNELS": 4 * d, "SLICES": slices, "P": 32, "ROWS": TOKENS}
         yield Build(
-            f"D {d}",
+            f"D {d}, {slices} slices",
             gates_kernel,
             pointers | numbers,
             sizes,

@@ -11,6 +11,8 @@ Grid: (blocks of tokens, slices of D).
 
 With EXPAND the program first leaves the site before: it makes the N streams h' of its slice from u,
 h and that site's gates, stores them, and goes on with them as rounded.
+
+Many tokens of bfloat16 have a kernel of their own, in ``triton_bulk``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._triton import Build, Target
+from anymla.ops.hyper_connection.triton_bulk import launch_bulk
 from anymla.ops.hyper_connection.triton_gates import load_columns
+from anymla.ops.hyper_connection.triton_tiles import expand, load_streams
 
 _FEW_TOKENS = 128
 # Channels of a slice. With few tokens many slices, but at D 4096 no more than a warp's lanes.
@@ -53,29 +57,7 @@ def config(tokens: int, d: int, dtype: torch.dtype) -> MixConfig:
     whole = dtype == torch.bfloat16
     columns = min(32 if whole else 16, max(16, triton.next_power_of_2(d)))
     chunks = min((FEW_SLICE if few else _MANY_SLICE) // columns, triton.cdiv(d, columns))
-    return MixConfig(32 if whole and not few else 16, columns, chunks, 8 if whole else 4)
-
-
-@triton.jit
-def load_streams(h, rows, d, mask, N: tl.constexpr, D: tl.constexpr):
-    """Channels d [c] of the N streams of tokens rows [r]: N tiles [r, c] as stored."""
-    streams = ()
-    for i in tl.static_range(N):
-        streams += (tl.load(h + (rows * (N * D) + i * D)[:, None] + d[None, :], mask, other=0.0),)
-    return streams
-
-
-@triton.jit
-def expand(u, streams, post, comb, N: tl.constexpr):
-    """h'_j = post_j u + sum_i comb_ij h_i of tiles [r, c], rounded once to their dtype."""
-    wide = u.to(tl.float32)
-    expanded = ()
-    for j in tl.static_range(N):
-        total = post[j][:, None] * wide
-        for i in tl.static_range(N):
-            total += comb[i * N + j][:, None] * streams[i].to(tl.float32)
-        expanded += (total.to(u.dtype),)
-    return expanded
+    return MixConfig(16, columns, chunks, 8 if whole else 4)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -94,6 +76,7 @@ def mix_kernel(
     MIXES: tl.constexpr,
     P: tl.constexpr,
     EXPAND: tl.constexpr,
+    TOKENS_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -128,9 +111,15 @@ def mix_kernel(
                 other=0.0,
             )
             total = exact_dot(stream, weights, total)
-    at = partial + (rows * tl.num_programs(1) + tl.program_id(1)) * P
-    tl.store(at[:, None] + mix[None, :], total, inside[:, None] & (mix < MIXES)[None, :])
-    tl.store(at + MIXES, tl.sum(square, 1), inside)
+    there = inside[:, None] & (mix < MIXES)[None, :]
+    if TOKENS_LAST:
+        at = partial + tl.program_id(1).to(tl.int64) * P * tokens + token
+        tl.store(at[:, None] + (mix * tokens)[None, :], total, there)
+        tl.store(at + MIXES * tokens, tl.sum(square, 1), inside)
+    else:
+        at = partial + (rows * tl.num_programs(1) + tl.program_id(1)) * P
+        tl.store(at[:, None] + mix[None, :], total, there)
+        tl.store(at + MIXES, tl.sum(square, 1), inside)
 
 
 def launch_mix(
@@ -145,15 +134,21 @@ def launch_mix(
     """Partial mixes of contiguous streams h [T, N, D], or of those that replace them in ``out``.
 
     Returns:
-        float32 [T, slices, P]: a slice's share of the mixes, in column len(fn) its sum of squares,
-        and nothing beyond.
+        float32 [T, slices, P], for many tokens with T last in memory: a slice's share of the mixes,
+        in column len(fn) its sum of squares, and nothing beyond.
     """
     tokens, n, d = h.shape
+    many = tokens > _FEW_TOKENS
+    if many and h.dtype == torch.bfloat16:
+        return launch_bulk(h, fn, u=u, post=post, comb=comb, out=out)
     chosen = config(tokens, d, h.dtype)
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
-    partial = torch.empty((tokens, slices, width), dtype=torch.float32, device=h.device)
+    if many:
+        partial = fn.new_empty((slices, width, tokens)).permute(2, 0, 1)
+    else:
+        partial = fn.new_empty((tokens, slices, width))
     mix_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
         u,
         h,
@@ -169,6 +164,7 @@ def launch_mix(
         MIXES=mixes,
         P=width,
         EXPAND=out is not None,
+        TOKENS_LAST=many,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         num_warps=chosen.num_warps,
@@ -180,15 +176,14 @@ def builds(target: Target) -> Iterator[Build]:
     """Flash and Pro, few and many tokens, alone and after another site, and the head."""
     for d in (4096, 7168):
         for tokens in (1, 1 + _FEW_TOKENS):
-            for dtype in _DTYPES:
+            for dtype in _DTYPES if tokens == 1 else ("fp16", "fp32"):
                 for mixes, expands in ((24, False), (24, True), (4, False)):
                     yield _build(target, d, tokens, dtype, mixes, expands)
 
 
 def _build(target: Target, d: int, tokens: int, dtype: str, mixes: int, expands: bool) -> Build:
     chosen = config(tokens, d, _DTYPES[dtype])
-    types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", "tokens": "i32"}
-    types["chunks"] = "i32"
+    types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", "tokens": "i32", "chunks": "i32"}
     absent = {}
     before = {"u": f"*{dtype}", "out": f"*{dtype}", "post": "*fp32", "comb": "*fp32"}
     if expands:
@@ -201,12 +196,13 @@ def _build(target: Target, d: int, tokens: int, dtype: str, mixes: int, expands:
         "MIXES": mixes,
         "P": max(16, triton.next_power_of_2(mixes + 1)),
         "EXPAND": expands,
+        "TOKENS_LAST": tokens > _FEW_TOKENS,
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
     }
-    label = f"{dtype} D {d}, {chosen.rows} tokens, {mixes} mixes{', expand' * expands}"
+    order = "few" if tokens <= _FEW_TOKENS else "many"
     return Build(
-        label,
+        f"{dtype} D {d}, {order} tokens, {mixes} mixes{', expand' * expands}",
         mix_kernel,
         types,
         absent | sizes,

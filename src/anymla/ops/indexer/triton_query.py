@@ -245,5 +245,6 @@ def builds(target: Target) -> Iterator[Build]:
                         "HEADS": heads_of(64, width),
                     },
                     num_warps=_NUM_WARPS,
+                    fp_fusion=False,
                     divisible=("q_token_stride", "q_head_stride", "table_stride", "heads"),
                 )

@@ -200,6 +200,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "ROWS": chosen.rows,
                     },
                     "num_warps": chosen.num_warps,
+                    "fp_fusion": False,
                 }
                 label = f"{layout} to {dtype}, page {entries}"
                 yield Build(

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from anymla.ops._triton import Build, Target
 
-BLOCK = 1024
+BLOCK = 2048
+# Values that are masked together, so that they are loaded together: 16 bytes of bfloat16.
+_TOGETHER = 8
 
 
 @triton.jit
@@ -23,11 +25,13 @@ def gated(gate, up, limit):
     return gate * tl.sigmoid(gate) * up
 
 
-@triton.jit(do_not_specialize=["count"])
-def swiglu_kernel(gate, up, out, count, limit, BLOCK: tl.constexpr):
-    """BLOCK values."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
+@triton.jit(do_not_specialize=["groups"])
+def swiglu_kernel(gate, up, out, groups, limit, BLOCK: tl.constexpr, TOGETHER: tl.constexpr):
+    """BLOCK values of groups of TOGETHER."""
+    COUNT: tl.constexpr = BLOCK // TOGETHER
+    group = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    at = group[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
+    mask = (group < groups)[:, None]
     g = tl.load(gate + at, mask, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask, other=0.0).to(tl.float32)
     tl.store(out + at, gated(g, u, limit).to(out.dtype.element_ty), mask)
@@ -38,16 +42,24 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     count = out.numel()
     if count:
-        grid = (triton.cdiv(count, BLOCK),)
-        swiglu_kernel[grid](
-            gate.contiguous(), up.contiguous(), out, count, float(limit), BLOCK=BLOCK
+        together = 1 if count % _TOGETHER else _TOGETHER
+        swiglu_kernel[(triton.cdiv(count, BLOCK),)](
+            gate.contiguous(),
+            up.contiguous(),
+            out,
+            count // together,
+            float(limit),
+            BLOCK=BLOCK,
+            TOGETHER=together,
         )
     return out
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Every dtype."""
+    """Every dtype; any number of values, and multiples of what is loaded together."""
     for dtype in ("bf16", "fp16", "fp32"):
         pointers = dict.fromkeys(("gate", "up", "out"), f"*{dtype}")
-        types = {**pointers, "count": "i64", "limit": "fp32"}
-        yield Build(dtype, swiglu_kernel, types, {"BLOCK": BLOCK})
+        types = {**pointers, "groups": "i64", "limit": "fp32"}
+        for together in (_TOGETHER, 1):
+            sizes = {"BLOCK": BLOCK, "TOGETHER": together}
+            yield Build(f"{dtype}, {together} together", swiglu_kernel, types, sizes)

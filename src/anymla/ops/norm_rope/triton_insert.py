@@ -330,5 +330,6 @@ def builds(target: Target) -> Iterator[Build]:
                         "ROWS": chosen.rows,
                     },
                     num_warps=chosen.num_warps,
+                    fp_fusion=False,
                     divisible=tuple(name for name in numbers if name.endswith("stride")),
                 )

@@ -233,6 +233,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "ROWS": chosen.rows,
                 },
                 num_warps=chosen.num_warps,
+                fp_fusion=False,
                 divisible=("row_stride",),
             )
         for rank in (1024, 1536):
@@ -260,5 +261,6 @@ def builds(target: Target) -> Iterator[Build]:
                     "KV_ROWS": kv_config.rows,
                 },
                 num_warps=max(q_config.num_warps, kv_config.num_warps),
+                fp_fusion=False,
                 divisible=("q_row_stride", "kv_row_stride"),
             )

@@ -149,5 +149,6 @@ def builds(target: Target) -> Iterator[Build]:
                         "INVERSE": inverse,
                     },
                     num_warps=chosen.num_warps,
+                    fp_fusion=False,
                     divisible=("heads", "token_stride", "head_stride", "table_row_stride"),
                 )

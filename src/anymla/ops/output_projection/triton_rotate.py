@@ -1,6 +1,7 @@
 """Rotate heads back: rounded for a 16-bit product, or quantised to FP8, in one pass.
 
-Grid: blocks of runs; a head of D channels is ceil(D/128) runs.
+A head of D channels is ceil(D/128) runs. Grid when rounding: blocks of runs; when quantising:
+(blocks of heads, runs of a head), so that only the programs of rotated runs know of angles.
 
     RUNS x 128 of o [T, H, D] -> R^-1 -> the same place, or 128 codes and one scale a run
 """
@@ -15,9 +16,90 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.linear.triton_quantize import FEW_RUNS, RUNS, quantize_runs, runs_of_program
 from anymla.ops.output_projection.reference import AMAX_FLOOR
+
+# Runs of a program that rounds, heads of one that quantises: 16 values a thread, or 4 for latency.
+RUNS = 16
+FEW_RUNS = 4
+# Up to here there are too few heads for more than that to be worth it.
+_FEW_HEADS = 1024
+
+
+@triton.jit
+def _angles(positions, table, heads, inside, first, angles, HEADS, D, TURNED, PAIRS: tl.constexpr):
+    """Cosines and sines [n, PAIRS] of the pairs from channel ``first`` on; 1 and 0 outside."""
+    position = tl.load(positions + heads // HEADS, inside, other=0)
+    position = tl.minimum(tl.maximum(position, 0), angles - 1)
+    pair = (first - (D - TURNED)) // 2 + tl.arange(0, PAIRS)
+    turns = inside[:, None] & ((pair >= 0) & (pair < TURNED // 2))[None, :]
+    at = table + (position * TURNED)[:, None] + pair[None, :]
+    cos = tl.load(at, turns, other=1.0)
+    sin = tl.load(at + TURNED // 2, turns, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def _load_pairs(o, at, mask):
+    """Even and odd channels, float32, of the pairs at ``at``; 16-bit pairs are loaded as one."""
+    if o.dtype.element_ty == tl.float32:
+        even = tl.load(o + 2 * at, mask, other=0.0)
+        odd = tl.load(o + 2 * at + 1, mask, other=0.0)
+    else:
+        both = tl.load(o.to(tl.pointer_type(tl.uint32)) + at, mask, other=0)
+        if o.dtype.element_ty == tl.bfloat16:
+            even = (both << 16).to(tl.float32, bitcast=True)
+            odd = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            even = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            odd = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return even, odd
+
+
+@triton.jit(do_not_specialize=["count", "angles"])
+def rotate_quantise_kernel(
+    o,
+    positions,
+    table,
+    codes,
+    scales,
+    count,
+    angles,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,
+    FLOOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """One run of WIDTH channels of ROWS of the ``count`` heads."""
+    PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    PAIRS: tl.constexpr = WIDTH // 2
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    run = tl.program_id(1)
+    inside = head < count
+    first = run * WIDTH
+    pair = tl.arange(0, PAIRS)
+    mask = inside[:, None]
+    if D % WIDTH > 0:
+        mask = mask & (pair < D // 2 - run * PAIRS)[None, :]
+    at = (head.to(tl.int64) * (D // 2) + run * PAIRS)[:, None] + pair[None, :]
+    even, odd = _load_pairs(o, at, mask)
+    if first + WIDTH > D - TURNED:
+        cos, sin = _angles(positions, table, head, inside, first, angles, HEADS, D, TURNED, PAIRS)
+        turned = even * cos + odd * sin
+        odd = odd * cos - even * sin
+        even = turned
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
+    exponent = scale_exponent(largest, 448.0, FLOOR)
+    # An infinite value has exponent 128, whose inverse is no normal number.
+    inverse = exp2_int(tl.maximum(-exponent, -126))[:, None]
+    low = fp32_to_e4m3(even * inverse, NATIVE).to(tl.uint16)
+    high = fp32_to_e4m3(odd * inverse, NATIVE).to(tl.uint16)
+    tl.store(codes.to(tl.pointer_type(tl.uint16)) + at, low | (high << 8), mask)
+    tl.store(scales + head.to(tl.int64) * PER_HEAD + run, exp2_int(exponent), inside)
 
 
 @triton.jit(do_not_specialize=["runs", "angles"])
@@ -26,18 +108,15 @@ def rotate_kernel(
     positions,
     table,
     out,
-    scales,
     runs,
     angles,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     TURNED: tl.constexpr,
-    FLOOR: tl.constexpr,
     WIDTH: tl.constexpr,
     RUNS: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):
-    """RUNS runs of WIDTH channels; quantised if there are ``scales``."""
+    """RUNS runs of WIDTH channels."""
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
     PAIRS: tl.constexpr = WIDTH // 2
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
@@ -59,39 +138,7 @@ def rotate_kernel(
     even, odd = tl.split(tl.reshape(value, (RUNS, PAIRS, 2)))
     turned = tl.join(even * cos + odd * sin, odd * cos - even * sin)
     value = tl.reshape(turned, (RUNS, WIDTH))
-
-    if scales is not None:
-        codes, scale = quantize_runs(value, FLOOR, NATIVE)
-        tl.store(out + at, codes, mask)
-        tl.store(scales + run, scale, inside)
-    else:
-        tl.store(out + at, value.to(out.dtype.element_ty), mask)
-
-
-def _rotate(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, out: Tensor, scales: Tensor | None
-) -> None:
-    tokens, heads, d = o.shape
-    runs = tokens * heads * triton.cdiv(d, FP8_BLOCK)
-    if not runs:
-        return
-    block = runs_of_program(runs)
-    rotate_kernel[(triton.cdiv(runs, block),)](
-        o.contiguous(),
-        positions.contiguous(),
-        cos_sin_cache.contiguous(),
-        out,
-        scales,
-        runs,
-        len(cos_sin_cache),
-        HEADS=heads,
-        D=d,
-        TURNED=cos_sin_cache.shape[1],
-        FLOOR=AMAX_FLOOR,
-        WIDTH=FP8_BLOCK,
-        RUNS=block,
-        NATIVE=target_of(o.device).native_e4m3,
-    )
+    tl.store(out + at, value.to(out.dtype.element_ty), mask)
 
 
 def inverse_rope_fp8_quant(
@@ -104,8 +151,53 @@ def inverse_rope_fp8_quant(
     scales = torch.empty(
         (tokens, n_groups, width // FP8_BLOCK), dtype=torch.float32, device=o.device
     )
-    _rotate(o, positions, cos_sin_cache, codes, scales)
+    if not codes.numel():
+        return codes.view(torch.float8_e4m3fn), scales
+    rows = RUNS if tokens * heads > _FEW_HEADS else FEW_RUNS
+    rotate_quantise_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(d, FP8_BLOCK))](
+        _aligned(o),
+        positions.contiguous(),
+        cos_sin_cache.contiguous(),
+        codes,
+        scales,
+        tokens * heads,
+        len(cos_sin_cache),
+        HEADS=heads,
+        D=d,
+        TURNED=cos_sin_cache.shape[1],
+        FLOOR=AMAX_FLOOR,
+        WIDTH=FP8_BLOCK,
+        ROWS=rows,
+        NATIVE=target_of(o.device).native_e4m3,
+    )
     return codes.view(torch.float8_e4m3fn), scales
+
+
+def _aligned(o: Tensor) -> Tensor:
+    """Contiguous, and pairs of channels where they can be loaded as one."""
+    o = o.contiguous()
+    return o if o.storage_offset() % 2 == 0 else o.clone()
+
+
+def _rotate(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, out: Tensor) -> None:
+    tokens, heads, d = o.shape
+    runs = tokens * heads * triton.cdiv(d, FP8_BLOCK)
+    if not runs:
+        return
+    block = RUNS if tokens * heads > _FEW_HEADS else FEW_RUNS
+    rotate_kernel[(triton.cdiv(runs, block),)](
+        o.contiguous(),
+        positions.contiguous(),
+        cos_sin_cache.contiguous(),
+        out,
+        runs,
+        len(cos_sin_cache),
+        HEADS=heads,
+        D=d,
+        TURNED=cos_sin_cache.shape[1],
+        WIDTH=FP8_BLOCK,
+        RUNS=block,
+    )
 
 
 def grouped_output_projection(
@@ -117,7 +209,7 @@ def grouped_output_projection(
     """
     tokens, (groups, rank, width) = o.shape[0], wo_a.shape
     turned = torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    _rotate(o, positions, cos_sin_cache, turned, None)
+    _rotate(o, positions, cos_sin_cache, turned)
     out = torch.empty((tokens, groups, rank), dtype=o.dtype, device=o.device)
     by_group = turned.view(tokens, groups, width).transpose(0, 1)
     torch.bmm(by_group, wo_a.transpose(1, 2), out=out.transpose(0, 1))
@@ -127,37 +219,19 @@ def grouped_output_projection(
 def builds(target: Target) -> Iterator[Build]:
     """Heads of Flash, quantised by both conversions, and rounded."""
     for dtype in ("bf16", "fp16", "fp32"):
-        for runs in (FEW_RUNS, RUNS):
+        for rows in (FEW_RUNS, RUNS):
+            inputs = {"o": f"*{dtype}", "positions": "*i64", "table": "*fp32", "angles": "i32"}
+            sizes = {"HEADS": 64, "D": 512, "TURNED": 64, "WIDTH": FP8_BLOCK}
             for native in {False, target.native_e4m3}:
-                yield _build(dtype, runs, native, True)
-            yield _build(dtype, runs, False, False)
-
-
-def _build(dtype: str, runs: int, native: bool, quantizes: bool) -> Build:
-    types = {
-        "o": f"*{dtype}",
-        "positions": "*i64",
-        "table": "*fp32",
-        "out": "*u8" if quantizes else f"*{dtype}",
-        "runs": "i32",
-        "angles": "i32",
-    }
-    absent = {} if quantizes else {"scales": None}
-    if quantizes:
-        types["scales"] = "*fp32"
-    how = ("native" if native else "bits") if quantizes else "rounded"
-    return Build(
-        f"{dtype}, {runs} runs, {how}",
-        rotate_kernel,
-        types,
-        {
-            **absent,
-            "HEADS": 64,
-            "D": 512,
-            "TURNED": 64,
-            "FLOOR": AMAX_FLOOR,
-            "WIDTH": FP8_BLOCK,
-            "RUNS": runs,
-            "NATIVE": native,
-        },
-    )
+                yield Build(
+                    f"{dtype}, {rows} heads, {'native' if native else 'bits'}",
+                    rotate_quantise_kernel,
+                    {**inputs, "codes": "*u8", "scales": "*fp32", "count": "i32"},
+                    {**sizes, "FLOOR": AMAX_FLOOR, "ROWS": rows, "NATIVE": native},
+                )
+            yield Build(
+                f"{dtype}, {rows} runs",
+                rotate_kernel,
+                {**inputs, "out": f"*{dtype}", "runs": "i32"},
+                {**sizes, "RUNS": rows},
+            )

@@ -1,0 +1,28 @@
+"""The N streams of a block of tokens inside kernels, as a tuple of tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_streams(h, rows, d, mask, N: tl.constexpr, D: tl.constexpr):
+    """Channels d [c] of the N streams of tokens rows [r]: N tiles [r, c] as stored."""
+    streams = ()
+    for i in tl.static_range(N):
+        streams += (tl.load(h + (rows * (N * D) + i * D)[:, None] + d[None, :], mask, other=0.0),)
+    return streams
+
+
+@triton.jit
+def expand(u, streams, post, comb, N: tl.constexpr):
+    """h'_j = post_j u + sum_i comb_ij h_i of tiles [r, c], rounded once to their dtype."""
+    wide = u.to(tl.float32)
+    expanded = ()
+    for j in tl.static_range(N):
+        total = post[j][:, None] * wide
+        for i in tl.static_range(N):
+            total += comb[i * N + j][:, None] * streams[i].to(tl.float32)
+        expanded += (total.to(u.dtype),)
+    return expanded
