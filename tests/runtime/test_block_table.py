@@ -80,7 +80,11 @@ def test_pages_leave_behind_the_window():
 
 
 def test_width_follows_the_longest_request():
-    table = _table("c128")
-    assert table.rows(torch.tensor([0, 1]), 100).shape == (2, 1)
-    assert table.rows(torch.tensor([0, 1]), 257).shape == (2, 2)
-    assert table.rows(torch.tensor([], dtype=torch.int64), 256).shape == (0, 1)
+    """In steps of 16 columns."""
+    table = _table("state_c128")  # 8 tokens a page
+    assert table.rows(torch.tensor([0, 1]), 100).shape == (2, 16)
+    assert table.rows(torch.tensor([0, 1]), 128).shape == (2, 16)
+    assert table.rows(torch.tensor([0, 1]), 129).shape == (2, 32)
+    assert table.rows(torch.tensor([], dtype=torch.int64), 256).shape == (0, 32)
+    assert table.rows(torch.tensor([0]), 10 * MAX_SEQ_LEN).shape == (1, 96)
+    assert _table("c128").rows(torch.tensor([0]), 1).shape == (1, 16)

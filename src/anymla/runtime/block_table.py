@@ -13,6 +13,10 @@ from anymla.runtime.cache_groups import CacheGroup, ceil_div
 from anymla.runtime.page_pool import NULL_PAGE, PagePool
 from anymla.runtime.upload import upload
 
+# Rows of a table begin at multiples of 64 bytes, which kernels need to know as little about as
+# about the number of columns: they are compiled for multiples of 16, and for others.
+_COLUMN_STEP = 16
+
 
 class BlockTable:
     """Tables int32 [max_requests + 1, columns] on the device, and the pages held, on the host.
@@ -37,9 +41,9 @@ class BlockTable:
     ) -> None:
         self.group = group
         self.pool = pool
-        columns = max(1, ceil_div(max_seq_len, group.tokens_per_page))
+        self._columns = _in_steps(ceil_div(max_seq_len, group.tokens_per_page))
         self.device_table = torch.full(
-            (max_requests + 1, columns), NULL_PAGE, dtype=torch.int32, device=device
+            (max_requests + 1, self._columns), NULL_PAGE, dtype=torch.int32, device=device
         )
         self._first = [0] * max_requests
         self._pages: list[deque[int]] = [deque() for _ in range(max_requests)]
@@ -110,8 +114,8 @@ class BlockTable:
         return table[rows, :columns]
 
     def columns(self, max_seq_len: int) -> int:
-        """Columns that requests of this length need."""
-        return max(1, ceil_div(max_seq_len, self.group.tokens_per_page))
+        """Columns that requests of this length need, in steps of ``_COLUMN_STEP``."""
+        return min(self._columns, _in_steps(ceil_div(max_seq_len, self.group.tokens_per_page)))
 
     def _drop_before(self, row: int, column: int) -> None:
         pages = self._pages[row]
@@ -119,3 +123,7 @@ class BlockTable:
             self.pool.give_back(pages.popleft())
             self._changes[row, self._first[row]] = NULL_PAGE
             self._first[row] += 1
+
+
+def _in_steps(columns: int) -> int:
+    return max(1, ceil_div(columns, _COLUMN_STEP)) * _COLUMN_STEP

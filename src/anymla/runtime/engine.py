@@ -22,6 +22,7 @@ from anymla.runtime.sizing import cache_format, options_for, pool_sizes, running
 from anymla.runtime.span import Span
 from anymla.runtime.speculation import Drafter, can_draft
 from anymla.runtime.step_plan import StepPlanner
+from anymla.runtime.warm_up import WarmUp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,19 @@ class Engine:
         state = RequestState(request)
         self.scheduler.submit(state)
         self._states[request.request_id] = state
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run every size of step that serving meets, and record the graphs.
+
+        Without it, the first steps of each size take the time that this takes: seconds a kernel
+        where none has been compiled before. Afterwards nothing is compiled, and no step needs
+        more memory than was taken here.
+        """
+        context_step = self._planner.context_step
+        WarmUp(self.model, self.store, self.options, context_step=context_step).run()
+        if self._runner is not None:
+            self._runner.prepare()
 
     @torch.inference_mode()
     def step(self) -> StepReport:

@@ -11,6 +11,11 @@ from torch import Tensor
 _BLOCK_ELEMENTS = 1 << 22
 
 
+def block_rows(vocab_size: int) -> int:
+    """Rows of logits in one block."""
+    return max(1, _BLOCK_ELEMENTS // vocab_size)
+
+
 def chosen_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     """Natural log-probability, in float32, of one token [n] for each row of logits [n, V]."""
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(-1)
@@ -32,7 +37,7 @@ def next_token_logprobs(
         targets: T token ids.
         vocab_size: V.
     """
-    rows = max(1, _BLOCK_ELEMENTS // vocab_size)
+    rows = block_rows(vocab_size)
     logprobs: list[float] = []
     for start in range(0, len(targets), rows):
         logits = logits_of(hidden[start : start + rows])

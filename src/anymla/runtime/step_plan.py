@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from anymla.layers.step import Step
+from anymla.runtime.cache_groups import ceil_div
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.runtime.host_step import host_step
@@ -18,6 +19,9 @@ from anymla.runtime.upload import upload
 
 # Up to so many tokens, numbers on the host are cheaper than calls on tensors, if no device waits.
 HOST_TOKENS = 16
+# On devices widths of lists and scores, which follow from the longest request, come in few sizes
+# and as multiples of 16, so that kernels meet no new ones. 512 entries of 4 tokens, 16 of 128.
+_DEVICE_CONTEXT_STEP = 2048
 
 
 class StepPlanner:
@@ -26,11 +30,13 @@ class StepPlanner:
     Attributes:
         store: the caches and their block tables.
         backend: of the selection operations.
+        context_step: ``Step.max_seq_len`` is rounded up to a multiple of it.
     """
 
     def __init__(self, store: CacheStore, *, backend: str | None = None) -> None:
         self.store = store
         self.backend = backend
+        self.context_step = 1 if store.device.type == "cpu" else _DEVICE_CONTEXT_STEP
 
     def build(self, spans: Sequence[Span], *, window_only: bool = False) -> Step:
         """Take the pages that the tokens need and build their step.
@@ -46,7 +52,8 @@ class StepPlanner:
         counts = [len(span.token_ids) for span in spans]
         if device.type == "cpu" and sum(counts) <= HOST_TOKENS:
             return host_step(self.store, spans, num_decodes, window_only=window_only)
-        max_seq_len = max(span.stop for span in spans)
+        longest = max(span.stop for span in spans)
+        max_seq_len = ceil_div(longest, self.context_step) * self.context_step
         token_ids, first_rows, starts, rows = upload(
             [
                 [token_id for span in spans for token_id in span.token_ids],

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+_ALIGNED = 4  # elements of 16 bytes
 
 
 def upload(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
     """One int32 tensor for each list, all in a single copy that the host does not wait for.
 
-    The results share one allocation.
+    The results share one allocation, in which each begins at a multiple of 16 bytes: kernels are
+    compiled for aligned and for other addresses.
     """
-    flat = torch.tensor([value for values in lists for value in values], dtype=torch.int32)
-    sizes = [len(values) for values in lists]
-    return to_device(flat, device).split(sizes)
+    starts = [0, *accumulate(-(-len(values) // _ALIGNED) * _ALIGNED for values in lists)]
+    flat = torch.zeros(starts[-1], dtype=torch.int32)
+    host = flat.numpy()
+    for start, values in zip(starts, lists, strict=False):
+        host[start : start + len(values)] = values
+    moved = to_device(flat, device)
+    return tuple(
+        moved[start : start + len(values)] for start, values in zip(starts, lists, strict=False)
+    )
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

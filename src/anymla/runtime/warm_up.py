@@ -1,0 +1,125 @@
+"""Runs of nothing but padding at the sizes that serving will meet.
+
+Triton compiles a kernel for every choice of tiles, which follow from the numbers of tokens and of
+listed rows. Afterwards the code, the memory of the largest step and the recorded graphs are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from anymla.layers.caches import LayerCache
+from anymla.layers.step import Step
+from anymla.model.transformer import Transformer
+from anymla.runtime.bucket import context_ceilings, request_counts
+from anymla.runtime.cache_groups import ceil_div
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.device_step import Batch, BatchSizes, device_step
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.scoring import block_rows
+from anymla.runtime.upload import upload
+
+
+class WarmUp:
+    """Steps of any size in which nobody takes part."""
+
+    def __init__(
+        self, model: Transformer, store: CacheStore, options: EngineOptions, *, context_step: int
+    ) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            model: the model.
+            store: its caches, of which nothing is written.
+            options: the engine's sizes.
+            context_step: multiple that the engine rounds ``Step.max_seq_len`` up to.
+        """
+        self._model = model
+        self._store = store
+        self._options = options
+        self._context_step = context_step
+        self._backbone_layers = model.config.num_hidden_layers
+
+    def run(self) -> None:
+        """Run every size once, the largest first."""
+        options = self._options
+        counts = request_counts(options.batch_tokens)
+        contexts = context_ceilings(self._store.groups, options.max_seq_len)
+        for context in reversed(contexts):
+            for tokens in reversed(counts):
+                for query_lens in self._mixtures(tokens):
+                    self._forward(query_lens, ceil_div(context, self._context_step))
+        self._logits()
+
+    def _mixtures(self, tokens: int) -> Iterator[tuple[int, ...]]:
+        """Query lengths of one and two prompts, alone and behind decoding requests.
+
+        Behind one and behind four of them, parts of a batch begin at addresses that are multiples
+        of 4 and of 16 bytes.
+        """
+        for decoding in (0, 1, 4):
+            prompts = tokens - decoding
+            requests = self._options.max_requests - decoding
+            if prompts >= 1 and requests >= 1:
+                yield (*(1,) * decoding, prompts)
+            if prompts >= 3 and requests >= 2:
+                yield (*(1,) * decoding, prompts - prompts // 3, prompts // 3)
+
+    def _forward(self, query_lens: tuple[int, ...], context_steps: int) -> None:
+        context = context_steps * self._context_step
+        hidden = self._model.forward(
+            self._step(query_lens, context), self._store.layers[: self._backbone_layers]
+        )
+        if self._options.draft_tokens:
+            step = self._step(query_lens, context, window_only=True)
+            self._model.mtp_forward(hidden, step.token_ids, step, self._draft_cache)
+
+    @property
+    def _draft_cache(self) -> LayerCache:
+        return self._store.layers[self._backbone_layers]
+
+    def _step(
+        self, query_lens: tuple[int, ...], context: int, *, window_only: bool = False
+    ) -> Step:
+        tokens, requests = sum(query_lens), len(query_lens)
+        nobody = [0] * requests
+        token_ids, first_rows, counts, starts, rows = upload(
+            [
+                [-1] * tokens,
+                [0, *accumulate(query_lens)],
+                nobody,
+                nobody,
+                [self._store.absent_row] * requests,
+            ],
+            self._store.device,
+        )
+        groups = self._store.step_groups(window_only=window_only)
+        tables = {
+            group.name: self._store.tables[group.name].rows(rows, context) for group in groups
+        }
+        return device_step(
+            Batch(token_ids, first_rows, counts, starts, tables),
+            groups,
+            BatchSizes(query_lens, query_lens.count(1), context),
+            backend=self._model.backend,
+        )
+
+    def _logits(self) -> None:
+        """Of as many rows as are chosen from, drafted from, or scored at once."""
+        model, options = self._model, self._options
+        chosen = options.max_requests * (1 + options.draft_tokens)
+        scored = min(options.batch_tokens, block_rows(model.config.vocab_size))
+        for rows in sorted({*request_counts(chosen), *request_counts(scored)}, reverse=True):
+            hidden = self._streams(rows)
+            model.logits(hidden)
+            if options.draft_tokens:
+                model.mtp_logits(hidden)
+
+    def _streams(self, rows: int) -> Tensor:
+        config = self._model.config
+        shape = (rows, config.hc_mult, config.hidden_size)
+        return torch.zeros(shape, dtype=self._model.dtype, device=self._store.device)

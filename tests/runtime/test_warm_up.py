@@ -1,0 +1,93 @@
+"""After a warm-up, traffic launches no specialisation of a kernel that it did not."""
+
+import os
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from anymla.layers.moe import Router
+from anymla.model.load import load_model
+from anymla.ops._triton import TARGETS
+from anymla.runtime import engine as engine_module
+from anymla.runtime import speculation, step_plan
+from anymla.runtime.engine import Engine
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.request import Request
+from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+
+SMALL = TinyOptions(
+    weights="fp4",
+    ratios=(0, 4, 128),
+    hidden=256,
+    heads=4,
+    index_topk=16,
+    index_heads=4,
+    experts=8,
+    experts_per_token=2,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """On the CPU, with every tensor aligned as a device's allocator aligns it."""
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(directory, SMALL)
+    model = load_model(directory, dtype=torch.bfloat16, backend="triton", progress=False)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            setattr(module, name, _aligned(value))
+    return model
+
+
+def _aligned(value):
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Router) or type(value).__name__ in ("PackedWeight", "ExpertWeights"):
+        for name, part in vars(value).items():
+            object.__setattr__(value, name, _aligned(part))
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return list(torch.stack(value))
+    return value
+
+
+def _traffic(engine, seed):
+    """Requests join, leave, speculate and are rolled back."""
+    rng = random.Random(seed)
+    for number in range(7):
+        length = rng.choice([1, 2, 5, 16, 40, 63, 100, 150])
+        prompt = tuple(rng.choices(range(3, 250), k=length))
+        engine.submit(Request(f"{seed}.{number}", prompt, rng.choice([2, 5, 9])))
+    while engine.busy:
+        engine.step()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes interpreted kernels")
+def test_traffic_compiles_nothing_new(model):
+    pytest.importorskip("triton")
+    from anymla.testing.specialisations import noted_specialisations
+
+    rng = random.Random(0)
+    options = EngineOptions(
+        decode="fixed", max_requests=3, max_seq_len=260, chunk_size=50, draft_tokens=1
+    )
+    with (
+        noted_specialisations(TARGETS["sm_90"], 132) as seen,
+        # What kernels would have computed is garbage, of which no token can be chosen.
+        mock.patch.object(engine_module, "choose_tokens", _choose(rng)),
+        mock.patch.object(speculation, "choose_tokens", _choose(rng)),
+        mock.patch.object(engine_module, "chosen_logprobs", lambda _, tokens: [0.0] * len(tokens)),
+        mock.patch.object(step_plan, "HOST_TOKENS", 0),
+    ):
+        engine = Engine(model, options)
+        engine._planner.context_step = 2048  # as on a device
+        engine.warm_up()
+        warmed = set(seen)
+        _traffic(engine, 1)
+        assert len(warmed) > 40
+        assert sorted(map(str, seen - warmed)) == []
+
+
+def _choose(rng):
+    return lambda logits, samplings, positions: rng.choices(range(3, 200), k=len(positions))
