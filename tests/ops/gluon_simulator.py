@@ -21,6 +21,8 @@ import types
 import torch
 from torch import Tensor
 
+from anymla.formats.e4m3 import encode_e4m3
+
 THREADS = 128
 
 
@@ -375,8 +377,20 @@ class _Anything:
         return self
 
 
-def _join(a, b):
-    return torch.stack((a, b), -1)
+class _Typed(Tensor):
+    """A tensor that can be asked for its layout."""
+
+    type = _Anything()
+
+
+def _cast(x, dtype, bitcast=False):
+    return x.view(dtype) if bitcast else x.to(dtype)
+
+
+def _assembly(text, constraints, args, dtype, is_pure, pack):
+    assert "cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1;" in text
+    low, high = (encode_e4m3(x.as_subclass(Tensor)).to(dtype) for x in args)
+    return low | (high << 8)
 
 
 def _namespace(machine: Machine) -> dict:
@@ -391,11 +405,12 @@ def _namespace(machine: Machine) -> dict:
         NVMMASharedLayout=layout,
         SwizzledSharedLayout=layout,
         DistributedLinearLayout=layout,
+        int16=torch.int16,
         int32=torch.int32,
         int64=torch.int64,
-        uint8=torch.uint8,
         float32=torch.float32,
-        float8e4nv=torch.float8_e4m3fn,
+        cast=_cast,
+        inline_asm_elementwise=_assembly,
         load=load,
         store=store,
         where=_where,
@@ -407,10 +422,9 @@ def _namespace(machine: Machine) -> dict:
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         convert_layout=lambda x, layout: x,
-        reshape=lambda x, shape: x.reshape(shape),
+        reshape=lambda x, shape: x.reshape(shape).as_subclass(_Typed),
         permute=lambda x, order: x.permute(order),
         split=lambda x: x.unbind(-1),
-        join=_join,
         abs=torch.abs,
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),

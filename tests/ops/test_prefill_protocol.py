@@ -9,22 +9,40 @@ import pathlib
 import pytest
 import torch
 from prefill_cases import Prefill, prefill
+from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_simulator import Deadlock, Descriptor, Hazard, Pointer, simulate
 
+from anymla.formats.e4m3 import decode_e4m3
+from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import gluon_sm90_prefill_kernel as module
 
 _LOG2E = 1.4426950408889634
 NAMES = {"_load_tile": "load_tile", "_load_rows": "load_rows"}
 
 
-def run(case: Prefill, *, grid: int, seed: int, kernel=module.prefill_kernel):
+def run(
+    case: Prefill,
+    *,
+    grid: int,
+    seed: int,
+    kernel=module.prefill_kernel,
+    positions: Tensor | None = None,
+    table: Tensor | None = None,
+):
+    """Output and lse; with positions the codes, two at a time, and scales."""
     tokens, heads, dim = case.q.shape
     blocks = -(-heads // 64)
-    out = torch.full_like(case.q, torch.nan)
     lse = torch.full((tokens, heads), torch.nan)
+    if positions is None or table is None:
+        out, scales = torch.full_like(case.q, torch.nan), lse
+        turning = (lse, lse, 0)
+    else:
+        out = torch.full((tokens, heads, dim // 2), -1, dtype=torch.int16)
+        scales = torch.full((tokens, heads, dim // 128), torch.nan)
+        turning = (positions, table.flatten(), len(table))
     listed = case.runs if case.lists is None else case.lists
     sink = torch.zeros(heads) if case.sink is None else case.sink
     simulate(
@@ -33,6 +51,10 @@ def run(case: Prefill, *, grid: int, seed: int, kernel=module.prefill_kernel):
         Descriptor(case.rows, (64, dim // 2)),
         *(Pointer(x.flatten()) for x in (case.rows, case.runs, listed, sink)),
         Pointer(out.view(-1)),
+        Pointer(scales.view(-1)),
+        Pointer(turning[0]),
+        Pointer(turning[1]),
+        turning[2],
         Pointer(lse.view(-1)),
         dim**-0.5 * _LOG2E,
         listed.stride(0),
@@ -48,10 +70,12 @@ def run(case: Prefill, *, grid: int, seed: int, kernel=module.prefill_kernel):
         LISTED=case.lists is not None,
         SINK=case.sink is not None,
         WHOLE=heads % 64 == 0,
+        QUANTISED=table is not None,
+        TURNED=0 if table is None else table.shape[1],
         LEFT_REGISTERS=0,
         RIGHT_REGISTERS=0,
     )
-    return out, lse
+    return out, lse if table is None else scales
 
 
 def check(case: Prefill, out, lse):
@@ -77,6 +101,30 @@ def test_without_a_sink():
         1, tokens=5, heads=64, dtype=torch.float16, listed=False, entries=100, sink=False
     )
     check(case, *run(case, grid=1, seed=0))
+
+
+@pytest.mark.parametrize("heads", [64, 24])
+def test_quantised_output(heads):
+    case = prefill(2, tokens=6, heads=heads, dtype=torch.float16, listed=True, entries=200)
+    positions = torch.randint(0, 50, (6,))
+    angles = torch.randn(50, 32)
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    pairs, scales = run(case, grid=2, seed=1, positions=positions, table=table)
+    codes = pairs.view(torch.uint8).view(6, heads, 4, 128)
+    out = case.expected()[0]
+    want_codes, want_scales = inverse_rope_fp8_quant(
+        out.float(), positions, table, n_groups=1, backend="reference"
+    )
+    # Rounding of the weights may move a value over the edge of a code, or the largest of a run over
+    # a power of two.
+    same = scales.flatten(1) == want_scales.flatten(1)
+    assert same.float().mean() > 0.99
+    got = decode_e4m3(codes) * scales[..., None]
+    want = decode_e4m3(want_codes.view(torch.uint8)).view(got.shape)
+    want = want * want_scales.view(scales.shape)[..., None]
+    assert (got - want).norm() < 2e-2 * want.norm()
+    exact = decode_e4m3(codes) == decode_e4m3(want_codes.view(torch.uint8)).view(codes.shape)
+    assert exact.float().mean() > 0.97
 
 
 def of_block_counts(counts: list[int], *, listed: bool = False) -> Prefill:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops.prefill_attention.gluon_sm90_prefill_kernel import prefill_kernel
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
 
@@ -30,17 +33,54 @@ def prefill_attention(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
-    tokens, heads, channels = q.shape
     given = out
     if out is None or not out.is_contiguous() or out.element_size() != 2:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    if tokens and heads:
-        q = q.contiguous()
-        rows = rows.contiguous()
-        scale = channels**-0.5 if scale is None else scale
-        _launch(q, rows, runs, lists, window, entries, sink, scale, out, lse)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    _launch(q, rows, runs, lists, window, entries, sink, scale, out, lse, None)
     return (out if given is None or given is out else given.copy_(out)), lse
+
+
+def prefill_attention_fp8_quant(
+    q: Tensor,
+    rows: Tensor,
+    runs: Tensor,
+    lists: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    window: int,
+    entries: int = 0,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``attention_output.interface``."""
+    tokens, heads, channels = q.shape
+    shape = (tokens, n_groups, heads // n_groups * channels)
+    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=q.device)
+    shape = (tokens, n_groups, shape[2] // FP8_BLOCK)
+    scales = torch.empty(shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
+    turned = Turned(scales, positions.contiguous(), cos_sin_cache.contiguous())
+    pairs = codes.view(torch.int16)
+    _launch(q, rows, runs, lists, window, entries, sink, scale, pairs, lse, turned)
+    return codes, scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """What the kernel needs to rotate heads back and quantise them.
+
+    Attributes:
+        scales: float32, written.
+        positions: int64 [T].
+        table: float32 [L, channels that turn], cosines then sines.
+    """
+
+    scales: Tensor
+    positions: Tensor
+    table: Tensor
 
 
 def _launch(
@@ -51,27 +91,38 @@ def _launch(
     window: int,
     entries: int,
     sink: Tensor | None,
-    scale: float,
+    scale: float | None,
     out: Tensor,
     lse: Tensor,
+    turned: Turned | None,
 ) -> None:
     tokens, heads, channels = q.shape
     blocks = -(-heads // HEADS)
     tasks = tokens * blocks
-    tile = NVMMASharedLayout(128, 16, rank=2)
-    box = [HEADS, channels // 2]
-    runs = runs.contiguous()
+    if not tasks:
+        return
+    q, rows, runs = q.contiguous(), rows.contiguous(), runs.contiguous()
     if lists is not None and lists.stride(1) != 1:
         lists = lists.contiguous()
-    sink = None if sink is None else sink.float().contiguous()
     listed = runs if lists is None else lists
+    sink = None if sink is None else sink.float().contiguous()
+    scale = channels**-0.5 if scale is None else scale
+    tile = NVMMASharedLayout(128, 16, rank=2)
+    box = [HEADS, channels // 2]
     prefill_kernel[(min(tasks, multiprocessors(q.device)),)](
         TensorDescriptor.from_tensor(q.view(tokens * heads, channels), box, tile),
         TensorDescriptor.from_tensor(rows, box, tile),
-        rows, runs, listed, lse if sink is None else sink, out, lse,
+        rows, runs, listed, lse if sink is None else sink, out,
+        *((lse, runs, lse, 0) if turned is None else _of(turned)), lse,
         scale * _LOG2E, listed.stride(0), window, entries if lists is None else lists.shape[1],
         len(rows), tasks, heads,
         HEAD_BLOCKS=blocks, LISTED=lists is not None, SINK=sink is not None,
-        WHOLE=heads % HEADS == 0, LEFT_REGISTERS=LEFT_REGISTERS, RIGHT_REGISTERS=RIGHT_REGISTERS,
+        WHOLE=heads % HEADS == 0, QUANTISED=turned is not None,
+        TURNED=0 if turned is None else turned.table.shape[1],
+        LEFT_REGISTERS=LEFT_REGISTERS, RIGHT_REGISTERS=RIGHT_REGISTERS,
         num_warps=4,
     )  # fmt: skip
+
+
+def _of(turned: Turned) -> tuple[Tensor, Tensor, Tensor, int]:
+    return turned.scales, turned.positions, turned.table, len(turned.table)

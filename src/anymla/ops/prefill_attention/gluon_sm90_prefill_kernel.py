@@ -250,9 +250,89 @@ def _store_half(y, out, row, valid, COLUMN: gl.constexpr, WHOLE: gl.constexpr):
 
 
 @gluon.jit
+def _exp2_int(exponent):
+    """2^exponent as float32 for int32 exponents from -126 to 127."""
+    return gl.cast((exponent + 127) << 23, gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _code_pair(a, b):
+    """The e4m3 codes of two float32, a's in the low byte of int32; saturating, NaN to 0x7F."""
+    pair = gl.inline_asm_elementwise(
+        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1; cvt.u32.u16 $0, pair; }",
+        "=r,f,f",
+        [a, b],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return pair
+
+
+@gluon.jit
+def _store_half_quantised(
+    y, out, scales, angles, row, valid, HALF: gl.constexpr, TURNED: gl.constexpr
+):
+    """Rotate back the last TURNED channels of a head and quantise [64, 256] in runs of 128.
+
+    ``out`` takes two codes at a time, ``scales`` four a head. ``angles`` points to the TURNED / 2
+    cosines and as many sines of the query's position.
+    """
+    a, b = gl.split(gl.reshape(y, [64, 2, 64, 2]))
+    L: gl.constexpr = a.type.layout
+    if HALF == 1:
+        # Pairs of the head's last run; elsewhere the choice folds away, register by register.
+        run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        run = gl.expand_dims(gl.expand_dims(run, 0), 2)
+        pair = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
+        turns = (run == 1) & (pair >= 64 - TURNED // 2)
+        at = angles + (pair + (run * 0 - 64 + TURNED // 2))
+        cos = gl.load(at, mask=turns, other=1.0)
+        sin = gl.load(at + TURNED // 2, mask=turns, other=0.0)
+        turned = gl.where(turns, a * cos + b * sin, a)
+        b = gl.where(turns, b * cos - a * sin, b)
+        a = turned
+    largest = gl.max(gl.maximum(gl.abs(a), gl.abs(b)), 2)
+    ratio = gl.maximum(largest, 1e-10) * (1.0 / 448.0)
+    bits = gl.cast(ratio, gl.int32, bitcast=True)
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
+    inverse = gl.expand_dims(_exp2_int(gl.maximum(-exponent, -126)), 2)
+    both = _code_pair(a * inverse, b * inverse)
+    low, high = gl.split(gl.permute(both, (0, 2, 1)))
+    OL: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+    words = gl.convert_layout(low | (high << 16), OL)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
+    c = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, OL)), 0)
+    mask = (r < valid) & (c >= 0)
+    to = out + row.to(gl.int64) * 256 + (r * 256 + c + HALF * 128)
+    gl.store(to, (words & 0xFFFF).to(gl.int16), mask=mask)
+    gl.store(to + 64, ((words >> 16) & 0xFFFF).to(gl.int16), mask=mask)
+    SL: gl.constexpr = exponent.type.layout
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SL)), 1)
+    c = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, SL)), 0)
+    to = scales + row.to(gl.int64) * 4 + (r * 4 + c + HALF * 2)
+    gl.store(to, _exp2_int(exponent), mask=(r < valid) & (c >= 0))
+
+
+@gluon.jit
+def _angles(table, positions, token, length, TURNED: gl.constexpr):
+    """Where the cosines of a token's position begin."""
+    position = gl.minimum(gl.maximum(gl.load(positions + token), 0), length - 1)
+    return table + position * TURNED
+
+
+@gluon.jit
 def left(
     sink,
     out,
+    scales,
     lse,
     q_s,
     k_l,
@@ -278,6 +358,8 @@ def left(
     LISTED: gl.constexpr,
     SINK: gl.constexpr,
     WHOLE: gl.constexpr,
+    QUANTISED: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
     """Scores, softmax and the left half of the values."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -347,13 +429,22 @@ def left(
         mbarrier.arrive(free_l.index(b), count=1)
         done += 1
         acc = acc * gl.expand_dims(gl.convert_layout(factor, AR), 1)
-        _store_half(acc, out, token * heads + head, heads - head, 0, WHOLE)
+        if QUANTISED:
+            _store_half_quantised(
+                acc, out, scales, scales, token * heads + head, heads - head, 0, TURNED
+            )
+        else:
+            _store_half(acc, out, token * heads + head, heads - head, 0, WHOLE)
         number += 1
 
 
 @gluon.jit
 def right(
     out,
+    scales,
+    positions,
+    table,
+    length,
     k_r,
     p_s,
     past_s,
@@ -367,6 +458,8 @@ def right(
     heads,
     HEAD_BLOCKS: gl.constexpr,
     WHOLE: gl.constexpr,
+    QUANTISED: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
     """The right half of the values."""
     AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -374,6 +467,8 @@ def right(
     done = 0
     number = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        token = task // HEAD_BLOCKS
+        head = (task % HEAD_BLOCKS) * 64
         acc = gl.zeros([64, 256], gl.float32, AL)
         mbarrier.wait(p_rdy.index(done % 2), (done // 2) & 1)
         # Read here, not carried from task to task: Triton 3.6 freezes a value that a loop carries
@@ -391,13 +486,18 @@ def right(
             done += 1
         mbarrier.wait(last.index(number % 2), (number // 2) & 1)
         factor = factor_s.index(number % 2).load(AR)
-        head = (task % HEAD_BLOCKS) * 64
         acc = acc * gl.expand_dims(factor, 1)
-        _store_half(acc, out, (task // HEAD_BLOCKS) * heads + head, heads - head, 256, WHOLE)
+        if QUANTISED:
+            angles = _angles(table, positions, token, length, TURNED)
+            _store_half_quantised(
+                acc, out, scales, angles, token * heads + head, heads - head, 1, TURNED
+            )
+        else:
+            _store_half(acc, out, token * heads + head, heads - head, 256, WHOLE)
         number += 1
 
 
-@gluon.jit(do_not_specialize=["stride", "window", "width", "rows", "tasks", "heads"])
+@gluon.jit(do_not_specialize=["length", "stride", "window", "width", "rows", "tasks", "heads"])
 def prefill_kernel(
     qdesc,
     kdesc,
@@ -406,6 +506,10 @@ def prefill_kernel(
     lists,
     sink,
     out,
+    scales,
+    positions,
+    table,
+    length,
     lse,
     scale,
     stride,
@@ -418,6 +522,8 @@ def prefill_kernel(
     LISTED: gl.constexpr,
     SINK: gl.constexpr,
     WHOLE: gl.constexpr,
+    QUANTISED: gl.constexpr,
+    TURNED: gl.constexpr,
     LEFT_REGISTERS: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr,
 ):
@@ -430,7 +536,11 @@ def prefill_kernel(
         runs: int32 [T, 4].
         lists: int32 [T, .], ``stride`` apart; used if LISTED.
         sink: float32 [H]; used if SINK.
-        out: [T, H, 512].
+        out: [T, H, 512]; if QUANTISED int16 [T, H, 256], two e4m3 codes each.
+        scales: float32 [T, H, 4]; used if QUANTISED, as are the next three.
+        positions: int64 [T].
+        table: float32 [length, TURNED], cosines then sines.
+        length: rows of ``table``.
         lse: float32 [T, H].
         scale: of the scores, times log2(e).
         stride: of ``lists``.
@@ -443,6 +553,8 @@ def prefill_kernel(
         LISTED: the second scope is listed, not a run.
         SINK: there is a sink.
         WHOLE: H is a multiple of 64.
+        QUANTISED: heads are rotated back and quantised.
+        TURNED: channels of a head that turn with the position.
         LEFT_REGISTERS: of a thread of ``left``.
         RIGHT_REGISTERS: of a thread of ``right``.
     """
@@ -491,16 +603,17 @@ def prefill_kernel(
             (
                 left,
                 (
-                    sink, out, lse, q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s,
+                    sink, out, scales, lse, q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s,
                     blocks_s, rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
-                    scale, tasks, heads, HEAD_BLOCKS, LISTED, SINK, WHOLE,
+                    scale, tasks, heads, HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED,
                 ),
             ),
             (
                 right,
                 (
-                    out, k_r, p_s, past_s, factor_s, blocks_s, free_r, p_rdy, go, last,
-                    tasks, heads, HEAD_BLOCKS, WHOLE,
+                    out, scales, positions, table, length,
+                    k_r, p_s, past_s, factor_s, blocks_s, free_r, p_rdy, go, last,
+                    tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED,
                 ),
             ),
         ],
