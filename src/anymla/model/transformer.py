@@ -78,21 +78,34 @@ class Transformer(nn.Module):
         ]
 
     @torch.no_grad()
-    def forward(self, step: Step, caches: Sequence[LayerCache]) -> Tensor:
+    def forward(
+        self, step: Step, caches: Sequence[LayerCache], *, only: Sequence[int] | None = None
+    ) -> Tensor:
         """Run the backbone.
 
         Args:
             step: the batch.
             caches: one a backbone layer; written.
+            only: run these layers; None for all.
 
         Returns:
             [T, N, hidden], the streams after the last layer.
         """
         h = self.embed(step.token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         streams = Streams(h)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            streams = layer(streams, step, cache)
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            if only is None or index in only:
+                streams = layer(streams, step, cache)
         return streams.settled(self.backend)
+
+    def kinds_of_layers(self) -> list[int]:
+        """The first layer of every kind: which attention, and how it routes."""
+        first: dict[tuple[object, ...], int] = {}
+        for index, (layer, spec) in enumerate(zip(self.layers, self.layer_specs, strict=False)):
+            assert isinstance(layer, DecoderLayer)
+            hashed = layer.ffn.router.token_experts is not None
+            first.setdefault((spec.ratio, spec.selects, hashed), index)
+        return sorted(first.values())
 
     @torch.no_grad()
     def logits(self, h: Tensor) -> Tensor:

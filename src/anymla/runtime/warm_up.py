@@ -15,6 +15,7 @@ from torch import Tensor
 from anymla.layers.caches import LayerCache
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
+from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.bucket import context_ceilings, request_counts
 from anymla.runtime.cache_groups import ceil_div
 from anymla.runtime.cache_store import CacheStore
@@ -43,16 +44,26 @@ class WarmUp:
         self._options = options
         self._context_step = context_step
         self._backbone_layers = model.config.num_hidden_layers
+        self._layers = model.kinds_of_layers()
 
     def run(self) -> None:
-        """Run every size once, the largest first."""
+        """Run every size once, the largest first; compile what can be compiled beforehand."""
+        if self._store.device.type != "cpu":
+            with compiled_together() as only_compiled:
+                if only_compiled:
+                    # Rows and slots are what tensors are indexed with: they must be right.
+                    self._sizes(selection="torch")
+        self._sizes(selection=self._model.backend)
+
+    def _sizes(self, selection: str | None) -> None:
         options = self._options
         counts = request_counts(options.batch_tokens)
         contexts = context_ceilings(self._store.groups, options.max_seq_len)
         for context in reversed(contexts):
+            rounded = ceil_div(context, self._context_step) * self._context_step
             for tokens in reversed(counts):
                 for query_lens in self._mixtures(tokens):
-                    self._forward(query_lens, ceil_div(context, self._context_step))
+                    self._forward(query_lens, rounded, selection)
         self._logits()
 
     def _mixtures(self, tokens: int) -> Iterator[tuple[int, ...]]:
@@ -69,13 +80,13 @@ class WarmUp:
             if prompts >= 3 and requests >= 2:
                 yield (*(1,) * decoding, prompts - prompts // 3, prompts // 3)
 
-    def _forward(self, query_lens: tuple[int, ...], context_steps: int) -> None:
-        context = context_steps * self._context_step
+    def _forward(self, query_lens: tuple[int, ...], context: int, selection: str | None) -> None:
+        step = self._step(query_lens, context, selection)
         hidden = self._model.forward(
-            self._step(query_lens, context), self._store.layers[: self._backbone_layers]
+            step, self._store.layers[: self._backbone_layers], only=self._layers
         )
         if self._options.draft_tokens:
-            step = self._step(query_lens, context, window_only=True)
+            step = self._step(query_lens, context, selection, window_only=True)
             self._model.mtp_forward(hidden, step.token_ids, step, self._draft_cache)
 
     @property
@@ -83,7 +94,12 @@ class WarmUp:
         return self._store.layers[self._backbone_layers]
 
     def _step(
-        self, query_lens: tuple[int, ...], context: int, *, window_only: bool = False
+        self,
+        query_lens: tuple[int, ...],
+        context: int,
+        selection: str | None,
+        *,
+        window_only: bool = False,
     ) -> Step:
         tokens, requests = sum(query_lens), len(query_lens)
         nobody = [0] * requests
@@ -105,7 +121,7 @@ class WarmUp:
             Batch(token_ids, first_rows, counts, starts, tables),
             groups,
             BatchSizes(query_lens, query_lens.count(1), context),
-            backend=self._model.backend,
+            backend=selection,
         )
 
     def _logits(self) -> None:
