@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from anymla.cli.main import main
-from anymla.formats.cache_dump import save_cache
+from anymla.formats.cache_dump import load_cache, save_cache
 from anymla.formats.page_layout import get_layout
 
 
@@ -218,3 +218,129 @@ def test_truncated_checkpoint(tiny: Path, tmp_path: Path) -> None:
     result = inspect("--checkpoint", directory)
     assert result.exit_code == 2
     assert "model.safetensors: truncated or overwritten" in result.stderr
+
+
+# ---- verifying, comparing and converting caches -------------------------------------------------
+
+
+def filled_dump(path: Path, layout_id: str = "v4_main_fp8", rows: int = 20) -> Path:
+    layout = get_layout(layout_id)
+    cache = layout.allocate(2, 16)
+    layout.write(cache, torch.arange(rows), torch.randn(rows, layout.channels))
+    save_cache(path, cache, layout_id, {"rows": rows})
+    return path
+
+
+def test_a_clean_cache_verifies(tmp_path: Path) -> None:
+    result = inspect("--cache", filled_dump(tmp_path / "a"), "--verify")
+    assert result.exit_code == 0
+    assert result.output.endswith("verified: nothing wrong\n")
+
+
+def test_problems_end_with_1(dump: Path, tmp_path: Path) -> None:
+    result = inspect("--cache", dump, "--verify", "--json", tmp_path / "out.json")
+    assert result.exit_code == 1
+    assert "BAD  NaN: 1 rows that decode to NaN; first 1\n" in result.output
+    found = json.loads((tmp_path / "out.json").read_text())["problems"]
+    assert found[0]["kind"] == "NaN"
+
+
+def test_one_row_in_numbers(dump: Path) -> None:
+    result = inspect("--cache", dump, "--row", 1)
+    assert "slot 1: page 0, entry 1\n    0         448" in result.output
+    assert inspect("--cache", dump, "--row", 6).exit_code == 2
+
+
+def test_equal_dumps_in_different_layouts(tmp_path: Path) -> None:
+    one, other = filled_dump(tmp_path / "a"), tmp_path / "b"
+    result = inspect("--cache", one, "--convert", "rows_bf16_512", "--output", other)
+    assert result.exit_code == 0
+    assert "20 rows, v4_main_fp8 to rows_bf16_512" in result.output
+    assert "every value reads back as it was" in result.output
+    result = inspect("--cache", one, "--compare", other)
+    assert (result.exit_code, result.output) == (0, "20 rows compared, 0 differ\nequal\n")
+
+
+def test_different_dumps(tmp_path: Path) -> None:
+    layout, other = get_layout("rows_fp32_512"), tmp_path / "b"
+    one = filled_dump(tmp_path / "a", "rows_fp32_512")
+    cache, layout_id, meta = load_cache(one)
+    cache[1, 2, 300] += 1
+    save_cache(other, cache, layout_id, meta | {"rows": 19})
+    result = inspect("--cache", one, "--compare", other, "--json", tmp_path / "out.json")
+    assert result.exit_code == 1
+    assert "19 rows compared, 1 differ\nfinal rows: 20 and 19\n" in result.output
+    assert "first at slot 18, channel 300" in result.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["values_that_differ"] == 1
+    assert report["largest_difference"] == pytest.approx(1, rel=1e-6)
+    result = inspect("--cache", one, "--compare", filled_dump(tmp_path / "c", "v4_index_fp8"))
+    assert result.exit_code == 2
+    assert "holds rows of 512 channels" in result.output
+    assert layout.channels == 512
+
+
+def test_a_lossy_conversion_says_what_it_cost(tmp_path: Path) -> None:
+    one = filled_dump(tmp_path / "a", "v4_index_fp8")
+    result = inspect("--cache", one, "--convert", "v4_index_mxfp4", "--output", tmp_path / "b")
+    assert result.exit_code == 0
+    assert "of the values were rounded, at most by" in result.output
+    _, layout_id, meta = load_cache(tmp_path / "b")
+    assert (layout_id, meta["converted_from"]) == ("v4_index_mxfp4", "v4_index_fp8")
+
+
+def test_a_pages_bare_bytes(tmp_path: Path) -> None:
+    layout = get_layout("v4_main_fp8")
+    cache = layout.allocate(1, 64)
+    layout.write(cache, torch.arange(64), torch.randn(64, 512))
+    (tmp_path / "page").write_bytes(bytes(cache.untyped_storage()))
+    words = ("--cache", tmp_path / "page", "--layout", "v4_main_fp8", "--entries", 64)
+    result = inspect(*words, "--verify")
+    assert (result.exit_code, "verified: nothing wrong" in result.output) == (0, True)
+    result = inspect(*words, "--convert", "rows_bf16_512", "--output", tmp_path / "b")
+    assert result.exit_code == 0
+    assert load_cache(tmp_path / "b")[1] == "rows_bf16_512"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layout", "v4_index_fp8"], "holds layout v4_main_fp8, not v4_index_fp8"),
+        (["--convert", "v9", "--output", "{tmp}/out"], "unknown cache layout 'v9'; known: "),
+        (["--convert", "v4_index_fp8", "--output", "{tmp}/out"], "neither can become the other"),
+        (["--convert", "rows_bf16_512"], "--convert and --output go together"),
+        (["--entries", "64"], "--entries is for a page's bare bytes"),
+        (["--convert", "rows_bf16_512", "--output", "{tmp}/no/out"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_done_writes_nothing(words, message, tmp_path: Path) -> None:
+    one = filled_dump(tmp_path / "a")
+    result = inspect("--cache", one, *[word.format(tmp=tmp_path) for word in words])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_truncated_dump_writes_nothing(tmp_path: Path) -> None:
+    one = filled_dump(tmp_path / "a")
+    one.write_bytes(one.read_bytes()[:-7])
+    result = inspect("--cache", one, "--convert", "rows_bf16_512", "--output", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "a: cannot be read as a cache dump" in result.output
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_header_with_another_layout_is_refused(tmp_path: Path) -> None:
+    one = filled_dump(tmp_path / "a", "v4_index_fp8")
+    one.write_bytes(one.read_bytes().replace(b"v4_index_fp8", b"rows_fp32_51"))
+    result = inspect("--cache", one)
+    assert result.exit_code == 2
+    assert "a: bad header: unknown cache layout 'rows_fp32_51'" in result.output
+    one.write_bytes(one.read_bytes().replace(b"rows_fp32_51", b"rows_bf16_12"))
+    assert inspect("--cache", one).exit_code == 2
+
+
+def test_words_about_caches_need_one(tiny: Path) -> None:
+    result = inspect("--checkpoint", tiny, "--verify")
+    assert result.exit_code == 2
+    assert "go with --cache" in result.output

@@ -2,35 +2,77 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.formats.cache_dump import load_cache
-from anymla.formats.page_layout import get_layout
+from anymla.formats.cache_check import check_cache_bytes
+from anymla.formats.cache_dump import load_cache, read_page, save_cache
+from anymla.formats.convert import convert_cache
+from anymla.formats.interchange import dump_layout
+from anymla.formats.page_layout import PageLayout
 
 
-def cache_report(path: Path) -> dict[str, Any]:
-    """Describe a dumped cache; JSON values only.
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """A cache in a file.
 
-    Where the dump says how many of its rows are final, only those are counted: what follows in the
-    last page belongs to nobody.
+    Attributes:
+        path: of the file.
+        cache: [P, B, row_elements].
+        layout: its layout.
+        meta: JSON values kept with it.
+    """
+
+    path: Path
+    cache: Tensor
+    layout: PageLayout
+    meta: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        """Slots that are final; all of them where the dump does not say.
+
+        What follows them in the last page belongs to nobody.
+        """
+        slots = self.cache.shape[0] * self.cache.shape[1]
+        rows = self.meta.get("rows", slots)
+        return rows if isinstance(rows, int) and 0 <= rows <= slots else slots
+
+    def read(self, first: int, count: int) -> Tensor:
+        """Float64 rows [count, channels]."""
+        return self.layout.read(self.cache, torch.arange(first, first + count), torch.float64)
+
+
+def open_dump(path: Path, page_layout: str | None = None, entries: int | None = None) -> Dump:
+    """Read a dump, or with ``page_layout`` and ``entries`` a file of one page's bare bytes.
 
     Raises:
-        CacheDumpError: not a dump, or one that cannot be read.
+        CacheDumpError: neither, or one that cannot be read.
+        ValueError: the layout is unknown, or is not the one in the dump's header.
     """
+    if entries is not None:
+        if page_layout is None:
+            raise ValueError("--entries is for a page's bare bytes: name its --layout as well")
+        return Dump(path, read_page(path, page_layout, entries), dump_layout(page_layout), {})
     cache, layout_id, meta = load_cache(path)
-    layout = get_layout(layout_id)
+    if page_layout is not None and page_layout != layout_id:
+        raise ValueError(f"{path}: holds layout {layout_id}, not {page_layout}")
+    return Dump(path, cache, dump_layout(layout_id), meta)
+
+
+def cache_report(dump: Dump) -> dict[str, Any]:
+    """Describe a dumped cache; JSON values only."""
+    cache, layout, path, meta, final = dump.cache, dump.layout, dump.path, dump.meta, dump.rows
     pages, entries = cache.shape[:2]
-    rows = meta.get("rows", pages * entries)
-    final = rows if isinstance(rows, int) and 0 <= rows <= pages * entries else pages * entries
     data, scales = layout.planes(cache)
     decoded = layout.read(cache, torch.arange(final), torch.float64)
     return {
         "file": str(path),
-        "layout_id": layout_id,
+        "layout_id": layout.layout_id,
         "meta": meta,
         "pages": pages,
         "entries_per_page": entries,
@@ -48,6 +90,68 @@ def cache_report(path: Path) -> dict[str, Any]:
             if scales is None
             else [_range(column) for column in scales.flatten(0, 1)[:final].unbind(1)]
         ),
+    }
+
+
+def problem_report(dump: Dump) -> list[dict[str, Any]]:
+    """Problems of a cache's bytes; JSON values only."""
+    problems = check_cache_bytes(dump.cache, dump.layout, dump.rows)
+    return [dataclasses.asdict(problem) for problem in problems]
+
+
+def difference_report(one: Dump, other: Dump) -> dict[str, Any]:
+    """Compare two dumps row by row, whatever their layouts and page sizes; JSON values only.
+
+    Raises:
+        ValueError: their rows have different widths.
+    """
+    if one.layout.channels != other.layout.channels:
+        raise ValueError(
+            f"{one.path} holds rows of {one.layout.channels} channels, {other.path} of "
+            f"{other.layout.channels}"
+        )
+    count = min(one.rows, other.rows)
+    mine, theirs = one.read(0, count), other.read(0, count)
+    wrong = (mine != theirs) & ~(mine.isnan() & theirs.isnan())
+    rows = wrong.any(1)
+    difference = (mine - theirs).abs()[wrong]
+    finite = difference[difference.isfinite()]
+    report: dict[str, Any] = {
+        "file": str(one.path),
+        "other": str(other.path),
+        "rows": [one.rows, other.rows],
+        "rows_compared": count,
+        "rows_that_differ": int(rows.sum()),
+        "values_that_differ": int(wrong.sum()),
+        "largest_difference": float(finite.max()) if finite.numel() else 0.0,
+        "equal": not bool(wrong.any()) and one.rows == other.rows,
+        "first": None,
+    }
+    if wrong.any():
+        slot, channel = (int(place) for place in wrong.nonzero()[0])
+        values = [float(each[slot, channel]) for each in (mine, theirs)]
+        report["first"] = {"slot": slot, "channel": channel, "values": [str(v) for v in values]}
+    return report
+
+
+def write_converted(dump: Dump, layout_id: str, output: Path) -> dict[str, Any]:
+    """Convert and write a dump; JSON values only. Nothing is written if it cannot be done.
+
+    Raises:
+        ValueError: unknown layout, or rows of another width.
+    """
+    source = dump.layout.layout_id
+    cache, loss = convert_cache(dump.cache, source, layout_id, dump.rows)
+    meta = dump.meta | {"rows": dump.rows, "converted_from": source}
+    save_cache(output, cache, layout_id, meta)
+    return {
+        "file": str(dump.path),
+        "output": str(output),
+        "from": source,
+        "to": layout_id,
+        "rows": dump.rows,
+        "bytes": output.stat().st_size,
+        **dataclasses.asdict(loss),
     }
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import click
 
 from anymla.cli.bad_input import BadInput, bad_input
-from anymla.cli.cache_report import cache_report
+from anymla.cli.cache_lines import conversion_lines, difference_lines, problem_lines, row_lines
+from anymla.cli.cache_report import (
+    cache_report,
+    difference_report,
+    open_dump,
+    problem_report,
+    write_converted,
+)
 from anymla.cli.checkpoint_report import checkpoint_report
 from anymla.layers.caches import CACHE_FORMATS
 
@@ -23,6 +30,38 @@ from anymla.layers.caches import CACHE_FORMATS
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="A cache that anymla generate --dump-cache wrote.",
+)
+@click.option("--verify", is_flag=True, help="With --cache: look for what is wrong with it.")
+@click.option(
+    "--compare",
+    "other",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --cache: compare the rows with another dump's, whatever its layout.",
+)
+@click.option(
+    "--convert",
+    metavar="LAYOUT",
+    help="With --cache: write it in another layout, to --output.",
+)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+@click.option(
+    "--layout",
+    "page_layout",
+    metavar="LAYOUT",
+    help="Layout that --cache must have; with --entries, of a page's bare bytes.",
+)
+@click.option(
+    "--entries",
+    type=click.IntRange(min=1),
+    help="--cache is no dump but the bytes of one page of so many entries.",
+)
+@click.option(
+    "--row",
+    "shown_row",
+    type=click.IntRange(min=0),
+    metavar="SLOT",
+    help="With --cache: print the values of one slot.",
 )
 @click.option(
     "--kv-cache",
@@ -39,22 +78,56 @@ from anymla.layers.caches import CACHE_FORMATS
     help="Write the result here as well.",
 )
 def command(
-    checkpoint: Path | None, cache: Path | None, kv_cache: str, json_file: Path | None
+    checkpoint: Path | None,
+    cache: Path | None,
+    verify: bool,
+    other: Path | None,
+    convert: str | None,
+    output: Path | None,
+    page_layout: str | None,
+    entries: int | None,
+    shown_row: int | None,
+    kv_cache: str,
+    json_file: Path | None,
 ) -> None:
     """Show what is in a checkpoint (tensors, sizes, what is missing) or in a dumped cache.
 
-    Ends with exit code 1 if the checkpoint could not be loaded as it is.
+    A cache can be verified (NaN, scale bytes that no quantiser writes, padding, stale rows),
+    compared with another one, and converted between layouts: FP8 pages, entries one after the
+    other, bfloat16 or float32 rows, AMD's FNUZ codes, and FP8 or MXFP4 index keys.
+
+    Ends with exit code 1 if the checkpoint could not be loaded as it is, if --verify finds
+    something, or if --compare finds a difference.
     """
     if (checkpoint is None) == (cache is None):
         raise BadInput("give exactly one of --checkpoint and --cache")
+    if cache is None and (verify or other or convert or entries or page_layout or shown_row):
+        raise BadInput("--verify, --compare, --convert, --layout, --entries, --row go with --cache")
+    if (convert is None) != (output is None):
+        raise BadInput("--convert and --output go together")
     with bad_input():
         if checkpoint is not None:
             report = checkpoint_report(checkpoint, kv_cache)
             lines = _checkpoint_lines(report)
         else:
             assert cache is not None
-            report = cache_report(cache)
-            lines = _cache_lines(report)
+            dump = open_dump(cache, page_layout, entries)
+            if convert is not None and output is not None:
+                report = write_converted(dump, convert, output)
+                lines = conversion_lines(report)
+            elif other is not None:
+                report = difference_report(dump, open_dump(other))
+                report["ok"] = report["equal"]
+                lines = difference_lines(report)
+            else:
+                report = cache_report(dump)
+                lines = _cache_lines(report)
+                if verify:
+                    report["problems"] = problem_report(dump)
+                    report["ok"] = all(each["harmless"] for each in report["problems"])
+                    lines += problem_lines(report["problems"])
+                if shown_row is not None:
+                    lines += row_lines(dump, shown_row)
         if json_file is not None:
             json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     click.echo("\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anymla.formats.page_layout import get_layout, pages_of
+from anymla.formats.interchange import dump_layout
+from anymla.formats.page_layout import pages_of
 
 _VERSION = "1"
 
 
 class CacheDumpError(ValueError):
-    """A dump that cannot be read; the message is one line that names the file."""
+    """A dump that cannot be read or written; the message is one line that names the file."""
 
 
 def save_cache(
     path: str | Path, cache: Tensor, layout_id: str, meta: dict[str, Any] | None = None
 ) -> None:
-    """Write a cache with its page stride.
+    """Write a cache with its page stride; the file appears whole or not at all.
 
     Args:
         path: file to write.
@@ -33,8 +35,9 @@ def save_cache(
 
     Raises:
         TypeError, ValueError: ``cache`` does not fit the layout.
+        CacheDumpError, OSError: the file cannot be written.
     """
-    layout = get_layout(layout_id)
+    layout = dump_layout(layout_id)
     layout.check(cache, "save_cache", "cache")
     cache = pages_of(cache)
     pages, entries = cache.shape[:2]
@@ -53,7 +56,48 @@ def save_cache(
         "entries_per_page": str(entries),
         "meta": json.dumps(meta or {}),
     }
-    save_file({"pages": flat}, path, metadata=header)
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        save_file({"pages": flat}, temporary, metadata=header)
+        os.replace(temporary, target)
+    except SafetensorError as error:
+        reason = str(error).splitlines()[0]
+        raise CacheDumpError(f"{path}: cannot be written: {reason}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_page(path: str | Path, layout_id: str, entries: int) -> Tensor:
+    """Read a page's bare bytes, as an engine's memory holds them.
+
+    Args:
+        path: a file of one page; bytes behind its entries are padding.
+        layout_id: how the page is laid out, which the file does not say.
+        entries: entries B of the page.
+
+    Returns:
+        [1, B, row_elements].
+
+    Raises:
+        CacheDumpError: missing, or too short for a page of that layout.
+        ValueError: unknown layout, or entries below 1.
+    """
+    layout = dump_layout(layout_id)
+    if entries < 1:
+        raise ValueError(f"read_page: entries must be at least 1, got {entries}")
+    try:
+        held = Path(path).read_bytes()
+    except OSError as error:
+        raise CacheDumpError(f"{path}: cannot be read: {error.strerror}") from None
+    needed = entries * layout.entry_bytes
+    if len(held) < needed:
+        raise CacheDumpError(
+            f"{path}: {len(held)} bytes, but {entries} entries of layout {layout_id} take {needed}"
+        )
+    held += bytes(-len(held) % layout.dtype.itemsize)
+    flat = torch.frombuffer(bytearray(held), dtype=torch.uint8).view(layout.dtype)
+    return flat.as_strided((1, entries, layout.row_elements), (len(flat), layout.row_elements, 1))
 
 
 def load_cache(path: str | Path) -> tuple[Tensor, str, dict[str, Any]]:
@@ -77,7 +121,7 @@ def load_cache(path: str | Path) -> tuple[Tensor, str, dict[str, Any]]:
         reason = str(error).splitlines()[0]
         raise CacheDumpError(f"{path}: cannot be read as a cache dump: {reason}") from None
     try:
-        layout = get_layout(header["layout_id"])
+        layout = dump_layout(header["layout_id"])
         entries = int(header["entries_per_page"])
         meta = json.loads(header["meta"])
     except (KeyError, ValueError) as error:

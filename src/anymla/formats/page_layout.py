@@ -372,6 +372,8 @@ _LAYOUTS: dict[str, PageLayout] = {
     )
 }
 
+LAYOUT_IDS = tuple(_LAYOUTS)
+
 
 def get_layout(layout_id: str) -> PageLayout:
     """The layout of that name.
