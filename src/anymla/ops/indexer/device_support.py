@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import INDEX_FP8, SplitFp8Layout, get_layout
+from anymla.formats.page_layout import INDEX_FP8, SplitFp8Layout, get_layout, pages_of
 from anymla.ops._operation import Support
-from anymla.ops._triton import float32_support
+from anymla.ops._triton import float32_support, target_of
 
 _WIDEST = 512
 _MOST_HEADS = 256
 _MOST_SELECTED = 2048
+# Whether Hopper's own prefill scores are chosen without having been named.
+_GLUON_AUTOMATIC = False
 
 
 def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
@@ -63,3 +67,41 @@ def select_support(
         return Support(False, f"selects at most {_MOST_SELECTED}, got {k}")
     layout = kwargs.get("layout", INDEX_FP8)
     return paged_support(q.unsqueeze(1), index_cache, weights, lengths, block_table, layout=layout)
+
+
+def prefill_support(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    k: int,
+    **kwargs: Any,
+) -> Support:
+    """Of ``select_topk`` with Hopper's prefill scores: FP8 queries of 64 heads, pages of 64."""
+    if q.device.type != "cuda" or target_of(q.device).name != "sm_90":
+        return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
+    if not _has_gluon():
+        return Support(False, "needs triton 3.6 or newer")
+    support = select_support(q, index_cache, weights, lengths, block_table, k, **kwargs)
+    if not support:
+        return support
+    cache = pages_of(index_cache)
+    if kwargs.get("layout", INDEX_FP8) != INDEX_FP8 or q.dtype != torch.float8_e4m3fn:
+        return Support(False, f"FP8 queries and keys, got {q.dtype}")
+    if tuple(q.shape[1:]) != (64, 128) or cache.shape[1] != 64:
+        return Support(False, f"64 heads of 128 channels and pages of 64, got {list(q.shape)}")
+    if cache.stride(0) % 16 or cache.data_ptr() % 16:
+        return Support(False, "pages must lie at multiples of 16 bytes")
+    # Where tokens share no keys, tiles of two waste half of the work.
+    return Support(True, automatic=_GLUON_AUTOMATIC and len(q) > 2 * len(block_table))
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether triton is new enough for Hopper's kernel; asked of its metadata alone."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)

@@ -119,3 +119,6 @@ select_topk.register("torch", torch_select.select_topk)
 select_topk.register_lazy(
     "triton", "anymla.ops.indexer.triton_select", supports=device_support.select_support
 )
+select_topk.register_lazy(
+    "gluon_sm90", "anymla.ops.indexer.gluon_sm90_select", supports=device_support.prefill_support
+)

@@ -1,0 +1,118 @@
+"""Selection with prefill scores from Hopper's own kernel; the selectors are the portable ones."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from anymla.formats.page_layout import INDEX_FP8, pages_of
+from anymla.ops._triton import Target
+from anymla.ops.indexer.gluon_sm90_scores import (
+    BUFFERS,
+    CONSUMER_REGISTERS,
+    PAGE,
+    PRODUCER_REGISTERS,
+    WIDTH,
+    prefill_scores_kernel,
+)
+from anymla.ops.indexer.triton_select import select_rounds
+
+# Programs that keep every multiprocessor busy to the end.
+_PROGRAMS = 264
+
+
+def select_topk(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    k: int,
+    *,
+    max_context: int | None = None,
+    token_to_req: Tensor | None = None,
+    starts: Tensor | None = None,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    scratch_bytes: int = 1 << 28,
+    out: Tensor | None = None,
+    slot_table: Tensor | None = None,
+    slot_page_size: int = 64,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """See ``interface_select.select_topk``."""
+    return select_rounds(
+        select_scores,
+        q, index_cache, weights, lengths, block_table, k, max_context, token_to_req, starts,
+        layout, q_scales, scratch_bytes, out, slot_table, slot_page_size, slots, counts,
+    )  # fmt: skip
+
+
+def select_scores(
+    q: Tensor,
+    q_scales: Tensor | None,
+    weights: Tensor,
+    index_cache: Tensor,
+    layout: str,
+    block_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    owners: Tensor | None,
+    scores: Tensor,
+    maxima: Tensor | None,
+    *,
+    first_row: int,
+    per_request: int,
+    covered: int,
+    k: int,
+    target: Target,
+) -> None:
+    """``triton_select_scores.select_scores`` for what ``prefill_support`` lets through."""
+    rows = len(q)
+    cache = pages_of(index_cache)
+    pages, entries = cache.shape[:2]
+    stride = cache.stride(0)
+    codes = cache.view(torch.float8_e4m3fn)
+    keys = TensorDescriptor(
+        codes, [pages, PAGE, WIDTH], [stride, WIDTH, 1], [1, PAGE, WIDTH],
+        NVMMASharedLayout(128, 8, rank=3),
+    )  # fmt: skip
+    scales = TensorDescriptor(
+        cache.view(torch.float32), [pages, entries * (WIDTH + 4) // 4], [stride // 4, 1],
+        [1, PAGE], NVMMASharedLayout(0, 32, rank=2),
+    )  # fmt: skip
+    pairs = triton.cdiv(rows, 2)
+    tiles = triton.cdiv(covered, PAGE)
+    span = triton.cdiv(tiles, min(tiles, triton.cdiv(_PROGRAMS, pairs))) * PAGE
+    prefill_scores_kernel[(pairs, triton.cdiv(covered, span))](
+        q.view(torch.uint8),
+        keys,
+        scales,
+        block_table,
+        *block_table.stride(),
+        lengths,
+        starts,
+        owners,
+        weights,
+        weights.stride(0),
+        scores,
+        scores.stride(0),
+        maxima,
+        0 if maxima is None else maxima.stride(0),
+        first_row,
+        rows,
+        max(per_request, 1),
+        len(block_table),
+        pages,
+        covered,
+        k,
+        span,
+        BUFFERS=BUFFERS,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        num_warps=4,
+    )
