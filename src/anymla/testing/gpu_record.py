@@ -1,7 +1,7 @@
 """Turn a pytest report from a GPU into rows of evidence, one a family of operations.
 
-pytest -k triton tests/ops tests/test_conformance.py --junitxml report.xml
-python -m anymla.testing.gpu_record report.xml >> benchmarks/results/gpu_tests.jsonl
+pytest -k "triton or device" tests/ops tests/test_conformance.py --junitxml report.xml
+python -m anymla.testing.gpu_record report.xml COMMIT >> benchmarks/results/gpu_tests.jsonl
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import anymla.ops
 from anymla.ops._triton import target_of
 
-COMMAND = "pytest -k triton tests/ops tests/test_conformance.py"
+COMMAND = 'pytest -k "triton or device" tests/ops tests/test_conformance.py'
 
 
 def rows(report: Path, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -39,7 +39,7 @@ def rows(report: Path, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
             outcome = "failed"
         else:
             outcome = "skipped" if "skipped" in outcomes else "passed"
-        counts[_family(str(case.get("classname")))][outcome] += 1
+        counts[_family(str(case.get("classname")), str(case.get("name")))][outcome] += 1
     for family, found in sorted(counts.items()):
         tallies = {name: found[name] for name in ("passed", "failed", "skipped")}
         yield {"family": family, **tallies, **facts}
@@ -62,11 +62,12 @@ def device_facts(commit: str) -> dict[str, Any]:
     }
 
 
-def _family(classname: str) -> str:
-    """Family of a test file: the longest family name that the file's name begins with."""
+def _family(classname: str, test: str) -> str:
+    """Family of a test: the longest that its file's name begins with, or that its own name has."""
     name = classname.rsplit(".", 1)[-1].removeprefix("test_")
     families = [module.name for module in pkgutil.iter_modules(anymla.ops.__path__)]
     matching = [family for family in families if name.startswith(family)]
+    matching = matching or [family for family in families if family in test]
     if matching:
         return max(matching, key=len)
     return "conformance" if "conformance" in classname or name == "cases" else name
