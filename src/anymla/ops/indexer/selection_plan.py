@@ -83,7 +83,7 @@ def plan_selection(
         return SelectionPlan("all", rows, kept)
     few = rows <= _FEW_ROWS and entries >= _LONG_ROW
     short = rows > _MANY_ROWS and entries <= _SHORT_ROW
-    groups = _power_of_two(-(-entries // GROUP) + 1)
+    groups = _power_of_two(-(-entries // GROUP))
     if few or short or k > MOST_GROUP_K or groups > MOST_GROUPS:
         parts = _PARTS if few else 1
         # Room for three standard deviations of sampling and then some.
