@@ -7,6 +7,7 @@ is the last queries of one request, each seeing the keys before it (ratio 4).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -228,11 +229,14 @@ def _peers(deep_gemm: Any, shape: Shape, sets: list[Inputs], with_vllm: bool) ->
         times = {}
         for name, select in _vllm_kernels(shape).items():
             pairs = zip(calls, sets, strict=True)
-            times[name] = _time(
-                [partial(with_kernel, select, call, given) for call, given in pairs], shape
-            )
-        fastest = min(times, key=lambda name: times[name])
-        values |= {"vllm_us": times[fastest], "vllm_kernel": fastest}
+            # Not every kernel takes every shape.
+            with contextlib.suppress(RuntimeError):
+                times[name] = _time(
+                    [partial(with_kernel, select, call, given) for call, given in pairs], shape
+                )
+        if times:
+            fastest = min(times, key=lambda name: times[name])
+            values |= {"vllm_us": times[fastest], "vllm_kernel": fastest}
     return values
 
 
