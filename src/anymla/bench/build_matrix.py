@@ -61,7 +61,7 @@ def kernel_modules() -> list[str]:
         found += [
             f"{package}.{module.name}"
             for module in pkgutil.iter_modules(path)
-            if module.name.startswith("triton_")
+            if module.name.startswith(("triton_", "gluon_"))
         ]
     return [name for name in found if hasattr(importlib.import_module(name), "builds")]
 
@@ -122,6 +122,7 @@ def _build(job: Job) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     target = TARGETS[job.target]
     build = list(importlib.import_module(job.module).builds(target))[job.number]
@@ -137,8 +138,9 @@ def _build(job: Job) -> dict[str, Any]:
     architecture: Any = job.target if target.backend == "hip" else int(job.target[3:])
     started = time.perf_counter()
     try:
+        source = GluonASTSource if isinstance(build.kernel, GluonJITFunction) else ASTSource
         compiled = triton.compile(
-            ASTSource(build.kernel, signature, constants, hints),
+            source(build.kernel, signature, constants, hints),
             target=GPUTarget(target.backend, architecture, target.warp_size),
             options=_options(build),
         )

@@ -11,7 +11,7 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.sparse_attention import reference, torch_attention
-from anymla.ops.sparse_attention.support import triton_attention_support
+from anymla.ops.sparse_attention.support import gluon_attention_support, triton_attention_support
 
 VALUE_DIM = 512
 
@@ -192,6 +192,11 @@ _TRITON = "anymla.ops.sparse_attention.triton_attention"
 
 sparse_attention.register("reference", reference.sparse_attention)
 sparse_attention.register("torch", torch_attention.sparse_attention)
+sparse_attention.register_lazy(
+    "gluon_sm90",
+    "anymla.ops.sparse_attention.gluon_sm90_attention",
+    supports=gluon_attention_support,
+)
 sparse_attention.register_lazy("triton", _TRITON, supports=triton_attention_support)
 sparse_attention_rows.register("reference", reference.sparse_attention_rows)
 sparse_attention_rows.register("torch", torch_attention.sparse_attention_rows)

@@ -1,17 +1,24 @@
-"""Calls that the Triton kernels of sparse attention take."""
+"""Calls that the Triton and Gluon kernels of sparse attention take."""
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import V32_FP8, get_layout
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._operation import Support
-from anymla.ops._triton import triton_support
+from anymla.ops._triton import target_of, triton_support
 
 LARGEST_CHANNELS = 640
+# Whether the Hopper kernels are chosen without having been named.
+AUTOMATIC = False
+_LARGEST_PAGE = 1 << 30
+# Scales whose product with a masked score is as good as minus infinity, in float32.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**60
 
 
 def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
@@ -31,3 +38,51 @@ def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: An
         if cache.storage_offset() % unit or cache.stride(0) % unit:
             return Support(False, f"coded pages must lie at multiples of {unit} bytes")
     return support
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether triton is new enough for the Hopper kernels; asked of its metadata alone."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)
+
+
+def gluon_attention_support(
+    q: Tensor,
+    k_cache: Tensor,
+    *args: Any,
+    scale: float | None = None,
+    extra_cache: Tensor | None = None,
+    layout: str = MAIN_FP8,
+    extra_layout: str = MAIN_FP8,
+    value_dim: int | None = None,
+    **keywords: Any,
+) -> Support:
+    """``supports`` of the Hopper kernels of ``sparse_attention``."""
+    if q.device.type != "cuda" or target_of(q.device).name != "sm_90":
+        return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
+    support = triton_support(q)
+    if not support:
+        return support
+    if not _has_gluon():
+        return Support(False, "needs triton 3.6 or newer")
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return Support(False, f"q must be bfloat16 or float16, got {q.dtype}")
+    if layout != MAIN_FP8 or (extra_cache is not None and extra_layout != MAIN_FP8):
+        return Support(False, f"caches must be {MAIN_FP8}, got {layout} and {extra_layout}")
+    if value_dim not in (None, q.shape[2]):
+        return Support(False, f"all {q.shape[2]} channels are values, got {value_dim}")
+    if scale is not None and not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
+        return Support(False, f"scale must be positive and of ordinary size, got {scale}")
+    for cache in (k_cache, extra_cache):
+        if cache is None or not cache.numel():
+            continue
+        if cache.data_ptr() % 16 or (len(cache) > 1 and cache.stride(0) % 16):
+            return Support(False, "pages must lie at multiples of 16 bytes")
+        if cache.shape[1] * cache.shape[-1] > _LARGEST_PAGE:
+            return Support(False, f"pages must be below {_LARGEST_PAGE} bytes")
+    # float16 queries are promised more than products of float16 probabilities keep.
+    return Support(True, automatic=AUTOMATIC and q.dtype == torch.bfloat16)

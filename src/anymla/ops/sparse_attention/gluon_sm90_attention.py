@@ -1,0 +1,210 @@
+"""Launch sparse attention over FP8 rows on Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout, pages_of
+from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
+from anymla.ops.sparse_attention.gluon_sm90_merge import (
+    MERGE_CHANNELS,
+    merge_kernel,
+    pieces_at_once,
+)
+from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
+from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, choose
+from anymla.ops.sparse_attention.triton_attention import multiprocessors
+
+_LARGEST_INT32 = 2**31 - 1
+# Partial sums of a batch-invariant launch; more tokens take several launches.
+_WORKSPACE_BYTES = 256 << 20
+_CHANNELS = get_layout(MAIN_FP8).channels
+# Registers of a thread; the main warpgroup gets the rest of 512 (tiles) or 512 / 2 (columns).
+RIGHT_REGISTERS = 160
+TILE_PRODUCER_REGISTERS = 72
+COLUMN_PRODUCER_REGISTERS = 136
+# Blocks of rows in shared memory: three where 32 heads leave the room.
+COLUMN_BUFFERS = {16: 3, 32: 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """One cache and which of its rows each token reads; lists have unit stride along a row."""
+
+    cache: Tensor
+    indices: Tensor
+    lengths: Tensor | None
+
+    @classmethod
+    def of(cls, cache: Tensor, indices: Tensor, lengths: Tensor | None) -> Scope:
+        """From arguments of the operation."""
+        indices = indices.squeeze(1) if indices.ndim == 3 else indices
+        if indices.numel() and indices.stride(1) != 1:
+            indices = indices.contiguous()
+        return cls(pages_of(cache), indices, None if lengths is None else lengths.contiguous())
+
+    def part(self, tokens: slice) -> Scope:
+        """The same for some of the tokens."""
+        lengths = None if self.lengths is None else self.lengths[tokens]
+        return Scope(self.cache, self.indices[tokens], lengths)
+
+    @property
+    def width(self) -> int:
+        """Columns of the list."""
+        return self.indices.shape[1]
+
+    @property
+    def limit(self) -> int:
+        """Slots are below."""
+        return min(self.cache.shape[0] * self.cache.shape[1], _LARGEST_INT32)
+
+
+def sparse_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    layout: str = MAIN_FP8,
+    extra_layout: str = MAIN_FP8,
+    value_dim: int | None = None,
+    empty_lse: float | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the contract."""
+    tokens, heads, channels = q.shape
+    assert layout == extra_layout == MAIN_FP8
+    assert value_dim in (None, channels)
+    given = out
+    if out is None or not _aligned(out):
+        out = torch.empty((tokens, heads, channels), dtype=q.dtype, device=q.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
+    if tokens and heads:
+        q = q if _aligned(q) else torch.empty_like(out).copy_(q)
+        scopes = [Scope.of(k_cache, indices, lengths)]
+        if extra_cache is not None and extra_indices is not None:
+            scopes.append(Scope.of(extra_cache, extra_indices, extra_lengths))
+        sink = None if sink is None else sink.float().contiguous()
+        scale = channels**-0.5 if scale is None else scale
+        schedule = choose(
+            tokens,
+            heads,
+            tuple(scope.width for scope in scopes),
+            multiprocessors(q.device),
+            lengths=any(scope.lengths is not None for scope in scopes),
+            batch_invariant=batch_invariant,
+        )
+        empty = float("-inf") if empty_lse is None else empty_lse
+        attend(q, scopes, sink, scale, empty, schedule, out, lse)
+    return (out if given is None or given is out else given.copy_(out)), lse
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows of heads can be moved 16 bytes at a time."""
+    step = 16 // x.element_size()
+    return (
+        x.stride(2) == 1
+        and x.stride(1) % step == 0
+        and x.stride(0) % step == 0
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def attend(
+    q: Tensor,
+    scopes: list[Scope],
+    sink: Tensor | None,
+    scale: float,
+    empty: float,
+    schedule: Schedule,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Launch by a schedule, in as many parts as the workspace asks for."""
+    tokens = len(q)
+    row_bytes = 4 * _CHANNELS * schedule.heads
+    step = tokens
+    if schedule.cut and not schedule.stream:
+        step = max(1, _WORKSPACE_BYTES // (schedule.slots(1) * row_bytes))
+    for start in range(0, tokens, step):
+        some = slice(start, min(start + step, tokens))
+        parts = [scope.part(some) for scope in scopes] if step < tokens else scopes
+        _launch(q[some], parts, sink, scale, empty, schedule, out[some], lse[some])
+
+
+def _launch(
+    q: Tensor,
+    scopes: list[Scope],
+    sink: Tensor | None,
+    scale: float,
+    empty: float,
+    schedule: Schedule,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    tokens, heads, _ = q.shape
+    slots, rows = schedule.slots(tokens), schedule.heads
+    sums = torch.empty((slots, rows, 2), dtype=torch.float32, device=q.device)
+    part = sums
+    if schedule.cut:
+        part = torch.empty((slots, rows, _CHANNELS), dtype=torch.float32, device=q.device)
+    spans = torch.empty((tokens * schedule.tiles, 2), dtype=torch.int32, device=q.device)
+    marks = torch.empty((schedule.pieces(tokens), 2), dtype=torch.int32, device=q.device)
+    first, second = scopes[0], scopes[-1]
+    kernel = tiles_kernel if schedule.heads == 64 else columns_kernel
+    kernel[(schedule.programs,)](
+        q, first.cache, second.cache, first.indices, second.indices,
+        _or(first.lengths, first.indices), _or(second.lengths, second.indices), _or(sink, lse),
+        out, lse, part, sums, spans, marks,
+        tokens, heads, first.width, second.width, first.limit, second.limit,
+        first.indices.stride(0), second.indices.stride(0), schedule.splits,
+        q.stride(0) // 2, out.stride(0), scale, empty,
+        SPLIT=schedule.cut, STREAM=schedule.stream, COST=TASK_COST,
+        SIZE=max(128, triton.next_power_of_2(tokens)) if schedule.stream else 128,
+        TWO=len(scopes) > 1,
+        LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
+        PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
+        STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
+        SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
+        **_form(schedule), num_warps=4,
+    )  # fmt: skip
+    if not schedule.cut:
+        return
+    most = triton.next_power_of_2(schedule.most_pieces)
+    merge_kernel[(tokens * heads * (_CHANNELS // MERGE_CHANNELS),)](
+        part, sums, spans, _or(sink, lse), out, lse, heads, schedule.splits, schedule.programs,
+        out.stride(0), out.stride(1), empty,
+        ROWS=rows, CHANNELS=_CHANNELS, WIDTH=MERGE_CHANNELS, MOST=most,
+        AT_ONCE=pieces_at_once(most), STREAM=schedule.stream, SINK=sink is not None, EARLY=True,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _form(schedule: Schedule) -> dict[str, Any]:
+    """Constants of the kernel's form."""
+    if schedule.heads == 64:
+        return {
+            "TILES": schedule.tiles,
+            "RIGHT_REGISTERS": RIGHT_REGISTERS,
+            "PRODUCER_REGISTERS": TILE_PRODUCER_REGISTERS,
+        }
+    return {
+        "HEADS": schedule.heads,
+        "BUFFERS": COLUMN_BUFFERS[schedule.heads],
+        "PRODUCER_REGISTERS": COLUMN_PRODUCER_REGISTERS,
+    }
+
+
+def _or(given: Tensor | None, other: Tensor) -> Tensor:
+    return other if given is None else given

@@ -1,0 +1,282 @@
+"""Attention over FP8 rows for at most 32 heads on Hopper: rows of matrices are keys.
+
+Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm90_lists``.
+
+    main       S^T = K Q^T, softmax, O^T = V^T P^T    heads are the columns, 16 or 32
+    producer   all rows of each block
+
+A matrix instruction takes 64 rows, which 64 keys or 64 channels fill, however few the heads. The
+softmax runs over rows, that is across the warps: the maximum is exchanged once a block through
+shared memory, the sums stay with the threads until the piece ends.
+
+Barriers: ready[b] producer -> main, free[b] main -> producer; BUFFERS blocks of 64 rows. The proxy
+fence stands on the reading side, as in ``gluon_sm90_tiles``.
+"""
+
+from collections.abc import Iterator
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anymla.ops._triton import Build, Target
+from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, produce
+from anymla.ops.sparse_attention.gluon_sm90_lists import (
+    ARGUMENT_TYPES,
+    BUILT,
+    CHANNELS,
+    COUNTS,
+    KEYS,
+    NOPE,
+    Lists,
+    aligned_share,
+    piece,
+    stream_share,
+)
+from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
+from anymla.ops.sparse_attention.gluon_sm90_rescan import rescan
+from anymla.ops.sparse_attention.gluon_sm90_softmax import (
+    LOG2E,
+    NO_MAXIMUM,
+    SHIFT,
+    bottom_of,
+    dependents_may_start,
+    log_sum,
+    not_finite,
+    note,
+    record_span,
+    view,
+    warps_meet,
+)
+
+HALF = gl.constexpr(256)
+
+
+@gluon.jit
+def _largest(scores, exchange, HEADS: gl.constexpr, ROW: gl.constexpr):
+    """Maximum of each column of scores [64, HEADS], of which every warp has 16 rows."""
+    inside = gl.max(gl.reshape(scores, [4, 16, HEADS]), 1)
+    exchange.store(inside)
+    warps_meet()
+    # Every thread reads the four maxima of the columns that it holds.
+    STEPS: gl.constexpr = [[0, 1], [1, 0], [2, 0], [0, 8]]
+    if HEADS == 32:
+        BASES: gl.constexpr = [[0, 1], [1, 0], [2, 0], [0, 8], [0, 16]]
+    else:
+        BASES: gl.constexpr = STEPS
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=BASES, lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0], [0, 0]], block_bases=[], shape=[4, HEADS],
+    )  # fmt: skip
+    return gl.convert_layout(gl.max(exchange.load(L), 0), ROW, assert_trivial=True)
+
+
+@gluon.jit
+def _store_columns(y, to, row_stride, H, PART: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr):
+    """Write y [256, HEADS] to the rows of ``to``, at channels 256 PART .. 256 PART + 255."""
+    channel = gl.arange(0, HALF, layout=gl.SliceLayout(1, L))
+    if PART == 1:
+        channel = stored(channel, 1)
+    head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, L)), 0)
+    at = to + head * row_stride + gl.expand_dims(channel, 1) + PART * HALF
+    gl.store(at, y.to(to.dtype.element_ty), mask=(head < H) & (gl.expand_dims(channel, 1) >= 0))
+
+
+@gluon.jit
+def _finish(
+    left, right, sums, top, empty, out_ptr, lse_ptr, sink_ptr, token, H, out_token,
+    OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Write the result of a whole task."""
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
+    bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
+    share = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
+    to = out_ptr + token.to(gl.int64) * out_token
+    _store_columns(left * share, to, OUT_HEAD, H, 0, HEADS, L)
+    _store_columns(right * share, to, OUT_HEAD, H, 1, HEADS, L)
+    gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
+
+
+@gluon.jit
+def _leave(
+    left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS: gl.constexpr, L: gl.constexpr
+):
+    """Leave the sums of a piece."""
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
+    to = part_ptr + slot.to(gl.int64) * (HEADS * CHANNELS)
+    _store_columns(left, to, CHANNELS, H, 0, HEADS, L)
+    _store_columns(right, to, CHANNELS, H, 1, HEADS, L)
+    at = sums_ptr + (slot.to(gl.int64) * HEADS + head) * 2
+    gl.store(at, top, mask=head < H)
+    gl.store(at + 1, sums, mask=head < H)
+
+
+@gluon.jit
+def main_part(
+    lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
+    H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, p_s, bias_s, exchange,
+    noticed, ready, free,
+    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup of both products and of the softmax."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, L)
+    factor = scale * (LOG2E / LIFT)
+    done = 0
+    for k in range(0, share.count):
+        token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
+        wrong = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        wrong |= load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
+        fence_async_shared()
+        warps_meet()
+        highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, COLUMN)
+        total = gl.zeros([KEYS, HEADS], gl.float32, L)
+        left = gl.zeros([HALF, HEADS], gl.float32, L)
+        right = gl.zeros([HALF, HEADS], gl.float32, L)
+        for _ in range(first, last):
+            buffer = done % BUFFERS
+            mbarrier.wait(ready.index(buffer), (done // BUFFERS) & 1)
+            fence_async_shared()
+            scores = gl.zeros([KEYS, HEADS], gl.float32, L)
+            bias = bias_s.index(buffer).load(gl.SliceLayout(1, L))
+            scores = warpgroup_mma(
+                k_left.index(buffer), q_s.index(0).permute((1, 0)), scores,
+                use_acc=False, is_async=True,
+            )  # fmt: skip
+            scores = warpgroup_mma(
+                k_right.index(buffer), q_s.index(1).permute((1, 0)), scores, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            scores = scores + gl.expand_dims(bias, 1)
+            peak = gl.maximum(highest, _largest(scores, exchange, HEADS, COLUMN))
+            decay = gl.expand_dims(gl.exp2((highest - peak) * factor), 0)
+            p = gl.exp2(scores * factor - gl.expand_dims(peak * factor - SHIFT, 0))
+            highest = peak
+            p_s.store(p.to(gl.float16))
+            fence_async_shared()
+            warps_meet()
+            total = total * decay + p
+            left = left * decay
+            right = right * decay
+            left = warpgroup_mma(k_left.index(buffer).permute((1, 0)), p_s, left, is_async=True)
+            right = warpgroup_mma(k_right.index(buffer).permute((1, 0)), p_s, right, is_async=True)
+            left, right = warpgroup_mma_wait(0, deps=[left, right])
+            mbarrier.arrive(free.index(buffer), count=1)
+            done += 1
+        sums = gl.sum(total, 0)
+        top = highest * factor - SHIFT
+        note(marks_ptr, mark, wrong | not_finite(sums) | not_finite(right), noticed, 0)
+        gl.store(marks_ptr + mark * 2 + 1, 0)
+        channel = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, L)), 1)
+        left = left * (1.0 / LIFT)
+        right = right * gl.where(channel < NOPE - HALF, 1.0 / LIFT, 1.0)
+        if share.STREAM:
+            if direct:
+                _finish(
+                    left, right, sums, top, empty, out_ptr, lse_ptr, sink_ptr, token, H, out_token,
+                    OUT_HEAD, HEADS, SINK, L,
+                )  # fmt: skip
+            else:
+                _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
+            record_span(spans_ptr, token, first, last, token, lists)
+        elif share.SPLIT:
+            _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
+        else:
+            _finish(
+                left, right, sums, top, empty, out_ptr, lse_ptr, sink_ptr, token, H, out_token,
+                OUT_HEAD, HEADS, SINK, L,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _all_rows(lists, share, left, right, bias, ready, free, BUFFERS: gl.constexpr):
+    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def columns_kernel(
+    q_ptr, rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, sink_ptr,
+    out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
+    T, H, width0, width1, limit0, limit1, stride0, stride1, splits,
+    q_token, out_token, scale, empty,
+    SPLIT: gl.constexpr, STREAM: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr,
+    TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
+    PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
+    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
+    HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """See the file; HEADS is 16 or 32. Other arguments are those of ``tiles_kernel``."""
+    if SPLIT:
+        dependents_may_start()
+    lists = Lists(
+        rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
+        limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+    )  # fmt: skip
+    share = stream_share(lists, T, 1, COST, SIZE) if STREAM else aligned_share(T, splits, 1, SPLIT)
+
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    q_words = gl.allocate_shared_memory(gl.int32, [2, HEADS, HALF // 2], WORDS)
+    left = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
+    right = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
+    q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
+    k_left = view(left, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
+    k_right = view(right, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
+    p_s = gl.allocate_shared_memory(
+        gl.float16, [KEYS, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, rank=2)
+    )
+    bias_s = gl.allocate_shared_memory(gl.float32, [BUFFERS, KEYS], FLAT)
+    exchange = gl.allocate_shared_memory(gl.float32, [4, HEADS], PLAIN)
+    noticed = gl.allocate_shared_memory(gl.int32, [1, 1], FLAT)
+    B: gl.constexpr = mbarrier.MBarrierLayout()
+    ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], B)
+    free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], B)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    noticed.index(0).store(gl.full([1], 0, gl.int32, ONE))
+    gl.warp_specialize(
+        [
+            (main_part, (
+                lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
+                sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, p_s,
+                bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD, HEADS, BUFFERS,
+            )),
+            (_all_rows, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
+        ],
+        [4],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip
+    found = gl.max(noticed.index(0).load(ONE), 0)
+    if found != 0:
+        rescan(
+            lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+            q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, right, left, q_words, HEADS,
+            SINK,
+        )  # fmt: skip
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Both sizes, and every way of handing out pieces."""
+    if target.name != "sm_90":
+        return
+    for heads, buffers in ((16, 3), (32, 2)):
+        for way in ({}, {"SPLIT": True}, {"SPLIT": True, "STREAM": True}):
+            yield Build(
+                f"{heads} heads {' '.join(way)}".strip(),
+                columns_kernel,
+                ARGUMENT_TYPES,
+                {"HEADS": heads, "BUFFERS": buffers, "PRODUCER_REGISTERS": 136} | BUILT | way,
+                divisible=("q_token", "out_token"),
+                matrix=True,
+                spills=40,
+            )

@@ -1,0 +1,219 @@
+"""Producer warpgroups: fetch FP8 rows, decode them to float16, and leave them in shared memory.
+
+A row's channels are stored times ``LIFT`` = 2^7 (the first 448) and as they are (the bfloat16
+tail), so that every value a writer emits is exact: scale bytes 105 to 127 are, and anything else
+sets the row's bias to NaN, which turns the sums into NaN; see ``gluon_sm90_rescan``.
+
+Four lanes share a row. A lane takes 16 bytes of each 64, so that 16 codes become 32 bytes of
+float16 that are neighbours in shared memory. The tail is read as two pieces of 64 bytes for the
+four lanes, which leaves its groups of eight channels in the order 0 4 1 5 2 6 3 7: ``tail_order``
+gives q and the output the same order.
+
+Everything is int32 on the way, two float16 to a word: a tensor of bytes takes a register for every
+byte.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, NOPE, address, piece, slots_of
+
+LIFT = gl.constexpr(128.0)
+MASKED = gl.constexpr(-1e30)
+_ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
+_LOAD = gl.constexpr(
+    "{ .reg .pred q; setp.ne.s32 q, $5, 0; "
+    "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+    "@q ld.global.nc.L1::evict_last.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4]; }"
+)
+_DECODE = gl.constexpr(
+    "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
+    "cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
+    "mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $3; }"
+)
+_HALVES = gl.constexpr(
+    "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; cvt.rn.f16x2.f32 $0, b, a; }"
+)
+
+
+@gluon.jit
+def tail_order(position, GROUP: gl.constexpr):
+    """Channel of the tail that is stored at a position of the tail; or word, of GROUP 4.
+
+    Contiguous and aligned in groups of GROUP, as the compiler can see.
+    """
+    group = position // GROUP
+    return ((group % 2) * 4 + group // 2) * GROUP + position % GROUP
+
+
+@gluon.jit
+def halves(words):
+    """Two bfloat16 of each word as two float16."""
+    return gl.inline_asm_elementwise(_HALVES, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _load(address, there):
+    """16 bytes at each address, as four words; zeros where there is no row."""
+    return gl.inline_asm_elementwise(
+        _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _decode(codes, factor):
+    """Four codes of each word times the factor, as two words of float16."""
+    return gl.inline_asm_elementwise(
+        _DECODE, "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _factor(lifted, PLACE: gl.constexpr):
+    """2^(byte - 127) of byte PLACE of each word, as two float16."""
+    if PLACE == 0:
+        bits = lifted << 23
+    elif PLACE == 1:
+        bits = lifted << 15
+    elif PLACE == 2:
+        bits = lifted << 7
+    else:
+        bits = lifted >> 1
+    bits = bits & 0x7F800000
+    pair = gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return gl.expand_dims(pair, 1)
+
+
+@gluon.jit
+def _inexact(low, high):
+    """Where one of the seven scale bytes is outside 105 .. 127, as a non-zero word."""
+    fine_low = ((low & 0x7F7F7F7F) + 0x17171717) & ~low
+    fine_high = ((high & 0x7F7F7F7F) + 0x17171717) & ~high
+    return (~fine_low & -0x7F7F7F80) | (~fine_high & 0x00808080)
+
+
+@gluon.jit
+def _row_of_eight(a, b, c, d, e, f, g, h, ROWS: gl.constexpr):
+    """Words 0 .. 7 of each lane side by side: [ROWS, 32]."""
+    joined = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
+    return gl.reshape(gl.permute(joined, (0, 1, 4, 3, 2)), [ROWS, 32])
+
+
+@gluon.jit
+def _block(x, lifted, PLACE: gl.constexpr, ROWS: gl.constexpr):
+    """64 channels of every row: [ROWS, 32] words."""
+    factor = _factor(lifted, PLACE)
+    a, b = _decode(x[0], factor)
+    c, d = _decode(x[1], factor)
+    e, f = _decode(x[2], factor)
+    g, h = _decode(x[3], factor)
+    return _row_of_eight(a, b, c, d, e, f, g, h, ROWS)
+
+
+@gluon.jit
+def _tail(x, y, ROWS: gl.constexpr):
+    """The bfloat16 channels of every row, in ``tail_order``: [ROWS, 32] words."""
+    return _row_of_eight(
+        halves(x[0]), halves(x[1]), halves(x[2]), halves(x[3]),
+        halves(y[0]), halves(y[1]), halves(y[2]), halves(y[3]), ROWS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _half_row(a, b, c, d, ROWS: gl.constexpr):
+    """Four blocks side by side: [ROWS, 128] words."""
+    joined = gl.join(gl.join(a, b), gl.join(c, d))
+    return gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [ROWS, 128])
+
+
+@gluon.jit
+def _put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
+    if ROWS == KEYS:
+        buffer.store(x)
+    else:
+        buffer.slice(ROW0, ROWS, dim=0).store(x)
+
+
+@gluon.jit
+def produce(
+    lists, share, left, right, bias, ready, free,
+    ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """Fill the buffers with the blocks of all pieces: rows ROW0 .. ROW0 + ROWS of each block.
+
+    Args:
+        lists: see ``gluon_sm90_lists``.
+        share: likewise.
+        left: int32 [BUFFERS, 64, 128], channels 0 .. 255 as pairs of float16.
+        right: int32 [BUFFERS, 64, 128], channels 256 .. 511, the tail in ``tail_order``.
+        bias: float32 [BUFFERS, 64]: 0, MASKED where there is no row, NaN where float16 is not
+            exact.
+        ready: barriers [BUFFERS], an arrival each time a producer has filled its rows.
+        free: barriers [BUFFERS], completed each time the consumers are done with a buffer.
+        ROWS: 32 with two producers, else 64.
+        ROW0: this producer's first row.
+        BUFFERS: number of buffers.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
+    filled = 0
+    for k in range(0, share.count):
+        token, _, n0, n1, blocks0, first, last, _, _, _ = piece(k, share, lists)
+        slots = slots_of(first, last, token, n0, n1, blocks0, lists, r)
+        upcoming = slots_of(first + 1, last, token, n0, n1, blocks0, lists, r)
+        valid, data, marks = address(slots, first < blocks0, lists)
+        scales = gl.load(marks.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
+        there = gl.expand_dims(valid, 1).to(gl.int32)
+        at = gl.expand_dims(data, 1) + lane
+        x0 = _load(at, there)
+        x1 = _load(at + 64, there)
+        x2 = _load(at + 128, there)
+        x3 = _load(at + 192, there)
+        x4 = _load(at + 256, there)
+        x5 = _load(at + 320, there)
+        x6 = _load(at + 384, there)
+        y0 = _load(at + NOPE, there)
+        y1 = _load(at + NOPE + 64, there)
+        for block in range(first, last):
+            buffer = filled % BUFFERS
+            mbarrier.wait(free.index(buffer), ((filled // BUFFERS) & 1) ^ 1)
+            next_valid, data, marks = address(upcoming, block + 1 < blocks0, lists)
+            next_scales = gl.load(marks.to(gl.pointer_type(gl.int64)), mask=next_valid, other=_ONES)
+            there = gl.expand_dims(next_valid, 1).to(gl.int32)
+            at = gl.expand_dims(data, 1) + lane
+            low = scales.to(gl.int32)
+            high = (scales >> 32).to(gl.int32)
+            # A row that float16 does not hold makes all scores NaN.
+            mark = gl.where(_inexact(low, high) != 0, float("nan"), 0.0)
+            low = low + 0x07070707
+            high = high + 0x07070707
+            half = _half_row(
+                _block(x0, low, 0, ROWS), _block(x1, low, 1, ROWS),
+                _block(x2, low, 2, ROWS), _block(x3, low, 3, ROWS), ROWS,
+            )  # fmt: skip
+            _put(left.index(buffer), half, ROWS, ROW0)
+            x0 = _load(at, there)
+            x1 = _load(at + 64, there)
+            x2 = _load(at + 128, there)
+            x3 = _load(at + 192, there)
+            half = _half_row(
+                _block(x4, high, 0, ROWS), _block(x5, high, 1, ROWS),
+                _block(x6, high, 2, ROWS), _tail(y0, y1, ROWS), ROWS,
+            )  # fmt: skip
+            _put(right.index(buffer), half, ROWS, ROW0)
+            x4 = _load(at + 256, there)
+            x5 = _load(at + 320, there)
+            x6 = _load(at + 384, there)
+            y0 = _load(at + NOPE, there)
+            y1 = _load(at + NOPE + 64, there)
+            _put(bias.index(buffer), gl.where(valid, mark, MASKED), ROWS, ROW0)
+            mbarrier.arrive(ready.index(buffer), count=1)
+            filled += 1
+            valid = next_valid
+            scales = next_scales
+            upcoming = slots_of(block + 2, last, token, n0, n1, blocks0, lists, r)

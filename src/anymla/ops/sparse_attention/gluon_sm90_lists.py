@@ -1,0 +1,298 @@
+"""Which rows a program reads: pieces of tokens, blocks of columns, slots, addresses.
+
+A token's blocks are 64 columns of its first list, then 64 columns of its second; at least one, so
+that a token without rows gets its zeros. A *task* is one tile of heads of one token, a *piece* a
+range of a task's blocks. A launch hands out pieces in one of two ways:
+
+    aligned   every task is cut into the same number of pieces, each task by its own length; piece
+              v belongs to program v mod programs.
+    stream    all blocks of all tasks, in order, plus a fixed cost for each task, are cut into one
+              range for every program. A program's first and last piece may be parts of a task.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate  # public from 3.9 on
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+
+_LAYOUT = get_layout(MAIN_FP8)
+KEYS = gl.constexpr(64)
+DATA = gl.constexpr(_LAYOUT.data_bytes)
+SCALES = gl.constexpr(_LAYOUT.scale_bytes)
+NOPE = gl.constexpr(_LAYOUT.nope)
+CHANNELS = gl.constexpr(_LAYOUT.channels)
+# Units of work, which are blocks and fixed costs, that a program of a stream has at least; fewer
+# programs work if there are not enough.
+_LEAST = gl.constexpr(4)
+# A cut so close to a task's end moves to the end: pieces of a block or less cost more than they
+# save.
+_SNAP = gl.constexpr(2)
+NEW_API = gl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 7))
+
+
+@aggregate
+class Lists:
+    """Both lists of all tokens and the caches they point into; see the kernels' arguments."""
+
+    rows0: gl.tensor
+    rows1: gl.tensor
+    list0: gl.tensor
+    list1: gl.tensor
+    length0: gl.tensor
+    length1: gl.tensor
+    width0: gl.tensor
+    width1: gl.tensor
+    limit0: gl.tensor
+    limit1: gl.tensor
+    stride0: gl.tensor
+    stride1: gl.tensor
+    TWO: gl.constexpr
+    LENGTH0: gl.constexpr
+    LENGTH1: gl.constexpr
+    PAGE0: gl.constexpr
+    PAGE1: gl.constexpr
+    STEP0: gl.constexpr
+    STEP1: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, rows0, rows1, list0, list1, length0, length1, width0, width1, limit0, limit1,
+        stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+    ):  # fmt: skip
+        self.rows0 = rows0
+        self.rows1 = rows1
+        self.list0 = list0
+        self.list1 = list1
+        self.length0 = length0
+        self.length1 = length1
+        self.width0 = width0
+        self.width1 = width1
+        self.limit0 = limit0
+        self.limit1 = limit1
+        self.stride0 = stride0
+        self.stride1 = stride1
+        self.TWO = gl.constexpr(TWO)
+        self.LENGTH0 = gl.constexpr(LENGTH0)
+        self.LENGTH1 = gl.constexpr(LENGTH1)
+        self.PAGE0 = gl.constexpr(PAGE0)
+        self.PAGE1 = gl.constexpr(PAGE1)
+        self.STEP0 = gl.constexpr(STEP0)
+        self.STEP1 = gl.constexpr(STEP1)
+
+
+@aggregate
+class Share:
+    """The pieces of one program.
+
+    Attributes:
+        first: number of the first piece (aligned) or task (stream).
+        count: how many pieces.
+        begin: first block of the first piece (stream).
+        end: end block of the last piece, 0 for all of it (stream).
+        tasks: tokens x tiles of heads.
+        splits: pieces of a task (aligned).
+        TILES: tiles of heads.
+        SPLIT: tasks may be cut.
+        STREAM: see the file.
+    """
+
+    first: gl.tensor
+    count: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    tasks: gl.tensor
+    splits: gl.tensor
+    TILES: gl.constexpr
+    SPLIT: gl.constexpr
+    STREAM: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM):
+        self.first = first
+        self.count = count
+        self.begin = begin
+        self.end = end
+        self.tasks = tasks
+        self.splits = splits
+        self.TILES = gl.constexpr(TILES)
+        self.SPLIT = gl.constexpr(SPLIT)
+        self.STREAM = gl.constexpr(STREAM)
+
+
+@gluon.jit
+def _length(lengths, token, there, width, GIVEN: gl.constexpr):
+    if GIVEN:
+        return gl.minimum(gl.maximum(gl.load(lengths + token, mask=there, other=0), 0), width)
+    else:
+        return width
+
+
+@gluon.jit
+def counts(lists, token):
+    """Columns in use of both lists of a token, and blocks of the first and of both."""
+    n0 = _length(lists.length0, token, token >= 0, lists.width0, lists.LENGTH0)
+    blocks0 = (n0 + KEYS - 1) // KEYS
+    n1 = n0 * 0
+    if lists.TWO:
+        n1 = n1 + _length(lists.length1, token, token >= 0, lists.width1, lists.LENGTH1)
+    blocks = gl.maximum(blocks0 + (n1 + KEYS - 1) // KEYS, 1)
+    return n0, n1, blocks0, blocks
+
+
+@gluon.jit
+def aligned_share(tasks, splits, TILES: gl.constexpr, SPLIT: gl.constexpr):
+    """This program's share of an aligned launch."""
+    total = tasks * splits
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    count = (total - program + programs - 1) // programs
+    return Share(program, count, program * 0, program * 0, tasks, splits, TILES, SPLIT, False)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _cut(place, tokens, ends, cost, blocks, T, COST: gl.constexpr, TILES: gl.constexpr):
+    """The task and block that a range starting at ``place`` starts with."""
+    passed = (ends <= place) & (tokens < T)
+    token = gl.sum(passed.to(gl.int32), 0)
+    start = gl.max(gl.where(passed, ends, 0), 0)
+    here = tokens == token
+    units = gl.maximum(gl.sum(gl.where(here, cost, 0), 0), 1)
+    most = gl.maximum(gl.sum(gl.where(here, blocks, 0), 0), 1)
+    tile = (place - start) // units
+    block = gl.minimum(gl.maximum(place - start - tile * units - COST, 0), most)
+    block = gl.where(block < _SNAP, 0, gl.where(most - block < _SNAP, most, block))
+    task = token * TILES + tile
+    whole = block >= most
+    return gl.where(whole, task + 1, task), gl.where(whole, 0, block)
+
+
+@gluon.jit
+def stream_share(lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr):
+    """This program's share of a stream launch; SIZE is a power of two of at least max(T, 128)."""
+    L: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
+    tokens = gl.arange(0, SIZE, layout=L)
+    there = tokens < T
+    n0 = _length(lists.length0, tokens, there, lists.width0, lists.LENGTH0)
+    blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
+    if lists.TWO:
+        n1 = _length(lists.length1, tokens, there, lists.width1, lists.LENGTH1)
+        blocks = blocks + (n1 + KEYS - 1) // KEYS
+    blocks = gl.maximum(blocks, 1)
+    cost = blocks + COST
+    ends = gl.associative_scan(gl.where(there, cost * TILES, 0), 0, _add)
+    total = gl.max(ends, 0).to(gl.int64)
+    program = gl.program_id(0)
+    working = gl.minimum(gl.num_programs(0), gl.maximum(total // _LEAST, 1))
+    low = gl.minimum(program * total // working, total).to(gl.int32)
+    high = gl.minimum((program + 1) * total // working, total).to(gl.int32)
+    first, begin = _cut(low, tokens, ends, cost, blocks, T, COST, TILES)
+    last, end = _cut(high, tokens, ends, cost, blocks, T, COST, TILES)
+    count = last - first + gl.where(end > 0, 1, 0)
+    count = gl.where((first == last) & (begin >= end), 0, count)
+    return Share(first, count, begin, end, T * TILES, T * 0 + 1, TILES, True, True)
+
+
+@gluon.jit
+def piece(k, share, lists):
+    """Piece k of the program: its token, tile of heads, columns, blocks, and where it leaves sums.
+
+    Returns:
+        token, tile, n0, n1, blocks0, first, last, direct, slot, mark: the piece is blocks
+        first .. last - 1. ``direct``: it is the whole task, whose result it writes. Otherwise it
+        leaves its sums in ``slot``. ``mark`` numbers the piece among all of the launch.
+    """
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    if share.STREAM:
+        task = share.first + k
+        token = task // share.TILES
+        n0, n1, blocks0, blocks = counts(lists, token)
+        first = gl.where(k == 0, share.begin, 0)
+        last = gl.where((k + 1 == share.count) & (share.end > 0), share.end, blocks)
+        direct = (first == 0) & (last == blocks)
+        slot = gl.where(first > 0, programs + program, program)
+        mark = gl.where(first > 0, share.tasks + program, task)
+    else:
+        slot = share.first + k * programs
+        task = slot // share.splits
+        token = task // share.TILES
+        n0, n1, blocks0, blocks = counts(lists, token)
+        each = (blocks + share.splits - 1) // share.splits
+        first = (slot - task * share.splits) * each
+        # A piece without blocks still takes one, whose columns are past the end of the lists.
+        last = gl.maximum(gl.minimum(blocks, first + each), first + 1)
+        direct = not share.SPLIT
+        mark = slot
+    return token, task % share.TILES, n0, n1, blocks0, first, last, direct, slot, mark
+
+
+@gluon.jit
+def slots_of(block, last, token, n0, n1, blocks0, lists, r):
+    """Slots in columns ``r`` of a block, -1 where there is none."""
+    if lists.TWO:
+        here = block < blocks0
+        column = gl.where(here, block, block - blocks0) * KEYS + r
+        row0 = lists.list0.to(gl.int64) + token * lists.stride0.to(gl.int64) * 4
+        row1 = lists.list1.to(gl.int64) + token * lists.stride1.to(gl.int64) * 4
+        row = gl.where(here, row0, row1).to(gl.pointer_type(gl.int32))
+        n = gl.where(here, n0, n1)
+        limit = gl.where(here, lists.limit0, lists.limit1)
+    else:
+        column = block * KEYS + r
+        row = lists.list0 + token * lists.stride0.to(gl.int64)
+        n = n0
+        limit = lists.limit0
+    slots = gl.load(row + column, mask=(column < n) & (block < last), other=-1)
+    return gl.where(slots < limit, slots, -1)
+
+
+@gluon.jit
+def address(slots, here, lists):
+    """Whether there is a row, and the addresses of its data and of its scales."""
+    valid = slots >= 0
+    slots = gl.where(valid, slots, 0).to(gl.uint32)
+    PAGE0: gl.constexpr = lists.PAGE0
+    PAGE1: gl.constexpr = lists.PAGE1
+    STEP0: gl.constexpr = lists.STEP0
+    STEP1: gl.constexpr = lists.STEP1
+    pages = slots // PAGE0
+    entries = PAGE0
+    base = lists.rows0.to(gl.int64)
+    if lists.TWO:
+        base = gl.where(here, base, lists.rows1.to(gl.int64))
+        if PAGE0 != PAGE1:
+            pages = gl.where(here, pages, slots // PAGE1)
+            entries = gl.where(here, PAGE0, PAGE1)
+    if lists.TWO and STEP0 != STEP1:
+        start = pages.to(gl.int64) * gl.where(here, STEP0, STEP1).to(gl.int64) + base
+    else:
+        start = pages.to(gl.int64) * STEP0 + base
+    entry = (slots - pages * entries).to(gl.int32)
+    return valid, start + entry * DATA, start + (entries * DATA + entry * SCALES)
+
+
+# For builds without a device: types of the kernels' arguments, and constants that both forms have.
+COUNTS = ("T", "H", "width0", "width1", "limit0", "limit1", "stride0", "stride1", "splits")
+ARGUMENT_TYPES = {
+    **dict.fromkeys(("q_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("rows0_ptr", "rows1_ptr"), "*u8"),
+    **dict.fromkeys(("list0_ptr", "list1_ptr", "length0_ptr", "length1_ptr"), "*i32"),
+    **dict.fromkeys(("sink_ptr", "lse_ptr", "part_ptr", "sums_ptr"), "*fp32"),
+    **dict.fromkeys(("spans_ptr", "marks_ptr"), "*i32"),
+    **dict.fromkeys((*COUNTS, "q_token", "out_token"), "i32"),
+    **dict.fromkeys(("scale", "empty"), "fp32"),
+}
+_PAGE_BYTES = _LAYOUT.page_stride_bytes(64)
+BUILT = {
+    "SPLIT": False, "STREAM": False, "COST": 4, "SIZE": 128, "TWO": True,
+    "LENGTH0": True, "LENGTH1": True, "PAGE0": 64, "PAGE1": 64,
+    "STEP0": _PAGE_BYTES, "STEP1": _PAGE_BYTES, "SINK": True,
+    "Q_HEAD": _LAYOUT.channels // 2, "OUT_HEAD": _LAYOUT.channels,
+}  # fmt: skip

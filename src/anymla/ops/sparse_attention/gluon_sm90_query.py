@@ -1,0 +1,62 @@
+"""Queries as float16 in shared memory, and the order of channels there."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from anymla.ops.sparse_attention.gluon_sm90_gather import halves, tail_order
+from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE
+
+HALF = gl.constexpr(256)
+_TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
+# bfloat16 magnitudes, as bits: 2^16, which float16 does not hold, and 2^-8, below which the
+# largest of a head's must not be, or the small ones lose what they have.
+_TOO_LARGE = gl.constexpr(0x4780)
+_TOO_SMALL = gl.constexpr(0x3B80)
+
+
+@gluon.jit
+def stored(column, WORD: gl.constexpr):
+    """Channel, less 256, that a column of the right half holds; in words of WORD channels."""
+    TAIL: gl.constexpr = _TAIL // WORD
+    return gl.where(column < TAIL, column, TAIL + tail_order(column - TAIL, 8 // WORD))
+
+
+@gluon.jit
+def load_query(
+    q_ptr, token, tile, H, token_stride, to,
+    HEADS: gl.constexpr, HEAD: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Half the channels of a tile of heads.
+
+    Args:
+        q_ptr: bfloat16 or float16.
+        token: of which token.
+        tile: which HEADS heads; those from H on are zeros.
+        H: number of heads.
+        token_stride: in words of 32 bits.
+        to: int32 [HEADS, 128] in shared memory.
+        HEADS: heads of a tile.
+        HEAD: stride of a head, in words.
+        PART: 0 for channels 0 .. 255, 1 for the others.
+
+    Returns:
+        1 if float16 does not hold the values, else 0.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
+    if PART == 1:
+        word = stored(word, 2)
+    start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + PART * (HALF // 2)
+    at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(word, 0)
+    inside = gl.expand_dims(tile * HEADS + row < H, 1)
+    words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
+    if q_ptr.dtype.element_ty == gl.float16:
+        to.store(words)
+        return tile * 0
+    else:
+        to.store(halves(words))
+        magnitude = gl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF)
+        largest = gl.max(magnitude, 1)
+        small = (largest > 0) & (largest < _TOO_SMALL)
+        return gl.max(((largest >= _TOO_LARGE) | small).to(gl.int32), 0)

@@ -1,0 +1,202 @@
+"""Compute again, in bfloat16, the pieces whose rows or queries float16 does not hold.
+
+The kernels notice such pieces by sums that are not finite, and by the queries' magnitudes; NaN in
+a listed row looks the same. After its last piece a program looks whether it noticed any, which
+costs one read of shared memory, and overwrites what these left. Here one warpgroup does everything
+in turn, a quarter of the channels at a time: about five times slower, and hardly ever run.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anymla.ops.sparse_attention.gluon_sm90_lists import (
+    CHANNELS,
+    KEYS,
+    NOPE,
+    address,
+    piece,
+    slots_of,
+)
+from anymla.ops.sparse_attention.gluon_sm90_softmax import (
+    LOG2E,
+    NO_MAXIMUM,
+    bottom_of,
+    log_sum,
+    view,
+    warps_meet,
+)
+
+_MASKED = gl.constexpr(-1e30)
+_CHUNK = gl.constexpr(64)
+_CHUNKS = gl.constexpr(CHANNELS.value // 64)
+_CODED = gl.constexpr(NOPE.value // 64)
+
+
+@gluon.jit
+def _fetch_q(q_ptr, token, head0, H, token_stride, head_stride, to):
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    row = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
+    at = q_ptr + gl.expand_dims(row, 1) + column
+    for chunk in range(0, _CHUNKS):
+        q = gl.load(at + chunk * _CHUNK, mask=gl.expand_dims(head < H, 1), other=0.0)
+        to.index(chunk).store(q.to(gl.float32).to(gl.bfloat16))
+
+
+@gluon.jit
+def _fetch_rows(valid, data, marks, to, L: gl.constexpr):
+    """Decode a block of rows to [8, 64, 64]."""
+    column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    there = gl.expand_dims(valid, 1) & (column >= 0)
+    at = gl.expand_dims(data, 1) + column
+    for chunk in range(0, _CODED):
+        codes = (at + chunk * _CHUNK).to(gl.pointer_type(gl.uint8))
+        codes = gl.load(codes, mask=there, other=0)
+        byte = gl.load((marks + chunk).to(gl.pointer_type(gl.uint8)), mask=valid, other=127)
+        bits = byte.to(gl.int32)
+        bits = gl.where(bits == 0, 0x00400000, gl.where(bits == 255, 0x7FC00000, bits << 23))
+        factor = gl.expand_dims(bits.to(gl.float32, bitcast=True), 1)
+        rows = codes.to(gl.float8e4nv, bitcast=True).to(gl.float32) * factor
+        to.index(chunk).store(rows.to(gl.bfloat16))
+    tail = (gl.expand_dims(data, 1) + NOPE + column * 2).to(gl.pointer_type(gl.bfloat16))
+    to.index(_CODED).store(gl.load(tail, mask=there, other=0.0))
+
+
+@gluon.jit
+def _pass(
+    lists, token, n0, n1, blocks0, first, last, factor, q_s, k_s, p_s, quarter,
+):  # fmt: skip
+    """Scores of all blocks, and sums of one quarter of the channels, as two tiles of 64."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    r = gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
+    low = gl.zeros([64, _CHUNK], gl.float32, S)
+    high = gl.zeros([64, _CHUNK], gl.float32, S)
+    highest = gl.full([64], NO_MAXIMUM, gl.float32, ROW)
+    sums = gl.zeros([64], gl.float32, ROW)
+    for block in range(first, last):
+        slots = slots_of(block, last, token, n0, n1, blocks0, lists, r)
+        valid, data, marks = address(slots, block < blocks0, lists)
+        _fetch_rows(valid, data, marks, k_s, L)
+        fence_async_shared()
+        warps_meet()
+        scores = gl.zeros([64, KEYS], gl.float32, S)
+        # Unrolled, its operands' addresses would be the same numbers as the kernel's own, which the
+        # compiler would then keep in registers across the kernel's loop.
+        for chunk in range(0, _CHUNKS):
+            scores = warpgroup_mma(
+                q_s.index(chunk), k_s.index(chunk).permute((1, 0)), scores, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        listed = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(0, S))
+        scores = gl.where(gl.expand_dims(listed, 0) != 0, scores, _MASKED)
+        peak = gl.maximum(highest, gl.max(scores, 1))
+        decay = gl.exp2((highest - peak) * factor)
+        p = gl.exp2(scores * factor - gl.expand_dims(peak * factor, 1))
+        sums = sums * decay + gl.sum(p, 1)
+        highest = peak
+        p_s.store(p.to(gl.bfloat16))
+        fence_async_shared()
+        warps_meet()
+        low = low * gl.expand_dims(decay, 1)
+        high = high * gl.expand_dims(decay, 1)
+        low = warpgroup_mma(p_s, k_s.index(quarter * 2), low, is_async=True)
+        high = warpgroup_mma(p_s, k_s.index(quarter * 2 + 1), high, is_async=True)
+        low, high = warpgroup_mma_wait(0, deps=[low, high])
+        warps_meet()
+    return low, high, highest * factor, sums
+
+
+@gluon.jit
+def _store(to, row_stride, head, head0, H, column0, y, L: gl.constexpr):
+    column = gl.expand_dims(column0 + gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    at = to + gl.expand_dims((head - head0).to(gl.int64) * row_stride, 1) + column
+    gl.store(at, y.to(to.dtype.element_ty), mask=gl.expand_dims(head < H, 1) & (column >= 0))
+
+
+@gluon.jit
+def _write(
+    out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top, sums,
+    empty, sink_ptr, SINK: gl.constexpr,
+):  # fmt: skip
+    """A quarter of the result of a whole task."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
+    share = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / bottom), 1)
+    to = out_ptr + token.to(gl.int64) * out_token + head0.to(gl.int64) * out_head
+    _store(to, out_head, head, head0, H, column, low * share, S)
+    _store(to, out_head, head, head0, H, column + _CHUNK, high * share, S)
+    gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
+
+
+@gluon.jit
+def _leave(
+    part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS: gl.constexpr
+):
+    """A quarter of the sums of a piece."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    to = part_ptr + slot.to(gl.int64) * (ROWS * CHANNELS)
+    _store(to, CHANNELS, head, head0, H, column, low, S)
+    _store(to, CHANNELS, head, head0, H, column + _CHUNK, high, S)
+    at = sums_ptr + (slot.to(gl.int64) * ROWS + (head - head0)) * 2
+    gl.store(at, top, mask=head < H)
+    gl.store(at + 1, sums, mask=head < H)
+
+
+@gluon.jit
+def rescan(
+    lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+    q_token, q_head, out_token, out_head, scale, empty, q_memory, k_memory, p_memory,
+    ROWS: gl.constexpr, SINK: gl.constexpr,
+):  # fmt: skip
+    """Overwrite the results of the program's marked pieces.
+
+    q_memory and k_memory are shared memory of at least 64 KiB each, p_memory of 8 KiB, that nobody
+    uses any more. ROWS: heads of a tile, as in part and sums. Strides are in elements; the other
+    arguments are the kernels'.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_s = view(q_memory, gl.bfloat16, [_CHUNKS, 64, _CHUNK], SHARED)
+    k_s = view(k_memory, gl.bfloat16, [_CHUNKS, KEYS, _CHUNK], SHARED)
+    p_s = view(p_memory, gl.bfloat16, [1, 64, KEYS], SHARED).index(0)
+    for k in range(0, share.count):
+        token, tile, n0, n1, blocks0, first, last, direct, slot, mark = piece(k, share, lists)
+        wrong = gl.load(marks_ptr + mark * 2) | gl.load(marks_ptr + mark * 2 + 1)
+        if wrong != 0:
+            head0 = tile * ROWS
+            head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+            _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
+            for quarter in range(0, 4):
+                low, high, top, sums = _pass(
+                    lists, token, n0, n1, blocks0, first, last, scale * LOG2E, q_s, k_s, p_s,
+                    quarter,
+                )  # fmt: skip
+                column = quarter * (2 * _CHUNK)
+                if share.STREAM:
+                    if direct:
+                        _write(
+                            out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column,
+                            low, high, top, sums, empty, sink_ptr, SINK,
+                        )  # fmt: skip
+                    else:
+                        _leave(
+                            part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums,
+                            ROWS,
+                        )  # fmt: skip
+                elif share.SPLIT:
+                    _leave(
+                        part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS
+                    )
+                else:
+                    _write(
+                        out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
+                        high, top, sums, empty, sink_ptr, SINK,
+                    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""Small steps that both forms of the kernel share: exchange between warps, marks, ends of rows."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from anymla.ops.sparse_attention.gluon_sm90_lists import NEW_API, counts
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+NO_MAXIMUM = gl.constexpr(-1e29)
+# float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
+SHIFT = gl.constexpr(15.0)
+
+
+@gluon.jit
+def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory as another type and shape."""
+    if NEW_API:
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def warps_meet():
+    """Barrier of the warps of a partition."""
+    if NEW_API:
+        gl.barrier()
+    else:
+        gl.thread_barrier()
+
+
+@gluon.jit
+def dependents_may_start():
+    """Let the merge kernel be launched; it waits for this grid's end by itself."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r,r",
+        [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def not_finite(x):
+    """Whether a vector or tile has an element that is not finite, as 0 or 1."""
+    total = x * 0.0
+    if len(x.shape) > 1:
+        total = gl.sum(total, 1)
+    total = gl.sum(total, 0)
+    return gl.where(total == total, 0, 1)
+
+
+@gluon.jit
+def note(marks, piece, wrong, noticed, PART: gl.constexpr):
+    """Record for ``gluon_sm90_rescan`` whether this partition found the piece to be wrong.
+
+    Args:
+        marks: int32 [pieces, 2] in memory.
+        piece: number of the piece.
+        wrong: 0 or 1.
+        noticed: int32 [2, 1] in shared memory: whether any piece of the program was wrong.
+        PART: which of the two partitions reports.
+    """
+    gl.store(marks + piece * 2 + PART, wrong)
+    if wrong != 0:
+        one = gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+        noticed.index(PART).store(one)
+
+
+@gluon.jit
+def bottom_of(sums, top, sink_ptr, heads, H, SINK: gl.constexpr):
+    """Denominator: the sums and, if there is one, the sink."""
+    if SINK:
+        sink = gl.load(sink_ptr + heads, mask=heads < H, other=0.0)
+        return sums + gl.exp2(sink * LOG2E - top)
+    else:
+        return sums
+
+
+@gluon.jit
+def log_sum(sums, top, empty):
+    """Natural logarithm of the sum of the rows' exponentials; ``empty`` without rows."""
+    return gl.where(sums == 0, empty, (top + gl.log2(sums)) * LN2)
+
+
+@gluon.jit
+def record_span(spans_ptr, task, first, last, token, lists):
+    """Tell the merge which programs have the first and the last piece of a task."""
+    _, _, _, blocks = counts(lists, token)
+    if first == 0:
+        gl.store(spans_ptr + task * 2, gl.program_id(0))
+    if last == blocks:
+        gl.store(spans_ptr + task * 2 + 1, gl.program_id(0))

@@ -1,0 +1,405 @@
+"""Attention over FP8 rows for tiles of 64 heads on Hopper.
+
+Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm90_lists``.
+
+    main       QK, softmax, P V of channels 0 .. 255        208 registers
+    right      P V of channels 256 .. 511                   160
+    producers  rows 0 .. 31 and 32 .. 63 of each block       72 each
+
+A block is 64 listed rows in float16, its halves of 256 channels in two allocations, double
+buffered. Keys and values are the same memory. main hands P, and by how much the sums decay, to
+right through shared memory; after the last block it hands over the factor of the result. Both
+write their half of the result through the buffer that the last block left, which they hold back
+from the producers.
+
+Barriers: ready[b] producers -> main (right learns through p_ready); free[b] main and right ->
+producers; p_ready[s] main -> right; p_free[s] right -> main; q_ready right -> main (q's right
+half); q_free main -> right.
+
+The proxy fence between the producers' stores and the matrix instructions stands on the reading
+side, behind the wait on ``ready``: in the producers it would wait for the loads of the next block.
+"""
+
+from collections.abc import Iterator
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anymla.ops._triton import Build, Target
+from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, produce
+from anymla.ops.sparse_attention.gluon_sm90_lists import (
+    ARGUMENT_TYPES,
+    BUILT,
+    CHANNELS,
+    COUNTS,
+    KEYS,
+    NOPE,
+    Lists,
+    aligned_share,
+    piece,
+    stream_share,
+)
+from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
+from anymla.ops.sparse_attention.gluon_sm90_rescan import rescan
+from anymla.ops.sparse_attention.gluon_sm90_softmax import (
+    LOG2E,
+    NO_MAXIMUM,
+    SHIFT,
+    bottom_of,
+    dependents_may_start,
+    log_sum,
+    not_finite,
+    note,
+    record_span,
+    view,
+)
+
+HEADS = gl.constexpr(64)
+HALF = gl.constexpr(256)
+# Spill instructions at the ends of pieces and in the rescan; three in the producers' loop, none in
+# the others.
+_SPILLS = 700
+
+
+@gluon.jit
+def _store_out(
+    y, stage, out_ptr, token, tile, H, token_stride, HEAD: gl.constexpr, PART: gl.constexpr
+):
+    """Write half a result [64, 256] through shared memory."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    stage.store(y.to(out_ptr.dtype.element_ty))
+    result = stage.load(L)
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
+    if PART == 1:
+        column = stored(column, 1)
+    start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + PART * HALF
+    at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(column, 0)
+    gl.store(out_ptr + start + at, result, mask=gl.expand_dims(tile * HEADS + row < H, 1))
+
+
+@gluon.jit
+def _store_part(y, part_ptr, slot, tile, H, L: gl.constexpr, PART: gl.constexpr):
+    """Leave half of a piece's sums [64, 256] in part [slots, 64, 512]."""
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
+    if PART == 1:
+        column = stored(column, 1)
+    at = part_ptr + slot.to(gl.int64) * (HEADS * CHANNELS) + PART * HALF
+    at = at + gl.expand_dims(row, 1) * CHANNELS + gl.expand_dims(column, 0)
+    gl.store(at, y, mask=gl.expand_dims(tile * HEADS + row < H, 1))
+
+
+@gluon.jit
+def _finish_right(y, stage, free, out_ptr, token, tile, H, out_token, OUT_HEAD: gl.constexpr):
+    _store_out(y, stage, out_ptr, token, tile, H, out_token, OUT_HEAD, 1)
+    fence_async_shared()
+    mbarrier.arrive(free, count=1)
+
+
+@gluon.jit
+def _leave_right(y, free, part_ptr, slot, tile, H, L: gl.constexpr):
+    mbarrier.arrive(free, count=1)
+    _store_part(y, part_ptr, slot, tile, H, L, 1)
+
+
+@gluon.jit
+def _finish_main(
+    y, sums, top, empty, stage, free, out_ptr, lse_ptr, token, tile, head, H, out_token,
+    OUT_HEAD: gl.constexpr,
+):  # fmt: skip
+    _store_out(y, stage, out_ptr, token, tile, H, out_token, OUT_HEAD, 0)
+    fence_async_shared()
+    mbarrier.arrive(free, count=1)
+    gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
+
+
+@gluon.jit
+def _leave_main(y, sums, top, free, part_ptr, sums_ptr, slot, tile, head, H, L: gl.constexpr):
+    mbarrier.arrive(free, count=1)
+    _store_part(y, part_ptr, slot, tile, H, L, 0)
+    at = sums_ptr + (slot.to(gl.int64) * HEADS + (head - tile * HEADS)) * 2
+    gl.store(at, top, mask=head < H)
+    gl.store(at + 1, sums, mask=head < H)
+
+
+@gluon.jit
+def right_part(
+    lists, share, q_ptr, out_ptr, part_ptr, marks_ptr, H, q_token, out_token,
+    q_words, k_right, stage, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
+    Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup of P V, channels 256 .. 511."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    done = 0
+    handed = 0
+    for k in range(0, share.count):
+        token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
+        mbarrier.wait(q_free, (k & 1) ^ 1)
+        wrong = load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
+        fence_async_shared()
+        mbarrier.arrive(q_ready, count=1)
+        acc = gl.zeros([HEADS, HALF], gl.float32, L)
+        for block in range(first, last):
+            buffer = done % 2
+            s = handed % 2
+            mbarrier.wait(p_ready.index(s), (handed // 2) & 1)
+            fence_async_shared()
+            acc = acc * gl.expand_dims(decay_s.index(s).load(R), 1)
+            acc = warpgroup_mma(p_s.index(s), k_right.index(buffer), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(p_free.index(s), count=1)
+            if block + 1 < last:
+                mbarrier.arrive(free.index(buffer), count=1)
+            done += 1
+            handed += 1
+        s = handed % 2
+        mbarrier.wait(p_ready.index(s), (handed // 2) & 1)
+        factor = decay_s.index(s).load(R)
+        mbarrier.arrive(p_free.index(s), count=1)
+        handed += 1
+        note(marks_ptr, mark, wrong | not_finite(acc), noticed, 1)
+        column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
+        lifted = gl.expand_dims(gl.where(column < NOPE - HALF, 1.0 / LIFT, 1.0), 0)
+        y = acc * gl.expand_dims(factor, 1) * lifted
+        buffer = (done + 1) % 2
+        if share.STREAM:
+            if direct:
+                _finish_right(
+                    y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
+                    OUT_HEAD,
+                )  # fmt: skip
+            else:
+                _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
+        elif share.SPLIT:
+            _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
+        else:
+            _finish_right(
+                y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
+                OUT_HEAD,
+            )  # fmt: skip
+
+
+@gluon.jit
+def main_part(
+    lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
+    H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, stage,
+    p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free, q_ready, q_free,
+    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup of Q K, the softmax, and P V of channels 0 .. 255."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    factor = scale * (LOG2E / LIFT)
+    done = 0
+    handed = 0
+    for k in range(0, share.count):
+        token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
+        wrong = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        fence_async_shared()
+        mbarrier.wait(q_ready, k & 1)
+        acc = gl.zeros([HEADS, HALF], gl.float32, L)
+        highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, ROW)
+        sums = gl.zeros([HEADS], gl.float32, ROW)
+        for block in range(first, last):
+            buffer = done % 2
+            s = handed % 2
+            mbarrier.wait(ready.index(buffer), (done // 2) & 1)
+            fence_async_shared()
+            scores = gl.zeros([HEADS, KEYS], gl.float32, S)
+            bias = bias_s.index(buffer).load(gl.SliceLayout(0, S))
+            scores = warpgroup_mma(
+                q_s.index(0), k_left.index(buffer).permute((1, 0)), scores,
+                use_acc=False, is_async=True,
+            )  # fmt: skip
+            scores = warpgroup_mma(
+                q_s.index(1), k_right.index(buffer).permute((1, 0)), scores, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            if block + 1 == last:
+                mbarrier.arrive(q_free, count=1)
+            scores = scores + gl.expand_dims(bias, 0)
+            peak = gl.maximum(highest, gl.max(scores, 1))
+            decay = gl.exp2((highest - peak) * factor)
+            p = gl.exp2(scores * factor - gl.expand_dims(peak * factor - SHIFT, 1))
+            sums = sums * decay + gl.sum(p, 1)
+            highest = peak
+            mbarrier.wait(p_free.index(s), ((handed // 2) & 1) ^ 1)
+            p_s.index(s).store(p.to(gl.float16))
+            decay_s.index(s).store(decay)
+            fence_async_shared()
+            mbarrier.arrive(p_ready.index(s), count=1)
+            acc = acc * gl.expand_dims(gl.convert_layout(decay, R), 1)
+            acc = warpgroup_mma(p_s.index(s), k_left.index(buffer), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            if block + 1 < last:
+                mbarrier.arrive(free.index(buffer), count=1)
+            done += 1
+            handed += 1
+        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
+        top = highest * factor - SHIFT
+        bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
+        scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)
+        if share.STREAM:
+            scaled = gl.where(direct, scaled, 1.0)
+        elif share.SPLIT:
+            scaled = scaled * 0.0 + 1.0
+        s = handed % 2
+        mbarrier.wait(p_free.index(s), ((handed // 2) & 1) ^ 1)
+        decay_s.index(s).store(scaled)
+        mbarrier.arrive(p_ready.index(s), count=1)
+        handed += 1
+        note(marks_ptr, mark, wrong | not_finite(sums), noticed, 0)
+        y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * (1.0 / LIFT), 1)
+        buffer = (done + 1) % 2
+        if share.STREAM:
+            if direct:
+                _finish_main(
+                    y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
+                    token, tile, head, H, out_token, OUT_HEAD,
+                )  # fmt: skip
+            else:
+                _leave_main(
+                    y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
+                )
+            record_span(spans_ptr, token * share.TILES + tile, first, last, token, lists)
+        elif share.SPLIT:
+            _leave_main(
+                y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
+            )
+        else:
+            _finish_main(
+                y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
+                token, tile, head, H, out_token, OUT_HEAD,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _low_rows(lists, share, left, right, bias, ready, free):
+    produce(lists, share, left, right, bias, ready, free, 32, 0, 2)
+
+
+@gluon.jit
+def _high_rows(lists, share, left, right, bias, ready, free):
+    produce(lists, share, left, right, bias, ready, free, 32, 32, 2)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def tiles_kernel(
+    q_ptr, rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, sink_ptr,
+    out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
+    T, H, width0, width1, limit0, limit1, stride0, stride1, splits,
+    q_token, out_token, scale, empty,
+    TILES: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, COST: gl.constexpr,
+    SIZE: gl.constexpr, TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
+    PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
+    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
+    RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """See the file.
+
+    q_token and Q_HEAD count int32 words, limit0 and limit1 rows, STEP0 and STEP1 bytes.
+    """
+    if SPLIT:
+        dependents_may_start()
+    lists = Lists(
+        rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
+        limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+    )  # fmt: skip
+    if STREAM:
+        share = stream_share(lists, T, TILES, COST, SIZE)
+    else:
+        share = aligned_share(T * TILES, splits, TILES, SPLIT)
+
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    q_words = gl.allocate_shared_memory(gl.int32, [2, HEADS, HALF // 2], WORDS)
+    left = gl.allocate_shared_memory(gl.int32, [2, KEYS, HALF // 2], WORDS)
+    right = gl.allocate_shared_memory(gl.int32, [2, KEYS, HALF // 2], WORDS)
+    q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
+    k_left = view(left, gl.float16, [2, KEYS, HALF], HALVES)
+    k_right = view(right, gl.float16, [2, KEYS, HALF], HALVES)
+    out_left = view(left, out_ptr.dtype.element_ty, [2, HEADS, HALF], HALVES)
+    out_right = view(right, out_ptr.dtype.element_ty, [2, HEADS, HALF], HALVES)
+    p_s = gl.allocate_shared_memory(gl.float16, [2, HEADS, KEYS], HALVES)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    decay_s = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
+    bias_s = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
+    noticed = gl.allocate_shared_memory(gl.int32, [2, 1], FLAT)
+    B: gl.constexpr = mbarrier.MBarrierLayout()
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    p_free = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], B)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], B)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for i in gl.static_range(2):
+        mbarrier.init(ready.index(i), count=2)
+        mbarrier.init(free.index(i), count=2)
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(p_free.index(i), count=1)
+        noticed.index(i).store(gl.full([1], 0, gl.int32, ONE))
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=1)
+    gl.warp_specialize(
+        [
+            (main_part, (
+                lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
+                sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, k_left,
+                k_right, out_left, p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free,
+                q_ready, q_free, SINK, Q_HEAD, OUT_HEAD,
+            )),
+            (right_part, (
+                lists, share, q_ptr, out_ptr, part_ptr, marks_ptr, H, q_token, out_token,
+                q_words, k_right, out_right, p_s, decay_s, noticed, free, p_ready,
+                p_free, q_ready, q_free, Q_HEAD, OUT_HEAD,
+            )),
+            (_low_rows, (lists, share, left, right, bias_s, ready, free)),
+            (_high_rows, (lists, share, left, right, bias_s, ready, free)),
+        ],
+        [4, 4, 4],
+        [RIGHT_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+    found = gl.max(noticed.index(0).load(ONE) | noticed.index(1).load(ONE), 0)
+    if found != 0:
+        rescan(
+            lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+            q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, q_words, left, p_s, HEADS,
+            SINK,
+        )  # fmt: skip
+
+
+def build(label: str, **constants: object) -> Build:
+    """One specialisation, with pages of 64 rows unless ``constants`` says otherwise."""
+    return Build(
+        label,
+        tiles_kernel,
+        ARGUMENT_TYPES,
+        {"TILES": 1, "RIGHT_REGISTERS": 160, "PRODUCER_REGISTERS": 72} | BUILT | constants,
+        divisible=("q_token", "out_token"),
+        matrix=True,
+        spills=_SPILLS,
+    )
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every way of handing out pieces, and other pages and numbers of heads."""
+    if target.name != "sm_90":
+        return
+    yield build("whole")
+    yield build("aligned", SPLIT=True)
+    yield build("stream", SPLIT=True, STREAM=True, SIZE=256)
+    yield build("stream, 128 heads, pages of 2", SPLIT=True, STREAM=True, TILES=2,
+                PAGE1=2, STEP1=1728)  # fmt: skip
+    yield build("one list, no lengths, pages of 53", TWO=False, LENGTH0=False, LENGTH1=False,
+                SINK=False, PAGE0=53, STEP0=31104)  # fmt: skip

@@ -1,0 +1,148 @@
+"""Who computes what on Hopper: the choice by shapes, and the kernel's own sharing out of blocks."""
+
+import pytest
+import torch
+from gluon_on_host import Pointer, lists_module
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, blocks_of, choose
+
+LISTS, LANGUAGE = lists_module()
+
+
+def length_pointer(lengths):
+    return Pointer(torch.tensor([*lengths, 0]))
+
+
+def lists_of(lengths0, lengths1, widths):
+    """Lists of tokens with these lengths, on the host."""
+    nothing = Pointer(torch.zeros(1, dtype=torch.int64))
+    given_ = (lengths0 is not None, lengths1 is not None)
+    return LISTS.Lists(
+        nothing, nothing, nothing, nothing,
+        length_pointer(lengths0 or []), length_pointer(lengths1 or []),
+        torch.tensor(widths[0]), torch.tensor(widths[1]), 1 << 30, 1 << 30, 0, 0,
+        widths[1] > 0, *given_, 64, 64, 37440, 37440,
+    )  # fmt: skip
+
+
+def pieces_of(schedule, tokens, lists):
+    """All pieces of all programs: (program, task, first, last, direct, slot, mark)."""
+    LANGUAGE.programs = schedule.programs
+    for program in range(schedule.programs):
+        LANGUAGE.program = program
+        if schedule.stream:
+            size = max(128, 1 << (tokens - 1).bit_length())
+            share = LISTS.stream_share(lists, torch.tensor(tokens), schedule.tiles, TASK_COST, size)
+        else:
+            tasks = torch.tensor(tokens * schedule.tiles)
+            share = LISTS.aligned_share(
+                tasks, torch.tensor(schedule.splits), schedule.tiles, schedule.cut
+            )
+        for k in range(int(share.count)):
+            token, tile, _, _, _, first, last, direct, slot, mark = LISTS.piece(k, share, lists)
+            task = int(token) * schedule.tiles + int(tile)
+            yield program, task, int(first), int(last), bool(direct), int(slot), int(mark)
+
+
+def blocks_by_task(tiles, lengths0, lengths1):
+    counts = [-(-a // 64) + -(-b // 64) for a, b in zip(lengths0, lengths1, strict=True)]
+    return [max(1, count) for count in counts for _ in range(tiles)]
+
+
+@st.composite
+def calls(draw):
+    tokens = draw(st.integers(1, 40))
+    heads = draw(st.sampled_from([1, 16, 17, 33, 64, 65, 128, 200]))
+    widths = draw(st.tuples(st.sampled_from([0, 1, 64, 128]), st.sampled_from([0, 60, 512, 2048])))
+    full = draw(st.booleans())
+    lengths = [
+        [width if full else draw(st.integers(0, width)) for _ in range(tokens)] for width in widths
+    ]
+    return tokens, heads, widths, lengths
+
+
+@given(calls(), st.sampled_from([1, 3, 20, 78, 114, 132, 144]), st.sampled_from("abis"))
+def test_every_block_has_one_program(call, processors, kind):
+    tokens, heads, widths, lengths = call
+    schedule = choose(tokens, heads, widths, processors, lengths=True, batch_invariant=kind == "i")
+    if kind == "s":
+        schedule = Schedule(schedule.heads, schedule.tiles, processors, 1, True)
+    lists = lists_of(*lengths, widths)
+    want = blocks_by_task(schedule.tiles, *lengths)
+    seen = [[] for _ in want]
+    slots, marks = set(), set()
+    for program, task, first, last, direct, slot, mark in pieces_of(schedule, tokens, lists):
+        assert first < last
+        assert mark not in marks
+        assert 0 <= mark < schedule.pieces(tokens)
+        marks.add(mark)
+        seen[task].append((first, min(last, want[task]), program, slot, direct))
+        if not direct:
+            assert slot not in slots
+            assert 0 <= slot < schedule.slots(tokens)
+            slots.add(slot)
+    for blocks, task in zip(want, seen, strict=True):
+        task.sort()
+        if schedule.stream:
+            # What the merge reads: the first program's slot, then those of the programs after it.
+            start, end = task[0][2], task[-1][2]
+            assert [each[2] for each in task] == list(range(start, end + 1))
+            if len(task) > 1:
+                after = [schedule.programs + each for each in range(start + 1, end + 1)]
+                assert [each[3] for each in task] == [start, *after]
+        else:
+            assert len(task) == schedule.splits
+            task = [each for each in task if each[0] < blocks]
+        whole = not schedule.cut or (schedule.stream and len(task) == 1)
+        assert all(each[4] == whole for each in task)
+        edges = [0, *(each[1] for each in task)]
+        assert [each[0] for each in task] == edges[:-1]
+        assert edges[-1] == blocks
+
+
+@given(calls(), st.sampled_from([20, 78, 132]))
+def test_a_stream_is_balanced_whatever_the_lengths(call, processors):
+    tokens, heads, widths, lengths = call
+    shape = choose(tokens, heads, widths, processors)
+    schedule = Schedule(shape.heads, shape.tiles, processors, 1, True)
+    work = [0] * processors
+    for program, _, first, last, *_ in pieces_of(schedule, tokens, lists_of(*lengths, widths)):
+        work[program] += last - first
+    units = sum(blocks + TASK_COST for blocks in blocks_by_task(shape.tiles, *lengths))
+    working = min(processors, max(units // 4, 1))
+    # A range, rounded up, and up to a block at each end that a cut has moved.
+    assert max(work) <= -(-units // working) + 2
+
+
+@pytest.mark.parametrize("processors", [20, 78, 114, 132])
+@pytest.mark.parametrize("heads", [8, 16, 32, 33, 64, 128])
+def test_programs_fit_the_machine(heads, processors):
+    for tokens in (1, 2, 7, 8, 20, 64, 74, 128, 148, 256, 3000):
+        for widths in ((128,), (128, 512), (128, 16384), (0,)):
+            chosen = choose(tokens, heads, widths, processors, lengths=True)
+            assert 1 <= chosen.programs <= processors
+            assert chosen.tiles * chosen.heads >= heads
+            assert chosen.splits <= blocks_of(widths)
+            assert chosen.slots(tokens) >= 1
+
+
+def test_schedules_of_known_shapes():
+    assert choose(1, 64, (128, 512), 132).splits == 10
+    assert choose(64, 64, (128, 512), 132).splits == 2
+    for tokens in (128, 132, 256, 4096):
+        whole = choose(tokens, 64, (128, 512), 132)
+        assert not whole.cut
+        assert whole.programs == min(tokens, 132)
+    for tokens in (140, 148):
+        assert choose(tokens, 64, (128, 512), 132).stream
+    assert choose(64, 64, (128, 16384), 132, lengths=True).stream
+
+
+@given(calls())
+def test_invariant_calls_cut_a_token_alike_in_any_batch(call):
+    tokens, heads, widths, _ = call
+    alone = choose(1, heads, widths, 132, batch_invariant=True)
+    batch = choose(tokens, heads, widths, 78, batch_invariant=True)
+    assert (alone.heads, alone.splits, alone.stream) == (batch.heads, batch.splits, batch.stream)
