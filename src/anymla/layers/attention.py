@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from anymla.layers.caches import LayerCache
 from anymla.layers.compressor import Compressor
-from anymla.layers.indexer import Indexer
+from anymla.layers.indexer import Indexer, IndexQueries
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.rope_table import RopeTable
@@ -135,13 +135,17 @@ class AttentionLayer(nn.Module):
         """Attend [T, hidden] -> [T, hidden]; the step's own rows are written to the caches first.
 
         A query may read its own window row, and an entry that its own token closes, so every write
-        of the step precedes the first read.
+        of the step precedes the first read. What compresses and indexes needs only the layer's
+        input and the latent, and may run beside the query's projection (``step.side``).
         """
         cos_sin = self.rope.upto(step.max_seq_len)
         latent, kv = self.wq_a_wkv(x)
         latent, kv = fused_q_kv_rmsnorm(
             latent, kv, self.q_norm, self.kv_norm, self.eps, backend=self.backend
         )
+        with step.side.beside():
+            self._write_entries(x, step, cache)
+            queries = self._index_queries(x, latent, step, cache)
         q = self.wq_b(latent).unflatten(-1, (len(self.sink), -1))
         q = qnorm_rope_kv_insert(
             q,
@@ -155,7 +159,8 @@ class AttentionLayer(nn.Module):
             out=q,
             backend=self.backend,
         )
-        entries = self._compressed_rows(x, latent, step, cache)
+        step.side.join()
+        entries = self._entries(queries, step, cache)
         out, _ = sparse_attention(
             q,
             cache.window,
@@ -172,38 +177,52 @@ class AttentionLayer(nn.Module):
         projected: Tensor = self.output(out, step.positions, cos_sin)
         return projected
 
-    def _compressed_rows(
-        self, x: Tensor, latent: Tensor, step: Step, cache: LayerCache
-    ) -> Rows | None:
-        """Write the step's compressed entries; the entries that each token attends to."""
+    def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
+        """Write the step's compressed entries and index keys."""
         if self.compressor is None:
-            return None
+            return
         spec = self.spec
         assert spec.compressed_group is not None
         assert spec.state_group is not None
         assert cache.compressed is not None
         assert cache.state is not None
-        group = step.groups[spec.compressed_group]
         self.compressor(
             x,
             step,
             cache.state,
             step.groups[spec.state_group],
             cache.compressed,
-            group,
+            step.groups[spec.compressed_group],
             cache.format.main,
         )
-        if self.indexer is None:
+        if self.indexer is not None:
+            assert cache.index is not None
+            assert cache.index_state is not None
+            self.indexer.write_keys(x, step, cache.index, cache.index_state, cache.format.index)
+
+    def _index_queries(
+        self, x: Tensor, latent: Tensor, step: Step, cache: LayerCache
+    ) -> IndexQueries | None:
+        if self.indexer is None or self._attends_to_all(step):
+            return None
+        return self.indexer.queries(x, latent, step, cache.format.index)
+
+    def _attends_to_all(self, step: Step) -> bool:
+        """Whether the step lists every entry; a recorder wants to see the selection anyway."""
+        return self.spec.compressed_group in step.dense and step.recorder is None
+
+    def _entries(self, queries: IndexQueries | None, step: Step, cache: LayerCache) -> Rows | None:
+        """The compressed entries that each token attends to."""
+        spec = self.spec
+        if spec.compressed_group is None:
+            return None
+        if self.indexer is None or self._attends_to_all(step):
             return step.dense[spec.compressed_group]
         assert cache.index is not None
-        assert cache.index_state is not None
-        keys = (cache.index, cache.index_state, cache.format.index)
-        if spec.compressed_group in step.dense and step.recorder is None:
-            self.indexer.write_keys(x, step, *keys)
-            return step.dense[spec.compressed_group]
-        selected = self.indexer(x, latent, step, *keys)
+        selected = self.indexer.select(queries, step, cache.index, cache.format.index)
         if step.recorder is not None:
             step.recorder("topk", spec.index, selected)
+        group = step.groups[spec.compressed_group]
         indices, lengths = compute_global_topk_indices_and_lens(
             selected,
             step.token_to_req,

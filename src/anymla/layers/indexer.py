@@ -19,6 +19,21 @@ from anymla.ops.indexer import indexer_q_rope_quant, select_topk
 from anymla.ops.indexer.interface_select import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
 
 
+@dataclasses.dataclass(frozen=True)
+class IndexQueries:
+    """A step's index queries, as ``indexer_q_rope_quant`` returns them.
+
+    Attributes:
+        q: [T, heads, 128], or packed.
+        scales: of packed queries, else None.
+        weights: float32 [T, heads].
+    """
+
+    q: Tensor
+    scales: Tensor | None
+    weights: Tensor
+
+
 class Indexer(nn.Module):
     """``score[t, w] = sum_h weight[t, h] * relu(q[t, h] . key[w])``, best ``width`` entries.
 
@@ -70,12 +85,12 @@ class Indexer(nn.Module):
             int32 [T, width], request-local entries, valid ones first, then -1.
         """
         self.write_keys(x, step, cache, state, layout)
-        assert step.index_lens is not None
-        group = step.groups[INDEX_GROUP]
-        most = step.max_seq_len // self.compressor.ape.shape[0]
-        if most <= self.width:
-            return all_entries(step.index_lens, self.width)
+        return self.select(self.queries(x, latent, step, layout), step, cache, layout)
 
+    def queries(self, x: Tensor, latent: Tensor, step: Step, layout: str) -> IndexQueries | None:
+        """What entries are scored with; None if all entries fit in the selection."""
+        if self._most(step) <= self.width:
+            return None
         q, weights = self.wq_b(latent), self.weights_proj(x)
         q = q.unflatten(-1, (self.heads, -1))
         quant = {INDEX_FP8: "fp8", INDEX_MXFP4: "mxfp4"}.get(layout, "none")
@@ -90,18 +105,28 @@ class Indexer(nn.Module):
             hadamard=layout == INDEX_MXFP4,
             backend=self.backend,
         )
-        selected = torch.empty(len(x), self.width, dtype=torch.int32, device=x.device)
+        return IndexQueries(q, q_scales if q_scales.numel() else None, weights)
+
+    def select(
+        self, queries: IndexQueries | None, step: Step, cache: Tensor, layout: str
+    ) -> Tensor:
+        """Choose entries, whose keys must have been written; see ``forward``."""
+        assert step.index_lens is not None
+        if queries is None:
+            return all_entries(step.index_lens, self.width)
+        tokens = len(queries.q)
+        selected = torch.empty(tokens, self.width, dtype=torch.int32, device=cache.device)
         selected[sum(step.query_lens) :] = -1  # padding belongs to no request
         return select_entries(
-            q,
-            q_scales if q_scales.numel() else None,
-            weights,
+            queries.q,
+            queries.scales,
+            queries.weights,
             step.index_lens,
             cache,
-            group.block_table,
+            step.groups[INDEX_GROUP].block_table,
             query_lens=step.query_lens,
             num_decodes=step.num_decodes,
-            max_context=most,
+            max_context=self._most(step),
             layout=layout,
             out=selected,
             token_to_req=step.token_to_req,
@@ -120,6 +145,10 @@ class Indexer(nn.Module):
             layout,
             hadamard=layout == INDEX_MXFP4,
         )
+
+    def _most(self, step: Step) -> int:
+        """Entries that the longest request has."""
+        return step.max_seq_len // self.compressor.ape.shape[0]
 
 
 def select_entries(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from anymla.layers.side_stream import INLINE, SideStream
+
 Recorder = Callable[[str, int, Tensor], None]
 
 
@@ -58,6 +60,7 @@ class Step:
             of them: without an indexer, or with one that selects as many.
         index_lens: int32 [T], entries visible to each token's indexer, or None without indexers.
         padded: some tokens may be padding, as in a step of fixed size.
+        side: where work goes that may run beside the query's projection.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
             request-local selection [T, K], "experts" with the expert ids [T, k].
     """
@@ -76,4 +79,5 @@ class Step:
     dense: Mapping[str, Rows]
     index_lens: Tensor | None
     padded: bool = False
+    side: SideStream = INLINE
     recorder: Recorder | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anymla.layers.side_stream import INLINE, SideStream
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
 from anymla.runtime.bucket import Bucket, decode_buckets, smallest
@@ -38,6 +39,7 @@ class DecodeRunner:
         # Graphs know the tables by their addresses.
         self._tables = model.reserve(options.max_seq_len)
         self._pool = torch.cuda.graph_pool_handle() if record else None
+        self._side = SideStream(store.device) if record and options.side_stream else INLINE
         self._steps: dict[Bucket, FixedStep] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
 
@@ -89,6 +91,7 @@ class DecodeRunner:
                 record=self._record,
                 backend=self._model.backend,
                 pool=self._pool,
+                side=self._side,
             )
         return self._steps[bucket]
 

@@ -7,6 +7,7 @@ are padding: they have no request, write no cache row, and their results mean no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anymla.layers.side_stream import INLINE, SideStream
 from anymla.layers.step import Step
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_groups import CacheGroup, ceil_div
@@ -45,6 +47,7 @@ class FixedStep:
         window_only: bool = False,
         backend: str | None = None,
         pool: Any = None,
+        side: SideStream = INLINE,
     ) -> None:
         """Allocate the buffers.
 
@@ -56,11 +59,13 @@ class FixedStep:
             window_only: for draft layers, which keep no other cache.
             backend: of the selection operations.
             pool: see ``Graph``.
+            side: see ``Step``.
         """
         self.bucket = bucket
         self._store = store
         self._body = body
         self._backend = backend
+        self._side = side
         self._groups = store.step_groups(window_only=window_only)
         self._sizes = BatchSizes(
             (bucket.tokens,) * bucket.requests, bucket.requests, bucket.max_seq_len
@@ -148,7 +153,8 @@ class FixedStep:
             self._read["starts"],
             tables,
         )
-        return self._body(device_step(batch, self._groups, self._sizes, backend=self._backend))
+        step = device_step(batch, self._groups, self._sizes, backend=self._backend)
+        return self._body(dataclasses.replace(step, side=self._side))
 
 
 def _change_fields(group: CacheGroup) -> tuple[str, str]:

@@ -25,6 +25,7 @@ class EngineOptions:
             sizes, each recorded once as a CUDA graph and replayed; "fixed": the same steps at the
             same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
             CUDA devices and "plain" elsewhere.
+        side_stream: in graphs, compress and index beside the query's projection.
         pages: usable pages by cache group, for groups that shall not have the default size.
             The default lets ``max_requests`` requests of ``max_seq_len`` run at once.
     """
@@ -36,6 +37,7 @@ class EngineOptions:
     max_batch_tokens: int | None = None
     draft_tokens: int = 0
     decode: DecodeMode = "auto"
+    side_stream: bool = False
     pages: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
