@@ -17,7 +17,12 @@ from anymla.ops.sparse_attention.gluon_sm90_merge import (
     pieces_at_once,
 )
 from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
-from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, choose
+from anymla.ops.sparse_attention.schedule import (
+    MOST_STREAM_TOKENS,
+    TASK_COST,
+    Schedule,
+    choose,
+)
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
 
 _LARGEST_INT32 = 2**31 - 1
@@ -171,7 +176,7 @@ def _launch(
         first.indices.stride(0), second.indices.stride(0), schedule.splits,
         q.stride(0) // 2, out.stride(0), scale, empty,
         SPLIT=schedule.cut, STREAM=schedule.stream, COST=TASK_COST,
-        SIZE=max(128, triton.next_power_of_2(tokens)) if schedule.stream else 128,
+        SIZE=_stream_size(tokens) if schedule.stream else 128,
         TWO=len(scopes) > 1,
         LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
@@ -189,6 +194,11 @@ def _launch(
         AT_ONCE=pieces_at_once(most), STREAM=schedule.stream, SINK=sink is not None, EARLY=True,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
+
+
+def _stream_size(tokens: int) -> int:
+    """Tokens that a stream's programs look at; few sizes, because each is compiled."""
+    return 512 if tokens <= 512 else MOST_STREAM_TOKENS
 
 
 def _form(schedule: Schedule) -> dict[str, Any]:
