@@ -1,0 +1,142 @@
+"""Where the time of a decode layer goes: the whole layer as one CUDA graph, and its kernels."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import anymla.ops
+from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
+from anymla.bench.layer_setup import MODELS, LayerCase, LayerSetup
+from anymla.bench.layer_work import layer_work
+from anymla.bench.report import Result
+from anymla.layers.side_stream import INLINE, SideStream
+
+PART = "decode layer"
+RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
+_LAUNCH_US = 3.0
+_FACTOR = 2.5
+
+
+def cases(
+    models: Iterable[str] = tuple(MODELS),
+    ratios: Iterable[int] = RATIOS,
+    batches: Iterable[int] = BATCHES,
+    contexts: Iterable[int] = CONTEXTS,
+) -> Iterator[LayerCase]:
+    """Every combination; a layer without entries takes as long at every context."""
+    batches, contexts = tuple(batches), tuple(contexts)
+    for model in models:
+        for ratio in ratios:
+            for context in contexts if ratio else contexts[:1]:
+                for batch in batches:
+                    yield LayerCase(model, ratio, batch, context)
+
+
+def run(chosen: Iterable[LayerCase], *, beside: bool = False) -> Iterator[Result]:
+    """Measure the cases; those of one layer should follow each other.
+
+    Args:
+        chosen: what to measure.
+        beside: compress and index on a second queue.
+    """
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
+    setup, made = None, None
+    device = torch.device("cuda")
+    side = SideStream(device) if beside else INLINE
+    with torch.inference_mode():
+        for case in chosen:
+            if made != (case.model, case.ratio, case.experts):
+                del setup
+                torch.cuda.empty_cache()
+                setup = LayerSetup(case.model, case.ratio, device, experts=case.experts)
+                made = (case.model, case.ratio, case.experts)
+            assert setup is not None
+            yield measure(setup, case, bandwidth, rate, side)
+
+
+def measure(
+    setup: LayerSetup, case: LayerCase, bandwidth: float, rate: float, side: SideStream = INLINE
+) -> Result:
+    """One case: microseconds, launches, microseconds by family of kernels, share of the roofline.
+
+    The families' times are of single kernels, without the gaps between them.
+    """
+    batch = setup.batch(case.batch, case.context, side)
+    calls = [lambda layer=layer: batch.run(layer) for layer in setup.layers]
+    microseconds = time_us(calls)
+    kernels = kernel_times(calls[0])
+    visited = setup.visited(batch)
+    work = layer_work(setup.layers[0], setup.config, batch, visited)
+    roofline = work.roofline_us(bandwidth, rate)
+    launches = len(kernels)
+    parts: dict[str, float] = collections.defaultdict(float)
+    for name, taken in kernels:
+        parts[family(name)] += taken
+    allowed = _FACTOR * roofline + _LAUNCH_US * launches
+    judged = case.batch <= 8
+    return Result(
+        PART,
+        f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}",
+        {
+            "us": round(microseconds, 1),
+            "launches": launches,
+            "roofline_us": round(roofline, 1),
+            "share_of_roofline": round(roofline / microseconds, 3),
+            "weights_mb": round(work.weight_bytes / 1e6, 1),
+            "caches_mb": round(work.cache_bytes / 1e6, 1),
+            "parts_us": {
+                name: round(taken, 1) for name, taken in sorted(parts.items(), key=_by_time)
+            },
+        },
+        target=f"<= {_FACTOR} x roofline + {_LAUNCH_US} us a launch" if judged else None,
+        met=microseconds <= allowed if judged else None,
+    )
+
+
+def _by_time(item: tuple[str, float]) -> float:
+    return -item[1]
+
+
+def kernel_times(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """Names and microseconds of the kernels of one call."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return [
+        (event.name, event.device_time_total)
+        for event in seen.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+
+
+def family(kernel: str) -> str:
+    """The family of operations that a kernel belongs to; "torch" for torch's and the vendor's."""
+    return _families().get(kernel, "torch")
+
+
+_FOUND: dict[str, str] = {}
+
+
+def _families() -> dict[str, str]:
+    """Family of every kernel of the package by its name."""
+    if not _FOUND:
+        for found in pkgutil.iter_modules(anymla.ops.__path__):
+            if not found.ispkg:
+                continue
+            path = importlib.import_module(f"anymla.ops.{found.name}").__path__
+            for module in pkgutil.iter_modules(path, f"anymla.ops.{found.name}."):
+                if "triton_" in module.name or "gluon_" in module.name:
+                    for name in vars(importlib.import_module(module.name)):
+                        if name.endswith("_kernel"):
+                            _FOUND.setdefault(name, found.name)
+    return _FOUND

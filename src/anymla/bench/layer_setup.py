@@ -1,0 +1,187 @@
+"""One decoder layer of real size with a batch of decoding requests, ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.bench.random_weights import RandomWeights
+from anymla.formats.page_layout import get_layout
+from anymla.layers.caches import CACHE_FORMATS, LayerCache
+from anymla.layers.decoder import DecoderLayer
+from anymla.layers.hyper_connection import Mix, Streams
+from anymla.layers.side_stream import INLINE, SideStream
+from anymla.layers.spec import LayerSpec
+from anymla.layers.step import Step
+from anymla.model.build import Builder
+from anymla.model.config import ModelConfig
+from anymla.model.layer_specs import layer_specs
+from anymla.runtime.cache_groups import CacheGroup, cache_groups
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.device_step import Batch, BatchSizes, device_step
+from anymla.testing.published import FLASH, PRO
+
+MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
+# Pages of a cache that all requests' tables point into: more rows than any L2 holds.
+_MOST_PAGES = 4096
+_ROWS = 8192  # written at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCase:
+    """What is measured.
+
+    Attributes:
+        model: "flash" or "pro".
+        ratio: of the layer.
+        batch: decoding requests, one token each.
+        context: tokens of each.
+        experts: routed experts that the layer has.
+    """
+
+    model: str
+    ratio: int
+    batch: int
+    context: int
+    experts: int = 32
+
+
+class LayerSetup:
+    """Weights of one layer of a model, and batches for it."""
+
+    def __init__(
+        self,
+        model: str,
+        ratio: int,
+        device: torch.device,
+        *,
+        experts: int = 32,
+        copies: int = 2,
+        backend: str | None = None,
+        changes: dict[str, Any] | None = None,
+    ) -> None:
+        """Make the weights.
+
+        Args:
+            model: "flash" or "pro".
+            ratio: of the layer.
+            device: where.
+            experts: routed experts.
+            copies: layers of the same sizes, so that one finds nothing of itself in the caches.
+            backend: of every operation.
+            changes: other fields of the configuration, to make it small.
+        """
+        values = MODELS[model] | {
+            "num_hidden_layers": 1,
+            "num_nextn_predict_layers": 0,
+            "compress_ratios": [ratio],
+            "num_hash_layers": 0,
+            "n_routed_experts": experts,
+        }
+        self.config = ModelConfig.from_dict(values | (changes or {}))
+        self.device = device
+        self.backend = backend
+        (self.spec,) = layer_specs(self.config)
+        weights = RandomWeights(self.config, device)
+        builder = Builder(
+            self.config,
+            weights.tensor,
+            weights.linear,
+            dtype=torch.bfloat16,
+            device=device,
+            backend=backend,
+        )
+        self.layers = [builder.decoder("layers.0.", self.spec) for _ in range(copies)]
+
+    def batch(self, batch: int, context: int, side: SideStream = INLINE) -> DecodeBatch:
+        """Requests that all have ``context`` tokens, the newest of which is run."""
+        store = self._store(context)
+        groups = store.groups
+        device = self.device
+        tables = {
+            group.name: torch.randint(
+                1,
+                store.pools[group.name].num_pages,
+                (batch, -(-context // group.tokens_per_page)),
+                dtype=torch.int32,
+                device=device,
+            )
+            for group in groups
+        }
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        step = device_step(
+            Batch(
+                rows[:-1],
+                rows,
+                torch.ones(batch, dtype=torch.int32, device=device),
+                torch.full((batch,), context - 1, dtype=torch.int32, device=device),
+                tables,
+            ),
+            groups,
+            BatchSizes((1,) * batch, batch, context),
+            backend=self.backend,
+        )
+        self._fill(store)
+        streams = torch.randn(batch, self.config.hc_mult, self.config.hidden_size, device=device)
+        n = self.config.hc_mult
+        mix = Mix(torch.rand(batch, n, device=device), torch.rand(batch, n, n, device=device) / n)
+        h = streams.bfloat16()
+        step = dataclasses.replace(step, side=side)
+        return DecodeBatch(step, store.layers[0], Streams(h, h[:, 0].contiguous(), mix))
+
+    def visited(self, batch: DecodeBatch) -> int:
+        """Experts of the first layer that have a token of the batch."""
+        chosen: dict[str, Tensor] = {}
+
+        def record(kind: str, _: int, value: Tensor) -> None:
+            chosen[kind] = value
+
+        step = dataclasses.replace(batch.step, recorder=record)
+        dataclasses.replace(batch, step=step).run(self.layers[0])
+        return len(chosen["experts"].unique())
+
+    def _store(self, context: int) -> CacheStore:
+        specs: tuple[LayerSpec, ...] = (self.spec,)
+        groups = cache_groups(specs)
+        pages = {group.name: min(_MOST_PAGES, max(8, 4 * group.pages(context))) for group in groups}
+        return CacheStore(
+            groups,
+            specs,
+            CACHE_FORMATS["fp8"],
+            pages,
+            max_requests=1,
+            max_seq_len=1,
+            device=self.device,
+        )
+
+    def _fill(self, store: CacheStore) -> None:
+        for group in store.groups:
+            for cache in store.tensors(group):
+                self._fill_cache(store, group, cache)
+
+    def _fill_cache(self, store: CacheStore, group: CacheGroup, cache: Tensor) -> None:
+        if group.kind in ("state", "index_state"):
+            cache.normal_()
+            return
+        formats = store.layers[0].format
+        layout = get_layout(formats.index if group.kind == "index" else formats.main)
+        slots = torch.arange(cache.shape[0] * cache.shape[1], device=self.device)
+        for some in slots.split(_ROWS):
+            layout.write(cache, some, torch.randn(len(some), layout.channels, device=self.device))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeBatch:
+    """A step, the caches it reads and writes, and the streams that enter the layer."""
+
+    step: Step
+    cache: LayerCache
+    streams: Streams
+
+    def run(self, layer: DecoderLayer) -> Streams:
+        """The whole layer."""
+        out: Streams = layer(self.streams, self.step, self.cache)
+        return out

@@ -1,0 +1,106 @@
+"""Bytes and operations that a decode layer cannot do without."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from anymla.bench.layer_setup import DecodeBatch
+from anymla.formats.page_layout import get_layout
+from anymla.layers.compressor import Compressor
+from anymla.layers.decoder import DecoderLayer
+from anymla.layers.linear import Linear, PackedWeight
+from anymla.model.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Counted, not measured.
+
+    Attributes:
+        weight_bytes: of the weights that the batch uses; of the experts those that are visited.
+        cache_bytes: of the cache rows that are read: attended to, and scored.
+        flops: multiplications and additions of all products.
+    """
+
+    weight_bytes: int
+    cache_bytes: int
+    flops: int
+
+    def roofline_us(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """Microseconds at the machine's measured rates, the slower of the two counting."""
+        moved = self.weight_bytes + self.cache_bytes
+        return max(moved / bytes_per_s, self.flops / flops_per_s) * 1e6
+
+
+def layer_work(layer: DecoderLayer, config: ModelConfig, batch: DecodeBatch, visited: int) -> Work:
+    """Count a layer's work for a batch.
+
+    Args:
+        layer: the layer.
+        config: its model.
+        batch: one token a request.
+        visited: experts that have at least one token.
+    """
+    step = batch.step
+    tokens = len(step.token_ids)
+    weights = sum(_nbytes(tensor) for tensor in _tensors(layer))
+    per_expert = sum(
+        _nbytes(values[0])
+        for part in (layer.ffn.w1, layer.ffn.w2, layer.ffn.w3)
+        for values in (part.weights, part.scales)
+        if values
+    )
+    products = sum(tensor.numel() for tensor in _matrices(layer))
+    expert_product = 3 * config.hidden_size * config.moe_intermediate_size
+    rows, scored, score_flops = _rows(layer, config, batch)
+    row_bytes = _row_bytes(batch.cache.format.main)
+    return Work(
+        weight_bytes=weights + visited * per_expert,
+        cache_bytes=rows * row_bytes + scored * _row_bytes(batch.cache.format.index),
+        flops=2 * tokens * (products + config.num_experts_per_tok * expert_product)
+        + 4 * config.num_attention_heads * config.head_dim * rows
+        + score_flops,
+    )
+
+
+def _rows(layer: DecoderLayer, config: ModelConfig, batch: DecodeBatch) -> tuple[int, int, int]:
+    """Rows attended to, keys scored, and the flops of scoring, of all tokens together."""
+    step, spec = batch.step, layer.attention.spec
+    tokens, context = len(step.token_ids), step.max_seq_len
+    rows = min(context, spec.window)
+    scored = 0
+    if spec.ratio:
+        entries = context // spec.ratio
+        chooses = spec.selects and entries > spec.selection_width
+        rows += spec.selection_width if chooses else entries
+        scored = entries if chooses else 0
+    flops = 2 * config.index_n_heads * config.index_head_dim * scored * tokens
+    return tokens * rows, tokens * scored, flops
+
+
+def _row_bytes(layout_id: str) -> int:
+    layout = get_layout(layout_id)
+    return layout.data_bytes + layout.scale_bytes
+
+
+def _packed(layer: nn.Module) -> list[PackedWeight]:
+    found = [module.packed for module in layer.modules() if isinstance(module, Linear)]
+    assert isinstance(layer, DecoderLayer)
+    return [*found, layer.attention.output.wo_a]
+
+
+def _matrices(layer: DecoderLayer) -> list[Tensor]:
+    gates = [module.kv_gate for module in layer.modules() if isinstance(module, Compressor)]
+    sites = [layer.attention_site.fn, layer.ffn_site.fn, layer.ffn.router.gate]
+    return [*(packed.weight for packed in _packed(layer)), *gates, *sites]
+
+
+def _tensors(layer: DecoderLayer) -> list[Tensor]:
+    scales = [packed.scale for packed in _packed(layer) if packed.scale is not None]
+    return [*_matrices(layer), *scales]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

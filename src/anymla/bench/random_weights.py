@@ -1,0 +1,65 @@
+"""Random weights of real sizes, made where they are used and as a checkpoint would store them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.mxfp4 import MXFP4_BLOCK
+from anymla.layers.linear import PackedWeight
+from anymla.model.config import ModelConfig
+from anymla.model.schema import expected_linears, expected_plain
+
+# Root mean squares of codes drawn evenly, roughly: e4m3 up to 0x6F, and all of e2m1.
+_E4M3_RMS, _E2M1_RMS = 60.0, 3.0
+
+
+class RandomWeights:
+    """Readers for ``Builder``: FP4 experts, FP8 for most other linear layers, as released.
+
+    Results have the magnitude of their inputs.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._linears = expected_linears(config)
+        self._plain = expected_plain(config)
+        self._experts = config.n_routed_experts
+        self._device = device
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is no part of a linear layer."""
+        expected = self._plain[name]
+        if "I64" in expected.dtypes:
+            return torch.randint(self._experts, expected.shape, device=self._device)
+        noise = torch.randn(expected.shape, device=self._device)
+        return 1 + 0.1 * noise if "norm" in name else noise / math.sqrt(expected.shape[-1])
+
+    def linear(self, prefix: str) -> PackedWeight:
+        """A linear layer's weight."""
+        shape = self._linears[prefix]
+        if ".experts." in prefix:
+            return self._mxfp4(shape.rows, shape.columns)
+        if "fp8" in shape.kinds:
+            return self._fp8(shape.rows, shape.columns)
+        weight = torch.randn(shape.rows, shape.columns, device=self._device)
+        return PackedWeight("plain", (weight / math.sqrt(shape.columns)).bfloat16())
+
+    def _fp8(self, rows: int, columns: int) -> PackedWeight:
+        codes = torch.randint(0x70, (rows, columns), dtype=torch.uint8, device=self._device)
+        codes |= torch.randint(2, codes.shape, dtype=torch.uint8, device=self._device) << 7
+        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        return PackedWeight("fp8", codes, self._scales(blocks, columns, _E4M3_RMS))
+
+    def _mxfp4(self, rows: int, columns: int) -> PackedWeight:
+        shape = (rows, columns // 2)
+        codes = torch.randint(256, shape, dtype=torch.uint8, device=self._device)
+        return PackedWeight(
+            "mxfp4", codes, self._scales((rows, columns // MXFP4_BLOCK), columns, _E2M1_RMS)
+        )
+
+    def _scales(self, shape: tuple[int, int], columns: int, rms: float) -> Tensor:
+        exponent = 127 - round(math.log2(rms * math.sqrt(columns)))
+        return torch.full(shape, exponent, dtype=torch.uint8, device=self._device)

@@ -1,0 +1,63 @@
+"""``anymla bench layer``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import torch
+
+from anymla.bench.report import Result, append_rows, table
+
+
+@click.command()
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Append the rows here, one JSON object a line.",
+)
+@click.option(
+    "--model", "models", multiple=True, type=click.Choice(["flash", "pro"]), help="Repeatable."
+)
+@click.option("--ratio", "ratios", multiple=True, type=click.Choice(["0", "4", "128"]))
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1))
+@click.option("--context", "contexts", multiple=True, type=click.IntRange(min=1), help="Tokens.")
+@click.option("--side-stream", is_flag=True, help="Compress and index on a second queue.")
+def layer(
+    json_file: Path | None,
+    models: tuple[str, ...],
+    ratios: tuple[str, ...],
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    side_stream: bool,
+) -> None:
+    """Time one decode layer of DeepSeek-V4's real sizes on the GPU, and see where the time goes.
+
+    The layer has random weights, FP4 experts (32 of them) and FP8 caches, and is replayed as a CUDA
+    graph; caches are larger than the device's. Without options: every ratio of both models, 1 to
+    128 requests, 4k to 512k tokens of context.
+    """
+    from anymla.bench.environment import environment
+    from anymla.bench.gpu import device_facts
+    from anymla.bench.layer import BATCHES, CONTEXTS, RATIOS, cases, run
+    from anymla.bench.layer_setup import MODELS
+
+    if not torch.cuda.is_available():
+        raise click.UsageError("torch sees no GPU on this machine")
+    chosen = cases(
+        models or tuple(MODELS),
+        [int(ratio) for ratio in ratios] or RATIOS,
+        batches or BATCHES,
+        contexts or CONTEXTS,
+    )
+    facts = environment("anymla bench layer") | device_facts() | {"side_stream": side_stream}
+    results: list[Result] = []
+    for result in run(chosen, beside=side_stream):
+        results.append(result)
+        if json_file is not None:
+            append_rows(json_file, [result], facts)
+    click.echo("\n".join(table(results)))
+    if any(result.met is False for result in results):
+        click.get_current_context().exit(1)

@@ -1,0 +1,59 @@
+"""The decode layer that is measured, made small, and what is counted of it."""
+
+import pytest
+import torch
+
+from anymla.bench.layer import cases, family
+from anymla.bench.layer_setup import LayerSetup
+from anymla.bench.layer_work import layer_work
+
+SMALL = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "q_lora_rank": 128,
+    "index_n_heads": 4,
+    "index_topk": 16,
+    "moe_intermediate_size": 128,
+}
+BATCH, CONTEXT = 3, 300
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_a_small_one_runs_and_is_counted(ratio):
+    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    batch = setup.batch(BATCH, CONTEXT)
+    out = batch.run(setup.layers[0]).settled()
+    assert out.shape == (BATCH, 4, 256)
+    assert out.isfinite().all()
+    assert 0.1 < out.float().std() < 10  # nothing explodes or dies, so that times mean something
+    visited = setup.visited(batch)
+    assert 1 <= visited <= 8
+    work = layer_work(setup.layers[0], setup.config, batch, visited)
+    # Window rows, and 16 chosen of 75 scored, or both complete entries of 128 tokens.
+    rows = 128 + {0: 0, 4: 16, 128: 2}[ratio]
+    keys = {0: 0, 4: 75, 128: 0}[ratio]
+    assert work.cache_bytes == BATCH * (rows * 584 + keys * 132)
+    expert = 3 * 256 * 128
+    fewer = layer_work(setup.layers[0], setup.config, batch, visited - 1)
+    assert work.weight_bytes - fewer.weight_bytes == expert // 2 + expert // 32
+    attention = 256 * (128 + 512) + 4 * 512 * 128 + 256 * 2 * 512 + 256 * 256
+    assert work.flops > 2 * BATCH * (attention + 7 * expert)
+    assert work.roofline_us(1e9, 1e18) == pytest.approx(
+        (work.weight_bytes + work.cache_bytes) / 1e3
+    )
+
+
+def test_every_combination_is_a_case():
+    found = list(cases())
+    # A layer with nothing but a window is measured at one context.
+    assert len(found) == 2 * 4 * (1 + 3 + 3)
+    assert len(set(found)) == len(found)
+
+
+def test_kernels_are_known_by_their_family():
+    pytest.importorskip("triton")
+    assert family("scan_kernel") == "sparse_attention"
+    assert family("mix_kernel") == "hyper_connection"
+    assert family("nvjet_tst_128x64") == "torch"
