@@ -221,8 +221,8 @@ def merge(part: Tensor, sums: Tensor, sink: Tensor | None, to: Results) -> None:
     count = part.shape[1]
     merge_kernel[(tokens * heads * -(-values // MERGE_VALUES),)](
         part, sums, _or(sink, lse), out, lse, _or(peaks, lse), heads, count,
-        out.stride(0), out.stride(1), to.empty_lse,
-        S=triton.next_power_of_2(count), VALUES=values, BV=MERGE_VALUES, SINK=sink is not None,
+        out.stride(0), out.stride(1), int(sink is not None), to.empty_lse,
+        S=triton.next_power_of_2(count), VALUES=values, BV=MERGE_VALUES,
         PEAK=peaks is not None, SUMS=SUMS, num_warps=merge_warps(count),
     )  # fmt: skip
 
@@ -265,18 +265,19 @@ def scan(
     tokens, heads, channels = q.shape
     first, second = lists[0], lists[-1]
     out, lse = to.out, to.lse
+    anything = lse.view(torch.int32)
     scan_kernel[(tokens * -(-heads // chosen.heads) * splits,)](
-        q, first.rows, first.indices, _or(first.lengths, first.indices),
-        second.rows, second.indices, _or(second.lengths, second.indices),
+        q, first.rows, first.indices, _or(first.lengths, anything),
+        second.rows, second.indices, _or(second.lengths, anything),
         _or(sink, lse), out, lse, _or(to.peaks, lse), part, sums,
         heads, first.indices.shape[1], second.indices.shape[1], _limit(first), _limit(second),
         first.indices.stride(0), second.indices.stride(0), first.entries, second.entries,
-        splits, total, at, scale, to.empty_lse,
+        splits, total, at, int(first.lengths is not None), int(second.lengths is not None),
+        int(sink is not None), scale, to.empty_lse,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         first.page_stride, second.page_stride, first.row_stride,
         BH=chosen.heads, BN=chosen.keys, KEYS_FIRST=chosen.keys_first, TWO=len(lists) > 1,
-        LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
-        SINK=sink is not None, PEAK=to.peaks is not None, SPLIT=total > 1,
+        PEAK=to.peaks is not None, SPLIT=total > 1,
         CHANNELS=channels, VALUES=out.shape[2], MODE=MODES.index(mode),
         NATIVE=target.native_e4m3, ONCE=chosen.once, **row_constants(first.coded, channels),
         num_warps=chosen.warps, num_stages=chosen.stages,

@@ -23,10 +23,10 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["H", "splits"])
+@triton.jit(do_not_specialize=["H", "splits", "has_sink"])
 def merge_kernel(
     part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, peak_ptr, H, splits, out_token, out_head,
-    empty, S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr, SINK: tl.constexpr,
+    has_sink, empty, S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr,
     PEAK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """See the file; S is a power of two of at least ``splits``."""
@@ -46,9 +46,8 @@ def merge_kernel(
     highest = tl.max(top, 0)
     weight = tl.exp2(top - highest)
     total = tl.sum(sums * weight, 0)
-    bottom = total
-    if SINK:
-        bottom += tl.exp2(tl.load(sink_ptr + head) * _LOG2E - highest)
+    sink = tl.where(tl.zeros([], tl.int32) < has_sink, tl.load(sink_ptr + head), float("-inf"))
+    bottom = total + tl.exp2(sink * _LOG2E - highest)
     value = tl.sum(part * weight[:, None], 0) * tl.where(total == 0, 0.0, 1.0 / bottom)
     to = out_ptr + token * out_token + head * out_head + channel
     tl.store(to, value.to(out_ptr.dtype.element_ty), mask=channel < VALUES)
@@ -69,7 +68,7 @@ def merge_warps(splits: int) -> int:
 def builds(target: Target) -> Iterator[Build]:
     """Some numbers of splits, for both types of output."""
     types = dict.fromkeys(("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "peak_ptr"), "*fp32")
-    types |= dict.fromkeys(("H", "splits", "out_token", "out_head"), "i32")
+    types |= dict.fromkeys(("H", "splits", "has_sink", "out_token", "out_head"), "i32")
     for out in ("*bf16", "*fp32"):
         for count in (2, 16, 32):
             yield Build(
@@ -77,7 +76,7 @@ def builds(target: Target) -> Iterator[Build]:
                 merge_kernel,
                 types | {"out_ptr": out, "empty": "fp32"},
                 {"S": count, "VALUES": get_layout(MAIN_FP8).channels, "BV": MERGE_VALUES,
-                 "SINK": True, "PEAK": out == "*fp32", "SUMS": SUMS},
+                 "PEAK": out == "*fp32", "SUMS": SUMS},
                 num_warps=merge_warps(count),
                 divisible=("out_token", "out_head"),
             )  # fmt: skip

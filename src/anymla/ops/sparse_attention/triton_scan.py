@@ -259,8 +259,10 @@ def _store(
     tl.store(to + at, x.to(to.dtype.element_ty), mask=inside)
 
 
+# Numbers rather than constants, so that a call with lengths or a sink compiles nothing new.
 COUNTS = ["H", "K0", "K1", "limit0", "limit1", "list_stride0", "list_stride1", "entries0",
-          "entries1", "splits", "total", "at"]  # fmt: skip
+          "entries1", "splits", "total", "at", "has_length0", "has_length1",
+          "has_sink"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -268,11 +270,10 @@ def scan_kernel(
     q_ptr, kv0_ptr, list0_ptr, length0_ptr, kv1_ptr, list1_ptr, length1_ptr, sink_ptr,
     out_ptr, lse_ptr, peak_ptr, part_ptr, sums_ptr,
     H, K0, K1, limit0, limit1, list_stride0, list_stride1, entries0, entries1,
-    splits, total, at, scale, empty,
+    splits, total, at, has_length0, has_length1, has_sink, scale, empty,
     q_token, q_head, out_token, out_head, page0, page1, row_stride,
     BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
-    LENGTH0: tl.constexpr, LENGTH1: tl.constexpr, SINK: tl.constexpr, PEAK: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PEAK: tl.constexpr, SPLIT: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
     MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
@@ -286,12 +287,12 @@ def scan_kernel(
     group = (program // splits % groups).to(tl.int32)
     token = program // splits // groups
     heads = group * BH + tl.arange(0, BH)
-    n0 = tl.zeros([], tl.int32) + K0
-    n1 = tl.zeros([], tl.int32) + K1
-    if LENGTH0:
-        n0 = tl.minimum(tl.maximum(tl.load(length0_ptr + token), 0), n0)
-    if LENGTH1:
-        n1 = tl.minimum(tl.maximum(tl.load(length1_ptr + token), 0), n1)
+    none = tl.zeros([], tl.int32)
+    # Without lengths, or a sink, the pointers lead to other numbers of the same kind.
+    n0 = tl.where(none < has_length0, tl.load(length0_ptr + token), K0)
+    n1 = tl.where(none < has_length1, tl.load(length1_ptr + token), K1)
+    n0 = tl.minimum(tl.maximum(n0, 0), none + K0)
+    n1 = tl.minimum(tl.maximum(n1, 0), none + K1)
     list0 = list0_ptr + token * list_stride0
     list1 = list1_ptr + token * list_stride1
     blocks0 = tl.cdiv(n0, BN)
@@ -332,10 +333,9 @@ def scan_kernel(
         if PEAK:
             tl.store(left + 2, peak, mask=heads < H)
     else:
-        bottom = sums
-        if SINK:
-            sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
-            bottom += tl.exp2(sink * _LOG2E - top)
+        sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
+        sink = tl.where(none < has_sink, sink, float("-inf"))
+        bottom = sums + tl.exp2(sink * _LOG2E - top)
         share = _across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
         a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
         lse = tl.where(sums == 0, empty, (top + tl.log2(sums)) * _LN2)
@@ -404,7 +404,7 @@ def build(chosen: Tile, call: _Call, target: Target, *, split: bool) -> Build:
         {"q_ptr": q, "out_ptr": q, "kv0_ptr": rows, "kv1_ptr": rows, "scale": "fp32",
          "empty": "fp32"} | _POINTERS | dict.fromkeys(_INTEGERS, "i32"),
         {"BH": chosen.heads, "BN": chosen.keys, "KEYS_FIRST": chosen.keys_first, "TWO": call.two,
-         "LENGTH0": True, "LENGTH1": call.two, "SINK": True, "PEAK": call.peak, "SPLIT": split,
+         "PEAK": call.peak, "SPLIT": split,
          "CHANNELS": call.channels, "VALUES": 512, "MODE": MODES.index(call.mode),
          "NATIVE": target.native_e4m3, "ONCE": chosen.once} | row_constants(layout, call.channels),
         num_warps=chosen.warps, num_stages=chosen.stages, divisible=_ALIGNED,
