@@ -252,7 +252,7 @@ def main_part(
         if share.STREAM:
             scaled = gl.where(direct, scaled, 1.0)
         elif share.SPLIT:
-            scaled = scaled * 0.0 + 1.0
+            scaled = gl.full([HEADS], 1.0, gl.float32, ROW)
         s = handed % 2
         mbarrier.wait(p_free.index(s), ((handed // 2) & 1) ^ 1)
         decay_s.index(s).store(scaled)

@@ -17,8 +17,8 @@ LARGEST_CHANNELS = 640
 # Whether the Hopper kernels are chosen without having been named.
 AUTOMATIC = False
 _LARGEST_PAGE = 1 << 30
-# Scales whose product with a masked score is as good as minus infinity, in float32.
-_LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**60
+# Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 
 
 def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
