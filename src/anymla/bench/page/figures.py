@@ -1,0 +1,335 @@
+"""Figures made of result rows; what has no rows has no figure."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from anymla.bench.page.figure import Bar, Bars, Figure, Point, Series
+from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_before, source
+
+# Times of other programs in a row, by key; what is not listed is called by its key.
+PEERS = {
+    "peer_us": "FlashMLA",
+    "flash_mla_us": "FlashMLA",
+    "flashmla_us": "FlashMLA",
+    "deep_gemm_us": "DeepGEMM, scores only",
+    "topk_us": "DeepGEMM + torch.topk",
+    "vllm_us": "DeepGEMM + vLLM top-k",
+    "xpu_us": "vLLM XPU path",
+}
+_OURS = ("us", "gluon_sm90_us", "triton_us")
+_CONTEXT_PART = "decode step against context"
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each measurement."""
+    newest: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        key = (device_of(row), str(row.get("part")), case_of(row), str(row.get("backend")))
+        known = newest.get(key)
+        if known is None or str(row.get("date", "")) >= str(known.get("date", "")):
+            newest[key] = row
+    return list(newest.values())
+
+
+def own_us(row: Row) -> float | None:
+    """Microseconds of this package in a row, the best of its backends."""
+    times = [float(row[key]) for key in _OURS if isinstance(row.get(key), int | float)]
+    return min(times) if times else None
+
+
+def peer_us(row: Row) -> dict[str, float]:
+    """Microseconds of other programs in a row, by name."""
+    return {name: float(row[key]) for key, name in PEERS.items() if _is_number(row.get(key))}
+
+
+def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
+    """Every figure that the rows allow."""
+    gpu = latest(row for row in rows if is_gpu(row))
+    cpu = latest(row for row in rows if not is_gpu(row))
+    made = [
+        *_per_device(gpu, _roofline),
+        *_per_device(gpu, _against_peers),
+        *_per_device(gpu, _decode),
+        *_per_device(gpu, _bandwidth),
+        *_per_device(gpu, _index_keys),
+        *_per_device(cpu, _context_speed),
+        *_per_device(cpu, _context_memory),
+    ]
+    return [figure for figure in made if figure is not None]
+
+
+def _per_device(
+    rows: Sequence[Row], make: Callable[[list[Row]], Figure | Bars | None]
+) -> list[Figure | Bars | None]:
+    devices: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        devices[device_of(row)].append(row)
+    return [make(some) for some in devices.values()]
+
+
+def ceilings_of(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """Measured bytes/s of a copy and flop/s of a bfloat16 product of a GPU's rows."""
+    held = {case_of(row): row for row in rows if row.get("part") == "device"}
+    copy, product = held.get("copy"), held.get("bf16 product 8192^3")
+    if copy is None or product is None:
+        return None
+    return float(copy["tb_per_s"]) * 1e12, float(product["tflops"]) * 1e12
+
+
+def _roofline(rows: list[Row]) -> Figure | None:
+    ceilings = ceilings_of(rows)
+    timed = [row for row in rows if _is_number(row.get("tflops")) and row.get("gb_per_s")]
+    if ceilings is None or not timed:
+        return None
+    copy, product = ceilings
+    groups: dict[str, list[Point]] = defaultdict(list)
+    for row in timed:
+        intensity = row["tflops"] * 1e3 / row["gb_per_s"]
+        label = f"{case_of(row)}: {row['us']:g} us, {row['tflops']:g} TFLOP/s, {_reached(row)}"
+        groups[_group(row)].append(Point(intensity, row["tflops"], label))
+    series = [_scatter(name, points) for name, points in groups.items()]
+    lowest = min(point.x for points in groups.values() for point in points)
+    highest = max(point.x for points in groups.values() for point in points)
+    ridge = product / copy
+    at = sorted({lowest, ridge, max(highest, ridge * 2)})
+    roof = [Point(x, min(x * copy, product) / 1e12, "") for x in at]
+    limit = Series(
+        f"this device: {copy / 1e12:.2f} TB/s, {product / 1e12:.0f} TFLOP/s bf16, measured",
+        tuple(roof),
+        limit=True,
+    )
+    return Figure(
+        "roofline",
+        "How close to the roof",
+        "floating-point operations a byte",
+        "TFLOP/s",
+        (*series, limit),
+        source([*timed, *(row for row in rows if row.get("part") == "device")]),
+        note="Bytes and operations are those that the call must move and do. Points on the line "
+        "are as fast as this device copies or multiplies. FP8 products may lie above it.",
+    )
+
+
+def _group(row: Row) -> str:
+    """Operations that are alike, for a plot of all of them."""
+    name = _operation(row)
+    known = {
+        " linear": "linear layers",
+        "grouped_output_projection": "output projection",
+        "mqa_logits and": "index scores and top-k",
+        "mqa_logits": "index scores",
+        "experts": "experts",
+    }
+    return next((group for part, group in known.items() if part in name), name)
+
+
+def _reached(row: Row) -> str:
+    share = max(row.get("share_of_copy") or 0, row.get("share_of_product") or 0)
+    return f"{share:.0%} of the nearer ceiling"
+
+
+def _against_peers(rows: list[Row]) -> Figure | None:
+    groups: dict[str, list[Point]] = defaultdict(list)
+    compared = []
+    for row in rows:
+        mine, batch = own_us(row), batch_of(row)
+        if mine is None or batch is None:
+            continue
+        for name, theirs in peer_us(row).items():
+            if "scores only" in name:
+                continue  # half of what is timed here
+            label = f"{case_of(row)}: {mine:.4g} us, {name} {theirs:.4g} us"
+            groups[f"{name}: {_without_batch(row)}"].append(Point(batch, theirs / mine, label))
+            compared.append(row)
+    if not groups:
+        return None
+    series = [_line(name, points) for name, points in sorted(groups.items())]
+    xs = [point.x for points in groups.values() for point in points]
+    even = Series(
+        "as fast as the other", (Point(min(xs), 1, ""), Point(max(xs), 1, "")), limit=True
+    )
+    return Figure(
+        "peers",
+        "Times as fast as other libraries",
+        "batch: tokens or requests",
+        "their time / ours",
+        (*series, even),
+        source(compared),
+        note="In the same process, on the same inputs. Below 1 the other library is faster.",
+        log_y=False,
+    )
+
+
+def _decode(rows: list[Row]) -> Figure | None:
+    chosen = [row for row in rows if row.get("part") == "attention" and _is_number(row.get("us"))]
+    chosen = [row for row in chosen if "invariant" not in case_of(row)]
+    groups: dict[str, list[Point]] = defaultdict(list)
+    for row in chosen:
+        heads, tokens = number_before("heads", case_of(row)), number_before("tokens", case_of(row))
+        if heads is None or tokens is None:
+            continue
+        slots = case_of(row).rsplit(", ", 1)[-1]
+        label = f"{case_of(row)}: {row['us']:g} us"
+        groups[f"{heads:g} heads, {slots}"].append(Point(tokens, row["us"], label))
+    groups = {name: points for name, points in groups.items() if len(points) > 1}
+    if not groups:
+        return None
+    return Figure(
+        "decode",
+        "Attention over the FP8 cache, by batch",
+        "tokens",
+        "microseconds",
+        tuple(_line(name, points) for name, points in groups.items()),
+        source(chosen),
+        note="Lower is better. CUDA-graph replay, inputs not in the cache, medians.",
+    )
+
+
+def _bandwidth(rows: list[Row]) -> Bars | None:
+    chosen = [row for row in rows if _is_number(row.get("share_of_copy"))]
+    chosen = [row for row in chosen if not _is_number(row.get("tflops")) and batch_of(row)]
+    largest: dict[str, Row] = {}
+    for row in chosen:
+        known = largest.get(_without_batch(row))
+        if known is None or (batch_of(row) or 0) > (batch_of(known) or 0):
+            largest[_without_batch(row)] = row
+    if not largest:
+        return None
+    ranked = sorted(largest.values(), key=lambda row: -float(row["share_of_copy"]))
+    bars = tuple(
+        Bar(
+            case_of(row),
+            row["share_of_copy"] * 100,
+            f"{row['share_of_copy']:.0%}, {row['gb_per_s']:,.0f} GB/s, {row['us']:g} us",
+            row.get("met") is False,
+        )
+        for row in ranked
+    )
+    return Bars(
+        "bandwidth",
+        "Operations that only move bytes, at their largest size",
+        "percent of the measured copy",
+        bars,
+        most=100.0,
+        goal=75.0,
+        source=source(ranked),
+        note="75 % was asked for where a line is drawn; what falls short of it is marked.",
+    )
+
+
+def _index_keys(rows: list[Row]) -> Figure | None:
+    groups: dict[str, list[Point]] = defaultdict(list)
+    chosen = []
+    for row in rows:
+        keys, requests = number_before("keys", case_of(row)), number_before("x", case_of(row))
+        mine = own_us(row)
+        if row.get("part") != "indexer" or keys is None or requests is None or mine is None:
+            continue
+        what = _operation(row)
+        groups[f"{what}, {requests:g} rows"].append(
+            Point(keys, mine, f"{case_of(row)}: {mine:g} us")
+        )
+        chosen.append(row)
+    groups = {name: points for name, points in groups.items() if len(points) > 1}
+    if not groups:
+        return None
+    return Figure(
+        "indexer",
+        "Indexer against the number of entries",
+        "entries (a quarter of the tokens)",
+        "microseconds",
+        tuple(_line(name, points) for name, points in groups.items()),
+        source(chosen),
+        note="Lower is better.",
+    )
+
+
+def _context_speed(rows: list[Row]) -> Figure | None:
+    chosen = [row for row in rows if str(row.get("part", "")).startswith(_CONTEXT_PART)]
+    points = [
+        Point(
+            tokens,
+            row["decode_ms"],
+            f"{case_of(row)}: {row['decode_ms']:.1f} ms",
+            row.get("decode_ms_p10"),
+            row.get("decode_ms_p90"),
+        )
+        for row in chosen
+        if (tokens := number_before("tokens", case_of(row))) is not None
+    ]
+    if len(points) < 2:
+        return None
+    return Figure(
+        "context",
+        "A decode step against the context",
+        "tokens of context",
+        "milliseconds",
+        (
+            _line(
+                "tiny model of four layers, FP8 cache; bars are the 10th to 90th percentile", points
+            ),
+        ),
+        source(chosen),
+        note="Only the indexer and the layers of ratio 128 look at more when the context grows.",
+        log_y=False,
+    )
+
+
+def _context_memory(rows: list[Row]) -> Figure | None:
+    chosen = [row for row in rows if str(row.get("part", "")).startswith(_CONTEXT_PART)]
+    points = [
+        Point(tokens, row["cache_mb"], f"{case_of(row)}: {row['cache_mb']:.1f} MB")
+        for row in chosen
+        if _is_number(row.get("cache_mb"))
+        and (tokens := number_before("tokens", case_of(row))) is not None
+    ]
+    if len(points) < 2:
+        return None
+    return Figure(
+        "memory",
+        "Cache memory against the context",
+        "tokens of context",
+        "MB",
+        (_line("tiny model of four layers, FP8 cache", points),),
+        source(chosen),
+        note="The window and the compressor's state do not grow.",
+        log_y=False,
+    )
+
+
+def batch_of(row: Row) -> float | None:
+    """Tokens or requests of a row."""
+    for key in ("tokens", "batch", "rows_q", "requests"):
+        if _is_number(row.get(key)):
+            return float(row[key])
+    case = case_of(row)
+    return (
+        number_before("tokens", case) or number_before("queries", case) or number_before("x", case)
+    )
+
+
+def _operation(row: Row) -> str:
+    """A case without its sizes: everything before the first comma that a number follows."""
+    return re.split(r",? \d", case_of(row), maxsplit=1)[0].strip().rstrip(",")
+
+
+def _without_batch(row: Row) -> str:
+    """A case without its number of tokens or requests."""
+    text = re.sub(r",? ?\b\d[\d,]* (tokens|queries)\b", "", case_of(row))
+    text = re.sub(r"\b\d[\d,]* x ", "", text)
+    return text.strip(" ,") or str(row.get("part", "")) or "-"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _line(name: str, points: Iterable[Point]) -> Series:
+    return Series(name, tuple(sorted(points, key=lambda point: point.x)))
+
+
+def _scatter(name: str, points: Iterable[Point]) -> Series:
+    return Series(name, tuple(sorted(points, key=lambda point: point.x)), joined=False)

@@ -1,0 +1,76 @@
+"""Result rows of all files, and where a set of them comes from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+_NUMBER = re.compile(r"(\d[\d,]*)")
+
+
+def load_rows(results: Path) -> list[Row]:
+    """Rows of every ``*.jsonl`` file of a folder, each with its ``file``.
+
+    Raises:
+        ValueError: a line is no JSON object; the message names file and line.
+    """
+    rows: list[Row] = []
+    for path in sorted(results.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: no JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: a row must be an object")
+            rows.append({**row, "file": path.name})
+    return rows
+
+
+def case_of(row: Row) -> str:
+    """What a row measured."""
+    return str(row.get("case") or row.get("label") or "")
+
+
+def is_gpu(row: Row) -> bool:
+    """Whether a row was measured on a GPU."""
+    return str(row.get("device", "cpu")) != "cpu"
+
+
+def device_of(row: Row) -> str:
+    """The device as people name it."""
+    return str(row["device"] if is_gpu(row) else row.get("cpu", "CPU"))
+
+
+def source(rows: Sequence[Row]) -> str:
+    """Device, date, versions, commit and command of some rows, each said once."""
+    parts = [
+        _listed(device_of(row) for row in rows),
+        _listed(str(row["date"])[:10] for row in rows if row.get("date")),
+        _listed(_versions(row) for row in rows),
+        _listed(f"commit {row['commit']}" for row in rows if row.get("commit")),
+        _listed(f"`{row['command']}`" for row in rows if row.get("command")),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _versions(row: Row) -> str:
+    names = ("torch", "cuda", "triton")
+    return ", ".join(f"{name} {row[name]}" for name in names if row.get(name))
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(word for word in words if word))
+
+
+def number_before(word: str, text: str) -> float | None:
+    """The number in front of a word: 128 of "128 tokens, 64 heads" for "tokens"."""
+    found = re.search(_NUMBER.pattern + rf" {word}\b", text)
+    return float(found[1].replace(",", "")) if found else None

@@ -1,0 +1,78 @@
+"""``anymla bench report``: a page, plots and tables from the recorded rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from anymla.cli.bad_input import BadInput, bad_input
+
+
+@click.command()
+@click.option(
+    "--results",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("benchmarks/results"),
+    show_default=True,
+    help="Folder of *.jsonl files.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("report.html"),
+    show_default=True,
+    help="The page.",
+)
+@click.option(
+    "--png",
+    "plots",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write the plots here as well (needs matplotlib: pip install anymla[report]).",
+)
+@click.option(
+    "--tables",
+    "documents",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Renew the tables between <!-- name: begin --> and <!-- name: end --> in this Markdown "
+    "file (names: support, decode, peers); repeatable.",
+)
+def report(results: Path, output: Path, plots: Path | None, documents: tuple[Path, ...]) -> None:
+    """Write one HTML page with every recorded measurement.
+
+    It needs no network, follows the reader's colour scheme, and fits a phone. Every figure says
+    where its rows come from; what falls short is on it.
+    """
+    from anymla.bench.environment import environment
+    from anymla.bench.page.figures import figures
+    from anymla.bench.page.html import page
+    from anymla.bench.page.rows import load_rows
+    from anymla.bench.page.tables import readme_blocks, tables, with_blocks
+
+    with bad_input():
+        rows = load_rows(results)
+        drawn, listed = figures(rows), tables(rows, results)
+        facts = environment("anymla bench report")
+        made = f"Made {facts['date']} from {len(rows)} rows by `anymla bench report`"
+        if facts["commit"]:
+            made += f", commit {facts['commit']}"
+        output.write_text(page(drawn, listed, made), encoding="utf-8")
+        click.echo(f"{output}: {len(drawn)} figures, {len(listed)} tables, {len(rows)} rows")
+        for document in documents:
+            text = document.read_text(encoding="utf-8")
+            document.write_text(with_blocks(text, readme_blocks(rows, results)), encoding="utf-8")
+    if plots is None:
+        return
+    from anymla.bench.page.png import write_png
+
+    plots.mkdir(parents=True, exist_ok=True)
+    for figure in drawn:
+        try:
+            write_png(figure, plots / f"{figure.key}.png")
+        except ImportError as error:
+            raise BadInput(
+                f"--png needs matplotlib: pip install anymla[report] ({error})"
+            ) from error

@@ -1,0 +1,237 @@
+import json
+import pathlib
+import re
+from html.parser import HTMLParser
+
+import pytest
+from click.testing import CliRunner
+
+from anymla.bench.page.figure import Bars, Figure, Point, Series, axis, short
+from anymla.bench.page.figures import batch_of, figures, latest, own_us, peer_us
+from anymla.bench.page.html import page
+from anymla.bench.page.rows import load_rows, source
+from anymla.bench.page.svg import NARROW, svg
+from anymla.bench.page.tables import readme_blocks, tables, with_blocks
+from anymla.cli.main import main
+
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
+FACTS = {
+    "device": "NVIDIA H200",
+    "date": "2026-11-21T16:00Z",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "commit": "abc",
+    "command": "anymla bench gpu",
+}
+PEERS = [
+    {"part": "decode", "case": "8 tokens, 64 heads", "us": 20.0, "flash_mla_us": 30.0, **FACTS},
+    {"part": "decode", "case": "128 tokens, 64 heads", "us": 50.0, "flash_mla_us": 40.0, **FACTS},
+    {
+        "part": "indexer",
+        "case": "32 x 8192 keys",
+        "triton_us": 24.0,
+        "gluon_sm90_us": 20.0,
+        "deep_gemm_us": 13.0,
+        "vllm_us": 28.0,
+        **FACTS,
+    },
+]
+
+
+class Page(HTMLParser):
+    """Balanced tags, and what the page loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "br", "polyline", "path"):
+            self.open.append(tag)
+        self.loads += [value for name, value in attributes if name in ("src", "srcset", "data")]
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def test_the_recorded_rows_make_a_page_that_loads_nothing(tmp_path) -> None:
+    output = tmp_path / "report.html"
+    result = CliRunner().invoke(
+        main, ["bench", "report", "--results", str(RESULTS), "--output", str(output)]
+    )
+    assert result.exit_code == 0, result.output
+    text = output.read_text()
+    parsed = Page(text)
+    assert (parsed.open, parsed.loads) == ([], [])
+    for word in ("http:", "https:", "@import", "url(", "<script", "<link"):
+        assert word not in text
+    assert "prefers-color-scheme: dark" in text
+    assert "max-width: 640px" in text
+    shown = " ".join(parsed.text)
+    for title in ("How close to the roof", "What falls short", "What was run, and what was built"):
+        assert title in shown
+    assert "anymla bench gpu" in shown
+    assert "NVIDIA H200; 2026-11-21" in shown
+
+
+def test_every_recorded_miss_is_on_it() -> None:
+    rows = load_rows(RESULTS)
+    missed = [row for row in latest(rows) if row.get("met") is False]
+    table = next(each for each in tables(rows, RESULTS) if each.key == "missed")
+    assert len(table.body) == len(missed) > 0
+
+
+def test_every_figure_says_where_it_comes_from() -> None:
+    made = figures(load_rows(RESULTS))
+    assert {each.key for each in made} >= {"roofline", "bandwidth", "decode", "context", "memory"}
+    for each in made:
+        for word in ("2026-", "torch ", "commit ", "`anymla bench"):
+            assert word in each.source, each.key
+
+
+def test_nothing_recorded_is_said() -> None:
+    assert "There are no result rows to show." in page([], [], "today")
+    assert figures([]) == []
+
+
+def test_text_of_rows_cannot_become_markup() -> None:
+    rows = [{**PEERS[0], "case": "<script>8 tokens"}, {**PEERS[1], "case": "<script>9 tokens"}]
+    assert "<script" not in page(figures(rows), tables(rows, RESULTS), "`<b>`")
+
+
+# ---- against other libraries ---------------------------------------------------------------------
+
+
+def test_a_shape_that_loses_is_below_the_line_and_marked() -> None:
+    figure = next(each for each in figures(PEERS) if each.key == "peers")
+    points = {
+        (series.name, point.x): point.y
+        for series in figure.series
+        if not series.limit
+        for point in series.points
+    }
+    assert points == {
+        ("FlashMLA: 64 heads", 8.0): 1.5,
+        ("FlashMLA: 64 heads", 128.0): 0.8,
+        ("DeepGEMM + vLLM top-k: 8192 keys", 32.0): 1.4,  # against the faster of our two backends
+    }
+    table = next(each for each in tables(PEERS, RESULTS) if each.key == "against")
+    assert ["128 tokens, 64 heads", "50", "FlashMLA", "40", "!0.80 slower"] in table.body
+    assert ["32 x 8192 keys", "20", "DeepGEMM, scores only", "13", "-"] in table.body
+
+
+def test_without_peer_rows_there_is_no_such_figure() -> None:
+    rows = [{key: row[key] for key in row if "mla" not in key} for row in PEERS[:2]]
+    assert "peers" not in {each.key for each in figures(rows)}
+    assert [own_us(row) for row in rows] == [20.0, 50.0]
+    assert peer_us(rows[0]) == {}
+
+
+def test_the_newest_row_counts() -> None:
+    old = {**PEERS[0], "us": 99.0, "date": "2026-11-20T00:00Z"}
+    assert latest([PEERS[0], old]) == [PEERS[0]]
+    assert latest([old, PEERS[0]]) == [PEERS[0]]
+
+
+@pytest.mark.parametrize(
+    ("row", "batch"),
+    [
+        ({"case": "rope, 4096 tokens"}, 4096),
+        ({"case": "paged_mqa_logits, 32 x 8192 keys"}, 32),
+        ({"label": "C4, 4,096 queries"}, 4096),
+        ({"case": "copy"}, None),
+        ({"case": "x", "tokens": 7}, 7),
+    ],
+)
+def test_batches(row, batch) -> None:
+    assert batch_of(row) == batch
+
+
+def test_sources_say_each_thing_once() -> None:
+    assert source(PEERS) == (
+        "NVIDIA H200; 2026-11-21; torch 2.11.0, triton 3.6.0; commit abc; `anymla bench gpu`"
+    )
+
+
+# ---- drawing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "ends", "ticks"),
+    [
+        ((1024, 65536), True, (1024, 65536), [2.0**i for i in range(10, 17)]),
+        ((9.7, 2400), True, (5, 5000), [10, 100, 1000]),
+        ((3, 70), True, (2, 100), [2, 5, 10, 20, 50, 100]),
+        ((5, 5), True, (2.5, 10), [5, 10]),
+        ((9.8, 25), False, (0, 25), [0, 5, 10, 15, 20, 25]),
+        ((0, 0), False, (0, 0), [0]),
+    ],
+)
+def test_axes_are_round_and_hold_their_values(values, log, ends, ticks) -> None:
+    made = axis(values, log=log, from_zero=True, most=8)
+    assert (made.low, made.high) == pytest.approx(ends)
+    assert list(made.ticks) == pytest.approx(ticks)
+    for value in values:
+        assert 0 <= made.place(value) <= 1
+
+
+def test_numbers_of_ticks() -> None:
+    assert [short(value) for value in (0.25, 5, 1000, 4096, 65536, 1048576, 3e6)] == [
+        "0.25", "5", "1,000", "4k", "64k", "1M", "3M",
+    ]  # fmt: skip
+
+
+def test_points_lie_where_their_numbers_say() -> None:
+    points = (Point(1, 0, "first"), Point(10, 50, "middle"), Point(100, 100, "last"))
+    figure = Figure("k", "t", "x", "y", (Series("s", points),), "", log_y=False)
+    circles = re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg(figure, NARROW, "narrow"))
+    (x0, y0), (x1, y1), (x2, y2) = [(float(x), float(y)) for x, y in circles]
+    assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
+    assert y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
+    assert (x0, y0) == (NARROW.left, NARROW.height - NARROW.bottom)
+    assert (x2, y2) == (NARROW.width - NARROW.right, NARROW.top)
+
+
+def test_plots(tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="PNG plots need the extra report")
+    from anymla.bench.page.png import write_png
+
+    made = figures([*load_rows(RESULTS)])
+    for figure in (next(f for f in made if isinstance(f, kind)) for kind in (Figure, Bars)):
+        write_png(figure, tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_tables_of_a_document_are_renewed_between_their_marks() -> None:
+    text = "a\n<!-- decode: begin -->\nold\n<!-- decode: end -->\nb\n<!-- other: begin -->\n"
+    rows = load_rows(RESULTS)
+    new = with_blocks(text, readme_blocks(rows, RESULTS))
+    assert new.startswith("a\n<!-- decode: begin -->\n| heads | 1 tokens |")
+    assert "old" not in new
+    assert new.endswith("<!-- decode: end -->\nb\n<!-- other: begin -->\n")
+    assert with_blocks(new, readme_blocks(rows, RESULTS)) == new
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "7"])
+def test_a_broken_row_is_named(tmp_path, line) -> None:
+    (tmp_path / "gpu.jsonl").write_text(json.dumps(PEERS[0]) + "\n" + line + "\n")
+    words = ["bench", "report", "--results", str(tmp_path), "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert "gpu.jsonl:2: " in result.output
+    assert not (tmp_path / "out").exists()
