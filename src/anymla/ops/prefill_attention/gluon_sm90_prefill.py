@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._triton import Build, Target
 from anymla.ops.prefill_attention.gluon_sm90_prefill_kernel import prefill_kernel
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
 
@@ -126,3 +128,50 @@ def _launch(
 
 def _of(turned: Turned) -> tuple[Tensor, Tensor, Tensor, int]:
     return turned.scales, turned.positions, turned.table, len(turned.table)
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Runs and lists, whole and partial blocks of heads, both outputs, both types."""
+    if target.name != "sm_90":
+        return
+    for label, dtype, constants in (
+        ("runs", "bf16", {}),
+        ("lists", "bf16", {"LISTED": True}),
+        ("lists, fp16", "fp16", {"LISTED": True}),
+        ("runs, 100 heads, no sink", "bf16", {"HEAD_BLOCKS": 2, "WHOLE": False, "SINK": False}),
+        ("runs, quantised", "bf16", {"QUANTISED": True, "TURNED": 64}),
+        ("lists, quantised", "bf16", {"LISTED": True, "QUANTISED": True, "TURNED": 64}),
+    ):
+        tile = f"tensordesc<{dtype}[64, 256],{NVMMASharedLayout(128, 16, rank=2)!r}>"
+        integers = ("length", "stride", "window", "width", "rows", "tasks", "heads")
+        quantised = "QUANTISED" in constants
+        yield Build(
+            label,
+            prefill_kernel,
+            {
+                "qdesc": tile,
+                "kdesc": tile,
+                "kv": f"*{dtype}",
+                "out": "*i16" if quantised else f"*{dtype}",
+                "positions": "*i64" if quantised else "*i32",
+                "scale": "fp32",
+                **dict.fromkeys(("runs", "lists"), "*i32"),
+                **dict.fromkeys(("sink", "scales", "table", "lse"), "*fp32"),
+                **dict.fromkeys(integers, "i32"),
+            },
+            {
+                "HEAD_BLOCKS": 1,
+                "LISTED": False,
+                "SINK": True,
+                "WHOLE": True,
+                "QUANTISED": False,
+                "TURNED": 0,
+                "LEFT_REGISTERS": LEFT_REGISTERS,
+                "RIGHT_REGISTERS": RIGHT_REGISTERS,
+                **constants,
+            },
+            matrix=True,
+            # None with Triton 3.6; with 3.9 what is kept from query to query, outside of the loops
+            # over blocks but for three of them.
+            spills=120,
+        )
