@@ -85,7 +85,8 @@ def sparse_attention(
 
     Numerics: scores and softmax in float32 or wider; for bfloat16 q the probabilities are rounded
     to bfloat16 before they weigh the values, and the output is rounded once more. float32 and
-    float64 q stay in their precision.
+    float64 q stay in their precision. Matrix instructions round those coded values that 16 bits do
+    not hold: V3.2's rows may have scales that are no powers of two.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or layout; extra_indices without

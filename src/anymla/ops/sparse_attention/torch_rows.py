@@ -18,7 +18,12 @@ from anymla.formats.e4m3_bits import (
     scales_are_exact,
     shifted_scale,
 )
-from anymla.formats.page_layout import PageLayout, PlainRowsLayout, SplitFp8Layout
+from anymla.formats.page_layout import (
+    InlineFp8Layout,
+    PageLayout,
+    PlainRowsLayout,
+    SplitFp8Layout,
+)
 
 _WORD = torch.int64
 _WORD_BYTES = 8
@@ -97,6 +102,8 @@ class PageRows:
     @property
     def dtype(self) -> torch.dtype:
         """See ``Rows``."""
+        if isinstance(self.layout, InlineFp8Layout):
+            return torch.float32  # scales that are no powers of two are legal
         return self.layout.dtype if self.layout.dtype.is_floating_point else torch.bfloat16
 
     def read(self, slots: Tensor, out: Tensor) -> bool:
