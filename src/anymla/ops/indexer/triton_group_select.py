@@ -62,8 +62,12 @@ def group_select_kernel(
     k,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
+    SCORED: tl.constexpr,
 ):
-    """One row. ``scores`` are bits of float32; ``chosen_groups`` is scratch, [rows, KEPT]."""
+    """One row. ``scores`` are bits of float32; ``chosen_groups`` is scratch, [rows, KEPT].
+
+    Without SCORED the first entries are chosen: all there are, unless no score could be had.
+    """
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered
@@ -75,47 +79,56 @@ def group_select_kernel(
     if slots is not None:
         slots += row * slots_stride
         table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
-    if count <= k:
+    if not SCORED:
+        count = tl.minimum(count, k)
         emit_all(
             out, slots, table, table_column_stride, table_pages, slot_page, start, count, k, KEPT
         )
     else:
-        chosen_groups += row * KEPT
-        first = start // _GROUP
-        groups = tl.cdiv(end, _GROUP) - first
-        at_least = tl.full((), NOTHING + 1, tl.int32)
-        if groups > k:
-            number = tl.arange(0, GROUPS)
-            best = tl.load(
-                maxima + row * maxima_stride + first + number, mask=number < groups, other=NOTHING
-            )
-            limit, above = kth_largest(best, groups, k)
-            place, taken = places(best, limit, k - above)
-            tl.store(chosen_groups + place, first + number, mask=taken)
-            at_least = tl.where(above == k, limit + 1, limit)
+        if count <= k:
+            emit_all(
+                out, slots, table, table_column_stride, table_pages, slot_page, start, count, k,
+                KEPT,
+            )  # fmt: skip
         else:
-            every = tl.arange(0, KEPT)
-            tl.store(chosen_groups + every, first + every, mask=every < groups)
-        # Written by other threads of this program.
-        tl.debug_barrier()
-        element = tl.arange(0, KEPT * _GROUP)
-        there = element // _GROUP < tl.minimum(groups, k)
-        group = tl.load(chosen_groups + element // _GROUP, mask=there, other=0)
-        entry = group * _GROUP + element % _GROUP
-        there = there & (entry >= start) & (entry < end)
-        bits = tl.load(scores + row * scores_stride + entry, mask=there, other=0)
-        key = ordered(bits)
-        key = tl.where(there & (key >= at_least), key, NOTHING)
-        candidates = tl.sum((key != NOTHING).to(tl.int32), 0)
-        limit = tl.full((), NOTHING, tl.int32)
-        above = k
-        if candidates > k:
-            limit, above = kth_largest(key, candidates, k)
-        place, taken = places(key, limit, k - above)
-        emit(
-            out, slots, table, table_column_stride, table_pages, slot_page, entry, start, place,
-            taken,
-        )  # fmt: skip
+            chosen_groups += row * KEPT
+            first = start // _GROUP
+            groups = tl.cdiv(end, _GROUP) - first
+            at_least = tl.full((), NOTHING + 1, tl.int32)
+            if groups > k:
+                number = tl.arange(0, GROUPS)
+                best = tl.load(
+                    maxima + row * maxima_stride + first + number,
+                    mask=number < groups,
+                    other=NOTHING,
+                )
+                limit, above = kth_largest(best, groups, k)
+                place, taken = places(best, limit, k - above)
+                tl.store(chosen_groups + place, first + number, mask=taken)
+                at_least = tl.where(above == k, limit + 1, limit)
+            else:
+                every = tl.arange(0, KEPT)
+                tl.store(chosen_groups + every, first + every, mask=every < groups)
+            # Written by other threads of this program.
+            tl.debug_barrier()
+            element = tl.arange(0, KEPT * _GROUP)
+            there = element // _GROUP < tl.minimum(groups, k)
+            group = tl.load(chosen_groups + element // _GROUP, mask=there, other=0)
+            entry = group * _GROUP + element % _GROUP
+            there = there & (entry >= start) & (entry < end)
+            bits = tl.load(scores + row * scores_stride + entry, mask=there, other=0)
+            key = ordered(bits)
+            key = tl.where(there & (key >= at_least), key, NOTHING)
+            candidates = tl.sum((key != NOTHING).to(tl.int32), 0)
+            limit = tl.full((), NOTHING, tl.int32)
+            above = k
+            if candidates > k:
+                limit, above = kth_largest(key, candidates, k)
+            place, taken = places(key, limit, k - above)
+            emit(
+                out, slots, table, table_column_stride, table_pages, slot_page, entry, start, place,
+                taken,
+            )  # fmt: skip
 
 
 def warps_of(kept: int, groups: int, rows: int, target: Target) -> int:
@@ -138,6 +151,17 @@ def builds(target: Target) -> Iterator[Build]:
         "covered", "k",
     )  # fmt: skip
     pointers = ("scores", "maxima", "chosen_groups", "lengths", "owners", "out")
+    nothing = ("maxima", "chosen_groups", "starts", "slots", "counts", "table")
+    yield Build(
+        "nothing scored",
+        group_select_kernel,
+        {
+            **dict.fromkeys(("scores", "lengths", "owners", "out"), "*i32"),
+            **dict.fromkeys(numbers, "i32"),
+        },
+        {**dict.fromkeys(nothing), "GROUPS": 64, "KEPT": 512, "SCORED": False},
+        num_warps=warps_of(512, 64, 1, target),
+    )
     for kept in (16, 512, MOST_GROUP_K):
         for groups in (64, 4096, MOST_GROUPS):
             for rows, with_slots in ((1, True), (2048, False)):
@@ -155,6 +179,7 @@ def builds(target: Target) -> Iterator[Build]:
                         **dict.fromkeys(missing),
                         "GROUPS": groups,
                         "KEPT": kept,
+                        "SCORED": True,
                     },
                     num_warps=warps_of(kept, groups, rows, target),
                     # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.

@@ -216,7 +216,8 @@ def _select(
     group_select_kernel[(rows,)](
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0),
         scratch.groups, *given, counts, *about_slots, *sizes,
-        GROUPS=groups, KEPT=plan.kept, num_warps=warps_of(plan.kept, groups, rows, target),
+        GROUPS=groups, KEPT=plan.kept, SCORED=plan.form == "groups",
+        num_warps=warps_of(plan.kept, groups, rows, target),
         **options_of(rows, target),
     )  # fmt: skip
 

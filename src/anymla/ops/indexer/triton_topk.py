@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.workspace import scratch
 
 _SMALL_TILE, _TILE = 1024, 4096
 # Parts of a row: enough programs for a GPU, and candidates that are few against the row.
@@ -274,10 +275,10 @@ def topk_per_row(
     bits = (logits if logits.stride(1) == 1 else logits.contiguous()).view(torch.int32)
     stride = bits.stride(0)
     starts, ends = starts.contiguous(), ends.contiguous()
-    winners = torch.empty(rows, kept, dtype=torch.int32, device=logits.device)
+    winners = scratch((rows, kept), torch.int32, logits.device)
     found = winners
     if plan.parts > 1:
-        found = torch.empty(rows, plan.parts * kept, dtype=torch.int32, device=logits.device)
+        found = scratch((rows, plan.parts * kept), torch.int32, logits.device)
     select_kernel[(rows, plan.parts)](
         bits, stride, starts, ends, found, found, columns, k, kept, plan.parts,
         MERGE=False, RESIDENT=plan.part_resident, TILE=plan.part_tile,
