@@ -78,3 +78,60 @@ def build_matrix(
     click.echo(f"{len(work)} builds, {len(work) - bad} as they should be, {bad} not")
     if bad:
         click.get_current_context().exit(1)
+
+
+@click.command()
+@_JSON
+@click.option(
+    "--backend", "chosen", multiple=True, help="Only this backend of select_topk; repeatable."
+)
+@click.option(
+    "--shapes",
+    type=click.Choice(("all", "decode", "prefill")),
+    default="all",
+    show_default=True,
+    help="Decoding, prefill, or both.",
+)
+@click.option(
+    "--most-keys",
+    default=262_144,
+    show_default=True,
+    type=click.IntRange(min=64),
+    help="Leave out longer contexts (entries, a quarter of the tokens).",
+)
+@click.option(
+    "--topk-library",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="vLLM's compiled operations, to time its top-k kernels as well.",
+)
+def indexer(
+    json_file: Path | None,
+    chosen: tuple[str, ...],
+    shapes: str,
+    most_keys: int,
+    topk_library: Path | None,
+) -> None:
+    """Time index scores and selection, next to DeepGEMM with other top-k kernels.
+
+    DeepGEMM is taken where Python finds it; its first calls compile for half a minute.
+    """
+    from anymla.bench.environment import environment
+    from anymla.bench.gpu import device_facts
+    from anymla.bench.indexer import DECODES, PREFILLS, run
+    from anymla.ops.indexer import select_topk
+
+    if not torch.cuda.is_available():
+        raise click.UsageError("torch sees no GPU on this machine")
+    unknown = sorted(set(chosen) - set(select_topk.backends))
+    if unknown:
+        known = ", ".join(select_topk.backends)
+        raise click.UsageError(f"no backend {', '.join(unknown)}; there are: {known}")
+    wanted = {"decode": DECODES, "prefill": PREFILLS, "all": (*DECODES, *PREFILLS)}[shapes]
+    facts = environment("anymla bench indexer") | device_facts()
+    results: list[Result] = []
+    cases = [shape for shape in wanted if shape.keys <= most_keys]
+    for result in tqdm(run(cases, chosen or ("triton",), topk_library), total=len(cases)):
+        results.append(result)
+        if json_file is not None:
+            append_rows(json_file, [result], facts)
+    click.echo("\n".join(table(results)))
