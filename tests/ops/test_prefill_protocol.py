@@ -31,6 +31,7 @@ def run(
     kernel=module.prefill_kernel,
     positions: Tensor | None = None,
     table: Tensor | None = None,
+    lazy: bool = False,
 ):
     """Output and lse; with positions the codes, two at a time, and scales."""
     tokens, heads, dim = case.q.shape
@@ -72,6 +73,7 @@ def run(
         WHOLE=heads % 64 == 0,
         QUANTISED=table is not None,
         TURNED=0 if table is None else table.shape[1],
+        LAZY=lazy,
         LEFT_REGISTERS=0,
         RIGHT_REGISTERS=0,
     )
@@ -94,6 +96,13 @@ def test_numbers(listed, heads):
     )
     for seed in range(3):
         check(case, *run(case, grid=2, seed=seed))
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+def test_maxima_left_behind(listed):
+    case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=listed, entries=400)
+    case.q *= torch.rand(7, 64, 1) * 8
+    check(case, *run(case, grid=1, seed=1, lazy=True))
 
 
 def test_without_a_sink():

@@ -20,6 +20,7 @@ HEADS = 64
 # Registers of a thread: the producer gets what is left of 168 * 3, 88. Other splits spill.
 LEFT_REGISTERS = 240
 RIGHT_REGISTERS = 176
+LAZY = False
 
 
 def prefill_attention(
@@ -120,7 +121,7 @@ def _launch(
         len(rows), tasks, heads,
         HEAD_BLOCKS=blocks, LISTED=lists is not None, SINK=sink is not None,
         WHOLE=heads % HEADS == 0, QUANTISED=turned is not None,
-        TURNED=0 if turned is None else turned.table.shape[1],
+        TURNED=0 if turned is None else turned.table.shape[1], LAZY=LAZY,
         LEFT_REGISTERS=LEFT_REGISTERS, RIGHT_REGISTERS=RIGHT_REGISTERS,
         num_warps=4,
     )  # fmt: skip
@@ -166,6 +167,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "WHOLE": True,
                 "QUANTISED": False,
                 "TURNED": 0,
+                "LAZY": LAZY,
                 "LEFT_REGISTERS": LEFT_REGISTERS,
                 "RIGHT_REGISTERS": RIGHT_REGISTERS,
                 **constants,

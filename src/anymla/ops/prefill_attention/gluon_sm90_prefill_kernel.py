@@ -38,6 +38,20 @@ _MASKED = gl.constexpr(-1e30)
 # Above every masked score, so that a block without rows weighs nothing.
 _LOWEST = gl.constexpr(-1e29)
 _HALF_BYTES = gl.constexpr(64 * 256 * 2)
+# A maximum that grows by less than 2^8 is left behind: weights stay below 2^8, which 16-bit types
+# hold as well as ones below 1, and what has been added up needs no rescaling.
+_LAZY = gl.constexpr(8.0)
+# Multiplies 32 neighbouring values of a thread, rows r and r + 8 in turns of two, unless all
+# factors of the warp are 1.
+_RESCALE = gl.constexpr(
+    "{ .reg .pred one, all; setp.eq.f32 one, $64, 0f3F800000; "
+    "setp.eq.and.f32 one, $66, 0f3F800000, one; vote.sync.all.pred all, one, 0xffffffff; "
+    + " ".join(f"mov.f32 ${i}, ${i + 32};" for i in range(32))
+    + " @all bra.uni DONE; "
+    + " ".join(f"mul.f32 ${i}, ${i + 32}, ${i + 64};" for i in range(32))
+    + " DONE: }"
+)
+_RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 
 
 @gluon.jit
@@ -203,6 +217,23 @@ def _scores(
 
 
 @gluon.jit
+def _rescale(acc, factor, LAZY: gl.constexpr):
+    """Multiply the rows of an accumulator."""
+    if LAZY:
+        acc = gl.inline_asm_elementwise(
+            _RESCALE,
+            _RESCALE_OPERANDS,
+            [acc, gl.expand_dims(factor, 1)],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=32,
+        )
+        return acc
+    else:
+        return acc * gl.expand_dims(factor, 1)
+
+
+@gluon.jit
 def _softmax(
     S,
     m,
@@ -215,15 +246,18 @@ def _softmax(
     SL: gl.constexpr,
     AL: gl.constexpr,
     FIRST: gl.constexpr,
+    LAZY: gl.constexpr,
 ):
     """One step of the online softmax: weights, factor of the past, new maximum and sums."""
     if masked != 0:
         valid = valid_s.index(b).load(gl.SliceLayout(0, SL))
         S = gl.where(gl.expand_dims(valid != 0, 0), S, _MASKED)
     top = gl.maximum(m, gl.max(S, 1))
+    if LAZY and not FIRST:
+        top = gl.where((top - m) * scale > _LAZY, top, m)
     past = gl.exp2((m - top) * scale)
     if not FIRST:
-        acc = acc * gl.expand_dims(gl.convert_layout(past, gl.SliceLayout(1, AL)), 1)
+        acc = _rescale(acc, gl.convert_layout(past, gl.SliceLayout(1, AL)), LAZY)
     P = gl.exp2(S * scale - gl.expand_dims(top * scale, 1))
     sums = sums * past + gl.sum(P, 1)
     return P, past, top, sums, acc
@@ -360,6 +394,7 @@ def left(
     WHOLE: gl.constexpr,
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
+    LAZY: gl.constexpr,
 ):
     """Scores, softmax and the left half of the values."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -384,7 +419,9 @@ def left(
         b = done % 2
         S, masked = _scores(q_s, k_l, k_r, masked_s, rdy_l, rdy_r, b, (done // 2) & 1, SL, LISTED)
         S = warpgroup_mma_wait(0, deps=[S])
-        P, past, m, sums, acc = _softmax(S, m, sums, acc, masked, valid_s, b, scale, SL, AL, True)
+        P, past, m, sums, acc = _softmax(
+            S, m, sums, acc, masked, valid_s, b, scale, SL, AL, True, LAZY
+        )
         Ph = P.to(DT)
         for i in range(1, blocks):
             b = done % 2
@@ -406,7 +443,7 @@ def left(
             if i + 1 == blocks:
                 mbarrier.arrive(q_free, count=1)
             P, past, m, sums, acc = _softmax(
-                S, m, sums, acc, masked, valid_s, b, scale, SL, AL, False
+                S, m, sums, acc, masked, valid_s, b, scale, SL, AL, False, LAZY
             )
             Ph = P.to(DT)
         b = done % 2
@@ -460,6 +497,7 @@ def right(
     WHOLE: gl.constexpr,
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
+    LAZY: gl.constexpr,
 ):
     """The right half of the values."""
     AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -478,7 +516,7 @@ def right(
             b = done % 2
             phase = (done // 2) & 1
             mbarrier.wait(p_rdy.index(b), phase)
-            acc = acc * gl.expand_dims(past_s.index(b).load(AR), 1)
+            acc = _rescale(acc, past_s.index(b).load(AR), LAZY)
             mbarrier.wait(go.index(b), phase)
             acc = warpgroup_mma(p_s.index(b), k_r.index(b), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -524,6 +562,7 @@ def prefill_kernel(
     WHOLE: gl.constexpr,
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
+    LAZY: gl.constexpr,
     LEFT_REGISTERS: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr,
 ):
@@ -555,6 +594,7 @@ def prefill_kernel(
         WHOLE: H is a multiple of 64.
         QUANTISED: heads are rotated back and quantised.
         TURNED: channels of a head that turn with the position.
+        LAZY: accumulators are rescaled only when a maximum has grown a lot.
         LEFT_REGISTERS: of a thread of ``left``.
         RIGHT_REGISTERS: of a thread of ``right``.
     """
@@ -605,7 +645,7 @@ def prefill_kernel(
                 (
                     sink, out, scales, lse, q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s,
                     blocks_s, rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
-                    scale, tasks, heads, HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED,
+                    scale, tasks, heads, HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, LAZY,
                 ),
             ),
             (
@@ -613,7 +653,7 @@ def prefill_kernel(
                 (
                     out, scales, positions, table, length,
                     k_r, p_s, past_s, factor_s, blocks_s, free_r, p_rdy, go, last,
-                    tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED,
+                    tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED, LAZY,
                 ),
             ),
         ],
