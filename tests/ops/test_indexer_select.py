@@ -13,7 +13,7 @@ from paged import ALL_BACKENDS, BACKENDS, INDEX_LAYOUTS, make_cache, runnable, u
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_FP32_128, get_layout
 from anymla.ops.indexer import paged_mqa_logits, select_topk, topk_per_row, torch_select
-from anymla.ops.indexer.selection_plan import SelectionPlan, plan_selection
+from anymla.ops.indexer.selection_plan import SelectionPlan, plan_selection, prefill_parts
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.testing.allocation import LargestAllocation
 
@@ -509,6 +509,16 @@ def test_a_million_tokens_go_in_whole_waves():
     assert plan.rows == 264
     with pytest.raises(ValueError, match="scratch_bytes must be >= "):
         plan_selection(1, 1 << 24, 512, multiprocessors=132, scratch_bytes=LEAST)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tiles", "waves"), [(132, 4096, 132), (120, 4096, 121), (1, 4096, 128), (1, 3, 3)]
+)
+def test_prefill_programs_fill_their_waves(pairs, tiles, waves):
+    # Of 132 multiprocessors at least so many have work at a time.
+    parts = prefill_parts(pairs, tiles, 132)
+    programs = pairs * parts
+    assert programs / -(-programs // 132) >= min(waves, 132)
 
 
 def test_errors_name_the_argument():

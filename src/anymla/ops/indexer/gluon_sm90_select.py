@@ -18,10 +18,8 @@ from anymla.ops.indexer.gluon_sm90_scores import (
     WIDTH,
     prefill_scores_kernel,
 )
-from anymla.ops.indexer.triton_select import select_rounds
-
-# Programs that keep every multiprocessor busy to the end.
-_PROGRAMS = 264
+from anymla.ops.indexer.selection_plan import prefill_parts
+from anymla.ops.indexer.triton_select import multiprocessors, select_rounds
 
 
 def select_topk(
@@ -87,7 +85,7 @@ def select_scores(
     )  # fmt: skip
     pairs = triton.cdiv(rows, 2)
     tiles = triton.cdiv(covered, PAGE)
-    span = triton.cdiv(tiles, min(tiles, triton.cdiv(_PROGRAMS, pairs))) * PAGE
+    span = triton.cdiv(tiles, prefill_parts(pairs, tiles, multiprocessors(q.device))) * PAGE
     prefill_scores_kernel[(pairs, triton.cdiv(covered, span))](
         q.view(torch.uint8),
         keys,

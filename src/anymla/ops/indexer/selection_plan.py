@@ -24,6 +24,8 @@ MOST_GROUP_K = 1024
 _MANY_ROWS, _SHORT_ROW = 256, 16_384
 # Few long rows: programs of the sample selector that share a row.
 _FEW_ROWS, _LONG_ROW, _PARTS = 4, 131_072, 32
+# Parts of a context in one launch, and tiles that take as long as starting a program.
+_MOST_PARTS, _TILES_TO_START = 132, 8
 # A round is a whole number of waves of two rows a multiprocessor, if it is as large as that.
 _ROWS_OF_A_WAVE = 2
 
@@ -103,6 +105,25 @@ def plan_selection(
     elif most < rows and most > 1:
         most = most // 2 * 2
     return dataclasses.replace(plan, rows=min(rows, most))
+
+
+def prefill_parts(pairs: int, tiles: int, multiprocessors: int) -> int:
+    """Parts of the context for a kernel of which a multiprocessor holds one program.
+
+    The number that leaves the fewest multiprocessors idle in the last wave, counting what a program
+    spends before its first tile.
+
+    Args:
+        pairs: programs side by side, each over all tiles.
+        tiles: tiles of the context.
+        multiprocessors: of the device.
+    """
+
+    def cost(parts: int) -> int:
+        waves = -(-pairs * parts // multiprocessors)
+        return waves * (-(-tiles // parts) + _TILES_TO_START)
+
+    return min(range(1, max(1, min(_MOST_PARTS, tiles)) + 1), key=cost)
 
 
 def _power_of_two(n: int) -> int:

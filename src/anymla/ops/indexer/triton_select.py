@@ -97,7 +97,7 @@ def select_rounds(
             tokens,
             entries,
             k,
-            multiprocessors=_multiprocessors(q.device),
+            multiprocessors=multiprocessors(q.device),
             scratch_bytes=scratch_bytes,
         )
         q, weights = q.contiguous(), weights if weights.stride(1) == 1 else weights.contiguous()
@@ -230,7 +230,8 @@ def _writable(given: Tensor | None, shape: tuple[int, int], device: torch.device
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a device; 1 where nothing is known."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     if device.type == "xpu":
