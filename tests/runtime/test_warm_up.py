@@ -84,9 +84,13 @@ def test_traffic_compiles_nothing_new(model):
         engine._planner.context_step = 2048  # as on a device
         engine.warm_up()
         warmed = set(seen)
+        engine.workspace.overflows = 0
         _traffic(engine, 1)
         assert len(warmed) > 40
         assert sorted(map(str, seen - warmed)) == []
+        # Nor does any call need more scratch memory than the largest that were rehearsed.
+        assert engine.workspace.num_bytes > 0
+        assert engine.workspace.overflows == 0
 
 
 def _choose(rng):

@@ -9,16 +9,19 @@ from anymla.layers.caches import LayerCache
 from anymla.layers.compressor import Compressor
 from anymla.layers.indexer import Indexer, IndexQueries
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
+from anymla.layers.prefill_rows import PrefillRows
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Rows, Step
+from anymla.ops.attention_output import prefill_attention_fp8_quant
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
 from anymla.ops.output_projection import (
     grouped_output_projection,
     grouped_output_projection_fp8,
     inverse_rope_fp8_quant,
 )
+from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.ops.sparse_attention import sparse_attention
 
@@ -68,16 +71,23 @@ class OutputProjection(nn.Module):
         return z
 
     def _quantized(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        assert self.wo_a.scale is not None
         codes, scales = inverse_rope_fp8_quant(
             o, positions, cos_sin, n_groups=self.groups, backend=self.backend
         )
+        return self._from_codes(codes, scales, o.dtype)
+
+    def of_quantized(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """``forward`` of heads that are rotated and quantised; [T, hidden] of ``dtype``."""
+        return self.ranks.total(self.wo_b(self._from_codes(codes, scales, dtype)))
+
+    def _from_codes(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self.wo_a.scale is not None
         z: Tensor = grouped_output_projection_fp8(
             codes,
             scales,
             self.wo_a.weight.unflatten(0, (self.groups, -1)),
             self.wo_a.scale.unflatten(0, (self.groups, -1)),
-            out_dtype="bf16" if o.dtype == torch.bfloat16 else "fp32",
+            out_dtype="bf16" if dtype == torch.bfloat16 else "fp32",
             backend=self.backend,
         )
         return z
@@ -160,22 +170,78 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
         )
         step.side.join()
-        entries = self._entries(queries, step, cache)
-        out, _ = sparse_attention(
-            q,
+        selected = self._selected(queries, step, cache)
+        chunk = step.chunks.get(self.spec.compressed_group or WINDOW_GROUP)
+        if chunk is not None and chunk.first_token == 0 and self.output.quantize_heads:
+            heads = prefill_attention_fp8_quant(
+                q,
+                self._chunk_rows(chunk, cache, q.dtype),
+                chunk.runs,
+                selected,
+                step.positions,
+                cos_sin,
+                n_groups=self.output.groups,
+                window=chunk.window,
+                entries=chunk.entries,
+                sink=self.sink,
+                backend=self.backend,
+            )
+            return self.output.of_quantized(*heads, q.dtype)
+        projected: Tensor = self.output(
+            self._attend(q, selected, chunk, step, cache), step.positions, cos_sin
+        )
+        return projected
+
+    def _attend(
+        self,
+        q: Tensor,
+        selected: Tensor | None,
+        chunk: PrefillRows | None,
+        step: Step,
+        cache: LayerCache,
+    ) -> Tensor:
+        """Attention outputs [T, H, D]: by slots, and from one workspace where the step has one."""
+        out = torch.empty_like(q)
+        listed = len(q) if chunk is None else chunk.first_token
+        if listed:
+            entries = self._entries(selected, step)
+            more = None if entries is None else entries.indices[:listed]
+            sparse_attention(
+                q[:listed],
+                cache.window,
+                step.window.indices[:listed],
+                step.window.lengths[:listed],
+                sink=self.sink,
+                extra_cache=None if entries is None else cache.compressed,
+                extra_indices=more,
+                extra_lengths=None if entries is None else entries.lengths[:listed],
+                layout=cache.format.main,
+                extra_layout=cache.format.main,
+                out=out[:listed],
+                backend=self.backend,
+            )
+        if chunk is not None:
+            prefill_attention(
+                q[listed:],
+                self._chunk_rows(chunk, cache, q.dtype),
+                chunk.runs,
+                None if selected is None else selected[listed:],
+                window=chunk.window,
+                entries=chunk.entries,
+                sink=self.sink,
+                out=out[listed:],
+                backend=self.backend,
+            )
+        return out
+
+    def _chunk_rows(self, chunk: PrefillRows, cache: LayerCache, dtype: torch.dtype) -> Tensor:
+        return chunk.decode(
             cache.window,
-            step.window.indices,
-            step.window.lengths,
-            sink=self.sink,
-            extra_cache=None if entries is None else cache.compressed,
-            extra_indices=None if entries is None else entries.indices,
-            extra_lengths=None if entries is None else entries.lengths,
+            cache.compressed,
             layout=cache.format.main,
-            extra_layout=cache.format.main,
+            dtype=dtype,
             backend=self.backend,
         )
-        projected: Tensor = self.output(out, step.positions, cos_sin)
-        return projected
 
     def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
         """Write the step's compressed entries and index keys."""
@@ -211,17 +277,25 @@ class AttentionLayer(nn.Module):
         """Whether the step lists every entry; a recorder wants to see the selection anyway."""
         return self.spec.compressed_group in step.dense and step.recorder is None
 
-    def _entries(self, queries: IndexQueries | None, step: Step, cache: LayerCache) -> Rows | None:
-        """The compressed entries that each token attends to."""
-        spec = self.spec
-        if spec.compressed_group is None:
-            return None
+    def _selected(
+        self, queries: IndexQueries | None, step: Step, cache: LayerCache
+    ) -> Tensor | None:
+        """The indexer's choice for each token, int32 [T, K] in entries of its request, or None."""
         if self.indexer is None or self._attends_to_all(step):
-            return step.dense[spec.compressed_group]
+            return None
         assert cache.index is not None
         selected = self.indexer.select(queries, step, cache.index, cache.format.index)
         if step.recorder is not None:
-            step.recorder("topk", spec.index, selected)
+            step.recorder("topk", self.spec.index, selected)
+        return selected
+
+    def _entries(self, selected: Tensor | None, step: Step) -> Rows | None:
+        """The compressed entries that each token attends to, as slots."""
+        spec = self.spec
+        if spec.compressed_group is None:
+            return None
+        if selected is None:
+            return step.dense[spec.compressed_group]
         group = step.groups[spec.compressed_group]
         indices, lengths = compute_global_topk_indices_and_lens(
             selected,

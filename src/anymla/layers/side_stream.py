@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from anymla.ops.workspace import second_lane
+
 
 class SideStream:
     """Runs what is launched inside ``beside`` next to what is launched after it, until ``join``.
@@ -24,7 +26,7 @@ class SideStream:
     def beside(self) -> Iterator[None]:
         """Launch on the second queue, after all that has been launched so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), second_lane():
             yield
 
     def join(self) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from anymla.layers.side_stream import INLINE, SideStream
+
+if TYPE_CHECKING:
+    from anymla.layers.prefill_rows import PrefillRows
 
 Recorder = Callable[[str, int, Tensor], None]
 
@@ -60,6 +64,8 @@ class Step:
             of them: without an indexer, or with one that selects as many.
         index_lens: int32 [T], entries visible to each token's indexer, or None without indexers.
         padded: some tokens may be padding, as in a step of fixed size.
+        chunks: by compressed group, or the window's for layers without one, what the prefill
+            requests can see, where attention reads it as one workspace instead of by slots.
         side: where work goes that may run beside the query's projection.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
             request-local selection [T, K], "experts" with the expert ids [T, k].
@@ -79,5 +85,6 @@ class Step:
     dense: Mapping[str, Rows]
     index_lens: Tensor | None
     padded: bool = False
+    chunks: Mapping[str, PrefillRows] = dataclasses.field(default_factory=dict)
     side: SideStream = INLINE
     recorder: Recorder | None = None

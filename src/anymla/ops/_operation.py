@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._check import FLOAT32_UP, FLOATS, INT32, INT64, check, require
+from anymla.ops.workspace import active_workspace
 
 __all__ = [
     "FLOAT32_UP",
@@ -172,7 +173,12 @@ class Operation:
             first = args[0]
             if isinstance(first, Tensor) and first.is_cpu:
                 return self._host.run(*args, **kwargs)
-        return self._choose(backend, args, kwargs).run(*args, **kwargs)
+        chosen = self._choose(backend, args, kwargs)
+        workspace = active_workspace()
+        if workspace is None:
+            return chosen.run(*args, **kwargs)
+        with workspace.scope():
+            return chosen.run(*args, **kwargs)
 
     def supports(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Support:
         """Whether the call could run (on ``backend``, or on any), without launching it.

@@ -43,6 +43,12 @@ class DecodeRunner:
         self._steps: dict[Bucket, FixedStep] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
 
+    def rehearse(self) -> None:
+        """Run the widest bucket of every ceiling once, for what it needs of the workspace."""
+        widest = {(b.max_seq_len, b.tokens): b for b in self.buckets}
+        for bucket in widest.values():
+            self._step(bucket).rehearse()
+
     def prepare(self) -> None:
         """Set up every bucket, the largest first, so that the others fit in its memory."""
         drafts = len(self._store.layers) > self._backbone_layers

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from anymla.model.transformer import Transformer
+from anymla.ops.workspace import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.decode_runner import DecodeRunner
@@ -51,6 +52,7 @@ class Engine:
         options: the engine's sizes.
         store: caches, page pools and block tables.
         scheduler: who waits and who runs.
+        workspace: scratch memory of the operations.
         on_finish: called with the engine and the state of a request that ended, while its pages
             still hold its rows.
     """
@@ -61,10 +63,21 @@ class Engine:
         options: EngineOptions,
         *,
         on_finish: Callable[[Engine, RequestState], None] | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
+        """Allocate the caches.
+
+        Args:
+            model: the model.
+            options: the engine's sizes.
+            on_finish: see the attribute.
+            workspace: may be shared with whatever else runs on the same queue; None for one of
+                the engine's own.
+        """
         self.model = model
         self.options = options
         self.on_finish = on_finish
+        self.workspace = Workspace(model.device) if workspace is None else workspace
         specs = running_specs(model, options)
         groups = cache_groups(specs)
         self.store = CacheStore(
@@ -150,9 +163,13 @@ class Engine:
         more memory than was taken here.
         """
         context_step = self._planner.context_step
-        WarmUp(self.model, self.store, self.options, context_step=context_step).run()
-        if self._runner is not None:
-            self._runner.prepare()
+        with self.workspace.active():
+            WarmUp(self.model, self.store, self.options, context_step=context_step).run()
+            if self._runner is not None:
+                self._runner.rehearse()
+            self.workspace.reserve()
+            if self._runner is not None:
+                self._runner.prepare()
 
     @torch.inference_mode()
     def step(self) -> StepReport:
@@ -161,10 +178,11 @@ class Engine:
         if not spans:
             assert not self._states, "requests wait, but none runs"
             return StepReport(0, {}, [])
-        forwarded = self._forward(spans)
-        self._score_prompts(spans, forwarded)
-        new_tokens = self._choose(spans, forwarded)
-        self._draft(spans, forwarded)
+        with self.workspace.active():
+            forwarded = self._forward(spans)
+            self._score_prompts(spans, forwarded)
+            new_tokens = self._choose(spans, forwarded)
+            self._draft(spans, forwarded)
         finished = []
         for span in spans:
             if span.state.finish_reason is None:

@@ -89,6 +89,11 @@ class FixedStep:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._graph = Graph(self._run, device, record=record, pool=pool)
 
+    def rehearse(self) -> None:
+        """Run once, with nothing but padding."""
+        self._fill([])
+        self._run()
+
     def prepare(self) -> None:
         """Record, with nothing but padding."""
         self._fill([])

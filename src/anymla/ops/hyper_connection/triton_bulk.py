@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +25,7 @@ from anymla.formats.triton_dot import split_in_three
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.hyper_connection.triton_gates import SLICES_OF_MANY, load_columns
 from anymla.ops.hyper_connection.triton_tiles import expand, load_streams
+from anymla.ops.workspace import scratch
 
 _PLANES = 3
 _SPLIT = 1024
@@ -164,8 +164,8 @@ def launch_bulk(
     width = max(16, triton.next_power_of_2(mixes + 1))
     width_of_slice = slice_of(tokens, d)
     slices = triton.cdiv(d, width_of_slice)
-    partial = fn.new_empty((slices, width, tokens))
-    planes = torch.empty((_PLANES, width, n * d), dtype=h.dtype, device=h.device)
+    partial = scratch((slices, width, tokens), fn.dtype, fn.device)
+    planes = scratch((_PLANES, width, n * d), h.dtype, h.device)
     split_kernel[(width, triton.cdiv(n * d, _SPLIT))](
         fn, planes, MIXES=mixes, WIDTH=n * d, SPLIT=_SPLIT
     )

@@ -30,6 +30,7 @@ from anymla.ops._triton import Build, Target
 from anymla.ops.hyper_connection.triton_bulk import launch_bulk
 from anymla.ops.hyper_connection.triton_gates import load_columns
 from anymla.ops.hyper_connection.triton_tiles import expand, load_streams
+from anymla.ops.workspace import scratch
 
 _FEW_TOKENS = 128
 # Channels of a slice. With few tokens many slices, but at D 4096 no more than a warp's lanes.
@@ -146,9 +147,9 @@ def launch_mix(
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
     if many:
-        partial = fn.new_empty((slices, width, tokens)).permute(2, 0, 1)
+        partial = scratch((slices, width, tokens), fn.dtype, fn.device).permute(2, 0, 1)
     else:
-        partial = fn.new_empty((tokens, slices, width))
+        partial = scratch((tokens, slices, width), fn.dtype, fn.device)
     mix_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
         u,
         h,

@@ -17,6 +17,7 @@ from torch import Tensor
 from anymla.ops.hyper_connection.triton_collapse import launch_collapse
 from anymla.ops.hyper_connection.triton_gates import launch_gates
 from anymla.ops.hyper_connection.triton_mix import launch_mix
+from anymla.ops.workspace import scratch
 
 # Up to here every program of ``collapse`` repeats its tokens' Sinkhorn in all its warps.
 _FEW_TOKENS = 256
@@ -52,7 +53,7 @@ def _enter(
             **options,
         )
         return y, post, comb
-    pre = torch.empty_like(post)
+    pre = scratch(tuple(post.shape), post.dtype, post.device)
     launch_gates(partial, base, scale, pre, post, comb, channels=n * d, **options)
     launch_collapse(h, y, pre=pre, norm_weight=norm_weight, norm_eps=norm_eps)
     return y, post, comb

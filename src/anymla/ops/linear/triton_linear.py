@@ -23,6 +23,7 @@ from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.linear import torch_linear
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
+from anymla.ops.workspace import scratch
 
 # Programs that keep the largest GPUs busy, and the shortest split that is worth a program.
 _PROGRAMS = 512
@@ -152,7 +153,7 @@ def launch_linear(
     splits = max(1, triton.cdiv(width, split))
     result = out
     if splits > 1:
-        result = torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
+        result = scratch((splits, *out.shape), torch.float32, x.device)
     grid = (triton.cdiv(n, chosen.columns), triton.cdiv(tokens, chosen.rows), groups * splits)
     linear_kernel[grid](
         x,

@@ -17,6 +17,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.workspace import scratch
 
 # Runs of a program: 16 to 32 values a thread.
 RUNS = 16
@@ -63,11 +64,11 @@ def quantize_rows_kernel(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K]."""
+    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory."""
     rows, width = x.shape
     per_row = triton.cdiv(width, FP8_BLOCK)
-    codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device)
-    scales = torch.empty((rows, per_row), dtype=torch.float32, device=x.device)
+    codes = scratch((rows, width), torch.uint8, x.device)
+    scales = scratch((rows, per_row), torch.float32, x.device)
     if codes.numel():
         runs = runs_of_program(rows * per_row)
         quantize_rows_kernel[(triton.cdiv(rows * per_row, runs),)](

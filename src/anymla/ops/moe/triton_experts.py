@@ -26,6 +26,7 @@ from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
 from anymla.ops.moe.triton_plan import make_plan
 from anymla.ops.moe.triton_swiglu import gated
+from anymla.ops.workspace import scratch
 
 _FEW_PAIRS = 64
 _MOST_ROWS = 64
@@ -245,7 +246,7 @@ def experts(
         return out
     pairs, count = tokens * k, len(w1)
     ids = ids.contiguous()
-    results = torch.empty((pairs, d), dtype=x.dtype, device=x.device)
+    results = scratch((pairs, d), x.dtype, x.device)
     if pairs and count:
         coded = quantize_activations and weight_format != "plain"
         target = target_of(x.device)
@@ -259,7 +260,7 @@ def experts(
         kept = list(lists)
         up1, up1_scales, up3, up3_scales, down, down_scales = (_stack(each) for each in kept)
         width = kept[0][0].shape[0]
-        inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+        inner = scratch((pairs, width), x.dtype, x.device)
         options = {
             "FORMAT": weight_format,
             "CODED": coded,

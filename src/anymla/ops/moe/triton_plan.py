@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.workspace import scratch
 
 _BLOCK = 1024
 
@@ -70,8 +71,8 @@ def make_plan(ids: Tensor, experts: int, offset: int, rows: int) -> Plan:
     """Group the pairs of contiguous ids [T, K] in blocks of ``rows``."""
     pairs = ids.numel()
     blocks = pairs // rows + experts
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    table = torch.empty((3, blocks), dtype=torch.int32, device=ids.device)
+    order = scratch((pairs,), torch.int32, ids.device)
+    table = scratch((3, blocks), torch.int32, ids.device)
     plan_kernel[(experts,)](
         ids, order, table, pairs, experts, offset, blocks, ROWS=rows, BLOCK=_BLOCK
     )

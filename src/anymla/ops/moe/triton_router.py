@@ -19,6 +19,7 @@ from torch import Tensor
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._triton import Build, Target
 from anymla.ops.moe.reference import SUM_FLOOR
+from anymla.ops.workspace import scratch
 
 # Programs of ``logits`` that are enough for a small product, and the shortest split of D.
 _PROGRAMS = 256
@@ -178,7 +179,7 @@ def _route(
     splits = max(1, min(_PROGRAMS // (grid[0] * grid[1]), width // _SHORTEST))
     split = triton.cdiv(triton.cdiv(width, splits), chosen.channels) * chosen.channels
     splits = triton.cdiv(width, split)
-    partial = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
+    partial = scratch((splits, tokens, experts), torch.float32, x.device)
     logits_kernel[(*grid, splits)](
         x.contiguous(),
         gate.contiguous(),

@@ -19,6 +19,7 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.output_projection.reference import AMAX_FLOOR
+from anymla.ops.workspace import scratch
 
 # Runs of a program that rounds, heads of one that quantises: 16 values a thread, or 4 for latency.
 RUNS = 16
@@ -208,7 +209,7 @@ def grouped_output_projection(
     The product is the vendor's batched one, written to its place without a copy.
     """
     tokens, (groups, rank, width) = o.shape[0], wo_a.shape
-    turned = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    turned = scratch(tuple(o.shape), o.dtype, o.device)
     _rotate(o, positions, cos_sin_cache, turned)
     out = torch.empty((tokens, groups, rank), dtype=o.dtype, device=o.device)
     by_group = turned.view(tokens, groups, width).transpose(0, 1)

@@ -24,6 +24,7 @@ from anymla.ops.sparse_attention.schedule import (
     choose,
 )
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
+from anymla.ops.workspace import scratch
 
 _LARGEST_INT32 = 2**31 - 1
 # Partial sums of a batch-invariant launch; more tokens take several launches.
@@ -160,12 +161,12 @@ def _launch(
 ) -> None:
     tokens, heads, _ = q.shape
     slots, rows = schedule.slots(tokens), schedule.heads
-    sums = torch.empty((slots, rows, 2), dtype=torch.float32, device=q.device)
+    sums = scratch((slots, rows, 2), torch.float32, q.device)
     part = sums
     if schedule.cut:
-        part = torch.empty((slots, rows, _CHANNELS), dtype=torch.float32, device=q.device)
-    spans = torch.empty((tokens * schedule.tiles, 2), dtype=torch.int32, device=q.device)
-    marks = torch.empty((schedule.pieces(tokens), 2), dtype=torch.int32, device=q.device)
+        part = scratch((slots, rows, _CHANNELS), torch.float32, q.device)
+    spans = scratch((tokens * schedule.tiles, 2), torch.int32, q.device)
+    marks = scratch((schedule.pieces(tokens), 2), torch.int32, q.device)
     first, second = scopes[0], scopes[-1]
     kernel = tiles_kernel if schedule.heads == 64 else columns_kernel
     kernel[(schedule.programs,)](

@@ -22,6 +22,7 @@ from anymla.ops.sparse_attention.tiles import MODES, Tile, invariant_splits, til
 from anymla.ops.sparse_attention.tiles import splits as split_count
 from anymla.ops.sparse_attention.triton_merge import MERGE_VALUES, SUMS, merge_kernel, merge_warps
 from anymla.ops.sparse_attention.triton_scan import row_constants, scan_kernel
+from anymla.ops.workspace import scratch
 
 _LARGEST_INT32 = 2**31 - 1
 # Partial sums of a launch; more tokens take several.
@@ -202,8 +203,8 @@ def _launch(
         scan(q, lists, sink, scale, chosen, mode, target, 1, 1, 0, to, to.out, to.lse)
         return
     step = max(1, min(tokens, _WORKSPACE_BYTES // (4 * total * heads * values)))
-    part = torch.empty((step, total, heads, values), dtype=torch.float32, device=q.device)
-    sums = torch.empty((step, total, heads, SUMS), dtype=torch.float32, device=q.device)
+    part = scratch((step, total, heads, values), torch.float32, q.device)
+    sums = scratch((step, total, heads, SUMS), torch.float32, q.device)
     for start in range(0, tokens, step):
         some = slice(start, start + step)
         for number, group in enumerate(groups):

@@ -1,0 +1,132 @@
+"""Memory for what an operation needs only while it runs, owned by the caller.
+
+Kernels' launchers ask ``scratch`` for it. Without a workspace that is ``torch.empty``; inside
+``Workspace.active`` it is a part of one buffer. All that a call has taken is free again when it
+returns, because what is launched later runs later; so the buffer is as large as the hungriest call,
+and may be shared by everything that launches on one queue: engines, graphs, layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+# Every part begins at a multiple: what kernels may assume of torch's allocations, and a line.
+_ALIGNMENT = 256
+
+
+@dataclasses.dataclass
+class _Lane:
+    """The part of a workspace that one queue uses; offsets in bytes."""
+
+    buffer: Tensor
+    used: int = 0
+    needed: int = 0
+
+
+class Workspace:
+    """Scratch memory of one device.
+
+    Attributes:
+        device: where it is.
+        overflows: how often something did not fit and was allocated instead.
+    """
+
+    def __init__(self, device: torch.device | str, num_bytes: int = 0) -> None:
+        """Allocate.
+
+        Args:
+            device: where.
+            num_bytes: for operations on the main queue; see ``reserve``.
+        """
+        self.device = torch.device(device)
+        self.overflows = 0
+        self._lanes = [_Lane(self._allocate(num_bytes)), _Lane(self._allocate(0))]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are reserved."""
+        return sum(lane.buffer.numel() for lane in self._lanes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the hungriest calls so far would have had to find, of every queue."""
+        return sum(lane.needed for lane in self._lanes)
+
+    def reserve(self) -> None:
+        """Grow to what has been needed so far.
+
+        To be called between a rehearsal of the largest calls and the recording of graphs, which
+        know the memory by its address; parts taken earlier stay where they are.
+        """
+        for lane in self._lanes:
+            assert not lane.used, "an operation is running"
+            if lane.needed > lane.buffer.numel():
+                lane.buffer = self._allocate(lane.needed)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Operations that are called inside take their scratch memory from here."""
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor that is good until the operation returns; its values are anything."""
+        lane = self._lanes[_lane.get()]
+        size = math.prod(shape) * dtype.itemsize
+        start = lane.used
+        lane.used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        lane.needed = max(lane.needed, lane.used)
+        if lane.used > lane.buffer.numel():
+            self.overflows += 1
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return lane.buffer[start : start + size].view(dtype).view(shape)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """What is taken inside is given back at the end."""
+        lane = self._lanes[_lane.get()]
+        used = lane.used
+        try:
+            yield
+        finally:
+            lane.used = used
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+_active: ContextVar[Workspace | None] = ContextVar("workspace", default=None)
+_lane: ContextVar[int] = ContextVar("lane", default=0)
+
+
+def active_workspace() -> Workspace | None:
+    """The workspace that operations use now."""
+    return _active.get()
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory for a launcher that returns none of it."""
+    workspace = _active.get()
+    if workspace is None or workspace.device != device:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return workspace.take(shape, dtype)
+
+
+@contextlib.contextmanager
+def second_lane() -> Iterator[None]:
+    """Operations inside run on a second queue, and share nothing with those outside."""
+    token = _lane.set(1)
+    try:
+        yield
+    finally:
+        _lane.reset(token)
