@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def load_adapter(against: str) -> Adapter:
         against: "flash_mla", "deep_gemm", "vllm_xpu", or "module:attribute", where the attribute
             is an ``Adapter``, a mapping from operations to callables, or a callable that stands in
             for the operation of its own name ("module:attribute=operation" for another's). Those
-            take the operation's arguments.
+            take the operation's arguments. Modules of the working directory are found as well.
 
     Raises:
         BackendUnavailable: the library is not installed, or cannot be loaded here.
@@ -76,6 +77,8 @@ def load_adapter(against: str) -> Adapter:
         raise ValueError(f"--against {against}: expected one of {known}, or module:function")
     module, _, rest = against.partition(":")
     attribute, _, operation = rest.partition("=")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
