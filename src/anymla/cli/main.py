@@ -17,6 +17,7 @@ from anymla import __version__
 _COMMANDS = {
     "generate": ("generate", "Continue prompts with a checkpoint."),
     "score": ("score", "Log-probability of every token of a text."),
+    "warm-up": ("warm_up", "Compile ahead what serving a checkpoint will use."),
     "inspect": ("inspect", "What is in a checkpoint, or in a dumped cache page."),
     "make-tiny": ("make_tiny", "Write a small random checkpoint."),
     "demo": ("demo", "Run a tiny checkpoint and check it against float64."),

@@ -1,0 +1,36 @@
+"""``anymla warm-up``: compile, ahead of time, all that serving a checkpoint will use."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from anymla.cli.bad_input import bad_input
+from anymla.cli.run_options import RunOptions, run_options
+from anymla.runtime.engine import Engine
+
+
+@click.command()
+@click.option("--max-requests", default=8, show_default=True, type=click.IntRange(min=1))
+@click.option("--max-seq-len", default=4096, show_default=True, type=click.IntRange(min=1))
+@click.option("--draft-tokens", default=0, show_default=True, type=click.IntRange(min=0))
+@run_options
+def command(*, run: RunOptions, max_requests: int, max_seq_len: int, draft_tokens: int) -> None:
+    """Run every size of step once, so that Triton's cache holds every kernel.
+
+    TRITON_CACHE_DIR says where; the directory serves all machines with the same GPU architecture
+    and the same versions of the packages. Serve with the same options, or smaller ones.
+    """
+    model = run.load()
+    with bad_input():
+        options = run.engine_options(
+            max_requests=max_requests, max_seq_len=max_seq_len, draft_tokens=draft_tokens
+        )
+        engine = Engine(model, options)
+    began = time.perf_counter()
+    engine.warm_up()
+    click.echo(
+        f"{time.perf_counter() - began:.1f} s, {engine.store.nbytes / 1e6:.1f} MB of caches, "
+        f"{engine.workspace.num_bytes / 1e6:.1f} MB of workspace"
+    )
