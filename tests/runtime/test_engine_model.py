@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from anymla.layers import attention
 from anymla.model.load import load_model
+from anymla.ops.prefill_attention import prefill_attention
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
@@ -73,6 +75,28 @@ def test_neighbours_and_speculation_do_not_change_the_tokens(
         _poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = completion.token_ids
+    assert done == alone
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_workspaces_do_not_change_the_tokens(tiny_model, alone, draft_tokens, monkeypatch):
+    """Prefill reads runs of one workspace, as it does on Hopper, beside decoding neighbours."""
+    calls = []
+    monkeypatch.setattr(
+        attention,
+        "prefill_attention",
+        lambda *args, **more: calls.append(1) or prefill_attention(*args, **more),
+    )
+    engine = _engine(tiny_model, chunk_size=50, draft_tokens=draft_tokens)
+    engine._planner.chunks = True
+    waiting, done = list(REQUESTS), {}
+    while waiting or engine.busy:
+        if waiting:
+            engine.submit(waiting.pop(0))
+        _poison(engine)
+        for completion in engine.step().finished:
+            done[completion.request.request_id] = completion.token_ids
+    assert calls
     assert done == alone
 
 

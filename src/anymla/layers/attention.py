@@ -173,7 +173,7 @@ class AttentionLayer(nn.Module):
         selected = self._selected(queries, step, cache)
         chunk = step.chunks.get(self.spec.compressed_group or WINDOW_GROUP)
         if chunk is not None and chunk.first_token == 0 and self.output.quantize_heads:
-            heads = prefill_attention_fp8_quant(
+            codes, scales = prefill_attention_fp8_quant(
                 q,
                 self._chunk_rows(chunk, cache, q.dtype),
                 chunk.runs,
@@ -186,7 +186,7 @@ class AttentionLayer(nn.Module):
                 sink=self.sink,
                 backend=self.backend,
             )
-            return self.output.of_quantized(*heads, q.dtype)
+            return self.output.of_quantized(codes, scales, q.dtype)
         projected: Tensor = self.output(
             self._attend(q, selected, chunk, step, cache), step.positions, cos_sin
         )
@@ -201,38 +201,45 @@ class AttentionLayer(nn.Module):
         cache: LayerCache,
     ) -> Tensor:
         """Attention outputs [T, H, D]: by slots, and from one workspace where the step has one."""
+        if chunk is None:
+            return self._attend_slots(q, step.window, self._entries(selected, step), cache, None)
         out = torch.empty_like(q)
-        listed = len(q) if chunk is None else chunk.first_token
-        if listed:
+        before = chunk.first_token
+        if before:
             entries = self._entries(selected, step)
-            more = None if entries is None else entries.indices[:listed]
-            sparse_attention(
-                q[:listed],
-                cache.window,
-                step.window.indices[:listed],
-                step.window.lengths[:listed],
-                sink=self.sink,
-                extra_cache=None if entries is None else cache.compressed,
-                extra_indices=more,
-                extra_lengths=None if entries is None else entries.lengths[:listed],
-                layout=cache.format.main,
-                extra_layout=cache.format.main,
-                out=out[:listed],
-                backend=self.backend,
-            )
-        if chunk is not None:
-            prefill_attention(
-                q[listed:],
-                self._chunk_rows(chunk, cache, q.dtype),
-                chunk.runs,
-                None if selected is None else selected[listed:],
-                window=chunk.window,
-                entries=chunk.entries,
-                sink=self.sink,
-                out=out[listed:],
-                backend=self.backend,
-            )
+            some = None if entries is None else entries.first(before)
+            self._attend_slots(q[:before], step.window.first(before), some, cache, out[:before])
+        prefill_attention(
+            q[before:],
+            self._chunk_rows(chunk, cache, q.dtype),
+            chunk.runs,
+            None if selected is None else selected[before:],
+            window=chunk.window,
+            entries=chunk.entries,
+            sink=self.sink,
+            out=out[before:],
+            backend=self.backend,
+        )
         return out
+
+    def _attend_slots(
+        self, q: Tensor, window: Rows, entries: Rows | None, cache: LayerCache, out: Tensor | None
+    ) -> Tensor:
+        output: Tensor = sparse_attention(
+            q,
+            cache.window,
+            window.indices,
+            window.lengths,
+            sink=self.sink,
+            extra_cache=None if entries is None else cache.compressed,
+            extra_indices=None if entries is None else entries.indices,
+            extra_lengths=None if entries is None else entries.lengths,
+            layout=cache.format.main,
+            extra_layout=cache.format.main,
+            out=out,
+            backend=self.backend,
+        )[0]
+        return output
 
     def _chunk_rows(self, chunk: PrefillRows, cache: LayerCache, dtype: torch.dtype) -> Tensor:
         return chunk.decode(

@@ -43,6 +43,10 @@ class Rows:
     indices: Tensor
     lengths: Tensor
 
+    def first(self, tokens: int) -> Rows:
+        """Those of the first tokens."""
+        return Rows(self.indices[:tokens], self.lengths[:tokens])
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:

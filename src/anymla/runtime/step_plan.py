@@ -6,9 +6,12 @@ nothing is read back. See ``anymla.layers.step`` for what each field means.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
+from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.step import Step
 from anymla.runtime.cache_groups import ceil_div
 from anymla.runtime.cache_store import CacheStore
@@ -31,11 +34,15 @@ class StepPlanner:
         store: the caches and their block tables.
         backend: of the selection operations.
         context_step: ``Step.max_seq_len`` is rounded up to a multiple of it.
+        chunks: prefill requests attend to workspaces (``Step.chunks``) instead of by slots.
     """
 
-    def __init__(self, store: CacheStore, *, backend: str | None = None) -> None:
+    def __init__(
+        self, store: CacheStore, *, backend: str | None = None, chunks: bool = False
+    ) -> None:
         self.store = store
         self.backend = backend
+        self.chunks = chunks
         self.context_step = 1 if store.device.type == "cpu" else _DEVICE_CONTEXT_STEP
 
     def build(self, spans: Sequence[Span], *, window_only: bool = False) -> Step:
@@ -51,7 +58,8 @@ class StepPlanner:
         device = self.store.device
         counts = [len(span.token_ids) for span in spans]
         if device.type == "cpu" and sum(counts) <= HOST_TOKENS:
-            return host_step(self.store, spans, num_decodes, window_only=window_only)
+            step = host_step(self.store, spans, num_decodes, window_only=window_only)
+            return self._with_chunks(step, spans)
         longest = max(span.stop for span in spans)
         max_seq_len = ceil_div(longest, self.context_step) * self.context_step
         token_ids, first_rows, starts, rows = upload(
@@ -70,9 +78,26 @@ class StepPlanner:
             for span in spans:
                 table.extend(span.state.row, span.stop)
             tables[group.name] = table.rows(rows, max_seq_len)
-        return device_step(
+        step = device_step(
             Batch(token_ids, first_rows, None, starts, tables),
             groups,
             BatchSizes(tuple(counts), num_decodes, max_seq_len),
             backend=self.backend,
         )
+        return self._with_chunks(step, spans)
+
+    def _with_chunks(self, step: Step, spans: Sequence[Span]) -> Step:
+        """The step, with workspaces for its prefill requests if there are to be any."""
+        if not self.chunks or step.num_decodes == len(spans):
+            return step
+        stops = [span.stop for span in spans]
+        window = next(group for group in self.store.groups if group.kind == "window")
+        assert window.retention is not None
+        sees = functools.partial(
+            prefill_rows, step, stops, step.groups[window.name], window=window.retention
+        )
+        chunks = {window.name: sees()}
+        for group in self.store.groups:
+            if group.kind == "compressed" and group.name in step.groups:
+                chunks[group.name] = sees(compressed=step.groups[group.name], ratio=group.ratio)
+        return dataclasses.replace(step, chunks=chunks)
