@@ -224,7 +224,8 @@ def run_compressor(ratio: int) -> Callable[..., tuple[Tensor, ...]]:
             layout=MAIN_FP8,
             backend="triton",
         )
-        return saved.flatten(0, 1)[own.clamp(0, len(own) - 1)], read(cache, slots)
+        rows = saved.flatten(0, 1)
+        return rows[own.clamp(0, len(rows) - 1)], read(cache, slots)
 
     return run
 
