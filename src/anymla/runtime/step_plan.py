@@ -25,6 +25,9 @@ HOST_TOKENS = 16
 # On devices widths of lists and scores, which follow from the longest request, come in few sizes
 # and as multiples of 16, so that kernels meet no new ones. 512 entries of 4 tokens, 16 of 128.
 _DEVICE_CONTEXT_STEP = 2048
+# Decoding a row into a workspace moves 1.6 KB; so many rows a query take as long as attention by
+# slots takes longer.
+_ROWS_PER_TOKEN = 128
 
 
 class StepPlanner:
@@ -97,7 +100,11 @@ class StepPlanner:
             prefill_rows, step, stops, step.groups[window.name], window=window.retention
         )
         chunks = {window.name: sees()}
+        prefill = spans[step.num_decodes :]
+        most = _ROWS_PER_TOKEN * sum(len(span.token_ids) for span in prefill)
         for group in self.store.groups:
-            if group.kind == "compressed" and group.name in step.groups:
+            if group.kind != "compressed" or group.name not in step.groups:
+                continue
+            if sum(span.stop // group.ratio for span in prefill) <= most:
                 chunks[group.name] = sees(compressed=step.groups[group.name], ratio=group.ratio)
         return dataclasses.replace(step, chunks=chunks)
