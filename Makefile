@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help demo test lint types imports check bench build-matrix build-subset clean
+.PHONY: help demo test test-vllm lint types imports check bench build-matrix build-subset clean
 
 help:
 	@echo "make demo    run DeepSeek-V4 end to end on a tiny checkpoint, checked against float64"
 	@echo "make test    run the CPU test suite"
+	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
 	@echo "make check   lint, types and import contracts"
 	@echo "make bench   CPU benchmarks (several minutes)"
 	@echo "make build-matrix   build every Triton kernel for every GPU target, without a GPU"
@@ -27,6 +30,15 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $(VLLM_READY)
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -52,4 +64,4 @@ build-subset: $(READY)
 	$(BIN)/anymla bench build-matrix --first --target sm_80 --target sm_90 --target gfx942 --target gfx1201
 
 clean:
-	rm -rf $(VENV) demo-output
+	rm -rf $(VENV) $(VLLM_VENV) demo-output

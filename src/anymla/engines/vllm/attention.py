@@ -109,9 +109,7 @@ class AnymlaAttention(_Base):
                 )
         output[tokens:].zero_()
 
-    def _entries(
-        self, attn_metadata: Any, tokens: int
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _entries(self, attn_metadata: Any, tokens: int) -> tuple[Tensor | None, ...]:
         """Compressed cache, and the slots and counts of each token's entries in it."""
         if self.compress_ratio <= 1:
             return None, None, None
@@ -140,8 +138,6 @@ def _decoded(layer: Any) -> Tensor:
     if weight.dtype == torch.bfloat16:
         return weight
     if weight.dtype != torch.float8_e4m3fn or scale is None:
-        names = [name for name, _ in layer.named_parameters()]
-        raise NotImplementedError(f"wo_a is neither bf16 nor FP8 in blocks: {weight.dtype} {names}")
-    scale = scale.data
-    scales = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale.float()
-    return dequantize_fp8_weight(weight.view(torch.uint8), scales, torch.bfloat16)
+        raise NotImplementedError(f"wo_a is neither bf16 nor FP8 in blocks, but {weight.dtype}")
+    scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale.float()
+    return dequantize_fp8_weight(weight.view(torch.uint8), scale.data, torch.bfloat16)

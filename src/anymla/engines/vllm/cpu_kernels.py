@@ -29,8 +29,7 @@ def prefill_gather_lengths(
     num_prefills, num_decodes, window, _ = rest
     prefills = slice(num_decodes, num_decodes + num_prefills)
     query_lens = starts.diff()[prefills]
-    before = (seq_lens[prefills] - query_lens).clamp(max=window - 1)
-    gather_lens[:num_prefills] = query_lens + before
+    gather_lens[:num_prefills] = torch.minimum(seq_lens[prefills], query_lens + window - 1)
 
 
 def window_indices(*arguments: Any) -> None:

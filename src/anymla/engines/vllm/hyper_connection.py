@@ -99,12 +99,8 @@ FUNCTIONS = {
     "mhc_fused_post_pre_tilelang": post_pre,
     "hc_head_fused_kernel_tilelang": head,
 }
+_PAIRS = (MHCPreOp, pre), (MHCPostOp, post), (MHCFusedPostPreOp, post_pre), (HCHeadOp, head)
 LAYERS = {
     base.__name__: type(f"Anymla{base.__name__}", (base,), {"forward": staticmethod(function)})
-    for base, function in (
-        (MHCPreOp, pre),
-        (MHCPostOp, post),
-        (MHCFusedPostPreOp, post_pre),
-        (HCHeadOp, head),
-    )
+    for base, function in _PAIRS
 }

@@ -70,16 +70,15 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
     backend: str | None = None
 
     def __init__(self, k_cache: Any, *args: Any, **kwargs: Any) -> None:
-        config = get_current_vllm_config().model_config.hf_config
-        is_ours = config.model_type == "deepseek_v4"
-        if is_ours:
-            CustomOp.__init__(self)  # vLLM's constructor insists on DeepGEMM
-            self.k_cache = k_cache
-            self.topk_indices_buffer = args[6]
+        served = get_current_vllm_config().model_config.hf_config
+        is_ours = served.model_type == "deepseek_v4"
+        if not is_ours:
+            super().__init__(k_cache, *args, **kwargs)
+        else:
+            CustomOp.__init__(self)  # vLLM's own constructor insists on DeepGEMM
+            self.k_cache, self.topk_indices_buffer = k_cache, args[6]
             self.compress_ratio = kwargs["compress_ratio"]
             self.layout = INDEX_MXFP4 if kwargs["use_fp4_cache"] else INDEX_FP8
-        else:
-            super().__init__(k_cache, *args, **kwargs)
         self.is_ours = is_ours
 
     def forward(

@@ -25,17 +25,17 @@ class CompressedBuilder(DeepseekV4SparseMLAMetadataBuilder):
         built.positions = common_attn_metadata.positions[: built.num_actual_tokens]
         return built
 
-    def _build_c128a_metadata(self, common: Any, token_to_req: Tensor) -> dict[str, Tensor]:
+    def _build_c128a_metadata(self, cm: Any, req_id_per_token: Tensor) -> dict[str, Tensor]:
         """Slots of all entries that each token sees, in the buffers that captured graphs read."""
-        tokens, width = common.num_actual_tokens, max(1, common.max_seq_len // self.compress_ratio)
+        tokens, width = cm.num_actual_tokens, max(1, cm.max_seq_len // self.compress_ratio)
         slots, _, lengths = compressed_rows(
-            common.positions[:tokens],
-            token_to_req,
-            common.block_table_tensor,
+            cm.positions[:tokens],
+            req_id_per_token,
+            cm.block_table_tensor,
             ratio=self.compress_ratio,
             block_size=self.kv_cache_spec.block_size // self.compress_ratio,
             width=width,
-            is_valid_token=common.slot_mapping[:tokens] >= 0,
+            is_valid_token=cm.slot_mapping[:tokens] >= 0,
         )
         rows = self.c128a_global_decode_buffer[:tokens, :width].copy_(slots)
         counts = self.c128a_decode_lens_buffer[:tokens].copy_(lengths)

@@ -53,18 +53,16 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
         kernels.enable_jit_warmup = warmup
 
 
-class AnymlaDeepseekV4(DeepseekV4ForCausalLM):
-    """The backbone."""
-
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+class _WithAnymlaLayers:
+    def __init__(self, *, vllm_config: Any, **kwargs: Any) -> None:
         _LOG.info_once(report.summary(_MACHINE, _PARTS), scope="global")
         with _anymla_layers(vllm_config):
-            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            super().__init__(**{"vllm_config": vllm_config, **kwargs})
 
 
-class AnymlaDeepseekV4Draft(DeepSeekV4MTP):
+class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
+    """The backbone."""
+
+
+class AnymlaDeepseekV4Draft(_WithAnymlaLayers, DeepSeekV4MTP):
     """The draft (MTP) model."""
-
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        with _anymla_layers(vllm_config):
-            super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -19,14 +19,14 @@ def register() -> None:
     chosen = report.mode()
     if chosen == "off":
         return
-    from vllm import ModelRegistry
-
     refused = report.refusal(installed_version())
     if refused:
         if multiprocessing.parent_process() is None:  # once, not in every worker as well
             log = logging.getLogger("vllm.plugins.anymla")
             log.warning("anymla replaces nothing: %s", refused)
         return
+    from vllm import ModelRegistry
+
     replaced = {part.name for part in report.plan(report.this_machine(), chosen) if part.replaced}
     if report.ATTENTION in replaced:
         ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{_MODEL}:AnymlaDeepseekV4")

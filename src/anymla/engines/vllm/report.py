@@ -51,7 +51,7 @@ def this_machine() -> Machine:
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
     return Machine(
-        "rocm" if current_platform.is_rocm() else current_platform.device_name,
+        "rocm" if current_platform.is_rocm() else current_platform.device_name or "unknown",
         None if capability is None else (capability.major, capability.minor),
         importlib.util.find_spec("flashinfer") is not None,
     )

@@ -1,0 +1,153 @@
+"""What of vLLM's the plugin names, looked up in the vLLM installed here: ``names.py ANSWER.json``.
+
+Run by a process of its own, because importing vLLM warns and patches torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm import ModelRegistry
+from vllm.plugins import load_general_plugins
+
+from anymla.engines.vllm import pinned, plugin, report
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+OWN_HELPERS = {"_entries", "_keep_wo_a", "backend", "layout"}
+
+
+def names_in_source(module: str) -> set[str]:
+    """Top-level names of a module that may not be importable on this machine."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return set()
+    found: set[str] = set()
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def missing(wanted: Iterable[tuple[str, str]]) -> list[str]:
+    """Those of (module, top-level name) that are not there."""
+    return [f"{module}:{name}" for module, name in wanted if name not in names_in_source(module)]
+
+
+def wanted_in_source() -> list[tuple[str, str]]:
+    """Seams of every platform, and the functions that vLLM's CUDA models call."""
+    from anymla.engines.vllm.hyper_connection import FUNCTIONS
+
+    wanted = [(seam.module, seam.name) for seam in pinned.SEAMS.values()]
+    wanted += [tuple(seam.base.split(":")) for seam in pinned.SEAMS.values()]
+    backbone, draft = pinned.CUDA_MODELS
+    wanted += [(backbone, name) for name in FUNCTIONS]
+    wanted += [(draft, name) for name in ("mhc_post_tilelang", "hc_head_fused_kernel_tilelang")]
+    return wanted
+
+
+def changed_overrides() -> list[str]:
+    """Methods of anymla's classes that vLLM's do not have, or have with other parameters."""
+    from vllm.models.deepseek_v4.attention import DeepseekV4Attention
+
+    from anymla.engines.vllm import attention, compressor, hyper_connection, indexer, metadata
+
+    classes = [
+        attention.AnymlaAttention,
+        compressor.AnymlaCompressor,
+        indexer.AnymlaIndexer,
+        indexer.AnymlaIndexerCache,
+        indexer.AnymlaSparseAttnIndexer,
+        metadata.CompressedBuilder,
+        metadata.WindowBuilder,
+        *(metadata.SPARSE_BACKEND, metadata.INDEXER_BACKEND, metadata.WINDOW_BACKEND),
+    ]
+    cpu_only = {"_wrap_wo_a_process_weights_after_loading", "process_weights_after_loading"}
+    problems = []
+    for ours in classes:
+        bases = [ours.__mro__[1]]
+        if ours is attention.AnymlaAttention:
+            bases.append(DeepseekV4Attention)
+        for name, value in vars(ours).items():
+            if name.startswith("__") or name in OWN_HELPERS:
+                continue
+            for base in bases:
+                if base is DeepseekV4Attention and name in cpu_only:
+                    continue
+                if not hasattr(base, name):
+                    if name not in base.__annotations__:
+                        problems.append(f"{base.__name__}.{name} is gone")
+                    continue
+                dispatched = ours is indexer.AnymlaSparseAttnIndexer and name == "forward"
+                theirs = inspect.getattr_static(base, "forward_native" if dispatched else name)
+                if inspect.isfunction(value) and names_of(theirs)[: len(names_of(value))] != (
+                    names_of(value)
+                ):
+                    problems.append(f"{base.__name__}.{name}{inspect.signature(theirs)}")
+    for base, function in {
+        "MHCPreOp": hyper_connection.pre,
+        "MHCPostOp": hyper_connection.post,
+        "HCHeadOp": hyper_connection.head,
+    }.items():
+        theirs = hyper_connection.LAYERS[base].__mro__[1].forward_cuda
+        if names_of(theirs)[1:] != names_of(function):
+            problems.append(f"{base}.forward_cuda{inspect.signature(theirs)}")
+    return problems
+
+
+def names_of(function: Any) -> list[str]:
+    """Parameters by name."""
+    return list(inspect.signature(function).parameters)
+
+
+def changed_kernels() -> list[str]:
+    """Metadata kernels whose arguments are no longer those of their stand-ins."""
+    from vllm.triton_utils import dispatcher
+
+    counts = {
+        "token_request_mapping": 5,
+        "prefill_gather_lengths": 8,
+        "window_indices": 18,
+        "compressed_slots": 12,
+    }
+    problems = []
+    for name, ours in pinned.METADATA_KERNELS.items():
+        original, _ = dispatcher._registry[name]
+        arguments = dispatcher._kernel_arg_names(original)
+        if len(arguments) != counts[ours]:
+            problems.append(f"{name}{arguments}")
+    return problems
+
+
+if __name__ == "__main__":
+    in_tree = repr(ModelRegistry.models[ARCHITECTURE])
+    plugin.register()
+    plugin.register()
+    load_general_plugins()
+    import torch
+
+    answer = {
+        "in_tree": in_tree,
+        "registered": repr(ModelRegistry.models[ARCHITECTURE]),
+        "cuda_initialised": torch.cuda.is_initialized(),
+    }
+    if report.mode() != "off":
+        import anymla.engines.vllm.model  # noqa: F401  registers everything else
+
+        answer |= {
+            "missing": missing(wanted_in_source()),
+            "canary": missing([("vllm.models.deepseek_v4.attention", "NoSuchAttention")]),
+            "overrides": changed_overrides(),
+            "kernels": changed_kernels(),
+        }
+    Path(sys.argv[1]).write_text(json.dumps(answer))
