@@ -162,9 +162,8 @@ class Engine:
         where none has been compiled before. Afterwards nothing is compiled, and no step needs
         more memory than was taken here.
         """
-        context_step = self._planner.context_step
         with self.workspace.active():
-            WarmUp(self.model, self.store, self.options, context_step=context_step).run()
+            WarmUp(self.model, self._planner, self.options).run()
             if self._runner is not None:
                 self._runner.rehearse()
             self.workspace.reserve()

@@ -62,9 +62,9 @@ class StepPlanner:
         counts = [len(span.token_ids) for span in spans]
         if device.type == "cpu" and sum(counts) <= HOST_TOKENS:
             step = host_step(self.store, spans, num_decodes, window_only=window_only)
-            return self._with_chunks(step, spans)
+            return self.with_chunks(step, [span.stop for span in spans])
         longest = max(span.stop for span in spans)
-        max_seq_len = ceil_div(longest, self.context_step) * self.context_step
+        max_seq_len = self.rounded(longest)
         token_ids, first_rows, starts, rows = upload(
             [
                 [token_id for span in spans for token_id in span.token_ids],
@@ -87,24 +87,31 @@ class StepPlanner:
             BatchSizes(tuple(counts), num_decodes, max_seq_len),
             backend=self.backend,
         )
-        return self._with_chunks(step, spans)
+        return self.with_chunks(step, [span.stop for span in spans])
 
-    def _with_chunks(self, step: Step, spans: Sequence[Span]) -> Step:
-        """The step, with workspaces for its prefill requests if there are to be any."""
-        if not self.chunks or step.num_decodes == len(spans):
+    def rounded(self, length: int) -> int:
+        """``Step.max_seq_len`` of a longest request."""
+        return ceil_div(length, self.context_step) * self.context_step
+
+    def with_chunks(self, step: Step, stops: Sequence[int]) -> Step:
+        """The step, with workspaces for its prefill requests if there are to be any.
+
+        Args:
+            step: the step.
+            stops: position after the last token of each request.
+        """
+        if not self.chunks or step.num_decodes == len(stops):
             return step
-        stops = [span.stop for span in spans]
         window = next(group for group in self.store.groups if group.kind == "window")
         assert window.retention is not None
         sees = functools.partial(
             prefill_rows, step, stops, step.groups[window.name], window=window.retention
         )
         chunks = {window.name: sees()}
-        prefill = spans[step.num_decodes :]
-        most = _ROWS_PER_TOKEN * sum(len(span.token_ids) for span in prefill)
+        most = _ROWS_PER_TOKEN * sum(step.query_lens[step.num_decodes :])
         for group in self.store.groups:
             if group.kind != "compressed" or group.name not in step.groups:
                 continue
-            if sum(span.stop // group.ratio for span in prefill) <= most:
+            if sum(stop // group.ratio for stop in stops[step.num_decodes :]) <= most:
                 chunks[group.name] = sees(compressed=step.groups[group.name], ratio=group.ratio)
         return dataclasses.replace(step, chunks=chunks)

@@ -17,32 +17,28 @@ from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
 from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.bucket import context_ceilings, request_counts
-from anymla.runtime.cache_groups import ceil_div
-from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.scoring import block_rows
+from anymla.runtime.step_plan import StepPlanner
 from anymla.runtime.upload import upload
 
 
 class WarmUp:
     """Steps of any size in which nobody takes part."""
 
-    def __init__(
-        self, model: Transformer, store: CacheStore, options: EngineOptions, *, context_step: int
-    ) -> None:
+    def __init__(self, model: Transformer, planner: StepPlanner, options: EngineOptions) -> None:
         """Prepare nothing yet.
 
         Args:
             model: the model.
-            store: its caches, of which nothing is written.
+            planner: of the engine; nothing is written to its caches.
             options: the engine's sizes.
-            context_step: multiple that the engine rounds ``Step.max_seq_len`` up to.
         """
         self._model = model
-        self._store = store
+        self._planner = planner
+        self._store = planner.store
         self._options = options
-        self._context_step = context_step
         self._backbone_layers = model.config.num_hidden_layers
         self._layers = model.kinds_of_layers()
 
@@ -60,7 +56,7 @@ class WarmUp:
         counts = request_counts(options.batch_tokens)
         contexts = context_ceilings(self._store.groups, options.max_seq_len)
         for context in reversed(contexts):
-            rounded = ceil_div(context, self._context_step) * self._context_step
+            rounded = self._planner.rounded(context)
             for tokens in reversed(counts):
                 for query_lens in self._mixtures(tokens):
                     self._forward(query_lens, rounded, selection)
@@ -117,12 +113,13 @@ class WarmUp:
         tables = {
             group.name: self._store.tables[group.name].rows(rows, context) for group in groups
         }
-        return device_step(
+        step = device_step(
             Batch(token_ids, first_rows, counts, starts, tables),
             groups,
             BatchSizes(query_lens, query_lens.count(1), context),
             backend=selection,
         )
+        return self._planner.with_chunks(step, query_lens)
 
     def _logits(self) -> None:
         """Of as many rows as are chosen from, drafted from, or scored at once."""
