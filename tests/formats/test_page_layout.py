@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anymla.formats.cache_dump import CacheDumpError, load_cache, save_cache
-from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
+from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.state_layout import allocate_states, state_page_stride_bytes
 
 LAYOUTS = [
     MAIN_FP8,
+    V32_FP8,
     INDEX_FP8,
     INDEX_MXFP4,
     "rows_bf16_512",
@@ -69,6 +70,44 @@ def test_main_page_is_split_into_planes():
     assert page.count_nonzero() == data.count_nonzero() + scales.count_nonzero()
 
 
+@pytest.mark.parametrize(("values", "scale", "codes", "decoded"), GOLDEN)
+@pytest.mark.parametrize("block", [0, 3])
+def test_golden_v32_record(values, scale, codes, decoded, block):
+    layout = get_layout(V32_FP8)
+    row = torch.zeros(1, 576)
+    row[0, 128 * block : 128 * block + 2] = torch.tensor(values)
+    row[0, 512], row[0, 575] = 1.0, -2.0
+    data, scales = layout.encode(row)
+    assert scales is None
+    assert data.shape == (1, 656)
+    stored = data[0, 512 + 4 * block : 516 + 4 * block]
+    # A power of two in float32: the exponent field alone.
+    assert stored.view(torch.int32).item() == scale << 23
+    assert tuple(data[0, 128 * block : 128 * block + 2].tolist()) == codes
+    assert data[0, 528:530].tolist() == [0x80, 0x3F]
+    assert data[0, 654:656].tolist() == [0x00, 0xC0]
+    got = layout.decode(data, None, torch.float64)
+    assert tuple(got[0, 128 * block : 128 * block + 2].tolist()) == decoded
+    assert got[0, [512, 575]].tolist() == [1.0, -2.0]
+    assert got.count_nonzero() == 2 + sum(value != 0 for value in decoded)
+
+
+def test_v32_rows_lie_side_by_side_and_may_have_any_scale():
+    layout = get_layout(V32_FP8)
+    cache = layout.allocate(2, 64)
+    assert cache.shape == (2, 64, 656)
+    assert cache.stride() == (64 * 656, 656, 1)
+    rows = torch.randn(1, 576)
+    layout.write(cache, torch.tensor([64 + 5]), rows)
+    assert torch.equal(cache[1, 5], layout.encode(rows)[0][0])
+    # Other writers divide by the largest magnitude over 448, whatever that is.
+    cache[1, 5, 512:528] = torch.tensor([0.3, 1e-20, 3e5, 0.0]).view(torch.uint8)
+    codes = layout.encode(rows)[0][:, :512].view(torch.float8_e4m3fn).double().view(4, 128)
+    want = codes * torch.tensor([0.3, 1e-20, 3e5, 0.0]).double().unsqueeze(1)
+    got = layout.read(cache, torch.tensor([64 + 5]), torch.float64)
+    assert torch.equal(got[0, :512], want.flatten())
+
+
 def test_index_pages():
     fp8 = get_layout(INDEX_FP8)
     assert fp8.page_stride_bytes(64) == 8640
@@ -93,6 +132,7 @@ def test_index_pages():
     [
         (MAIN_FP8, 64, 37440),
         (MAIN_FP8, 2, 1728),
+        (V32_FP8, 64, 41984),
         (INDEX_FP8, 64, 8640),
         (INDEX_MXFP4, 64, 4608),
     ],

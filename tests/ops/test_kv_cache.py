@@ -23,7 +23,7 @@ from paged import (
 )
 from torch import Tensor
 
-from anymla.formats.page_layout import get_layout
+from anymla.formats.page_layout import V32_FP8, get_layout
 from anymla.ops import _host
 from anymla.ops._operation import BackendUnavailable
 from anymla.ops.kv_cache import (
@@ -664,6 +664,31 @@ def test_gather_slots_names_what_is_wrong():
 
 
 @pytest.mark.skipif("triton" not in runnable(TRITON), reason="Triton kernels do not run here")
+@pytest.mark.parametrize("backend", ["reference", "torch", None])
+@pytest.mark.parametrize("count", [1, 30])
+def test_v32_rows(backend, count):
+    """Rows of 576 channels; Triton kernels leave them to torch."""
+    cache = make_cache(V32_FP8, 3, 16, gap=48)
+    before = cache.storage.clone()
+    rows = torch.randn(count, 576)
+    slots = torch.randperm(48)[:count]
+    mapping = torch.cat((slots, torch.tensor([-1, 48])))
+    k = torch.cat((rows, torch.randn(2, 576)))
+    quantize_and_insert_k_cache(k, cache.tensor, mapping, layout=V32_FP8, backend=backend)
+    assert cache.changed(before) <= set(slots.tolist())
+    out = torch.empty(count + 1, 576)
+    ids = torch.cat((slots, torch.tensor([-7]))).int()
+    dequant_gather_slots(out, cache.tensor, ids, layout=V32_FP8, backend=backend)
+    want = ROW_FORMATS[V32_FP8].round(rows.double())
+    assert torch.equal(out[:count].double(), want)
+    assert not out[count].any()
+    refused = dequant_gather_slots.supports(
+        out, cache.tensor, ids, layout=V32_FP8, backend="triton"
+    )
+    assert not refused
+    assert "torch" in refused.reason or "not installed" in refused.reason
+
+
 def test_triton_refuses_float64():
     cache = make_cache("v4_main_fp8", 1, 4).tensor
     rows, slots = torch.zeros(1, 512, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from paged import ALL_BACKENDS, TRITON, make_cache, runnable, skip_float64, use_backend
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._operation import BackendUnavailable
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows, torch_cpu
 from anymla.ops.sparse_attention.tiles import Tile
@@ -338,6 +340,141 @@ def test_every_scale_byte_decodes_exactly(backend, byte, heads):
     want = ROW_FORMATS[MAIN_FP8].decode(*read_entries(cache.tensor, torch.arange(rows), MAIN_FP8))
     assert (lse == 0).all()
     assert torch.equal(out, want.bfloat16().unsqueeze(1).expand(rows, heads, 512))  # -0 equals 0
+
+
+# Rows of DeepSeek-V3.2, and values narrower than rows --------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [1, 5, 20])
+@pytest.mark.parametrize("values", [512, 576, 100])
+def test_v32_rows(backend, heads, values):
+    given_ = Scene(
+        torch.randn(4, heads, 576).bfloat16(),
+        scope(4, 40, lengths=[40, 0, 7, 33], page=53, layout=V32_FP8),
+        scope(4, 9, lengths=[0, 0, 9, 2], page=1, layout=V32_FP8),
+        sink_of("infinite", heads),
+        value_dim=values,
+    )
+    out, lse = run(given_, backend)
+    assert out.shape == (4, heads, values)
+    check(given_, out, lse)
+    again, _ = run(given_, backend, out=torch.empty(4, heads, values, dtype=torch.bfloat16))
+    assert_identical(again, out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("values", [1, 300, 448, 511])
+def test_values_are_the_first_channels(backend, layout, values):
+    given_ = Scene(
+        torch.randn(3, 2, 512).bfloat16(),
+        scope(3, 20, layout=layout),
+        scope(3, 9, lengths=[9, 0, 4], page=2),
+        torch.randn(2),
+        value_dim=values,
+    )
+    check(given_, *run(given_, backend))
+
+
+def test_an_empty_row_has_the_lse_that_was_asked_for(backend):
+    given_ = Scene(torch.randn(3, 2, 512).bfloat16(), scope(3, 70, lengths=[70, 0, 2]))
+    for more in ({}, {"batch_invariant": True}):
+        out, lse = run(given_, backend, empty_lse=math.inf, **more)
+        plain, usual = run(given_, backend, **more)
+        assert_identical(out, plain)
+        assert (lse[1] == math.inf).all()
+        assert (usual[1] == -math.inf).all()
+        assert_identical(lse[[0, 2]], usual[[0, 2]])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_largest_scores(backend, tokens, dtype):
+    """Rows that are listed twice, or behind the length, and neighbours that share rows."""
+    tokens = bounded(backend, tokens)
+    q, kv = torch.randn(tokens, 3, 64).to(dtype), torch.randn(30, 64).to(dtype)
+    start = torch.arange(tokens).unsqueeze(1) // 3
+    indices = ((start + torch.arange(12)) % 30).int()
+    indices[:, 5] = indices[:, 4]
+    indices[0, 2] = -1
+    lengths = torch.full((tokens,), 10, dtype=torch.int32)
+    lengths[-1] = 0 if tokens > 1 else 10
+    peaks = torch.empty(tokens, 3)
+    for more in ({}, {"batch_invariant": True}):
+        peaks.fill_(torch.nan)
+        out, lse = sparse_attention_rows(
+            q, kv, indices, lengths, value_dim=64, max_logits=peaks, backend=backend, **more
+        )
+        used = [
+            kv[indices[t, : lengths[t]][indices[t, : lengths[t]] >= 0].long()].double()
+            for t in range(tokens)
+        ]
+        want = [
+            (q[t].double() @ rows.T / 8).amax(1) if len(rows) else torch.full((3,), -math.inf)
+            for t, rows in enumerate(used)
+        ]
+        # bfloat16 products on the host are good to 2^-17; see torch_softmax.
+        slack = accumulation(64, torch.float32, c=4.0) + 2.0**-17
+        assert_close(peaks, torch.stack(want), atol=slack, rtol=slack, scale=4.0, name="peaks")
+        expected = attend(q, used, scale=0.125)
+        error = ulps(dtype, 1) + accumulation(64, torch.float32, c=4.0)
+        assert_close(out, expected.out, atol=error, rtol=error, scale=expected.weight, name="out")
+        assert_close(lse, expected.lse, atol=slack, rtol=slack, scale=4.0, name="lse")
+
+
+@pytest.mark.parametrize("name", runnable(TRITON))
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("what", ["rope", "infinite rope", "scale", "tiny scale", "q"])
+def test_what_float16_cannot_hold_of_v32_rows(name, splits, what, monkeypatch):
+    forced(monkeypatch, Tile(16, 16, False, 4), splits)
+    q = torch.randn(2, 3, 576).bfloat16()
+    given_ = Scene(q, scope(2, 50, layout=V32_FP8), sink=torch.zeros(3), value_dim=512)
+    page, offset = divmod(int(given_.main.indices[0, 17]), given_.main.cache.shape[1])
+    entry = given_.main.cache[page, offset]
+    scales = entry[512:528].view(torch.float32)
+    if what == "rope":
+        entry[528:] = torch.full((64,), 1e5).bfloat16().view(torch.uint8)
+    elif what == "infinite rope":
+        # A score of -inf for every head: the row has no weight, and makes no NaN.
+        q[0, :, 512:] = -q[0, :, 512:].abs()
+        entry[528:] = torch.full((64,), torch.inf).bfloat16().view(torch.uint8)
+    elif what == "scale":
+        scales[2] = 2.0**9
+    elif what == "tiny scale":
+        scales[:] = 2.0**-40
+    else:
+        q[0] *= 2.0**30
+        q[1] *= 2.0**-30
+    arguments, keywords = given_.arguments()
+    scale = 2.0**-34 if what == "q" else 2.0**-24
+    out, lse = sparse_attention(
+        *arguments, **keywords, scale=scale, backend=use_backend(name, monkeypatch)
+    )
+    rows = [given_.main.rows(token) for token in range(2)]
+    attend(q, rows, given_.sink, scale, value_dim=512).check((out, lse))
+
+
+@pytest.mark.parametrize("name", runnable(TRITON))
+def test_scales_that_are_no_powers_of_two_cost_a_rounding_of_the_keys(name, monkeypatch):
+    given_ = Scene(torch.randn(3, 4, 576).bfloat16(), scope(3, 60, layout=V32_FP8), value_dim=512)
+    data, _ = get_layout(V32_FP8).planes(given_.main.cache)
+    scales = data[..., 512:528].contiguous().view(torch.float32) * 0.7731
+    data[..., 512:528] = scales.view(torch.uint8)
+    out, lse = run(given_, use_backend(name, monkeypatch))
+    want = given_.expected()
+    # A score is off by |q| |k| scale / sqrt(D) * 2^-11, which is about 2^-11 here, or, where the
+    # range of float16 does not do, 2^-9; the mean over the rows by less.
+    assert_close(lse, want.lse, atol=2.0**-9, name="lse")
+    error = ulps(torch.bfloat16, 1) + 2.0**-9
+    assert_close(out, want.out, atol=error, rtol=error, scale=want.weight, name="out")
+
+
+def test_v32_rows_at_odd_addresses_are_left_to_torch():
+    cache = make_cache(V32_FP8, 2, 3, start=2)
+    q, indices = torch.randn(1, 1, 576).bfloat16(), torch.zeros(1, 1, dtype=torch.int32)
+    reason = sparse_attention.supports(
+        q, cache.tensor, indices, layout=V32_FP8, backend="triton"
+    ).reason
+    assert "multiples of 4 bytes" in reason or "not installed" in reason
 
 
 # Laws -------------------------------------------------------------------------------------------
