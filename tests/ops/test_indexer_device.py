@@ -6,7 +6,13 @@ from index_scores import D, assert_scores, multiplies_fp8
 from paged import a_device, without_waiting
 
 from anymla.formats.page_layout import INDEX_FP8, get_layout
-from anymla.ops.indexer import indexer_q_rope_quant, mqa_logits, paged_mqa_logits, topk_per_row
+from anymla.ops.indexer import (
+    indexer_q_rope_quant,
+    mqa_logits,
+    paged_mqa_logits,
+    select_topk,
+    topk_per_row,
+)
 from anymla.ops.selection import compute_global_topk_indices_and_lens, slot_mapping, window_rows
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +52,9 @@ def select(step, context):
         q.unsqueeze(1), step["cache"], weights, lens, table, max_context=context, backend="triton"
     )
     best = topk_per_row(logits, torch.zeros_like(lens), lens, 512, backend="triton")
+    chosen = select_topk(
+        q, step["cache"], weights, lens, table, 512, max_context=context, backend="triton"
+    )
     valid = torch.ones_like(lens, dtype=torch.bool)
     slots, counts = compute_global_topk_indices_and_lens(
         best, step["requests"], table, 64, valid, backend="triton"
@@ -55,7 +64,7 @@ def select(step, context):
     window, _ = window_rows(
         at, step["requests"], table, block_size=64, window=128, backend="triton"
     )
-    return logits, best, slots, counts, written, window
+    return logits, best, chosen, slots, counts, written, window
 
 
 def test_a_captured_step_follows_its_inputs():
@@ -106,3 +115,72 @@ def test_topk_at_full_size(shape, k):
         order = torch.sort(logits[row, :n], descending=True, stable=True).indices[:k]
         assert torch.equal(got[row, : len(order)].long(), order)
         assert bool((got[row, len(order) :] == -1).all())
+
+
+SELECTING = [name for name in ("gluon_sm90", "triton") if name in select_topk.backends]
+
+
+@pytest.mark.parametrize("backend", SELECTING)
+@pytest.mark.parametrize(
+    ("tokens", "requests", "entries", "k"),
+    [
+        (4, 4, 33_000, 512),
+        (6, 3, 9000, 1024),
+        (2, 2, 140_000, 512),
+        (700, 3, 9000, 512),
+        (300, 2, 40_000, 512),
+        (5, 1, 9000, 2048),
+    ],
+)
+def test_selection_at_full_size(backend, tokens, requests, entries, k):
+    # Integers have exact scores, with ties: every form must give what torch gives.
+    device, layout = a_device(), get_layout(INDEX_FP8)
+    pages = -(-entries // 64)
+    cache = layout.allocate(requests * pages + 2, 64, device=device, fill=0xFF)
+    table = torch.randperm(requests * pages + 2, device=device)[: requests * pages].int()
+    slots = (table.long().unsqueeze(1) * 64 + torch.arange(64, device=device)).flatten()
+    layout.write(cache, slots, torch.randint(-2, 3, (len(slots), D), device=device).float())
+    owners = torch.sort(torch.randint(-1, requests, (tokens,), device=device)).values.int()
+    arguments = {
+        "q": torch.randint(-2, 3, (tokens, 64, D), device=device).to(torch.float8_e4m3fn),
+        "index_cache": cache,
+        "weights": torch.randint(-2, 3, (tokens, 64), device=device).float(),
+        "lengths": torch.randint(0, entries + 1, (tokens,), device=device).int(),
+        "block_table": table.view(requests, pages),
+        "k": k,
+        "token_to_req": owners,
+        "starts": torch.randint(0, 100, (tokens,), device=device).int(),
+    }
+    if not (support := select_topk.supports(**arguments, backend=backend)):
+        pytest.skip(support.reason)
+    want = select_topk(**arguments, backend="torch")
+    assert torch.equal(select_topk(**arguments, backend=backend), want)
+    rounds = select_topk(**arguments, backend=backend, scratch_bytes=1 << 24)
+    assert torch.equal(rounds, want)
+
+
+def test_selection_does_not_depend_on_the_batch():
+    # Real numbers: equal bits of scores are what makes equal selections.
+    device = a_device()
+    step = decode_step(8, 33_024, device)
+    q = step["q"].to(torch.float8_e4m3fn)
+    weights = torch.randn(8, 64, device=device)
+    arguments = (step["cache"], weights, step["lens"], step["table"], 512)
+    together = select_topk(q, *arguments, backend="triton")
+    for row in range(8):
+        part = slice(row, row + 1)
+        alone = (step["cache"], weights[part], step["lens"][part], step["table"][part], 512)
+        assert torch.equal(select_topk(q[part], *alone, backend="triton"), together[part])
+    pairs = torch.repeat_interleave(torch.arange(8, dtype=torch.int32, device=device), 2)
+    doubled = select_topk(
+        q.repeat_interleave(2, 0),
+        step["cache"],
+        weights.repeat_interleave(2, 0),
+        step["lens"].repeat_interleave(2),
+        step["table"],
+        512,
+        token_to_req=pairs,
+        backend="triton",
+    )
+    assert torch.equal(doubled[::2], together)
+    assert torch.equal(doubled[1::2], together)

@@ -34,6 +34,7 @@ _G = gl.constexpr(GROUP)
 _COLUMNS = gl.constexpr(2 * HEADS)
 _CONSUMERS = gl.constexpr(4)
 _NOTHING = gl.constexpr(-0x80000000)
+_NAN_KEY = gl.constexpr(0x7F800001)  # as of triton_order
 _KEEP_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
 # Names changed after triton 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -190,7 +191,8 @@ def _consume(
         if maxima is not None:
             bits = sums.to(gl.int32, bitcast=True)
             # NaN results are positive on this device, and so the largest.
-            rank = gl.where(seen, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NOTHING)
+            rank = gl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _NAN_KEY)
+            rank = gl.where(seen, rank, _NOTHING)
             best = gl.max(gl.reshape(rank, [_P // _G, _G, 2]), 1)
             M: gl.constexpr = best.type.layout
             group = at // _G + gl.arange(0, _P // _G, layout=gl.SliceLayout(1, M))

@@ -194,7 +194,7 @@ def paged_mqa_logits(
     ``out[r * J + j, w] = sum_h weights[r * J + j, h] * relu(q[r, j, h] . key(r, w))`` for
     ``w < context_lens[r, j]``, else -inf. key(r, w) is the decoded entry at slot
     ``block_table[r, w // B] * B + w % B``. An entry beyond the block table, or on a page that is
-    negative or beyond the cache, is absent: its score is -inf. Nothing else is read.
+    negative or beyond the cache, is absent: its score is -inf. Nothing outside the cache is read.
 
     Args:
         q: [R, J, Hi, D] floating point or float8_e4m3fn, or [R, J, Hi, D/2] packed e2m1 with

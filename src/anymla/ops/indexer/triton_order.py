@@ -23,6 +23,16 @@ def ordered(bits):
 
 
 @triton.jit
+def ordered_result(x, CANONICAL: tl.constexpr):
+    """Keys of float32 results; CANONICAL where arithmetic makes no NaN but the one of all ones."""
+    if CANONICAL:
+        bits = (x + 0.0).to(tl.int32, bitcast=True)
+        return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_KEY)
+    else:
+        return ordered(x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def _as_float(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

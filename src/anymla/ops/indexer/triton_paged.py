@@ -73,6 +73,51 @@ def load_keys(
         return load_operand(rows, there, first, "fp32", MATH, WIDTH, PADDED, PART, NATIVE)
 
 
+@triton.jit
+def locate(
+    table,
+    table_stride,
+    at,
+    stop,
+    pages,
+    page_stride,
+    KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Where keys [at, at + KEYS) are; ``at`` is a multiple of KEYS, below ``stop``.
+
+    Returns byte offsets of their pages [KEYS] int64, their places there, and whether they exist;
+    those that do not are given a page that does. Whole pages cost the fewest instructions.
+    """
+    number = tl.arange(0, KEYS)
+    wide = tl.full((), 1, tl.int64)
+    if ENTRIES % KEYS == 0:
+        page = tl.load(table + wide * (at // ENTRIES) * table_stride)
+        known = (page >= 0) & (page < pages)
+        page_at = tl.where(known, page, 0).to(tl.int64) * page_stride
+        place = at % ENTRIES + number
+        there = tl.full((KEYS,), 1, tl.int1) & known
+        return page_at + tl.zeros((KEYS,), tl.int64), place, there
+    elif KEYS == 2 * ENTRIES:
+        cell = table + wide * (at // ENTRIES) * table_stride
+        first = tl.load(cell)
+        second = tl.load(cell + table_stride, mask=at + ENTRIES < stop, other=-1)
+        first_known = (first >= 0) & (first < pages)
+        second_known = (second >= 0) & (second < pages)
+        first_at = tl.where(first_known, first, 0).to(tl.int64) * page_stride
+        second_at = tl.where(second_known, second, 0).to(tl.int64) * page_stride
+        front = number < ENTRIES
+        there = (front & first_known) | ((number >= ENTRIES) & second_known)
+        return tl.where(front, first_at, second_at), number % ENTRIES, there
+    else:
+        key = at + number
+        page = tl.load(
+            table + (key // ENTRIES).to(tl.int64) * table_stride, mask=key < stop, other=-1
+        )
+        there = (page >= 0) & (page < pages)
+        return tl.where(there, page, 0).to(tl.int64) * page_stride, key % ENTRIES, there
+
+
 @triton.jit(do_not_specialize=["rows", "groups", "pages", "context", "covered", "span"])
 def paged_scores_kernel(
     q,
@@ -126,21 +171,19 @@ def paged_scores_kernel(
                 q, q_scales, line, exists, 0, Q_KIND, MATH, CODEC.channels, PADDED, PART, NATIVE
             )
         pages_of_request = table + request * table_row_stride
+        # Every entry of the cache may be read; what is not meant is left out of the results, which
+        # costs less than a mask on every load.
+        everywhere = tl.full((KEYS,), 1, tl.int1)
         for at in tl.range(first, stop, KEYS, num_stages=STAGES):
             key = at + tl.arange(0, KEYS)
-            page = tl.load(
-                pages_of_request + (key // ENTRIES).to(tl.int64) * table_column_stride,
-                mask=key < stop,
-                other=-1,
+            page_at, place, there = locate(
+                pages_of_request, table_column_stride, at, stop, pages, page_stride, KEYS, ENTRIES
             )
-            there = (page >= 0) & (page < pages)
-            place = key % ENTRIES
-            page_at = page.to(tl.int64) * page_stride
             scales_at = page_at + ENTRIES * CODEC.data_bytes + place * CODEC.scale_bytes
             values_at = page_at + place * CODEC.data_bytes
             if PART == PADDED:
                 tile = load_keys(
-                    cache, values_at, scales_at, there, 0, CODEC, MATH, PADDED, PART, NATIVE
+                    cache, values_at, scales_at, everywhere, 0, CODEC, MATH, PADDED, PART, NATIVE
                 )
                 dots = tl.dot(tile, tl.trans(queries))
             else:
@@ -151,13 +194,22 @@ def paged_scores_kernel(
                         PART, NATIVE,
                     )  # fmt: skip
                     tile = load_keys(
-                        cache, values_at, scales_at, there, part, CODEC, MATH, PADDED, PART, NATIVE
+                        cache,
+                        values_at,
+                        scales_at,
+                        everywhere,
+                        part,
+                        CODEC,
+                        MATH,
+                        PADDED,
+                        PART,
+                        NATIVE,
                     )
                     dots = tl.dot(tile, tl.trans(queries), dots, input_precision="ieee")
             scores = head_sums(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
             if CODEC.kind == "row_fp8":
                 scale_pointers = (cache + scales_at).to(tl.pointer_type(tl.float32))
-                scores = scores * tl.load(scale_pointers, mask=there, other=0.0)[:, None]
+                scores = scores * tl.load(scale_pointers)[:, None]
             seen = there[:, None] & (key[:, None] < end[None, :])
             tl.store(
                 out + row[None, :] * out_stride + key[:, None],
@@ -185,7 +237,10 @@ def paged_mqa_logits(
     logits = out
     if logits is None or logits.stride(1) != 1:
         logits = torch.empty(requests * rows, max_context, dtype=torch.float32, device=q.device)
-    if logits.numel():
+    cache, page_stride, pages, entries = cache_bytes(index_cache)
+    if not pages:
+        logits.fill_(-torch.inf)
+    elif logits.numel():
         target = _triton.target_of(q.device)
         codec = row_codec(layout)
         q_kind = KIND_OF_DTYPE[q.dtype]
@@ -193,7 +248,6 @@ def paged_mqa_logits(
         tile = tile_of(rows, heads, codec.channels, math, target)
         groups = triton.cdiv(rows, tile.rows)
         span = span_of(requests * groups, max_context, tile)
-        cache, page_stride, pages, entries = cache_bytes(index_cache)
         each = context_lens.ndim == 2
         weights = weights if weights.stride(1) == 1 else weights.contiguous()
         paged_scores_kernel[(requests * groups, triton.cdiv(max_context, span))](

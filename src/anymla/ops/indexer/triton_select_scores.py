@@ -29,8 +29,8 @@ from anymla.ops.indexer.triton_operands import (
     math_of,
     query_lines,
 )
-from anymla.ops.indexer.triton_order import NOTHING, ordered, row_bounds
-from anymla.ops.indexer.triton_paged import load_keys
+from anymla.ops.indexer.triton_order import NOTHING, ordered_result, row_bounds
+from anymla.ops.indexer.triton_paged import load_keys, locate
 from anymla.ops.indexer.triton_scores import POINTER_OF_KIND, codes_of
 from anymla.ops.indexer.triton_tiles import Tile, span_of, tile_of
 
@@ -78,6 +78,7 @@ def select_scores_kernel(
     Q_KIND: tl.constexpr,
     MATH: tl.constexpr,
     NATIVE: tl.constexpr,
+    CANONICAL_NAN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """ROWS tokens and ``span`` entries; rows are numbered from ``first_row``."""
@@ -111,14 +112,10 @@ def select_scores_kernel(
             pages_of_request = table + mine.to(tl.int64) * table_row_stride
             for at in tl.range(lowest, stop, KEYS, num_stages=STAGES):
                 key = at + tl.arange(0, KEYS)
-                page = tl.load(
-                    pages_of_request + (key // ENTRIES).to(tl.int64) * table_column_stride,
-                    mask=key < stop,
-                    other=-1,
-                )
-                there = (page >= 0) & (page < pages)
-                place = key % ENTRIES
-                page_at = tl.where(there, page, 0).to(tl.int64) * page_stride
+                page_at, place, there = locate(
+                    pages_of_request, table_column_stride, at, stop, pages, page_stride, KEYS,
+                    ENTRIES,
+                )  # fmt: skip
                 scales_at = page_at + ENTRIES * CODEC.data_bytes + place * CODEC.scale_bytes
                 values_at = page_at + place * CODEC.data_bytes
                 if PART == PADDED:
@@ -149,7 +146,7 @@ def select_scores_kernel(
                 tl.store(scores + row[None, :] * scores_stride + key[:, None], sums, mask=seen)
                 if maxima is not None:
                     PARTS: tl.constexpr = KEYS // _GROUP
-                    rank = tl.where(seen, ordered(sums.to(tl.int32, bitcast=True)), NOTHING)
+                    rank = tl.where(seen, ordered_result(sums, CANONICAL_NAN), NOTHING)
                     best = tl.max(tl.reshape(rank, (PARTS, _GROUP, ROWS)), 1)
                     group = at // _GROUP + tl.arange(0, PARTS)
                     tl.store(
@@ -243,6 +240,7 @@ def select_scores(
         Q_KIND=q_kind,
         MATH=math,
         NATIVE=target.native_e4m3,
+        CANONICAL_NAN=target.backend == "cuda",
         STAGES=tile.stages,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -299,6 +297,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "Q_KIND": q_kind,
                 "MATH": math,
                 "NATIVE": target.native_e4m3,
+                "CANONICAL_NAN": target.backend == "cuda",
                 "STAGES": tile.stages,
             }
             optional = (
