@@ -31,6 +31,7 @@ from anymla.ops.kv_cache import (
     dequantize_and_gather_k_cache,
     quantize_and_insert_k_cache,
 )
+from anymla.testing.oracle.row_formats import ROW_FORMATS
 
 HOSTILE = (-1, -2, -(2**31), -(2**62), 2**31, 2**62)
 E4M3 = torch.tensor(

@@ -345,8 +345,7 @@ def test_every_scale_byte_decodes_exactly(backend, byte, heads):
 # Rows of DeepSeek-V3.2, and values narrower than rows --------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [1, 5, 20])
-@pytest.mark.parametrize("values", [512, 576, 100])
+@pytest.mark.parametrize(("heads", "values"), [(1, 512), (20, 512), (5, 576), (5, 100)])
 def test_v32_rows(backend, heads, values):
     given_ = Scene(
         torch.randn(4, heads, 576).bfloat16(),
@@ -363,7 +362,7 @@ def test_v32_rows(backend, heads, values):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("values", [1, 300, 448, 511])
+@pytest.mark.parametrize("values", [300, 448])
 def test_values_are_the_first_channels(backend, layout, values):
     given_ = Scene(
         torch.randn(3, 2, 512).bfloat16(),
