@@ -2,27 +2,27 @@
 
 import pytest
 import torch
-from gluon_on_host import Pointer, lists_module
+from gluon_on_host import on_host, value
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, blocks_of, choose
 
-LISTS, LANGUAGE = lists_module()
+LISTS, LANGUAGE = on_host("lists")
 
 
 def length_pointer(lengths):
-    return Pointer(torch.tensor([*lengths, 0]))
+    return LANGUAGE.memory.pointer(torch.tensor([*lengths, 0], dtype=torch.int32))
 
 
 def lists_of(lengths0, lengths1, widths):
     """Lists of tokens with these lengths, on the host."""
-    nothing = Pointer(torch.zeros(1, dtype=torch.int64))
+    nothing = length_pointer([])
     given_ = (lengths0 is not None, lengths1 is not None)
     return LISTS.Lists(
         nothing, nothing, nothing, nothing,
         length_pointer(lengths0 or []), length_pointer(lengths1 or []),
-        torch.tensor(widths[0]), torch.tensor(widths[1]), 1 << 30, 1 << 30, 0, 0,
+        value(widths[0]), value(widths[1]), 1 << 30, 1 << 30, 0, 0,
         widths[1] > 0, *given_, 64, 64, 37440, 37440,
     )  # fmt: skip
 
@@ -34,12 +34,10 @@ def pieces_of(schedule, tokens, lists):
         LANGUAGE.program = program
         if schedule.stream:
             size = max(128, 1 << (tokens - 1).bit_length())
-            share = LISTS.stream_share(lists, torch.tensor(tokens), schedule.tiles, TASK_COST, size)
+            share = LISTS.stream_share(lists, value(tokens), schedule.tiles, TASK_COST, size)
         else:
-            tasks = torch.tensor(tokens * schedule.tiles)
-            share = LISTS.aligned_share(
-                tasks, torch.tensor(schedule.splits), schedule.tiles, schedule.cut
-            )
+            tasks = value(tokens * schedule.tiles)
+            share = LISTS.aligned_share(tasks, value(schedule.splits), schedule.tiles, schedule.cut)
         for k in range(int(share.count)):
             token, tile, _, _, _, first, last, direct, slot, mark = LISTS.piece(k, share, lists)
             task = int(token) * schedule.tiles + int(tile)

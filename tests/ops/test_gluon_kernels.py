@@ -1,0 +1,146 @@
+"""The text of the Hopper kernels, run on the host against float64; see ``gluon_on_host``."""
+
+import importlib
+
+import pytest
+import torch
+from gluon_on_host import launch, on_host
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, tile_heads
+from anymla.testing.conformance.expected import attend
+from anymla.testing.conformance.scene import Scene, scope
+
+TILES, COLUMNS, LANGUAGE = on_host("tiles", "columns")
+CHANNELS = 512
+
+
+def schedule_of(heads, tokens, way, processors):
+    tile = tile_heads(heads)
+    tiles = -(-heads // tile)
+    splits = 3 if way == "aligned" else 1
+    programs = processors if way == "stream" else min(processors, tokens * tiles * splits)
+    return Schedule(tile, tiles, programs, splits, way == "stream")
+
+
+def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
+    """The kernel, and the sums of its pieces put together."""
+    q = made.q
+    tokens, heads, _ = q.shape
+    scopes = [made.main] if made.extra is None else [made.main, made.extra]
+    first, second = scopes[0], scopes[-1]
+    rows = schedule.heads
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype)
+    lse = torch.full(q.shape[:2], torch.nan)
+    part = torch.full((schedule.slots(tokens), rows, CHANNELS), torch.nan)
+    sums = torch.full((schedule.slots(tokens), rows, 2), torch.nan)
+    spans = torch.full((tokens * schedule.tiles, 2), -1, dtype=torch.int32)
+    marks = torch.full((schedule.pieces(tokens), 2), -1, dtype=torch.int32)
+    sink = torch.zeros(heads) if made.sink is None else made.sink.float()
+    tiled = rows == 64
+    form = (
+        {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0} if tiled else {"HEADS": rows, "BUFFERS": 2}
+    )
+    launch(
+        LANGUAGE, TILES.tiles_kernel if tiled else COLUMNS.columns_kernel, schedule.programs,
+        q, first.cache, second.cache, first.indices, second.indices, first.lengths,
+        second.lengths, sink, out, lse, part, sums, spans, marks,
+        tokens, heads, first.indices.shape[1], second.indices.shape[1],
+        *(len(each.cache) * each.cache.shape[1] for each in (first, second)),
+        first.indices.stride(0), second.indices.stride(0), schedule.splits,
+        q.stride(0) // 2, out.stride(0), torch.tensor(scale, dtype=torch.float32).item(), empty,
+        SPLIT=schedule.cut, STREAM=schedule.stream, COST=TASK_COST, SIZE=128,
+        TWO=len(scopes) > 1, LENGTH0=True, LENGTH1=True,
+        PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
+        STEP0=first.cache.stride(0), STEP1=second.cache.stride(0), SINK=made.sink is not None,
+        Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1), PRODUCER_REGISTERS=0, **form,
+    )  # fmt: skip
+    if schedule.cut:
+        merge(schedule, part, sums, spans, sink if made.sink is not None else None, out, lse, empty)
+    return out, lse
+
+
+def merge(schedule, part, sums, spans, sink, out, lse, empty):
+    """By Triton's interpreter."""
+    merging = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_merge")
+    tokens, heads, _ = out.shape
+    most = 1 << (schedule.most_pieces - 1).bit_length()
+    merging.merge_kernel[(tokens * heads * (CHANNELS // merging.MERGE_CHANNELS),)](
+        part, sums, spans, lse if sink is None else sink, out, lse, heads, schedule.splits,
+        schedule.programs, out.stride(0), out.stride(1), empty,
+        ROWS=schedule.heads, CHANNELS=CHANNELS, WIDTH=merging.MERGE_CHANNELS, MOST=most,
+        AT_ONCE=merging.pieces_at_once(most), STREAM=schedule.stream, SINK=sink is not None,
+        EARLY=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["whole", "aligned", "stream"])
+@pytest.mark.parametrize("heads", [3, 20, 64, 70])
+def test_any_lists(heads, way):
+    pytest.importorskip("triton")
+    made = Scene(
+        torch.randn(4, heads, CHANNELS).bfloat16(),
+        scope(4, 130, lengths=[130, 0, 7, 64]),
+        scope(4, 200, lengths=[200, 0, 0, 129], page=2, poison_behind=True),
+        torch.tensor([0.0, torch.inf, -torch.inf, 2.0, -1.0])[torch.arange(heads) % 5],
+    )
+    made.expected().check(run(made, schedule_of(heads, 4, way, 3)))
+
+
+@pytest.mark.parametrize("way", ["whole", "aligned", "stream"])
+@pytest.mark.parametrize("heads", [5, 64])
+@pytest.mark.parametrize(
+    "what", ["large scale", "small scale", "large q", "small q", "tail", "NaN"]
+)
+def test_what_float16_cannot_hold(heads, way, what):
+    pytest.importorskip("triton")
+    q = torch.randn(2, heads, CHANNELS).bfloat16()
+    made = Scene(q, scope(2, 70, lengths=[70, 66]), sink=torch.zeros(heads))
+    data, scales = get_layout(MAIN_FP8).planes(made.main.cache)
+    bad = int(made.main.indices[0, 17])
+    page, offset = divmod(bad, made.main.cache.shape[1])
+    scale = CHANNELS**-0.5
+    if what == "large scale":
+        scales[page, offset, 3] = 140
+        scale = 2.0**-24
+    elif what == "small scale":
+        scales[page, offset, 5] = 60
+    elif what == "large q":
+        q[0] *= 2.0**30
+        q[1] *= 2.0**-8
+        scale = 2.0**-34
+    elif what == "small q":
+        q[0] *= 2.0**-30
+        q[1] *= 0.0
+        scale = 2.0**25
+    elif what == "tail":
+        data[page, offset, 448:] = torch.full((64,), 3e5).bfloat16().view(torch.uint8)
+        scale = 2.0**-22
+    else:
+        data[page, offset, 100] = 0x7F
+    out, lse = run(made, schedule_of(heads, 2, way, 3), scale)
+    if what == "NaN":
+        lists = torch.tensor([bad in made.main.indices[t, :n] for t, n in enumerate((70, 66))])
+        assert out[lists].isnan().any(-1).all()
+        assert lse[lists].isnan().all()
+        assert out[~lists].isfinite().all()
+        assert lse[~lists].isfinite().all()
+        return
+    rows = [made.main.rows(token) for token in range(2)]
+    attend(q, rows, made.sink, scale).check((out, lse))
+
+
+def test_the_lse_of_a_token_without_rows_is_what_was_asked_for():
+    made = Scene(torch.randn(2, 3, CHANNELS).bfloat16(), scope(2, 9, lengths=[0, 9]))
+    out, lse = run(made, schedule_of(3, 2, "whole", 2), empty=torch.inf)
+    assert (lse[0] == torch.inf).all()
+    assert not out[0].any()
+    assert lse[1].isfinite().all()
+
+
+def test_float16_queries():
+    made = Scene(torch.randn(2, 3, CHANNELS).half(), scope(2, 40))
+    out, lse = run(made, schedule_of(3, 2, "whole", 2))
+    want = made.expected()
+    assert torch.allclose(lse.double(), want.lse, atol=1e-4)
+    assert torch.allclose(out.double(), want.out, atol=2e-3)
