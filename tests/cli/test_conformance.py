@@ -181,7 +181,10 @@ def test_a_crash_and_a_hang_are_one_cases_outcome() -> None:
     [
         (("--backend", "cuda"), "--backend cuda: there are"),
         (("--case", "Z9"), "--case Z9: there are L1, L2"),
-        (("--against", "nobody"), "expected one of flash_mla, deep_gemm, vllm_xpu, or module:"),
+        (
+            ("--against", "nobody"),
+            "expected one of flash_mla, deep_gemm, vllm_xpu, compat, or module:",
+        ),
         (("--against", "torch:nothing_here"), "has no attribute 'nothing_here'"),
         (("--against", "torch:topk"), "topk is no operation of this package; name one with"),
         (("--against", "no_such_module:f"), "No module named 'no_such_module'"),
@@ -214,3 +217,50 @@ def test_a_nan_row_beyond_the_length_is_shown() -> None:
     assert "plain rows, NaN behind the lengths: out: 4096 of 4096 elements differ in being NaN" in (
         result.output
     )
+
+
+# ---- this package's own stand-ins, and vLLM's path -----------------------------------------------
+
+
+def test_the_compatible_names_pass_what_they_are_judged_by() -> None:
+    names = ("A1", "A2", "A10", "L1", "L3", "L6", "C3", "I2", "I6", "I8")
+    chosen = [word for name in names for word in ("--case", name)]
+    result = conformance("--against", "compat", "--jobs", 0, "--device", "cpu", *chosen)
+    assert result.exit_code == 0, result.output
+    assert "0 failed, 0 not applicable" in result.output
+    assert "reads v4_index_fp8 only" in result.output  # L1 also asks for MXFP4 keys
+
+
+class FakeXpu:
+    """The signature of vLLM's decode for XPU, which takes the sink and does not use it."""
+
+    @staticmethod
+    def xpu_sparse_decode_fp8(
+        *, q, kv_cache, swa_kv_cache, swa_only, topk_indices, topk_lens, swa_indices, swa_lens,
+        attn_sink, softmax_scale, head_dim, nope_head_dim, rope_head_dim, out,
+    ):  # fmt: skip
+        assert (head_dim, nope_head_dim, rope_head_dim) == (512, 448, 64)
+        assert (kv_cache is None) == swa_only
+        assert len(attn_sink) == q.shape[1]
+        sparse_attention(
+            q, swa_kv_cache, swa_indices, swa_lens, extra_cache=kv_cache,
+            extra_indices=topk_indices, extra_lengths=topk_lens, scale=softmax_scale, out=out,
+        )  # fmt: skip
+
+
+def test_vllms_path_is_shown_dropping_the_sink(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "xpu_sparse_decode_fp8", FakeXpu)
+    words = ("--jobs", 0, "--device", "cpu", "--case", "A1", "--case", "A2", "--case", "A5")
+    result = conformance("--against", "vllm_xpu", *words)
+    assert result.exit_code == 1
+    assert "FAIL A1 " in result.output
+    assert "n/a  A2   lse: natural log, sink excluded" in result.output
+    assert "returns no lse" in result.output
+    assert "ok   A5 " in result.output
+
+
+def test_libraries_that_need_a_gpu_say_so(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", FakeFlashMla())
+    result = conformance("--against", "flash_mla", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "flash_mla runs on CUDA tensors" in result.output

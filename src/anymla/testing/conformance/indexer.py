@@ -99,14 +99,20 @@ def score_formula(ops: Ops) -> None:
     size = index_scale(q, scaled, weights)
     assert_close(got, want, atol=ops.dot_error, scale=size, name="dense scores")
 
-    guarded = guarded_cache(INDEX_FP8, 3, 16)
-    slots = torch.cat((torch.arange(32, 48), torch.arange(0, 14)))
+    # Two requests of two rows over the same pages, the second page in front of the first.
+    guarded = guarded_cache(INDEX_FP8, 3, 64)
+    slots = torch.cat((torch.arange(128, 192), torch.arange(0, 6)))
+    keys = coded(70, 128)
     guarded.write(slots, keys)
     rows = ROW_FORMATS[INDEX_FP8].decode(*read_entries(guarded.cache, slots, INDEX_FP8))
-    lens = torch.tensor([[30, 17, 16, 1, 0]], dtype=torch.int32)
-    pages = torch.tensor([[2, 0]], dtype=torch.int32)
-    got = ops.paged_mqa_logits(q.unsqueeze(0), guarded.cache, weights, lens, pages, max_context=30)
-    want = torch.where(column < lens.T, index_scores(q, rows, weights), -torch.inf)
+    lens = torch.tensor([[70, 67], [17, 0]], dtype=torch.int32)
+    pages = torch.tensor([[2, 0], [2, 0]], dtype=torch.int32)
+    q, weights = q[:4], weights[:4]
+    got = ops.paged_mqa_logits(
+        q.unflatten(0, (2, 2)), guarded.cache, weights, lens, pages, max_context=70
+    )
+    inside = torch.arange(70) < lens.view(4, 1)
+    want = torch.where(inside, index_scores(q, rows, weights), -torch.inf)
     size = index_scale(q, rows, weights)
     assert_close(got, want, atol=ops.dot_error, scale=size, name="paged scores")
 
@@ -191,7 +197,7 @@ def several_requests(ops: Ops) -> None:
 
 @case("I6", "rows of length zero read nothing", "paged_mqa_logits", "topk_per_row")
 def zero_lengths(ops: Ops) -> None:
-    guarded = guarded_cache(INDEX_FP8, 2, 16)
+    guarded = guarded_cache(INDEX_FP8, 2, 64)
     q, weights = coded(3, 2, 4, 128), torch.randn(6, 4)
     lens = torch.zeros(3, 2, dtype=torch.int32)
     pages = hostile_indices(2, 3, 4)
@@ -260,8 +266,9 @@ def accepted_by_score(ops: Ops) -> None:
         quant="fp8",
     )
     lens = torch.full((4,), entries, dtype=torch.int32)
+    tables = table_.repeat(4, 1)
     scores = ops.paged_mqa_logits(
-        coded.unsqueeze(0), guarded.cache, scaled, lens.view(1, 4), table_, max_context=entries
+        coded.unsqueeze(1), guarded.cache, scaled, lens, tables, max_context=entries
     )
     chosen = ops.topk_per_row(scores, torch.zeros_like(lens), lens, k)
     exact = IndexQueries(

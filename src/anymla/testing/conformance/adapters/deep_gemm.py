@@ -27,7 +27,11 @@ _DOT_ERROR = Bound(2 * (128 / 32) ** 0.5 * 2.0**-13, "2 * sqrt(128 / 32) * 2^-13
 
 def adapter() -> Adapter:
     """DeepGEMM of this installation."""
-    module = require_module("deep_gemm", "deep_gemm")
+    return adapter_of(require_module("deep_gemm", "deep_gemm"), "deep_gemm")
+
+
+def adapter_of(module: Any, name: str, *, needs_gpu: bool = True) -> Adapter:
+    """A module with ``fp8_mqa_logits`` and ``fp8_paged_mqa_logits``."""
 
     def dense(
         q: Tensor,
@@ -83,12 +87,12 @@ def adapter() -> Adapter:
         return torch.where(inside, scores[:, :max_context].float(), -torch.inf)
 
     return Adapter(
-        "deep_gemm",
+        name,
         {"mqa_logits": dense, "paged_mqa_logits": paged},
         version=str(getattr(module, "__version__", "")),
         translates=_TRANSLATES,
         excused={"I7": "allocates its result itself", "L4": "a case of this package's strides"},
-        needs_gpu=True,
+        needs_gpu=needs_gpu,
         dot_error=_DOT_ERROR,
     )
 
