@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help demo test test-vllm lint types imports check bench build-matrix build-subset clean
+.PHONY: help demo test test-vllm lint types imports check bench build-matrix build-subset docs report clean
 
 help:
 	@echo "make demo    run DeepSeek-V4 end to end on a tiny checkpoint, checked against float64"
@@ -14,6 +14,8 @@ help:
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
 	@echo "make check   lint, types and import contracts"
 	@echo "make bench   CPU benchmarks (several minutes)"
+	@echo "make report  a page of all recorded measurements, report.html"
+	@echo "make docs    the documentation as a site, in build/docs"
 	@echo "make build-matrix   build every Triton kernel for every GPU target, without a GPU"
 	@echo "make clean   remove .venv and the demo's output"
 
@@ -62,6 +64,13 @@ build-matrix: $(READY)
 # One build of each kernel, for one target of each kind.
 build-subset: $(READY)
 	$(BIN)/anymla bench build-matrix --first --target sm_80 --target sm_90 --target gfx942 --target gfx1201
+
+report: $(READY)
+	$(BIN)/anymla bench report --output report.html
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) demo-output
