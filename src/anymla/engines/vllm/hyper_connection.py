@@ -65,17 +65,11 @@ def post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tens
 
 
 def post_pre(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    *args: Any,
-    tile_n: int = 1,
-    **kwargs: Any,
+    x: Tensor, residual: Tensor, *args: Any, tile_n: int = 1, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """``post`` of one sublayer, then ``pre`` of the next."""
-    residual = post(x, residual, post_layer_mix, comb_res_mix)
-    return (residual, *pre(residual, *args, **kwargs))
+    """``post`` of one sublayer (its gates come first), then ``pre`` of the next."""
+    residual = post(x, residual, *args[:2])
+    return (residual, *pre(residual, *args[2:], **kwargs))
 
 
 def head(

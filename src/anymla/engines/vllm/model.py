@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import CustomOp
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepSeekV4MTP
@@ -53,11 +54,11 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
         kernels.enable_jit_warmup = warmup
 
 
-class _WithAnymlaLayers:
-    def __init__(self, *, vllm_config: Any, **kwargs: Any) -> None:
+class _WithAnymlaLayers(nn.Module):
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         _LOG.info_once(report.summary(_MACHINE, _PARTS), scope="global")
         with _anymla_layers(vllm_config):
-            super().__init__(**{"vllm_config": vllm_config, **kwargs})
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
 
 
 class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
