@@ -88,8 +88,22 @@ def _store_columns(y, to, row_stride, H, PART: gl.constexpr, HEADS: gl.constexpr
 
 
 @gluon.jit
+def _store_rows(y, stage, to, H, HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr):
+    """Write y [256, HEADS] as rows of heads, turned over in shared memory [HEADS, 256]."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    stage.permute((1, 0)).store(y.to(to.dtype.element_ty))
+    result = stage.load(L)
+    head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)), 1)
+    channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
+    if PART == 1:
+        channel = stored(channel, 1)
+    at = head * HEAD + gl.expand_dims(channel, 0) + PART * HALF
+    gl.store(to + at, result, mask=head < H)
+
+
+@gluon.jit
 def _finish(
-    left, right, sums, top, empty, out_ptr, lse_ptr, sink_ptr, token, H, out_token,
+    left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H, out_token,
     OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Write the result of a whole task."""
@@ -97,8 +111,8 @@ def _finish(
     bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
     share = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
     to = out_ptr + token.to(gl.int64) * out_token
-    _store_columns(left * share, to, OUT_HEAD, H, 0, HEADS, L)
-    _store_columns(right * share, to, OUT_HEAD, H, 1, HEADS, L)
+    _store_rows(left * share, stage.index(0), to, H, OUT_HEAD, 0, HEADS)
+    _store_rows(right * share, stage.index(1), to, H, OUT_HEAD, 1, HEADS)
     gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
 
 
@@ -119,7 +133,7 @@ def _leave(
 @gluon.jit
 def main_part(
     lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
-    H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, p_s, bias_s, exchange,
+    H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s, bias_s, exchange,
     noticed, ready, free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
     BUFFERS: gl.constexpr,
@@ -179,8 +193,8 @@ def main_part(
         if share.STREAM:
             if direct:
                 _finish(
-                    left, right, sums, top, empty, out_ptr, lse_ptr, sink_ptr, token, H, out_token,
-                    OUT_HEAD, HEADS, SINK, L,
+                    left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H,
+                    out_token, OUT_HEAD, HEADS, SINK, L,
                 )  # fmt: skip
             else:
                 _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
@@ -189,8 +203,8 @@ def main_part(
             _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
         else:
             _finish(
-                left, right, sums, top, empty, out_ptr, lse_ptr, sink_ptr, token, H, out_token,
-                OUT_HEAD, HEADS, SINK, L,
+                left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H,
+                out_token, OUT_HEAD, HEADS, SINK, L,
             )  # fmt: skip
 
 
@@ -228,6 +242,7 @@ def columns_kernel(
     left = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
     right = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
     q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
+    stage = view(q_words, out_ptr.dtype.element_ty, [2, HEADS, HALF], HALVES)
     k_left = view(left, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     p_s = gl.allocate_shared_memory(
@@ -248,7 +263,7 @@ def columns_kernel(
         [
             (main_part, (
                 lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
-                sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, p_s,
+                sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s,
                 bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD, HEADS, BUFFERS,
             )),
             (_all_rows, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
