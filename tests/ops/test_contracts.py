@@ -14,7 +14,7 @@ from anymla.ops._triton import has_triton
 
 def _operations():
     for module in pkgutil.iter_modules(anymla.ops.__path__):
-        if module.name.startswith("_"):
+        if not module.ispkg:
             continue
         interface = importlib.import_module(f"anymla.ops.{module.name}.interface")
         family = importlib.import_module(f"anymla.ops.{module.name}")

@@ -11,7 +11,9 @@ from anymla.ops._operation import (
     check,
     operation,
     require,
+    vouched_for,
 )
+from anymla.ops.linear import linear
 
 
 def _like_x(x, **_):
@@ -138,3 +140,16 @@ def test_torch_compile_sees_through(compiler):
 def test_every_operation_is_registered_under_its_name():
     assert hasattr(torch.ops.anymla, "contract_probe_add")
     assert contract_probe_add.__doc__ == "Return x + scale * y."
+
+
+def test_what_is_vouched_for_is_not_checked_again():
+    x, weight = torch.ones(1, 2), torch.ones(3, 2)
+    wrong = torch.ones(1, 7)
+    with vouched_for(True):
+        assert linear(x, weight).tolist() == [[2, 2, 2]]
+        with vouched_for(False), pytest.raises(ValueError, match="linear: weight must be"):
+            linear(wrong, weight)
+        with pytest.raises(RuntimeError):  # nobody looks before torch does
+            linear(wrong, weight)
+    with pytest.raises(ValueError, match="linear: weight must be"):
+        linear(wrong, weight)

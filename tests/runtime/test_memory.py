@@ -29,7 +29,7 @@ def _held():
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for each in gc.get_objects()
-        if issubclass(type(each), torch.Tensor) and each.dtype != torch.complex64
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.dtype != torch.complex64
     }
     return sorted(storages.values())
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from anymla.model.transformer import Transformer
+from anymla.ops._operation import vouched_for
 from anymla.ops.workspace import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
@@ -93,6 +94,8 @@ class Engine:
         self._planner = StepPlanner(self.store, backend=model.backend)
         self._runner = _decode_runner(model, self.store, options)
         self._states: dict[str, RequestState] = {}
+        # Tokens and requests of steps whose tensors the operations have accepted.
+        self._checked_sizes: set[tuple[int, int]] = set()
         self._backbone_layers = model.config.num_hidden_layers
         self._drafter: Drafter | None = None
         if options.draft_tokens:
@@ -177,11 +180,13 @@ class Engine:
         if not spans:
             assert not self._states, "requests wait, but none runs"
             return StepReport(0, {}, [])
-        with self.workspace.active():
+        sizes = sum(len(span.token_ids) for span in spans), len(spans)
+        with self.workspace.active(), vouched_for(sizes in self._checked_sizes):
             forwarded = self._forward(spans)
             self._score_prompts(spans, forwarded)
             new_tokens = self._choose(spans, forwarded)
             self._draft(spans, forwarded)
+        self._checked_sizes.add(sizes)
         finished = []
         for span in spans:
             if span.state.finish_reason is None:
