@@ -264,7 +264,8 @@ def columns_kernel(
             (main_part, (
                 lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
                 sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left,
-                k_right, p_s, bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD, HEADS, BUFFERS,
+                k_right, p_s, bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD,
+                HEADS, BUFFERS,
             )),
             (_all_rows, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
         ],
