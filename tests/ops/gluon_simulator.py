@@ -284,6 +284,22 @@ class Machine:
         size = value.numel() * value.element_size()
         self.copy(shared, value, lambda: barrier.barrier.complete(size))
 
+    def store_tile(self, descriptor, coordinates, shared):
+        """Read later; until ``store_wait`` nobody may write there."""
+        self.pause()
+        self.reads(shared)
+        self.reading.setdefault(f"{self.current}'s copies", []).append({shared.place})
+        row, column = (int(x) for x in coordinates)
+        rows, columns = descriptor.box
+        assert row + rows <= len(descriptor.matrix)
+
+        descriptor.matrix[row : row + rows, column : column + columns] = shared.tensor
+
+    def store_wait(self, pendings):
+        assert pendings == 0
+        self.pause()
+        self.reading.pop(f"{self.current}'s copies", None)
+
     def load_rows(self, shared, pointer, mask):
         value = load(pointer, mask=mask, other=0)
         self.copy(shared, value, lambda: None)
@@ -459,6 +475,7 @@ def _namespace(machine: Machine) -> dict:
     return {
         "gl": gl,
         "mbarrier": mbarrier,
+        "tma": types.SimpleNamespace(store_wait=machine.store_wait),
         "async_copy": types.SimpleNamespace(mbarrier_arrive=machine.arrive_after_copies),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": machine.product,

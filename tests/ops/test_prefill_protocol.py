@@ -20,7 +20,7 @@ from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import gluon_sm90_prefill_kernel as module
 
 _LOG2E = 1.4426950408889634
-NAMES = {"_load_tile": "load_tile", "_load_rows": "load_rows"}
+NAMES = {"_load_tile": "load_tile", "_load_rows": "load_rows", "_store_tile": "store_tile"}
 
 
 def run(
@@ -50,6 +50,7 @@ def run(
         kernel,
         Descriptor(case.q.view(-1, dim), (64, dim // 2)),
         Descriptor(case.rows, (64, dim // 2)),
+        Descriptor(out.view(tokens * heads, -1), (64, dim // 2)),
         *(Pointer(x.flatten()) for x in (case.rows, case.runs, listed, sink)),
         Pointer(out.view(-1)),
         Pointer(scales.view(-1)),
@@ -73,6 +74,7 @@ def run(
         WHOLE=heads % 64 == 0,
         QUANTISED=table is not None,
         TURNED=0 if table is None else table.shape[1],
+        COPIED=table is None and heads % 64 == 0,
         LAZY=lazy,
         LEFT_REGISTERS=0,
         RIGHT_REGISTERS=0,
@@ -187,9 +189,9 @@ def altered(tmp_path, *changes: tuple[str, str]):
 
 
 STALE_COUNT = (
-    "        blocks = _get(blocks_s.index(number % 2))\n        for _ in range(blocks):",
+    "        blocks = _get(blocks_s.index(number % 2))\n        for i in range(blocks):",
     "        if number == 0:\n            blocks = _get(blocks_s.index(0))\n"
-    "        for _ in range(blocks):",
+    "        for i in range(blocks):",
 )
 WAITS = [
     "                mbarrier.wait(free_l.index(b), phase)\n                _put(",

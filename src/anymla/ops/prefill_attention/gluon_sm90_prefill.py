@@ -21,6 +21,7 @@ HEADS = 64
 LEFT_REGISTERS = 240
 RIGHT_REGISTERS = 176
 LAZY = False
+COPIED = False
 
 
 def prefill_attention(
@@ -112,16 +113,19 @@ def _launch(
     scale = channels**-0.5 if scale is None else scale
     tile = NVMMASharedLayout(128, 16, rank=2)
     box = [HEADS, channels // 2]
+    queries = TensorDescriptor.from_tensor(q.view(tokens * heads, channels), box, tile)
+    copied = COPIED and turned is None and heads % HEADS == 0 and out.dtype == rows.dtype
+    outputs = out.view(tokens * heads, channels) if copied else out
     prefill_kernel[(min(tasks, multiprocessors(q.device)),)](
-        TensorDescriptor.from_tensor(q.view(tokens * heads, channels), box, tile),
-        TensorDescriptor.from_tensor(rows, box, tile),
+        queries, TensorDescriptor.from_tensor(rows, box, tile),
+        TensorDescriptor.from_tensor(outputs, box, tile) if copied else queries,
         rows, runs, listed, lse if sink is None else sink, out,
         *((lse, runs, lse, 0) if turned is None else _of(turned)), lse,
         scale * _LOG2E, listed.stride(0), window, entries if lists is None else lists.shape[1],
         len(rows), tasks, heads,
         HEAD_BLOCKS=blocks, LISTED=lists is not None, SINK=sink is not None,
         WHOLE=heads % HEADS == 0, QUANTISED=turned is not None,
-        TURNED=0 if turned is None else turned.table.shape[1], LAZY=LAZY,
+        TURNED=0 if turned is None else turned.table.shape[1], COPIED=copied, LAZY=LAZY,
         LEFT_REGISTERS=LEFT_REGISTERS, RIGHT_REGISTERS=RIGHT_REGISTERS,
         num_warps=4,
     )  # fmt: skip
@@ -152,6 +156,7 @@ def builds(target: Target) -> Iterator[Build]:
             {
                 "qdesc": tile,
                 "kdesc": tile,
+                "odesc": tile,
                 "kv": f"*{dtype}",
                 "out": "*i16" if quantised else f"*{dtype}",
                 "positions": "*i64" if quantised else "*i32",
@@ -167,6 +172,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "WHOLE": True,
                 "QUANTISED": False,
                 "TURNED": 0,
+                "COPIED": COPIED and not quantised and constants.get("WHOLE", True),
                 "LAZY": LAZY,
                 "LEFT_REGISTERS": LEFT_REGISTERS,
                 "RIGHT_REGISTERS": RIGHT_REGISTERS,

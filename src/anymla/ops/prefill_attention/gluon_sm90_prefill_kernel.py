@@ -14,8 +14,8 @@ Every count that more than one warpgroup needs is computed once, by the producer
 """
 
 # mypy: ignore-errors
-# ruff: noqa: SIM113
-# Device code is not ordinary Python, and has no enumerate.
+# ruff: noqa: SIM102, SIM113
+# Device code is not ordinary Python: no enumerate, and constants decide on a branch alone.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.9 renamed both.
+# Triton 3.9 renamed all three.
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 _LOG2E = gl.constexpr(1.4426950408889634)
@@ -365,6 +366,7 @@ def _angles(table, positions, token, length, TURNED: gl.constexpr):
 @gluon.jit
 def left(
     sink,
+    odesc,
     out,
     scales,
     lse,
@@ -394,6 +396,7 @@ def left(
     WHOLE: gl.constexpr,
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
+    COPIED: gl.constexpr,
     LAZY: gl.constexpr,
 ):
     """Scores, softmax and the left half of the values."""
@@ -418,6 +421,10 @@ def left(
         sums = gl.zeros([64], gl.float32, SR)
         b = done % 2
         S, masked = _scores(q_s, k_l, k_r, masked_s, rdy_l, rdy_r, b, (done // 2) & 1, SL, LISTED)
+        if COPIED:
+            if number > 0:
+                tma.store_wait(0)
+                mbarrier.arrive(free_l.index(1 - b), count=1)
         S = warpgroup_mma_wait(0, deps=[S])
         P, past, m, sums, acc = _softmax(
             S, m, sums, acc, masked, valid_s, b, scale, SL, AL, True, LAZY
@@ -463,20 +470,30 @@ def left(
         natural = gl.where(sums > 0, natural, float("-inf"))
         gl.store(lse + token.to(gl.int64) * heads + head + r, natural, mask=head + r < heads)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(free_l.index(b), count=1)
+        if not COPIED:
+            mbarrier.arrive(free_l.index(b), count=1)
         done += 1
         acc = acc * gl.expand_dims(gl.convert_layout(factor, AR), 1)
-        if QUANTISED:
+        if COPIED:
+            # The output leaves through the buffer of the last block, which is freed when the next
+            # task's first product is under way.
+            k_l.index(b).store(acc.to(DT))
+            fence_async_shared()
+            _store_tile(odesc, [token * heads + head, 0], k_l.index(b))
+        elif QUANTISED:
             _store_half_quantised(
                 acc, out, scales, scales, token * heads + head, heads - head, 0, TURNED
             )
         else:
             _store_half(acc, out, token * heads + head, heads - head, 0, WHOLE)
         number += 1
+    if COPIED:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def right(
+    odesc,
     out,
     scales,
     positions,
@@ -497,6 +514,7 @@ def right(
     WHOLE: gl.constexpr,
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
+    COPIED: gl.constexpr,
     LAZY: gl.constexpr,
 ):
     """The right half of the values."""
@@ -512,7 +530,7 @@ def right(
         # Read here, not carried from task to task: Triton 3.6 freezes a value that a loop carries
         # for the bound of an inner loop alone.
         blocks = _get(blocks_s.index(number % 2))
-        for _ in range(blocks):
+        for i in range(blocks):
             b = done % 2
             phase = (done // 2) & 1
             mbarrier.wait(p_rdy.index(b), phase)
@@ -520,12 +538,23 @@ def right(
             mbarrier.wait(go.index(b), phase)
             acc = warpgroup_mma(p_s.index(b), k_r.index(b), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(free_r.index(b), count=1)
+            if COPIED:
+                if i + 1 < blocks:
+                    mbarrier.arrive(free_r.index(b), count=1)
+            else:
+                mbarrier.arrive(free_r.index(b), count=1)
             done += 1
         mbarrier.wait(last.index(number % 2), (number // 2) & 1)
         factor = factor_s.index(number % 2).load(AR)
         acc = acc * gl.expand_dims(factor, 1)
-        if QUANTISED:
+        if COPIED:
+            b = (done - 1) % 2
+            k_r.index(b).store(acc.to(k_r.dtype))
+            fence_async_shared()
+            _store_tile(odesc, [token * heads + head, 256], k_r.index(b))
+            tma.store_wait(0)
+            mbarrier.arrive(free_r.index(b), count=1)
+        elif QUANTISED:
             angles = _angles(table, positions, token, length, TURNED)
             _store_half_quantised(
                 acc, out, scales, angles, token * heads + head, heads - head, 1, TURNED
@@ -539,6 +568,7 @@ def right(
 def prefill_kernel(
     qdesc,
     kdesc,
+    odesc,
     kv,
     runs,
     lists,
@@ -562,6 +592,7 @@ def prefill_kernel(
     WHOLE: gl.constexpr,
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
+    COPIED: gl.constexpr,
     LAZY: gl.constexpr,
     LEFT_REGISTERS: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr,
@@ -571,6 +602,7 @@ def prefill_kernel(
     Args:
         qdesc: of q as [T * H, 512], boxes of 64 x 256.
         kdesc: of the rows [N, 512], boxes of 64 x 256.
+        odesc: of ``out`` as [T * H, 512], boxes of 64 x 256; used if COPIED.
         kv: pointer to the rows.
         runs: int32 [T, 4].
         lists: int32 [T, .], ``stride`` apart; used if LISTED.
@@ -594,6 +626,7 @@ def prefill_kernel(
         WHOLE: H is a multiple of 64.
         QUANTISED: heads are rotated back and quantised.
         TURNED: channels of a head that turn with the position.
+        COPIED: the output has the rows' type and leaves by the tensor copy engine; with WHOLE only.
         LAZY: accumulators are rescaled only when a maximum has grown a lot.
         LEFT_REGISTERS: of a thread of ``left``.
         RIGHT_REGISTERS: of a thread of ``right``.
@@ -643,17 +676,19 @@ def prefill_kernel(
             (
                 left,
                 (
-                    sink, out, scales, lse, q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s,
-                    blocks_s, rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
-                    scale, tasks, heads, HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, LAZY,
+                    sink, odesc, out, scales, lse,
+                    q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s, blocks_s,
+                    rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
+                    scale, tasks, heads,
+                    HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, COPIED, LAZY,
                 ),
             ),
             (
                 right,
                 (
-                    out, scales, positions, table, length,
+                    odesc, out, scales, positions, table, length,
                     k_r, p_s, past_s, factor_s, blocks_s, free_r, p_rdy, go, last,
-                    tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED, LAZY,
+                    tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED, COPIED, LAZY,
                 ),
             ),
         ],
