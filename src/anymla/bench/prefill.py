@@ -83,11 +83,10 @@ LONG_CASES = (
 
 
 class Call:
-    """Inputs of a case on the GPU."""
+    """Inputs of a case."""
 
-    def __init__(self, case: PrefillCase, seed: int = 1) -> None:
+    def __init__(self, case: PrefillCase, seed: int = 1, device: str = "cuda") -> None:
         torch.manual_seed(seed)
-        device = torch.device("cuda")
         tokens, heads = case.tokens, case.heads
         ratio = {"window": 0, "all": 128}.get(case.kind, 4)
         position = torch.arange(case.context - tokens, case.context, device=device)
@@ -102,7 +101,7 @@ class Call:
         # Entries first, then the rows of the window.
         runs = (first - start + self.entries, position + 1 - first, 0 * first, visible)
         self.runs = torch.stack(runs, 1).int()
-        self.cache = _cache(self.entries + case.context - start)
+        self.cache = _cache(self.entries + case.context - start, device)
         self.slots = torch.arange(self.entries + case.context - start, device=device).int()
         self.rows = torch.empty((len(self.slots), 512), dtype=torch.bfloat16, device=device)
         self.decode()
@@ -152,8 +151,8 @@ class Call:
                 second = torch.arange(base, base + visible)
             else:
                 second = lists[token, :visible].long() + base
-            seen = torch.cat((torch.arange(start, start + count), second)).cuda()
-            rows = self.rows[seen].double()
+            seen = torch.cat((torch.arange(start, start + count), second))
+            rows = self.rows[seen.to(self.rows.device)].double()
             wide.append(attend(self.q[token].double(), rows, self.sink.double(), None, 512)[0])
         want = torch.stack(wide)
         return float((out[some].double() - want).norm() / want.norm())
@@ -183,13 +182,13 @@ def _selected(visible: Tensor, entries: int, topk: int, local: bool) -> Tensor:
     return out
 
 
-def _cache(rows: int) -> Tensor:
+def _cache(rows: int, device: str) -> Tensor:
     """An FP8 cache of random rows, pages of 64."""
     layout = get_layout(MAIN_FP8)
-    cache = layout.allocate(-(-rows // 64), 64, device="cuda")
+    cache = layout.allocate(-(-rows // 64), 64, device=device)
     for start in range(0, rows, 1 << 15):
-        some = torch.arange(start, min(start + (1 << 15), rows), device="cuda")
-        layout.write(cache, some, torch.randn((len(some), 512), device="cuda"))
+        some = torch.arange(start, min(start + (1 << 15), rows), device=device)
+        layout.write(cache, some, torch.randn((len(some), 512), device=device))
     return cache
 
 

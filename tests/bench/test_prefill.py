@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anymla.bench.prefill import CASES, LONG_CASES, Call, PrefillCase
+from anymla.ops.sparse_attention import sparse_attention_rows
+
+SMALL = (
+    PrefillCase("window", 9, 3, 300),
+    PrefillCase("selected", 12, 2, 600, 64),
+    PrefillCase("scattered", 12, 2, 600, 64),
+    PrefillCase("selected", 30, 2, 30, 16),
+    PrefillCase("all", 12, 70, 800),
+    PrefillCase("all", 40, 2, 40),
+)
+
+
+def by_lists(q, rows, listed, lengths, sink):
+    assert listed.shape[1] % 128 == 0
+    assert ((listed >= 0).sum(1) == lengths).all()
+    assert q.shape[1] % 64 == 0
+    return sparse_attention_rows(q, rows, listed, lengths, sink=sink, backend="torch")[0]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
+def test_both_sides_do_the_same(case):
+    call = Call(case, device="cpu")
+    ours = call.ours("torch").clone()
+    theirs = call.peer(by_lists)()
+    assert call.error(ours) < 3e-3
+    assert call.error(theirs) < 3e-3
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+def test_the_cases_are_those_of_the_table():
+    every = CASES + LONG_CASES
+    assert len(set(every)) == len(every)
+    assert {case.tokens for case in every} == {1024, 4096, 32768}
+    assert {case.heads for case in every} == {16, 64, 128}
+    assert {case.kind for case in every} == {"window", "selected", "scattered", "all"}
