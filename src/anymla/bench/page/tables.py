@@ -117,7 +117,7 @@ def _conformance(rows: Sequence[Row]) -> Table:
         for case_id in sorted(stories, key=lambda name: ("LQRCIAM".find(name[0]), int(name[1:])))
     ]
     head = ["case", "what must hold", *subjects]
-    return Table("conformance", "Conformance on this device", head, body, source(chosen))
+    return Table("conformance", "Conformance: who keeps what", head, body, source(chosen))
 
 
 def _support(results: Path) -> Table:
@@ -165,10 +165,27 @@ def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
     ]
     if decode:
         blocks["decode"] = [*_by_heads(decode), "", f"({source(decode)})"]
+    judged = _conformance(rows)
+    if judged.body:
+        blocks["conformance"] = [*markdown(judged), "", f"({judged.source})", "", *_failures(rows)]
     compared = _peers(new)
     if compared.body:
         blocks["peers"] = [*markdown(compared), "", f"({compared.source})"]
     return blocks
+
+
+def _failures(rows: Sequence[Row]) -> list[str]:
+    """What each failing case said, newest rows only."""
+    newest = {
+        (str(row["subject"]), str(row["case_id"])): row
+        for row in rows
+        if row.get("part") == "conformance"
+    }
+    return [
+        f"- {subject}, {case_id}: {str(row['detail'])[:300]}"
+        for (subject, case_id), row in newest.items()
+        if row["status"] == "failed"
+    ]
 
 
 def _by_heads(rows: Sequence[Row]) -> list[str]:

@@ -14,8 +14,8 @@ from anymla.testing.conformance.registry import NotApplicable
 
 _MODULES = ("vllm.models.deepseek_v4.xpu.xpu_sparse_decode_fp8", "xpu_sparse_decode_fp8")
 _TRANSLATES = (
-    "indices that point nowhere become -1, which is how its callers mark them",
-    "a missing sink becomes -inf, missing lengths the width of the list",
+    "lists are given as its callers give them: valid rows first, -1 behind, lengths of the former",
+    "a missing sink becomes -inf",
 )
 
 
@@ -57,9 +57,8 @@ def _adapter_of(module: Any) -> Adapter:
         out = torch.empty_like(q)
         topk, topk_lens = None, None
         if extra_cache is not None and extra_indices is not None:
-            topk = _listed(extra_indices, extra_cache)
-            topk_lens = _lengths(extra_lengths, topk)
-        window = _listed(indices, k_cache)
+            topk, topk_lens = _listed(extra_indices, extra_lengths, extra_cache)
+        window, window_lens = _listed(indices, lengths, k_cache)
         module.xpu_sparse_decode_fp8(
             q=q,
             kv_cache=extra_cache,
@@ -68,7 +67,7 @@ def _adapter_of(module: Any) -> Adapter:
             topk_indices=topk,
             topk_lens=topk_lens,
             swa_indices=window,
-            swa_lens=_lengths(lengths, window),
+            swa_lens=window_lens,
             attn_sink=torch.full((q.shape[1],), -torch.inf).to(q.device) if sink is None else sink,
             softmax_scale=q.shape[2] ** -0.5 if scale is None else scale,
             head_dim=512,
@@ -90,13 +89,12 @@ def _adapter_of(module: Any) -> Adapter:
     )
 
 
-def _listed(indices: Tensor, cache: Tensor) -> Tensor:
+def _listed(indices: Tensor, lengths: Tensor | None, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, 1, K] with the valid rows first, and how many there are."""
     flat = indices if indices.ndim == 2 else indices.squeeze(1)
     inside = (flat >= 0) & (flat < cache.shape[0] * cache.shape[1])
-    return torch.where(inside, flat, -1).unsqueeze(1).contiguous()
-
-
-def _lengths(lengths: Tensor | None, listed: Tensor) -> Tensor:
     if lengths is not None:
-        return lengths
-    return torch.full((len(listed),), listed.shape[2], dtype=torch.int32, device=listed.device)
+        inside &= torch.arange(flat.shape[1], device=flat.device) < lengths.unsqueeze(1)
+    order = inside.int().argsort(dim=1, descending=True, stable=True)
+    listed = torch.where(inside, flat, -1).gather(1, order)
+    return listed.unsqueeze(1).contiguous(), inside.sum(1, dtype=torch.int32)
