@@ -51,7 +51,7 @@ def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
     cpu = latest(row for row in rows if not is_gpu(row))
     made = [
         *_per_device(gpu, _roofline),
-        *_per_device(gpu, _against_peers),
+        *(each for some in _by_part(gpu) for each in _per_device(some, _against_peers)),
         *_per_device(gpu, _decode),
         *_per_device(gpu, _bandwidth),
         *_per_device(gpu, _index_keys),
@@ -59,6 +59,18 @@ def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
         *_per_device(cpu, _context_memory),
     ]
     return [figure for figure in made if figure is not None]
+
+
+def part_of(row: Row) -> str:
+    """The part of a suite that a row belongs to; its file's name where it does not say."""
+    return str(row.get("part") or str(row.get("file", "")).removesuffix(".jsonl"))
+
+
+def _by_part(rows: Sequence[Row]) -> list[list[Row]]:
+    parts: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        parts[part_of(row)].append(row)
+    return list(parts.values())
 
 
 def _per_device(
@@ -151,9 +163,10 @@ def _against_peers(rows: list[Row]) -> Figure | None:
     even = Series(
         "as fast as the other", (Point(min(xs), 1, ""), Point(max(xs), 1, "")), limit=True
     )
+    part = part_of(compared[0])
     return Figure(
-        "peers",
-        "Times as fast as other libraries",
+        "peers-" + re.sub(r"\W+", "-", part.lower()),
+        f"Times as fast as other libraries: {part}",
         "batch: tokens or requests",
         "their time / ours",
         (*series, even),

@@ -57,9 +57,10 @@ def _peers(rows: Sequence[Row]) -> Table:
             shown = f"{ratio:.2f}" if ratio >= 1 else f"!{ratio:.2f} slower"
             if "scores only" in name:
                 shown = "-"
-            body.append([case_of(row), f"{mine:.4g}", name, f"{theirs:.4g}", shown])
-    head = ["case", "us", "other", "its us", "times as fast"]
-    return Table("against", "Against other libraries", head, body, source(used))
+            body.append([case_of(row), shown, f"{mine:.4g}", f"{theirs:.4g}", name])
+    head = ["case", "times", "us", "its us", "other"]
+    note = "times: how many times as fast as the other. Below 1 the other is faster."
+    return Table("against", "Against other libraries", head, body, source(used), note)
 
 
 def _missed(rows: Sequence[Row]) -> Table:
