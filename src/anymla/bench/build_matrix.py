@@ -29,7 +29,7 @@ import anymla.ops
 from anymla.ops._triton import TARGETS, Build, Target
 
 TIME_LIMIT_S = 240
-_CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
+_CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")
 _HIP_INSTRUCTION = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
 
 
@@ -66,17 +66,23 @@ def kernel_modules() -> list[str]:
     return [name for name in found if hasattr(importlib.import_module(name), "builds")]
 
 
-def jobs(targets: list[str], *, first_only: bool = False) -> Iterator[Job]:
-    """All builds of all kernels, or only the first of each kernel and target."""
+def jobs(targets: list[str], *, first_of: str = "") -> Iterator[Job]:
+    """All builds of all kernels.
+
+    Args:
+        targets: to build for.
+        first_of: "kernel" or "file" for the first build of each and target only.
+    """
     for module in kernel_modules():
         builds = importlib.import_module(module).builds
         for target in targets:
             seen = set()
             for number, build in enumerate(builds(TARGETS[target])):
                 kernel = build.kernel.fn.__name__
-                if first_only and kernel in seen:
+                sort = module if first_of == "file" else kernel
+                if first_of and sort in seen:
                     continue
-                seen.add(kernel)
+                seen.add(sort)
                 yield Job(module, target, number, f"{kernel} {build.label}".strip())
 
 
@@ -90,32 +96,33 @@ def _compile_apart(job: Job) -> dict[str, Any]:
     """Compile in a process of its own, with a time limit."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(job, send))
-    process.start()
-    send.close()
     row: dict[str, Any] = {**dataclasses.asdict(job), "ok": False}
-    try:
-        if receive.poll(TIME_LIMIT_S):
-            row = receive.recv()
-        else:
-            row["problem"] = f"not built within {TIME_LIMIT_S} s"
-    except EOFError:
-        row["problem"] = "the compiler ended the process"
-    finally:
-        process.kill()
-        process.join()
+    # Made here, because the process may not live to remove it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        process = context.Process(target=_child, args=(job, cache, send))
+        process.start()
+        send.close()
+        try:
+            if receive.poll(TIME_LIMIT_S):
+                row = receive.recv()
+            else:
+                row["problem"] = f"not built within {TIME_LIMIT_S} s"
+        except EOFError:
+            row["problem"] = "the compiler ended the process"
+        finally:
+            process.kill()
+            process.join()
     return row
 
 
-def _child(job: Job, send: Any) -> None:
+def _child(job: Job, cache: str, send: Any) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+    os.environ["TRITON_CACHE_DIR"] = cache
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        send.send(_build(job))
+    send.send(_build(job))
 
 
 def _build(job: Job) -> dict[str, Any]:
@@ -145,12 +152,22 @@ def _build(job: Job) -> dict[str, Any]:
             options=_options(build),
         )
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        row |= {"built": False, "error": f"{type(error).__name__}: {' | '.join(lines[-3:])[:300]}"}
+        row |= {"built": False, "error": _message(error)}
     else:
         row |= {"built": True, "shared_bytes": compiled.metadata.shared, **_code(compiled, target)}
     row["seconds"] = round(time.perf_counter() - started, 2)
     return judge(row, build, target)
+
+
+def _message(error: BaseException) -> str:
+    """The end of what the compiler said, and of what it said deepest inside a kernel's helpers."""
+    texts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        texts.append(f"{type(cause).__name__}: {' | '.join(lines[-3:])[-200:]}")
+        cause = cause.__cause__
+    return " <- ".join([texts[0], *texts[1:][-1:]])
 
 
 def _options(build: Build) -> dict[str, Any]:
@@ -164,7 +181,8 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
     """Add "ok", and "problem" if it is not."""
     problem = ""
     if build.fails:
-        problem = "" if not row["built"] else f"expected to fail: {build.fails}"
+        if row["built"] or build.fails not in row["error"]:
+            problem = f"expected to fail: {build.fails}"
     elif not row["built"]:
         problem = row["error"]
     elif row["shared_bytes"] > target.shared_bytes:
@@ -173,9 +191,25 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
         problem = "no instruction could be read from the code"
     elif row["spills"] > build.spills:
         problem = f"{row['spills']} spills, {build.spills} declared"
-    elif build.matrix and not row["matrix"]:
-        problem = "no matrix-multiply instruction"
+    elif build.matrix and not _multiplies(row["matrix"], build.matrix):
+        operands = "" if build.matrix is True else f" of {build.matrix}"
+        problem = f"no matrix-multiply instruction{operands}"
     return {**row, "ok": not problem, **({"problem": problem} if problem else {})}
+
+
+# How the vendors' instructions name the types of their operands. UTC instructions have them in a
+# descriptor instead.
+_OPERANDS = {
+    "bf16": r"HG?MMA.*\.BF16|UTCHMMA|_bf16",
+    "fp16": r"HG?MMA(?!.*BF16)|UTCHMMA|_f16$|x\d+_f16",
+    "e4m3": r"QG?MMA|UTCQMMA|fp8|f8f6f4",
+}
+
+
+def _multiplies(instructions: list[str], operands: bool | str) -> bool:
+    if operands is True:
+        return bool(instructions)
+    return any(re.search(_OPERANDS[str(operands)], name) for name in instructions)
 
 
 def _code(compiled: Any, target: Target) -> dict[str, Any]:
@@ -186,16 +220,20 @@ def _cuda_code(compiled: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        listing = subprocess.run(
-            [_cuobjdump(), "-sass", cubin.name], capture_output=True, text=True, check=False
-        ).stdout
+        listing, usage = (
+            subprocess.run(
+                [_cuobjdump(), option, cubin.name], capture_output=True, text=True, check=False
+            ).stdout
+            for option in ("-sass", "-res-usage")
+        )
     found = _CUDA_INSTRUCTION.findall(listing)
     kinds = collections.Counter(name.split(".")[0] for name in found)
+    registers = re.search(r"REG:(\d+)", usage)
     return {
         "instructions": len(found),
         "spills": kinds["STL"] + kinds["LDL"],
-        "matrix": sorted(name for name in kinds if "MMA" in name),
-        "registers": getattr(compiled, "n_regs", None),
+        "matrix": sorted({name for name in found if "MMA" in name.split(".")[0]}),
+        "registers": int(registers[1]) if registers else None,
     }
 
 
@@ -216,6 +254,6 @@ def _hip_code(compiled: Any) -> dict[str, Any]:
     return {
         "instructions": sum(name[:2] in ("v_", "s_", "ds", "gl", "bu") for name in found),
         "spills": int(spills[1]) if spills else 0,
-        "matrix": sorted({name.split("_")[1] for name in matrix}),
+        "matrix": sorted(matrix),
         "registers": int(registers[1]) if registers else None,
     }

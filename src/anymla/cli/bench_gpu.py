@@ -49,10 +49,20 @@ def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
 @_JSON
 @click.option("--target", "chosen", multiple=True, help="Only this target; repeatable.")
 @click.option("--module", default="", help="Only kernel files whose name contains this.")
-@click.option("--first", is_flag=True, help="One build of each kernel and target.")
+@click.option(
+    "--first",
+    "first_of",
+    type=click.Choice(["kernel", "file"]),
+    default=None,
+    help="Only the first build of each kernel, or file of kernels, and target.",
+)
 @click.option("--workers", default=os.cpu_count() or 1, show_default=True, help="Processes.")
 def build_matrix(
-    json_file: Path | None, chosen: tuple[str, ...], module: str, first: bool, workers: int
+    json_file: Path | None,
+    chosen: tuple[str, ...],
+    module: str,
+    first_of: str | None,
+    workers: int,
 ) -> None:
     """Build every Triton kernel for every GPU target; needs no GPU.
 
@@ -66,7 +76,7 @@ def build_matrix(
     if unknown:
         raise click.UsageError(f"unknown target {', '.join(unknown)}; there are: {list(TARGETS)}")
     targets = list(chosen) or list(TARGETS)
-    work = [job for job in jobs(targets, first_only=first) if module in job.module]
+    work = [job for job in jobs(targets, first_of=first_of or "") if module in job.module]
     bad = 0
     for row in tqdm(run(work, workers), total=len(work), desc="building", unit="kernel"):
         if json_file is not None:

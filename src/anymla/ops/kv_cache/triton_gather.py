@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -185,58 +186,59 @@ def dequantize_and_gather_k_cache(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Both kernels, every layout, to bfloat16 and to float32."""
+    """Both kernels, every layout, to bfloat16 and to float32; and what must not be tried."""
     for layout in LAYOUTS:
-        codec = row_codec(layout)
-        chosen = config(codec.channels, target)
         for dtype in ("bf16", "fp32"):
             for entries in PAGE_SIZES:
-                common = {
-                    "constants": {
-                        "column_stride": 1,
-                        "ENTRIES": entries,
-                        "CODEC": codec,
-                        "NATIVE": target.native_e4m3,
-                        "ROWS": chosen.rows,
-                    },
-                    "num_warps": chosen.num_warps,
-                    "fp_fusion": False,
-                }
-                label = f"{layout} to {dtype}, page {entries}"
-                yield Build(
-                    label=f"slots, {label}",
-                    kernel=gather_slots_kernel,
-                    types={
-                        "out": f"*{dtype}",
-                        "cache": "*u8",
-                        "slots": "*i32",
-                        "count": "i32",
-                        "row_stride": "i32",
-                        "page_stride": "i32",
-                        "capacity": "i32",
-                    },
-                    divisible=("row_stride", "page_stride"),
-                    **common,
-                )
-                yield Build(
-                    label=f"sequences, {label}",
-                    kernel=gather_sequences_kernel,
-                    types={
-                        "out": f"*{dtype}",
-                        "cache": "*u8",
-                        "stops": "*i32",
-                        "lengths": "*i32",
-                        "tables": "*i32",
-                        "first": "i32",
-                        "room": "i32",
-                        "columns": "i32",
-                        "pages": "i32",
-                        "tiles": "i32",
-                        "request_stride": "i32",
-                        "row_stride": "i32",
-                        "table_stride": "i32",
-                        "page_stride": "i32",
-                    },
-                    divisible=("request_stride", "row_stride", "page_stride"),
-                    **common,
-                )
+                yield _slots_build(layout, dtype, entries, target)
+                yield _sequences_build(layout, dtype, entries, target)
+    if target.backend == "cuda" and not target.native_e4m3:
+        # Why codes are converted by bits there: the compiler refuses the type.
+        native = dataclasses.replace(target, native_e4m3=True)
+        build = _slots_build(MAIN_FP8, "bf16", PAGE_SIZES[0], native)
+        yield dataclasses.replace(build, label=f"{build.label}, native", fails="fp8e4nv")
+
+
+def _common(layout: str, entries: int, target: Target) -> dict[str, Any]:
+    codec = row_codec(layout)
+    chosen = config(codec.channels, target)
+    constants = {
+        "column_stride": 1,
+        "ENTRIES": entries,
+        "CODEC": codec,
+        "NATIVE": target.native_e4m3,
+        "ROWS": chosen.rows,
+    }
+    return {"constants": constants, "num_warps": chosen.num_warps, "fp_fusion": False}
+
+
+def _slots_build(layout: str, dtype: str, entries: int, target: Target) -> Build:
+    return Build(
+        label=f"slots, {layout} to {dtype}, page {entries}",
+        kernel=gather_slots_kernel,
+        types={
+            "out": f"*{dtype}",
+            "cache": "*u8",
+            "slots": "*i32",
+            **dict.fromkeys(("count", "row_stride", "page_stride", "capacity"), "i32"),
+        },
+        divisible=("row_stride", "page_stride"),
+        **_common(layout, entries, target),
+    )
+
+
+def _sequences_build(layout: str, dtype: str, entries: int, target: Target) -> Build:
+    strides = ("request_stride", "row_stride", "page_stride")
+    counts = ("first", "room", "columns", "pages", "tiles", "table_stride")
+    return Build(
+        label=f"sequences, {layout} to {dtype}, page {entries}",
+        kernel=gather_sequences_kernel,
+        types={
+            "out": f"*{dtype}",
+            "cache": "*u8",
+            **dict.fromkeys(("stops", "lengths", "tables"), "*i32"),
+            **dict.fromkeys((*counts, *strides), "i32"),
+        },
+        divisible=strides,
+        **_common(layout, entries, target),
+    )
