@@ -94,7 +94,9 @@ def run(chosen: list[Job], workers: int) -> Iterator[dict[str, Any]]:
 
 def _compile_apart(job: Job) -> dict[str, Any]:
     """Compile in a process of its own, with a time limit."""
-    context = multiprocessing.get_context("spawn")
+    # Forked from a process that has imported the compiler, which takes longer than most builds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["anymla.bench.compilers"])
     receive, send = context.Pipe(duplex=False)
     row: dict[str, Any] = {**dataclasses.asdict(job), "ok": False}
     # Made here, because the process may not live to remove it.
