@@ -143,7 +143,7 @@ def _run(
 def _shown(outcomes: Iterable[Outcome], cases: list[Case]) -> Iterator[Outcome]:
     """Print each outcome above the progress bar."""
     words = {"passed": "ok", "failed": "FAIL", "not applicable": "n/a"}
-    with tqdm(total=len(cases), desc="conformance", unit="case", leave=False) as bar:
+    with tqdm(total=len(cases), desc="conformance", unit="case", leave=False, disable=None) as bar:
         for outcome in outcomes:
             seconds = f" ({outcome.seconds:.1f} s)" if outcome.seconds >= 1 else ""
             line = f"{words[outcome.status]:5}{outcome.case_id:4} {outcome.story}{seconds}"

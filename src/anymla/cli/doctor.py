@@ -67,7 +67,10 @@ def command(device: str | None, json_file: Path | None, no_speed: bool, vllm: bo
 def _examine(place: torch.device, *, timed: bool) -> tuple[Ceilings | None, list[Finding]]:
     findings = []
     chosen = all_probes()
-    with torch.no_grad(), tqdm(total=len(chosen) + timed, unit="probe", file=sys.stderr) as bar:
+    with (
+        torch.no_grad(),
+        tqdm(total=len(chosen) + timed, unit="probe", file=sys.stderr, disable=None) as bar,
+    ):
         ceilings = None
         if timed:
             bar.set_description("this machine's ceilings")

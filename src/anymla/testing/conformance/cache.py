@@ -49,7 +49,7 @@ def index_pages(ops: Ops) -> None:
             want = ROW_FORMATS[layout].round(key.double().unsqueeze(0))
             assert_identical(stored, want, name=f"{layout} slot {slot}")
         q, weights = coded(1, 2, 8, 128), torch.randn(2, 8)
-        lens = torch.tensor([[128, 65]], dtype=torch.int32)
+        lens = torch.tensor([[65, 128]], dtype=torch.int32)
         got = ops.paged_mqa_logits(
             q, guarded.cache, weights, lens, table, max_context=130, layout=layout
         )

@@ -105,7 +105,7 @@ def score_formula(ops: Ops) -> None:
     keys = coded(70, 128)
     guarded.write(slots, keys)
     rows = ROW_FORMATS[INDEX_FP8].decode(*read_entries(guarded.cache, slots, INDEX_FP8))
-    lens = torch.tensor([[70, 67], [17, 0]], dtype=torch.int32)
+    lens = torch.tensor([[67, 70], [0, 17]], dtype=torch.int32)
     pages = torch.tensor([[2, 0], [2, 0]], dtype=torch.int32)
     q, weights = q[:4], weights[:4]
     got = ops.paged_mqa_logits(

@@ -26,6 +26,7 @@ from anymla.testing.conformance.setup import subject_of
 from anymla.testing.devices import prepare
 
 _POLL_S = 0.05
+_START_S = 120  # for imports and the device's own start, on a busy machine
 _DEVICE_ERRORS = ("CUDA error", "illegal memory access", "misaligned address", "device-side")
 
 
@@ -58,16 +59,18 @@ class _Worker:
 
     def _start(self) -> None:
         self._place.write_text("", encoding="utf-8")
+        self._errors = self._place.with_suffix(".err")
         self._read = 0
         self._running: str | None = None
         self._since = time.monotonic()
         told = dataclasses.replace(self._request, cases=tuple(self._left))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(told)), self._place],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # TRITON_INTERPRET is inherited, as it is read at import
-        )
+        with self._errors.open("w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(told)), self._place],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # TRITON_INTERPRET is inherited, as it is read at import
+            )
 
     @property
     def busy(self) -> bool:
@@ -87,7 +90,8 @@ class _Worker:
             yield outcome
         if not self._left:
             return
-        hung = time.monotonic() - self._since > self._timeout_s
+        allowed = self._timeout_s + (0 if self._running else _START_S)
+        hung = time.monotonic() - self._since > allowed
         if not ended and not hung:
             return
         self.stop()
