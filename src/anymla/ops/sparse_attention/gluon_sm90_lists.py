@@ -235,7 +235,11 @@ def piece(k, share, lists):
 
 @gluon.jit
 def slots_of(block, last, token, n0, n1, blocks0, lists, r):
-    """Slots in columns ``r`` of a block, -1 where there is none."""
+    """What the list says in columns ``r`` of a block, -1 where there is no column.
+
+    Nothing is done with it here: a producer loads the list of a later block, and whatever looked
+    at the values would wait for them.
+    """
     if lists.TWO:
         here = block < blocks0
         column = gl.where(here, block, block - blocks0) * KEYS + r
@@ -243,20 +247,23 @@ def slots_of(block, last, token, n0, n1, blocks0, lists, r):
         row1 = lists.list1.to(gl.int64) + token * lists.stride1.to(gl.int64) * 4
         row = gl.where(here, row0, row1).to(gl.pointer_type(gl.int32))
         n = gl.where(here, n0, n1)
-        limit = gl.where(here, lists.limit0, lists.limit1)
     else:
         column = block * KEYS + r
         row = lists.list0 + token * lists.stride0.to(gl.int64)
         n = n0
-        limit = lists.limit0
-    slots = gl.load(row + column, mask=(column < n) & (block < last), other=-1)
-    return gl.where(slots < limit, slots, -1)
+    return gl.load(row + column, mask=(column < n) & (block < last), other=-1)
 
 
 @gluon.jit
 def address(slots, here, lists):
-    """Whether there is a row, and the addresses of its data and of its scales."""
-    valid = slots >= 0
+    """Whether there is a row, and the addresses of its data and of its scales.
+
+    ``here``: the slots are those of the first list.
+    """
+    limit = lists.limit0
+    if lists.TWO:
+        limit = gl.where(here, limit, lists.limit1)
+    valid = (slots >= 0) & (slots < limit)
     slots = gl.where(valid, slots, 0).to(gl.uint32)
     PAGE0: gl.constexpr = lists.PAGE0
     PAGE1: gl.constexpr = lists.PAGE1
