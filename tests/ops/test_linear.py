@@ -328,3 +328,19 @@ def test_a_gpus_product_of_narrow_operands_is_float32():
         want = x.double() @ weight.double().T
         error = accumulation(4096, torch.float32)
         assert_close(out.cpu(), want.cpu(), atol=error, rtol=error, scale=192.0, name="gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 65, 300])
+def test_the_vendors_fp8_product(tokens):
+    """Hopper's FP8 sums keep 13 bits below the largest product of a block of 128 channels."""
+    weight = quantize_fp8_weight(torch.randn(256, 1024, device="cuda"), "fp32")
+    x = torch.randn(tokens, 1024, device="cuda").bfloat16()
+    support = fp8_block_linear.supports(x, *weight, quantize_activations=True, backend="vendor")
+    if not support:
+        pytest.skip(support.reason)
+    out = fp8_block_linear(x, *weight, quantize_activations=True, backend="vendor")
+    stored = Weight("fp8 in fp32 scales", tuple(each.cpu() for each in weight))
+    want = as_fp8(x.cpu()) @ stored.values.T
+    error = ulps(torch.bfloat16, 1) + 2.0**-12
+    assert_close(out.cpu(), want, atol=error, rtol=error, scale=32.0, name="vendor")

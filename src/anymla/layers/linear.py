@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import MXFP4_BLOCK, dequantize_mxfp4
 from anymla.formats.nvfp4 import NVFP4_BLOCK, dequantize_nvfp4
+from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
 
 WeightKind = Literal["plain", "fp8", "mxfp4", "nvfp4"]
@@ -45,6 +46,12 @@ class PackedWeight:
             return dequantize_mxfp4(self.weight, self.scale, dtype)
         assert self.global_scale is not None
         return dequantize_nvfp4(self.weight, self.scale, self.global_scale, dtype)
+
+    def with_float_scales(self) -> PackedWeight:
+        """The same values; the vendor's FP8 products take scales in float32 only."""
+        if self.scale is None or self.scale.dtype == torch.float32:
+            return self
+        return dataclasses.replace(self, scale=decode_ue8m0(self.scale, torch.float32))
 
     def rows(self, part: range) -> PackedWeight:
         """The weight of some outputs, as a view.

@@ -285,6 +285,8 @@ class Builder:
             packed = packed if columns is None else packed.columns(columns)
         if packed.kind == "plain":
             return PackedWeight("plain", packed.weight.to(self.dtype))
+        if packed.kind == "fp8" and self.device.type == "cuda":
+            return packed.with_float_scales()
         return packed
 
     def as_stored(self, name: str) -> Tensor:

@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 # Best first; a backend that is not listed here is only used when it is named.
-_PRIORITY = ("gluon_sm90", "triton", "torch", "reference")
+_PRIORITY = ("gluon_sm90", "vendor", "triton", "torch", "reference")
 # Kernels for accelerators, which on CPU tensors only run (interpreted) when they are named: not
 # even asking them saves a fifth of a small operation's time there.
-_ACCELERATED = ("gluon_sm90", "triton")
+_ACCELERATED = ("gluon_sm90", "vendor", "triton")
 
 
 _vouched: ContextVar[bool] = ContextVar("vouched", default=False)

@@ -34,12 +34,14 @@ def compiled_together(threads: int | None = None) -> Iterator[bool]:
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    with (
-        ThreadPoolExecutor(threads or os.cpu_count()) as pool,
-        _async_compile.AsyncCompileMode(pool),
-    ):
-        jit.JITFunction.run = only_compile
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         try:
-            yield True
+            with _async_compile.AsyncCompileMode(pool):
+                jit.JITFunction.run = only_compile
+                try:
+                    yield True
+                finally:
+                    jit.JITFunction.run = run
         finally:
-            jit.JITFunction.run = run
+            # Triton leaves it set when a compilation fails.
+            _async_compile.active_mode.set(None)

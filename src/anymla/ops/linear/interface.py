@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
 from anymla.ops._triton import float32_support, triton_support
-from anymla.ops.linear import reference, torch_linear
+from anymla.ops.linear import reference, torch_linear, vendor_linear
 
 _BYTES = torch.uint8
 
@@ -192,6 +192,10 @@ mxfp4_linear.register("reference", reference.mxfp4_linear)
 mxfp4_linear.register("torch", torch_linear.mxfp4_linear)
 nvfp4_linear.register("reference", reference.nvfp4_linear)
 nvfp4_linear.register("torch", torch_linear.nvfp4_linear)
+
+fp8_block_linear.register(
+    "vendor", vendor_linear.fp8_block_linear, supports=vendor_linear.vendor_support
+)
 
 _TRITON = "anymla.ops.linear.triton_linear"
 linear.register_lazy("triton", _TRITON, supports=triton_support)

@@ -50,8 +50,9 @@ def quantize_rows_kernel(
     WIDTH: tl.constexpr,
     RUNS: tl.constexpr,
     NATIVE: tl.constexpr,
+    SCALES_BY_RUN: tl.constexpr,
 ):
-    """RUNS runs of WIDTH channels."""
+    """RUNS runs of WIDTH channels; scales a row after the other, or a column after the other."""
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     row = run // per_row
     channel = (run - row * per_row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -60,15 +61,20 @@ def quantize_rows_kernel(
     value = tl.load(x + at, mask, other=0.0).to(tl.float32)
     encoded, scale = quantize_runs(value, FLOOR, NATIVE)
     tl.store(codes + at, encoded, mask)
-    tl.store(scales + run, scale, row < rows)
+    place = (run - row * per_row) * rows + row if SCALES_BY_RUN else run
+    tl.store(scales + place, scale, row < rows)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory."""
+def quantize_rows(x: Tensor, *, scales_by_run: bool = False) -> tuple[Tensor, Tensor]:
+    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory.
+
+    With ``scales_by_run`` the scales [T, ceil(K/128)] have T last in memory.
+    """
     rows, width = x.shape
     per_row = triton.cdiv(width, FP8_BLOCK)
     codes = scratch((rows, width), torch.uint8, x.device)
-    scales = scratch((rows, per_row), torch.float32, x.device)
+    shape = (per_row, rows) if scales_by_run else (rows, per_row)
+    scales = scratch(shape, torch.float32, x.device)
     if codes.numel():
         runs = runs_of_program(rows * per_row)
         quantize_rows_kernel[(triton.cdiv(rows * per_row, runs),)](
@@ -82,8 +88,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
             WIDTH=FP8_BLOCK,
             RUNS=runs,
             NATIVE=target_of(x.device).native_e4m3,
+            SCALES_BY_RUN=scales_by_run,
         )
-    return codes, scales
+    return codes, scales.t() if scales_by_run else scales
 
 
 def builds(target: Target) -> Iterator[Build]:
@@ -91,22 +98,29 @@ def builds(target: Target) -> Iterator[Build]:
     for dtype in ("bf16", "fp16", "fp32"):
         for runs in (FEW_RUNS, RUNS):
             for native in {False, target.native_e4m3}:
-                yield Build(
-                    f"{dtype}, {runs} runs, {'native' if native else 'bits'}",
-                    quantize_rows_kernel,
-                    {
-                        "x": f"*{dtype}",
-                        "codes": "*u8",
-                        "scales": "*fp32",
-                        "rows": "i32",
-                        "width": "i32",
-                        "per_row": "i32",
-                    },
-                    {
-                        "FLOOR": ACTIVATION_AMAX_FLOOR,
-                        "WIDTH": FP8_BLOCK,
-                        "RUNS": runs,
-                        "NATIVE": native,
-                    },
-                    divisible=("width",),
-                )
+                yield _build(dtype, runs, native, False)
+    yield _build("bf16", RUNS, target.native_e4m3, True)
+
+
+def _build(dtype: str, runs: int, native: bool, scales_by_run: bool) -> Build:
+    label = f"{dtype}, {runs} runs, {'native' if native else 'bits'}"
+    return Build(
+        label + ", scales by run" * scales_by_run,
+        quantize_rows_kernel,
+        {
+            "x": f"*{dtype}",
+            "codes": "*u8",
+            "scales": "*fp32",
+            "rows": "i32",
+            "width": "i32",
+            "per_row": "i32",
+        },
+        {
+            "FLOOR": ACTIVATION_AMAX_FLOOR,
+            "WIDTH": FP8_BLOCK,
+            "RUNS": runs,
+            "NATIVE": native,
+            "SCALES_BY_RUN": scales_by_run,
+        },
+        divisible=("width",),
+    )
