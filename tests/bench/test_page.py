@@ -7,7 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from anymla.bench.page.figure import Bars, Figure, Point, Series, axis, short
-from anymla.bench.page.figures import batch_of, figures, latest, own_us, peer_us
+from anymla.bench.page.figures import (
+    _without_batch,
+    batch_of,
+    figures,
+    latest,
+    own_us,
+    peer_us,
+)
 from anymla.bench.page.html import page
 from anymla.bench.page.rows import load_rows, source
 from anymla.bench.page.svg import NARROW, svg
@@ -155,10 +162,52 @@ def test_the_newest_row_counts() -> None:
         ({"label": "C4, 4,096 queries"}, 4096),
         ({"case": "copy"}, None),
         ({"case": "x", "tokens": 7}, 7),
+        ({"case": "decode 32 x 2 x 8192"}, 32),
+        ({"case": "flash, ratio 4, batch 8, context 65536"}, 8),
+        ({"label": "h64 b8 s_q2 128+512", "batch": 8, "rows": 2}, 8),
+        ({"label": "all h64 T=4096 of 8192", "kind": "all", "context": 8192, "tokens": 4096}, 8192),
     ],
 )
 def test_batches(row, batch) -> None:
     assert batch_of(row) == batch
+
+
+@pytest.mark.parametrize(
+    ("row", "series"),
+    [
+        ({"case": "rope, 4096 tokens"}, "rope"),
+        ({"case": "decode 32 x 2 x 8192"}, "decode 2 x 8192"),
+        ({"case": "flash, ratio 4, batch 8, context 65536"}, "flash, ratio 4, context 65536"),
+        ({"label": "h64 b8 s_q2 128+512", "batch": 8}, "h64 s_q2 128+512"),
+        (
+            {"label": "selected top 512 h64 T=4096 of 8192", "kind": "selected"},
+            "selected top 512 h64",
+        ),
+    ],
+)
+def test_rows_of_a_series_have_the_same_name(row, series) -> None:
+    assert _without_batch(row) == series
+
+
+def test_indexer_and_layer_figures() -> None:
+    rows = [
+        {"part": "indexer", "case": f"decode 8 x 1 x {keys}", "triton_us": us, **FACTS}
+        for keys, us in ((8192, 20.0), (262144, 90.0))
+    ]
+    rows += [
+        {
+            "part": "layer",
+            "case": f"flash, ratio 4, batch {batch}, context 65536",
+            "us": 100.0 + batch,
+            "roofline_us": 80.0,
+            **FACTS,
+        }
+        for batch in (1, 8)
+    ]
+    made = {each.key: each for each in figures(rows)}
+    assert [(p.x, p.y) for p in made["indexer"].series[0].points] == [(8192, 20), (262144, 90)]
+    assert made["layer"].series[0].name == "flash, ratio 4, context 65536"
+    assert [(p.x, p.y) for p in made["layer"].series[0].points] == [(1, 101), (8, 108)]
 
 
 def test_sources_say_each_thing_once() -> None:

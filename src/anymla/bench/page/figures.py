@@ -13,13 +13,13 @@ from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_befor
 PEERS = {
     "peer_us": "FlashMLA",
     "flash_mla_us": "FlashMLA",
-    "flashmla_us": "FlashMLA",
+    "flash_mla_microseconds": "FlashMLA",
     "deep_gemm_us": "DeepGEMM, scores only",
     "topk_us": "DeepGEMM + torch.topk",
     "vllm_us": "DeepGEMM + vLLM top-k",
     "xpu_us": "vLLM XPU path",
 }
-_OURS = ("us", "gluon_sm90_us", "triton_us")
+_OURS = ("us", "microseconds", "gluon_sm90_us", "triton_us")
 _CONTEXT_PART = "decode step against context"
 
 
@@ -55,6 +55,7 @@ def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
         *_per_device(gpu, _decode),
         *_per_device(gpu, _bandwidth),
         *_per_device(gpu, _index_keys),
+        *_per_device(gpu, _layers),
         *_per_device(cpu, _context_speed),
         *_per_device(cpu, _context_memory),
     ]
@@ -63,7 +64,11 @@ def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
 
 def part_of(row: Row) -> str:
     """The part of a suite that a row belongs to; its file's name where it does not say."""
-    return str(row.get("part") or str(row.get("file", "")).removesuffix(".jsonl"))
+    part = str(row.get("part") or str(row.get("file", "")).removesuffix(".jsonl"))
+    return f"{part}, prefill" if case_of(row).startswith("prefill ") else part
+
+
+_INDEX_CASE = re.compile(r"(decode|prefill) (\d+) x (?:(\d+) x )?(\d+)$")
 
 
 def _by_part(rows: Sequence[Row]) -> list[list[Row]]:
@@ -167,7 +172,7 @@ def _against_peers(rows: list[Row]) -> Figure | None:
     return Figure(
         "peers-" + re.sub(r"\W+", "-", part.lower()),
         f"Times as fast as other libraries: {part}",
-        "batch: tokens or requests",
+        "tokens of context" if "kind" in compared[0] else "batch: tokens or requests",
         "their time / ours",
         (*series, even),
         source(compared),
@@ -237,14 +242,12 @@ def _index_keys(rows: list[Row]) -> Figure | None:
     groups: dict[str, list[Point]] = defaultdict(list)
     chosen = []
     for row in rows:
-        keys, requests = number_before("keys", case_of(row)), number_before("x", case_of(row))
         mine = own_us(row)
-        if row.get("part") != "indexer" or keys is None or requests is None or mine is None:
+        place = _index_place(row)
+        if not part_of(row).startswith("indexer") or mine is None or place is None:
             continue
-        what = _operation(row)
-        groups[f"{what}, {requests:g} rows"].append(
-            Point(keys, mine, f"{case_of(row)}: {mine:g} us")
-        )
+        group, keys = place
+        groups[group].append(Point(keys, mine, f"{case_of(row)}: {mine:g} us"))
         chosen.append(row)
     groups = {name: points for name, points in groups.items() if len(points) > 1}
     if not groups:
@@ -256,7 +259,39 @@ def _index_keys(rows: list[Row]) -> Figure | None:
         "microseconds",
         tuple(_line(name, points) for name, points in groups.items()),
         source(chosen),
-        note="Lower is better.",
+        note="Lower is better. 256k entries are a context of a million tokens.",
+    )
+
+
+def _index_place(row: Row) -> tuple[str, float] | None:
+    """Series and number of entries of an indexer's row."""
+    case = case_of(row)
+    found = _INDEX_CASE.search(case)
+    if found:
+        kind, first, second, keys = found.groups()
+        return f"select 512, {kind} {first}{f' x {second}' if second else ''}", float(keys)
+    keys, requests = number_before("keys", case), number_before("x", case)
+    if keys is None or requests is None:
+        return None
+    return f"{_operation(row)}, {requests:g} rows", keys
+
+
+def _layers(rows: list[Row]) -> Figure | None:
+    chosen = [row for row in rows if _is_number(row.get("roofline_us")) and batch_of(row)]
+    groups: dict[str, list[Point]] = defaultdict(list)
+    for row in chosen:
+        label = f"{case_of(row)}: {row['us']:g} us, the roof is {row['roofline_us']:g} us"
+        groups[_without_batch(row)].append(Point(batch_of(row) or 1, row["us"], label))
+    if not groups:
+        return None
+    return Figure(
+        "layer",
+        "A whole decode layer, by batch",
+        "requests",
+        "microseconds",
+        tuple(_line(name, points) for name, points in groups.items()),
+        source(chosen),
+        note="Attention, indexer, caches, projections, hyper-connections and experts of one layer.",
     )
 
 
@@ -314,14 +349,18 @@ def _context_memory(rows: list[Row]) -> Figure | None:
 
 
 def batch_of(row: Row) -> float | None:
-    """Tokens or requests of a row."""
-    for key in ("tokens", "batch", "rows_q", "requests"):
+    """What a row is drawn over: its context if it is of a prefill, else its tokens or requests."""
+    case = case_of(row)
+    if "kind" in row and _is_number(row.get("context")):
+        return float(row["context"])
+    for key in ("batch", "tokens", "requests"):
         if _is_number(row.get(key)):
             return float(row[key])
-    case = case_of(row)
-    return (
-        number_before("tokens", case) or number_before("queries", case) or number_before("x", case)
-    )
+    after = re.search(r"\bbatch (\d+)", case)
+    if after:
+        return float(after[1])
+    words = ("tokens", "queries", "x")
+    return next((n for n in (number_before(word, case) for word in words) if n is not None), None)
 
 
 def _operation(row: Row) -> str:
@@ -330,9 +369,17 @@ def _operation(row: Row) -> str:
 
 
 def _without_batch(row: Row) -> str:
-    """A case without its number of tokens or requests."""
-    text = re.sub(r",? ?\b\d[\d,]* (tokens|queries)\b", "", case_of(row))
-    text = re.sub(r"\b\d[\d,]* x ", "", text)
+    """A case without what it is drawn over."""
+    text = case_of(row)
+    if "kind" in row:
+        text = re.sub(r" (T=\d+ )?of \d+$", "", text)
+    for pattern in (
+        r",? ?\b\d[\d,]* (tokens|queries)\b",
+        r",? ?\bbatch \d+",
+        r"\bb\d+ ",
+        r"\b\d[\d,]* x ",
+    ):
+        text = re.sub(pattern, "", text, count=1)
     return text.strip(" ,") or str(row.get("part", "")) or "-"
 
 

@@ -40,13 +40,17 @@ def case_of(row: Row) -> str:
 
 
 def is_gpu(row: Row) -> bool:
-    """Whether a row was measured on a GPU."""
-    return str(row.get("device", "cpu")) != "cpu"
+    """Whether a row was measured on a GPU: its device, or its file's name, says so."""
+    if "device" in row:
+        return str(row["device"]) != "cpu"
+    return str(row.get("file", "")).startswith("gpu")
 
 
 def device_of(row: Row) -> str:
     """The device as people name it."""
-    return str(row["device"] if is_gpu(row) else row.get("cpu", "CPU"))
+    if is_gpu(row):
+        return str(row.get("device") or f"the device of {row['file']}")
+    return str(row.get("cpu", "CPU"))
 
 
 def source(rows: Sequence[Row]) -> str:
