@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout, pages_of
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout, pages_of
 from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
 from anymla.ops.sparse_attention.gluon_sm90_merge import (
     MERGE_CHANNELS,
@@ -17,6 +17,7 @@ from anymla.ops.sparse_attention.gluon_sm90_merge import (
     pieces_at_once,
 )
 from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
+from anymla.ops.sparse_attention.gluon_sm90_wide import wide_kernel
 from anymla.ops.sparse_attention.schedule import (
     MOST_STREAM_TOKENS,
     TASK_COST,
@@ -29,7 +30,8 @@ from anymla.ops.workspace import scratch
 _LARGEST_INT32 = 2**31 - 1
 # Partial sums of a batch-invariant launch; more tokens take several launches.
 _WORKSPACE_BYTES = 256 << 20
-_CHANNELS = get_layout(MAIN_FP8).channels
+_CHANNELS = get_layout(MAIN_FP8).channels  # of values, in V3.2's rows as well
+_WIDE = get_layout(V32_FP8).channels
 # Registers of a thread; the main warpgroup gets the rest of 512 (tiles) or 512 / 2 (columns).
 RIGHT_REGISTERS = 160
 TILE_PRODUCER_REGISTERS = 72
@@ -90,14 +92,13 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     tokens, heads, channels = q.shape
-    assert layout == extra_layout == MAIN_FP8
-    assert value_dim in (None, channels)
+    assert (channels if value_dim is None else value_dim) == _CHANNELS
     given = out
     if out is None or not _aligned(out):
-        out = torch.empty((tokens, heads, channels), dtype=q.dtype, device=q.device)
+        out = torch.empty((tokens, heads, _CHANNELS), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens and heads:
-        q = q if _aligned(q) else torch.empty_like(out).copy_(q)
+        q = q if _aligned(q) else q.clone(memory_format=torch.contiguous_format)
         scopes = [Scope.of(k_cache, indices, lengths)]
         if extra_cache is not None and extra_indices is not None:
             scopes.append(Scope.of(extra_cache, extra_indices, extra_lengths))
@@ -169,6 +170,8 @@ def _launch(
     marks = scratch((schedule.pieces(tokens), 2), torch.int32, q.device)
     first, second = scopes[0], scopes[-1]
     kernel = tiles_kernel if schedule.heads == 64 else columns_kernel
+    if q.shape[2] == _WIDE:
+        kernel = wide_kernel
     kernel[(schedule.programs,)](
         q, first.cache, second.cache, first.indices, second.indices,
         _or(first.lengths, first.indices), _or(second.lengths, second.indices), _or(sink, lse),

@@ -12,10 +12,12 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._operation import Support
 from anymla.ops._triton import target_of, triton_support
+from anymla.ops.sparse_attention.schedule import FEW_HEADS
 
 LARGEST_CHANNELS = 640
 # Whether the Hopper kernels are chosen without having been named.
 AUTOMATIC = False
+AUTOMATIC_WIDE = False  # likewise, for V3.2's rows
 _LARGEST_PAGE = 1 << 30
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
@@ -71,9 +73,14 @@ def gluon_attention_support(
         return Support(False, "needs triton 3.6 or newer")
     if q.dtype not in (torch.bfloat16, torch.float16):
         return Support(False, f"q must be bfloat16 or float16, got {q.dtype}")
-    if layout != MAIN_FP8 or (extra_cache is not None and extra_layout != MAIN_FP8):
+    wide = layout == V32_FP8
+    if wide:
+        support = _wide_support(q, extra_cache, value_dim)
+        if not support:
+            return support
+    elif layout != MAIN_FP8 or (extra_cache is not None and extra_layout != MAIN_FP8):
         return Support(False, f"caches must be {MAIN_FP8}, got {layout} and {extra_layout}")
-    if value_dim not in (None, q.shape[2]):
+    elif value_dim not in (None, q.shape[2]):
         return Support(False, f"all {q.shape[2]} channels are values, got {value_dim}")
     if scale is not None and not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
         return Support(False, f"scale must be positive and of ordinary size, got {scale}")
@@ -85,4 +92,19 @@ def gluon_attention_support(
         if cache.shape[1] * cache.shape[-1] > _LARGEST_PAGE:
             return Support(False, f"pages must be below {_LARGEST_PAGE} bytes")
     # float16 queries are promised more than products of float16 probabilities keep.
-    return Support(True, automatic=AUTOMATIC and q.dtype == torch.bfloat16)
+    chosen = AUTOMATIC_WIDE if wide else AUTOMATIC
+    return Support(True, automatic=chosen and q.dtype == torch.bfloat16)
+
+
+def _wide_support(q: Tensor, extra_cache: Tensor | None, value_dim: int | None) -> Support:
+    """What the kernel for V3.2's rows takes beyond that."""
+    values = get_layout(MAIN_FP8).channels
+    if q.dtype != torch.bfloat16:
+        return Support(False, f"q must be bfloat16 for {V32_FP8}, got {q.dtype}")
+    if extra_cache is not None:
+        return Support(False, f"one cache of {V32_FP8}")
+    if value_dim != values:
+        return Support(False, f"{values} channels of {V32_FP8} are values, got {value_dim}")
+    if q.shape[1] <= FEW_HEADS:
+        return Support(False, f"more than {FEW_HEADS} heads for {V32_FP8}, got {q.shape[1]}")
+    return Support(True)

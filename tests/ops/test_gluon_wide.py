@@ -1,0 +1,135 @@
+"""The text of the Hopper kernel for V3.2's rows, run on the host; see ``gluon_on_host``."""
+
+import pytest
+import torch
+from gluon_on_host import launch, on_host
+from test_gluon_kernels import merge, schedule_of
+
+from anymla.formats.page_layout import V32_FP8, get_layout
+from anymla.ops.sparse_attention.schedule import TASK_COST
+from anymla.testing.conformance.expected import attend
+from anymla.testing.conformance.scene import Scene, scope
+
+WIDE, LANGUAGE = on_host("wide")
+CHANNELS, VALUES = 576, 512
+
+
+def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
+    """The kernel, and the sums of its pieces put together."""
+    q, main = made.q, made.main
+    tokens, heads, _ = q.shape
+    out = torch.full((tokens, heads, VALUES), torch.nan, dtype=q.dtype)
+    lse = torch.full(q.shape[:2], torch.nan)
+    part = torch.full((schedule.slots(tokens), 64, VALUES), torch.nan)
+    sums = torch.full((schedule.slots(tokens), 64, 2), torch.nan)
+    spans = torch.full((tokens * schedule.tiles, 2), -1, dtype=torch.int32)
+    marks = torch.full((schedule.pieces(tokens), 2), -1, dtype=torch.int32)
+    sink = torch.zeros(heads) if made.sink is None else made.sink.float()
+    limit = len(main.cache) * main.cache.shape[1]
+    launch(
+        LANGUAGE, WIDE.wide_kernel, schedule.programs,
+        q, main.cache, main.cache, main.indices, main.indices, main.lengths, main.lengths, sink,
+        out, lse, part, sums, spans, marks,
+        tokens, heads, main.indices.shape[1], main.indices.shape[1], limit, limit,
+        main.indices.stride(0), main.indices.stride(0), schedule.splits,
+        q.stride(0) // 2, out.stride(0), torch.tensor(scale, dtype=torch.float32).item(), empty,
+        TILES=schedule.tiles, SPLIT=schedule.cut, STREAM=schedule.stream, COST=TASK_COST, SIZE=128,
+        TWO=False, LENGTH0=True, LENGTH1=False,
+        PAGE0=main.cache.shape[1], PAGE1=main.cache.shape[1],
+        STEP0=main.cache.stride(0), STEP1=main.cache.stride(0), SINK=made.sink is not None,
+        Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1), RIGHT_REGISTERS=0, PRODUCER_REGISTERS=0,
+    )  # fmt: skip
+    if schedule.cut:
+        merge(schedule, part, sums, spans, sink if made.sink is not None else None, out, lse, empty)
+    return out, lse
+
+
+@pytest.mark.parametrize("way", ["whole", "aligned", "stream"])
+@pytest.mark.parametrize(("heads", "tokens", "page"), [(36, 4, 64), (66, 2, 1), (64, 4, 53)])
+def test_any_lists(heads, tokens, page, way):
+    pytest.importorskip("triton")
+    lengths = [200, 0, 7, 64][:tokens]
+    made = Scene(
+        torch.randn(tokens, heads, CHANNELS).bfloat16(),
+        scope(tokens, 200, lengths=lengths, page=page, layout=V32_FP8, poison_behind=True),
+        sink=torch.tensor([0.0, torch.inf, -torch.inf, 2.0, -1.0])[torch.arange(heads) % 5],
+        value_dim=VALUES,
+    )
+    made.expected().check(run(made, schedule_of(heads, tokens, way, 3)))
+
+
+@pytest.mark.parametrize(
+    ("what", "way"),
+    [
+        ("large scale", "whole"), ("large scale", "aligned"), ("large scale", "stream"),
+        ("small scale", "whole"), ("negative scale", "whole"), ("large q", "stream"),
+        ("small q", "whole"), ("q's tail", "aligned"), ("tail", "whole"), ("NaN", "stream"),
+    ],
+)  # fmt: skip
+def test_what_float16_cannot_hold(what, way):
+    pytest.importorskip("triton")
+    heads = 64
+    q = torch.randn(2, heads, CHANNELS).bfloat16()
+    main = scope(2, 70, lengths=[70, 66], layout=V32_FP8)
+    made = Scene(q, main, sink=torch.zeros(heads), value_dim=VALUES)
+    data, _ = get_layout(V32_FP8).planes(main.cache)
+    bad = int(main.indices[0, 17])
+    page, offset = divmod(bad, main.cache.shape[1])
+    scales = data[page, offset, 512:528].view(torch.float32)
+    scale = CHANNELS**-0.5
+    if what == "large scale":
+        scales[3] = 2.0**13
+        scale = 2.0**-24
+    elif what == "small scale":
+        scales[1] = 2.0**-60
+    elif what == "negative scale":
+        scales[2] *= -1
+    elif what == "large q":
+        q[0] *= 2.0**30
+        q[1] *= 2.0**-8
+        scale = 2.0**-34
+    elif what == "small q":
+        q[0] *= 2.0**-30
+        q[1] *= 0.0
+        scale = 2.0**25
+    elif what == "q's tail":
+        q[0, :, 512:] *= 2.0**12
+        scale = 2.0**-14
+    elif what == "tail":
+        data[page, offset, 528:] = torch.full((64,), 3e5).bfloat16().view(torch.uint8)
+        scale = 2.0**-22
+    else:
+        data[page, offset, 100] = 0x7F
+    out, lse = run(made, schedule_of(heads, 2, way, 3), scale)
+    if what == "NaN":
+        lists = torch.tensor([bad in main.indices[t, :n] for t, n in enumerate((70, 66))])
+        assert out[lists].isnan().any(-1).all()
+        assert lse[lists].isnan().all()
+        assert out[~lists].isfinite().all()
+        assert lse[~lists].isfinite().all()
+        return
+    rows = [main.rows(token) for token in range(2)]
+    attend(q, rows, made.sink, scale, VALUES).check((out, lse))
+
+
+def test_blocks_whose_codes_are_zeros_may_have_the_smallest_scale():
+    """Other writers divide by the largest magnitude, but by no less than the smallest float32."""
+    pytest.importorskip("triton")
+    made = Scene(
+        torch.randn(2, 64, CHANNELS).bfloat16(), scope(2, 70, layout=V32_FP8), value_dim=VALUES
+    )
+    data, _ = get_layout(V32_FP8).planes(made.main.cache)
+    for slot in made.main.indices[0, :9].tolist():
+        page, offset = divmod(slot, made.main.cache.shape[1])
+        data[page, offset, 128:256] = 0
+        data[page, offset, 512:528].view(torch.float32)[1] = 2.0**-126
+    made.expected().check(run(made, schedule_of(64, 2, "whole", 2)))
+
+
+def test_the_lse_of_a_token_without_rows_is_what_was_asked_for():
+    q = torch.randn(2, 40, CHANNELS).bfloat16()
+    made = Scene(q, scope(2, 9, lengths=[0, 9], layout=V32_FP8), value_dim=VALUES)
+    out, lse = run(made, schedule_of(40, 2, "whole", 2), empty=torch.inf)
+    assert (lse[0] == torch.inf).all()
+    assert not out[0].any()
+    assert lse[1].isfinite().all()
