@@ -10,6 +10,7 @@ import torch
 
 from anymla.model.transformer import Transformer
 from anymla.ops._operation import vouched_for
+from anymla.ops.prefill_attention.support import CHANNELS, OPERANDS, runs_on
 from anymla.ops.workspace import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
@@ -91,7 +92,9 @@ class Engine:
             device=model.device,
         )
         self.scheduler = Scheduler(self.store, options)
-        self._planner = StepPlanner(self.store, backend=model.backend)
+        self._planner = StepPlanner(
+            self.store, backend=model.backend, chunks=_attends_to_workspaces(model)
+        )
         self._runner = _decode_runner(model, self.store, options)
         self._states: dict[str, RequestState] = {}
         # Tokens and requests of steps whose tensors the operations have accepted.
@@ -315,3 +318,9 @@ def _decode_runner(
     if mode == "graph" and not on_cuda:
         raise ValueError(f"decode='graph' needs a CUDA device, and the model is on {store.device}")
     return DecodeRunner(model, store, options, record=mode == "graph")
+
+
+def _attends_to_workspaces(model: Transformer) -> bool:
+    """Whether prefill has a kernel that reads runs of one workspace."""
+    fits = model.config.head_dim == CHANNELS and model.dtype in OPERANDS
+    return model.backend is None and fits and bool(runs_on(model.device))

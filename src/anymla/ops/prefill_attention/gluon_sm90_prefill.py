@@ -20,8 +20,8 @@ HEADS = 64
 # Registers of a thread: the producer gets what is left of 168 * 3, 88. Other splits spill.
 LEFT_REGISTERS = 240
 RIGHT_REGISTERS = 176
-LAZY = False
-COPIED = False
+LAZY = True
+COPIED = True
 
 
 def prefill_attention(

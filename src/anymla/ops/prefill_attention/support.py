@@ -13,7 +13,7 @@ from anymla.ops._operation import Support
 from anymla.ops._triton import target_of, triton_support
 
 CHANNELS = 512
-_OPERANDS = (torch.float16, torch.bfloat16)
+OPERANDS = (torch.float16, torch.bfloat16)
 
 
 @cache
@@ -22,19 +22,28 @@ def _has_gluon() -> bool:
     return (int(major), int(minor)) >= (3, 6)
 
 
-def gluon_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
-    """``supports`` of backend ``gluon_sm90``."""
-    support = triton_support(q)
+@cache
+def runs_on(device: torch.device) -> Support:
+    """Whether the kernel runs on a device at all."""
+    support = triton_support(torch.empty(0, device=device))
     if not support:
         return support
-    if target_of(q.device).name != "sm_90":
+    if target_of(device).name != "sm_90":
         return Support(False, "needs a Hopper GPU (compute capability 9.0)")
     if not _has_gluon():
         return Support(False, "needs Triton 3.6 or newer")
-    if q.dtype not in _OPERANDS or rows.dtype != q.dtype:
+    return Support(True)
+
+
+def gluon_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
+    """``supports`` of backend ``gluon_sm90``."""
+    support = runs_on(q.device)
+    if not support:
+        return support
+    if q.dtype not in OPERANDS or rows.dtype != q.dtype:
         return Support(False, "q and rows must both be float16, or both bfloat16")
     if q.shape[2] != CHANNELS:
         return Support(False, f"{CHANNELS} channels, got {q.shape[2]}")
     if len(rows) == 0:
         return Support(False, "at least one row")
-    return Support(True, automatic=False)
+    return support
