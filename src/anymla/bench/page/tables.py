@@ -118,7 +118,9 @@ def _conformance(rows: Sequence[Row]) -> Table:
         for case_id in sorted(stories, key=lambda name: ("LQRCIAM".find(name[0]), int(name[1:])))
     ]
     head = ["case", "what must hold", *subjects]
-    return Table("conformance", "Conformance: who keeps what", head, body, source(chosen))
+    versions = {str(r["subject"]): str(r["version"]) for r in newest.values() if r.get("version")}
+    note = "An empty cell: not run. " + "; ".join(f"{n}: {v}" for n, v in versions.items())
+    return Table("conformance", "Conformance: who keeps what", head, body, source(chosen), note)
 
 
 def _support(results: Path) -> Table:
@@ -168,7 +170,13 @@ def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
         blocks["decode"] = [*_by_heads(decode), "", f"({source(decode)})"]
     judged = _conformance(rows)
     if judged.body:
-        blocks["conformance"] = [*markdown(judged), "", f"({judged.source})", "", *_failures(rows)]
+        blocks["conformance"] = [
+            *markdown(judged),
+            "",
+            f"{judged.note} ({judged.source})",
+            "",
+            *_failures(rows),
+        ]
     compared = _peers(new)
     if compared.body:
         blocks["peers"] = [*markdown(compared), "", f"({compared.source})"]
