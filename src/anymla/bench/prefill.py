@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anymla.bench.gpu_timing import time_us
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.attention_output import prefill_attention_fp8_quant
 from anymla.ops.kv_cache import dequant_gather_slots
+from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.prefill_attention.named_rows import named_rows
 from anymla.ops.sparse_attention.reference import attend
@@ -27,6 +29,7 @@ WINDOW = 128
 _SAMPLES = 48
 _PEER_GRAIN = 128  # the peer's lists are a multiple of so many slots wide
 _PEER_HEADS = 64
+_GROUP = 8  # heads of an output group
 
 # (q [T, H, 512], rows [N, 512], indices [T, K], lengths [T], sink [H]) -> out
 Peer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -108,6 +111,9 @@ class Call:
         self.q = torch.randn((tokens, heads, 512), device=device).bfloat16()
         self.sink = torch.randn(heads, device=device)
         self.out = torch.full_like(self.q, torch.nan)
+        self.positions = position
+        angles = torch.rand((case.context, 32), device=device) * 6.28
+        self.table = torch.cat((angles.cos(), angles.sin()), 1)
         self.case = case
         self.keys = int(self.runs[:, 1].sum() + self.runs[:, 3].sum())
 
@@ -122,6 +128,22 @@ class Call:
             window=WINDOW, entries=self.entries, sink=self.sink, out=self.out, backend=backend,
         )[0]  # fmt: skip
         return out
+
+    def quantised(self, backend: str) -> tuple[Tensor, Tensor]:
+        """Run anymla with the output rotated and quantised."""
+        codes, scales = prefill_attention_fp8_quant(
+            self.q, self.rows, self.runs, self.lists, self.positions, self.table,
+            n_groups=max(self.case.heads // _GROUP, 1), window=WINDOW, entries=self.entries,
+            sink=self.sink, backend=backend,
+        )  # fmt: skip
+        return codes, scales
+
+    def separate_pass(self) -> tuple[Tensor, Tensor]:
+        """Rotate and quantise the finished output."""
+        codes, scales = inverse_rope_fp8_quant(
+            self.out, self.positions, self.table, n_groups=max(self.case.heads // _GROUP, 1)
+        )
+        return codes, scales
 
     def peer(self, peer: Peer) -> Callable[[], Tensor]:
         """The same call for the peer: heads padded to what it takes, compact lists, lengths."""
@@ -192,44 +214,33 @@ def _cache(rows: int, device: str) -> Tensor:
     return cache
 
 
-def times_us(call: Callable[[], object], repetitions: int = 6) -> list[float]:
-    """Microseconds of single launches; queries and outputs exceed the caches."""
-    call()
-    times = []
-    for _ in range(repetitions):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return times
-
-
 def measure(
-    cases: tuple[PrefillCase, ...], backend: str, peer: Peer | None
+    cases: Sequence[PrefillCase], backend: str, peer: Peer | None, *, repetitions: int = 12
 ) -> Iterator[dict[str, Any]]:
-    """Time the cases, ours and the peer's in turns; one row each."""
+    """Time the cases; one row each.
+
+    ``us`` and ``peer_us`` are attention, ``fp8_us`` is attention whose output leaves rotated and
+    quantised, ``pass_us`` the separate pass that does the same to a finished output, ``decode_us``
+    the filling of the workspace. Queries and outputs exceed the caches, so that each call of a
+    graph finds them in memory; the rows of a chunk stay cached, as they do from query to query.
+    """
     for case in cases:
         call = Call(case)
-        run = functools.partial(call.ours, backend)
+        ours = functools.partial(call.ours, backend)
         row: dict[str, Any] = {**dataclasses.asdict(case), "label": case.label, "backend": backend}
-        row["error"] = call.error(run())
-        row["decode_us"] = statistics.median(times_us(call.decode))
+        row["error"] = call.error(ours())
+        row["us"] = time_us([ours] * 2, repetitions)
+        row["decode_us"] = time_us([call.decode] * 2, repetitions)
+        row["fp8_us"] = time_us([functools.partial(call.quantised, backend)] * 2, repetitions)
+        row["pass_us"] = time_us([call.separate_pass] * 2, repetitions)
         row["rows"] = len(call.rows)
-        ours, its = times_us(run), []
+        row["teraflops"] = 4 * case.heads * 512 * call.keys / row["us"] * 1e-6
         if peer is not None:
             theirs = call.peer(peer)
             row["peer_error"] = call.error(theirs())
-            its = times_us(theirs)
-            ours += times_us(run)
-            its += times_us(theirs)
-            row["peer_us"] = statistics.median(its)
-        row["us"] = statistics.median(ours)
-        row["teraflops"] = 4 * case.heads * 512 * call.keys / row["us"] * 1e-6
-        if peer is not None:
+            row["peer_us"] = time_us([theirs] * 2, repetitions)
             row["ratio"] = row["peer_us"] / row["us"]
+            row["fp8_ratio"] = (row["peer_us"] + row["pass_us"]) / row["fp8_us"]
         yield row
-        del call, run
+        del call, ours
         torch.cuda.empty_cache()
