@@ -109,6 +109,16 @@ def test_a_general_backend_on_an_accelerator_is_a_fallback() -> None:
     assert examination._how(probe, None, torch.device("xpu")) == "cannot"
 
 
+def test_one_family() -> None:
+    result = doctor("--device", "cpu", "--no-speed", "--family", "selection")
+    assert result.exit_code == 0
+    assert "window rows" in result.output
+    assert "sparse_attention" not in result.output
+    result = doctor("--family", "attention")
+    assert result.exit_code == 2
+    assert "--family attention: there are kv_cache, norm_rope" in result.output
+
+
 def test_a_device_that_is_not_there_is_one_line() -> None:
     result = doctor("--device", "xpu")
     assert result.exit_code == 2

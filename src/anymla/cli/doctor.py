@@ -15,6 +15,7 @@ from tqdm import tqdm
 from anymla.bench.doctor.clock import Ceilings, measure_ceilings
 from anymla.bench.doctor.examine import CANNOT, Finding, all_probes, examine
 from anymla.bench.doctor.machine import machine
+from anymla.bench.doctor.trial import Probe
 from anymla.cli.bad_input import BadInput
 from anymla.testing.devices import default_device
 
@@ -28,9 +29,16 @@ from anymla.testing.devices import default_device
     metavar="FILE",
     help='Write the result as one JSON object on one line; "-" prints it instead of the table.',
 )
+@click.option("--family", "families", multiple=True, help="Only this family; repeatable.")
 @click.option("--no-speed", is_flag=True, help="Only which backend, and whether it is right.")
 @click.option("--vllm", is_flag=True, help="Show what the vLLM plugin offers here instead.")
-def command(device: str | None, json_file: Path | None, no_speed: bool, vllm: bool) -> None:
+def command(
+    device: str | None,
+    json_file: Path | None,
+    families: tuple[str, ...],
+    no_speed: bool,
+    vllm: bool,
+) -> None:
     """Say what this machine is, and examine every family of operations on it.
 
     For each: the backend that is taken and why those before it are not, the largest error against a
@@ -44,11 +52,16 @@ def command(device: str | None, json_file: Path | None, no_speed: bool, vllm: bo
     place = torch.device(device or default_device())
     if place.type != "cpu" and not getattr(torch, place.type).is_available():
         raise BadInput(f"--device {place}: torch sees none on this machine")
+    chosen = [probe for probe in all_probes() if not families or probe.family in families]
+    unknown = sorted(set(families) - {probe.family for probe in chosen})
+    if unknown:
+        known = ", ".join(dict.fromkeys(probe.family for probe in all_probes()))
+        raise BadInput(f"--family {', '.join(unknown)}: there are {known}")
     facts = machine(place)
     silent = str(json_file) == "-"
     if not silent:
         click.echo("\n".join(_machine_lines(facts)))
-    ceilings, findings = _examine(place, timed=not no_speed)
+    ceilings, findings = _examine(chosen, place, timed=not no_speed)
     right = all(finding.right for finding in findings)
     result: dict[str, Any] = {"part": "doctor", **facts}
     if ceilings is not None:
@@ -64,13 +77,12 @@ def command(device: str | None, json_file: Path | None, no_speed: bool, vllm: bo
         click.get_current_context().exit(1)
 
 
-def _examine(place: torch.device, *, timed: bool) -> tuple[Ceilings | None, list[Finding]]:
+def _examine(
+    chosen: list[Probe], place: torch.device, *, timed: bool
+) -> tuple[Ceilings | None, list[Finding]]:
     findings = []
-    chosen = all_probes()
-    with (
-        torch.no_grad(),
-        tqdm(total=len(chosen) + timed, unit="probe", file=sys.stderr, disable=None) as bar,
-    ):
+    count = len(chosen) + timed
+    with torch.no_grad(), tqdm(total=count, unit="probe", file=sys.stderr, disable=None) as bar:
         ceilings = None
         if timed:
             bar.set_description("this machine's ceilings")
