@@ -1,11 +1,16 @@
 """The decode layer that is measured, made small, and what is counted of it."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from anymla.bench.layer import cases, family
+from anymla.bench.layer_rival import rival_kernels
 from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.layer_work import layer_work
+from anymla.compat import flash_mla
+from anymla.ops.sparse_attention import sparse_attention
 
 SMALL = {
     "hidden_size": 256,
@@ -57,3 +62,37 @@ def test_kernels_are_known_by_their_family():
     assert family("scan_kernel") == "sparse_attention"
     assert family("mix_kernel") == "hyper_connection"
     assert family("nvjet_tst_128x64") == "torch"
+
+
+class _StandIn:
+    """This package's own FlashMLA, which reads the same arguments, outside of the patches."""
+
+    def __init__(self):
+        self.attention = sparse_attention._choose, sparse_attention._host
+        self.calls = 0
+
+    def get_mla_metadata(self):
+        return flash_mla.get_mla_metadata()
+
+    def flash_mla_with_kvcache(self, *args, **kwargs):
+        self.calls += 1
+        choose, host = self.attention
+        with (
+            mock.patch.object(sparse_attention, "_choose", choose),
+            mock.patch.object(sparse_attention, "_host", host),
+        ):
+            return flash_mla.flash_mla_with_kvcache(*args, **kwargs)
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_others_kernels_compute_the_same_layer(ratio):
+    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    batch = setup.batch(BATCH, CONTEXT)
+    want = batch.run(setup.layers[0]).settled()
+    module = _StandIn()
+    with rival_kernels(module):
+        got = batch.run(setup.layers[0]).settled()
+    assert module.calls == 1
+    # The same bytes and roundings; sums of padded lists may be taken in another order.
+    error = (got - want).float().norm() / want.float().norm()
+    assert error < 0.02

@@ -6,6 +6,7 @@ import collections
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import anymla.ops
 from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
+from anymla.bench.layer_rival import rival_kernels
 from anymla.bench.layer_setup import MODELS, LayerCase, LayerSetup
 from anymla.bench.layer_work import layer_work
 from anymla.bench.report import Result
@@ -39,12 +41,15 @@ def cases(
                     yield LayerCase(model, ratio, batch, context)
 
 
-def run(chosen: Iterable[LayerCase], *, beside: bool = False) -> Iterator[Result]:
+def run(
+    chosen: Iterable[LayerCase], *, beside: bool = False, flash_mla: Any = None
+) -> Iterator[Result]:
     """Measure the cases; those of one layer should follow each other.
 
     Args:
         chosen: what to measure.
         beside: compress and index on a second queue.
+        flash_mla: module of FlashMLA, to measure the same layer from others' kernels as well.
     """
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
@@ -59,19 +64,29 @@ def run(chosen: Iterable[LayerCase], *, beside: bool = False) -> Iterator[Result
                 setup = LayerSetup(case.model, case.ratio, device, experts=case.experts)
                 made = (case.model, case.ratio, case.experts)
             assert setup is not None
-            yield measure(setup, case, bandwidth, rate, side)
+            yield measure(setup, case, bandwidth, rate, side, flash_mla)
 
 
 def measure(
-    setup: LayerSetup, case: LayerCase, bandwidth: float, rate: float, side: SideStream = INLINE
+    setup: LayerSetup,
+    case: LayerCase,
+    bandwidth: float,
+    rate: float,
+    side: SideStream = INLINE,
+    flash_mla: Any = None,
 ) -> Result:
     """One case: microseconds, launches, microseconds by family of kernels, share of the roofline.
 
-    The families' times are of single kernels, without the gaps between them.
+    ``times_others`` is how many times as long the layer takes from others' kernels. The families' times are of single kernels, without the gaps between them.
     """
     batch = setup.batch(case.batch, case.context, side)
     calls = [lambda layer=layer: batch.run(layer) for layer in setup.layers]
     microseconds = time_us(calls)
+    others = {}
+    if flash_mla is not None:
+        with rival_kernels(flash_mla):
+            taken = time_us(calls)
+            others = {"others_us": round(taken, 1), "times_others": round(taken / microseconds, 2)}
     kernels = kernel_times(calls[0])
     visited = setup.visited(batch)
     work = layer_work(setup.layers[0], setup.config, batch, visited)
@@ -87,6 +102,7 @@ def measure(
         f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}",
         {
             "us": round(microseconds, 1),
+            **others,
             "launches": launches,
             "roofline_us": round(roofline, 1),
             "share_of_roofline": round(roofline / microseconds, 3),

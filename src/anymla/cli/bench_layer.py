@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import click
@@ -25,6 +26,9 @@ from anymla.bench.report import Result, append_rows, table
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1))
 @click.option("--context", "contexts", multiple=True, type=click.IntRange(min=1), help="Tokens.")
 @click.option("--side-stream", is_flag=True, help="Compress and index on a second queue.")
+@click.option(
+    "--others", is_flag=True, help="Also from FlashMLA's and cuBLAS's kernels, which must be there."
+)
 def layer(
     json_file: Path | None,
     models: tuple[str, ...],
@@ -32,6 +36,7 @@ def layer(
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
     side_stream: bool,
+    others: bool,
 ) -> None:
     """Time one decode layer of DeepSeek-V4's real sizes on the GPU, and see where the time goes.
 
@@ -42,6 +47,7 @@ def layer(
     from anymla.bench.environment import environment
     from anymla.bench.gpu import device_facts
     from anymla.bench.layer import BATCHES, CONTEXTS, RATIOS, cases, run
+    from anymla.bench.layer_rival import flash_mla_module
     from anymla.bench.layer_setup import MODELS
 
     if not torch.cuda.is_available():
@@ -54,7 +60,8 @@ def layer(
     )
     facts = environment("anymla bench layer") | device_facts() | {"side_stream": side_stream}
     results: list[Result] = []
-    for result in run(chosen, beside=side_stream):
+    flash_mla = flash_mla_module(importlib.import_module) if others else None
+    for result in run(chosen, beside=side_stream, flash_mla=flash_mla):
         results.append(result)
         if json_file is not None:
             append_rows(json_file, [result], facts)
