@@ -77,7 +77,8 @@ def measure(
 ) -> Result:
     """One case: microseconds, launches, microseconds by family of kernels, share of the roofline.
 
-    ``times_others`` is how many times as long the layer takes from others' kernels. The families' times are of single kernels, without the gaps between them.
+    ``times_others`` is how many times as long the layer takes from others' kernels. The families'
+    times are of single kernels, without the gaps between them.
     """
     batch = setup.batch(case.batch, case.context, side)
     calls = [lambda layer=layer: batch.run(layer) for layer in setup.layers]
