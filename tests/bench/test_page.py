@@ -7,15 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from anymla.bench.page.figure import Bars, Figure, Point, Series, axis, short
-from anymla.bench.page.figures import (
-    _without_batch,
-    batch_of,
-    figures,
-    latest,
-    own_us,
-    peer_us,
-)
+from anymla.bench.page.figures import figures
 from anymla.bench.page.html import page
+from anymla.bench.page.reading import batch_of, latest, own_us, peer_us, series_of
 from anymla.bench.page.rows import load_rows, source
 from anymla.bench.page.svg import NARROW, svg
 from anymla.bench.page.tables import readme_blocks, tables, with_blocks
@@ -186,7 +180,7 @@ def test_batches(row, batch) -> None:
     ],
 )
 def test_rows_of_a_series_have_the_same_name(row, series) -> None:
-    assert _without_batch(row) == series
+    assert series_of(row) == series
 
 
 def test_indexer_and_layer_figures() -> None:

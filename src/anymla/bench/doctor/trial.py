@@ -61,8 +61,3 @@ class Probe:
 def host(tensor: Tensor) -> Tensor:
     """A CPU copy, dense."""
     return tensor.detach().cpu()
-
-
-def placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device."""
-    return tensor.to(device)

@@ -7,42 +7,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from anymla.bench.page.figure import Bar, Bars, Figure, Point, Series
+from anymla.bench.page.reading import (
+    batch_of,
+    group_of,
+    index_place,
+    is_number,
+    latest,
+    own_us,
+    part_of,
+    peer_us,
+    series_of,
+)
 from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_before, source
 
-# Times of other programs in a row, by key; what is not listed is called by its key.
-PEERS = {
-    "peer_us": "FlashMLA",
-    "flash_mla_us": "FlashMLA",
-    "flash_mla_microseconds": "FlashMLA",
-    "deep_gemm_us": "DeepGEMM, scores only",
-    "topk_us": "DeepGEMM + torch.topk",
-    "vllm_us": "DeepGEMM + vLLM top-k",
-    "xpu_us": "vLLM XPU path",
-}
-_OURS = ("us", "microseconds", "gluon_sm90_us", "triton_us")
 _CONTEXT_PART = "decode step against context"
-
-
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """The newest row of each measurement."""
-    newest: dict[tuple[str, ...], Row] = {}
-    for row in rows:
-        key = (device_of(row), str(row.get("part")), case_of(row), str(row.get("backend")))
-        known = newest.get(key)
-        if known is None or str(row.get("date", "")) >= str(known.get("date", "")):
-            newest[key] = row
-    return list(newest.values())
-
-
-def own_us(row: Row) -> float | None:
-    """Microseconds of this package in a row, the best of its backends."""
-    times = [float(row[key]) for key in _OURS if isinstance(row.get(key), int | float)]
-    return min(times) if times else None
-
-
-def peer_us(row: Row) -> dict[str, float]:
-    """Microseconds of other programs in a row, by name."""
-    return {name: float(row[key]) for key, name in PEERS.items() if _is_number(row.get(key))}
 
 
 def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
@@ -60,15 +38,6 @@ def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
         *_per_device(cpu, _context_memory),
     ]
     return [figure for figure in made if figure is not None]
-
-
-def part_of(row: Row) -> str:
-    """The part of a suite that a row belongs to; its file's name where it does not say."""
-    part = str(row.get("part") or str(row.get("file", "")).removesuffix(".jsonl"))
-    return f"{part}, prefill" if case_of(row).startswith("prefill ") else part
-
-
-_INDEX_CASE = re.compile(r"(decode|prefill) (\d+) x (?:(\d+) x )?(\d+)$")
 
 
 def _by_part(rows: Sequence[Row]) -> list[list[Row]]:
@@ -98,7 +67,7 @@ def ceilings_of(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 def _roofline(rows: list[Row]) -> Figure | None:
     ceilings = ceilings_of(rows)
-    timed = [row for row in rows if _is_number(row.get("tflops")) and row.get("gb_per_s")]
+    timed = [row for row in rows if is_number(row.get("tflops")) and row.get("gb_per_s")]
     if ceilings is None or not timed:
         return None
     copy, product = ceilings
@@ -106,7 +75,7 @@ def _roofline(rows: list[Row]) -> Figure | None:
     for row in timed:
         intensity = row["tflops"] * 1e3 / row["gb_per_s"]
         label = f"{case_of(row)}: {row['us']:g} us, {row['tflops']:g} TFLOP/s, {_reached(row)}"
-        groups[_group(row)].append(Point(intensity, row["tflops"], label))
+        groups[group_of(row)].append(Point(intensity, row["tflops"], label))
     series = [_scatter(name, points) for name, points in groups.items()]
     lowest = min(point.x for points in groups.values() for point in points)
     highest = max(point.x for points in groups.values() for point in points)
@@ -130,19 +99,6 @@ def _roofline(rows: list[Row]) -> Figure | None:
     )
 
 
-def _group(row: Row) -> str:
-    """Operations that are alike, for a plot of all of them."""
-    name = _operation(row)
-    known = {
-        " linear": "linear layers",
-        "grouped_output_projection": "output projection",
-        "mqa_logits and": "index scores and top-k",
-        "mqa_logits": "index scores",
-        "experts": "experts",
-    }
-    return next((group for part, group in known.items() if part in name), name)
-
-
 def _reached(row: Row) -> str:
     share = max(row.get("share_of_copy") or 0, row.get("share_of_product") or 0)
     return f"{share:.0%} of the nearer ceiling"
@@ -159,7 +115,7 @@ def _against_peers(rows: list[Row]) -> Figure | None:
             if "scores only" in name:
                 continue  # half of what is timed here
             label = f"{case_of(row)}: {mine:.4g} us, {name} {theirs:.4g} us"
-            groups[f"{name}: {_without_batch(row)}"].append(Point(batch, theirs / mine, label))
+            groups[f"{name}: {series_of(row)}"].append(Point(batch, theirs / mine, label))
             compared.append(row)
     if not groups:
         return None
@@ -182,7 +138,7 @@ def _against_peers(rows: list[Row]) -> Figure | None:
 
 
 def _decode(rows: list[Row]) -> Figure | None:
-    chosen = [row for row in rows if row.get("part") == "attention" and _is_number(row.get("us"))]
+    chosen = [row for row in rows if row.get("part") == "attention" and is_number(row.get("us"))]
     chosen = [row for row in chosen if "invariant" not in case_of(row)]
     groups: dict[str, list[Point]] = defaultdict(list)
     for row in chosen:
@@ -207,13 +163,13 @@ def _decode(rows: list[Row]) -> Figure | None:
 
 
 def _bandwidth(rows: list[Row]) -> Bars | None:
-    chosen = [row for row in rows if _is_number(row.get("share_of_copy"))]
-    chosen = [row for row in chosen if not _is_number(row.get("tflops")) and batch_of(row)]
+    chosen = [row for row in rows if is_number(row.get("share_of_copy"))]
+    chosen = [row for row in chosen if not is_number(row.get("tflops")) and batch_of(row)]
     largest: dict[str, Row] = {}
     for row in chosen:
-        known = largest.get(_without_batch(row))
+        known = largest.get(series_of(row))
         if known is None or (batch_of(row) or 0) > (batch_of(known) or 0):
-            largest[_without_batch(row)] = row
+            largest[series_of(row)] = row
     if not largest:
         return None
     ranked = sorted(largest.values(), key=lambda row: -float(row["share_of_copy"]))
@@ -243,7 +199,7 @@ def _index_keys(rows: list[Row]) -> Figure | None:
     chosen = []
     for row in rows:
         mine = own_us(row)
-        place = _index_place(row)
+        place = index_place(row)
         if not part_of(row).startswith("indexer") or mine is None or place is None:
             continue
         group, keys = place
@@ -263,25 +219,12 @@ def _index_keys(rows: list[Row]) -> Figure | None:
     )
 
 
-def _index_place(row: Row) -> tuple[str, float] | None:
-    """Series and number of entries of an indexer's row."""
-    case = case_of(row)
-    found = _INDEX_CASE.search(case)
-    if found:
-        kind, first, second, keys = found.groups()
-        return f"select 512, {kind} {first}{f' x {second}' if second else ''}", float(keys)
-    keys, requests = number_before("keys", case), number_before("x", case)
-    if keys is None or requests is None:
-        return None
-    return f"{_operation(row)}, {requests:g} rows", keys
-
-
 def _layers(rows: list[Row]) -> Figure | None:
-    chosen = [row for row in rows if _is_number(row.get("roofline_us")) and batch_of(row)]
+    chosen = [row for row in rows if is_number(row.get("roofline_us")) and batch_of(row)]
     groups: dict[str, list[Point]] = defaultdict(list)
     for row in chosen:
         label = f"{case_of(row)}: {row['us']:g} us, the roof is {row['roofline_us']:g} us"
-        groups[_without_batch(row)].append(Point(batch_of(row) or 1, row["us"], label))
+        groups[series_of(row)].append(Point(batch_of(row) or 1, row["us"], label))
     if not groups:
         return None
     return Figure(
@@ -331,7 +274,7 @@ def _context_memory(rows: list[Row]) -> Figure | None:
     points = [
         Point(tokens, row["cache_mb"], f"{case_of(row)}: {row['cache_mb']:.1f} MB")
         for row in chosen
-        if _is_number(row.get("cache_mb"))
+        if is_number(row.get("cache_mb"))
         and (tokens := number_before("tokens", case_of(row))) is not None
     ]
     if len(points) < 2:
@@ -346,45 +289,6 @@ def _context_memory(rows: list[Row]) -> Figure | None:
         note="The window and the compressor's state do not grow.",
         log_y=False,
     )
-
-
-def batch_of(row: Row) -> float | None:
-    """What a row is drawn over: its context if it is of a prefill, else its tokens or requests."""
-    case = case_of(row)
-    if "kind" in row and _is_number(row.get("context")):
-        return float(row["context"])
-    for key in ("batch", "tokens", "requests"):
-        if _is_number(row.get(key)):
-            return float(row[key])
-    after = re.search(r"\bbatch (\d+)", case)
-    if after:
-        return float(after[1])
-    words = ("tokens", "queries", "x")
-    return next((n for n in (number_before(word, case) for word in words) if n is not None), None)
-
-
-def _operation(row: Row) -> str:
-    """A case without its sizes: everything before the first comma that a number follows."""
-    return re.split(r",? \d", case_of(row), maxsplit=1)[0].strip().rstrip(",")
-
-
-def _without_batch(row: Row) -> str:
-    """A case without what it is drawn over."""
-    text = case_of(row)
-    if "kind" in row:
-        text = re.sub(r" (T=\d+ )?of \d+$", "", text)
-    for pattern in (
-        r",? ?\b\d[\d,]* (tokens|queries)\b",
-        r",? ?\bbatch \d+",
-        r"\bb\d+ ",
-        r"\b\d[\d,]* x ",
-    ):
-        text = re.sub(pattern, "", text, count=1)
-    return text.strip(" ,") or str(row.get("part", "")) or "-"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _line(name: str, points: Iterable[Point]) -> Series:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from anymla.bench.page.figures import latest, own_us, peer_us
+from anymla.bench.page.reading import latest, own_us, peer_us
 from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_before, source
 from anymla.bench.support_matrix import support_table
 
