@@ -17,6 +17,7 @@ from vllm.models.deepseek_v4.cpu.cpu_sparse import (
 
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.compressor import AnymlaCompressor
+from anymla.engines.vllm.hyper_connection import LAYERS
 from anymla.engines.vllm.indexer import AnymlaIndexer, AnymlaSparseAttnIndexer
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 
@@ -46,6 +47,27 @@ def compare(model: nn.Module) -> None:
             module.__class__ = _Indexer
         elif isinstance(module, AnymlaSparseAttnIndexer):
             module.__class__ = _Scores
+        elif type(module) in LAYERS.values():
+            module.forward = _both_ways(module)
+
+
+def _both_ways(layer: nn.Module) -> Any:
+    """A hyper-connection layer's ``forward`` beside vLLM's."""
+    base = type(layer).__mro__[1]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        ours = type(layer).forward(*args, **kwargs)
+        if _phase() is not None:
+            dense = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
+            theirs = base.forward_cpu(layer, *dense, **kwargs)
+            pairs = [(ours, theirs)] if isinstance(ours, Tensor) else zip(ours, theirs, strict=True)
+            for mine, other in pairs:
+                assert mine.shape == other.shape
+                part = "streams" if mine.dtype == torch.bfloat16 else "gates"
+                _note(f"{base.__name__} {part}", 0, ulps=_ulps(mine, other))
+        return ours
+
+    return forward
 
 
 def _phase() -> str | None:

@@ -44,8 +44,7 @@ def test_tokens_follow_both_prompts(answer: dict[str, Any]) -> None:
     for run_again in answer["runs"]:
         assert len(run_again["tokens"]) == NEW_TOKENS
         assert len(set(run_again["tokens"])) > 4
-    again = [run for run in answer["runs"] if run["compared"]]
-    assert [run["tokens"] for run in plain] == [run["tokens"] for run in again]
+    assert [run["prompt_tokens"] for run in answer["runs"]] == 2 * list(LENGTHS)
 
 
 def test_every_layer_is_anymlas_and_one_line_says_so(
@@ -92,6 +91,16 @@ def test_the_selection_is_the_best_of_vllms_own_scores(answer: dict[str, Any]) -
             # products and sums of float32 in another order
             assert by_key["index weights", 4, phase]["relative"] < 1e-6
             assert by_key["selection", 4, phase]["missed"] < 1e-5
+
+
+def test_hyper_connections_agree_with_vllms_own(both: dict[str, Any]) -> None:
+    for found in both["reports"]:
+        rows = {(row["part"], row["phase"]): row["ulps"] for row in found if row["ratio"] == 0}
+        for layer in ("MHCPreOp", "MHCPostOp", "HCHeadOp"):
+            for phase in ("decode", "prefill"):
+                assert rows[f"{layer} streams", phase] <= 2
+        # float32 sums of 1024 products, then 20 rounds of Sinkhorn: far below a bf16 rounding
+        assert rows["MHCPreOp gates", "prefill"] <= 1 / 64
 
 
 def assert_calls(
