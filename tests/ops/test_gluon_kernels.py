@@ -7,7 +7,7 @@ import torch
 from gluon_on_host import launch, on_host
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, tile_heads
+from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, Stream, tile_heads
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
 
@@ -18,9 +18,13 @@ CHANNELS = 512
 def schedule_of(heads, tokens, way, processors):
     tile = tile_heads(heads)
     tiles = -(-heads // tile)
-    splits = 3 if way == "aligned" else 1
-    programs = processors if way == "stream" else min(processors, tokens * tiles * splits)
-    return Schedule(tile, tiles, programs, splits, way == "stream")
+    if way == "aligned":
+        return Schedule(tile, tiles, min(processors, tokens * tiles * 3), 3)
+    if way == "mixed":
+        return Schedule(tile, tiles, processors, 2, Stream.MIXED)
+    if way in ("stream", "balanced"):
+        return Schedule(tile, tiles, processors, stream=Stream.YES, cut=way == "stream")
+    return Schedule(tile, tiles, min(processors, tokens * tiles))
 
 
 def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
@@ -65,16 +69,19 @@ def merge(schedule, part, sums, spans, sink, out, lse, empty):
     merging = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_merge")
     tokens, heads, _ = out.shape
     most = 1 << (schedule.most_pieces - 1).bit_length()
-    merging.merge_kernel[(tokens * heads * (CHANNELS // merging.MERGE_CHANNELS),)](
+    stream = schedule.stream == Stream.YES
+    tile = merging.merge_tile(most, stream)
+    whole, rows = schedule.first_cut(tokens), min(heads, schedule.heads)
+    programs = (tokens * schedule.tiles - whole) * rows * (CHANNELS // tile.width)
+    merging.merge_kernel[(programs,)](
         part, sums, spans, lse if sink is None else sink, out, lse, heads, schedule.splits,
-        schedule.programs, out.stride(0), out.stride(1), empty,
-        ROWS=schedule.heads, CHANNELS=CHANNELS, WIDTH=merging.MERGE_CHANNELS, MOST=most,
-        AT_ONCE=merging.pieces_at_once(most), STREAM=schedule.stream, SINK=sink is not None,
-        EARLY=False,
+        schedule.programs, whole, rows, out.stride(0), out.stride(1), empty,
+        ROWS=schedule.heads, CHANNELS=CHANNELS, WIDTH=tile.width, MOST=most,
+        AT_ONCE=tile.at_once, STREAM=stream, SINK=sink is not None, EARLY=False,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["whole", "aligned", "stream"])
+@pytest.mark.parametrize("way", ["whole", "aligned", "mixed", "stream", "balanced"])
 @pytest.mark.parametrize(("heads", "tokens"), [(3, 4), (20, 4), (36, 4), (66, 2)])
 def test_any_lists(heads, tokens, way):
     pytest.importorskip("triton")
@@ -87,7 +94,7 @@ def test_any_lists(heads, tokens, way):
     made.expected().check(run(made, schedule_of(heads, tokens, way, 3)))
 
 
-@pytest.mark.parametrize(("heads", "way"), [(5, "aligned"), (34, "whole"), (34, "stream")])
+@pytest.mark.parametrize(("heads", "way"), [(5, "aligned"), (34, "mixed"), (34, "stream")])
 @pytest.mark.parametrize(
     "what", ["large scale", "small scale", "large q", "small q", "tail", "NaN"]
 )

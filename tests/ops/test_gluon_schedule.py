@@ -6,7 +6,13 @@ from gluon_on_host import on_host, value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, blocks_of, choose
+from anymla.ops.sparse_attention.schedule import (
+    TASK_COST,
+    Schedule,
+    Stream,
+    blocks_of,
+    choose,
+)
 
 LISTS, LANGUAGE = on_host("lists")
 
@@ -32,12 +38,11 @@ def pieces_of(schedule, tokens, lists):
     LANGUAGE.programs = schedule.programs
     for program in range(schedule.programs):
         LANGUAGE.program = program
-        if schedule.stream:
-            size = max(128, 1 << (tokens - 1).bit_length())
-            share = LISTS.stream_share(lists, value(tokens), schedule.tiles, TASK_COST, size)
-        else:
-            tasks = value(tokens * schedule.tiles)
-            share = LISTS.aligned_share(tasks, value(schedule.splits), schedule.tiles, schedule.cut)
+        size = max(128, 1 << (tokens - 1).bit_length())
+        share = LISTS.share_of(
+            lists, value(tokens), value(schedule.splits), schedule.tiles, schedule.cut,
+            schedule.stream, TASK_COST, size,
+        )  # fmt: skip
         for k in range(int(share.count)):
             token, tile, _, _, _, first, last, direct, slot, mark = LISTS.piece(k, share, lists)
             task = int(token) * schedule.tiles + int(tile)
@@ -61,12 +66,23 @@ def calls(draw):
     return tokens, heads, widths, lengths
 
 
-@given(calls(), st.sampled_from([1, 3, 20, 78, 114, 132, 144]), st.sampled_from("abis"))
-def test_every_block_has_one_program(call, processors, kind):
+WAYS = {
+    "chosen": None,
+    "invariant": None,
+    "stream": {"stream": Stream.YES},
+    "balanced": {"stream": Stream.YES, "cut": False},
+    "mixed": {"stream": Stream.MIXED, "splits": 3},
+    "aligned": {"splits": 4},
+}
+
+
+@given(calls(), st.sampled_from([1, 3, 20, 78, 114, 132, 144]), st.sampled_from(sorted(WAYS)))
+def test_every_block_has_one_program(call, processors, way):
     tokens, heads, widths, lengths = call
-    schedule = choose(tokens, heads, widths, processors, lengths=True, batch_invariant=kind == "i")
-    if kind == "s":
-        schedule = Schedule(schedule.heads, schedule.tiles, processors, 1, True)
+    invariant = way == "invariant"
+    schedule = choose(tokens, heads, widths, processors, lengths=True, batch_invariant=invariant)
+    if WAYS[way]:
+        schedule = Schedule(schedule.heads, schedule.tiles, processors, **WAYS[way])
     lists = lists_of(*lengths, widths)
     want = blocks_by_task(schedule.tiles, *lengths)
     seen = [[] for _ in want]
@@ -78,40 +94,45 @@ def test_every_block_has_one_program(call, processors, kind):
         marks.add(mark)
         seen[task].append((first, min(last, want[task]), program, slot, direct))
         if not direct:
+            assert schedule.cut
             assert slot not in slots
             assert 0 <= slot < schedule.slots(tokens)
             slots.add(slot)
-    for blocks, task in zip(want, seen, strict=True):
+    for number, (blocks, task) in enumerate(zip(want, seen, strict=True)):
         task.sort()
-        if schedule.stream:
+        cut = schedule.cut and number >= schedule.first_cut(tokens)
+        if schedule.stream == Stream.YES:
             # What the merge reads: the first program's slot, then those of the programs after it.
             start, end = task[0][2], task[-1][2]
             assert [each[2] for each in task] == list(range(start, end + 1))
             if len(task) > 1:
                 after = [schedule.programs + each for each in range(start + 1, end + 1)]
                 assert [each[3] for each in task] == [start, *after]
-        else:
-            assert len(task) == schedule.splits
+            cut = len(task) > 1
+            assert not cut or schedule.cut
+        elif cut:
+            at = (number - schedule.first_cut(tokens)) * schedule.splits
+            assert sorted(each[3] for each in task) == list(range(at, at + schedule.splits))
             task = [each for each in task if each[0] < blocks]
-        whole = not schedule.cut or (schedule.stream and len(task) == 1)
-        assert all(each[4] == whole for each in task)
+        assert all(each[4] != cut for each in task)
         edges = [0, *(each[1] for each in task)]
         assert [each[0] for each in task] == edges[:-1]
         assert edges[-1] == blocks
 
 
-@given(calls(), st.sampled_from([20, 78, 132]))
-def test_a_stream_is_balanced_whatever_the_lengths(call, processors):
+@given(calls(), st.sampled_from([20, 78, 132]), st.booleans())
+def test_a_stream_is_balanced_whatever_the_lengths(call, processors, cut):
     tokens, heads, widths, lengths = call
     shape = choose(tokens, heads, widths, processors)
-    schedule = Schedule(shape.heads, shape.tiles, processors, 1, True)
+    schedule = Schedule(shape.heads, shape.tiles, processors, stream=Stream.YES, cut=cut)
     work = [0] * processors
     for program, _, first, last, *_ in pieces_of(schedule, tokens, lists_of(*lengths, widths)):
         work[program] += last - first
     units = sum(blocks + TASK_COST for blocks in blocks_by_task(shape.tiles, *lengths))
     working = min(processors, max(units // 4, 1))
-    # A range, rounded up, and up to a block at each end that a cut has moved.
-    assert max(work) <= -(-units // working) + 2
+    # A range, rounded up; each end has moved by up to a block, or by half a task.
+    moved = 2 if cut else TASK_COST + max(blocks_by_task(1, *lengths))
+    assert max(work) <= -(-units // working) + moved
 
 
 @pytest.mark.parametrize("processors", [20, 78, 114, 132])
@@ -129,13 +150,20 @@ def test_programs_fit_the_machine(heads, processors):
 def test_schedules_of_known_shapes():
     assert choose(1, 64, (128, 512), 132).splits == 10
     assert choose(64, 64, (128, 512), 132).splits == 2
-    for tokens in (128, 132, 256, 4096):
-        whole = choose(tokens, 64, (128, 512), 132)
+    for tokens in (128, 132, 256, 264):
+        whole = choose(tokens, 64, (128, 512), 132, lengths=True)
         assert not whole.cut
         assert whole.programs == min(tokens, 132)
     for tokens in (140, 148):
-        assert choose(tokens, 64, (128, 512), 132).stream
-    assert choose(64, 64, (128, 16384), 132, lengths=True).stream
+        mixed = choose(tokens, 64, (128, 512), 132, lengths=True)
+        assert mixed.stream == Stream.MIXED
+        assert mixed.first_cut(tokens) == 132
+        assert (tokens - 132) * mixed.splits <= 132
+    uneven = choose(148, 64, (128, 1024), 132, lengths=True)
+    assert (uneven.stream, uneven.cut) == (Stream.YES, False)
+    long = choose(64, 64, (128, 16384), 132, lengths=True)
+    assert (long.stream, long.cut) == (Stream.YES, True)
+    assert choose(64, 64, (128, 16384), 132).stream == Stream.NO
 
 
 @given(calls())

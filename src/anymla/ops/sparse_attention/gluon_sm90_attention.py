@@ -11,17 +11,14 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout, pages_of
 from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
-from anymla.ops.sparse_attention.gluon_sm90_merge import (
-    MERGE_CHANNELS,
-    merge_kernel,
-    pieces_at_once,
-)
+from anymla.ops.sparse_attention.gluon_sm90_merge import merge_kernel, merge_tile
 from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
 from anymla.ops.sparse_attention.gluon_sm90_wide import wide_kernel
 from anymla.ops.sparse_attention.schedule import (
     MOST_STREAM_TOKENS,
     TASK_COST,
     Schedule,
+    Stream,
     choose,
 )
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
@@ -142,7 +139,7 @@ def attend(
     tokens = len(q)
     row_bytes = 4 * _CHANNELS * schedule.heads
     step = tokens
-    if schedule.cut and not schedule.stream:
+    if schedule.cut and schedule.stream == Stream.NO:
         step = max(1, _WORKSPACE_BYTES // (schedule.slots(1) * row_bytes))
     for start in range(0, tokens, step):
         some = slice(start, min(start + step, tokens))
@@ -179,8 +176,8 @@ def _launch(
         tokens, heads, first.width, second.width, first.limit, second.limit,
         first.indices.stride(0), second.indices.stride(0), schedule.splits,
         q.stride(0) // 2, out.stride(0), scale, empty,
-        SPLIT=schedule.cut, STREAM=schedule.stream, COST=TASK_COST,
-        SIZE=_stream_size(tokens) if schedule.stream else 128,
+        SPLIT=schedule.cut, STREAM=int(schedule.stream), COST=TASK_COST,
+        SIZE=_stream_size(tokens) if schedule.stream == Stream.YES else 128,
         TWO=len(scopes) > 1,
         LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
@@ -191,12 +188,15 @@ def _launch(
     if not schedule.cut:
         return
     most = triton.next_power_of_2(schedule.most_pieces)
-    merge_kernel[(tokens * heads * (_CHANNELS // MERGE_CHANNELS),)](
+    stream = schedule.stream == Stream.YES
+    tile = merge_tile(most, stream)
+    whole = schedule.first_cut(tokens)
+    some = min(heads, rows)
+    merge_kernel[((tokens * schedule.tiles - whole) * some * (_CHANNELS // tile.width),)](
         part, sums, spans, _or(sink, lse), out, lse, heads, schedule.splits, schedule.programs,
-        out.stride(0), out.stride(1), empty,
-        ROWS=rows, CHANNELS=_CHANNELS, WIDTH=MERGE_CHANNELS, MOST=most,
-        AT_ONCE=pieces_at_once(most), STREAM=schedule.stream, SINK=sink is not None, EARLY=True,
-        num_warps=4, launch_pdl=True,
+        whole, some, out.stride(0), out.stride(1), empty,
+        ROWS=rows, CHANNELS=_CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
+        STREAM=stream, SINK=sink is not None, EARLY=True, num_warps=tile.warps, launch_pdl=True,
     )  # fmt: skip
 
 

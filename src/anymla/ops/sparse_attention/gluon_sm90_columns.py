@@ -34,9 +34,8 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     KEYS,
     NOPE,
     Lists,
-    aligned_share,
     piece,
-    stream_share,
+    share_of,
 )
 from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
 from anymla.ops.sparse_attention.gluon_sm90_rescan import rescan
@@ -190,7 +189,12 @@ def main_part(
         channel = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, L)), 1)
         left = left * (1.0 / LIFT)
         right = right * gl.where(channel < NOPE - HALF, 1.0 / LIFT, 1.0)
-        if share.STREAM:
+        if not share.SPLIT:
+            _finish(
+                left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H,
+                out_token, OUT_HEAD, HEADS, SINK, L,
+            )  # fmt: skip
+        elif share.STREAM:
             if direct:
                 _finish(
                     left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H,
@@ -198,14 +202,10 @@ def main_part(
                 )  # fmt: skip
             else:
                 _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
-            record_span(spans_ptr, token, first, last, token, lists)
-        elif share.SPLIT:
-            _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
+            if not share.MIXED:
+                record_span(spans_ptr, token, first, last, token, lists)
         else:
-            _finish(
-                left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H,
-                out_token, OUT_HEAD, HEADS, SINK, L,
-            )  # fmt: skip
+            _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
 
 
 @gluon.jit
@@ -232,7 +232,7 @@ def columns_kernel(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
-    share = stream_share(lists, T, 1, COST, SIZE) if STREAM else aligned_share(T, splits, 1, SPLIT)
+    share = share_of(lists, T, splits, 1, SPLIT, STREAM, COST, SIZE)
 
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)

@@ -2,12 +2,14 @@
 
 A token's blocks are 64 columns of its first list, then 64 columns of its second; at least one, so
 that a token without rows gets its zeros. A *task* is one tile of heads of one token, a *piece* a
-range of a task's blocks. A launch hands out pieces in one of two ways:
+range of a task's blocks. A launch hands out pieces in one of these ways:
 
-    aligned   every task is cut into the same number of pieces, each task by its own length; piece
-              v belongs to program v mod programs.
+    aligned   every task is cut into the same number of pieces (or none), each task by its own
+              length; piece v belongs to program v mod programs.
+    mixed     whole tasks as long as there is one for every program; the rest is cut as above.
     stream    all blocks of all tasks, in order, plus a fixed cost for each task, are cut into one
               range for every program. A program's first and last piece may be parts of a task.
+    balanced  a stream whose cuts move to the nearest end of a task.
 """
 
 import triton
@@ -16,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.sparse_attention.schedule import Stream
 
 _LAYOUT = get_layout(MAIN_FP8)
 KEYS = gl.constexpr(64)
@@ -29,6 +32,7 @@ _LEAST = gl.constexpr(4)
 # A cut so close to a task's end moves to the end: pieces of a block or less cost more than they
 # save.
 _SNAP = gl.constexpr(2)
+_MIXED = gl.constexpr(int(Stream.MIXED))
 NEW_API = gl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 7))
 
 
@@ -95,7 +99,8 @@ class Share:
         splits: pieces of a task (aligned).
         TILES: tiles of heads.
         SPLIT: tasks may be cut.
-        STREAM: see the file.
+        STREAM: whether a piece is a whole task is known at run time.
+        MIXED: see the file.
     """
 
     first: gl.tensor
@@ -107,9 +112,10 @@ class Share:
     TILES: gl.constexpr
     SPLIT: gl.constexpr
     STREAM: gl.constexpr
+    MIXED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM):
+    def __init__(self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM, MIXED):
         self.first = first
         self.count = count
         self.begin = begin
@@ -119,6 +125,7 @@ class Share:
         self.TILES = gl.constexpr(TILES)
         self.SPLIT = gl.constexpr(SPLIT)
         self.STREAM = gl.constexpr(STREAM)
+        self.MIXED = gl.constexpr(MIXED)
 
 
 @gluon.jit
@@ -148,7 +155,20 @@ def aligned_share(tasks, splits, TILES: gl.constexpr, SPLIT: gl.constexpr):
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     count = (total - program + programs - 1) // programs
-    return Share(program, count, program * 0, program * 0, tasks, splits, TILES, SPLIT, False)
+    zero = program * 0
+    return Share(program, count, zero, zero, tasks, splits, TILES, SPLIT, False, False)
+
+
+@gluon.jit
+def mixed_share(tasks, splits, TILES: gl.constexpr):
+    """This program's share of a mixed launch."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    whole = tasks // programs * programs
+    total = whole + (tasks - whole) * splits
+    count = (total - program + programs - 1) // programs
+    zero = program * 0
+    return Share(program, count, zero, zero, tasks, splits, TILES, True, True, True)
 
 
 @gluon.jit
@@ -157,7 +177,9 @@ def _add(a, b):
 
 
 @gluon.jit
-def _cut(place, tokens, ends, cost, blocks, T, COST: gl.constexpr, TILES: gl.constexpr):
+def _cut(
+    place, tokens, ends, cost, blocks, T, COST: gl.constexpr, TILES: gl.constexpr, CUT: gl.constexpr
+):
     """The task and block that a range starting at ``place`` starts with."""
     passed = (ends <= place) & (tokens < T)
     token = gl.sum(passed.to(gl.int32), 0)
@@ -166,16 +188,25 @@ def _cut(place, tokens, ends, cost, blocks, T, COST: gl.constexpr, TILES: gl.con
     units = gl.maximum(gl.sum(gl.where(here, cost, 0), 0), 1)
     most = gl.maximum(gl.sum(gl.where(here, blocks, 0), 0), 1)
     tile = (place - start) // units
-    block = gl.minimum(gl.maximum(place - start - tile * units - COST, 0), most)
-    block = gl.where(block < _SNAP, 0, gl.where(most - block < _SNAP, most, block))
+    passed_units = place - start - tile * units
+    if CUT:
+        block = gl.minimum(gl.maximum(passed_units - COST, 0), most)
+        block = gl.where(block < _SNAP, 0, gl.where(most - block < _SNAP, most, block))
+    else:
+        block = gl.where(passed_units * 2 < units, 0, most)
     task = token * TILES + tile
     whole = block >= most
     return gl.where(whole, task + 1, task), gl.where(whole, 0, block)
 
 
 @gluon.jit
-def stream_share(lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr):
-    """This program's share of a stream launch; SIZE is a power of two of at least max(T, 128)."""
+def stream_share(
+    lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr, CUT: gl.constexpr = True
+):
+    """This program's share of a stream, or of a balanced launch (not CUT).
+
+    SIZE is a power of two of at least max(T, 128).
+    """
     L: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
     tokens = gl.arange(0, SIZE, layout=L)
     there = tokens < T
@@ -192,11 +223,25 @@ def stream_share(lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.con
     working = gl.minimum(gl.num_programs(0), gl.maximum(total // _LEAST, 1))
     low = gl.minimum(program * total // working, total).to(gl.int32)
     high = gl.minimum((program + 1) * total // working, total).to(gl.int32)
-    first, begin = _cut(low, tokens, ends, cost, blocks, T, COST, TILES)
-    last, end = _cut(high, tokens, ends, cost, blocks, T, COST, TILES)
+    first, begin = _cut(low, tokens, ends, cost, blocks, T, COST, TILES, CUT)
+    last, end = _cut(high, tokens, ends, cost, blocks, T, COST, TILES, CUT)
     count = last - first + gl.where(end > 0, 1, 0)
     count = gl.where((first == last) & (begin >= end), 0, count)
-    return Share(first, count, begin, end, T * TILES, T * 0 + 1, TILES, True, True)
+    return Share(first, count, begin, end, T * TILES, T * 0 + 1, TILES, CUT, True, False)
+
+
+@gluon.jit
+def share_of(
+    lists, T, splits, TILES: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr,
+    COST: gl.constexpr, SIZE: gl.constexpr,
+):  # fmt: skip
+    """This program's share; SPLIT and STREAM are those of ``schedule.Schedule``."""
+    if STREAM == _MIXED:
+        return mixed_share(T * TILES, splits, TILES)
+    elif STREAM:
+        return stream_share(lists, T, TILES, COST, SIZE, SPLIT)
+    else:
+        return aligned_share(T * TILES, splits, TILES, SPLIT)
 
 
 @gluon.jit
@@ -210,7 +255,18 @@ def piece(k, share, lists):
     """
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    if share.STREAM:
+    if share.MIXED:
+        mark = share.first + k * programs
+        whole = share.tasks // programs * programs
+        direct = mark < whole
+        slot = mark - whole
+        task = gl.where(direct, mark, whole + slot // share.splits)
+        token = task // share.TILES
+        n0, n1, blocks0, blocks = counts(lists, token)
+        each = gl.where(direct, blocks, (blocks + share.splits - 1) // share.splits)
+        first = gl.where(direct, 0, (slot - (task - whole) * share.splits) * each)
+        last = gl.maximum(gl.minimum(blocks, first + each), first + 1)
+    elif share.STREAM:
         task = share.first + k
         token = task // share.TILES
         n0, n1, blocks0, blocks = counts(lists, token)

@@ -180,7 +180,12 @@ def rescan(
                     quarter,
                 )  # fmt: skip
                 column = quarter * (2 * _CHUNK)
-                if share.STREAM:
+                if not share.SPLIT:
+                    _write(
+                        out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
+                        high, top, sums, empty, sink_ptr, SINK,
+                    )  # fmt: skip
+                elif share.STREAM:
                     if direct:
                         _write(
                             out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column,
@@ -191,12 +196,7 @@ def rescan(
                             part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums,
                             ROWS,
                         )  # fmt: skip
-                elif share.SPLIT:
+                else:
                     _leave(
                         part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS
                     )
-                else:
-                    _write(
-                        out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
-                        high, top, sums, empty, sink_ptr, SINK,
-                    )  # fmt: skip

@@ -41,9 +41,8 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     KEYS,
     NOPE,
     Lists,
-    aligned_share,
     piece,
-    stream_share,
+    share_of,
 )
 from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
 from anymla.ops.sparse_attention.gluon_sm90_rescan import rescan
@@ -170,7 +169,12 @@ def right_part(
         lifted = gl.expand_dims(gl.where(column < NOPE - HALF, 1.0 / LIFT, 1.0), 0)
         y = acc * gl.expand_dims(factor, 1) * lifted
         buffer = (done + 1) % 2
-        if share.STREAM:
+        if not share.SPLIT:
+            _finish_right(
+                y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
+                OUT_HEAD,
+            )  # fmt: skip
+        elif share.STREAM:
             if direct:
                 _finish_right(
                     y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
@@ -178,13 +182,8 @@ def right_part(
                 )  # fmt: skip
             else:
                 _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
-        elif share.SPLIT:
-            _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
         else:
-            _finish_right(
-                y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
-                OUT_HEAD,
-            )  # fmt: skip
+            _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
 
 
 @gluon.jit
@@ -249,10 +248,11 @@ def main_part(
         top = highest * factor - SHIFT
         bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
         scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)
-        if share.STREAM:
-            scaled = gl.where(direct, scaled, 1.0)
-        elif share.SPLIT:
-            scaled = gl.full([HEADS], 1.0, gl.float32, ROW)
+        if share.SPLIT:
+            if share.STREAM:
+                scaled = gl.where(direct, scaled, 1.0)
+            else:
+                scaled = gl.full([HEADS], 1.0, gl.float32, ROW)
         s = handed % 2
         mbarrier.wait(p_free.index(s), ((handed // 2) & 1) ^ 1)
         decay_s.index(s).store(scaled)
@@ -261,7 +261,12 @@ def main_part(
         note(marks_ptr, mark, wrong | not_finite(sums), noticed, 0)
         y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * (1.0 / LIFT), 1)
         buffer = (done + 1) % 2
-        if share.STREAM:
+        if not share.SPLIT:
+            _finish_main(
+                y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
+                token, tile, head, H, out_token, OUT_HEAD,
+            )  # fmt: skip
+        elif share.STREAM:
             if direct:
                 _finish_main(
                     y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
@@ -271,16 +276,12 @@ def main_part(
                 _leave_main(
                     y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
                 )
-            record_span(spans_ptr, token * share.TILES + tile, first, last, token, lists)
-        elif share.SPLIT:
+            if not share.MIXED:
+                record_span(spans_ptr, token * share.TILES + tile, first, last, token, lists)
+        else:
             _leave_main(
                 y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
             )
-        else:
-            _finish_main(
-                y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
-                token, tile, head, H, out_token, OUT_HEAD,
-            )  # fmt: skip
 
 
 @gluon.jit
@@ -307,7 +308,8 @@ def tiles_kernel(
 ):  # fmt: skip
     """See the file.
 
-    q_token and Q_HEAD count int32 words, limit0 and limit1 rows, STEP0 and STEP1 bytes.
+    SPLIT and STREAM are ``cut`` and ``stream`` of the schedule; q_token and Q_HEAD count int32
+    words, limit0 and limit1 rows, STEP0 and STEP1 bytes.
     """
     if SPLIT:
         dependents_may_start()
@@ -315,10 +317,7 @@ def tiles_kernel(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
-    if STREAM:
-        share = stream_share(lists, T, TILES, COST, SIZE)
-    else:
-        share = aligned_share(T * TILES, splits, TILES, SPLIT)
+    share = share_of(lists, T, splits, TILES, SPLIT, STREAM, COST, SIZE)
 
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)

@@ -26,9 +26,8 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     COUNTS,
     KEYS,
     Lists,
-    aligned_share,
     piece,
-    stream_share,
+    share_of,
 )
 from anymla.ops.sparse_attention.gluon_sm90_query import load_query
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
@@ -286,10 +285,7 @@ def wide_kernel(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
-    if STREAM:
-        share = stream_share(lists, T, TILES, COST, SIZE)
-    else:
-        share = aligned_share(T * TILES, splits, TILES, SPLIT)
+    share = share_of(lists, T, splits, TILES, SPLIT, STREAM, COST, SIZE)
 
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)

@@ -1,34 +1,44 @@
 """How the Hopper kernels share out the work of a call, as a function of shapes and the machine.
 
 Lengths lie on the device and are not known here, so this decides by the widths of the lists; the
-kernels then cut every token's own blocks. Three ways:
+kernels then cut every token's own blocks. The ways:
 
     whole     every program takes whole tasks in turn and writes their results
     aligned   every task is cut into the same number of pieces, which are merged
-    stream    the blocks of all tasks are cut into one range for every program: no program waits,
-              whatever the lengths and the number of tasks, and about one task a program is merged
+    mixed     whole tasks as long as there is one for every program, the rest cut as above
+    stream    the blocks of all tasks are cut into one range for every program
+    balanced  the same, but cuts move to the nearest end of a task
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 KEYS = 64  # listed rows of a block
 FEW_HEADS = 32  # up to here keys are the rows of matrices, above it heads
 # Time of starting and ending a task, or a piece of one, in blocks: the slope and the offset of
 # times measured on an H200.
 TASK_COST = 4
-# Time of merging, likewise.
-_MERGE_COST = 1.0
-# The stream's programs look at all lengths first.
-_LOOK_COST = 0.5
+# Time of merging a piece a program, likewise.
+_MERGE_COST = 1.5
+# Lists of so many blocks that have lengths are taken to differ in length from token to token ...
+_UNEVEN = 16
+# ... and of so many to differ by more than cutting costs.
+_LONG = 32
 MOST_STREAM_TOKENS = 2048
-# Lists so long, in blocks, are taken to differ much in length from token to token.
-_LONG = 24
 _FEWEST_STREAM_TOKENS = 4
 # Blocks of a piece in a batch-invariant call, and the most pieces.
 _INVARIANT_BLOCKS = 4
 _MOST_INVARIANT = 8
+
+
+class Stream(enum.IntEnum):
+    """How a kernel finds its pieces: by their number, by a range of all blocks, or mixed."""
+
+    NO = 0
+    YES = 1
+    MIXED = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,36 +49,50 @@ class Schedule:
         heads: heads of a tile: 16 or 32 (keys are rows), or 64.
         tiles: tiles of heads.
         programs: of the launch.
-        splits: pieces of every task; 1 for whole tasks, and for the stream.
-        stream: see the file.
+        splits: pieces of a task that is cut by numbers; 1 for none.
+        stream: see ``Stream``.
+        cut: whether tasks may be cut, so that a merge has to follow.
     """
 
     heads: int
     tiles: int
     programs: int
-    splits: int
-    stream: bool
+    splits: int = 1
+    stream: Stream | bool = Stream.NO
+    cut: bool | None = None
 
-    @property
-    def cut(self) -> bool:
-        """Whether tasks may be cut, so that a merge has to follow."""
-        return self.stream or self.splits > 1
+    def __post_init__(self) -> None:
+        """Fill in what follows from the rest."""
+        if self.cut is None:
+            object.__setattr__(self, "cut", bool(self.stream) or self.splits > 1)
+
+    def first_cut(self, tokens: int) -> int:
+        """Tasks before this one are whole."""
+        return tokens * self.tiles // self.programs * self.programs if self._mixed else 0
 
     def pieces(self, tokens: int) -> int:
         """How many pieces have a number, so many tokens at a time."""
-        tasks = tokens * self.tiles
-        return tasks + self.programs if self.stream else tasks * self.splits
+        tasks, whole = tokens * self.tiles, self.first_cut(tokens)
+        if self.stream and not self._mixed:
+            return tasks + self.programs
+        return whole + (tasks - whole) * self.splits
 
     def slots(self, tokens: int) -> int:
         """How many pieces have room for their sums, so many tokens at a time."""
         if not self.cut:
             return 1
-        return 2 * self.programs if self.stream else tokens * self.tiles * self.splits
+        if self.stream and not self._mixed:
+            return 2 * self.programs
+        return self.pieces(tokens) - self.first_cut(tokens)
 
     @property
     def most_pieces(self) -> int:
         """The most pieces that a task is cut into."""
-        return self.programs if self.stream else self.splits
+        return self.programs if self.stream and not self._mixed else self.splits
+
+    @property
+    def _mixed(self) -> bool:
+        return self.stream == Stream.MIXED
 
 
 def tile_heads(heads: int) -> int:
@@ -108,21 +132,28 @@ def choose(
     blocks = blocks_of(widths)
     if batch_invariant:
         splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
-        return Schedule(tile, tiles, min(tasks * splits, processors), splits, False)
-    best = Schedule(tile, tiles, min(tasks, processors), 1, False)
-    least = -(-tasks // processors) * (blocks + TASK_COST) * 1.0
-    room = min(processors // tasks, blocks)
-    if room > 1:
-        share = -(-blocks // room)
-        splits = -(-blocks // share)
-        cost = share + TASK_COST + _MERGE_COST
-        if cost < least:
-            best, least = Schedule(tile, tiles, tasks * splits, splits, False), cost
-    if not _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
-        return best
-    even = tasks * (blocks + TASK_COST) / processors
-    cost = even + TASK_COST + _MERGE_COST + _LOOK_COST
-    uneven = lengths and blocks >= _LONG and cost < 2 * least
-    if even >= TASK_COST and (cost < least or uneven):
-        best = Schedule(tile, tiles, processors, 1, True)
-    return best
+        return Schedule(tile, tiles, min(tasks * splits, processors), splits)
+    if lengths and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
+        even = tasks * (blocks + TASK_COST) / processors
+        if blocks >= _LONG and TASK_COST * 2 <= even < 3 * (blocks + TASK_COST):
+            return Schedule(tile, tiles, processors, 1, Stream.YES)
+        if blocks >= _UNEVEN and tasks > processors:
+            return Schedule(tile, tiles, processors, 1, Stream.YES, cut=False)
+    return _by_numbers(tile, tiles, tasks, blocks, processors)
+
+
+def _by_numbers(tile: int, tiles: int, tasks: int, blocks: int, processors: int) -> Schedule:
+    """Whole, aligned or mixed, whichever ends first if all lists are full."""
+    rounds, rest = divmod(tasks, processors)
+    whole = (rounds + (rest > 0)) * (blocks + TASK_COST)
+    plain = Schedule(tile, tiles, min(tasks, processors))
+    room = min(processors // rest, blocks) if rest else 1
+    if room == 1:
+        return plain
+    share = -(-blocks // room)
+    splits = -(-blocks // share)
+    if rounds * (blocks + TASK_COST) + share + TASK_COST + _MERGE_COST >= whole:
+        return plain
+    if rounds:
+        return Schedule(tile, tiles, processors, splits, Stream.MIXED)
+    return Schedule(tile, tiles, tasks * splits, splits)
