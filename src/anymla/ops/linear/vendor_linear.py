@@ -25,9 +25,14 @@ _CHANNEL_STEP = 4 * FP8_BLOCK
 
 
 def vendor_support(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    dtype: torch.dtype | None = torch.bfloat16,
 ) -> Support:
-    """``supports`` of ``fp8_block_linear``."""
+    """``supports`` of ``fp8_block_linear``; ``dtype`` is what x must be, None for codes."""
     support = triton_support(x)  # quantises
     if not support:
         return support
@@ -35,7 +40,7 @@ def vendor_support(
         return Support(False, "blocks of scales are multiplied by the vendor's library on sm_90")
     if not hasattr(functional, "scaled_mm"):
         return Support(False, f"torch {torch.__version__} has no scaled_mm")
-    if not quantize_activations or x.dtype != torch.bfloat16:
+    if not quantize_activations or dtype not in (None, x.dtype):
         return Support(False, "only bfloat16 activations that are quantised")
     rows, width = weight.shape
     if rows % FP8_BLOCK or width % _CHANNEL_STEP:
@@ -46,18 +51,22 @@ def vendor_support(
     return Support(True, automatic=AUTOMATIC and tokens >= _FEWEST_TOKENS)
 
 
-def fp8_block_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
-) -> Tensor:
-    """See ``interface.fp8_block_linear``."""
-    from anymla.ops.linear.triton_quantize import quantize_rows
+def scaled_product(codes: Tensor, x_scales: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiply e4m3 activations and weights with their scales.
 
+    Args:
+        codes: [T, K] float8_e4m3fn, rows anywhere.
+        x_scales: float32 [T, K / 128], T last in memory.
+        weight: uint8 codes [N, K].
+        scale: uint8 or float32 [N / 128, K / 128].
+
+    Returns:
+        bfloat16 [T, N].
+    """
     kinds: Any = functional
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    codes, x_scales = quantize_rows(rows, scales_by_run=True)
     factors = decode_ue8m0(scale, torch.float32) if scale.dtype == torch.uint8 else scale
     out: Tensor = kinds.scaled_mm(
-        codes.view(torch.float8_e4m3fn),
+        codes,
         weight.contiguous().view(torch.float8_e4m3fn).t(),
         x_scales,
         kinds.ScalingType.BlockWise1x128,
@@ -65,6 +74,18 @@ def fp8_block_linear(
         kinds.ScalingType.BlockWise128x128,
         swizzle_a=kinds.SwizzleType.NO_SWIZZLE,
         swizzle_b=kinds.SwizzleType.NO_SWIZZLE,
-        output_dtype=x.dtype,
+        output_dtype=torch.bfloat16,
     )
+    return out
+
+
+def fp8_block_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+) -> Tensor:
+    """See ``interface.fp8_block_linear``."""
+    from anymla.ops.linear.triton_quantize import quantize_rows
+
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    codes, x_scales = quantize_rows(rows, scales_by_run=True)
+    out = scaled_product(codes.view(torch.float8_e4m3fn), x_scales, weight, scale)
     return out.view(*x.shape[:-1], -1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, Support, check, operation, require
 from anymla.ops._triton import float32_support
-from anymla.ops.output_projection import reference, torch_projection
+from anymla.ops.output_projection import reference, torch_projection, vendor_projection
 
 _FP8 = torch.float8_e4m3fn
 _BLOCK = 128
@@ -171,6 +171,12 @@ def _up_to_float32(*args: object, out_dtype: str = "bf16") -> Support:
         return Support(False, "computes in float32, but out_dtype is fp64")
     return float32_support(*args)
 
+
+grouped_output_projection_fp8.register(
+    "vendor",
+    vendor_projection.grouped_output_projection_fp8,
+    supports=vendor_projection.vendor_grouped_support,
+)
 
 _TRITON = "anymla.ops.output_projection.triton_"
 grouped_output_projection.register_lazy("triton", f"{_TRITON}rotate", supports=_whole_pairs)

@@ -1,0 +1,30 @@
+"""The grouped projection from FP8 heads by cuBLAS, a product a group; see ``vendor_linear``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.ops._operation import Support
+from anymla.ops.linear.vendor_linear import scaled_product, vendor_support
+
+
+def vendor_grouped_support(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Support:
+    """``supports`` of ``grouped_output_projection_fp8``."""
+    if out_dtype != "bf16":
+        return Support(False, f"results in bf16 only, got {out_dtype}")
+    return vendor_support(o[:, 0], wo_a[0], wo_a_scale[0], quantize_activations=True, dtype=None)
+
+
+def grouped_output_projection_fp8(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Tensor:
+    """See ``interface.grouped_output_projection_fp8``."""
+    scales = o_scale.permute(1, 2, 0).contiguous()
+    parts = [
+        scaled_product(o[:, group], scales[group].t(), wo_a[group], wo_a_scale[group])
+        for group in range(o.shape[1])
+    ]
+    return torch.cat(parts, 1)
