@@ -131,10 +131,8 @@ def run(
         if deep_gemm is not None:
             values |= _peers(deep_gemm, shape, sets, topk_library is not None)
         for backend in backends:
-            # Hopper's own scores are for prefills.
-            if shape.prefill or backend != "gluon_sm90":
-                values |= _ours(backend, shape, sets)
-        best = min(values[f"{backend}_us"] for backend in backends if f"{backend}_us" in values)
+            values |= _ours(backend, shape, sets)
+        best = min(values[f"{backend}_us"] for backend in backends)
         for name in ("topk", "vllm"):
             if f"{name}_us" in values:
                 values[f"over_{name}"] = round(values[f"{name}_us"] / best, 2)

@@ -12,12 +12,13 @@ from torch import Tensor
 from anymla.formats.page_layout import INDEX_FP8, SplitFp8Layout, get_layout, pages_of
 from anymla.ops._operation import Support
 from anymla.ops._triton import float32_support, target_of
+from anymla.ops.indexer.selection_plan import hopper_scores_are_faster
 
 _WIDEST = 512
 _MOST_HEADS = 256
 _MOST_SELECTED = 2048
-# Whether Hopper's own prefill scores are chosen without having been named.
-_GLUON_AUTOMATIC = False
+# Whether Hopper's own scores are chosen without having been named.
+_HOPPER_AUTOMATIC = False
 
 
 def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
@@ -69,7 +70,7 @@ def select_support(
     return paged_support(q.unsqueeze(1), index_cache, weights, lengths, block_table, layout=layout)
 
 
-def prefill_support(
+def hopper_support(
     q: Tensor,
     index_cache: Tensor,
     weights: Tensor,
@@ -78,7 +79,7 @@ def prefill_support(
     k: int,
     **kwargs: Any,
 ) -> Support:
-    """Of ``select_topk`` with Hopper's prefill scores: FP8 queries of 64 heads, pages of 64."""
+    """Of ``select_topk`` with Hopper's own scores: FP8 queries of 64 heads, pages of 64 keys."""
     if q.device.type != "cuda" or target_of(q.device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
     if not _has_gluon():
@@ -93,8 +94,11 @@ def prefill_support(
         return Support(False, f"64 heads of 128 channels and pages of 64, got {list(q.shape)}")
     if cache.stride(0) % 16 or cache.data_ptr() % 16:
         return Support(False, "pages must lie at multiples of 16 bytes")
-    # Where tokens share no keys, tiles of two waste half of the work.
-    return Support(True, automatic=_GLUON_AUTOMATIC and len(q) > 2 * len(block_table))
+    entries = block_table.shape[1] * cache.shape[1]
+    most = kwargs.get("max_context")
+    entries = entries if most is None else min(entries, most)
+    chosen = hopper_scores_are_faster(len(q), len(block_table), entries)
+    return Support(True, automatic=_HOPPER_AUTOMATIC and chosen)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Selection with prefill scores from Hopper's own kernel; the selectors are the portable ones."""
+"""Selection with scores from Hopper's own kernel; the selectors are the portable ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anymla.ops.indexer.gluon_sm90_scores import (
     PAGE,
     PRODUCER_REGISTERS,
     WIDTH,
-    prefill_scores_kernel,
+    page_scores_kernel,
 )
 from anymla.ops.indexer.selection_plan import prefill_parts
 from anymla.ops.indexer.triton_select import multiprocessors, select_rounds
@@ -69,7 +69,7 @@ def select_scores(
     k: int,
     target: Target,
 ) -> None:
-    """``triton_select_scores.select_scores`` for what ``prefill_support`` lets through."""
+    """``triton_select_scores.select_scores`` for what ``hopper_support`` lets through."""
     rows = len(q)
     cache = pages_of(index_cache)
     pages, entries = cache.shape[:2]
@@ -83,10 +83,13 @@ def select_scores(
         cache.view(torch.float32), [pages, entries * (WIDTH + 4) // 4], [stride // 4, 1],
         [1, PAGE], NVMMASharedLayout(0, 32, rank=2),
     )  # fmt: skip
-    pairs = triton.cdiv(rows, 2)
+    # Neighbours share keys unless every request has one token.
+    shared = per_request > 1 if owners is None else rows > len(block_table)
+    together = 2 if shared else 1
+    pairs = triton.cdiv(rows, together)
     tiles = triton.cdiv(covered, PAGE)
     span = triton.cdiv(tiles, prefill_parts(pairs, tiles, multiprocessors(q.device))) * PAGE
-    prefill_scores_kernel[(pairs, triton.cdiv(covered, span))](
+    page_scores_kernel[(pairs, triton.cdiv(covered, span))](
         q.view(torch.uint8),
         keys,
         scales,
@@ -109,6 +112,7 @@ def select_scores(
         covered,
         k,
         span,
+        ROWS=together,
         BUFFERS=BUFFERS,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,

@@ -120,5 +120,5 @@ select_topk.register_lazy(
     "triton", "anymla.ops.indexer.triton_select", supports=device_support.select_support
 )
 select_topk.register_lazy(
-    "gluon_sm90", "anymla.ops.indexer.gluon_sm90_select", supports=device_support.prefill_support
+    "gluon_sm90", "anymla.ops.indexer.gluon_sm90_select", supports=device_support.hopper_support
 )

@@ -353,5 +353,5 @@ def builds(target: Target) -> Iterator[Build]:
                 types,
                 {**shared, **missing},
                 num_warps=warps,
-                spills=100 if capacity > 4096 else 16,
+                spills=100 if capacity > 4096 or target.narrow else 16,
             )

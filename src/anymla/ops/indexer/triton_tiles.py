@@ -44,8 +44,7 @@ def tile_of(rows: int, heads: int, width: int, math: str, target: Target) -> Til
     against 64 keys, fill a warp group's accumulators.
     """
     padded_heads = triton.next_power_of_2(heads)
-    # RDNA's warps are narrow and keep everything in 256 registers.
-    narrow = target.backend == "hip" and target.warp_size == 32
+    narrow = target.narrow
     columns = 64 if math == "fp32" or rows == 1 or narrow else 128
     together = 1 if rows == 1 else max(1, columns // padded_heads)
     padded_heads = max(padded_heads, 16 // together)
@@ -55,9 +54,10 @@ def tile_of(rows: int, heads: int, width: int, math: str, target: Target) -> Til
         # Without matrix instructions a thread keeps its operands' channels in registers.
         return Tile(together, padded_heads, padded_width, 32, 32, 4, 1)
     # Accumulators, and bytes of a tile of keys.
-    keys = max(16, min((4096 if narrow else 8192) // columns, 128 * 128 // padded_width, 128))
+    keys = max(16, min((2048 if narrow else 8192) // columns, 128 * 128 // padded_width, 128))
     stages = 4 if target.shared_bytes >= _ROOMY else 2
-    return Tile(together, padded_heads, padded_width, padded_width, keys, 4, stages)
+    warps = 8 if narrow else 4
+    return Tile(together, padded_heads, padded_width, padded_width, keys, warps, stages)
 
 
 def span_of(groups: int, keys: int, tile: Tile) -> int:
