@@ -42,6 +42,11 @@ class Target:
     native_e4m3: bool
     dot_e4m3: bool
 
+    @property
+    def narrow(self) -> bool:
+        """RDNA: warps of 32 threads, which keep everything in 256 registers."""
+        return self.backend == "hip" and self.warp_size == 32
+
 
 # Shared memory: CUDA C++ programming guide (compute capabilities), AMD ISA documents (LDS).
 # native_e4m3: by instruction counts of built kernels; gfx942 and RDNA convert faster by bits.
