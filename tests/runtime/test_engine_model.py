@@ -1,13 +1,16 @@
 """The engine with a real (tiny) model in float32."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
 from torch import nn
 
+from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.layers import attention
 from anymla.model.load import load_model
+from anymla.ops.attention_output import prefill_attention_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
@@ -98,6 +101,35 @@ def test_workspaces_do_not_change_the_tokens(tiny_model, alone, draft_tokens, mo
             done[completion.request.request_id] = completion.token_ids
     assert calls
     assert done == alone
+
+
+def test_workspaces_with_quantised_heads(tiny_model, monkeypatch):
+    """The same prefill with the heads quantised in the attention, and after it."""
+    calls = []
+
+    def of_codes(self, codes, scales, dtype):
+        heads = dequantize_fp8_rows(codes.view(torch.uint8), scales, torch.float32)
+        weight = self.wo_a.dense(torch.float32).unflatten(0, (self.groups, -1))
+        return torch.einsum("tgj,grj->tgr", heads, weight).flatten(1).to(dtype)
+
+    # The tiny model's matrices are too small for the product of codes.
+    monkeypatch.setattr(attention.OutputProjection, "_from_codes", of_codes)
+    for module in tiny_model.modules():
+        if isinstance(module, attention.OutputProjection):
+            monkeypatch.setattr(module, "quantize_heads", True)
+    monkeypatch.setattr(
+        attention,
+        "prefill_attention_fp8_quant",
+        lambda *args, **more: calls.append(1) or prefill_attention_fp8_quant(*args, **more),
+    )
+    request = dataclasses.replace(REQUESTS[3], max_new_tokens=2)
+    tokens = {}
+    for chunks in (False, True):
+        engine = _engine(tiny_model, chunk_size=150)
+        engine._planner.chunks = chunks
+        tokens[chunks] = engine.run([request])[0].token_ids
+        assert bool(calls) == chunks
+    assert tokens[True] == tokens[False]
 
 
 @pytest.mark.parametrize("kv_cache", ["fp8", "bf16", "fp32"])
