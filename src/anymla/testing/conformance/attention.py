@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from anymla.formats.page_layout import get_layout
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import NotApplicable, case, expect
@@ -74,9 +75,10 @@ def widths(ops: Ops) -> None:
 
 @case(
     "A5",
-    "no change where a kernel hands over to another (64 rows and more)",
+    "no change where a kernel hands over to another (64 rows and more, decode to prefill)",
     "sparse_attention",
     bulk=True,
+    also=("prefill_attention",),
 )
 def hand_over(ops: Ops) -> None:
     given = scene(tokens=80, heads=2, width=20, extra=6)
@@ -85,6 +87,31 @@ def hand_over(ops: Ops) -> None:
     want.check(whole, "80 rows")
     for rows in (1, 63, 64, 65, 66):
         _same(_call(ops, given, slice(0, rows))[0], whole[0][:rows], want.weight[:rows])
+    if ops.has("prefill_attention"):
+        out, lse = _during_prefill(ops, given)
+        want.check((out, lse), "during prefill")
+        _same(out, whole[0], want.weight)
+
+
+def _during_prefill(ops: Ops, given: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same rows, decoded into a workspace, NaN wherever the caches have NaN."""
+    assert given.extra is not None
+    workspace: list[torch.Tensor] = []
+    lists: list[torch.Tensor] = []
+    for part in (given.main, given.extra):
+        slots = part.cache.shape[0] * part.cache.shape[1]
+        behind = torch.arange(part.indices.shape[1]) >= part.lengths.unsqueeze(1)
+        outside = behind | (part.indices < 0) | (part.indices >= slots)
+        first = sum(len(rows) for rows in workspace)
+        lists.append(torch.where(outside, -1, part.indices.clamp(max=slots) + first))
+        layout = get_layout(part.layout)
+        workspace.append(layout.read(part.cache, torch.arange(slots), torch.bfloat16))
+    listed = torch.cat(lists, 1)
+    runs = torch.tensor([[0, 0, 0, listed.shape[1]]], dtype=torch.int32).repeat(len(given.q), 1)
+    result: tuple[torch.Tensor, torch.Tensor] = ops.prefill_attention(
+        given.q, torch.cat(workspace), runs, listed, window=0, entries=listed.shape[1]
+    )
+    return result
 
 
 def _same(got: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ def caught_by(fault: Fault) -> list[str]:
 
 def _noticing(fault: Fault) -> Iterator[Case]:
     for case in load_cases().values():
-        if case.run is None or case.gpu or fault.operation not in case.operations:
+        if case.run is None or case.gpu or fault.operation not in (*case.operations, *case.also):
             continue
         if case.case_id not in _ONLY_IF_MEANT or case.case_id in fault.cases:
             yield case
@@ -47,7 +47,7 @@ def case_table() -> list[str]:
     """Lines of the Markdown table of all cases."""
     lines = ["| case | what must hold | operations |", "|---|---|---|"]
     for case in load_cases().values():
-        names = ", ".join(f"`{name}`" for name in case.operations) or "-"
+        names = ", ".join(f"`{name}`" for name in (*case.operations, *case.also)) or "-"
         where = f" (not run: {case.absent})" if case.absent else ""
         where = " (on a GPU)" if case.gpu else where
         lines.append(f"| {case.case_id} | {case.story}{where} | {names} |")

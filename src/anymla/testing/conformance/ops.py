@@ -64,6 +64,12 @@ class Ops:
             raise AttributeError(f"there is no operation {name!r}")
         return run if self.device is None else on_device(run, self.device)
 
+    def has(self, name: str) -> bool:
+        """Whether an operation is among what is under test."""
+        if self.replacements:
+            return name in self.replacements
+        return self.backend is None or self.backend in all_operations()[name].backends
+
     @contextlib.contextmanager
     def as_backend(self) -> Iterator[str | None]:
         """A backend name under which a whole model runs on these operations."""

@@ -29,6 +29,7 @@ class Case:
         case_id: "L1", "A10", ...
         story: what must hold, in a line.
         operations: the operations under test; empty if it is not about operations.
+        also: operations that are judged as well by who has them (``Ops.has``).
         run: raises AssertionError if it does not hold; None if there is nothing to run.
         absent: why there is nothing to run.
         gpu: it needs a GPU, and makes its tensors there.
@@ -42,6 +43,7 @@ class Case:
     absent: str = ""
     gpu: bool = False
     bulk: bool = False
+    also: tuple[str, ...] = ()
 
 
 class NotApplicable(Exception):
@@ -52,12 +54,17 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    case_id: str, story: str, *operations: str, bulk: bool = False, gpu: bool = False
+    case_id: str,
+    story: str,
+    *operations: str,
+    bulk: bool = False,
+    gpu: bool = False,
+    also: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Ops], None]], Callable[[Ops], None]]:
     """Register the decorated function as a case."""
 
     def register(run: Callable[[Ops], None]) -> Callable[[Ops], None]:
-        _add(Case(case_id, story, operations, run, bulk=bulk, gpu=gpu))
+        _add(Case(case_id, story, operations, run, bulk=bulk, gpu=gpu, also=also))
         return run
 
     return register

@@ -51,7 +51,7 @@ class Adapter:
             return self.excused[case.case_id]
         if not case.operations:
             return f"not about what {self.name} has"
-        if not set(case.operations) & set(self.functions):
+        if not {*case.operations, *case.also} & set(self.functions):
             return f"{self.name} has no {', '.join(case.operations)}"
         return ""
 

@@ -116,6 +116,19 @@ def lengths_of_plain_rows_ignored(
     return GOOD.sparse_attention_rows(q, kv, indices, None, **rest)
 
 
+@fault("prefill_attention", "A5")
+def last_entry_of_a_run_forgotten(
+    q: Tensor, rows: Tensor, runs: Tensor, *args: Any, **rest: Any
+) -> Any:
+    return GOOD.prefill_attention(q, rows, runs - torch.tensor([0, 0, 0, 1]), *args, **rest)
+
+
+@fault("prefill_attention", "A5")
+def workspace_is_multiplied_by_zero(q: Tensor, rows: Tensor, *args: Any, **rest: Any) -> Any:
+    out, lse = GOOD.prefill_attention(q, rows, *args, **rest)
+    return out + 0 * rows.sum(), lse
+
+
 @fault("sparse_attention", "L6")
 def masked_rows_are_multiplied_by_zero(q: Tensor, cache: Tensor, *args: Any, **rest: Any) -> Any:
     out, lse = GOOD.sparse_attention(q, cache, *args, **rest)
