@@ -19,6 +19,13 @@ def test_tiles_suit_matrix_instructions(target, mode):
         assert chosen.heads < 2 * max(heads, 16)
 
 
+def test_wide_rows_take_smaller_tiles_where_memory_is_short():
+    for name, heads in (("sm_86", 16), ("sm_89", 16), ("sm_120", 16), ("sm_80", 32)):
+        chosen = tile(128, 2048, 4096, "float16", TARGETS[name], 80, channels=576)
+        assert chosen.heads == heads
+        assert tile(128, 640, 4096, "float16", TARGETS[name], 80).heads == 32
+
+
 def test_splits_fill_the_machine_without_overfilling_it():
     for programs, keys in itertools.product((1, 8, 40, 128, 200, 5000), (0, 1, 32, 33, 640, 8000)):
         count = splits(programs, keys, STEP, 132)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from anymla.bench.kernels import Case
-from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops.sparse_attention import sparse_attention
-from anymla.ops.sparse_attention.shapes import AttentionShape
+from anymla.ops.sparse_attention.shapes import V32_DECODE, AttentionShape
 
 _PAGE = 64
 _WINDOW_SLOTS, _ENTRY_SLOTS = 1 << 17, 1 << 18  # 77 and 153 MB of rows: more than an L2 cache
@@ -27,7 +28,7 @@ _MOST_US = {
 
 
 def cases() -> Iterator[Case]:
-    """Decode of Flash and of its shards, Pro, windows alone, and prefill."""
+    """Decode of Flash and of its shards, Pro, windows alone, prefill, and V3.2's rows."""
     for heads, most in _MOST_US.items():
         for tokens, microseconds in most.items():
             yield _case(AttentionShape(tokens, heads, 128, 512), microseconds)
@@ -36,16 +37,20 @@ def cases() -> Iterator[Case]:
     yield _case(AttentionShape(128, 64, 128, 0))
     yield _case(AttentionShape(4096, 64, 128, 512), 2400.0)
     yield _case(AttentionShape(32, 64, 128, 512), batch_invariant=True)
+    for tokens in (4, 128, 256):
+        yield _case(dataclasses.replace(V32_DECODE, tokens=tokens))
 
 
 def _case(
     shape: AttentionShape, most_us: float | None = None, *, batch_invariant: bool = False
 ) -> Case:
-    row = get_layout(MAIN_FP8).entry_bytes + 4
-    heads = shape.tokens * shape.heads * (2 * 2 * shape.dim + 4)
+    layout = _layout(shape)
+    row = get_layout(layout).entry_bytes + 4
+    heads = shape.tokens * shape.heads * (2 * (shape.dim + shape.out_dim) + 4)
+    name = "sparse_attention, V3.2" if layout == V32_FP8 else "sparse_attention"
     label = f"{shape.tokens} tokens, {shape.heads} heads, {shape.window} + {shape.entries} slots"
     return Case(
-        f"sparse_attention, {label}{', batch invariant' if batch_invariant else ''}",
+        f"{name}, {label}{', batch invariant' if batch_invariant else ''}",
         functools.partial(_setup, shape, batch_invariant),
         shape.tokens * shape.slots * row + heads,
         shape.flops,
@@ -53,28 +58,35 @@ def _case(
     )
 
 
+def _layout(shape: AttentionShape) -> str:
+    return V32_FP8 if shape.dim == get_layout(V32_FP8).channels else MAIN_FP8
+
+
 def _setup(shape: AttentionShape, batch_invariant: bool) -> Callable[[], object]:
     q = torch.randn(shape.tokens, shape.heads, shape.dim, device="cuda").bfloat16()
     sink = torch.randn(shape.heads, device="cuda")
     extra = shape.entries > 0
+    layout = _layout(shape)
     return functools.partial(
         sparse_attention,
         q,
-        _rows(_WINDOW_SLOTS),
+        _rows(_WINDOW_SLOTS, layout),
         _slots(_WINDOW_SLOTS, shape.tokens, shape.window),
         _lengths(shape.tokens, shape.window),
         sink=sink,
-        extra_cache=_rows(_ENTRY_SLOTS) if extra else None,
+        extra_cache=_rows(_ENTRY_SLOTS, layout) if extra else None,
         extra_indices=_slots(_ENTRY_SLOTS, shape.tokens, shape.entries) if extra else None,
         extra_lengths=_lengths(shape.tokens, shape.entries) if extra else None,
+        layout=layout,
+        value_dim=shape.values,
         batch_invariant=batch_invariant,
         backend="triton",
     )
 
 
 @functools.cache
-def _rows(slots: int) -> Tensor:
-    layout = get_layout(MAIN_FP8)
+def _rows(slots: int, layout_id: str) -> Tensor:
+    layout = get_layout(layout_id)
     cache = layout.allocate(slots // _PAGE, _PAGE, device="cuda")
     for start in range(0, slots, 1 << 15):
         some = torch.arange(start, start + (1 << 15), device="cuda")

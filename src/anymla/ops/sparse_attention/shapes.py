@@ -15,6 +15,7 @@ class AttentionShape:
         window: slots of the first scope per token.
         entries: slots of the second scope per token.
         dim: head dim D.
+        values: leading channels of a row that are the value; None for all.
     """
 
     tokens: int
@@ -22,6 +23,7 @@ class AttentionShape:
     window: int
     entries: int
     dim: int = 512
+    values: int | None = None
 
     @property
     def slots(self) -> int:
@@ -29,11 +31,17 @@ class AttentionShape:
         return self.window + self.entries
 
     @property
+    def out_dim(self) -> int:
+        """Channels of the output."""
+        return self.dim if self.values is None else self.values
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of the two matrix products."""
-        return 4 * self.tokens * self.heads * self.slots * self.dim
+        return 2 * self.tokens * self.heads * self.slots * (self.dim + self.out_dim)
 
 
 FLASH_DECODE = AttentionShape(tokens=4, heads=64, window=128, entries=512)
 PRO_DECODE = AttentionShape(tokens=4, heads=128, window=128, entries=1024)
 WINDOW_DECODE = AttentionShape(tokens=4, heads=64, window=128, entries=0)
+V32_DECODE = AttentionShape(tokens=4, heads=128, window=2048, entries=0, dim=576, values=512)
