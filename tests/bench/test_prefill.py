@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anymla.bench.prefill import CASES, LONG_CASES, Call, PrefillCase
+from anymla.bench.prefill import CASES, LONG_CASES, Call, PrefillCase, flash_mla_peer
 from anymla.ops.sparse_attention import sparse_attention_rows
 
 SMALL = (
@@ -14,6 +14,16 @@ SMALL = (
     PrefillCase("all", 12, 70, 800),
     PrefillCase("all", 40, 2, 40),
 )
+
+
+class FlashMla:
+    """What the peer's module offers."""
+
+    @staticmethod
+    def flash_mla_sparse_fwd(q, kv, listed, scale, width, sink, lengths):
+        assert kv.shape[1] == listed.shape[1] == 1
+        assert scale == 512**-0.5
+        return by_lists(q, kv[:, 0], listed[:, 0], lengths, sink), None, None
 
 
 def by_lists(q, rows, listed, lengths, sink):
@@ -27,7 +37,7 @@ def by_lists(q, rows, listed, lengths, sink):
 def test_both_sides_do_the_same(case):
     call = Call(case, device="cpu")
     ours = call.ours("torch").clone()
-    theirs = call.peer(by_lists)()
+    theirs = call.peer(flash_mla_peer(FlashMla))()
     assert call.error(ours) < 3e-3
     assert call.error(theirs) < 3e-3
     torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)

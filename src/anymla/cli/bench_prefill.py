@@ -1,0 +1,45 @@
+"""``anymla bench prefill``."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import click
+import torch
+
+from anymla.bench.report import Result, append_rows, table
+
+
+@click.command()
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Append the rows here, one JSON object a line.",
+)
+@click.option(
+    "--backend", default="gluon_sm90", show_default=True, help="Of attention during prefill."
+)
+@click.option("--long", is_flag=True, help="Also 32,768 queries at once.")
+@click.option("--flash-mla", is_flag=True, help="Next to FlashMLA, which must be importable.")
+def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -> None:
+    """Time attention during prefill on the GPU, with decoded rows as they are within a chunk."""
+    from anymla.bench.environment import environment
+    from anymla.bench.gpu import device_facts
+    from anymla.bench.layer_rival import flash_mla_module
+    from anymla.bench.prefill import CASES, LONG_CASES, flash_mla_peer, measure
+
+    if not torch.cuda.is_available():
+        raise click.UsageError("torch sees no GPU on this machine")
+    facts = environment("anymla bench prefill") | device_facts()
+    peer = flash_mla_peer(flash_mla_module(importlib.import_module)) if flash_mla else None
+    results: list[Result] = []
+    for result in measure(CASES + LONG_CASES if long else CASES, backend, peer):
+        results.append(result)
+        if json_file is not None:
+            append_rows(json_file, [result], facts)
+    click.echo("\n".join(table(results)))
+    if any(result.met is False for result in results):
+        click.get_current_context().exit(1)
