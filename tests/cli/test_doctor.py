@@ -100,6 +100,8 @@ def test_an_operation_that_cannot_run_says_so(monkeypatch) -> None:
     monkeypatch.setattr(trial.operation, "backends", {})
     finding = examine(probe, CPU, None)
     assert (finding.backend, finding.how, finding.right) == (None, "cannot", None)
+    result = doctor("--device", "cpu", "--no-speed", "--family", "selection")
+    assert (result.exit_code, "cannot run here: selection" in result.output) == (0, True)
 
 
 def test_a_general_backend_on_an_accelerator_is_a_fallback() -> None:

@@ -62,7 +62,7 @@ def command(
     if not silent:
         click.echo("\n".join(_machine_lines(facts)))
     ceilings, findings = _examine(chosen, place, timed=not no_speed)
-    right = all(finding.right for finding in findings)
+    right = not any(finding.right is False for finding in findings)
     result: dict[str, Any] = {"part": "doctor", **facts}
     if ceilings is not None:
         result["ceilings"] = dataclasses.asdict(ceilings)
@@ -144,7 +144,9 @@ def _table(findings: list[Finding], ceilings: Ceilings | None) -> list[str]:
     cannot = [each for each in findings if each.how == CANNOT]
     if wrong:
         lines.append(f"WRONG: {', '.join(f'{each.family} ({each.label})' for each in wrong)}")
-    elif not cannot:
+    elif cannot:
+        lines.append(f"cannot run here: {', '.join(each.family for each in cannot)}")
+    else:
         lines.append("every result is right")
     return lines
 
