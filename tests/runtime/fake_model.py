@@ -51,6 +51,7 @@ class FakeModel:
             vocab_size=VOCAB,
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=(1,),
+            head_dim=0,
             hc_mult=1,
             hidden_size=2,
         )

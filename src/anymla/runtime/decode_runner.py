@@ -16,6 +16,8 @@ from anymla.runtime.draft_step import DraftStep
 from anymla.runtime.fixed_step import FixedStep
 from anymla.runtime.forwarded import Forwarded
 from anymla.runtime.options import EngineOptions
+from anymla.runtime.sampler import best_tokens
+from anymla.runtime.scoring import token_logprobs
 from anymla.runtime.span import Span
 
 
@@ -67,8 +69,9 @@ class DecodeRunner:
         bucket = smallest(self.buckets, spans)
         if bucket is None:
             return None
-        hidden, logits = self._step(bucket)(spans)
-        return Forwarded(hidden, range(0, bucket.tokens * len(spans), bucket.tokens), logits)
+        hidden, logits, best, logprobs = self._step(bucket)(spans)
+        first_rows = range(0, bucket.tokens * len(spans), bucket.tokens)
+        return Forwarded(hidden, first_rows, logits, best, logprobs)
 
     def draft(
         self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]
@@ -103,7 +106,9 @@ class DecodeRunner:
 
     def _backbone(self, step: Step) -> tuple[Tensor, ...]:
         hidden = self._model.forward(step, self._store.layers[: self._backbone_layers])
-        return hidden, self._model.logits(hidden)
+        logits = self._model.logits(hidden)
+        best = best_tokens(logits)
+        return hidden, logits, best, token_logprobs(logits, best)
 
     def _draft_step(self, bucket: Bucket) -> DraftStep:
         if bucket not in self._drafts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +11,7 @@ import torch
 
 from anymla.model.transformer import Transformer
 from anymla.ops._operation import vouched_for
-from anymla.ops.prefill_attention.support import CHANNELS, OPERANDS, runs_on
+from anymla.ops.prefill_attention.support import CHANNELS, runs_on
 from anymla.ops.workspace import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
@@ -263,13 +264,7 @@ class Engine:
                     state.finish_reason = "length"
         if not rows:
             return {}
-        if forwarded.logits is not None:
-            logits = rows_of(forwarded.logits, rows)
-        else:
-            logits = self.model.logits(rows_of(forwarded.hidden, rows))
-        tokens = choose_tokens(logits, samplings, positions)
-        tokens = self.model.ranks.agree(tokens, self.store.device)
-        logprobs = chosen_logprobs(logits, tokens)
+        tokens, logprobs = self._pick(forwarded, rows, samplings, positions)
         new_tokens = {}
         for span in spans:
             if count := span.num_choices:
@@ -278,6 +273,25 @@ class Engine:
                 span.state.computed = len(span.state.tokens) - 1
                 del tokens[:count], logprobs[:count]
         return new_tokens
+
+    def _pick(
+        self,
+        forwarded: Forwarded,
+        rows: Sequence[int],
+        samplings: Sequence[Sampling],
+        positions: Sequence[int],
+    ) -> tuple[list[int], list[float]]:
+        """Tokens that follow some rows, and their log-probabilities."""
+        agree = functools.partial(self.model.ranks.agree, device=self.store.device)
+        if forwarded.logits is None:
+            logits, best = self.model.logits(rows_of(forwarded.hidden, rows)), None
+        else:
+            assert forwarded.best is not None
+            logits, best = rows_of(forwarded.logits, rows), rows_of(forwarded.best, rows)
+        tokens = agree(choose_tokens(logits, samplings, positions, best))
+        if forwarded.best_logprobs is not None and all(each.is_greedy for each in samplings):
+            return tokens, rows_of(forwarded.best_logprobs, rows).tolist()
+        return tokens, chosen_logprobs(logits, tokens)
 
     def _draft(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
         if self._drafter is None:
@@ -322,5 +336,6 @@ def _decode_runner(
 
 def _attends_to_workspaces(model: Transformer) -> bool:
     """Whether prefill has a kernel that reads runs of one workspace."""
-    fits = model.config.head_dim == CHANNELS and model.dtype in OPERANDS
+    # float16 would not hold every FP8 row.
+    fits = model.config.head_dim == CHANNELS and model.dtype == torch.bfloat16
     return model.backend is None and fits and bool(runs_on(model.device))

@@ -20,11 +20,15 @@ class Forwarded:
         hidden: [rows, N, D], the backbone's streams.
         first_rows: row of each span's first token; its other tokens follow.
         logits: float32 [rows, V], or None where they are not computed for all rows.
+        best: with logits, ``best_tokens`` of them.
+        best_logprobs: with logits, those tokens' log-probabilities.
     """
 
     hidden: Tensor
     first_rows: Sequence[int]
     logits: Tensor | None = None
+    best: Tensor | None = None
+    best_logprobs: Tensor | None = None
 
     @classmethod
     def packed(cls, hidden: Tensor, spans: Sequence[Span]) -> Forwarded:

@@ -67,7 +67,10 @@ class Graph:
                 self._function()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # Other threads (those that watch over NCCL, say) may go on with what they do.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
             results = self._function()
         self._graph, self._results = graph, results
 

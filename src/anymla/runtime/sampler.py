@@ -31,6 +31,11 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best token is taken."""
+        return self.temperature == 0
+
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
@@ -47,7 +52,10 @@ def uniform(seed: int, position: int) -> float:
 
 
 def choose_tokens(
-    logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    best: Tensor | None = None,
 ) -> list[int]:
     """Choose one token for each row.
 
@@ -55,6 +63,7 @@ def choose_tokens(
         logits: float [n, V].
         samplings: of each row.
         positions: that the chosen token of each row will have.
+        best: ``best_tokens`` of the logits, if it is known.
 
     Returns:
         Token ids. Equal logits: the lowest id wins, or comes first in the order of probability.
@@ -63,7 +72,7 @@ def choose_tokens(
         FloatingPointError: a row holds NaN or +inf, or nothing but -inf.
     """
     vocab = logits.shape[-1]
-    tokens = _best_tokens(logits)
+    tokens: list[int] = best.tolist() if best is not None else _best_on_host(logits)
     for row, (token, sampling, position) in enumerate(
         zip(tokens, samplings, positions, strict=True)
     ):
@@ -74,21 +83,26 @@ def choose_tokens(
     return tokens
 
 
-def _best_tokens(logits: Tensor) -> list[int]:
-    """Lowest id of the best logit in each row [n, V]; V if the row has no finite best."""
+def best_tokens(logits: Tensor) -> Tensor:
+    """Lowest id, int64, of the best logit in each row [n, V]; V if the row has no finite best."""
     vocab = logits.shape[-1]
-    if logits.is_cpu and logits.dtype != torch.bfloat16:
-        # NumPy's argmax names the first of equals, and takes a NaN for the best.
-        rows = logits.numpy()
-        return [
-            best if math.isfinite(row[best]) else vocab
-            for row, best in zip(rows, rows.argmax(-1).tolist(), strict=True)
-        ]
     best = logits.amax(-1, keepdim=True)
     ids = torch.arange(vocab, device=logits.device)
     # torch's argmax names no winner among equals. NaN equals nothing, which leaves id V.
     is_best = (logits == best) & best.isfinite()
-    tokens: list[int] = torch.where(is_best, ids, vocab).amin(-1).tolist()
+    return torch.where(is_best, ids, vocab).amin(-1)
+
+
+def _best_on_host(logits: Tensor) -> list[int]:
+    """``best_tokens`` as a list."""
+    if logits.is_cpu and logits.dtype != torch.bfloat16:
+        # NumPy's argmax names the first of equals, and takes a NaN for the best.
+        rows = logits.numpy()
+        return [
+            best if math.isfinite(row[best]) else logits.shape[-1]
+            for row, best in zip(rows, rows.argmax(-1).tolist(), strict=True)
+        ]
+    tokens: list[int] = best_tokens(logits).tolist()
     return tokens
 
 

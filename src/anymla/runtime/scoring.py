@@ -18,10 +18,15 @@ def block_rows(vocab_size: int) -> int:
 
 def chosen_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     """Natural log-probability, in float32, of one token [n] for each row of logits [n, V]."""
-    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(-1)
-    logprobs = logits.float().log_softmax(-1).gather(-1, ids)
-    listed: list[float] = logprobs.squeeze(-1).tolist()
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    listed: list[float] = token_logprobs(logits, ids).tolist()
     return listed
+
+
+def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Natural log-probability, float32 [n], of ids int64 [n] in rows of logits [n, V]."""
+    ids = ids.clamp(max=logits.shape[-1] - 1).unsqueeze(-1)
+    return logits.float().log_softmax(-1).gather(-1, ids).squeeze(-1)
 
 
 def next_token_logprobs(
