@@ -13,7 +13,7 @@ from anymla.ops._operation import Support
 from anymla.ops._triton import target_of, triton_support
 
 CHANNELS = 512
-OPERANDS = (torch.float16, torch.bfloat16)
+_OPERANDS = (torch.float16, torch.bfloat16)
 
 
 @cache
@@ -40,7 +40,7 @@ def gluon_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Suppo
     support = runs_on(q.device)
     if not support:
         return support
-    if q.dtype not in OPERANDS or rows.dtype != q.dtype:
+    if q.dtype not in _OPERANDS or rows.dtype != q.dtype:
         return Support(False, "q and rows must both be float16, or both bfloat16")
     if q.shape[2] != CHANNELS:
         return Support(False, f"{CHANNELS} channels, got {q.shape[2]}")
