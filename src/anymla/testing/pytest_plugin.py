@@ -11,20 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 # Triton and anymla read it when they are first imported, which the compiler does for triton.
 if not torch.cuda.is_available() and not torch.xpu.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from anymla.testing.poison import poisoned_empty
-
-# Drawing numbers is torch's part (from the seed), so examples are cheap to draw but not to run:
-# no deadline, and slow data generation is not a health problem.
-_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", derandomize=True, max_examples=20, **_COMMON)  # type: ignore[arg-type]
-settings.register_profile("dev", max_examples=20, **_COMMON)  # type: ignore[arg-type]
-settings.register_profile("night", max_examples=500, **_COMMON)  # type: ignore[arg-type]
 
 MARKERS = {
     "gpu": "needs a GPU; skipped elsewhere, with that reason",
@@ -39,10 +31,27 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     _interpret_triton()
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    _hypothesis_profiles()
     # The tests' tensors are small: on a busy machine threads spend their time waiting for each
     # other (a file of 8 s took 164 s with two).
     torch.set_num_threads(1)
+
+
+def _hypothesis_profiles() -> None:
+    """Choose hypothesis' profile where it is installed, which the conformance suite does not need.
+
+    Drawing numbers is torch's part (from the seed), so examples are cheap to draw but not to run:
+    no deadline, and slow data generation is not a health problem.
+    """
+    if importlib.util.find_spec("hypothesis") is None:
+        return
+    from hypothesis import HealthCheck, settings
+
+    common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("ci", derandomize=True, max_examples=20, **common)  # type: ignore[arg-type]
+    settings.register_profile("dev", max_examples=20, **common)  # type: ignore[arg-type]
+    settings.register_profile("night", max_examples=500, **common)  # type: ignore[arg-type]
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def _interpret_triton() -> None:
