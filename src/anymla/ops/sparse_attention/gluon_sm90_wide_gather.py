@@ -121,11 +121,7 @@ def produce_wide(
             next_valid, data = row_address(upcoming, lists)
             there = gl.expand_dims(next_valid, 1).to(gl.int32)
             at = gl.expand_dims(data, 1) + lane
-            # A row that float16 does not hold makes all scores NaN.
-            wrong = _inexact(z[0]) | _inexact(z[1]) | _inexact(z[2]) | _inexact(z[3])
-            wrong = wrong | (gl.maximum(_largest(y0), _largest(y1)) >= _TOO_LARGE).to(gl.int32)
-            mark = gl.where(gl.max(wrong, 1) != 0, float("nan"), 0.0)
-            _put(bias.index(buffer), gl.where(valid, mark, MASKED), ROWS, ROW0)
+            next_z = _load(at - lane + CODES, there)
             a = _pair(z[0])
             b = _pair(z[1])
             half = _half_row(
@@ -144,15 +140,20 @@ def produce_wide(
                 ROWS,
             )  # fmt: skip
             _put(right.index(buffer), half, ROWS, ROW0)
-            z = _load(at - lane + CODES, there)
             x4 = _load(at + 256, there)
             x5 = _load(at + 320, there)
             x6 = _load(at + 384, there)
             x7 = _load(at + 448, there)
             _put(tail.index(buffer), _tail(y0, y1, ROWS), ROWS, ROW0)
+            # A row that float16 does not hold makes all scores NaN.
+            wrong = _inexact(z[0]) | _inexact(z[1]) | _inexact(z[2]) | _inexact(z[3])
+            wrong = wrong | (gl.maximum(_largest(y0), _largest(y1)) >= _TOO_LARGE).to(gl.int32)
             y0 = _load(at + TAIL, there)
             y1 = _load(at + TAIL + 64, there)
+            mark = gl.where(gl.max(wrong, 1) != 0, float("nan"), 0.0)
+            _put(bias.index(buffer), gl.where(valid, mark, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
             filled += 1
             valid = next_valid
+            z = next_z
             upcoming = slots_of(block + 2, last, token, n0, n1, blocks0, lists, r)
