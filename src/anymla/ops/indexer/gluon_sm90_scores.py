@@ -325,6 +325,9 @@ def page_scores_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """ROWS tokens and ``span`` entries; arguments as of ``select_scores_kernel``."""
+    # A consumer meets the same buffers again, so it never waits for a fill two turns ahead, which
+    # a barrier's parity could not tell from the last.
+    gl.static_assert(BUFFERS % _CONSUMERS == 0)
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
     queries = gl.allocate_shared_memory(gl.float8e4nv, [ROWS * _H, _D], CODES)

@@ -1,0 +1,242 @@
+"""Hopper's score kernel on the host: its own text, with torch tensors for Gluon's.
+
+See ``gluon_on_host`` for what that shows and what not. Added here are a second grid dimension, and
+the copy engine, whose copies arrive at a barrier by their bytes.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import sys
+import types
+
+import gluon_on_host as host
+import pytest
+import torch
+from index_scores import D, i32
+from paged import make_cache
+
+import anymla.ops.indexer as family
+from anymla.formats.page_layout import INDEX_FP8, get_layout
+from anymla.ops.indexer import device_support
+from anymla.ops.indexer.selection_plan import GROUP, hopper_scores_are_faster, padded_entries
+
+H, PAGE = 64, 64
+NAME = f"{family.__name__}.gluon_sm90_scores"
+NOTHING = -(2**31)
+
+
+class Value(host.Value):
+    type = property(lambda self: types.SimpleNamespace(layout=None))
+
+
+class Barrier(host.Barrier):
+    """Also awaits bytes: expecting them is one arrival, which their last byte completes."""
+
+    def expect(self, size):
+        self._bytes = size
+
+    def receive(self, size):
+        self._bytes -= size
+        assert self._bytes >= 0
+        if self._bytes == 0:
+            self.arrive()
+
+
+def with_keywords(function):
+    return staticmethod(lambda *xs, **_: host._tensors(function).__func__(*xs))
+
+
+class Language(host.Language):
+    maximum = with_keywords(torch.maximum)  # of NaN and a number: NaN
+
+    def program_id(self, axis):
+        return host.value(self.program[axis])
+
+    def allocate_shared_memory(self, dtype, shape, layout):
+        if layout is host.BARRIER:
+            made = Barrier(shape[0])
+            for part in made._parts:
+                part.__class__ = Barrier
+            return made
+        return super().allocate_shared_memory(dtype, shape, layout)
+
+
+@dataclasses.dataclass
+class Descriptor:
+    """A tensor and the block that is copied out of it."""
+
+    tensor: torch.Tensor
+    block: tuple[int, ...]
+
+    def copy(self, at, barrier, memory):
+        at = [int(x) for x in at]
+        assert all(
+            0 <= a <= n - b for a, n, b in zip(at, self.tensor.shape, self.block, strict=True)
+        )
+        part = self.tensor[tuple(slice(a, a + b) for a, b in zip(at, self.block, strict=True))]
+        memory._tensor.copy_(part)
+        barrier.receive(part.numel() * part.element_size())
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel's module and its language."""
+    language = Language()
+    stand_ins = host._stand_ins(language)
+    hopper = stand_ins["triton.experimental.gluon.language.nvidia.hopper"]
+    hopper.tma = types.SimpleNamespace(
+        async_copy_global_to_shared=lambda d, at, barrier, memory: d.copy(at, barrier, memory)
+    )
+    hopper.mbarrier.expect = lambda barrier, size: barrier.expect(size)
+    nan = types.SimpleNamespace(ALL=True)
+    stand_ins["triton"].language = types.SimpleNamespace(PropagateNan=nan)
+    monkeypatch.setattr(host, "Value", Value)
+    for name in [name for name in sys.modules if name.startswith("triton") or name == NAME]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield importlib.import_module(NAME), language
+    sys.modules.pop(NAME, None)
+    with contextlib.suppress(AttributeError):
+        del family.gluon_sm90_scores
+
+
+def score(kernel, q, cache, weights, lengths, table, k, *, starts, owners, together, span):
+    """Scores and maxima as the kernel leaves them: NaN and 77 where it wrote nothing."""
+    module, language = kernel
+    rows, covered = len(q), table.shape[1] * PAGE
+    columns = padded_entries(covered)
+    scores = torch.full((rows, columns), torch.nan)
+    maxima = torch.full((rows, columns // GROUP), 77, dtype=torch.int32)
+    pages, stride = len(cache), cache.stride(0)
+    flat = cache.as_strided((pages, stride), (stride, 1))
+    keys = flat.view(torch.float8_e4m3fn).as_strided((pages, PAGE, D), (stride, D, 1))
+    words = flat[:, : PAGE * (D + 4)].view(torch.float32)
+    pointer = language.memory.pointer
+    given = [
+        pointer(q.view(torch.uint8)),
+        Descriptor(keys, (1, PAGE, D)),
+        Descriptor(words, (1, PAGE)),
+        pointer(table),
+        *table.stride(),
+        pointer(lengths),
+        None if starts is None else pointer(starts),
+        None if owners is None else pointer(owners),
+        pointer(weights),
+        weights.stride(0),
+        pointer(scores),
+        scores.stride(0),
+        pointer(maxima),
+        maxima.stride(0),
+        0,
+        rows,
+        max(rows // len(table), 1),
+        len(table),
+        pages,
+        covered,
+        k,
+        span,
+    ]
+    given = [host.value(each) if isinstance(each, int) else each for each in given]
+    for pair in range(-(-rows // together)):
+        for part in range(-(-covered // span)):
+            language.program = (pair, part)
+            module.page_scores_kernel(
+                *given,
+                ROWS=together,
+                BUFFERS=4,
+                CONSUMER_REGISTERS=112,
+                PRODUCER_REGISTERS=24,
+            )
+    return scores, maxima
+
+
+def ordered(x):
+    """What maxima are made of; scores here are integers, -inf or NaN."""
+    bits = (x + 0.0).view(torch.int32)
+    return torch.where(x.isnan(), 0x7F800001, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@pytest.mark.parametrize("stride", [8448, 8640])
+@pytest.mark.parametrize(
+    ("together", "owners"),
+    [
+        (1, [0, 1, 1, 0, -1, 1]),
+        (2, [0, 0, 0, 1, 1]),
+        (2, [0, 1, -1, 1, 0, 0]),
+        (2, None),
+        (1, None),
+    ],
+)
+@pytest.mark.parametrize("span", [192, 256])
+def test_scores_and_maxima(kernel, stride, together, owners, span):
+    rows, k = len(owners or [0] * 4), 40
+    padded = make_cache(INDEX_FP8, 9, PAGE, gap=0).tensor
+    packed = torch.full((9 * stride + 64,), 0xFF, dtype=torch.uint8)
+    cache = packed.as_strided((9, PAGE, D + 4), (stride, D + 4, 1))
+    cache.copy_(padded)
+    table = i32([[3, 0, 8, 5], [1, -1, 7, 900]])
+    keys = torch.randint(-2, 3, (2, 256, D)).float()
+    for request in range(2):
+        for number, page in enumerate(table[request].tolist()):
+            if 0 <= page < 9:
+                slots = page * PAGE + torch.arange(PAGE)
+                part = keys[request, number * PAGE : (number + 1) * PAGE]
+                get_layout(INDEX_FP8).write(cache, slots, part)
+    q = torch.randint(-2, 3, (rows, H, D)).to(torch.float8_e4m3fn)
+    weights = torch.randint(-2, 3, (rows, H)).float()
+    weights[1, 3] = torch.nan
+    lengths = torch.randint(100, 257, (rows,), dtype=torch.int32)
+    lengths[0], lengths[rows - 1] = 256, 40
+    starts = i32([0, 17, 90, 3, 64, 1][:rows]) if owners else None
+    got, maxima = score(
+        kernel,
+        q,
+        cache,
+        weights,
+        lengths,
+        table,
+        k,
+        starts=starts,
+        owners=None if owners is None else i32(owners),
+        together=together,
+        span=span,
+    )
+    entry = torch.arange(256)
+    for row in range(rows):
+        request = owners[row] if owners else row * 2 // rows
+        first, last = int(starts[row]) if owners else 0, int(lengths[row])
+        seen = (entry >= first) & (entry < last)
+        if request < 0 or last - first <= k:
+            seen[:] = False
+        dots = q[row].float() @ keys[request].T
+        want = weights[row] @ dots.relu()
+        page = table[request].repeat_interleave(PAGE)
+        want[(page < 0) | (page >= 9)] = -torch.inf
+        # NaN is both what a weight makes and what nothing was written to.
+        assert torch.equal(got[row, :256].nan_to_num(1e9)[seen], want.nan_to_num(1e9)[seen])
+        assert got[row, :256][~seen].isnan().all()
+        rank = torch.where(seen, ordered(want), NOTHING).view(-1, GROUP).amax(1)
+        assert torch.equal(maxima[row, :16], torch.where(rank == NOTHING, 77, rank))
+
+
+@pytest.mark.parametrize(
+    ("rows", "requests", "entries", "faster"),
+    [
+        (2048, 1, 8192, True),
+        (256, 128, 2048, True),
+        (1, 1, 32_768, False),
+        (128, 128, 32_768, True),
+    ],
+)
+def test_hopper_takes_pairs_and_much_to_read(rows, requests, entries, faster):
+    assert hopper_scores_are_faster(rows, requests, entries) is faster
+
+
+def test_other_machines_are_refused():
+    cache = get_layout(INDEX_FP8).allocate(1, 64)
+    given = (torch.randn(1, H, D), cache, torch.randn(1, H), i32([3]), i32([[0]]), 1)
+    support = device_support.hopper_support(*given)
+    assert not support
+    assert "compute capability 9.0" in support.reason
