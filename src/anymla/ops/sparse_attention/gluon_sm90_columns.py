@@ -3,14 +3,14 @@
 Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm90_lists``.
 
     main       S^T = K Q^T, softmax, O^T = V^T P^T    heads are the columns, 16 or 32
-    producer   all rows of each block
+    producers  the blocks of a piece in turn, so that two blocks are on their way
 
 A matrix instruction takes 64 rows, which 64 keys or 64 channels fill, however few the heads. The
 softmax runs over rows, that is across the warps: the maximum is exchanged once a block through
 shared memory, the sums stay with the threads until the piece ends.
 
-Barriers: ready[b] producer -> main, free[b] main -> producer; BUFFERS blocks of 64 rows. The proxy
-fence stands on the reading side, as in ``gluon_sm90_tiles``.
+Barriers: ready[b] producers -> main, free[b] main -> producers; BUFFERS blocks of 64 rows. The
+proxy fence stands on the reading side, as in ``gluon_sm90_tiles``.
 """
 
 from collections.abc import Iterator
@@ -209,8 +209,13 @@ def main_part(
 
 
 @gluon.jit
-def _all_rows(lists, share, left, right, bias, ready, free, BUFFERS: gl.constexpr):
-    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS)
+def _even_blocks(lists, share, left, right, bias, ready, free, BUFFERS: gl.constexpr):
+    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 0, 2)
+
+
+@gluon.jit
+def _odd_blocks(lists, share, left, right, bias, ready, free, BUFFERS: gl.constexpr):
+    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 1, 2)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -267,10 +272,11 @@ def columns_kernel(
                 k_right, p_s, bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD,
                 HEADS, BUFFERS,
             )),
-            (_all_rows, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
+            (_even_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
+            (_odd_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
         ],
-        [4],
-        [PRODUCER_REGISTERS],
+        [4, 4],
+        [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
     found = gl.max(noticed.index(0).load(ONE), 0)
     if found != 0:

@@ -139,11 +139,34 @@ def _put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
 
 
 @gluon.jit
+def _first_slots(
+    block, last, token, n0, n1, blocks0, lists, share, r, TURN: gl.constexpr
+):  # fmt: skip
+    """Slots of a piece's first block; for a whole task without waiting for its lengths."""
+    if share.SPLIT or TURN != 0:
+        return slots_of(block, last, token, n0, n1, blocks0, lists, r)
+    else:
+        row = lists.list0 + token * lists.stride0.to(gl.int64)
+        slots = gl.load(row + r, mask=r < lists.width0, other=-1)
+        if lists.TWO:
+            row = lists.list1 + token * lists.stride1.to(gl.int64)
+            second = gl.load(row + r, mask=r < lists.width1, other=-1)
+            second = gl.where(r < n1, second, -1)
+            return gl.where(blocks0 > 0, gl.where(r < n0, slots, -1), second)
+        else:
+            return gl.where(r < n0, slots, -1)
+
+
+@gluon.jit
 def produce(
     lists, share, left, right, bias, ready, free,
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
+    TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Fill the buffers with the blocks of all pieces: rows ROW0 .. ROW0 + ROWS of each block.
+    """Fill the buffers with the blocks of all pieces.
+
+    Producers either take rows ROW0 .. ROW0 + ROWS of every block, or all rows of every TURNS-th
+    block of a piece, from block TURN on.
 
     Args:
         lists: see ``gluon_sm90_lists``.
@@ -154,19 +177,22 @@ def produce(
             exact.
         ready: barriers [BUFFERS], an arrival each time a producer has filled its rows.
         free: barriers [BUFFERS], completed each time the consumers are done with a buffer.
-        ROWS: 32 with two producers, else 64.
-        ROW0: this producer's first row.
+        ROWS: rows that this producer fills.
+        ROW0: the first of them.
         BUFFERS: number of buffers.
+        TURN: see above.
+        TURNS: see above.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
-    filled = 0
+    before = 0  # blocks of the pieces before
     for k in range(0, share.count):
         token, _, n0, n1, blocks0, first, last, _, _, _ = piece(k, share, lists)
-        slots = slots_of(first, last, token, n0, n1, blocks0, lists, r)
-        upcoming = slots_of(first + 1, last, token, n0, n1, blocks0, lists, r)
-        valid, data, marks = address(slots, first < blocks0, lists)
+        own = first + TURN
+        slots = _first_slots(own, last, token, n0, n1, blocks0, lists, share, r, TURN)
+        upcoming = slots_of(own + TURNS, last, token, n0, n1, blocks0, lists, r)
+        valid, data, marks = address(slots, own < blocks0, lists)
         scales = gl.load(marks.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
         there = gl.expand_dims(valid, 1).to(gl.int32)
         at = gl.expand_dims(data, 1) + lane
@@ -179,10 +205,11 @@ def produce(
         x6 = _load(at + 384, there)
         y0 = _load(at + NOPE, there)
         y1 = _load(at + NOPE + 64, there)
-        for block in range(first, last):
-            buffer = filled % BUFFERS
-            mbarrier.wait(free.index(buffer), ((filled // BUFFERS) & 1) ^ 1)
-            next_valid, data, marks = address(upcoming, block + 1 < blocks0, lists)
+        for block in range(own, last, TURNS):
+            place = before + block - first
+            buffer = place % BUFFERS
+            mbarrier.wait(free.index(buffer), ((place // BUFFERS) & 1) ^ 1)
+            next_valid, data, marks = address(upcoming, block + TURNS < blocks0, lists)
             next_scales = gl.load(marks.to(gl.pointer_type(gl.int64)), mask=next_valid, other=_ONES)
             there = gl.expand_dims(next_valid, 1).to(gl.int32)
             at = gl.expand_dims(data, 1) + lane
@@ -213,7 +240,7 @@ def produce(
             y1 = _load(at + NOPE + 64, there)
             _put(bias.index(buffer), gl.where(valid, mark, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
-            filled += 1
             valid = next_valid
             scales = next_scales
-            upcoming = slots_of(block + 2, last, token, n0, n1, blocks0, lists, r)
+            upcoming = slots_of(block + 2 * TURNS, last, token, n0, n1, blocks0, lists, r)
+        before += last - first
