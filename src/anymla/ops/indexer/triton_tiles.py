@@ -55,9 +55,7 @@ def tile_of(rows: int, heads: int, width: int, math: str, target: Target) -> Til
         return Tile(together, padded_heads, padded_width, 32, 32, 4, 1)
     # Accumulators, and bytes of a tile of keys.
     keys = max(16, min((2048 if narrow else 8192) // columns, 128 * 128 // padded_width, 128))
-    # Keys that are decoded by bits take registers at every stage.
-    by_bits = narrow and not target.dot_e4m3
-    stages = 4 if target.shared_bytes >= _ROOMY else 1 if by_bits else 2
+    stages = 4 if target.shared_bytes >= _ROOMY else 2
     warps = 8 if narrow else 4
     return Tile(together, padded_heads, padded_width, padded_width, keys, warps, stages)
 
