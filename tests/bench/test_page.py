@@ -280,3 +280,24 @@ def test_a_broken_row_is_named(tmp_path, line) -> None:
     assert result.exit_code == 2
     assert "gpu.jsonl:2: " in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_conformance_says_who_was_judged_where() -> None:
+    def judged(
+        subject: str, case_id: str, status: str, date: str, **facts: str
+    ) -> dict[str, object]:
+        row = {"part": "conformance", "subject": subject, "case_id": case_id, "story": "holds"}
+        return {**row, "status": status, "detail": "lost", "date": date, "version": "1", **facts}
+
+    rows = [
+        judged("theirs", "A1", "failed", "2026-11-21T12:00Z", device="NVIDIA H200"),
+        judged("theirs", "L6", "passed", "2026-11-21T11:00Z", device="NVIDIA H200"),
+        judged("theirs", "L6", "failed", "2026-11-21T10:00Z", device="NVIDIA H200"),
+        judged("torch", "A1", "not applicable", "2026-11-21T12:00Z", device="cpu", cpu="EPYC"),
+    ]
+    table = next(each for each in tables(rows, RESULTS) if each.key == "conformance")
+    assert table.head == ["case", "what must hold", "torch (CPU)", "theirs (NVIDIA H200)"]
+    assert table.body == [["L6", "holds", "", "ok"], ["A1", "holds", "-", "!fails"]]
+    lines = readme_blocks(rows, RESULTS)["conformance"]
+    assert "| A1 | holds | - | **fails** |" in lines
+    assert lines[-1] == "- theirs (NVIDIA H200), A1: lost"

@@ -101,12 +101,23 @@ def _whole_model(rows: Sequence[Row]) -> Table:
     return Table("model", "A whole tiny model", head, body, source(chosen))
 
 
+def _judged(row: Row) -> str:
+    """What was judged, and where."""
+    return f"{row['subject']} ({device_of(row) if is_gpu(row) else 'CPU'})"
+
+
+def _verdicts(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    """The newest row by what was judged and by case."""
+    judged = sorted(
+        (row for row in rows if row.get("part") == "conformance"),
+        key=lambda row: str(row.get("date", "")),
+    )
+    return {(_judged(row), str(row["case_id"])): row for row in judged}
+
+
 def _conformance(rows: Sequence[Row]) -> Table:
-    chosen = [row for row in rows if row.get("part") == "conformance"]
-    newest: dict[tuple[str, str], Row] = {}
-    for row in chosen:
-        newest[str(row["subject"]), str(row["case_id"])] = row
-    subjects = list(dict.fromkeys(subject for subject, _ in newest))
+    newest = _verdicts(rows)
+    subjects = sorted({subject for subject, _ in newest}, key=lambda name: (_order(name), name))
     stories: dict[str, str] = {}
     words: dict[str, dict[str, str]] = defaultdict(dict)
     marks = {"passed": "ok", "failed": "!fails", "not applicable": "-"}
@@ -118,9 +129,15 @@ def _conformance(rows: Sequence[Row]) -> Table:
         for case_id in sorted(stories, key=lambda name: ("LQRCIAM".find(name[0]), int(name[1:])))
     ]
     head = ["case", "what must hold", *subjects]
-    versions = {str(r["subject"]): str(r["version"]) for r in newest.values() if r.get("version")}
+    versions = {_judged(r): str(r["version"]) for r in newest.values() if r.get("version")}
     note = "An empty cell: not run. " + "; ".join(f"{n}: {v}" for n, v in versions.items())
-    return Table("conformance", "Conformance: who keeps what", head, body, source(chosen), note)
+    origin = source(list(newest.values()))
+    return Table("conformance", "Conformance: who keeps what", head, body, origin, note)
+
+
+def _order(subject: str) -> int:
+    """This package's backends before other libraries."""
+    return 0 if subject.split(" ")[0] in ("torch", "triton", "gluon_sm90", "reference") else 1
 
 
 def _support(results: Path) -> Table:
@@ -184,15 +201,10 @@ def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:
-    """What each failing case said, newest rows only."""
-    newest = {
-        (str(row["subject"]), str(row["case_id"])): row
-        for row in rows
-        if row.get("part") == "conformance"
-    }
+    """What each failing case said."""
     return [
         f"- {subject}, {case_id}: {str(row['detail'])[:300]}"
-        for (subject, case_id), row in newest.items()
+        for (subject, case_id), row in _verdicts(rows).items()
         if row["status"] == "failed"
     ]
 
