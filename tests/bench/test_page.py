@@ -301,3 +301,13 @@ def test_conformance_says_who_was_judged_where() -> None:
     lines = readme_blocks(rows, RESULTS)["conformance"]
     assert "| A1 | holds | - | **fails** |" in lines
     assert lines[-1] == "- theirs (NVIDIA H200), A1: lost"
+
+
+def test_what_the_doctor_said(tmp_path) -> None:
+    file = tmp_path / "doctor.jsonl"
+    words = ["doctor", "--device", "cpu", "--no-speed", "--family", "selection"]
+    result = CliRunner().invoke(main, [*words, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    table = next(each for each in tables(load_rows(tmp_path), RESULTS) if "doctor" in each.key)
+    assert table.body == [["selection: window rows", "torch", "native", "right", "", ""]]
+    assert "`anymla doctor`" in table.source

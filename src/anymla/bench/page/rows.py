@@ -42,7 +42,7 @@ def case_of(row: Row) -> str:
 def is_gpu(row: Row) -> bool:
     """Whether a row was measured on a GPU: its device, or its file's name, says so."""
     if "device" in row:
-        return str(row["device"]) != "cpu"
+        return str(row["device"]) != "cpu" and row.get("kind") != "CPU"
     return str(row.get("file", "")).startswith("gpu")
 
 
@@ -50,7 +50,7 @@ def device_of(row: Row) -> str:
     """The device as people name it."""
     if is_gpu(row):
         return str(row.get("device") or f"the device of {row['file']}")
-    return str(row.get("cpu", "CPU"))
+    return str(row.get("cpu") or row.get("device") or "CPU")
 
 
 def source(rows: Sequence[Row]) -> str:

@@ -40,7 +40,8 @@ class Table:
 def tables(rows: Sequence[Row], results: Path) -> list[Table]:
     """Every table that the rows allow."""
     new = latest(rows)
-    made = [_peers(new), _missed(new), _whole_model(new), _conformance(rows), _support(results)]
+    made = [_peers(new), _missed(new), _whole_model(new), *_doctor(new), _conformance(rows)]
+    made.append(_support(results))
     made += [_everything(new, device) for device in dict.fromkeys(map(device_of, new))]
     return [table for table in made if table is not None and table.body]
 
@@ -99,6 +100,29 @@ def _whole_model(rows: Sequence[Row]) -> Table:
     ]
     head = ["program", "a decode step", "tokens/s", "times transformers"]
     return Table("model", "A whole tiny model", head, body, source(chosen))
+
+
+def _doctor(rows: Sequence[Row]) -> list[Table]:
+    """What ``anymla doctor`` said, a table a device."""
+    made = []
+    for row in rows:
+        if row.get("part") != "doctor":
+            continue
+        body = []
+        for each in row["findings"]:
+            right = "right" if each["right"] else "!wrong" if each["right"] is False else "-"
+            us = "" if each["us"] is None else f"{each['us']:g}"
+            share = "" if each["share"] is None else f"{each['share']:.0%} of a {each['bound']}"
+            what = f"{each['family']}: {each['label']}"
+            body.append([what, each["backend"] or "-", each["how"], right, us, share])
+        head = ["what", "backend", "how", "result", "us", "of this machine's ceiling"]
+        title = f"anymla doctor on {row['device']}"
+        note = "Warm, unlike the timings above."
+        words = ("torch", "triton", "commit")
+        versions = ", ".join(f"{word} {row[word]}" for word in words if row.get(word))
+        origin = f"{row['device']}; {str(row['date'])[:10]}; {versions}; `anymla doctor`"
+        made.append(Table(f"doctor-{_slug(str(row['device']))}", title, head, body, origin, note))
+    return made
 
 
 def _judged(row: Row) -> str:
