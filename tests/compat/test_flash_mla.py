@@ -381,6 +381,23 @@ def test_any_default_dtype(backend):
         assert_identical(one, other, name="with another default dtype")
 
 
+def test_a_compiler_sees_through():
+    main, meta = scope(4, 9, layout=V32_FP8), flash_mla.get_mla_metadata()[0]
+    cache, indices = main.cache.unsqueeze(2), main.indices.view(2, 2, 9)
+    kv, rows = torch.randn(20, 1, 576).bfloat16(), torch.randint(0, 20, (4, 1, 7)).int()
+
+    def both(q: Tensor) -> tuple[Tensor, ...]:
+        out, lse = flash_mla.flash_mla_with_kvcache(
+            q, cache, None, None, 512, meta, None, None, False, True, indices
+        )
+        return out * 2, lse, *flash_mla.flash_mla_sparse_fwd(q.flatten(0, 1), kv, rows, 0.1)
+
+    q = torch.randn(2, 2, 3, 576).bfloat16()
+    compiled = torch.compile(both, backend="eager", fullgraph=True)
+    for got, want in zip(compiled(q), both(q), strict=True):
+        assert_identical(got, want)
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 

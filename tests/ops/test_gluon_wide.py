@@ -1,14 +1,18 @@
-"""The text of the Hopper kernel for V3.2's rows, run on the host; see ``gluon_on_host``."""
+"""The Hopper kernel for V3.2's rows: its text on the host, and itself on a GPU."""
 
 import pytest
 import torch
 from gluon_on_host import launch, on_host
+from paged import a_device
+from test_gluon_attention import Cache, asked, fake, hopper  # noqa: F401, a fixture
 from test_gluon_kernels import merge, schedule_of
 
 from anymla.formats.page_layout import V32_FP8, get_layout
+from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.schedule import TASK_COST
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
+from anymla.testing.device_bridge import on_device
 
 WIDE, LANGUAGE = on_host("wide")
 CHANNELS, VALUES = 576, 512
@@ -133,3 +137,86 @@ def test_the_lse_of_a_token_without_rows_is_what_was_asked_for():
     assert (lse[0] == torch.inf).all()
     assert not out[0].any()
     assert lse[1].isfinite().all()
+
+
+# What it takes ----------------------------------------------------------------------------------
+
+
+def wide_call(heads=64, **more):
+    q = more.pop("q", fake(shape=(2, heads, CHANNELS)))
+    return asked(q, Cache(stride=41984), layout=V32_FP8, **{"value_dim": VALUES} | more)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_it_takes_and_refuses():
+    assert wide_call()
+    assert wide_call(heads=128)
+    for reason, arguments in (
+        ("more than 32 heads", {"heads": 32}),
+        ("one cache", {"extra_cache": Cache(), "extra_layout": V32_FP8}),
+        ("channels", {"value_dim": None}),
+        ("channels", {"value_dim": 500}),
+        ("bfloat16", {"q": fake(torch.float16, shape=(2, 64, CHANNELS))}),
+        ("scale", {"scale": 0.0}),
+    ):
+        answer = wide_call(**arguments)
+        assert not answer
+        assert reason in answer.reason
+
+
+# What it computes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attention():
+    """The operation on CPU tensors, run on the GPU on the same bytes."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return on_device(sparse_attention, a_device())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [33, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 5, 150])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_any_number_of_tokens(attention, heads, tokens, batch_invariant):
+    lengths = torch.randint(-1, 402, (tokens,)).clamp(0, 400).tolist()
+    made = Scene(
+        torch.randn(tokens, heads, CHANNELS).bfloat16(),
+        scope(tokens, 400, lengths=lengths, page=53, layout=V32_FP8, poison_behind=True),
+        sink=torch.randn(heads),
+        value_dim=VALUES,
+    )
+    arguments, keywords = made.arguments()
+    keywords |= {"batch_invariant": batch_invariant, "backend": "gluon_sm90"}
+    first = attention(*arguments, **keywords)
+    made.expected().check(first)
+    again = attention(*arguments, **keywords)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 140])
+@pytest.mark.parametrize("what", ["tail", "scale", "small scale", "q"])
+def test_what_float16_cannot_hold_on_a_gpu(attention, tokens, what):
+    q = torch.randn(tokens, 64, CHANNELS).bfloat16()
+    made = Scene(q, scope(tokens, 500, layout=V32_FP8), sink=torch.zeros(64), value_dim=VALUES)
+    data, _ = get_layout(V32_FP8).planes(made.main.cache)
+    page, offset = divmod(int(made.main.indices[0, 17]), made.main.cache.shape[1])
+    scales = data[page, offset, 512:528].view(torch.float32)
+    scale = 2.0**-24
+    if what == "tail":
+        data[page, offset, 528:] = torch.full((64,), 3e5).bfloat16().view(torch.uint8)
+    elif what == "scale":
+        scales[3] = 2.0**13
+    elif what == "small scale":
+        scales[1] = 2.0**-60
+        scale = CHANNELS**-0.5
+    else:
+        q[0] *= 2.0**30
+        q[1:] *= 2.0**-8
+        scale = 2.0**-34
+    arguments, keywords = made.arguments()
+    result = attention(*arguments, **keywords, scale=scale, backend="gluon_sm90")
+    rows = [made.main.rows(token) for token in range(tokens)]
+    attend(q, rows, made.sink, scale, VALUES).check(result)

@@ -110,17 +110,18 @@ def flash_mla_with_kvcache(
     require(num_splits is None, name, "num_splits", "None", num_splits)
     require(not causal, name, "causal", "False with indices", causal)
     require(bool(is_fp8_kvcache), name, "is_fp8_kvcache", "True with indices", is_fp8_kvcache)
-    dims = check(
-        name,
-        q=(q, "b s H D", FLOATS),
-        indices=(indices, "b s _", INT32),
-        attn_sink=(attn_sink, "H", FLOAT32_UP),
-        extra_indices_in_kvcache=(extra_indices_in_kvcache, "b s _", INT32),
-        topk_length=(topk_length, "b", INT32),
-        extra_topk_length=(extra_topk_length, "b", INT32),
-    )
-    check(name, dims=dims | {"V": head_dim_v}, out=(out, "b s H V", q.dtype))
-    batch, queries = dims["b"], dims["s"]
+    if not torch.compiler.is_compiling():  # nor does an operation check while it is traced
+        dims = check(
+            name,
+            q=(q, "b s H D", FLOATS),
+            indices=(indices, "b s _", INT32),
+            attn_sink=(attn_sink, "H", FLOAT32_UP),
+            extra_indices_in_kvcache=(extra_indices_in_kvcache, "b s _", INT32),
+            topk_length=(topk_length, "b", INT32),
+            extra_topk_length=(extra_topk_length, "b", INT32),
+        )
+        check(name, dims=dims | {"V": head_dim_v}, out=(out, "b s H V", q.dtype))
+    batch, queries = q.shape[:2]
     cache, layout = _cache(name, "k_cache", k_cache)
     extra_cache, extra_layout = None, MAIN_FP8
     if extra_k_cache is not None:
@@ -180,15 +181,15 @@ def flash_mla_sparse_fwd(
     Raises:
         TypeError, ValueError: the arguments do not fit together.
     """
-    name = "flash_mla_sparse_fwd"
-    check(
-        name,
-        q=(q, "s H D", FLOATS),
-        kv=(kv, "_ 1 D", FLOATS),
-        indices=(indices, "s 1 _", INT32),
-        attn_sink=(attn_sink, "H", FLOAT32_UP),
-        topk_length=(topk_length, "s", INT32),
-    )
+    if not torch.compiler.is_compiling():
+        check(
+            "flash_mla_sparse_fwd",
+            q=(q, "s H D", FLOATS),
+            kv=(kv, "_ 1 D", FLOATS),
+            indices=(indices, "s 1 _", INT32),
+            attn_sink=(attn_sink, "H", FLOAT32_UP),
+            topk_length=(topk_length, "s", INT32),
+        )
     wide = torch.promote_types(q.dtype, torch.float32)
     max_logits = torch.empty(q.shape[:2], dtype=wide, device=q.device)
     result, lse = sparse_attention_rows(
