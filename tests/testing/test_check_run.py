@@ -101,8 +101,8 @@ def gate_bias_forgotten(x, gate, bias, **rest):
     return GOOD.route_biased(x, gate, bias * 0, **rest)
 
 
-def worst_entries(logits, *args, **rest):
-    return GOOD.topk_per_row(-logits, *args, **rest)
+def worst_entries(q, cache, weights, *args, **rest):
+    return GOOD.select_topk(q, cache, -weights, *args, **rest)
 
 
 def entries_rotated_late(*args, **rest):
@@ -112,7 +112,7 @@ def entries_rotated_late(*args, **rest):
 
 
 def linear_off_by_a_thousandth(*args, **rest):
-    return GOOD.linear(*args, **rest) * 1.001
+    return GOOD.linear_float32(*args, **rest) * 1.001
 
 
 def log_difference(report: RunReport) -> bool:
@@ -131,11 +131,11 @@ def log_difference(report: RunReport) -> bool:
             lambda report: report.rows["compressed"].unexplained > 0,
         ),
         (
-            "linear",
+            "linear_float32",
             linear_off_by_a_thousandth,
             lambda report: report.rows["index"].unexplained > 0,
         ),
-        ("topk_per_row", worst_entries, lambda report: report.selections["topk"].violations),
+        ("select_topk", worst_entries, lambda report: report.selections["topk"].violations),
         (
             "route_biased",
             gate_bias_forgotten,
