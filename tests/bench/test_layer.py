@@ -9,6 +9,7 @@ from anymla.bench.layer import cases, family
 from anymla.bench.layer_rival import rival_kernels
 from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.layer_work import layer_work
+from anymla.bench.model_steps import decode_steps, random_model
 from anymla.compat import flash_mla
 from anymla.ops.sparse_attention import sparse_attention
 
@@ -96,3 +97,15 @@ def test_others_kernels_compute_the_same_layer(ratio):
     # The same bytes and roundings; sums of padded lists may be taken in another order.
     error = (got - want).float().norm() / want.float().norm()
     assert error < 0.02
+
+
+def test_a_whole_small_model_takes_steps():
+    changes = SMALL | {"vocab_size": 300}
+    model = random_model("flash", torch.device("cpu"), layers=4, experts=8, changes=changes)
+    assert [spec.ratio for spec in model.layer_specs] == [0, 0, 4, 128]
+    results = list(decode_steps(model, "small", (2,), ("fixed", "plain")))
+    assert [result.case for result in results] == [
+        "small, batch 2, fixed",
+        "small, batch 2, plain",
+    ]
+    assert all(result.values["ms"] > 0 for result in results)

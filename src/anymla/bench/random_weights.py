@@ -34,6 +34,8 @@ class RandomWeights:
         expected = self._plain[name]
         if "I64" in expected.dtypes:
             return torch.randint(self._experts, expected.shape, device=self._device)
+        if name in ("embed.weight", "head.weight"):
+            return torch.randn(expected.shape, device=self._device, dtype=torch.bfloat16) / 64
         noise = torch.randn(expected.shape, device=self._device)
         return 1 + 0.1 * noise if "norm" in name else noise / math.sqrt(expected.shape[-1])
 

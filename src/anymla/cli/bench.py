@@ -72,6 +72,7 @@ def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: i
 command.add_command(bench_gpu.gpu)
 command.add_command(bench_gpu.indexer)
 command.add_command(bench_layer.layer)
+command.add_command(bench_layer.model)
 command.add_command(bench_prefill.prefill)
 command.add_command(bench_gpu.build_matrix)
 command.add_command(bench_report.report)

@@ -68,3 +68,36 @@ def layer(
     click.echo("\n".join(table(results)))
     if any(result.met is False for result in results):
         click.get_current_context().exit(1)
+
+
+@click.command()
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Append the rows here, one JSON object a line.",
+)
+@click.option("--model", default="flash", show_default=True, type=click.Choice(["flash", "pro"]))
+@click.option("--layers", default=43, show_default=True, type=click.IntRange(min=1))
+@click.option("--experts", default=8, show_default=True, type=click.IntRange(min=6))
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
+def model(
+    json_file: Path | None, model: str, layers: int, experts: int, batches: tuple[int, ...]
+) -> None:
+    """Time decode steps of a whole model of real size with random weights and few experts.
+
+    As recorded graphs, as the same steps called directly, and at the size of the batch.
+    """
+    from anymla.bench.environment import environment
+    from anymla.bench.gpu import device_facts
+    from anymla.bench.model_steps import decode_steps, random_model
+
+    if not torch.cuda.is_available():
+        raise click.UsageError("torch sees no GPU on this machine")
+    network = random_model(model, torch.device("cuda"), layers=layers, experts=experts, changes={})
+    label = f"{model}, {layers} layers, {experts} experts"
+    results = list(decode_steps(network, label, batches, ("graph", "fixed", "plain")))
+    if json_file is not None:
+        append_rows(json_file, results, environment("anymla bench model") | device_facts())
+    click.echo("\n".join(table(results)))
