@@ -137,3 +137,78 @@ def lengths_of_another_request(
     local: Tensor, starts: Tensor, lens: Tensor, *args: Any, **rest: Any
 ) -> Any:
     return GOOD.combine_topk_swa_indices(local, starts, lens.flip(0), *args, **rest)
+
+
+def _selection_by_scores(
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    k: int,
+    *,
+    later_first: bool = False,
+    nan_lost: bool = False,
+    **rest: Any,
+) -> Tensor:
+    """The selection of one request from all scores at once."""
+    entries = table.shape[1] * cache.shape[1]
+    logits = GOOD.paged_mqa_logits(
+        q.unsqueeze(0),
+        cache,
+        weights,
+        lengths.view(1, -1),
+        table,
+        max_context=entries,
+        layout=rest.get("layout", "v4_index_fp8"),
+    )
+    if nan_lost:
+        logits = logits.nan_to_num(-torch.inf)
+    zeros = torch.zeros_like(lengths)
+    if later_first:
+        logits = logits.flip(1)
+        chosen = GOOD.topk_per_row(logits, zeros + entries - lengths, zeros + entries, k)
+        chosen = torch.where(chosen < 0, chosen, lengths.unsqueeze(1) - 1 - chosen)
+    else:
+        chosen = GOOD.topk_per_row(logits, zeros, lengths, k)
+    top = torch.iinfo(torch.int32).max
+    ascending = torch.where(chosen < 0, top, chosen).sort(1).values
+    return torch.where(ascending == top, -1, ascending)
+
+
+@fault("select_topk", "I11")
+def later_entry_first_in_the_cache(*args: Any, **rest: Any) -> Tensor:
+    return _selection_by_scores(*args, later_first=True, **rest)
+
+
+@fault("select_topk", "I11")
+def nan_is_dropped_in_the_cache(*args: Any, **rest: Any) -> Tensor:
+    return _selection_by_scores(*args, nan_lost=True, **rest)
+
+
+@fault("select_topk", "I14")
+def all_scores_at_once(*args: Any, **rest: Any) -> Tensor:
+    return _selection_by_scores(*args, **rest)
+
+
+@fault("select_topk", "I12")
+def first_entry_ignored(*args: Any, starts: Tensor | None = None, **rest: Any) -> Tensor:
+    chosen: Tensor = GOOD.select_topk(*args, **rest)
+    return chosen
+
+
+@fault("select_topk", "I12")
+def tokens_of_the_next_request(
+    *args: Any, token_to_req: Tensor | None = None, **rest: Any
+) -> Tensor:
+    owners = None if token_to_req is None else token_to_req.roll(-1)
+    chosen: Tensor = GOOD.select_topk(*args, token_to_req=owners, **rest)
+    return chosen
+
+
+@fault("select_topk", "I13")
+def negative_lengths_wrap(
+    q: Tensor, cache: Tensor, weights: Tensor, lengths: Tensor, *args: Any, **rest: Any
+) -> Tensor:
+    chosen: Tensor = GOOD.select_topk(q, cache, weights, lengths.abs(), *args, **rest)
+    return chosen

@@ -1,0 +1,156 @@
+"""Cases I11 .. I14: the selection straight from the index cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import INDEX_FP8, ROWS_FP32_128
+from anymla.testing.allocation import LargestAllocation
+from anymla.testing.conformance.expected import index_scores
+from anymla.testing.conformance.ops import Ops
+from anymla.testing.conformance.registry import case, expect
+from anymla.testing.generate import guarded_cache, hostile_indices, scattered_pages
+
+
+def _integers(*shape: int) -> Tensor:
+    """Values whose scores are exact in any order of summation, with many ties."""
+    return torch.randint(-2, 3, shape).float()
+
+
+def _best(scores: Tensor, k: int) -> list[int]:
+    """The rule: higher first, NaN highest, then the lower entry; as ascending entries."""
+    order = torch.sort(scores, descending=True, stable=True).indices[:k]
+    return sorted(order.tolist())
+
+
+def _check(chosen: Tensor, row: int, want: list[int], name: str) -> None:
+    width = chosen.shape[1]
+    expect(
+        chosen[row].tolist() == want + [-1] * (width - len(want)),
+        f"{name}: got {chosen[row].tolist()[:12]} .., expected {want[:12]} ..",
+    )
+
+
+@case(
+    "I11",
+    "the selection from the cache is the best of the scores, ties and NaN by the rule",
+    "select_topk",
+)
+def best_of_the_scores(ops: Ops) -> None:
+    entries, heads = 150, 4
+    table, pages = scattered_pages([entries], 64)
+    guarded = guarded_cache(INDEX_FP8, pages, 64)
+    numbers = torch.arange(entries)
+    keys = _integers(entries, 128)
+    guarded.write(table[0].long()[numbers // 64] * 64 + numbers % 64, keys)
+    q, weights = _integers(3, heads, 128), _integers(3, heads)
+    q[2] = 0  # every score 0, as relu often makes them
+    scores = index_scores(q, keys.double(), weights)
+    lens = torch.tensor([entries, entries - 1, entries], dtype=torch.int32)
+    chosen = ops.select_topk(q, guarded.cache, weights, lens, table, 20)
+    for row, length in enumerate(lens.tolist()):
+        _check(chosen, row, _best(scores[row, :length], 20), f"row {row}")
+
+    # relu(x) - relu(-x) = x: any score, NaN and infinities included.
+    values = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1.0, -1.0]).repeat(4)
+    plain = guarded_cache(ROWS_FP32_128, 2, 16)
+    rows = torch.zeros(28, 128)
+    rows[:, 0] = values
+    plain.write(torch.arange(28), rows)
+    q = torch.zeros(1, 2, 128)
+    q[0, 0, 0], q[0, 1, 0] = 1.0, -1.0
+    for k in (2, 9, 17, 25):
+        chosen = ops.select_topk(
+            q,
+            plain.cache,
+            torch.tensor([[1.0, -1.0]]),
+            torch.tensor([28], dtype=torch.int32),
+            torch.tensor([[0, 1]], dtype=torch.int32),
+            k,
+            layout=ROWS_FP32_128,
+        )
+        _check(chosen, 0, _best(values, k), f"any scores, top {k}")
+
+
+@case(
+    "I12",
+    "tokens of several requests, of every length around k and from any first entry, select locally",
+    "select_topk",
+)
+def ragged_requests(ops: Ops) -> None:
+    entries = [90, 40, 75]
+    table, pages = scattered_pages(entries, 16)
+    guarded = guarded_cache(INDEX_FP8, pages, 16)
+    keys = []
+    for request, count in enumerate(entries):
+        numbers = torch.arange(count)
+        keys.append(_integers(count, 128))
+        guarded.write(table[request].long()[numbers // 16] * 16 + numbers % 16, keys[-1])
+    owner = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2, -1, 3], dtype=torch.int32)
+    lens = torch.tensor([24, 25, 26, 90, 40, 24, 75, 60, 30, 9, 9], dtype=torch.int32)
+    starts = torch.tensor([0, 0, 0, 17, 3, 0, 49, 50, 64, 0, 0], dtype=torch.int32)
+    q, weights = _integers(11, 3, 128), _integers(11, 3)
+    slots, counts = torch.full((11, 25), 77, dtype=torch.int32), torch.full((11,), 77).int()
+    pages_of_rows = torch.arange(18, dtype=torch.int32).view(3, 6) + 5
+    out = torch.full((11, 25), 77, dtype=torch.int32)  # used before
+    chosen = ops.select_topk(
+        q,
+        guarded.cache,
+        weights,
+        lens,
+        table,
+        25,
+        token_to_req=owner,
+        starts=starts,
+        out=out,
+        slot_table=pages_of_rows,
+        slot_page_size=16,
+        slots=slots,
+        counts=counts,
+    )
+    expect(chosen.data_ptr() == out.data_ptr(), "the result must be the caller's buffer")
+    for token, request in enumerate(owner.tolist()):
+        want: list[int] = []
+        first, last = int(starts[token]), int(lens[token])
+        if 0 <= request < 3:
+            part = keys[request][first:last].double()
+            scores = index_scores(q[token : token + 1], part, weights[token : token + 1])
+            want = _best(scores[0], 25)
+        _check(chosen, token, want, f"token {token}")
+        expect(int(counts[token]) == len(want), f"token {token}: count {int(counts[token])}")
+        places = [
+            int(pages_of_rows[request, (n + first) // 16]) * 16 + (n + first) % 16 for n in want
+        ]
+        _check(slots, token, places, f"token {token}: slots")
+
+
+@case("I13", "rows of length zero and short rows read nothing", "select_topk")
+def nothing_read(ops: Ops) -> None:
+    guarded = guarded_cache(INDEX_FP8, 2, 16)
+    q, weights = torch.full((6, 2, 128), torch.nan), torch.full((6, 2), torch.nan)
+    lens = torch.tensor([0, -3, 7, 0, 5, 1], dtype=torch.int32)
+    chosen = ops.select_topk(q, guarded.cache, weights, lens, hostile_indices(2, 3, 4), 7)
+    for row, length in enumerate(lens.tolist()):
+        _check(chosen, row, list(range(max(length, 0))), f"row {row}")
+
+
+@case("I14", "scratch of a selection stays within its budget", "select_topk", bulk=True)
+def bounded_selection(ops: Ops) -> None:
+    tokens, entries, budget = 96, 65_536, 1 << 24
+    table, pages = scattered_pages([entries], 64)
+    guarded = guarded_cache(INDEX_FP8, pages, 64)
+    guarded.cache.fill_(0x38)
+    numbers = torch.arange(0, entries, 97)
+    keys = _integers(len(numbers), 128)
+    guarded.write(table[0].long()[numbers // 64] * 64 + numbers % 64, keys)
+    q, weights = torch.zeros(tokens, 2, 128), torch.ones(tokens, 2)
+    q[:, :, 0] = 1.0
+    lens = torch.full((tokens,), entries, dtype=torch.int32)
+    arguments = (guarded.cache, weights, lens, table)
+    with LargestAllocation() as largest:
+        chosen = ops.select_topk(q, *arguments, 512, scratch_bytes=budget)
+    # All scores at once would take 24 MiB.
+    expect(largest.num_bytes <= budget, f"one tensor takes {largest.num_bytes / 2**20:.1f} MiB")
+    alone = ops.select_topk(q[:1], guarded.cache, weights[:1], lens[:1], table, 512)
+    expect(bool((chosen == alone).all()), "equal tokens select alike, in any round")
