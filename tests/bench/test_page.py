@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from click.testing import CliRunner
 
+from anymla.bench.page.calculated import cache_by_context
 from anymla.bench.page.figure import Bars, Figure, Point, Series, axis, short
 from anymla.bench.page.figures import figures
 from anymla.bench.page.html import page
@@ -85,6 +86,22 @@ def test_the_recorded_rows_make_a_page_that_loads_nothing(tmp_path) -> None:
         assert title in shown
     assert "anymla bench gpu" in shown
     assert "NVIDIA H200; 2026-11-21" in shown
+
+
+def test_the_cache_of_the_published_models() -> None:
+    figure = cache_by_context("today")
+    found = {series.name: {p.x: p.y for p in series.points} for series in figure.series}
+    assert set(found) == {
+        "V4-Flash, FP8 rows",
+        "V4-Flash, bfloat16 rows",
+        "V4-Pro, FP8 rows",
+        "V4-Pro, bfloat16 rows",
+    }
+    # By hand at 2^20 tokens: 21 layers of ratio 4 and 20 of ratio 128 of Flash, pages of 256
+    # tokens of 37440, 8640 (keys) and 1728 bytes; the rest is small.
+    entries = 2**20 // 256 * (21 * (37440 + 8640) + 20 * 1728) / 1e6
+    assert entries < found["V4-Flash, FP8 rows"][2**20] < 1.01 * entries
+    assert found["V4-Pro, FP8 rows"][2**20] > found["V4-Flash, FP8 rows"][2**20]
 
 
 def test_every_recorded_miss_is_on_it() -> None:

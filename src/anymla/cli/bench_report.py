@@ -47,6 +47,7 @@ def report(results: Path, output: Path, plots: Path | None, documents: tuple[Pat
     where its rows come from; what falls short is on it.
     """
     from anymla.bench.environment import environment
+    from anymla.bench.page.calculated import cache_by_context
     from anymla.bench.page.figures import figures
     from anymla.bench.page.html import page
     from anymla.bench.page.rows import load_rows
@@ -54,8 +55,10 @@ def report(results: Path, output: Path, plots: Path | None, documents: tuple[Pat
 
     with bad_input():
         rows = load_rows(results)
-        drawn, listed = figures(rows), tables(rows, results)
         facts = environment("anymla bench report")
+        day = f"{facts['date'][:10]}, commit {facts['commit']}; `anymla bench report`"
+        drawn = [*figures(rows), cache_by_context(day)]
+        listed = tables(rows, results)
         made = f"Made {facts['date']} from {len(rows)} rows by `anymla bench report`"
         if facts["commit"]:
             made += f", commit {facts['commit']}"

@@ -8,11 +8,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from anymla.cli.cache_size import cache_sizes
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
 from anymla.model.schema import expected_linears, weight_kind
 from anymla.model.verify import present_config, verify
+from anymla.runtime.cache_size import cache_sizes
 
 _CONTEXTS = (1024, 8192, 65536, 1048576)
 
