@@ -102,6 +102,8 @@ def cache_bytes(k_cache: Tensor) -> tuple[Tensor, int, int, int]:
         the cache as a uint8 tensor that starts where it starts, the page stride in bytes, P and B.
     """
     cache = pages_of(k_cache)
+    if cache.shape[0] * cache.shape[1] >= 2**31:
+        raise ValueError(f"a cache of {cache.shape[0]} pages of {cache.shape[1]} is not addressed")
     stride = cache.stride(0) * cache.element_size()
     whole = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
     return whole, stride, cache.shape[0], cache.shape[1]
@@ -113,7 +115,8 @@ def entry_offsets(slots, valid, page_stride, ENTRIES: tl.constexpr, CODEC: tl.co
 
     Slots [N] of any integer type; those that are not ``valid`` give the offsets of slot 0.
     """
-    known = tl.where(valid, slots, 0)
+    # Slots of a cache fit 31 bits, and without a sign division is a shift.
+    known = tl.where(valid, slots, 0).to(tl.uint32)
     page = (known // ENTRIES).to(tl.int64) * page_stride
     offset = (known % ENTRIES).to(tl.int64)
     values = page + offset * CODEC.data_bytes
@@ -229,8 +232,30 @@ def block_exponent(blocks, CODEC: tl.constexpr):
 
 
 @triton.jit
-def store_rows(cache, values, scales, valid, x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
-    """Encode float32 rows x [N, channels] and store them at the entries that are ``valid``."""
+def store_tail(cache, values, valid, tail, CODEC: tl.constexpr):
+    """Store the channels [N, channels - nope] of a "split_fp8" row that are not codes."""
+    FIRST: tl.constexpr = CODEC.nope // 2
+    channel = FIRST + tl.arange(0, CODEC.channels - CODEC.nope)
+    at = (cache + values)[:, None].to(tl.pointer_type(tl.bfloat16)) + channel[None, :]
+    tl.store(at, tail.to(tl.bfloat16), mask=valid[:, None])
+
+
+@triton.jit
+def store_rows(
+    cache,
+    values,
+    scales,
+    valid,
+    x,
+    CODEC: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TAIL: tl.constexpr = True,
+):
+    """Encode float32 rows x [N, channels] and store them at the entries that are ``valid``.
+
+    Without TAIL the channels of a "split_fp8" row that are not codes are left to ``store_tail``:
+    where they are in memory, that is less than to change the layout of whole rows for them.
+    """
     ROWS: tl.constexpr = x.shape[0]
     channel = tl.arange(0, CODEC.channels)
     there = valid[:, None]
@@ -253,11 +278,12 @@ def store_rows(cache, values, scales, valid, x, CODEC: tl.constexpr, NATIVE: tl.
         if CODEC.kind == "split_fp8":
             coded = (channel < CODEC.nope)[None, :]
             tl.store(at + channel[None, :], fp32_to_e4m3(scaled, NATIVE), mask=there & coded)
-            tl.store(
-                at.to(tl.pointer_type(tl.bfloat16)) + (channel - CODEC.nope // 2)[None, :],
-                rounded,
-                mask=there & (channel >= CODEC.nope)[None, :],
-            )
+            if TAIL:
+                tl.store(
+                    at.to(tl.pointer_type(tl.bfloat16)) + (channel - CODEC.nope // 2)[None, :],
+                    rounded,
+                    mask=there & (channel >= CODEC.nope)[None, :],
+                )
             padded = tl.where((block < CODED)[None, :], exponent_to_ue8m0(exponent), 0)
             tl.store((cache + scales)[:, None] + block[None, :], padded.to(tl.uint8), mask=there)
         elif CODEC.kind == "row_fp8":

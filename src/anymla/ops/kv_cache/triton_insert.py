@@ -17,7 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
+from anymla.formats.triton_rows import (
+    cache_bytes,
+    entry_offsets,
+    row_codec,
+    store_rows,
+    store_tail,
+)
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
 from anymla.ops.kv_cache.triton_builds import LAYOUTS, PAGE_SIZES
@@ -63,7 +69,12 @@ def insert_kernel(
     x = tl.load(at, mask=given[:, None], other=0.0).to(tl.float32)
     valid = (slot >= 0) & (slot < capacity)
     values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
-    store_rows(cache, values, scales, valid, x, CODEC, NATIVE)
+    if CODEC.kind == "split_fp8":
+        last = CODEC.nope + tl.arange(0, CODEC.channels - CODEC.nope)
+        tail = k + row[:, None] * row_stride + (last * column_stride)[None, :]
+        tail = tl.load(tail, mask=given[:, None], other=0.0).to(tl.float32)
+        store_tail(cache, values, valid, tail, CODEC)
+    store_rows(cache, values, scales, valid, x, CODEC, NATIVE, CODEC.kind != "split_fp8")
 
 
 def quantize_and_insert_k_cache(
