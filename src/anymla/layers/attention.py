@@ -22,7 +22,6 @@ from anymla.ops.output_projection import (
     inverse_rope_fp8_quant,
 )
 from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.ops.sparse_attention import sparse_attention
 
 
@@ -170,7 +169,7 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
         )
         step.side.join()
-        selected = self._selected(queries, step, cache)
+        selected, entries = self._choice(queries, step, cache)
         chunk = step.chunks.get(self.spec.compressed_group or WINDOW_GROUP)
         if chunk is not None and chunk.first_token == 0 and self.output.quantize_heads:
             codes, scales = prefill_attention_fp8_quant(
@@ -188,7 +187,7 @@ class AttentionLayer(nn.Module):
             )
             return self.output.of_quantized(codes, scales, q.dtype)
         projected: Tensor = self.output(
-            self._attend(q, selected, chunk, step, cache), step.positions, cos_sin
+            self._attend(q, selected, entries, chunk, step, cache), step.positions, cos_sin
         )
         return projected
 
@@ -196,17 +195,17 @@ class AttentionLayer(nn.Module):
         self,
         q: Tensor,
         selected: Tensor | None,
+        entries: Rows | None,
         chunk: PrefillRows | None,
         step: Step,
         cache: LayerCache,
     ) -> Tensor:
         """Attention outputs [T, H, D]: by slots, and from one workspace where the step has one."""
         if chunk is None:
-            return self._attend_slots(q, step.window, self._entries(selected, step), cache, None)
+            return self._attend_slots(q, step.window, entries, cache, None)
         out = torch.empty_like(q)
         before = chunk.first_token
         if before:
-            entries = self._entries(selected, step)
             some = None if entries is None else entries.first(before)
             self._attend_slots(q[:before], step.window.first(before), some, cache, out[:before])
         prefill_attention(
@@ -284,32 +283,24 @@ class AttentionLayer(nn.Module):
         """Whether the step lists every entry; a recorder wants to see the selection anyway."""
         return self.spec.compressed_group in step.dense and step.recorder is None
 
-    def _selected(
+    def _choice(
         self, queries: IndexQueries | None, step: Step, cache: LayerCache
-    ) -> Tensor | None:
-        """The indexer's choice for each token, int32 [T, K] in entries of its request, or None."""
+    ) -> tuple[Tensor | None, Rows | None]:
+        """The compressed entries that each token attends to.
+
+        Returns:
+            The indexer's choice, int32 [T, K] in entries of its request, or None; and its rows, or
+            those of all entries, or None without entries.
+        """
+        group = self.spec.compressed_group
+        if group is None:
+            return None, None
         if self.indexer is None or self._attends_to_all(step):
-            return None
+            return None, step.dense[group]
         assert cache.index is not None
-        selected = self.indexer.select(queries, step, cache.index, cache.format.index)
+        selected, rows = self.indexer.select_rows(
+            queries, step, cache.index, cache.format.index, step.groups[group]
+        )
         if step.recorder is not None:
             step.recorder("topk", self.spec.index, selected)
-        return selected
-
-    def _entries(self, selected: Tensor | None, step: Step) -> Rows | None:
-        """The compressed entries that each token attends to, as slots."""
-        spec = self.spec
-        if spec.compressed_group is None:
-            return None
-        if selected is None:
-            return step.dense[spec.compressed_group]
-        group = step.groups[spec.compressed_group]
-        indices, lengths = compute_global_topk_indices_and_lens(
-            selected,
-            step.token_to_req,
-            group.block_table,
-            group.page_size,
-            step.is_valid,
-            backend=self.backend,
-        )
-        return Rows(indices, lengths)
+        return selected, rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from anymla.layers.compressor import Compressor
 from anymla.layers.linear import Linear
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import INDEX_GROUP, INDEX_STATE_GROUP
-from anymla.layers.step import Step
+from anymla.layers.step import GroupStep, Rows, Step
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
 from anymla.ops.indexer.interface_select import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
+from anymla.ops.selection import compute_global_topk_indices_and_lens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,32 @@ class IndexQueries:
     q: Tensor
     scales: Tensor | None
     weights: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotTarget:
+    """Where the slots of chosen entries go.
+
+    Attributes:
+        block_table: int32 [R, P], pages of the entries.
+        page_size: entries of a page.
+        slots: int32 [T, width], written.
+        counts: int32 [T], written.
+    """
+
+    block_table: Tensor
+    page_size: int
+    slots: Tensor
+    counts: Tensor
+
+    def arguments(self, requests: slice, tokens: slice) -> dict[str, Any]:
+        """What ``select_topk`` is told for some of them."""
+        return {
+            "slot_table": self.block_table[requests],
+            "slot_page_size": self.page_size,
+            "slots": self.slots[tokens],
+            "counts": self.counts[tokens],
+        }
 
 
 class Indexer(nn.Module):
@@ -111,12 +139,52 @@ class Indexer(nn.Module):
         self, queries: IndexQueries | None, step: Step, cache: Tensor, layout: str
     ) -> Tensor:
         """Choose entries, whose keys must have been written; see ``forward``."""
+        return self._select(queries, step, cache, layout, None)
+
+    def select_rows(
+        self,
+        queries: IndexQueries | None,
+        step: Step,
+        cache: Tensor,
+        layout: str,
+        group: GroupStep,
+    ) -> tuple[Tensor, Rows]:
+        """As ``select``, and where the chosen entries lie in the cache of ``group``."""
+        if queries is None:
+            selected = self.select(queries, step, cache, layout)
+            slots, counts = compute_global_topk_indices_and_lens(
+                selected,
+                step.token_to_req,
+                group.block_table,
+                group.page_size,
+                step.is_valid,
+                backend=self.backend,
+            )
+            return selected, Rows(slots, counts)
+        tokens = len(queries.q)
+        slots = torch.empty(tokens, self.width, dtype=torch.int32, device=cache.device)
+        counts = torch.empty(tokens, dtype=torch.int32, device=cache.device)
+        target = SlotTarget(group.block_table, group.page_size, slots, counts)
+        return self._select(queries, step, cache, layout, target), Rows(slots, counts)
+
+    def _select(
+        self,
+        queries: IndexQueries | None,
+        step: Step,
+        cache: Tensor,
+        layout: str,
+        target: SlotTarget | None,
+    ) -> Tensor:
         assert step.index_lens is not None
         if queries is None:
             return all_entries(step.index_lens, self.width)
-        tokens = len(queries.q)
+        tokens, requested = len(queries.q), sum(step.query_lens)
         selected = torch.empty(tokens, self.width, dtype=torch.int32, device=cache.device)
-        selected[sum(step.query_lens) :] = -1  # padding belongs to no request
+        if requested < tokens:  # what belongs to no request
+            selected[requested:] = -1
+            if target is not None:
+                target.slots[requested:] = -1
+                target.counts[requested:] = 0
         return select_entries(
             queries.q,
             queries.scales,
@@ -129,6 +197,7 @@ class Indexer(nn.Module):
             max_context=self._most(step),
             layout=layout,
             out=selected,
+            target=target,
             token_to_req=step.token_to_req,
             backend=self.backend,
         )
@@ -164,6 +233,7 @@ def select_entries(
     max_context: int,
     layout: str,
     out: Tensor,
+    target: SlotTarget | None = None,
     token_to_req: Tensor | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
     backend: str | None = None,
@@ -182,6 +252,7 @@ def select_entries(
         max_context: at least the largest of ``visible``.
         layout: layout id of ``cache``.
         out: int32 [T or more, width] to write into.
+        target: also write where the entries lie in another cache.
         token_to_req: int32 [T], request of each token; without it, requests of unequal lengths
             take a call each.
         scratch_bytes: bound of the memory that scores take; raised to what one token needs.
@@ -193,13 +264,15 @@ def select_entries(
     scratch_bytes = max(scratch_bytes, LEAST_SCRATCH_BYTES, 8 * max_context)
     for call in selection_calls(query_lens, num_decodes, ragged=token_to_req is not None):
         tokens = slice(call.first_token, call.end_token)
+        # Ragged calls name the requests of the whole batch.
+        requests = slice(None) if call.ragged else slice(call.first_request, call.end_request)
+        more = {} if target is None else target.arguments(requests, tokens)
         select_topk(
             q[tokens],
             cache,
             weights[tokens],
             visible[tokens],
-            # Ragged calls name the requests of the whole batch.
-            block_table if call.ragged else block_table[call.first_request : call.end_request],
+            block_table[requests],
             out.shape[1],
             max_context=max_context,
             token_to_req=token_to_req[tokens] if call.ragged and token_to_req is not None else None,
@@ -208,6 +281,7 @@ def select_entries(
             scratch_bytes=scratch_bytes,
             out=out[tokens],
             backend=backend,
+            **more,
         )
     return out
 
