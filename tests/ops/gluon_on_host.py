@@ -8,15 +8,17 @@ things make of it. Layouts are not modelled, except that memory may be viewed as
 
 import contextlib
 import importlib
+import random
 import sys
 import threading
+import time
 import types
 
 import torch
 
 import anymla.ops.sparse_attention as family
 
-_PATIENCE_S = 60
+_PATIENCE_S = 10
 
 
 class Value(torch.Tensor):
@@ -119,6 +121,15 @@ class Shared:
         return value(self._tensor.clone())
 
 
+# Seconds that a partition may dawdle before it arrives or waits, so that others overtake it.
+dawdling = [0.0]
+
+
+def _stroll():
+    if dawdling[0] and random.random() < 0.3:
+        time.sleep(random.random() * dawdling[0])
+
+
 class Barrier:
     """An mbarrier, or several."""
 
@@ -135,6 +146,7 @@ class Barrier:
         self._expected = count
 
     def arrive(self):
+        _stroll()
         with self._condition:
             self._arrived += 1
             if self._arrived == self._expected:
@@ -142,6 +154,7 @@ class Barrier:
                 self._condition.notify_all()
 
     def wait(self, parity):
+        _stroll()
         with self._condition:
             done = self._condition.wait_for(lambda: self._phase % 2 != parity, _PATIENCE_S)
         assert done, "a partition waits for ever"

@@ -2,6 +2,7 @@
 
 import importlib
 
+import gluon_on_host
 import pytest
 import torch
 from gluon_on_host import launch, on_host
@@ -43,7 +44,9 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     tiled = rows == 64
     form = (
-        {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0} if tiled else {"HEADS": rows, "BUFFERS": 2}
+        {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0}
+        if tiled
+        else {"HEADS": rows, "BUFFERS": 2 + heads % 2, "AHEAD": heads % 2 == 1}
     )
     launch(
         LANGUAGE, TILES.tiles_kernel if tiled else COLUMNS.columns_kernel, schedule.programs,
@@ -92,6 +95,17 @@ def test_any_lists(heads, tokens, way):
         torch.tensor([0.0, torch.inf, -torch.inf, 2.0, -1.0])[torch.arange(heads) % 5],
     )
     made.expected().check(run(made, schedule_of(heads, tokens, way, 3)))
+
+
+@pytest.mark.parametrize("heads", [3, 4, 34])
+def test_partitions_overtake_each_other(heads, monkeypatch):
+    """Short pieces: a producer that runs ahead must not take a buffer that is still read."""
+    monkeypatch.setattr(gluon_on_host, "dawdling", [0.01])
+    made = Scene(
+        torch.randn(12, heads, CHANNELS).bfloat16(),
+        scope(12, 200, lengths=[0, 64, 1, 200, 130, 0, 65, 5, 128, 190, 3, 70]),
+    )
+    made.expected().check(run(made, schedule_of(heads, 12, "whole", 1)))
 
 
 @pytest.mark.parametrize(("heads", "way"), [(5, "aligned"), (34, "mixed"), (34, "stream")])

@@ -35,6 +35,7 @@ TILE_PRODUCER_REGISTERS = 72
 COLUMN_PRODUCER_REGISTERS = 136
 # Blocks of rows in shared memory: three where 32 heads leave the room.
 COLUMN_BUFFERS = {16: 3, 32: 2}
+COLUMN_AHEAD = {16: False, 32: False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +217,7 @@ def _form(schedule: Schedule) -> dict[str, Any]:
     return {
         "HEADS": schedule.heads,
         "BUFFERS": COLUMN_BUFFERS[schedule.heads],
+        "AHEAD": COLUMN_AHEAD[schedule.heads],
         "PRODUCER_REGISTERS": COLUMN_PRODUCER_REGISTERS,
     }
 

@@ -130,14 +130,56 @@ def _leave(
 
 
 @gluon.jit
+def _ask(
+    q_s, k_left, k_right, ready, number,
+    HEADS: gl.constexpr, BUFFERS: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Wait for the block with this number and start its scores [64, HEADS]."""
+    buffer = number % BUFFERS
+    mbarrier.wait(ready.index(buffer), (number // BUFFERS) & 1)
+    fence_async_shared()
+    scores = gl.zeros([KEYS, HEADS], gl.float32, L)
+    scores = warpgroup_mma(
+        k_left.index(buffer), q_s.index(0).permute((1, 0)), scores, use_acc=False, is_async=True
+    )
+    return warpgroup_mma(k_right.index(buffer), q_s.index(1).permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _weights(
+    scores, bias, highest, factor, p_s, exchange, HEADS: gl.constexpr, L: gl.constexpr
+):  # fmt: skip
+    """Probabilities, also in shared memory, the decay of what was summed before, the maximum."""
+    scores = scores + gl.expand_dims(bias.load(gl.SliceLayout(1, L)), 1)
+    peak = gl.maximum(highest, _largest(scores, exchange, HEADS, gl.SliceLayout(0, L)))
+    decay = gl.expand_dims(gl.exp2((highest - peak) * factor), 0)
+    p = gl.exp2(scores * factor - gl.expand_dims(peak * factor - SHIFT, 0))
+    p_s.store(p.to(gl.float16))
+    fence_async_shared()
+    warps_meet()
+    return p, decay, peak
+
+
+@gluon.jit
+def _weigh(k_left, k_right, p_s, left, right):
+    """Start adding the block's values, weighed."""
+    left = warpgroup_mma(k_left.permute((1, 0)), p_s, left, is_async=True)
+    right = warpgroup_mma(k_right.permute((1, 0)), p_s, right, is_async=True)
+    return left, right
+
+
+@gluon.jit
 def main_part(
     lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
     H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s, bias_s,
     exchange, noticed, ready, free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup of both products and of the softmax."""
+    """The warpgroup of both products and of the softmax.
+
+    AHEAD: the next block's scores are computed beside this block's softmax.
+    """
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = scale * (LOG2E / LIFT)
@@ -152,36 +194,48 @@ def main_part(
         total = gl.zeros([KEYS, HEADS], gl.float32, L)
         left = gl.zeros([HALF, HEADS], gl.float32, L)
         right = gl.zeros([HALF, HEADS], gl.float32, L)
-        for _ in range(first, last):
-            buffer = done % BUFFERS
-            mbarrier.wait(ready.index(buffer), (done // BUFFERS) & 1)
-            fence_async_shared()
-            scores = gl.zeros([KEYS, HEADS], gl.float32, L)
-            bias = bias_s.index(buffer).load(gl.SliceLayout(1, L))
-            scores = warpgroup_mma(
-                k_left.index(buffer), q_s.index(0).permute((1, 0)), scores,
-                use_acc=False, is_async=True,
-            )  # fmt: skip
-            scores = warpgroup_mma(
-                k_right.index(buffer), q_s.index(1).permute((1, 0)), scores, is_async=True
-            )
+        if AHEAD:
+            scores = _ask(q_s, k_left, k_right, ready, done, HEADS, BUFFERS, L)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            scores = scores + gl.expand_dims(bias, 1)
-            peak = gl.maximum(highest, _largest(scores, exchange, HEADS, COLUMN))
-            decay = gl.expand_dims(gl.exp2((highest - peak) * factor), 0)
-            p = gl.exp2(scores * factor - gl.expand_dims(peak * factor - SHIFT, 0))
-            highest = peak
-            p_s.store(p.to(gl.float16))
-            fence_async_shared()
-            warps_meet()
+            for _ in range(first + 1, last):
+                upcoming = _ask(q_s, k_left, k_right, ready, done + 1, HEADS, BUFFERS, L)
+                buffer = done % BUFFERS
+                p, decay, highest = _weights(
+                    scores, bias_s.index(buffer), highest, factor, p_s, exchange, HEADS, L
+                )
+                total = total * decay + p
+                left, right = _weigh(
+                    k_left.index(buffer), k_right.index(buffer), p_s, left * decay, right * decay
+                )
+                scores, left, right = warpgroup_mma_wait(0, deps=[upcoming, left, right])
+                mbarrier.arrive(free.index(buffer), count=1)
+                done += 1
+            buffer = done % BUFFERS
+            p, decay, highest = _weights(
+                scores, bias_s.index(buffer), highest, factor, p_s, exchange, HEADS, L
+            )
             total = total * decay + p
-            left = left * decay
-            right = right * decay
-            left = warpgroup_mma(k_left.index(buffer).permute((1, 0)), p_s, left, is_async=True)
-            right = warpgroup_mma(k_right.index(buffer).permute((1, 0)), p_s, right, is_async=True)
+            left, right = _weigh(
+                k_left.index(buffer), k_right.index(buffer), p_s, left * decay, right * decay
+            )
             left, right = warpgroup_mma_wait(0, deps=[left, right])
             mbarrier.arrive(free.index(buffer), count=1)
             done += 1
+        else:
+            for _ in range(first, last):
+                scores = _ask(q_s, k_left, k_right, ready, done, HEADS, BUFFERS, L)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                buffer = done % BUFFERS
+                p, decay, highest = _weights(
+                    scores, bias_s.index(buffer), highest, factor, p_s, exchange, HEADS, L
+                )
+                total = total * decay + p
+                left, right = _weigh(
+                    k_left.index(buffer), k_right.index(buffer), p_s, left * decay, right * decay
+                )
+                left, right = warpgroup_mma_wait(0, deps=[left, right])
+                mbarrier.arrive(free.index(buffer), count=1)
+                done += 1
         sums = gl.sum(total, 0)
         top = highest * factor - SHIFT
         note(marks_ptr, mark, wrong | not_finite(sums) | not_finite(right), noticed, 0)
@@ -228,7 +282,8 @@ def columns_kernel(
     TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
-    HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HEADS: gl.constexpr, BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the file; HEADS is 16 or 32. Other arguments are those of ``tiles_kernel``."""
     if SPLIT:
@@ -270,7 +325,7 @@ def columns_kernel(
                 lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
                 sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left,
                 k_right, p_s, bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD,
-                HEADS, BUFFERS,
+                HEADS, BUFFERS, AHEAD,
             )),
             (_even_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
             (_odd_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
@@ -297,7 +352,9 @@ def builds(target: Target) -> Iterator[Build]:
                 f"{heads} heads {' '.join(way)}".strip(),
                 columns_kernel,
                 ARGUMENT_TYPES,
-                {"HEADS": heads, "BUFFERS": buffers, "PRODUCER_REGISTERS": 136} | BUILT | way,
+                {"HEADS": heads, "BUFFERS": buffers, "AHEAD": False, "PRODUCER_REGISTERS": 136}
+                | BUILT
+                | way,
                 divisible=("q_token", "out_token"),
                 matrix=True,
                 spills=40,

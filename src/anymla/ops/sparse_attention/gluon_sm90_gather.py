@@ -140,10 +140,10 @@ def _put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
 
 @gluon.jit
 def _first_slots(
-    block, last, token, n0, n1, blocks0, lists, share, r, TURN: gl.constexpr
+    block, last, token, n0, n1, blocks0, lists, share, r, TURNS: gl.constexpr
 ):  # fmt: skip
     """Slots of a piece's first block; for a whole task without waiting for its lengths."""
-    if share.SPLIT or TURN != 0:
+    if share.SPLIT or TURNS != 1:
         return slots_of(block, last, token, n0, n1, blocks0, lists, r)
     else:
         row = lists.list0 + token * lists.stride0.to(gl.int64)
@@ -166,7 +166,8 @@ def produce(
     """Fill the buffers with the blocks of all pieces.
 
     Producers either take rows ROW0 .. ROW0 + ROWS of every block, or all rows of every TURNS-th
-    block of a piece, from block TURN on.
+    block. These are counted over all pieces, so that no producer skips a buffer's turn: a barrier
+    tells two neighbouring phases apart, but not the one before from the one after.
 
     Args:
         lists: see ``gluon_sm90_lists``.
@@ -189,8 +190,8 @@ def produce(
     before = 0  # blocks of the pieces before
     for k in range(0, share.count):
         token, _, n0, n1, blocks0, first, last, _, _, _ = piece(k, share, lists)
-        own = first + TURN
-        slots = _first_slots(own, last, token, n0, n1, blocks0, lists, share, r, TURN)
+        own = first + (before + TURN) % TURNS
+        slots = _first_slots(own, last, token, n0, n1, blocks0, lists, share, r, TURNS)
         upcoming = slots_of(own + TURNS, last, token, n0, n1, blocks0, lists, r)
         valid, data, marks = address(slots, own < blocks0, lists)
         scales = gl.load(marks.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
