@@ -97,3 +97,26 @@ def _choose(rng):
     return lambda logits, samplings, positions, best=None: rng.choices(
         range(3, 200), k=len(positions)
     )
+
+
+@pytest.mark.gpu
+def test_a_gpu_compiles_nothing_after_a_warm_up(tmp_path, monkeypatch):
+    """Counts what Triton is asked to compile, in a process whose kernels may all be known."""
+    from triton.runtime.jit import JITFunction
+
+    write_tiny_checkpoint(tmp_path, SMALL)
+    model = load_model(tmp_path, dtype=torch.bfloat16, device="cuda", progress=False)
+    options = EngineOptions(max_requests=3, max_seq_len=260, chunk_size=50, draft_tokens=1)
+    engine = Engine(model, options)
+    engine.warm_up()
+    compiled = []
+    compile_now = JITFunction._do_compile
+
+    def noted(self, *args, **kwargs):
+        compiled.append(self.fn.__name__)
+        return compile_now(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    for seed in range(3):
+        _traffic(engine, seed)
+    assert compiled == []
