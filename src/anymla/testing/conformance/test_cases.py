@@ -1,7 +1,11 @@
-"""Runs every case for every backend."""
+"""Runs every case for every backend, or for the library that ANYMLA_AGAINST names.
+
+A variable, because pytest reads options of a package's conftest only where a path names it.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,30 +14,53 @@ import torch
 from anymla.ops._operation import BackendUnavailable
 from anymla.testing.conformance.ops import Ops, all_backends
 from anymla.testing.conformance.registry import Case, NotApplicable, load_cases
-from anymla.testing.conformance.runner import Subject
+from anymla.testing.conformance.runner import FAILED, NOT_APPLICABLE, Subject, run_case
+from anymla.testing.conformance.setup import subject_of
 from anymla.testing.devices import default_device
 
+_AGAINST = os.environ.get("ANYMLA_AGAINST")
+# Backends that run on any device, and are judged on the CPU.
+_GENERAL = ("torch", "reference", "any")
 
-def _parameters() -> list[Any]:
-    parameters = []
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test a case and backend, or one a case where another library is judged."""
+    if "judged" not in metafunc.fixturenames:
+        return
+    parameters: list[Any] = []
     for case in load_cases().values():
         marks = [pytest.mark.gpu] if case.gpu else []
+        if _AGAINST is not None:
+            parameters.append(pytest.param((case, None), id=case.case_id, marks=marks))
+            continue
         backends = all_backends() if case.operations else ["any"]
         for backend in backends if case.run else ["none"]:
             name = f"{case.case_id}-{backend}"
-            parameters.append(pytest.param(case, backend, id=name, marks=marks))
-    return parameters
+            parameters.append(pytest.param((case, backend), id=name, marks=marks))
+    metafunc.parametrize("judged", parameters)
 
 
-@pytest.mark.parametrize(("case", "backend"), _parameters())
-def test_case(case: Case, backend: str) -> None:
+def test_case(judged: tuple[Case, str | None]) -> None:
     """Run one case; where it does not apply it is skipped with the reason."""
-    subject = Subject(backend, device=torch.device(default_device()))
+    case, backend = judged
+    if backend is None:
+        _other_library(case)
+        return
+    device = torch.device("cpu" if backend in _GENERAL and not case.gpu else default_device())
+    subject = Subject(backend, device=device)
     reason = subject.why_not(case)
     if reason:
         pytest.skip(reason)
     assert case.run is not None
     try:
-        case.run(Ops(backend if case.operations else None))
+        case.run(Ops(backend if case.operations else None, device=device))
     except (BackendUnavailable, NotApplicable) as unavailable:
         pytest.skip(str(unavailable))
+
+
+def _other_library(case: Case) -> None:
+    outcome = run_case(case, subject_of(None, _AGAINST, None))
+    print("\n".join(outcome.notes))
+    if outcome.status == NOT_APPLICABLE:
+        pytest.skip(outcome.detail)
+    assert outcome.status != FAILED, outcome.detail
