@@ -20,8 +20,14 @@ from anymla.testing.allocation import LargestAllocation
 LEAST = 1 << 24
 
 
-@pytest.fixture(params=ALL_BACKENDS)
+@pytest.fixture(params=(*BACKENDS, "triton"))
 def run(request, monkeypatch):
+    return use_backend(request.param, monkeypatch)
+
+
+@pytest.fixture(params=ALL_BACKENDS)
+def every(request, monkeypatch):
+    """Codes by bits and by instructions, for what depends on it."""
     return use_backend(request.param, monkeypatch)
 
 
@@ -106,8 +112,8 @@ def a_call(tokens, lengths, owners, k, *, entries=16, heads=2, layout=INDEX_FP8,
 
 
 @pytest.mark.parametrize("layout", INDEX_LAYOUTS)
-def test_every_layout(run, layout):
-    a_call(3, [41, 9, 30], [0, 1, 0], 12, layout=layout).check(run)
+def test_every_layout(every, layout):
+    a_call(3, [41, 9, 30], [0, 1, 0], 12, layout=layout).check(every)
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 9])
@@ -118,14 +124,14 @@ def test_decoding_rows_of_every_request(run, next_n):
     a_call(2 * next_n, lengths[: 2 * next_n], owners, 8, each=True).check(run)
 
 
-def test_ragged_requests(run):
+def test_ragged_requests(every):
     # Conformance I5: indices are local to every token's own request; -1 and others select nothing.
     owners = [0, 0, 0, 2, -1, 1, 1, 7, 2]
     lengths = [31, 40, 12, 33, 40, 5, 18, 40, 26]
     call = a_call(9, lengths, [min(o, 2) for o in owners], 10)
     call.arguments["token_to_req"] = i32(owners)
     call.want[[4, 7]] = -1
-    call.check(run)
+    call.check(every)
 
 
 def test_first_entries_need_not_be_visible(run):
