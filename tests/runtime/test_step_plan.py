@@ -145,3 +145,13 @@ def test_draft_layers_get_their_window_only():
     assert not step.dense
     assert not store.tables["c4"].held(state.row)
     assert not store.tables["state_c4"].held(state.row)
+
+
+def test_workspaces_are_largest_where_a_queries_share_of_rows_is_used_up():
+    store = _store(1)
+    assert StepPlanner(store).longest_chunks(4, 1 << 20) == []
+    planner = StepPlanner(store, chunks=True)
+    # 128 rows a query: 512 entries for 4 tokens, which are 2048 or 65536 tokens of context.
+    assert planner.longest_chunks(4, 1 << 20) == [1 << 20, 65536, 2048]
+    assert planner.longest_chunks(4, 3000) == [3000, 2048]
+    assert planner.longest_chunks(4, 3) == [4]

@@ -93,6 +93,14 @@ class StepPlanner:
         """``Step.max_seq_len`` of a longest request."""
         return ceil_div(length, self.context_step) * self.context_step
 
+    def longest_chunks(self, tokens: int, max_seq_len: int) -> list[int]:
+        """Lengths at which workspaces of a prompt's ``tokens`` are largest; none without them."""
+        if not self.chunks or tokens < 2:
+            return []
+        ratios = {group.ratio for group in self.store.groups if group.kind == "compressed"}
+        caps = {min(max_seq_len, ratio * _ROWS_PER_TOKEN * tokens) for ratio in ratios}
+        return sorted({max(tokens, cap) for cap in {max_seq_len, *caps}}, reverse=True)
+
     def with_chunks(self, step: Step, stops: Sequence[int]) -> Step:
         """The step, with workspaces for its prefill requests if there are to be any.
 

@@ -60,6 +60,9 @@ class WarmUp:
             for tokens in reversed(counts):
                 for query_lens in self._mixtures(tokens):
                     self._forward(query_lens, rounded, selection)
+            # Workspaces of prefill follow the lengths, up to the length where there are none.
+            for stop in self._planner.longest_chunks(counts[-1], context):
+                self._forward((counts[-1],), rounded, selection, stop=stop)
         self._logits()
 
     def _mixtures(self, tokens: int) -> Iterator[tuple[int, ...]]:
@@ -76,13 +79,22 @@ class WarmUp:
             if prompts >= 3 and requests >= 2:
                 yield (*(1,) * decoding, prompts - prompts // 3, prompts // 3)
 
-    def _forward(self, query_lens: tuple[int, ...], context: int, selection: str | None) -> None:
+    def _forward(
+        self,
+        query_lens: tuple[int, ...],
+        context: int,
+        selection: str | None,
+        *,
+        stop: int | None = None,
+    ) -> None:
         step = self._step(query_lens, context, selection)
+        step = self._planner.with_chunks(step, query_lens if stop is None else (stop,))
         hidden = self._model.forward(
             step, self._store.layers[: self._backbone_layers], only=self._layers
         )
         if self._options.draft_tokens:
             step = self._step(query_lens, context, selection, window_only=True)
+            step = self._planner.with_chunks(step, query_lens)
             self._model.mtp_forward(hidden, step.token_ids, step, self._draft_cache)
 
     @property
@@ -113,13 +125,12 @@ class WarmUp:
         tables = {
             group.name: self._store.tables[group.name].rows(rows, context) for group in groups
         }
-        step = device_step(
+        return device_step(
             Batch(token_ids, first_rows, counts, starts, tables),
             groups,
             BatchSizes(query_lens, query_lens.count(1), context),
             backend=selection,
         )
-        return self._planner.with_chunks(step, query_lens)
 
     def _logits(self) -> None:
         """Of as many rows as are chosen from, drafted from, or scored at once."""
