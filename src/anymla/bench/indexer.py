@@ -130,13 +130,29 @@ def run(
         values: dict[str, Any] = {}
         if deep_gemm is not None:
             values |= _peers(deep_gemm, shape, sets, topk_library is not None)
-        for backend in backends:
+        usable = [backend for backend in backends if _usable(backend, shape, sets[0])]
+        for backend in usable:
             values |= _ours(backend, shape, sets)
-        best = min(values[f"{backend}_us"] for backend in backends)
+        best = min((values[f"{backend}_us"] for backend in usable), default=torch.inf)
         for name in ("topk", "vllm"):
             if f"{name}_us" in values:
                 values[f"over_{name}"] = round(values[f"{name}_us"] / best, 2)
         yield Result("indexer", shape.label, values)
+
+
+def _usable(backend: str, shape: Shape, given: Inputs) -> bool:
+    return bool(
+        select_topk.supports(
+            given.q,
+            given.cache,
+            given.weights,
+            given.lengths,
+            given.table,
+            TOPK,
+            max_context=shape.keys,
+            backend=backend,
+        )
+    )
 
 
 def _ours(backend: str, shape: Shape, sets: list[Inputs]) -> dict[str, Any]:

@@ -93,7 +93,10 @@ def build_matrix(
 @click.command()
 @_JSON
 @click.option(
-    "--backend", "chosen", multiple=True, help="Only this backend of select_topk; repeatable."
+    "--backend",
+    "chosen",
+    multiple=True,
+    help="Only this backend of select_topk; repeatable. [default: all for GPUs]",
 )
 @click.option(
     "--shapes",
@@ -140,7 +143,9 @@ def indexer(
     facts = environment("anymla bench indexer") | device_facts()
     results: list[Result] = []
     cases = [shape for shape in wanted if shape.keys <= most_keys]
-    for result in tqdm(run(cases, chosen or ("triton",), topk_library), total=len(cases)):
+    for result in tqdm(
+        run(cases, chosen or ("triton", "gluon_sm90"), topk_library), total=len(cases)
+    ):
         results.append(result)
         if json_file is not None:
             append_rows(json_file, [result], facts)

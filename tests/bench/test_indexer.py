@@ -1,0 +1,31 @@
+"""Shapes of the indexer's benchmark, and its command where there is no GPU."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from anymla.bench.indexer import DECODES, PREFILLS, Shape, pages_needed
+from anymla.cli.bench import command
+
+
+def test_shapes_cover_decoding_and_prefill():
+    assert len(set(DECODES)) == 32
+    assert {(s.queries, s.keys) for s in PREFILLS} == {
+        (m, n) for m in (2048, 8192) for n in (8192, 65_536, 262_144)
+    }
+    assert Shape(8, 2, 2048).rows == 16
+    assert Shape(8, 2, 2048).label == "decode 8 x 2 x 2048"
+    assert Shape(1, 2048, 8192, prefill=True).label == "prefill 2048 x 8192"
+
+
+def test_the_pool_holds_the_largest_shape():
+    assert pages_needed([Shape(128, 1, 262_144)]) == 128 * 262_144 // 64
+    # Small shapes still rotate through more than any cache holds.
+    assert pages_needed([Shape(1, 1, 2048)]) * 64 * 132 > 256 << 20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_without_a_gpu_the_command_says_so():
+    result = CliRunner().invoke(command, ["indexer"])
+    assert result.exit_code == 2
+    assert "torch sees no GPU" in result.output
