@@ -77,7 +77,9 @@ def attend_cpu(
         if peaks is not None:
             peaks.fill_(-torch.inf)
         return lse.fill_(-torch.inf)
-    work = _Work(q, scopes, sink, scale, out, lse, peaks, _compute_dtype(q, scopes))
+    # bfloat16 products leave 2^-17 of a score, which whoever asks for scores would see.
+    dtype = _compute_dtype(q, scopes) if peaks is None else wide
+    work = _Work(q, scopes, sink, scale, out, lse, peaks, dtype)
     for start in range(0, tokens, _TILE_TOKENS):
         work.tile(start, min(start + _TILE_TOKENS, tokens))
     return lse
