@@ -37,7 +37,7 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     piece,
     share_of,
 )
-from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
+from anymla.ops.sparse_attention.gluon_sm90_query import load_query, misfit, stored
 from anymla.ops.sparse_attention.gluon_sm90_rescan import rescan
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
@@ -45,6 +45,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     SHIFT,
     bottom_of,
     dependents_may_start,
+    load_sink,
     log_sum,
     not_finite,
     note,
@@ -102,12 +103,12 @@ def _store_rows(y, stage, to, H, HEAD: gl.constexpr, PART: gl.constexpr, HEADS: 
 
 @gluon.jit
 def _finish(
-    left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H, out_token,
-    OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
+    left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink, token, H, out_token,
+    OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Write the result of a whole task."""
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
-    bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
+    bottom = bottom_of(sums, top, sink)
     share = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
     to = out_ptr + token.to(gl.int64) * out_token
     _store_rows(left * share, stage.index(0), to, H, OUT_HEAD, 0, HEADS)
@@ -186,10 +187,14 @@ def main_part(
     done = 0
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-        wrong = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
-        wrong |= load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
+        one = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        two = load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
         fence_async_shared()
         warps_meet()
+        wrong = misfit(one, q_ptr.dtype.element_ty == gl.float16, 0)
+        wrong |= misfit(two, q_ptr.dtype.element_ty == gl.float16, 1)
+        head = gl.arange(0, HEADS, layout=COLUMN)
+        sink = load_sink(sink_ptr, head, H, SINK)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, COLUMN)
         total = gl.zeros([KEYS, HEADS], gl.float32, L)
         left = gl.zeros([HALF, HEADS], gl.float32, L)
@@ -238,21 +243,19 @@ def main_part(
                 done += 1
         sums = gl.sum(total, 0)
         top = highest * factor - SHIFT
-        note(marks_ptr, mark, wrong | not_finite(sums) | not_finite(right), noticed, 0)
-        gl.store(marks_ptr + mark * 2 + 1, 0)
         channel = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, L)), 1)
         left = left * (1.0 / LIFT)
         right = right * gl.where(channel < NOPE - HALF, 1.0 / LIFT, 1.0)
         if not share.SPLIT:
             _finish(
-                left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H,
-                out_token, OUT_HEAD, HEADS, SINK, L,
+                left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink, token, H,
+                out_token, OUT_HEAD, HEADS, L,
             )  # fmt: skip
         elif share.STREAM:
             if direct:
                 _finish(
-                    left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink_ptr, token, H,
-                    out_token, OUT_HEAD, HEADS, SINK, L,
+                    left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink, token, H,
+                    out_token, OUT_HEAD, HEADS, L,
                 )  # fmt: skip
             else:
                 _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
@@ -260,6 +263,8 @@ def main_part(
                 record_span(spans_ptr, token, first, last, token, lists)
         else:
             _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
+        note(marks_ptr, mark, wrong | not_finite(sums) | not_finite(right), noticed, 0)
+        gl.store(marks_ptr + mark * 2 + 1, 0)
 
 
 @gluon.jit

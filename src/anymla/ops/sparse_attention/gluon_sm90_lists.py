@@ -275,7 +275,7 @@ def piece(k, share, lists):
         direct = (first == 0) & (last == blocks)
         slot = gl.where(first > 0, programs + program, program)
         mark = gl.where(first > 0, share.tasks + program, task)
-    else:
+    elif share.SPLIT:
         slot = share.first + k * programs
         task = slot // share.splits
         token = task // share.TILES
@@ -284,7 +284,16 @@ def piece(k, share, lists):
         first = (slot - task * share.splits) * each
         # A piece without blocks still takes one, whose columns are past the end of the lists.
         last = gl.maximum(gl.minimum(blocks, first + each), first + 1)
-        direct = not share.SPLIT
+        direct = False
+        mark = slot
+    else:
+        slot = share.first + k * programs
+        task = slot
+        token = task // share.TILES
+        n0, n1, blocks0, blocks = counts(lists, token)
+        first = slot * 0
+        last = blocks
+        direct = True
         mark = slot
     return token, task % share.TILES, n0, n1, blocks0, first, last, direct, slot, mark
 

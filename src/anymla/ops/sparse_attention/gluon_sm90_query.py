@@ -38,7 +38,7 @@ def load_query(
     q_ptr, token, tile, H, token_stride, to,
     HEADS: gl.constexpr, HEAD: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Half the channels of a tile of heads.
+    """Half the channels of a tile of heads, into shared memory.
 
     Args:
         q_ptr: bfloat16 or float16.
@@ -52,7 +52,7 @@ def load_query(
         PART: 0 for channels 0 .. 255, 1 for the others.
 
     Returns:
-        1 if float16 does not hold the values, else 0.
+        What was read, for ``misfit``.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
@@ -73,14 +73,9 @@ def load_query(
                     _LIFT_HALVES, "=r,r,r", [words, factor], dtype=gl.int32, is_pure=True, pack=1
                 )
             )
-            magnitude = gl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF)
-            large = tail & (magnitude >= _TOO_LARGE_HALF)
-            return gl.max(gl.max(large.to(gl.int32), 1), 0)
         else:
             to.store(words)
-            return tile * 0
     else:
-        magnitude = gl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF)
         if PART == 1:
             factor = gl.where(tail, LIFT, 1.0)
             to.store(
@@ -88,9 +83,25 @@ def load_query(
                     _LIFTED_HALVES, "=r,r,f", [words, factor], dtype=gl.int32, is_pure=True, pack=1
                 )
             )
-            magnitude = magnitude + gl.where(tail & (magnitude > 0), _LIFTED, 0)
         else:
             to.store(halves(words))
+    return words
+
+
+@gluon.jit
+def misfit(words, HALVES: gl.constexpr, PART: gl.constexpr):
+    """1 if float16 does not hold what ``load_query`` has read (HALVES: as float16), else 0."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
+    tail = gl.expand_dims(word, 0) >= _TAIL // 2
+    magnitude = gl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF)
+    if HALVES:
+        large = (magnitude >= _TOO_LARGE_HALF) & tail
+        wrong = gl.max(large.to(gl.int32), 1) * PART
+    else:
+        if PART == 1:
+            magnitude = magnitude + gl.where(tail & (magnitude > 0), _LIFTED, 0)
         largest = gl.max(magnitude, 1)
         small = (largest > 0) & (largest < _TOO_SMALL)
-        return gl.max(((largest >= _TOO_LARGE) | small).to(gl.int32), 0)
+        wrong = ((largest >= _TOO_LARGE) | small).to(gl.int32)
+    return gl.max(wrong, 0)

@@ -26,6 +26,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
     bottom_of,
+    load_sink,
     log_sum,
     view,
     warps_meet,
@@ -128,7 +129,7 @@ def _write(
 ):  # fmt: skip
     """A quarter of the result of a whole task."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
+    bottom = bottom_of(sums, top, load_sink(sink_ptr, head, H, SINK))
     share = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / bottom), 1)
     to = out_ptr + token.to(gl.int64) * out_token + head0.to(gl.int64) * out_head
     _store(to, out_head, head, head0, H, column, low * share, S)

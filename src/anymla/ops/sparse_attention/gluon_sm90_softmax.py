@@ -71,13 +71,18 @@ def note(marks, piece, wrong, noticed, PART: gl.constexpr):
 
 
 @gluon.jit
-def bottom_of(sums, top, sink_ptr, heads, H, SINK: gl.constexpr):
-    """Denominator: the sums and, if there is one, the sink."""
+def load_sink(sink_ptr, heads, H, SINK: gl.constexpr):
+    """The sink of each head in units of log 2, or -inf. Asked for long before it is needed."""
     if SINK:
-        sink = gl.load(sink_ptr + heads, mask=heads < H, other=0.0)
-        return sums + gl.exp2(sink * LOG2E - top)
+        return gl.load(sink_ptr + heads, mask=heads < H, other=0.0) * LOG2E
     else:
-        return sums
+        return heads * 0.0 - float("inf")
+
+
+@gluon.jit
+def bottom_of(sums, top, sink):
+    """Denominator: the sums and the sink."""
+    return sums + gl.exp2(sink - top)
 
 
 @gluon.jit

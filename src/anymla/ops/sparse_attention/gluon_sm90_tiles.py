@@ -44,7 +44,7 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     piece,
     share_of,
 )
-from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
+from anymla.ops.sparse_attention.gluon_sm90_query import load_query, misfit, stored
 from anymla.ops.sparse_attention.gluon_sm90_rescan import rescan
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
@@ -52,6 +52,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     SHIFT,
     bottom_of,
     dependents_may_start,
+    load_sink,
     log_sum,
     not_finite,
     note,
@@ -142,9 +143,10 @@ def right_part(
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
         mbarrier.wait(q_free, (k & 1) ^ 1)
-        wrong = load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
+        words = load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
         fence_async_shared()
         mbarrier.arrive(q_ready, count=1)
+        wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         for block in range(first, last):
             buffer = done % 2
@@ -164,7 +166,6 @@ def right_part(
         factor = decay_s.index(s).load(R)
         mbarrier.arrive(p_free.index(s), count=1)
         handed += 1
-        note(marks_ptr, mark, wrong | not_finite(acc), noticed, 1)
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
         lifted = gl.expand_dims(gl.where(column < NOPE - HALF, 1.0 / LIFT, 1.0), 0)
         y = acc * gl.expand_dims(factor, 1) * lifted
@@ -184,6 +185,7 @@ def right_part(
                 _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
         else:
             _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
+        note(marks_ptr, mark, wrong | not_finite(y), noticed, 1)
 
 
 @gluon.jit
@@ -203,8 +205,11 @@ def main_part(
     handed = 0
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-        wrong = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        words = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
         fence_async_shared()
+        wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 0)
+        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
+        sink = load_sink(sink_ptr, head, H, SINK)
         mbarrier.wait(q_ready, k & 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, ROW)
@@ -244,9 +249,8 @@ def main_part(
                 mbarrier.arrive(free.index(buffer), count=1)
             done += 1
             handed += 1
-        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
         top = highest * factor - SHIFT
-        bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
+        bottom = bottom_of(sums, top, sink)
         scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)
         if share.SPLIT:
             if share.STREAM:
@@ -258,7 +262,6 @@ def main_part(
         decay_s.index(s).store(scaled)
         mbarrier.arrive(p_ready.index(s), count=1)
         handed += 1
-        note(marks_ptr, mark, wrong | not_finite(sums), noticed, 0)
         y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * (1.0 / LIFT), 1)
         buffer = (done + 1) % 2
         if not share.SPLIT:
@@ -282,6 +285,7 @@ def main_part(
             _leave_main(
                 y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
             )
+        note(marks_ptr, mark, wrong | not_finite(sums), noticed, 0)
 
 
 @gluon.jit

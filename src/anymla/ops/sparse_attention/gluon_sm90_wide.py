@@ -29,13 +29,14 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     piece,
     share_of,
 )
-from anymla.ops.sparse_attention.gluon_sm90_query import load_query
+from anymla.ops.sparse_attention.gluon_sm90_query import load_query, misfit
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
     SHIFT,
     bottom_of,
     dependents_may_start,
+    load_sink,
     not_finite,
     note,
     record_span,
@@ -116,9 +117,10 @@ def right_part(
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
         mbarrier.wait(q_free, (k & 1) ^ 1)
-        wrong = load_query(
+        words = load_query(
             q_ptr + HALF, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 0
         )
+        wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 0)
         fence_async_shared()
         mbarrier.arrive(q_ready, count=1)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
@@ -175,7 +177,8 @@ def main_part(
     handed = 0
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-        wrong = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        words = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 0)
         wrong = wrong | _load_tail(q_ptr, token, tile, H, q_token, q_tail, Q_HEAD)
         fence_async_shared()
         mbarrier.wait(q_ready, k & 1)
@@ -220,7 +223,7 @@ def main_part(
             handed += 1
         head = tile * HEADS + gl.arange(0, HEADS, layout=PER_HEAD)
         top = highest * factor - SHIFT
-        bottom = bottom_of(sums, top, sink_ptr, head, H, SINK)
+        bottom = bottom_of(sums, top, load_sink(sink_ptr, head, H, SINK))
         scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)
         if share.STREAM:
             scaled = gl.where(direct, scaled, 1.0)
