@@ -29,6 +29,7 @@ from anymla.ops.indexer.triton_sample_select import (
     tile_and_warps,
 )
 from anymla.ops.indexer.triton_select_scores import select_scores
+from anymla.ops.workspace import scratch
 
 # Writes the scores of a round; arguments of ``triton_select_scores.select_scores``.
 Scorer = Callable[..., None]
@@ -106,7 +107,7 @@ def select_rounds(
         starts = None if starts is None else starts.contiguous()
         owners = None if token_to_req is None else token_to_req.contiguous()
         counted = counts if counts is None or counts.is_contiguous() else torch.empty_like(lengths)
-        scratch = _Scratch(plan, covered, q.device)
+        memory = _Scratch(plan, covered, q.device)
         each = tokens // requests if requests and token_to_req is None else 1
         for first in range(0, tokens, plan.rows):
             part = slice(first, first + plan.rows)
@@ -123,8 +124,8 @@ def select_rounds(
                     lengths[part],
                     begin,
                     owner,
-                    scratch.scores,
-                    scratch.maxima,
+                    memory.scores,
+                    memory.maxima,
                     first_row=first,
                     per_request=each,
                     covered=covered,
@@ -137,7 +138,7 @@ def select_rounds(
                 None if counted is None else counted[part],
             )
             _select(
-                plan, scratch, lengths[part], begin, owner, results, slot_table, slot_page_size,
+                plan, memory, lengths[part], begin, owner, results, slot_table, slot_page_size,
                 first, each, requests, covered, k, target,
             )  # fmt: skip
         if counts is not None and counted is not counts:
@@ -152,11 +153,11 @@ class _Scratch:
 
     def __init__(self, plan: SelectionPlan, covered: int, device: torch.device) -> None:
         def integers(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
+            return scratch(shape, torch.int32, device)
 
         columns = padded_entries(covered)
         rows = plan.rows if plan.form != "all" else 0
-        self.scores = torch.empty(rows, columns, dtype=torch.float32, device=device)
+        self.scores = scratch((rows, columns), torch.float32, device)
         self.maxima = integers(rows, columns // GROUP) if plan.form == "groups" else None
         self.groups = integers(rows, plan.kept) if plan.form == "groups" else None
         if plan.form == "samples":
@@ -167,7 +168,7 @@ class _Scratch:
 
 def _select(
     plan: SelectionPlan,
-    scratch: _Scratch,
+    memory: _Scratch,
     lengths: Tensor,
     starts: Tensor | None,
     owners: Tensor | None,
@@ -184,7 +185,7 @@ def _select(
     """Launch the selector of a round."""
     best, slots, counts = results
     rows = len(best)
-    scores = scratch.scores.view(torch.int32)
+    scores = memory.scores.view(torch.int32)
     if slots is None:
         slot_table = None
     table_strides = (0, 0) if slot_table is None else slot_table.stride()
@@ -199,7 +200,7 @@ def _select(
     sizes = (first_row, max(per_request, 1), requests, covered, k)
     if plan.form == "samples":
         tile, warps = tile_and_warps(rows, plan.capacity, target)
-        found = (scratch.keys, scratch.entries, scratch.found)
+        found = (memory.keys, memory.entries, memory.found)
         sample_collect_kernel[(plan.parts, rows)](
             scores, scores.stride(0), *found, *given, counts, *about_slots, *sizes,
             PARTS=plan.parts, CAPACITY=plan.capacity, SAMPLES=triton_sample_select.SAMPLES,
@@ -212,10 +213,10 @@ def _select(
             )  # fmt: skip
         return
     groups = plan.groups or 64
-    maxima = scratch.maxima
+    maxima = memory.maxima
     group_select_kernel[(rows,)](
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0),
-        scratch.groups, *given, counts, *about_slots, *sizes,
+        memory.groups, *given, counts, *about_slots, *sizes,
         GROUPS=groups, KEPT=plan.kept, SCORED=plan.form == "groups",
         num_warps=warps_of(plan.kept, groups, rows, target),
         **options_of(rows, target),
