@@ -23,6 +23,7 @@ from anymla.ops.output_projection import (
 )
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.workspace import scratch_scope
 
 
 class OutputProjection(nn.Module):
@@ -172,19 +173,20 @@ class AttentionLayer(nn.Module):
         selected, entries = self._choice(queries, step, cache)
         chunk = step.chunks.get(self.spec.compressed_group or WINDOW_GROUP)
         if chunk is not None and chunk.first_token == 0 and self.output.quantize_heads:
-            codes, scales = prefill_attention_fp8_quant(
-                q,
-                self._chunk_rows(chunk, cache, q.dtype),
-                chunk.runs,
-                selected,
-                step.positions,
-                cos_sin,
-                n_groups=self.output.groups,
-                window=chunk.window,
-                entries=chunk.entries,
-                sink=self.sink,
-                backend=self.backend,
-            )
+            with scratch_scope():
+                codes, scales = prefill_attention_fp8_quant(
+                    q,
+                    self._chunk_rows(chunk, cache, q.dtype),
+                    chunk.runs,
+                    selected,
+                    step.positions,
+                    cos_sin,
+                    n_groups=self.output.groups,
+                    window=chunk.window,
+                    entries=chunk.entries,
+                    sink=self.sink,
+                    backend=self.backend,
+                )
             return self.output.of_quantized(codes, scales, q.dtype)
         projected: Tensor = self.output(
             self._attend(q, selected, entries, chunk, step, cache), step.positions, cos_sin
@@ -208,17 +210,18 @@ class AttentionLayer(nn.Module):
         if before:
             some = None if entries is None else entries.first(before)
             self._attend_slots(q[:before], step.window.first(before), some, cache, out[:before])
-        prefill_attention(
-            q[before:],
-            self._chunk_rows(chunk, cache, q.dtype),
-            chunk.runs,
-            None if selected is None else selected[before:],
-            window=chunk.window,
-            entries=chunk.entries,
-            sink=self.sink,
-            out=out[before:],
-            backend=self.backend,
-        )
+        with scratch_scope():
+            prefill_attention(
+                q[before:],
+                self._chunk_rows(chunk, cache, q.dtype),
+                chunk.runs,
+                None if selected is None else selected[before:],
+                window=chunk.window,
+                entries=chunk.entries,
+                sink=self.sink,
+                out=out[before:],
+                backend=self.backend,
+            )
         return out
 
     def _attend_slots(

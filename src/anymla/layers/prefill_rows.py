@@ -17,6 +17,7 @@ from torch import Tensor
 from anymla.formats.page_layout import get_layout
 from anymla.layers.step import GroupStep, Step
 from anymla.ops.kv_cache import dequant_gather_slots
+from anymla.ops.workspace import scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +49,11 @@ class PrefillRows:
         dtype: torch.dtype,
         backend: str | None = None,
     ) -> Tensor:
-        """The workspace [Nw + Ne, D] of a layer's caches."""
+        """The workspace [Nw + Ne, D] of a layer's caches, in scratch memory."""
         count = len(self.window_slots)
         more = 0 if self.entry_slots is None else len(self.entry_slots)
         channels = get_layout(layout).channels
-        rows = torch.empty((count + more, channels), dtype=dtype, device=window_cache.device)
+        rows = scratch((count + more, channels), dtype, window_cache.device)
         parts = [(rows[:count], window_cache, self.window_slots)]
         if self.entry_slots is not None:
             assert compressed_cache is not None

@@ -123,6 +123,17 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 @contextlib.contextmanager
+def scratch_scope() -> Iterator[None]:
+    """For callers of several operations: what ``scratch`` gives inside is free at the end."""
+    workspace = _active.get()
+    if workspace is None:
+        yield
+        return
+    with workspace.scope():
+        yield
+
+
+@contextlib.contextmanager
 def second_lane() -> Iterator[None]:
     """Operations inside run on a second queue, and share nothing with those outside."""
     token = _lane.set(1)
