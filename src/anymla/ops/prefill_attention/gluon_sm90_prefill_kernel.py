@@ -79,6 +79,20 @@ def _inside(start, length, rows):
 
 
 @gluon.jit
+def _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free):
+    """Load Q, each half as soon as its last reader is through, and say how many blocks follow."""
+    phase = (number & 1) ^ 1
+    mbarrier.wait(q_free.index(0), phase)
+    _put(blocks_s.index(number % 2), blocks)
+    mbarrier.expect(q_rdy.index(0), _HALF_BYTES)
+    mbarrier.arrive(q_rdy.index(0), count=1)
+    _load_tile(qdesc, [row, 0], q_rdy.index(0), q_s.index(0))
+    mbarrier.wait(q_free.index(1), phase)
+    mbarrier.expect(q_rdy.index(1), _HALF_BYTES)
+    _load_tile(qdesc, [row, 256], q_rdy.index(1), q_s.index(1))
+
+
+@gluon.jit
 def producer(
     kv,
     kdesc,
@@ -128,15 +142,7 @@ def producer(
         if LISTED:
             place = r - blocks0 * 64
             slot = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
-
-        mbarrier.wait(q_free, (number & 1) ^ 1)
-        _put(blocks_s.index(number % 2), blocks)
-        mbarrier.arrive(q_rdy, count=1)
-        mbarrier.expect(q_rdy, 2 * _HALF_BYTES)
         row = token * heads + (task % HEAD_BLOCKS) * 64
-        _load_tile(qdesc, [row, 0], q_rdy, q_s.index(0))
-        _load_tile(qdesc, [row, 256], q_rdy, q_s.index(1))
-        number += 1
 
         for i in range(blocks):
             b = done % 2
@@ -155,6 +161,8 @@ def producer(
                 mbarrier.expect(rdy_l.index(b), _HALF_BYTES)
                 mbarrier.arrive(rdy_l.index(b), count=128)
                 _load_tile(kdesc, [at, 0], rdy_l.index(b), k_l.index(b))
+                if i == 0:
+                    _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free)
                 mbarrier.wait(free_r.index(b), phase)
                 mbarrier.expect(rdy_r.index(b), _HALF_BYTES)
                 mbarrier.arrive(rdy_r.index(b), count=127)
@@ -175,12 +183,15 @@ def producer(
                 _put(masked_s.index(b), masked)
                 valid_s.index(b).store(ok.to(gl.int32))
                 mbarrier.arrive(rdy_l.index(b), count=1)
+                if i == 0:
+                    _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free)
                 mbarrier.wait(free_r.index(b), phase)
                 _load_rows(k_r.index(b), p + 256, mask=mask)
                 async_copy.mbarrier_arrive(rdy_r.index(b), increment_count=False)
             if LISTED:
                 slot = following
             done += 1
+        number += 1
 
 
 @gluon.jit
@@ -191,10 +202,13 @@ def _scores(
     masked_s,
     rdy_l,
     rdy_r,
+    q_rdy,
+    number,
     b,
     phase,
     SL: gl.constexpr,
     LISTED: gl.constexpr,
+    FIRST: gl.constexpr,
 ):
     """Start S = Q K^T of buffer ``b``; whether some of its rows do not count."""
     S = gl.zeros([64, 64], gl.float32, SL)
@@ -207,6 +221,8 @@ def _scores(
         if masked != 0:
             fence_async_shared()
     S = warpgroup_mma(q_s.index(0), k_l.index(b).permute((1, 0)), S, use_acc=False, is_async=True)
+    if FIRST:
+        mbarrier.wait(q_rdy.index(1), number & 1)
     mbarrier.wait(rdy_r.index(b), phase)
     if LISTED:
         fence_async_shared()
@@ -414,13 +430,16 @@ def left(
         head = (task % HEAD_BLOCKS) * 64
         if SINK:
             logit = gl.load(sink + head + r, mask=head + r < heads, other=0.0) * _LOG2E
-        mbarrier.wait(q_rdy, number & 1)
+        mbarrier.wait(q_rdy.index(0), number & 1)
         blocks = _get(blocks_s.index(number % 2))
         acc = gl.zeros([64, 256], gl.float32, AL)
         m = gl.full([64], _LOWEST, gl.float32, SR)
         sums = gl.zeros([64], gl.float32, SR)
         b = done % 2
-        S, masked = _scores(q_s, k_l, k_r, masked_s, rdy_l, rdy_r, b, (done // 2) & 1, SL, LISTED)
+        phase = (done // 2) & 1
+        S, masked = _scores(
+            q_s, k_l, k_r, masked_s, rdy_l, rdy_r, q_rdy, number, b, phase, SL, LISTED, True
+        )
         if COPIED:
             if number > 0:
                 tma.store_wait(0)
@@ -437,18 +456,34 @@ def left(
             past_s.index(b).store(past)
             fence_async_shared()
             mbarrier.arrive(p_rdy.index(b), count=1)
+            phase = ((done + 1) // 2) & 1
             S, masked = _scores(
-                q_s, k_l, k_r, masked_s, rdy_l, rdy_r, 1 - b, ((done + 1) // 2) & 1, SL, LISTED
+                q_s,
+                k_l,
+                k_r,
+                masked_s,
+                rdy_l,
+                rdy_r,
+                q_rdy,
+                number,
+                1 - b,
+                phase,
+                SL,
+                LISTED,
+                False,
             )
             acc, S = warpgroup_mma_wait(2, deps=[acc, S])
             mbarrier.arrive(free_l.index(b), count=1)
+            S = warpgroup_mma_wait(1, deps=[S])
+            if i + 1 == blocks:
+                mbarrier.arrive(q_free.index(0), count=1)
             S = warpgroup_mma_wait(0, deps=[S])
             # The right half of the previous block runs during this block's softmax.
             mbarrier.arrive(go.index(b), count=1)
             done += 1
             b = done % 2
             if i + 1 == blocks:
-                mbarrier.arrive(q_free, count=1)
+                mbarrier.arrive(q_free.index(1), count=1)
             P, past, m, sums, acc = _softmax(
                 S, m, sums, acc, masked, valid_s, b, scale, SL, AL, False, LAZY
             )
@@ -651,8 +686,8 @@ def prefill_kernel(
     p_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     go = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     last = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    q_rdy = gl.allocate_shared_memory(gl.int64, [1], ML)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], ML)
+    q_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     for i in gl.static_range(2):
         mbarrier.init(rdy_l.index(i), count=129)
         mbarrier.init(rdy_r.index(i), count=128)
@@ -661,8 +696,8 @@ def prefill_kernel(
         mbarrier.init(p_rdy.index(i), count=1)
         mbarrier.init(go.index(i), count=1)
         mbarrier.init(last.index(i), count=1)
-    mbarrier.init(q_rdy, count=2)
-    mbarrier.init(q_free, count=1)
+        mbarrier.init(q_rdy.index(i), count=2 - i)
+        mbarrier.init(q_free.index(i), count=1)
     gl.warp_specialize(
         [
             (
