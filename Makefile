@@ -57,8 +57,8 @@ check: lint types imports
 bench: $(READY)
 	$(BIN)/anymla bench cpu --json benchmarks/results/cpu.jsonl
 
+# Only what has changed since it was recorded is built again.
 build-matrix: $(READY)
-	rm -f benchmarks/results/build_matrix.jsonl
 	$(BIN)/anymla bench build-matrix --json benchmarks/results/build_matrix.jsonl
 
 # One build of each file of kernels for one target of each kind: two to three minutes.

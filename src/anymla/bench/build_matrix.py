@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import importlib
 import multiprocessing
 import os
@@ -42,12 +43,19 @@ class Job:
         target: what it is built for.
         number: which of the module's builds for the target.
         label: of the build, for people.
+        digest: of all that decides what is compiled and asked of it, the kernel's source included.
     """
 
     module: str
     target: str
     number: int
     label: str
+    digest: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a recorded row must share to be about this compilation."""
+        return self.module, self.target, self.digest
 
 
 def kernel_modules() -> list[str]:
@@ -83,7 +91,25 @@ def jobs(targets: list[str], *, first_of: str = "") -> Iterator[Job]:
                 if first_of and sort in seen:
                     continue
                 seen.add(sort)
-                yield Job(module, target, number, f"{kernel} {build.label}".strip())
+                label = f"{kernel} {build.label}".strip()
+                yield Job(module, target, number, label, _digest(build))
+
+
+def _digest(build: Build) -> str:
+    fields = {**vars(build), "kernel": build.kernel.cache_key}
+    fields |= {name: sorted(fields[name].items()) for name in ("types", "constants")}
+    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+
+def recorded(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Rows of this Triton that were as they should be, by their jobs' ``key``."""
+    import triton
+
+    return {
+        (row["module"], row["target"], row["digest"]): row
+        for row in rows
+        if row["ok"] and row.get("triton") == triton.__version__ and "digest" in row
+    }
 
 
 def run(chosen: list[Job], workers: int) -> Iterator[dict[str, Any]]:

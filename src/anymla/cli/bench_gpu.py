@@ -67,9 +67,11 @@ def build_matrix(
     """Build every Triton kernel for every GPU target; needs no GPU.
 
     Asserts that each builds (or fails where expected), fits the target's shared memory, spills no
-    more than declared, and has matrix instructions where they are meant.
+    more than declared, and has matrix instructions where they are meant. With --json, what the file
+    says of kernels that have not changed since is taken from there.
     """
-    from anymla.bench.build_matrix import jobs, run
+    from anymla.bench.build_matrix import jobs, recorded, run
+    from anymla.bench.support_matrix import rows_of
     from anymla.ops._triton import TARGETS
 
     unknown = sorted(set(chosen) - set(TARGETS))
@@ -77,15 +79,23 @@ def build_matrix(
         raise click.UsageError(f"unknown target {', '.join(unknown)}; there are: {list(TARGETS)}")
     targets = list(chosen) or list(TARGETS)
     work = [job for job in jobs(targets, first_of=first_of or "") if module in job.module]
-    bad = 0
-    for row in tqdm(run(work, workers), total=len(work), desc="building", unit="kernel"):
+    whole = not (chosen or module or first_of)
+    known = {} if json_file is None else recorded(rows_of(json_file))
+    missing = [job for job in work if job.key not in known]
+    fresh = {}
+    built = tqdm(run(missing, workers), total=len(missing), desc="building", unit="kernel")
+    for job, row in zip(missing, built, strict=True):
+        fresh[job.key] = row
         if json_file is not None:
             with json_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        if not row["ok"]:
-            bad += 1
-            click.echo(f"{row['target']} {row['module']} {row['label']}: {row['problem']}")
-    click.echo(f"{len(work)} builds, {len(work) - bad} as they should be, {bad} not")
+    rows = [known.get(job.key) or fresh[job.key] for job in work]
+    if json_file is not None and whole:
+        json_file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    bad = [row for row in rows if not row["ok"]]
+    for row in bad:
+        click.echo(f"{row['target']} {row['module']} {row['label']}: {row['problem']}")
+    click.echo(f"{len(work)} builds, {len(work) - len(bad)} as they should be, {len(bad)} not")
     if bad:
         click.get_current_context().exit(1)
 

@@ -233,7 +233,8 @@ def builds(target: Target) -> Iterator[Build]:
     ]
     for tokens in (1, 1 + FEW_TOKENS):
         for ratio, overlap, state_entries, entries, layout, transformed in main + index:
-            for weight in ("bf16", "fp32"):
+            # The weight's type is of no consequence for the tile.
+            for weight in ("bf16", "fp32") if layout == MAIN_LAYOUTS[0] else ("bf16",):
                 given = (ratio, overlap, state_entries, entries, layout, transformed, weight)
                 yield _build(tokens, *given, target)
 

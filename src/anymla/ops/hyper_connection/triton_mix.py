@@ -177,7 +177,8 @@ def builds(target: Target) -> Iterator[Build]:
     """Flash and Pro, few and many tokens, alone and after another site, and the head."""
     for d in (4096, 7168):
         for tokens in (1, 1 + _FEW_TOKENS):
-            for dtype in _DTYPES if tokens == 1 else ("fp16", "fp32"):
+            dtypes = ["bf16"] * (tokens == 1) + ["fp16", "fp32"] * (d == 4096)
+            for dtype in dtypes:
                 for mixes, expands in ((24, False), (24, True), (4, False)):
                     yield _build(target, d, tokens, dtype, mixes, expands)
 
@@ -208,7 +209,7 @@ def _build(target: Target, d: int, tokens: int, dtype: str, mixes: int, expands:
         types,
         absent | sizes,
         num_warps=chosen.num_warps,
-        matrix=dtype != "fp32",
+        matrix=dtype != "fp32" and "bf16",
         spills=_spills(target),
     )
 

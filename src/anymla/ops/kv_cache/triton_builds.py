@@ -15,5 +15,10 @@ from anymla.formats.page_layout import (
 MAIN_LAYOUTS = (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512)
 INDEX_LAYOUTS = (INDEX_FP8, INDEX_MXFP4, ROWS_BF16_128, ROWS_FP32_128)
 LAYOUTS = MAIN_LAYOUTS + INDEX_LAYOUTS
-# Two entries: what 256 tokens leave at ratio 128.
-PAGE_SIZES = (2, 64)
+# Layouts, types of rows and entries of a page, each at least once: they are independent.
+# Two entries are what 256 tokens leave at ratio 128.
+KINDS = (
+    *((layout, "bf16", 64) for layout in LAYOUTS),
+    (MAIN_FP8, "fp32", 64),
+    (MAIN_FP8, "bf16", 2),
+)

@@ -22,7 +22,7 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, load_rows, row_codec
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
-from anymla.ops.kv_cache.triton_builds import LAYOUTS, PAGE_SIZES
+from anymla.ops.kv_cache.triton_builds import KINDS
 
 _TILE = 2048
 
@@ -186,16 +186,14 @@ def dequantize_and_gather_k_cache(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Both kernels, every layout, to bfloat16 and to float32; and what must not be tried."""
-    for layout in LAYOUTS:
-        for dtype in ("bf16", "fp32"):
-            for entries in PAGE_SIZES:
-                yield _slots_build(layout, dtype, entries, target)
-                yield _sequences_build(layout, dtype, entries, target)
+    """Both kernels, every layout; and what must not be tried."""
+    for layout, dtype, entries in KINDS:
+        yield _slots_build(layout, dtype, entries, target)
+        yield _sequences_build(layout, dtype, entries, target)
     if target.backend == "cuda" and not target.native_e4m3:
         # Why codes are converted by bits there: the compiler refuses the type.
         native = dataclasses.replace(target, native_e4m3=True)
-        build = _slots_build(MAIN_FP8, "bf16", PAGE_SIZES[0], native)
+        build = _slots_build(*KINDS[0], native)
         yield dataclasses.replace(build, label=f"{build.label}, native", fails="fp8e4nv")
 
 

@@ -26,7 +26,7 @@ from anymla.formats.triton_rows import (
 )
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
-from anymla.ops.kv_cache.triton_builds import LAYOUTS, PAGE_SIZES
+from anymla.ops.kv_cache.triton_builds import KINDS
 
 _TILE = 2048
 
@@ -106,32 +106,30 @@ def quantize_and_insert_k_cache(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Every layout, from bfloat16 and from float32."""
-    for layout in LAYOUTS:
+    """Every layout."""
+    for layout, dtype, entries in KINDS:
         codec = row_codec(layout)
         chosen = config(codec.channels, target)
-        for dtype in ("bf16", "fp32"):
-            for entries in PAGE_SIZES:
-                yield Build(
-                    label=f"{layout} from {dtype}, page {entries}",
-                    kernel=insert_kernel,
-                    types={
-                        "k": f"*{dtype}",
-                        "cache": "*u8",
-                        "slots": "*i64",
-                        "count": "i32",
-                        "row_stride": "i32",
-                        "page_stride": "i32",
-                        "capacity": "i32",
-                    },
-                    constants={
-                        "column_stride": 1,
-                        "ENTRIES": entries,
-                        "CODEC": codec,
-                        "NATIVE": target.native_e4m3,
-                        "ROWS": chosen.rows,
-                    },
-                    num_warps=chosen.num_warps,
-                    fp_fusion=False,
-                    divisible=("row_stride", "page_stride"),
-                )
+        yield Build(
+            label=f"{layout} from {dtype}, page {entries}",
+            kernel=insert_kernel,
+            types={
+                "k": f"*{dtype}",
+                "cache": "*u8",
+                "slots": "*i64",
+                "count": "i32",
+                "row_stride": "i32",
+                "page_stride": "i32",
+                "capacity": "i32",
+            },
+            constants={
+                "column_stride": 1,
+                "ENTRIES": entries,
+                "CODEC": codec,
+                "NATIVE": target.native_e4m3,
+                "ROWS": chosen.rows,
+            },
+            num_warps=chosen.num_warps,
+            fp_fusion=False,
+            divisible=("row_stride", "page_stride"),
+        )
