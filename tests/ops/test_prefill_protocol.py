@@ -139,6 +139,28 @@ def test_quantised_output(heads):
     assert exact.float().mean() > 0.97
 
 
+def test_nan_reaches_those_who_see_it_and_nobody_else():
+    case = prefill(
+        3, tokens=5, heads=64, dtype=torch.float16, listed=True, entries=90, hostile=False
+    )
+    want, _ = run(case, grid=1, seed=0)
+    row = int(case.runs[1, 0])
+    case.runs[1, 1] = 7
+    seen = [
+        row in range(start, start + min(count, case.window))
+        or row - base in case.lists[token, : max(more, 0)].tolist()
+        for token, (start, count, base, more) in enumerate(case.runs.tolist())
+    ]
+    assert 0 < sum(seen) < 5
+    case.rows[row] = torch.nan
+    out, lse = run(case, grid=1, seed=0)
+    for token, sees in enumerate(seen):
+        assert bool(out[token].isnan().all()) is sees
+        assert bool(lse[token].isnan().all()) is sees
+        if not sees:
+            assert torch.equal(out[token], want[token])
+
+
 def of_block_counts(counts: list[int], *, listed: bool = False) -> Prefill:
     """Tokens whose block counts are these, two blocks of them in the window where there are two."""
     case = prefill(

@@ -502,7 +502,7 @@ def left(
         factor_s.index(number % 2).store(factor)
         mbarrier.arrive(last.index(number % 2), count=1)
         natural = (m * scale + gl.log2(sums)) * _LN2
-        natural = gl.where(sums > 0, natural, float("-inf"))
+        natural = gl.where(sums == 0, float("-inf"), natural)
         gl.store(lse + token.to(gl.int64) * heads + head + r, natural, mask=head + r < heads)
         acc = warpgroup_mma_wait(0, deps=[acc])
         if not COPIED:
