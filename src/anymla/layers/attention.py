@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from anymla.layers.caches import LayerCache
-from anymla.layers.compressor import Compressor
+from anymla.layers.compressor import Compressor, SharedProjection
 from anymla.layers.indexer import Indexer, IndexQueries
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.layers.prefill_rows import PrefillRows
@@ -107,6 +107,7 @@ class AttentionLayer(nn.Module):
         q_norm, kv_norm: RMSNorm weights [q_lora_rank] and [D].
         sink: float32 [H], a logit in every softmax that carries no value.
         compressor, indexer: None where the spec has none.
+        projections: of both compressors, where there are two.
         output: inverse RoPE and output projection.
     """
 
@@ -136,6 +137,9 @@ class AttentionLayer(nn.Module):
         self.sink = sink
         self.compressor = compressor
         self.indexer = indexer
+        self.projections = SharedProjection.of(
+            compressor, None if indexer is None else indexer.compressor
+        )
         self.output = output
         self.rope = rope
         self.eps = eps
@@ -261,19 +265,30 @@ class AttentionLayer(nn.Module):
         assert spec.state_group is not None
         assert cache.compressed is not None
         assert cache.state is not None
+        own, index, projected = x, x, self.projections is not None
+        if self.projections is not None:
+            own, index = self.projections(x)
         self.compressor(
-            x,
+            own,
             step,
             cache.state,
             step.groups[spec.state_group],
             cache.compressed,
             step.groups[spec.compressed_group],
             cache.format.main,
+            projected=projected,
         )
         if self.indexer is not None:
             assert cache.index is not None
             assert cache.index_state is not None
-            self.indexer.write_keys(x, step, cache.index, cache.index_state, cache.format.index)
+            self.indexer.write_keys(
+                index,
+                step,
+                cache.index,
+                cache.index_state,
+                cache.format.index,
+                projected=projected,
+            )
 
     def _index_queries(
         self, x: Tensor, latent: Tensor, step: Step, cache: LayerCache

@@ -55,11 +55,13 @@ class Compressor(nn.Module):
         layout: str,
         *,
         hadamard: bool = False,
+        projected: bool = False,
     ) -> None:
         """Store each token's partial state, then the entries of the windows that it closes.
 
         Args:
-            x: [T, hidden], the layer's normalised input.
+            x: [T, hidden], the layer's normalised input; or, of a compressor whose projection is
+                taken together with another's, float32 [T, 2 * width], the result of its own.
             step: the batch.
             state: float32 [P, bs, 2 * width], written.
             state_group: where the states go.
@@ -67,9 +69,12 @@ class Compressor(nn.Module):
             cache_group: where the entries go.
             layout: layout id of ``cache``.
             hadamard: rotate the entry before it is quantised (MXFP4 index keys).
+            projected: what x is.
         """
         ratio, width = self.ape.shape
-        kv, score = linear_float32(x, self.kv_gate, backend=self.backend).split(width, dim=-1)
+        if not projected:
+            x = linear_float32(x, self.kv_gate, backend=self.backend)
+        kv, score = x.split(width, dim=-1)
         save_partial_states(
             kv,
             score,
@@ -115,3 +120,34 @@ def merge_kv_gate(wkv: Tensor, wgate: Tensor, dtype: torch.dtype) -> Tensor:
     if merged.device.type == "cpu":
         return merged if merged.numel() <= _CONVERTED_ELEMENTS else merged.float()
     return merged if merged.dtype == dtype else merged.float()
+
+
+class SharedProjection:
+    """The projections of two compressors of one input, as one product.
+
+    The compressors' own weights become views of the common one.
+    """
+
+    def __init__(self, first: Compressor, second: Compressor) -> None:
+        self._sizes = (len(first.kv_gate), len(second.kv_gate))
+        self._weight = torch.cat((first.kv_gate, second.kv_gate))
+        self._backend = first.backend
+        first.kv_gate, second.kv_gate = self._weight.split(self._sizes)
+
+    @classmethod
+    def of(cls, first: Compressor | None, second: Compressor | None) -> SharedProjection | None:
+        """Of two compressors whose weights go together, else None.
+
+        They are of one dtype, and not of those that a CPU converts at every use.
+        """
+        if first is None or second is None:
+            return None
+        gate = first.kv_gate
+        converted = gate.device.type == "cpu" and gate.dtype != torch.float32
+        return None if converted or second.kv_gate.dtype != gate.dtype else cls(first, second)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 [T, 2 * width] of each."""
+        both: Tensor = linear_float32(x, self._weight, backend=self._backend)
+        first, second = both.split(self._sizes, dim=-1)
+        return first, second

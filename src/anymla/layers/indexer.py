@@ -202,8 +202,20 @@ class Indexer(nn.Module):
             backend=self.backend,
         )
 
-    def write_keys(self, x: Tensor, step: Step, cache: Tensor, state: Tensor, layout: str) -> None:
-        """Write the step's index keys and choose nothing; arguments of ``forward``."""
+    def write_keys(
+        self,
+        x: Tensor,
+        step: Step,
+        cache: Tensor,
+        state: Tensor,
+        layout: str,
+        *,
+        projected: bool = False,
+    ) -> None:
+        """Write the step's index keys and choose nothing; arguments of ``forward``.
+
+        With ``projected``, x is what the compressor takes then.
+        """
         self.compressor(
             x,
             step,
@@ -213,6 +225,7 @@ class Indexer(nn.Module):
             step.groups[INDEX_GROUP],
             layout,
             hadamard=layout == INDEX_MXFP4,
+            projected=projected,
         )
 
     def _most(self, step: Step) -> int:
