@@ -63,7 +63,7 @@ def test_a_model_generates_the_same(tmp_path, chunk_size):
             experts=4,
             experts_per_token=2,
             moe_size=64,
-        ),  # fmt: skip
+        ),
     )
     request = Request("a", tuple(range(3, 100)), 12)
     options = EngineOptions(kv_cache="fp32", chunk_size=chunk_size, max_requests=1, max_seq_len=120)
