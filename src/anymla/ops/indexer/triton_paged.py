@@ -42,7 +42,7 @@ from anymla.ops.indexer.triton_scores import (
     codes_of,
     fill_hidden,
 )
-from anymla.ops.indexer.triton_tiles import span_of, tile_of
+from anymla.ops.indexer.triton_tiles import paged_tile_of, span_of
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def paged_mqa_logits(
         codec = row_codec(layout)
         q_kind = KIND_OF_DTYPE[q.dtype]
         math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
-        tile = tile_of(rows, heads, codec.channels, math, target)
+        tile = paged_tile_of(rows, heads, codec.channels, math, target)
         groups = triton.cdiv(rows, tile.rows)
         span = span_of(requests * groups, max_context, tile)
         each = context_lens.ndim == 2
@@ -309,7 +309,7 @@ def builds(target: Target) -> Iterator[Build]:
         codec = row_codec(layout)
         math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
         for rows in (1, 2):
-            tile = tile_of(rows, heads, codec.channels, math, target)
+            tile = paged_tile_of(rows, heads, codec.channels, math, target)
             types = {
                 "q": POINTER_OF_KIND[q_kind],
                 "weights": "*fp32",

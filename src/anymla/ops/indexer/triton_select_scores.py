@@ -32,7 +32,7 @@ from anymla.ops.indexer.triton_operands import (
 from anymla.ops.indexer.triton_order import NOTHING, ordered_result, row_bounds
 from anymla.ops.indexer.triton_paged import load_keys, locate
 from anymla.ops.indexer.triton_scores import POINTER_OF_KIND, codes_of
-from anymla.ops.indexer.triton_tiles import Tile, span_of, tile_of
+from anymla.ops.indexer.triton_tiles import Tile, paged_tile_of, span_of
 
 _GROUP = tl.constexpr(GROUP)
 
@@ -201,7 +201,7 @@ def select_scores(
     math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
     # Neighbours share keys unless every request has one token.
     shared = per_request > 1 if owners is None else rows > len(block_table)
-    tile = tile_of(2 if shared else 1, heads, codec.channels, math, target)
+    tile = paged_tile_of(2 if shared else 1, heads, codec.channels, math, target)
     groups = triton.cdiv(rows, tile.rows)
     span = span_of(groups, covered, tile)
     cache, page_stride, pages, entries = cache_bytes(index_cache)
@@ -274,7 +274,7 @@ def builds(target: Target) -> Iterator[Build]:
         codec = row_codec(layout)
         math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
         for rows in (1, 2):
-            tile = tile_of(rows, heads, codec.channels, math, target)
+            tile = paged_tile_of(rows, heads, codec.channels, math, target)
             types = {
                 "q": POINTER_OF_KIND[q_kind],
                 "weights": "*fp32",
@@ -322,5 +322,5 @@ def builds(target: Target) -> Iterator[Build]:
                 divisible=("weights_stride", "page_stride"),
                 matrix=True,
                 # Packed queries are decoded once, before the loop.
-                spills=48 if q_kind == "e2m1" else 0,
+                spills=48 if q_kind == "e2m1" else 16,
             )

@@ -60,6 +60,17 @@ def tile_of(rows: int, heads: int, width: int, math: str, target: Target) -> Til
     return Tile(together, padded_heads, padded_width, padded_width, keys, warps, stages)
 
 
+def paged_tile_of(rows: int, heads: int, width: int, math: str, target: Target) -> Tile:
+    """The tile for keys that are found through a block table.
+
+    Page ids are copied ahead as well, two loads deep: of four stages one tile of keys is in flight,
+    of five two. A row alone has large tiles, of which fewer programs would then fit.
+    """
+    tile = tile_of(rows, heads, width, math, target)
+    deeper = tile.stages == 4 and tile.rows > 1 and target.backend == "cuda"
+    return dataclasses.replace(tile, stages=5) if deeper else tile
+
+
 def span_of(groups: int, keys: int, tile: Tile) -> int:
     """Keys that a program scores, of ``keys``, if there are ``groups`` groups of rows."""
     tiles = triton.cdiv(max(keys, 1), tile.keys)
