@@ -94,6 +94,9 @@ def changed_overrides() -> list[str]:
                     names_of(value)
                 ):
                     problems.append(f"{base.__name__}.{name}{inspect.signature(theirs)}")
+    # the position of an argument that vLLM passes without its name
+    if names_of(indexer.SparseAttnIndexer.__init__)[8] != "topk_indices_buffer":
+        problems.append("SparseAttnIndexer.__init__")
     for base, function in {
         "MHCPreOp": hyper_connection.pre,
         "MHCPostOp": hyper_connection.post,
