@@ -119,6 +119,16 @@ def test_ragged_runs_and_lists(device, listed, heads, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+def test_less_than_a_tile(device, listed):
+    case = prefill(
+        1, tokens=3, heads=5, dtype=torch.float16, listed=listed, entries=30, rows=20, window=16,
+        device=device,
+    )  # fmt: skip
+    check(case, *case.run(BACKEND))
+
+
+@pytest.mark.gpu
 def test_every_block_count(device):
     case = prefill(
         1, tokens=300, heads=64, dtype=torch.float16, listed=False, entries=34 * 64,
