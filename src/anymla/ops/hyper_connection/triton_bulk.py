@@ -42,8 +42,11 @@ class BulkConfig:
 
 
 def config(expands: bool, target: Target) -> BulkConfig:
-    """Large tiles where shared memory holds them: weights are read once a block of tokens."""
-    if target.backend == "cuda" and target.shared_bytes > 160 << 10:
+    """Large tiles where operands are multiplied from shared memory, and there is much of it.
+
+    Weights are read once a block of tokens.
+    """
+    if target.backend == "cuda" and target.shared_bytes > 200 << 10:
         return BulkConfig(64, 32, 8, 2) if expands else BulkConfig(128, 64, 8, 4)
     return BulkConfig(16 if expands else 32, 32, 8, 2)
 
