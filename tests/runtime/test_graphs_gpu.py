@@ -1,4 +1,4 @@
-"""Recorded steps on a GPU: the bits of the same steps called directly, whatever joins and leaves."""
+"""Recorded steps on a GPU have the bits of the same steps called directly."""
 
 import random
 
