@@ -23,8 +23,8 @@ def schedule_of(heads, tokens, way, processors):
         return Schedule(tile, tiles, min(processors, tokens * tiles * 3), 3)
     if way == "mixed":
         return Schedule(tile, tiles, processors, 2, Stream.MIXED)
-    if way in ("stream", "balanced"):
-        return Schedule(tile, tiles, processors, stream=Stream.YES, cut=way == "stream")
+    if way == "stream":
+        return Schedule(tile, tiles, processors, stream=Stream.YES)
     return Schedule(tile, tiles, min(processors, tokens * tiles))
 
 
@@ -84,7 +84,7 @@ def merge(schedule, part, sums, spans, sink, out, lse, empty):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["whole", "aligned", "mixed", "stream", "balanced"])
+@pytest.mark.parametrize("way", ["whole", "aligned", "mixed", "stream"])
 @pytest.mark.parametrize(("heads", "tokens"), [(3, 4), (20, 4), (36, 4), (66, 2)])
 def test_any_lists(heads, tokens, way):
     pytest.importorskip("triton")

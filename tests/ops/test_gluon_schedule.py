@@ -70,7 +70,6 @@ WAYS = {
     "chosen": None,
     "invariant": None,
     "stream": {"stream": Stream.YES},
-    "balanced": {"stream": Stream.YES, "cut": False},
     "mixed": {"stream": Stream.MIXED, "splits": 3},
     "aligned": {"splits": 4},
 }
@@ -109,7 +108,6 @@ def test_every_block_has_one_program(call, processors, way):
                 after = [schedule.programs + each for each in range(start + 1, end + 1)]
                 assert [each[3] for each in task] == [start, *after]
             cut = len(task) > 1
-            assert not cut or schedule.cut
         elif cut:
             at = (number - schedule.first_cut(tokens)) * schedule.splits
             assert sorted(each[3] for each in task) == list(range(at, at + schedule.splits))
@@ -120,19 +118,37 @@ def test_every_block_has_one_program(call, processors, way):
         assert edges[-1] == blocks
 
 
-@given(calls(), st.sampled_from([20, 78, 132]), st.booleans())
-def test_a_stream_is_balanced_whatever_the_lengths(call, processors, cut):
+@given(calls(), st.sampled_from([20, 78, 132]))
+def test_a_stream_is_balanced_whatever_the_lengths(call, processors):
     tokens, heads, widths, lengths = call
     shape = choose(tokens, heads, widths, processors)
-    schedule = Schedule(shape.heads, shape.tiles, processors, stream=Stream.YES, cut=cut)
+    schedule = Schedule(shape.heads, shape.tiles, processors, stream=Stream.YES)
     work = [0] * processors
     for program, _, first, last, *_ in pieces_of(schedule, tokens, lists_of(*lengths, widths)):
         work[program] += last - first
     units = sum(blocks + TASK_COST for blocks in blocks_by_task(shape.tiles, *lengths))
     working = min(processors, max(units // 4, 1))
-    # A range, rounded up; each end has moved by up to a block, or by half a task.
-    moved = 2 if cut else TASK_COST + max(blocks_by_task(1, *lengths))
+    # A range, rounded up; its ends have moved by up to a block, or as far as cutting would cost.
+    tasks = blocks_by_task(shape.tiles, *lengths)
+    moved = 2 if max(tasks) > 40 else TASK_COST + max(tasks)
     assert max(work) <= -(-units // working) + moved
+
+
+@pytest.mark.parametrize(
+    ("tokens", "uneven", "cuts"),
+    [(148, 0, True), (132, 0, False), (264, 0, False), (300, 1, False), (60, 2, True)],
+)
+def test_a_stream_cuts_where_that_pays(tokens, uneven, cuts):
+    """Equal tasks that do not fill the last round, and very long ones among short ones."""
+    widths = (128, 4096)
+    second = [1024] * tokens
+    if uneven:
+        second = [(17 * t * t) % 600 for t in range(tokens)]
+    if uneven == 2:
+        second[::9] = [4096] * len(second[::9])
+    schedule = Schedule(64, 1, 132, stream=Stream.YES)
+    lists = lists_of([128] * tokens, second, widths)
+    assert any(not piece[4] for piece in pieces_of(schedule, tokens, lists)) == cuts
 
 
 @pytest.mark.parametrize("processors", [20, 78, 114, 132])
@@ -160,9 +176,9 @@ def test_schedules_of_known_shapes():
         assert mixed.first_cut(tokens) == 132
         assert (tokens - 132) * mixed.splits <= 132
     uneven = choose(148, 64, (128, 1024), 132, lengths=True)
-    assert (uneven.stream, uneven.cut) == (Stream.YES, False)
+    assert uneven.stream == Stream.YES
     long = choose(64, 64, (128, 16384), 132, lengths=True)
-    assert (long.stream, long.cut) == (Stream.YES, True)
+    assert long.stream == Stream.YES
     assert choose(64, 64, (128, 16384), 132).stream == Stream.NO
 
 

@@ -8,8 +8,8 @@ range of a task's blocks. A launch hands out pieces in one of these ways:
               length; piece v belongs to program v mod programs.
     mixed     whole tasks as long as there is one for every program; the rest is cut as above.
     stream    all blocks of all tasks, in order, plus a fixed cost for each task, are cut into one
-              range for every program. A program's first and last piece may be parts of a task.
-    balanced  a stream whose cuts move to the nearest end of a task.
+              range for every program. A program's first and last piece may be parts of a task;
+              but where cutting costs more than it saves, cuts move to the nearest end of a task.
 """
 
 import triton
@@ -29,6 +29,8 @@ CHANNELS = gl.constexpr(_LAYOUT.channels)
 # Units of work, which are blocks and fixed costs, that a program of a stream has at least; fewer
 # programs work if there are not enough.
 _LEAST = gl.constexpr(4)
+# What merging costs a program, in units.
+_MERGE = gl.constexpr(6)
 # A cut so close to a task's end moves to the end: pieces of a block or less cost more than they
 # save.
 _SNAP = gl.constexpr(2)
@@ -177,9 +179,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _cut(
-    place, tokens, ends, cost, blocks, T, COST: gl.constexpr, TILES: gl.constexpr, CUT: gl.constexpr
-):
+def _cut(place, tokens, ends, cost, blocks, T, uncut, COST: gl.constexpr, TILES: gl.constexpr):
     """The task and block that a range starting at ``place`` starts with."""
     passed = (ends <= place) & (tokens < T)
     token = gl.sum(passed.to(gl.int32), 0)
@@ -188,25 +188,18 @@ def _cut(
     units = gl.maximum(gl.sum(gl.where(here, cost, 0), 0), 1)
     most = gl.maximum(gl.sum(gl.where(here, blocks, 0), 0), 1)
     tile = (place - start) // units
-    passed_units = place - start - tile * units
-    if CUT:
-        block = gl.minimum(gl.maximum(passed_units - COST, 0), most)
-        block = gl.where(block < _SNAP, 0, gl.where(most - block < _SNAP, most, block))
-    else:
-        block = gl.where(passed_units * 2 < units, 0, most)
+    done = place - start - tile * units
+    block = gl.minimum(gl.maximum(done - COST, 0), most)
+    block = gl.where(block < _SNAP, 0, gl.where(most - block < _SNAP, most, block))
+    block = gl.where(uncut, gl.where(done * 2 < units, 0, most), block)
     task = token * TILES + tile
     whole = block >= most
     return gl.where(whole, task + 1, task), gl.where(whole, 0, block)
 
 
 @gluon.jit
-def stream_share(
-    lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr, CUT: gl.constexpr = True
-):
-    """This program's share of a stream, or of a balanced launch (not CUT).
-
-    SIZE is a power of two of at least max(T, 128).
-    """
+def stream_share(lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr):
+    """This program's share of a stream; SIZE is a power of two of at least max(T, 128)."""
     L: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
     tokens = gl.arange(0, SIZE, layout=L)
     there = tokens < T
@@ -216,18 +209,25 @@ def stream_share(
         n1 = _length(lists.length1, tokens, there, lists.width1, lists.LENGTH1)
         blocks = blocks + (n1 + KEYS - 1) // KEYS
     blocks = gl.maximum(blocks, 1)
-    cost = blocks + COST
-    ends = gl.associative_scan(gl.where(there, cost * TILES, 0), 0, _add)
+    cost = gl.where(there, blocks + COST, 0)
+    ends = gl.associative_scan(cost * TILES, 0, _add)
     total = gl.max(ends, 0).to(gl.int64)
+    # The longest range, if tasks stay whole and if they are cut.
+    programs = gl.num_programs(0)
+    longest = gl.max(cost, 0).to(gl.int64)
+    even = total // programs
+    rounds = (T * TILES + programs - 1) // programs
+    whole = gl.where(longest * (T * TILES) == total, rounds * longest, even + longest // 2)
+    uncut = whole <= even + (COST + _MERGE)
     program = gl.program_id(0)
-    working = gl.minimum(gl.num_programs(0), gl.maximum(total // _LEAST, 1))
+    working = gl.minimum(programs, gl.maximum(total // _LEAST, 1))
     low = gl.minimum(program * total // working, total).to(gl.int32)
     high = gl.minimum((program + 1) * total // working, total).to(gl.int32)
-    first, begin = _cut(low, tokens, ends, cost, blocks, T, COST, TILES, CUT)
-    last, end = _cut(high, tokens, ends, cost, blocks, T, COST, TILES, CUT)
+    first, begin = _cut(low, tokens, ends, cost, blocks, T, uncut, COST, TILES)
+    last, end = _cut(high, tokens, ends, cost, blocks, T, uncut, COST, TILES)
     count = last - first + gl.where(end > 0, 1, 0)
     count = gl.where((first == last) & (begin >= end), 0, count)
-    return Share(first, count, begin, end, T * TILES, T * 0 + 1, TILES, CUT, True, False)
+    return Share(first, count, begin, end, T * TILES, T * 0 + 1, TILES, True, True, False)
 
 
 @gluon.jit
@@ -239,7 +239,7 @@ def share_of(
     if STREAM == _MIXED:
         return mixed_share(T * TILES, splits, TILES)
     elif STREAM:
-        return stream_share(lists, T, TILES, COST, SIZE, SPLIT)
+        return stream_share(lists, T, TILES, COST, SIZE)
     else:
         return aligned_share(T * TILES, splits, TILES, SPLIT)
 

@@ -6,8 +6,8 @@ kernels then cut every token's own blocks. The ways:
     whole     every program takes whole tasks in turn and writes their results
     aligned   every task is cut into the same number of pieces, which are merged
     mixed     whole tasks as long as there is one for every program, the rest cut as above
-    stream    the blocks of all tasks are cut into one range for every program
-    balanced  the same, but cuts move to the nearest end of a task
+    stream    the blocks of all tasks are cut into one range for every program, which knows the
+              lengths and cuts only where that pays
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FEW_HEADS = 32  # up to here keys are the rows of matrices, above it heads
 TASK_COST = 4
 # Time of merging a piece a program, likewise.
 _MERGE_COST = 1.5
-# Lists of so many blocks that have lengths are taken to differ in length from token to token ...
+# Lists of so many blocks that have lengths may differ in length from token to token ...
 _UNEVEN = 16
-# ... and of so many to differ by more than cutting costs.
+# ... and of so many by more than cutting costs, even where every program has a task at most.
 _LONG = 32
 MOST_STREAM_TOKENS = 2048
 _FEWEST_STREAM_TOKENS = 4
@@ -51,20 +51,18 @@ class Schedule:
         programs: of the launch.
         splits: pieces of a task that is cut by numbers; 1 for none.
         stream: see ``Stream``.
-        cut: whether tasks may be cut, so that a merge has to follow.
     """
 
     heads: int
     tiles: int
     programs: int
     splits: int = 1
-    stream: Stream | bool = Stream.NO
-    cut: bool | None = None
+    stream: Stream = Stream.NO
 
-    def __post_init__(self) -> None:
-        """Fill in what follows from the rest."""
-        if self.cut is None:
-            object.__setattr__(self, "cut", bool(self.stream) or self.splits > 1)
+    @property
+    def cut(self) -> bool:
+        """Whether tasks may be cut, so that a merge has to follow."""
+        return self.stream != Stream.NO or self.splits > 1
 
     def first_cut(self, tokens: int) -> int:
         """Tasks before this one are whole."""
@@ -133,12 +131,10 @@ def choose(
     if batch_invariant:
         splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
         return Schedule(tile, tiles, min(tasks * splits, processors), splits)
-    if lengths and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
+    if lengths and blocks >= _UNEVEN and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
         even = tasks * (blocks + TASK_COST) / processors
-        if blocks >= _LONG and TASK_COST * 2 <= even < 3 * (blocks + TASK_COST):
-            return Schedule(tile, tiles, processors, 1, Stream.YES)
-        if blocks >= _UNEVEN and tasks > processors:
-            return Schedule(tile, tiles, processors, 1, Stream.YES, cut=False)
+        if tasks > processors or (blocks >= _LONG and even >= 2 * TASK_COST):
+            return Schedule(tile, tiles, processors, stream=Stream.YES)
     return _by_numbers(tile, tiles, tasks, blocks, processors)
 
 
