@@ -88,11 +88,11 @@ def score_with_transformers(checkpoint: Path, prompt: list[int], directory: Path
     return json.loads(answer.read_text())
 
 
-def look_up_names(directory: Path, mode: str) -> dict[str, Any]:
-    """The answer of ``names.py``."""
-    answer = directory / "names.json"
-    command = [sys.executable, str(HERE / "names.py"), str(answer)]
-    _finish(command, environment(mode), directory / "names.txt", 300)
+def look_up(script: str, directory: Path, mode: str) -> dict[str, Any]:
+    """The answer of a script that imports vLLM, which warns and patches torch."""
+    answer = directory / "answer.json"
+    command = [sys.executable, str(HERE / script), str(answer)]
+    _finish(command, environment(mode), directory / "log.txt", 300)
     return json.loads(answer.read_text())
 
 

@@ -2,14 +2,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import look_up_names, needs_vllm
+from servers import look_up, needs_vllm
 
 pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return look_up_names(tmp_path_factory.mktemp("names"), "auto")
+    return look_up("names.py", tmp_path_factory.mktemp("names"), "auto")
 
 
 def test_vllm_still_has_every_name_that_the_plugin_relies_on(found: dict[str, Any]) -> None:
@@ -31,5 +31,5 @@ def test_registering_twice_replaces_the_model_by_name_and_starts_no_device(
 
 
 def test_off_leaves_vllm_alone(tmp_path: Path) -> None:
-    found = look_up_names(tmp_path, "off")
+    found = look_up("names.py", tmp_path, "off")
     assert found["registered"] == found["in_tree"]

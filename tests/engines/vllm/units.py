@@ -1,0 +1,135 @@
+"""Parts of the adapters that a CPU never reaches by itself: ``units.py ANSWER.json``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm.model_executor.kernels.mhc as vllm_streams
+from torch import Tensor, nn
+from vllm.models.deepseek_v4.nvidia import model as cuda_model
+from vllm.models.deepseek_v4.nvidia import mtp as cuda_draft
+from vllm.models.deepseek_v4.xpu import model as xpu_model
+
+from anymla.engines.vllm import attention, hyper_connection, model, report
+from anymla.formats.fp8_block import dequantize_fp8_weight, quantize_fp8_weight
+
+TOKENS, STREAMS, WIDTH = 5, 4, 256
+GATES = (2 + STREAMS) * STREAMS
+NUMBERS = (1e-6, 1e-6, 1e-6, 2.0, 20)  # three epsilons, factor on the post gates, iterations
+
+
+def stream_functions() -> dict[str, float]:
+    """Largest difference of each function for CUDA from vLLM's in plain torch."""
+    ours = hyper_connection.FUNCTIONS
+    x, weight = bf16(TOKENS, WIDTH), bf16(WIDTH)
+    streams = bf16(TOKENS, STREAMS, WIDTH)
+    gates = torch.rand(TOKENS, STREAMS, 1), torch.rand(TOKENS, STREAMS, STREAMS)
+    fn, scale, base = torch.randn(GATES, STREAMS * WIDTH) / 32, torch.randn(3), torch.randn(GATES)
+    normed = {"norm_weight": weight, "norm_eps": 1e-6}
+
+    def norm(y: Tensor) -> Tensor:
+        wide = y.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (scaled * weight.float()).to(torch.bfloat16)
+
+    def their_pre(h: Tensor) -> tuple[Tensor, ...]:
+        post, comb, y = vllm_streams.mhc_pre_torch(h, fn, scale, base, *NUMBERS)
+        return post, comb, norm(y)
+
+    repeated = x.unsqueeze(1).expand(-1, STREAMS, -1).contiguous()
+    expanded = vllm_streams.mhc_post_torch(x, streams, *gates)
+    arguments = (fn, scale, base, *NUMBERS)
+    return {
+        "mhc_pre_tilelang": apart(
+            ours["mhc_pre_tilelang"](streams, *arguments, **normed), their_pre(streams)
+        ),
+        "mhc_pre_broadcast_tilelang": apart(
+            ours["mhc_pre_broadcast_tilelang"](x, *arguments, **normed, fn_broadcast=fn),
+            (repeated, *their_pre(repeated)),
+        ),
+        "mhc_post_tilelang": apart((ours["mhc_post_tilelang"](x, streams, *gates),), (expanded,)),
+        "mhc_fused_post_pre_tilelang": apart(
+            ours["mhc_fused_post_pre_tilelang"](
+                x, streams, *gates, *arguments, n_splits=1, tile_n=1, **normed
+            ),
+            (expanded, *their_pre(expanded)),
+        ),
+    }
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape).to(torch.bfloat16)
+
+
+def apart(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
+    """Largest difference, relative to the largest value of its tensor; infinite for shapes."""
+    found = [0.0]
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine.shape != other.shape or mine.dtype != other.dtype:
+            return float("inf")
+        size = other.float().abs().max()
+        found.append(float((mine.float() - other.float()).abs().max() / size))
+    return max(found)
+
+
+def decoded_weights() -> dict[str, bool]:
+    """Whether a projection in each format that vLLM loads is decoded to its exact values."""
+    dense = bf16(256, 512)
+    result = {"bf16": torch.equal(attention._decoded(layer_of(dense)), dense)}
+    for name in ("ue8m0", "fp32"):
+        codes, scales = quantize_fp8_weight(dense, name)
+        wanted = dequantize_fp8_weight(codes, scales, torch.bfloat16)
+        held = scales.view(torch.float8_e8m0fnu) if name == "ue8m0" else scales
+        given = layer_of(codes.view(torch.float8_e4m3fn), held)
+        result[name] = torch.equal(attention._decoded(given), wanted)
+    try:
+        attention._decoded(layer_of(torch.zeros(4, 4, dtype=torch.uint8)))
+    except NotImplementedError as error:
+        result["refused"] = "torch.uint8" in str(error)
+    return result
+
+
+def layer_of(weight: Tensor, scale: Tensor | None = None) -> nn.Module:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if scale is not None:
+        layer.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+    return layer
+
+
+def seams() -> dict[str, bool]:
+    """Whether each platform's model gets anymla's class while it is built, and its own back."""
+    result = {}
+    config = types.SimpleNamespace(kernel_config=types.SimpleNamespace(enable_jit_warmup=True))
+    for platform, module, chosen in (
+        ("cuda", cuda_model, lambda: cuda_model._select_dsv4_attn_cls(config)),
+        ("xpu", xpu_model, lambda: xpu_model.DeepseekV4XPUAttention),
+    ):
+        before = dict(vars(module))
+        model._MACHINE = report.Machine(platform, (8, 0) if platform == "cuda" else None)
+        with contextlib.suppress(ZeroDivisionError), model._anymla_layers(config):
+            during = chosen() is attention.AnymlaAttention
+            quiet = not config.kernel_config.enable_jit_warmup
+            raise ZeroDivisionError
+        restored = vars(module) == before and config.kernel_config.enable_jit_warmup
+        result[platform] = during and quiet and restored
+    # the draft model builds its layer by the backbone's class, so that it meets the same seam
+    result["draft"] = cuda_draft.DeepseekV4DecoderLayer is cuda_model.DeepseekV4DecoderLayer
+    return result
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    answer: dict[str, Any] = {
+        "streams": stream_functions(),
+        "weights": decoded_weights(),
+        "seams": seams(),
+    }
+    Path(sys.argv[1]).write_text(json.dumps(answer))
