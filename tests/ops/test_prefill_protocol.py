@@ -19,6 +19,8 @@ from gluon_simulator import Deadlock, Descriptor, Hazard, Pointer, simulate
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import gluon_sm90_prefill_kernel as module
+from anymla.ops.prefill_attention.named_rows import named_rows
+from anymla.ops.sparse_attention import sparse_attention_rows
 
 _LOG2E = 1.4426950408889634
 NAMES = {"_load_tile": "load_tile", "_load_rows": "load_rows", "_store_tile": "store_tile"}
@@ -33,6 +35,7 @@ def run(
     positions: Tensor | None = None,
     table: Tensor | None = None,
     lazy: bool = False,
+    peaks: Tensor | None = None,
 ):
     """Output and lse; with positions the codes, two at a time, and scales."""
     tokens, heads, dim = case.q.shape
@@ -59,6 +62,7 @@ def run(
         Pointer(turning[1]),
         turning[2],
         Pointer(lse.view(-1)),
+        Pointer((lse if peaks is None else peaks).view(-1)),
         dim**-0.5 * _LOG2E,
         listed.stride(0),
         case.window,
@@ -77,6 +81,7 @@ def run(
         TURNED=0 if table is None else table.shape[1],
         COPIED=table is None and heads % 64 == 0,
         LAZY=lazy,
+        PEAKS=peaks is not None,
         LEFT_REGISTERS=0,
         RIGHT_REGISTERS=0,
     )
@@ -106,6 +111,19 @@ def test_maxima_left_behind(listed):
     case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=listed, entries=400)
     case.q *= torch.rand(7, 64, 1) * 8
     check(case, *run(case, grid=1, seed=1, lazy=True))
+
+
+def test_largest_scores():
+    case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=True, entries=300, window=0)
+    case.runs[2, 3] = 0
+    peaks = torch.full((7, 64), torch.nan)
+    check(case, *run(case, grid=1, seed=1, lazy=True, peaks=peaks))
+    want = torch.empty_like(peaks)
+    indices, lengths = named_rows(case.runs, case.lists, 0, 0)
+    sparse_attention_rows(
+        case.q.float(), case.rows.float(), indices, lengths, max_logits=want, backend="reference"
+    )
+    torch.testing.assert_close(peaks, want, atol=1e-4, rtol=1e-4)
 
 
 def test_without_a_sink():

@@ -72,6 +72,40 @@ def prefill_attention_fp8_quant(
     return codes, scales
 
 
+def sparse_attention_rows(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    value_dim: int = 512,
+    empty_lse: float | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    max_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``sparse_attention.interface``: queries without windows, whose entries are all rows."""
+    tokens, heads, _ = q.shape
+    lists = indices.flatten(1)
+    runs = torch.zeros((tokens, 4), dtype=torch.int32, device=q.device)
+    runs[:, 3] = lists.shape[1] if lengths is None else lengths
+    given = out
+    if out is None or not out.is_contiguous():
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
+    peaks = max_logits
+    if peaks is not None and not peaks.is_contiguous():
+        peaks = torch.empty_like(lse)
+    _launch(q, kv.flatten(1), runs, lists, 0, 0, sink, scale, out, lse, None, peaks)
+    if empty_lse is not None:
+        lse.masked_fill_(lse == -torch.inf, empty_lse)
+    if max_logits is not None and peaks is not max_logits:
+        max_logits.copy_(peaks)
+    return (out if given is None or given is out else given.copy_(out)), lse
+
+
 @dataclasses.dataclass(frozen=True)
 class Turned:
     """What the kernel needs to rotate heads back and quantise them.
@@ -99,6 +133,7 @@ def _launch(
     out: Tensor,
     lse: Tensor,
     turned: Turned | None,
+    peaks: Tensor | None = None,
 ) -> None:
     tokens, heads, channels = q.shape
     blocks = -(-heads // HEADS)
@@ -120,12 +155,14 @@ def _launch(
         queries, TensorDescriptor.from_tensor(rows, box, tile),
         TensorDescriptor.from_tensor(outputs, box, tile) if copied else queries,
         rows, runs, listed, lse if sink is None else sink, out,
-        *((lse, runs, lse, 0) if turned is None else _of(turned)), lse,
+        *((lse, runs, lse, 0) if turned is None else _of(turned)),
+        lse, lse if peaks is None else peaks,
         scale * _LOG2E, listed.stride(0), window, entries if lists is None else lists.shape[1],
         len(rows), tasks, heads,
         HEAD_BLOCKS=blocks, LISTED=lists is not None, SINK=sink is not None,
         WHOLE=heads % HEADS == 0, QUANTISED=turned is not None,
-        TURNED=0 if turned is None else turned.table.shape[1], COPIED=copied, LAZY=LAZY,
+        TURNED=0 if turned is None else turned.table.shape[1],
+        COPIED=copied, LAZY=LAZY, PEAKS=peaks is not None,
         LEFT_REGISTERS=LEFT_REGISTERS, RIGHT_REGISTERS=RIGHT_REGISTERS,
         num_warps=4,
     )  # fmt: skip
@@ -143,6 +180,7 @@ def builds(target: Target) -> Iterator[Build]:
         ("runs", "bf16", {}),
         ("lists", "bf16", {"LISTED": True}),
         ("lists, fp16", "fp16", {"LISTED": True}),
+        ("lists, largest scores", "bf16", {"LISTED": True, "PEAKS": True}),
         ("runs, 100 heads, no sink", "bf16", {"HEAD_BLOCKS": 2, "WHOLE": False, "SINK": False}),
         ("runs, quantised", "bf16", {"QUANTISED": True, "TURNED": 64}),
         ("lists, quantised", "bf16", {"LISTED": True, "QUANTISED": True, "TURNED": 64}),
@@ -162,7 +200,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "positions": "*i64" if quantised else "*i32",
                 "scale": "fp32",
                 **dict.fromkeys(("runs", "lists"), "*i32"),
-                **dict.fromkeys(("sink", "scales", "table", "lse"), "*fp32"),
+                **dict.fromkeys(("sink", "scales", "table", "lse", "peaks"), "*fp32"),
                 **dict.fromkeys(integers, "i32"),
             },
             {
@@ -174,6 +212,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "TURNED": 0,
                 "COPIED": COPIED and not quantised and constants.get("WHOLE", True),
                 "LAZY": LAZY,
+                "PEAKS": False,
                 "LEFT_REGISTERS": LEFT_REGISTERS,
                 "RIGHT_REGISTERS": RIGHT_REGISTERS,
                 **constants,

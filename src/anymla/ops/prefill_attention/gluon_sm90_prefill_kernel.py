@@ -254,6 +254,7 @@ def _rescale(acc, factor, LAZY: gl.constexpr):
 def _softmax(
     S,
     m,
+    peak,
     sums,
     acc,
     masked,
@@ -264,12 +265,16 @@ def _softmax(
     AL: gl.constexpr,
     FIRST: gl.constexpr,
     LAZY: gl.constexpr,
+    PEAKS: gl.constexpr,
 ):
     """One step of the online softmax: weights, factor of the past, new maximum and sums."""
     if masked != 0:
         valid = valid_s.index(b).load(gl.SliceLayout(0, SL))
         S = gl.where(gl.expand_dims(valid != 0, 0), S, _MASKED)
-    top = gl.maximum(m, gl.max(S, 1))
+    highest = gl.max(S, 1)
+    top = gl.maximum(m, highest)
+    if PEAKS:
+        peak = gl.maximum(peak, highest)
     if LAZY and not FIRST:
         top = gl.where((top - m) * scale > _LAZY, top, m)
     past = gl.exp2((m - top) * scale)
@@ -277,7 +282,7 @@ def _softmax(
         acc = _rescale(acc, gl.convert_layout(past, gl.SliceLayout(1, AL)), LAZY)
     P = gl.exp2(S * scale - gl.expand_dims(top * scale, 1))
     sums = sums * past + gl.sum(P, 1)
-    return P, past, top, sums, acc
+    return P, past, top, peak, sums, acc
 
 
 @gluon.jit
@@ -386,6 +391,7 @@ def left(
     out,
     scales,
     lse,
+    peaks,
     q_s,
     k_l,
     k_r,
@@ -414,6 +420,7 @@ def left(
     TURNED: gl.constexpr,
     COPIED: gl.constexpr,
     LAZY: gl.constexpr,
+    PEAKS: gl.constexpr,
 ):
     """Scores, softmax and the left half of the values."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -434,6 +441,7 @@ def left(
         blocks = _get(blocks_s.index(number % 2))
         acc = gl.zeros([64, 256], gl.float32, AL)
         m = gl.full([64], _LOWEST, gl.float32, SR)
+        peak = m
         sums = gl.zeros([64], gl.float32, SR)
         b = done % 2
         phase = (done // 2) & 1
@@ -445,8 +453,8 @@ def left(
                 tma.store_wait(0)
                 mbarrier.arrive(free_l.index(1 - b), count=1)
         S = warpgroup_mma_wait(0, deps=[S])
-        P, past, m, sums, acc = _softmax(
-            S, m, sums, acc, masked, valid_s, b, scale, SL, AL, True, LAZY
+        P, past, m, peak, sums, acc = _softmax(
+            S, m, peak, sums, acc, masked, valid_s, b, scale, SL, AL, True, LAZY, PEAKS
         )
         Ph = P.to(DT)
         for i in range(1, blocks):
@@ -484,8 +492,8 @@ def left(
             b = done % 2
             if i + 1 == blocks:
                 mbarrier.arrive(q_free.index(1), count=1)
-            P, past, m, sums, acc = _softmax(
-                S, m, sums, acc, masked, valid_s, b, scale, SL, AL, False, LAZY
+            P, past, m, peak, sums, acc = _softmax(
+                S, m, peak, sums, acc, masked, valid_s, b, scale, SL, AL, False, LAZY, PEAKS
             )
             Ph = P.to(DT)
         b = done % 2
@@ -503,7 +511,11 @@ def left(
         mbarrier.arrive(last.index(number % 2), count=1)
         natural = (m * scale + gl.log2(sums)) * _LN2
         natural = gl.where(sums == 0, float("-inf"), natural)
-        gl.store(lse + token.to(gl.int64) * heads + head + r, natural, mask=head + r < heads)
+        at = token.to(gl.int64) * heads + head + r
+        gl.store(lse + at, natural, mask=head + r < heads)
+        if PEAKS:
+            peak = gl.where(sums == 0, float("-inf"), peak * scale * _LN2)
+            gl.store(peaks + at, peak, mask=head + r < heads)
         acc = warpgroup_mma_wait(0, deps=[acc])
         if not COPIED:
             mbarrier.arrive(free_l.index(b), count=1)
@@ -614,6 +626,7 @@ def prefill_kernel(
     table,
     length,
     lse,
+    peaks,
     scale,
     stride,
     window,
@@ -629,6 +642,7 @@ def prefill_kernel(
     TURNED: gl.constexpr,
     COPIED: gl.constexpr,
     LAZY: gl.constexpr,
+    PEAKS: gl.constexpr,
     LEFT_REGISTERS: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr,
 ):
@@ -648,6 +662,7 @@ def prefill_kernel(
         table: float32 [length, TURNED], cosines then sines.
         length: rows of ``table``.
         lse: float32 [T, H].
+        peaks: float32 [T, H], the largest scores; used if PEAKS.
         scale: of the scores, times log2(e).
         stride: of ``lists``.
         window: the most rows of a window.
@@ -663,6 +678,7 @@ def prefill_kernel(
         TURNED: channels of a head that turn with the position.
         COPIED: the output has the rows' type and leaves by the tensor copy engine; with WHOLE only.
         LAZY: accumulators are rescaled only when a maximum has grown a lot.
+        PEAKS: the largest scores are wanted.
         LEFT_REGISTERS: of a thread of ``left``.
         RIGHT_REGISTERS: of a thread of ``right``.
     """
@@ -711,11 +727,11 @@ def prefill_kernel(
             (
                 left,
                 (
-                    sink, odesc, out, scales, lse,
+                    sink, odesc, out, scales, lse, peaks,
                     q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s, blocks_s,
                     rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
                     scale, tasks, heads,
-                    HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, COPIED, LAZY,
+                    HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, COPIED, LAZY, PEAKS,
                 ),
             ),
             (

@@ -13,6 +13,8 @@ from anymla.ops._operation import Support
 from anymla.ops._triton import target_of, triton_support
 
 CHANNELS = 512
+# Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 _OPERANDS = (torch.float16, torch.bfloat16)
 
 
@@ -35,7 +37,9 @@ def runs_on(device: torch.device) -> Support:
     return Support(True)
 
 
-def gluon_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
+def gluon_support(
+    q: Tensor, rows: Tensor, *args: Any, scale: float | None = None, **keywords: Any
+) -> Support:
     """``supports`` of backend ``gluon_sm90``."""
     support = runs_on(q.device)
     if not support:
@@ -44,6 +48,8 @@ def gluon_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Suppo
         return Support(False, "q and rows must both be float16, or both bfloat16")
     if q.shape[2] != CHANNELS:
         return Support(False, f"{CHANNELS} channels, got {q.shape[2]}")
+    if scale is not None and not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
+        return Support(False, f"scale must be positive and of ordinary size, got {scale}")
     if len(rows) == 0:
         return Support(False, "at least one row")
     return support

@@ -11,6 +11,7 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.sparse_attention import reference, torch_attention
+from anymla.ops.sparse_attention.rows_support import gluon_rows_support
 from anymla.ops.sparse_attention.support import gluon_attention_support, triton_attention_support
 
 VALUE_DIM = 512
@@ -202,3 +203,8 @@ sparse_attention.register_lazy("triton", _TRITON, supports=triton_attention_supp
 sparse_attention_rows.register("reference", reference.sparse_attention_rows)
 sparse_attention_rows.register("torch", torch_attention.sparse_attention_rows)
 sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_attention_support)
+sparse_attention_rows.register_lazy(
+    "gluon_sm90",
+    "anymla.ops.prefill_attention.gluon_sm90_prefill",
+    supports=gluon_rows_support,
+)
