@@ -39,7 +39,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     lse = torch.full(q.shape[:2], torch.nan)
     part = torch.full((schedule.slots(tokens), rows, CHANNELS), torch.nan)
     sums = torch.full((schedule.slots(tokens), rows, 2), torch.nan)
-    spans = torch.full((tokens * schedule.tiles, 2), -1, dtype=torch.int32)
+    spans = torch.full((tokens * schedule.tiles + schedule.programs, 2), -9, dtype=torch.int32)
     marks = torch.full((schedule.pieces(tokens), 2), -1, dtype=torch.int32)
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     tiled = rows == 64
@@ -71,16 +71,24 @@ def merge(schedule, part, sums, spans, sink, out, lse, empty):
     """By Triton's interpreter."""
     merging = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_merge")
     tokens, heads, _ = out.shape
-    most = 1 << (schedule.most_pieces - 1).bit_length()
-    stream = schedule.stream == Stream.YES
-    tile = merging.merge_tile(most, stream)
-    whole, rows = schedule.first_cut(tokens), min(heads, schedule.heads)
-    programs = (tokens * schedule.tiles - whole) * rows * (CHANNELS // tile.width)
-    merging.merge_kernel[(programs,)](
-        part, sums, spans, lse if sink is None else sink, out, lse, heads, schedule.splits,
-        schedule.programs, whole, rows, out.stride(0), out.stride(1), empty,
-        ROWS=schedule.heads, CHANNELS=CHANNELS, WIDTH=tile.width, MOST=most,
-        AT_ONCE=tile.at_once, STREAM=stream, SINK=sink is not None, EARLY=False,
+    tasks, rows = tokens * schedule.tiles, schedule.heads
+    sinks = lse if sink is None else sink
+    if schedule.stream == Stream.YES:
+        merging.merge_stream_kernel[(schedule.programs * (rows // merging.STREAM_GROUP),)](
+            part, sums, spans, sinks, out, lse, heads, tasks, schedule.programs,
+            out.stride(0), out.stride(1), empty,
+            ROWS=rows, CHANNELS=CHANNELS, GROUP=merging.STREAM_GROUP, SINK=sink is not None,
+            EARLY=False,
+        )  # fmt: skip
+        return
+    most = 1 << (schedule.splits - 1).bit_length()
+    tile = merging.merge_tile(most)
+    whole, some = schedule.first_cut(tokens), min(heads, rows)
+    merging.merge_kernel[((tasks - whole) * some * (CHANNELS // tile.width),)](
+        part, sums, sinks, out, lse, heads, schedule.splits, whole, some,
+        out.stride(0), out.stride(1), empty,
+        ROWS=rows, CHANNELS=CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
+        SINK=sink is not None, EARLY=False,
     )  # fmt: skip
 
 
@@ -95,6 +103,19 @@ def test_any_lists(heads, tokens, way):
         torch.tensor([0.0, torch.inf, -torch.inf, 2.0, -1.0])[torch.arange(heads) % 5],
     )
     made.expected().check(run(made, schedule_of(heads, tokens, way, 3)))
+
+
+@pytest.mark.parametrize("heads", [3, 36, 66])
+def test_a_stream_that_cuts_a_task_into_many(heads):
+    pytest.importorskip("triton")
+    made = Scene(
+        torch.randn(3, heads, CHANNELS).bfloat16(),
+        scope(3, 1900, lengths=[40, 1900, 0]),
+        sink=torch.randn(heads),
+    )
+    out, lse = run(made, schedule_of(heads, 3, "stream", 5))
+    assert out.isfinite().all()
+    made.expected().check((out, lse))
 
 
 @pytest.mark.parametrize("heads", [3, 4, 34])

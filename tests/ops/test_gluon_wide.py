@@ -26,7 +26,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     lse = torch.full(q.shape[:2], torch.nan)
     part = torch.full((schedule.slots(tokens), 64, VALUES), torch.nan)
     sums = torch.full((schedule.slots(tokens), 64, 2), torch.nan)
-    spans = torch.full((tokens * schedule.tiles, 2), -1, dtype=torch.int32)
+    spans = torch.full((tokens * schedule.tiles + schedule.programs, 2), -9, dtype=torch.int32)
     marks = torch.full((schedule.pieces(tokens), 2), -1, dtype=torch.int32)
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     limit = len(main.cache) * main.cache.shape[1]

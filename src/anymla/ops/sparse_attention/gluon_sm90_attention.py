@@ -11,7 +11,12 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout, pages_of
 from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
-from anymla.ops.sparse_attention.gluon_sm90_merge import merge_kernel, merge_tile
+from anymla.ops.sparse_attention.gluon_sm90_merge import (
+    STREAM_GROUP,
+    merge_kernel,
+    merge_stream_kernel,
+    merge_tile,
+)
 from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
 from anymla.ops.sparse_attention.gluon_sm90_wide import wide_kernel
 from anymla.ops.sparse_attention.schedule import (
@@ -164,7 +169,7 @@ def _launch(
     part = sums
     if schedule.cut:
         part = scratch((slots, rows, _CHANNELS), torch.float32, q.device)
-    spans = scratch((tokens * schedule.tiles, 2), torch.int32, q.device)
+    spans = scratch((tokens * schedule.tiles + schedule.programs, 2), torch.int32, q.device)
     marks = scratch((schedule.pieces(tokens), 2), torch.int32, q.device)
     first, second = scopes[0], scopes[-1]
     kernel = tiles_kernel if schedule.heads == 64 else columns_kernel
@@ -188,16 +193,23 @@ def _launch(
     )  # fmt: skip
     if not schedule.cut:
         return
-    most = triton.next_power_of_2(schedule.most_pieces)
-    stream = schedule.stream == Stream.YES
-    tile = merge_tile(most, stream)
-    whole = schedule.first_cut(tokens)
-    some = min(heads, rows)
-    merge_kernel[((tokens * schedule.tiles - whole) * some * (_CHANNELS // tile.width),)](
-        part, sums, spans, _or(sink, lse), out, lse, heads, schedule.splits, schedule.programs,
-        whole, some, out.stride(0), out.stride(1), empty,
+    tasks = tokens * schedule.tiles
+    if schedule.stream == Stream.YES:
+        merge_stream_kernel[(schedule.programs * (rows // STREAM_GROUP),)](
+            part, sums, spans, _or(sink, lse), out, lse, heads, tasks, schedule.programs,
+            out.stride(0), out.stride(1), empty,
+            ROWS=rows, CHANNELS=_CHANNELS, GROUP=STREAM_GROUP, SINK=sink is not None, EARLY=True,
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+        return
+    most = triton.next_power_of_2(schedule.splits)
+    tile = merge_tile(most)
+    whole, some = schedule.first_cut(tokens), min(heads, rows)
+    merge_kernel[((tasks - whole) * some * (_CHANNELS // tile.width),)](
+        part, sums, _or(sink, lse), out, lse, heads, schedule.splits, whole, some,
+        out.stride(0), out.stride(1), empty,
         ROWS=rows, CHANNELS=_CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
-        STREAM=stream, SINK=sink is not None, EARLY=True, num_warps=tile.warps, launch_pdl=True,
+        SINK=sink is not None, EARLY=True, num_warps=tile.warps, launch_pdl=True,
     )  # fmt: skip
 
 

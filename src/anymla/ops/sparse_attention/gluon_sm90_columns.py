@@ -49,6 +49,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     log_sum,
     not_finite,
     note,
+    record_cut,
     record_span,
     view,
     warps_meet,
@@ -184,6 +185,7 @@ def main_part(
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = scale * (LOG2E / LIFT)
+    record_cut(spans_ptr, share)
     done = 0
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)

@@ -1,7 +1,12 @@
 """Merge the pieces of every task that was cut: one softmax over the pieces and the sink.
 
-Grid: tasks x heads of a tile x slices of the channels. A program reads one row of each piece's
-sums. It is launched while the attention kernel still runs, and waits for its end.
+    merge_kernel         tasks that are all cut into the same number of pieces. Grid: tasks x heads
+                         of a tile x slices of the channels; a program reads one row of each piece.
+    merge_stream_kernel  a stream. Grid: programs of the attention kernel x groups of heads; where a
+                         program's range begins in a task, the first such program of the task
+                         merges it, row by row of the group, piece by piece.
+
+They are launched while the attention kernel still runs, and wait for its end.
 """
 
 from __future__ import annotations
@@ -20,34 +25,23 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _NO_PIECE = tl.constexpr(-1e30)
 
 
-@triton.jit
-def _slot(number, first, programs, STREAM: tl.constexpr):
-    """Where a piece's sums are; see ``gluon_sm90_lists.piece``."""
-    if STREAM:
-        return tl.where(number == 0, first, programs + first + number)
-    else:
-        return first + number
-
-
-@triton.jit(do_not_specialize=["H", "splits", "programs", "first_task", "rows"])
+@triton.jit(do_not_specialize=["H", "splits", "first_task", "rows"])
 def merge_kernel(
-    part_ptr, sums_ptr, spans_ptr, sink_ptr, out_ptr, lse_ptr, H, splits, programs, first_task,
-    rows, out_token, out_head, empty,
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, H, splits, first_task, rows,
+    out_token, out_head, empty,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
-    AT_ONCE: tl.constexpr, STREAM: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See the file.
 
     Args:
         part_ptr: float32 [slots, ROWS, CHANNELS].
         sums_ptr: float32 [slots, ROWS, 2]: reference exponent and sum.
-        spans_ptr: int32 [tasks, 2], first and last program of each task (stream).
         sink_ptr: float32 [H].
         out_ptr: [T, H, CHANNELS].
         lse_ptr: float32 [T, H].
         H: heads.
-        splits: pieces of a task (otherwise).
-        programs: of the attention kernel (stream).
+        splits: pieces of a task.
         first_task: tasks before it were not cut.
         rows: heads of a tile that there are, at most ROWS.
         out_token: stride of out.
@@ -58,7 +52,6 @@ def merge_kernel(
         WIDTH: channels of a program.
         MOST: a power of two, at least the number of pieces of any task.
         AT_ONCE: pieces that are read at a time, a power of two.
-        STREAM: how pieces were handed out.
         SINK: there is one.
         EARLY: launched before the attention kernel ended.
     """
@@ -75,18 +68,11 @@ def merge_kernel(
     head = task % tiles * ROWS + row
     if head >= H:
         return
-    if STREAM:
-        first = tl.load(spans_ptr + task * 2).to(tl.int64)
-        count = tl.load(spans_ptr + task * 2 + 1).to(tl.int64) - first + 1
-        if count == 1:
-            return
-    else:
-        first = number * splits
-        count = splits.to(tl.int64)
+    first = number * splits
     channel = part * WIDTH + tl.arange(0, WIDTH)
     pieces = tl.arange(0, MOST)
-    there = pieces < count
-    slots = _slot(pieces, first, programs, STREAM) * ROWS + row
+    there = pieces < splits
+    slots = (first + pieces) * ROWS + row
     top = tl.load(sums_ptr + slots * 2, mask=there, other=_NO_PIECE)
     sums = tl.load(sums_ptr + slots * 2 + 1, mask=there, other=0.0)
     if MOST == AT_ONCE:
@@ -103,10 +89,10 @@ def merge_kernel(
         value = tl.sum(values * tl.exp2(top - highest)[:, None], 0)
     else:
         value = tl.zeros([WIDTH], tl.float32)
-        for start in range(0, count, AT_ONCE):
+        for start in range(0, splits, AT_ONCE):
             some = start + tl.arange(0, AT_ONCE)
-            at = _slot(some, first, programs, STREAM) * ROWS + row
-            listed = some < count
+            at = (first + some) * ROWS + row
+            listed = some < splits
             weight = tl.exp2(tl.load(sums_ptr + at * 2, mask=listed, other=_NO_PIECE) - highest)
             rows_of = part_ptr + at[:, None] * CHANNELS + channel[None, :]
             values = tl.load(rows_of, mask=listed[:, None], other=0.0)
@@ -119,6 +105,66 @@ def merge_kernel(
         tl.store(lse_ptr + token * H + head, lse)
 
 
+@triton.jit(do_not_specialize=["H", "tasks", "programs"])
+def merge_stream_kernel(
+    part_ptr, sums_ptr, spans_ptr, sink_ptr, out_ptr, lse_ptr, H, tasks, programs,
+    out_token, out_head, empty,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, SINK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """See the file. Arguments that ``merge_kernel`` does not have are these.
+
+    spans_ptr: int32 [tasks + programs, 2]: first and last program of each task, then for each
+    program the task that its range begins in the middle of, or -1. tasks, programs: of the
+    attention kernel. GROUP: heads of a program.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    groups: tl.constexpr = ROWS // GROUP
+    program = tl.program_id(0) // groups
+    task = tl.load(spans_ptr + (tasks + program) * 2).to(tl.int64)
+    if task < 0:
+        return
+    first = tl.load(spans_ptr + task * 2)
+    last = tl.load(spans_ptr + task * 2 + 1)
+    if first != program - 1:
+        return
+    row = (tl.program_id(0) % groups) * GROUP + tl.arange(0, GROUP)
+    tiles = tl.cdiv(H, ROWS)
+    token = task // tiles
+    head = task % tiles * ROWS + row
+    there = head < H
+    channel = tl.arange(0, CHANNELS)
+    highest = tl.full([GROUP], _NO_PIECE, tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    value = tl.zeros([GROUP, CHANNELS], tl.float32)
+    for piece in range(first, last + 1):
+        slot = tl.where(piece == first, first, programs + piece).to(tl.int64)
+        at = slot * ROWS + row
+        values = tl.load(
+            part_ptr + at[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0
+        )
+        top = tl.load(sums_ptr + at * 2, mask=there, other=_NO_PIECE)
+        sums = tl.load(sums_ptr + at * 2 + 1, mask=there, other=0.0)
+        peak = tl.maximum(highest, top)
+        decay, weight = tl.exp2(highest - peak), tl.exp2(top - peak)
+        total = total * decay + sums * weight
+        value = value * decay[:, None] + values * weight[:, None]
+        highest = peak
+    bottom = total
+    if SINK:
+        sink = tl.load(sink_ptr + head, mask=there, other=0.0)
+        bottom += tl.exp2(sink * _LOG2E - highest)
+    value = value * tl.where(total == 0, 0.0, 1.0 / bottom)[:, None]
+    to = out_ptr + token * out_token + head[:, None] * out_head + channel[None, :]
+    tl.store(to, value.to(out_ptr.dtype.element_ty), mask=there[:, None])
+    lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
+    tl.store(lse_ptr + token * H + head, lse, mask=there)
+
+
+STREAM_GROUP = 8
+
+
 @dataclasses.dataclass(frozen=True)
 class MergeTile:
     """How a program merges: pieces at a time, channels, warps."""
@@ -128,31 +174,40 @@ class MergeTile:
     warps: int
 
 
-def merge_tile(most: int, stream: bool) -> MergeTile:
-    """The tile for tasks of at most ``most`` pieces (a power of two), of which streams have few."""
-    at_once = 2 if stream else min(most, 16)
+def merge_tile(most: int) -> MergeTile:
+    """The tile for tasks of at most ``most`` pieces, a power of two."""
+    at_once = min(most, 16)
     if at_once <= 2:
         return MergeTile(at_once, 512, 2)
     return MergeTile(at_once, 256, 4 if at_once > 4 else 2)
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Both ways of handing out pieces."""
+    """Some numbers of pieces, and the stream."""
     if target.name != "sm_90":
         return
     types = dict.fromkeys(("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr"), "*fp32")
-    counts = ("H", "splits", "programs", "first_task", "rows", "out_token", "out_head")
-    types |= dict.fromkeys(counts, "i32")
     types |= {"out_ptr": "*bf16", "spans_ptr": "*i32", "empty": "fp32"}
-    for stream, rows, most in ((False, 64, 2), (False, 16, 16), (False, 64, 128), (True, 64, 256)):
-        tile = merge_tile(most, stream)
+    counts = ("H", "splits", "first_task", "rows", "tasks", "programs", "out_token", "out_head")
+    types |= dict.fromkeys(counts, "i32")
+    channels = get_layout(MAIN_FP8).channels
+    for rows, most in ((64, 2), (16, 16), (64, 128)):
+        tile = merge_tile(most)
         yield Build(
-            f"{rows} rows, {most} pieces{', stream' if stream else ''}",
+            f"{rows} rows, {most} pieces",
             merge_kernel,
             types,
-            {"ROWS": rows, "CHANNELS": get_layout(MAIN_FP8).channels, "WIDTH": tile.width,
-             "MOST": most, "AT_ONCE": tile.at_once, "STREAM": stream, "SINK": True,
-             "EARLY": True},
+            {"ROWS": rows, "CHANNELS": channels, "WIDTH": tile.width, "MOST": most,
+             "AT_ONCE": tile.at_once, "SINK": True, "EARLY": True},
             num_warps=tile.warps,
+            divisible=("out_token", "out_head"),
+        )  # fmt: skip
+    for rows in (16, 64):
+        yield Build(
+            f"{rows} rows",
+            merge_stream_kernel,
+            types,
+            {"ROWS": rows, "CHANNELS": channels, "GROUP": STREAM_GROUP, "SINK": True,
+             "EARLY": True},
             divisible=("out_token", "out_head"),
         )  # fmt: skip

@@ -56,6 +56,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     log_sum,
     not_finite,
     note,
+    record_cut,
     record_span,
     view,
 )
@@ -201,6 +202,7 @@ def main_part(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     R: gl.constexpr = gl.SliceLayout(1, L)
     factor = scale * (LOG2E / LIFT)
+    record_cut(spans_ptr, share)
     done = 0
     handed = 0
     for k in range(0, share.count):

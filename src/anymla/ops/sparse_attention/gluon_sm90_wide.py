@@ -39,6 +39,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     load_sink,
     not_finite,
     note,
+    record_cut,
     record_span,
     view,
 )
@@ -173,6 +174,7 @@ def main_part(
     PER_HEAD: gl.constexpr = gl.SliceLayout(1, S)
     R: gl.constexpr = gl.SliceLayout(1, L)
     factor = scale * (LOG2E / LIFT)
+    record_cut(spans_ptr, share)
     done = 0
     handed = 0
     for k in range(0, share.count):

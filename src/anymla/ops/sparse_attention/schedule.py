@@ -84,11 +84,6 @@ class Schedule:
         return self.pieces(tokens) - self.first_cut(tokens)
 
     @property
-    def most_pieces(self) -> int:
-        """The most pieces that a task is cut into."""
-        return self.programs if self.stream and not self._mixed else self.splits
-
-    @property
     def _mixed(self) -> bool:
         return self.stream == Stream.MIXED
 
