@@ -16,6 +16,8 @@ from anymla.ops.attention_output import prefill_attention_fp8_quant
 from anymla.ops.attention_output.support import gluon_support as quantised_support
 from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import support
+from anymla.ops.sparse_attention import sparse_attention_rows
+from anymla.ops.sparse_attention.rows_support import gluon_rows_support
 
 BACKEND = "gluon_sm90"
 
@@ -86,6 +88,13 @@ def test_other_machines(monkeypatch):
         assert "3.6" in support.runs_on(torch.device("cpu")).reason
     finally:
         support.runs_on.cache_clear()
+
+
+def test_decoded_rows_need_a_gpu():
+    q, kv = torch.randn(2, 3, 512).bfloat16(), torch.randn(5, 512).bfloat16()
+    refused = gluon_rows_support(q, kv, torch.zeros(2, 4, dtype=torch.int32))
+    assert not refused
+    assert "9.0" in refused.reason
 
 
 # What it computes -------------------------------------------------------------------------------
@@ -194,3 +203,30 @@ def test_rotated_and_quantised(device, heads):
     # Weights that are rounded to float16 move a value over the edge of a code now and then.
     assert float((got - exact).norm() / exact.norm()) < 1e-2
     assert float((codes.view(torch.uint8) == want.view(torch.uint8)).float().mean()) > 0.97
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [20, 64, 128])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_listed_rows_of_one_tensor(device, heads, ragged):
+    tokens, width, rows = 90, 500, 700
+    q = torch.randn(tokens, heads, 512).to(torch.float16).to(device)
+    kv = torch.randn(rows, 1, 512).to(torch.float16).to(device)
+    indices = torch.randint(-30, rows + 30, (tokens, 1, width)).int().to(device)
+    lengths = torch.randint(-1, width + 2, (tokens,)).clamp(0, width).int().to(device)
+    lengths[3] = 0
+    lengths = lengths if ragged else None
+    sink = torch.randn(heads, device=device)
+    peaks = torch.empty(tokens, heads, device=device)
+    keywords = {"sink": sink, "empty_lse": torch.inf}
+    out, lse = sparse_attention_rows(
+        q, kv, indices, lengths, **keywords, max_logits=peaks, backend=BACKEND
+    )
+    want_peaks = torch.empty(tokens, heads, dtype=torch.float64, device=device)
+    want, want_lse = sparse_attention_rows(
+        q.double(), kv.double(), indices, lengths, **keywords, max_logits=want_peaks,
+        backend="reference",
+    )  # fmt: skip
+    assert float((out.double() - want).norm() / want.norm()) < 4e-4
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(peaks.double(), want_peaks, atol=1e-3, rtol=1e-4)
