@@ -307,11 +307,12 @@ def plans(monkeypatch, **sizes):
 FORMS = (
     {},
     {"rows": 1},
-    {"rows": 3},
-    {"form": "samples", "groups": 0, "capacity": 128},
-    {"form": "samples", "groups": 0, "capacity": 256, "rows": 2},
-    {"form": "samples", "groups": 0, "capacity": 64, "parts": 2},
-    {"form": "samples", "groups": 0, "capacity": 128, "parts": 4},
+    {"form": "groups", "elements": 0, "groups": 64},
+    {"form": "groups", "elements": 0, "groups": 64, "rows": 3},
+    {"form": "samples", "elements": 0, "capacity": 128},
+    {"form": "samples", "elements": 0, "capacity": 256, "rows": 2},
+    {"form": "samples", "elements": 0, "capacity": 64, "parts": 2},
+    {"form": "samples", "elements": 0, "capacity": 128, "parts": 4},
 )
 
 
@@ -336,10 +337,22 @@ def test_every_plan_selects_alike(sizes, monkeypatch):
     q, keys, weights = arbitrary_scores(rows)
     table = torch.randperm(6 * 5).view(6, 5).int()
     cache, _ = keys_in(ROWS_FP32_128, table, 64, 300, keys=keys)
-    lengths = [300, 299, 250, 300, 300, 200]
-    got = select_topk(q, cache, weights, i32(lengths), table, 20, layout=ROWS_FP32_128, backend=run)
-    for row, length in enumerate(lengths):
-        assert got[row].tolist() == by_rule(rows[row][:length], 0, 20), row
+    lengths, starts = [300, 299, 250, 300, 300, 200], [0, 17, 33, 5, 0, 48]
+    for given in (None, i32(starts)):
+        got = select_topk(
+            q,
+            cache,
+            weights,
+            i32(lengths),
+            table,
+            20,
+            starts=given,
+            layout=ROWS_FP32_128,
+            backend=run,
+        )
+        for row, length in enumerate(lengths):
+            first = 0 if given is None else starts[row]
+            assert got[row].tolist() == by_rule(rows[row][first:length], 0, 20), (row, first)
 
 
 @pytest.mark.parametrize("parts", [1, 7, 1000])
@@ -479,6 +492,8 @@ def test_plans_stay_within_their_scratch(rows, entries, k, multiprocessors, scra
     assert plan.kept >= k
     if plan.form == "all":
         assert entries <= k
+    elif plan.form == "whole":
+        assert entries <= plan.elements <= 16_384
     elif plan.form == "groups":
         # What a program of the group selector keeps in registers.
         assert plan.groups * 16 >= entries
@@ -494,6 +509,8 @@ def test_plans_stay_within_their_scratch(rows, entries, k, multiprocessors, scra
     ("rows", "entries", "k", "form", "parts"),
     [
         (128, 512, 512, "all", 1),
+        (128, 8192, 512, "whole", 1),
+        (2048, 4096, 512, "whole", 1),
         (128, 32_768, 512, "groups", 1),
         (1, 32_768, 1024, "groups", 1),
         (1, 262_144, 512, "samples", 32),

@@ -1,8 +1,9 @@
 """Which selector takes a call, and how many tokens are scored at a time: a pure function of sizes.
 
-Three forms, all exact and with the same result:
+Four forms, all exact and with the same result:
 
 - "all": no row has more than k entries; nothing is scored.
+- "whole": a row is short enough to be held and searched as it is. One program a row.
 - "groups": the score kernel also writes the largest score of every 16 entries. The k-th largest of
   these bounds the k-th score from below, so only the k best groups are read. One program a row.
 - "samples": 2,048 samples of a row give a threshold that a few more than k scores pass; they are
@@ -20,6 +21,9 @@ GROUP = 16
 # The group selector holds all maxima of a row and all scores of k groups in registers.
 MOST_GROUPS = 16_384
 MOST_GROUP_K = 1024
+# Rows that are held whole: where there are no more groups than are kept, maxima tell nothing. Many
+# rows of more than a few thousand entries are better sampled.
+MOST_WHOLE, _WHOLE_OF_MANY = 16_384, 4096
 # Maxima cost prefill scores a tenth, and are worth it where rows are long.
 _MANY_ROWS, _SHORT_ROW = 256, 16_384
 # Few long rows: programs of the sample selector that share a row.
@@ -37,9 +41,10 @@ class SelectionPlan:
     """How a call selects.
 
     Attributes:
-        form: "all", "groups" or "samples".
+        form: "all", "whole", "groups" or "samples".
         rows: tokens that are scored at a time.
         kept: k, rounded up to a power of two.
+        elements: "whole": entries of a row, rounded up to a power of two.
         groups: "groups": maxima of a row, rounded up to a power of two.
         parts: "samples": programs that share a row.
         capacity: "samples": candidates of a part that there is room for.
@@ -48,6 +53,7 @@ class SelectionPlan:
     form: str
     rows: int
     kept: int
+    elements: int = 0
     groups: int = 0
     parts: int = 1
     capacity: int = 0
@@ -57,6 +63,8 @@ class SelectionPlan:
         if self.form == "all":
             return 0
         scores = 4 * padded_entries(entries)
+        if self.form == "whole":
+            return scores
         if self.form == "groups":
             return scores + 4 * padded_entries(entries) // GROUP + 4 * self.kept
         return scores + self.parts * (8 * self.capacity + 4)
@@ -85,10 +93,13 @@ def plan_selection(
     kept = _power_of_two(max(k, 16))
     if entries <= k:
         return SelectionPlan("all", rows, kept)
+    most_whole = min(GROUP * k, MOST_WHOLE if rows <= _MANY_ROWS else _WHOLE_OF_MANY)
     few = rows <= _FEW_ROWS and entries >= _LONG_ROW
     short = rows > _MANY_ROWS and entries <= _SHORT_ROW
     groups = _power_of_two(-(-entries // GROUP))
-    if few or short or k > MOST_GROUP_K or groups > MOST_GROUPS:
+    if entries <= most_whole:
+        plan = SelectionPlan("whole", rows, kept, elements=_power_of_two(max(entries, 64)))
+    elif few or short or k > MOST_GROUP_K or groups > MOST_GROUPS:
         parts = _PARTS if few else 1
         # Room for three standard deviations of sampling and then some.
         capacity = 4096 if k <= 1024 else 8192

@@ -1,4 +1,4 @@
-"""The k best of rows whose score kernel also wrote the largest score of each group of 16.
+"""The k best of rows that are short, or whose scores came with the largest of each 16.
 
 Grid: (rows,). The k-th largest maximum is at most the k-th score, since k groups have a score at
 least as large; and of the groups that equal it, the first ones hold all ties that can win, because
@@ -7,6 +7,8 @@ selection, and no more is read:
 
     maxima   | 7 | 2 | 9 | 4 | ..   ->  the k best groups, in order of entries
     scores   | .. 16 .. | .. 16 ..   ->  the k best of k * 16 scores, in order of entries
+
+A row with no more groups than are kept is read as it is, without maxima.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 
 from anymla.ops._triton import Build, Target
-from anymla.ops.indexer.selection_plan import GROUP, MOST_GROUP_K, MOST_GROUPS
+from anymla.ops.indexer.selection_plan import GROUP, MOST_GROUP_K, MOST_GROUPS, MOST_WHOLE
 from anymla.ops.indexer.triton_order import (
     NOTHING,
     emit,
@@ -61,10 +63,13 @@ def group_select_kernel(
     covered,
     k,
     GROUPS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
     KEPT: tl.constexpr,
     SCORED: tl.constexpr,
 ):
     """One row. ``scores`` are bits of float32; ``chosen_groups`` is scratch, [rows, KEPT].
+
+    With 0 GROUPS the row has no maxima, and at most ELEMENTS entries; else ELEMENTS is KEPT * 16.
 
     Without SCORED the first entries are chosen: all there are, unless no score could be had.
     """
@@ -91,31 +96,35 @@ def group_select_kernel(
                 KEPT,
             )  # fmt: skip
         else:
-            chosen_groups += row * KEPT
-            first = start // _GROUP
-            groups = tl.cdiv(end, _GROUP) - first
             at_least = tl.full((), NOTHING + 1, tl.int32)
-            if groups > k:
-                number = tl.arange(0, GROUPS)
-                best = tl.load(
-                    maxima + row * maxima_stride + first + number,
-                    mask=number < groups,
-                    other=NOTHING,
-                )
-                limit, above = kth_largest(best, groups, k)
-                place, taken = places(best, limit, k - above)
-                tl.store(chosen_groups + place, first + number, mask=taken)
-                at_least = tl.where(above == k, limit + 1, limit)
+            element = tl.arange(0, ELEMENTS)
+            if GROUPS == 0:
+                entry = start + element
+                there = element < count
             else:
-                every = tl.arange(0, KEPT)
-                tl.store(chosen_groups + every, first + every, mask=every < groups)
-            # Written by other threads of this program.
-            tl.debug_barrier()
-            element = tl.arange(0, KEPT * _GROUP)
-            there = element // _GROUP < tl.minimum(groups, k)
-            group = tl.load(chosen_groups + element // _GROUP, mask=there, other=0)
-            entry = group * _GROUP + element % _GROUP
-            there = there & (entry >= start) & (entry < end)
+                chosen_groups += row * KEPT
+                first = start // _GROUP
+                groups = tl.cdiv(end, _GROUP) - first
+                if groups > k:
+                    number = tl.arange(0, GROUPS)
+                    best = tl.load(
+                        maxima + row * maxima_stride + first + number,
+                        mask=number < groups,
+                        other=NOTHING,
+                    )
+                    limit, above = kth_largest(best, groups, k)
+                    place, taken = places(best, limit, k - above)
+                    tl.store(chosen_groups + place, first + number, mask=taken)
+                    at_least = tl.where(above == k, limit + 1, limit)
+                else:
+                    every = tl.arange(0, KEPT)
+                    tl.store(chosen_groups + every, first + every, mask=every < groups)
+                # Written by other threads of this program.
+                tl.debug_barrier()
+                there = element // _GROUP < tl.minimum(groups, k)
+                group = tl.load(chosen_groups + element // _GROUP, mask=there, other=0)
+                entry = group * _GROUP + element % _GROUP
+                there = there & (entry >= start) & (entry < end)
             bits = tl.load(scores + row * scores_stride + entry, mask=there, other=0)
             key = ordered(bits)
             key = tl.where(there & (key >= at_least), key, NOTHING)
@@ -131,9 +140,9 @@ def group_select_kernel(
             )  # fmt: skip
 
 
-def warps_of(kept: int, groups: int, rows: int, target: Target) -> int:
+def warps_of(elements: int, groups: int, rows: int, target: Target) -> int:
     """Warps of a program: 32 values a thread at most, and many rows want small programs."""
-    lanes = max(kept * GROUP, groups)
+    lanes = max(elements, groups)
     threads = max(64, min(1024, lanes // 32 if rows > 128 else lanes // 16))
     return max(1, threads // target.warp_size)
 
@@ -159,9 +168,27 @@ def builds(target: Target) -> Iterator[Build]:
             **dict.fromkeys(("scores", "lengths", "owners", "out"), "*i32"),
             **dict.fromkeys(numbers, "i32"),
         },
-        {**dict.fromkeys(nothing), "GROUPS": 64, "KEPT": 512, "SCORED": False},
-        num_warps=warps_of(512, 64, 1, target),
+        {**dict.fromkeys(nothing), "GROUPS": 0, "ELEMENTS": 512, "KEPT": 512, "SCORED": False},
+        num_warps=warps_of(512, 0, 1, target),
     )
+    for elements in (2048, 8192, MOST_WHOLE):
+        yield Build(
+            f"whole rows of {elements}",
+            group_select_kernel,
+            {
+                **dict.fromkeys(("scores", "lengths", "owners", "out"), "*i32"),
+                **dict.fromkeys(numbers, "i32"),
+            },
+            {
+                **dict.fromkeys(nothing),
+                "GROUPS": 0,
+                "ELEMENTS": elements,
+                "KEPT": 512,
+                "SCORED": True,
+            },
+            num_warps=warps_of(elements, 0, 1, target),
+            spills=100 if elements == MOST_WHOLE else 0,
+        )
     for kept in (16, 512, MOST_GROUP_K):
         for groups in (64, 4096, MOST_GROUPS):
             for rows, with_slots in ((1, True), (2048, False)):
@@ -178,10 +205,11 @@ def builds(target: Target) -> Iterator[Build]:
                         "starts": None,
                         **dict.fromkeys(missing),
                         "GROUPS": groups,
+                        "ELEMENTS": kept * GROUP,
                         "KEPT": kept,
                         "SCORED": True,
                     },
-                    num_warps=warps_of(kept, groups, rows, target),
+                    num_warps=warps_of(kept * GROUP, groups, rows, target),
                     # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.
                     # RDNA puts more than half of them aside: slower there, and never measured.
                     spills=720 if target.narrow else 100 if kept == MOST_GROUP_K else 32,

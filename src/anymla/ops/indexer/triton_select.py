@@ -212,13 +212,14 @@ def _select(
                 PARTS=plan.parts, CAPACITY=plan.capacity, TILE=tile, num_warps=warps,
             )  # fmt: skip
         return
-    groups = plan.groups or 64
     maxima = memory.maxima
+    elements = plan.elements or plan.kept * GROUP
+    held = plan.kept if plan.form == "all" else elements
     group_select_kernel[(rows,)](
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0),
         memory.groups, *given, counts, *about_slots, *sizes,
-        GROUPS=groups, KEPT=plan.kept, SCORED=plan.form == "groups",
-        num_warps=warps_of(plan.kept, groups, rows, target),
+        GROUPS=plan.groups, ELEMENTS=elements, KEPT=plan.kept, SCORED=plan.form != "all",
+        num_warps=warps_of(held, plan.groups, rows, target),
         **options_of(rows, target),
     )  # fmt: skip
 
