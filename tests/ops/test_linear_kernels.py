@@ -155,3 +155,17 @@ def test_kernels_refuse_float64() -> None:
     support = mxfp4_linear.supports(torch.zeros(1, 64).double(), *stored, backend="triton")
     assert not support
     assert "float64" in support.reason
+
+
+@no_triton
+def test_scales_of_a_run_lie_side_by_side() -> None:
+    from anymla.ops.linear.triton_quantize import quantize_rows, quantize_rows_by_run
+
+    x = torch.randn(5, 320).bfloat16()
+    codes, scales = quantize_rows(x)
+    padded, by_run = quantize_rows_by_run(x, 16)
+    assert padded.shape == (16, 320)
+    assert by_run.shape == (16, 3)
+    assert by_run.stride() == (1, 16)
+    assert_identical(padded[:5], codes)
+    assert_identical(by_run[:5].contiguous(), scales)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.linear import torch_linear
-from anymla.ops.linear.triton_product import Tile, operand, product, quantizes_inside, tile
+from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
 from anymla.ops.workspace import scratch
 
@@ -63,7 +63,6 @@ def linear_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    QUANTIZES: tl.constexpr,
 ):
     """A tile of results, or of one split's sums."""
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -73,7 +72,7 @@ def linear_kernel(
     inside = token < tokens
     exists = column < n
     rows = token.to(tl.int64)
-    if CODED and not QUANTIZES:
+    if CODED:
         x_scales += group.to(tl.int64) * tl.cdiv(width, 128)
     total = product(
         x + group.to(tl.int64) * width,
@@ -94,7 +93,6 @@ def linear_kernel(
         OPERAND,
         BLOCK_K,
         NATIVE,
-        QUANTIZES,
     )
     if factor is not None:
         total *= tl.load(factor)
@@ -126,7 +124,6 @@ def launch_linear(
     weight_format: str,
     x_dtype: torch.dtype,
     out_dtype: torch.dtype,
-    quantize: bool = False,
     factor: Tensor | None = None,
 ) -> Tensor:
     """Multiply every group's activations by its weight.
@@ -139,7 +136,6 @@ def launch_linear(
         weight_format: "fp8", "mxfp4" or "nvfp4".
         x_dtype: of the activations before they were quantised.
         out_dtype: of the result.
-        quantize: turn x into codes first; without x_scales, and for one group.
         factor: float32 [1] that every result is multiplied with, or None.
 
     Returns:
@@ -151,13 +147,8 @@ def launch_linear(
     if not out.numel():
         return out
     target = target_of(x.device)
-    coded = quantize or x_scales is not None
-    kind = operand(x_dtype, weight_format, w.dtype, coded, target)
+    kind = operand(x_dtype, weight_format, w.dtype, x_scales is not None, target)
     chosen = tile(tokens, kind, target)
-    inside = quantize and quantizes_inside(chosen, target)
-    if quantize and not inside:
-        codes, x_scales = quantize_rows(x.squeeze(1))
-        x = codes.unsqueeze(1)
     split = split_length(tokens, groups, n, width, chosen)
     splits = max(1, triton.cdiv(width, split))
     result = out
@@ -181,14 +172,13 @@ def launch_linear(
         w[0].numel(),
         scales[0].numel(),
         FORMAT=weight_format,
-        CODED=coded,
+        CODED=x_scales is not None,
         OPERAND=kind,
         SPLITS=splits > 1,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         BLOCK_K=chosen.channels,
         NATIVE=target.native_e4m3,
-        QUANTIZES=inside,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
     )
@@ -203,15 +193,15 @@ def _packed(
     x: Tensor, weight: Tensor, scale: Tensor, weight_format: str, quantize: bool, **options: Any
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
+    codes, x_scales = quantize_rows(rows) if quantize else (rows, None)
     out = launch_linear(
-        rows.unsqueeze(1),
-        None,
+        codes.unsqueeze(1),
+        x_scales,
         weight.contiguous().unsqueeze(0),
         scale.contiguous().unsqueeze(0),
         weight_format=weight_format,
         x_dtype=x.dtype,
         out_dtype=x.dtype,
-        quantize=quantize,
         **options,
     )
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -270,33 +260,23 @@ def builds(target: Target) -> Iterator[Build]:
                 if chosen not in seen:
                     seen.add(chosen)
                     yield _build(target, weight_format, dtype, coded, tokens)
-                    if coded and chosen.rows <= 16 and chosen.channels == 128:
-                        yield _build(target, weight_format, dtype, coded, tokens, inside=True)
 
 
-def _build(
-    target: Target,
-    weight_format: str,
-    dtype: str,
-    coded: bool,
-    tokens: int,
-    *,
-    inside: bool = False,
-) -> Build:
+def _build(target: Target, weight_format: str, dtype: str, coded: bool, tokens: int) -> Build:
     kind = operand(_DTYPES[dtype], weight_format, torch.uint8, coded, target)
     chosen = tile(tokens, kind, target)
     splits = tokens == 1
     integers = ["tokens", "n", "width", "groups", "split", "x_stride", "x_scale_stride"]
     integers += ["w_bytes_group", "scale_group"]
     types = {
-        "x": "*u8" if coded and not inside else f"*{dtype}",
+        "x": "*u8" if coded else f"*{dtype}",
         "w": "*u8",
         "scales": "*fp32" if weight_format == "fp8" and tokens == 64 else "*u8",
         "out": "*fp32" if splits else f"*{dtype}",
         **dict.fromkeys(integers, "i32"),
     }
     absent = {}
-    if coded and not inside:
+    if coded:
         types["x_scales"] = "*fp32"
     else:
         absent["x_scales"] = None
@@ -305,8 +285,7 @@ def _build(
     else:
         absent["factor"] = None
     native = target.native_e4m3
-    activations = "quantised inside" if inside else f"{'e4m3' if coded else dtype} activations"
-    label = f"{weight_format}, {activations}, {chosen.rows} rows"
+    label = f"{weight_format}, {'e4m3' if coded else dtype} activations, {chosen.rows} rows"
     return Build(
         label,
         linear_kernel,
@@ -321,7 +300,6 @@ def _build(
             "COLUMNS": chosen.columns,
             "BLOCK_K": chosen.channels,
             "NATIVE": native,
-            "QUANTIZES": inside,
         },
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,

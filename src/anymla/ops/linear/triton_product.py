@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.formats.triton_cast import (
     e2m1_to_fp32,
     e4m3_to_fp16,
@@ -29,11 +28,7 @@ from anymla.formats.triton_cast import (
     ue8m0_to_fp32,
 )
 from anymla.ops._triton import Target
-from anymla.ops.linear.triton_quantize import quantize_runs
 
-# Off until it has been measured.
-QUANTIZE_INSIDE = False
-AMAX_FLOOR = tl.constexpr(ACTIVATION_AMAX_FLOOR)
 TL_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -85,14 +80,6 @@ def tile(rows: int, kind: tl.dtype, target: Target) -> Tile:
     if rows <= 512 or target.shared_bytes < 160 * 1024 or target.backend != "cuda":
         return Tile(64, 64, 64, 4, 2)
     return Tile(128, 128, 64, 8, 3)
-
-
-def quantizes_inside(chosen: Tile, target: Target) -> bool:
-    """Whether a product turns its activations into codes itself, instead of reading them.
-
-    With few rows that is cheaper than a launch, though every program does it anew.
-    """
-    return QUANTIZE_INSIDE and chosen.rows <= 16 and chosen.channels == 128
 
 
 @triton.jit
@@ -194,13 +181,11 @@ def product(
     OPERAND: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    QUANTIZES: tl.constexpr = False,
 ):
     """Rows of x times rows of w over channels first..last.
 
     Args:
-        x: activations, or with CODED their e4m3 codes (unless QUANTIZES); a row every x_stride
-            elements.
+        x: activations, or with CODED their e4m3 codes; a row every x_stride elements.
         x_scales: with CODED float32 scales of runs of 128; a row every x_scale_stride.
         x_rows: int64 [m] rows of x.
         x_inside: bool [m], those to read.
@@ -218,21 +203,16 @@ def product(
         OPERAND: from ``operand``.
         BLOCK_K: channels of a step, at most 128.
         NATIVE: convert e4m3 by instructions.
-        QUANTIZES: with CODED, x are activations that become codes here, the same as
-            ``triton_quantize`` makes; BLOCK_K is 128 then, one run.
 
     Returns:
         float32 [m, n].
     """
-    tl.static_assert(BLOCK_K == 128 or not QUANTIZES)
     total = tl.zeros((x_rows.shape[0], w_rows.shape[0]), tl.float32)
     for k in range(first, last, BLOCK_K):
         channel = k + tl.arange(0, BLOCK_K)
         mask = x_inside[:, None] & (channel < width)[None, :]
         a = tl.load(x + (x_rows * x_stride)[:, None] + channel[None, :], mask, other=0)
         b = weight_tile(w, scales, w_rows, w_inside, k, width, FORMAT, OPERAND, BLOCK_K, NATIVE)
-        if QUANTIZES:
-            a, x_scale = quantize_runs(a.to(tl.float32), AMAX_FLOOR, NATIVE)
         if CODED:
             a = _decode_codes(a, OPERAND, NATIVE)
         if CODED or FORMAT == "fp8":
@@ -244,9 +224,7 @@ def product(
                 if scales.dtype.element_ty == tl.uint8:
                     factor = ue8m0_to_fp32(factor)
                 part *= factor[None, :]
-            if QUANTIZES:
-                part *= x_scale[:, None]
-            elif CODED:
+            if CODED:
                 run = x_scales + x_rows * x_scale_stride + k // 128
                 part *= tl.load(run, x_inside, other=0.0)[:, None]
             total += part

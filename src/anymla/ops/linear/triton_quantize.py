@@ -38,7 +38,7 @@ def quantize_runs(x, FLOOR: tl.constexpr, NATIVE: tl.constexpr):
     return fp32_to_e4m3(x * inverse[:, None], NATIVE), exp2_int(exponent)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "column"])
 def quantize_rows_kernel(
     x,
     codes,
@@ -46,13 +46,14 @@ def quantize_rows_kernel(
     rows,
     width,
     per_row,
+    column,
     FLOOR: tl.constexpr,
     WIDTH: tl.constexpr,
     RUNS: tl.constexpr,
     NATIVE: tl.constexpr,
     SCALES_BY_RUN: tl.constexpr,
 ):
-    """RUNS runs of WIDTH channels; scales a row after the other, or a column after the other."""
+    """RUNS runs of WIDTH channels; scales a row after the other, or columns of ``column`` rows."""
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     row = run // per_row
     channel = (run - row * per_row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -61,36 +62,53 @@ def quantize_rows_kernel(
     value = tl.load(x + at, mask, other=0.0).to(tl.float32)
     encoded, scale = quantize_runs(value, FLOOR, NATIVE)
     tl.store(codes + at, encoded, mask)
-    place = (run - row * per_row) * rows + row if SCALES_BY_RUN else run
+    place = (run - row * per_row) * column + row if SCALES_BY_RUN else run
     tl.store(scales + place, scale, row < rows)
 
 
-def quantize_rows(x: Tensor, *, scales_by_run: bool = False) -> tuple[Tensor, Tensor]:
-    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory.
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory."""
+    rows, width = x.shape
+    codes = scratch((rows, width), torch.uint8, x.device)
+    scales = scratch((rows, triton.cdiv(width, FP8_BLOCK)), torch.float32, x.device)
+    _launch(x, codes, scales, 0)
+    return codes, scales
 
-    With ``scales_by_run`` the scales [T, ceil(K/128)] have T last in memory.
+
+def quantize_rows_by_run(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """As ``quantize_rows``, with the scales of a run next to each other.
+
+    There are rows up to a multiple of ``step``; those beyond x are anything. The scales
+    [rows, ceil(K/128)] have the rows last in memory.
     """
     rows, width = x.shape
+    padded = triton.cdiv(rows, step) * step
+    codes = scratch((padded, width), torch.uint8, x.device)
+    scales = scratch((triton.cdiv(width, FP8_BLOCK), padded), torch.float32, x.device)
+    _launch(x, codes, scales, padded)
+    return codes, scales.t()
+
+
+def _launch(x: Tensor, codes: Tensor, scales: Tensor, column: int) -> None:
+    rows, width = x.shape
+    if not x.numel():
+        return
     per_row = triton.cdiv(width, FP8_BLOCK)
-    codes = scratch((rows, width), torch.uint8, x.device)
-    shape = (per_row, rows) if scales_by_run else (rows, per_row)
-    scales = scratch(shape, torch.float32, x.device)
-    if codes.numel():
-        runs = runs_of_program(rows * per_row)
-        quantize_rows_kernel[(triton.cdiv(rows * per_row, runs),)](
-            x,
-            codes,
-            scales,
-            rows,
-            width,
-            per_row,
-            FLOOR=ACTIVATION_AMAX_FLOOR,
-            WIDTH=FP8_BLOCK,
-            RUNS=runs,
-            NATIVE=target_of(x.device).native_e4m3,
-            SCALES_BY_RUN=scales_by_run,
-        )
-    return codes, scales.t() if scales_by_run else scales
+    runs = runs_of_program(rows * per_row)
+    quantize_rows_kernel[(triton.cdiv(rows * per_row, runs),)](
+        x,
+        codes,
+        scales,
+        rows,
+        width,
+        per_row,
+        column,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
+        WIDTH=FP8_BLOCK,
+        RUNS=runs,
+        NATIVE=target_of(x.device).native_e4m3,
+        SCALES_BY_RUN=column > 0,
+    )
 
 
 def builds(target: Target) -> Iterator[Build]:
@@ -114,6 +132,7 @@ def _build(dtype: str, runs: int, native: bool, scales_by_run: bool) -> Build:
             "rows": "i32",
             "width": "i32",
             "per_row": "i32",
+            "column": "i32",
         },
         {
             "FLOOR": ACTIVATION_AMAX_FLOOR,

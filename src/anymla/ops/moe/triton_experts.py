@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.linear.triton_product import Tile, operand, product, quantizes_inside, tile
+from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
 from anymla.ops.moe.triton_plan import make_plan
 from anymla.ops.moe.triton_swiglu import gated
@@ -130,7 +130,6 @@ def up_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    QUANTIZES: tl.constexpr,
 ):
     """A tile of w2's input."""
     expert, pair, inside = _block(ids, order, blocks, count, offset, experts, ROWS)
@@ -146,11 +145,11 @@ def up_kernel(
         runs = tl.cdiv(width, 128)
         gate = product(
             x, x_scales, token, inside, width, runs, w1, s1, column, exists, 0, width, width,
-            FORMAT, CODED, OPERAND, BLOCK_K, NATIVE, QUANTIZES,
+            FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
         )  # fmt: skip
         up = product(
             x, x_scales, token, inside, width, runs, w3, s3, column, exists, 0, width, width,
-            FORMAT, CODED, OPERAND, BLOCK_K, NATIVE, QUANTIZES,
+            FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
         )  # fmt: skip
         dtype = inner.dtype.element_ty
         value = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit)
@@ -185,7 +184,6 @@ def down_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    QUANTIZES: tl.constexpr,
 ):
     """A tile of the pairs' results."""
     expert, pair, inside = _block(ids, order, blocks, count, offset, experts, ROWS)
@@ -198,7 +196,7 @@ def down_kernel(
         runs = tl.cdiv(width, 128)
         value = product(
             inner, inner_scales, pair, inside, width, runs, w2, s2, column, exists, 0, width,
-            width, FORMAT, CODED, OPERAND, BLOCK_K, NATIVE, QUANTIZES,
+            width, FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
         )  # fmt: skip
         at = (pair * n)[:, None] + column[None, :]
         tl.store(out + at, value.to(out.dtype.element_ty), inside[:, None] & exists[None, :])
@@ -254,8 +252,6 @@ def experts(
         target = target_of(x.device)
         kind = operand(x.dtype, weight_format, w1[0].dtype, coded, target)
         chosen = expert_tile(pairs, count, kind, target)
-        inside = coded and quantizes_inside(chosen, target)
-        apart = coded and not inside
         order, table, blocks = None, None, pairs
         if pairs > _FEW_PAIRS:
             plan = make_plan(ids, count, expert_offset, chosen.rows)
@@ -273,11 +269,10 @@ def experts(
             "COLUMNS": chosen.columns,
             "BLOCK_K": chosen.channels,
             "NATIVE": target.native_e4m3,
-            "QUANTIZES": inside,
             "num_warps": chosen.num_warps,
             "num_stages": chosen.num_stages,
         }
-        rows, scales = quantize_rows(x.contiguous()) if apart else (x.contiguous(), None)
+        rows, scales = quantize_rows(x.contiguous()) if coded else (x.contiguous(), None)
         up_kernel[(triton.cdiv(width, chosen.columns), blocks)](
             rows,
             scales,
@@ -299,7 +294,7 @@ def experts(
             float(swiglu_limit),
             **options,
         )
-        rows, scales = quantize_rows(inner) if apart else (inner, None)
+        rows, scales = quantize_rows(inner) if coded else (inner, None)
         down_kernel[(triton.cdiv(d, chosen.columns), blocks)](
             rows,
             scales,
@@ -339,10 +334,6 @@ def builds(target: Target) -> Iterator[Build]:
             for pairs in (6, 4096 * 6):
                 for kernel in (up_kernel, down_kernel):
                     yield _build(target, kernel, weight_format, dtype, coded, pairs)
-                    if coded and pairs <= _FEW_PAIRS:
-                        yield _build(
-                            target, kernel, weight_format, dtype, coded, pairs, inside=True
-                        )
 
 
 def _build(
@@ -352,8 +343,6 @@ def _build(
     dtype: str,
     coded: bool,
     pairs: int,
-    *,
-    inside: bool = False,
 ) -> Build:
     plain, planned = weight_format == "plain", pairs > _FEW_PAIRS
     stored = _DTYPES[dtype] if plain else torch.uint8
@@ -361,15 +350,10 @@ def _build(
     chosen = expert_tile(pairs, 256, kind, target)
     given, result = ("x", "inner") if kernel is up_kernel else ("inner", "out")
     code, number = f"*{dtype}" if plain else "*u8", f"*{dtype}"
-    types = {
-        given: "*u8" if coded and not inside else number,
-        "ids": "*i32",
-        "weights": "*fp32",
-        result: number,
-    }
+    types = {given: "*u8" if coded else number, "ids": "*i32", "weights": "*fp32", result: number}
     types |= dict.fromkeys(("count", "offset", "experts", "per_token", "width", "n"), "i32")
     types["limit"] = "fp32"
-    if coded and not inside:
+    if coded:
         types[f"{given}_scales"] = "*fp32"
     if planned:
         types |= {"order": "*i32", "blocks": "*i32"}
@@ -387,11 +371,10 @@ def _build(
         "COLUMNS": chosen.columns,
         "BLOCK_K": chosen.channels,
         "NATIVE": target.native_e4m3,
-        "QUANTIZES": inside,
     }
     absent = {name: None for name in kernel.arg_names if name not in types and name not in sizes}
     strides = tuple(name for name in types if name.endswith("_stride"))
-    activations = "inside quantised" if inside else "e4m3" if coded else dtype
+    activations = "e4m3" if coded else dtype
     return Build(
         f"{weight_format}, {activations} activations, {chosen.rows} rows",
         kernel,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._operation import Support
-from anymla.ops.linear.vendor_linear import scaled_product, vendor_support
+from anymla.ops.linear.vendor_linear import TOKEN_STEP, scaled_product, vendor_support
 
 
 def vendor_grouped_support(
@@ -22,9 +22,22 @@ def grouped_output_projection_fp8(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
     """See ``interface.grouped_output_projection_fp8``."""
-    scales = o_scale.permute(1, 2, 0).contiguous()
-    parts = [
-        scaled_product(o[:, group], scales[group].t(), wo_a[group], wo_a_scale[group])
-        for group in range(o.shape[1])
-    ]
-    return torch.cat(parts, 1)
+    from anymla.ops.output_projection import triton_projection
+
+    tokens = len(o)
+    whole = tokens // TOKEN_STEP * TOKEN_STEP
+    out = torch.empty(
+        (tokens, wo_a.shape[0] * wo_a.shape[1]), dtype=torch.bfloat16, device=o.device
+    )
+    if whole:
+        scales = o_scale[:whole].permute(1, 2, 0).contiguous()
+        parts = [
+            scaled_product(o[:whole, group], scales[group].t(), wo_a[group], wo_a_scale[group])
+            for group in range(o.shape[1])
+        ]
+        torch.cat(parts, 1, out=out[:whole])
+    if whole < tokens:
+        out[whole:] = triton_projection.grouped_output_projection_fp8(
+            o[whole:], o_scale[whole:], wo_a, wo_a_scale
+        )
+    return out
