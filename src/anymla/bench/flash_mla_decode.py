@@ -36,6 +36,7 @@ class Decode:
         extra: slots of the second list; 0 for none.
         page: entries of a page of the second cache.
         ragged: lengths of the second list are random.
+        lengths: lengths are given; if not, lists are full.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class Decode:
     extra: int
     page: int = 64
     ragged: bool = False
+    lengths: bool = True
 
     @property
     def label(self) -> str:
@@ -63,7 +65,7 @@ def production() -> Iterator[Decode]:
         (128, 1024, 2, True),
     ):
         for batch in (2, 64, 74, 128, 148, 256):
-            yield Decode(batch, 2, heads, extra, page, ragged)
+            yield Decode(batch, 2, heads, extra, page, ragged, lengths=ragged)
 
 
 def single() -> Iterator[Decode]:
@@ -106,7 +108,7 @@ class Inputs:
     shape: Decode
     q: Tensor
     sink: Tensor
-    lengths: Tensor
+    lengths: Tensor | None
     extra_lengths: Tensor | None
     lists: list[tuple[Tensor, Tensor | None]]
 
@@ -115,9 +117,10 @@ class Inputs:
         """Random inputs, as many sets of lists as make the rows cold."""
         batch, rows = shape.batch, shape.rows
         q = torch.randn(batch, rows, shape.heads, 512, device="cuda").bfloat16()
-        lengths = torch.full((batch,), _WINDOW, dtype=torch.int32, device="cuda")
-        extra = None
-        if shape.extra:
+        lengths = extra = None
+        if shape.lengths:
+            lengths = torch.full((batch,), _WINDOW, dtype=torch.int32, device="cuda")
+        if shape.extra and shape.lengths:
             extra = torch.full((batch,), shape.extra, dtype=torch.int32, device="cuda")
             if shape.ragged:
                 extra = torch.randint_like(extra, 0, shape.extra + 1)
@@ -140,10 +143,11 @@ def ours(inputs: Inputs, backend: str) -> list[Callable[[], Tensor]]:
     q = inputs.q.flatten(0, 1)
     out = torch.empty_like(q)
     repeat = functools.partial(torch.repeat_interleave, repeats=shape.rows)
-    lengths = repeat(inputs.lengths)
+    lengths = None if inputs.lengths is None else repeat(inputs.lengths)
     keywords: dict[str, Any] = {"sink": inputs.sink, "out": out, "backend": backend}
-    if inputs.extra_lengths is not None:
+    if shape.extra:
         keywords["extra_cache"] = cache(_EXTRA_SLOTS, shape.page)
+    if inputs.extra_lengths is not None:
         keywords["extra_lengths"] = repeat(inputs.extra_lengths)
     calls: list[Callable[[], Tensor]] = []
     for window, extra in inputs.lists:
@@ -191,8 +195,9 @@ def error(out: Tensor, inputs: Inputs) -> float:
     wrong = right = 0.0
     for b in {0, shape.batch // 2, shape.batch - 1}:
         rows = [_decoded(cache(_WINDOW_SLOTS, 256), window[b, 0])]
-        if extra is not None and inputs.extra_lengths is not None:
-            used = extra[b, 0, : int(inputs.extra_lengths[b])]
+        if extra is not None:
+            length = inputs.extra_lengths
+            used = extra[b, 0, : shape.extra if length is None else int(length[b])]
             rows.append(_decoded(cache(_EXTRA_SLOTS, shape.page), used))
         keys = torch.cat(rows)
         scores = inputs.q[b, 0].cpu().double() @ keys.T * 512**-0.5

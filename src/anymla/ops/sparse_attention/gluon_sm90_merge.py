@@ -176,7 +176,7 @@ class MergeTile:
 
 def merge_tile(most: int) -> MergeTile:
     """The tile for tasks of at most ``most`` pieces, a power of two."""
-    at_once = min(most, 16)
+    at_once = min(most, 32)
     if at_once <= 2:
         return MergeTile(at_once, 512, 2)
     return MergeTile(at_once, 256, 4 if at_once > 4 else 2)
@@ -191,7 +191,7 @@ def builds(target: Target) -> Iterator[Build]:
     counts = ("H", "splits", "first_task", "rows", "tasks", "programs", "out_token", "out_head")
     types |= dict.fromkeys(counts, "i32")
     channels = get_layout(MAIN_FP8).channels
-    for rows, most in ((64, 2), (16, 16), (64, 128)):
+    for rows, most in ((64, 2), (16, 16), (64, 32), (64, 128)):
         tile = merge_tile(most)
         yield Build(
             f"{rows} rows, {most} pieces",
