@@ -152,6 +152,11 @@ def options_of(rows: int, target: Target) -> dict[str, int]:
     return {"maxnreg": 128} if rows > 128 and target.backend == "cuda" else {}
 
 
+def _spills(accepted: int, target: Target) -> int:
+    """Spills of a build: AMD's compiler holds fewer of the candidates of large programs."""
+    return accepted if target.backend == "cuda" else 400
+
+
 def builds(target: Target) -> Iterator[Build]:
     """Every number of maxima and of entries kept that the plan can choose, few rows and many."""
     numbers = (
@@ -187,7 +192,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "SCORED": True,
             },
             num_warps=warps_of(elements, 0, 1, target),
-            spills=100 if elements == MOST_WHOLE else 0,
+            spills=_spills(100 if elements == MOST_WHOLE else 0, target),
         )
     for kept in (16, 512, MOST_GROUP_K):
         for groups in (64, 4096, MOST_GROUPS):
