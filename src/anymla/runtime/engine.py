@@ -326,7 +326,8 @@ def _decode_runner(
     on_cuda = store.device.type == "cuda"
     mode = options.decode
     if mode == "auto":
-        mode = "graph" if on_cuda else "plain"
+        # ROCm's graphs have not been tried; they can be asked for.
+        mode = "graph" if on_cuda and torch.version.hip is None else "plain"
     if mode == "plain":
         return None
     if mode == "graph" and not on_cuda:

@@ -24,7 +24,7 @@ class EngineOptions:
         decode: how steps run in which no request has prompt tokens left. "graph": at a few fixed
             sizes, each recorded once as a CUDA graph and replayed; "fixed": the same steps at the
             same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
-            CUDA devices and "plain" elsewhere.
+            NVIDIA devices and "plain" elsewhere.
         side_stream: in graphs, compress and index beside the query's projection.
         pages: usable pages by cache group, for groups that shall not have the default size.
             The default lets ``max_requests`` requests of ``max_seq_len`` run at once.
