@@ -265,7 +265,7 @@ class Language(types.ModuleType):
         return Shared(filled.view(dtype).view(shape))
 
     def inline_asm_elementwise(self, text, constraints, arguments, **_):
-        if "griddepcontrol" in text:
+        if "griddepcontrol" in text or "prefetch" in text:
             return None
         if "ld.global" in text:
             address, there = torch.broadcast_tensors(*arguments)

@@ -291,13 +291,13 @@ def main_part(
 
 
 @gluon.jit
-def _low_rows(lists, share, left, right, bias, ready, free):
-    produce(lists, share, left, right, bias, ready, free, 32, 0, 2)
+def _low_rows(lists, share, left, right, bias, ready, free, PREFETCH: gl.constexpr):
+    produce(lists, share, left, right, bias, ready, free, 32, 0, 2, 0, 1, PREFETCH)
 
 
 @gluon.jit
-def _high_rows(lists, share, left, right, bias, ready, free):
-    produce(lists, share, left, right, bias, ready, free, 32, 32, 2)
+def _high_rows(lists, share, left, right, bias, ready, free, PREFETCH: gl.constexpr):
+    produce(lists, share, left, right, bias, ready, free, 32, 32, 2, 0, 1, PREFETCH)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -311,6 +311,7 @@ def tiles_kernel(
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    PREFETCH: gl.constexpr = False,
 ):  # fmt: skip
     """See the file.
 
@@ -369,8 +370,8 @@ def tiles_kernel(
                 q_words, k_right, out_right, p_s, decay_s, noticed, free, p_ready,
                 p_free, q_ready, q_free, Q_HEAD, OUT_HEAD,
             )),
-            (_low_rows, (lists, share, left, right, bias_s, ready, free)),
-            (_high_rows, (lists, share, left, right, bias_s, ready, free)),
+            (_low_rows, (lists, share, left, right, bias_s, ready, free, PREFETCH)),
+            (_high_rows, (lists, share, left, right, bias_s, ready, free, PREFETCH)),
         ],
         [4, 4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
