@@ -391,7 +391,9 @@ def build(label: str, **constants: object) -> Build:
         label,
         tiles_kernel,
         ARGUMENT_TYPES,
-        {"TILES": 1, "RIGHT_REGISTERS": 160, "PRODUCER_REGISTERS": 72} | BUILT | constants,
+        {"TILES": 1, "RIGHT_REGISTERS": 160, "PRODUCER_REGISTERS": 72, "PREFETCH": False}
+        | BUILT
+        | constants,
         divisible=("q_token", "out_token"),
         matrix=True,
         spills=_SPILLS,

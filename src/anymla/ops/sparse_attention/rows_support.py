@@ -46,4 +46,3 @@ def gluon_rows_support(
         return Support(False, "at least one row")
     many = len(q) >= _FEW_TOKENS or indices.shape[-1] <= _SHORT_LIST
     return Support(True, automatic=AUTOMATIC and many)
-
