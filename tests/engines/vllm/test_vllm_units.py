@@ -25,3 +25,7 @@ def test_the_grouped_weight_is_decoded_exactly_in_each_format(found: dict[str, A
 
 def test_models_of_other_platforms_are_built_with_anymlas_attention(found: dict[str, Any]) -> None:
     assert found["seams"] == {"cuda": True, "xpu": True, "draft": True}
+
+
+def test_another_model_in_the_process_keeps_vllms_indexer(found: dict[str, Any]) -> None:
+    assert found["another model"] == ["constructor", "forward"]

@@ -16,7 +16,7 @@ from vllm.models.deepseek_v4.nvidia import model as cuda_model
 from vllm.models.deepseek_v4.nvidia import mtp as cuda_draft
 from vllm.models.deepseek_v4.xpu import model as xpu_model
 
-from anymla.engines.vllm import attention, hyper_connection, model, report
+from anymla.engines.vllm import attention, hyper_connection, indexer, model, report
 from anymla.formats.fp8_block import dequantize_fp8_weight, quantize_fp8_weight
 
 TOKENS, STREAMS, WIDTH = 5, 4, 256
@@ -124,6 +124,22 @@ def seams() -> dict[str, bool]:
     return result
 
 
+def indexer_of_another_model() -> list[str]:
+    """What an indexer runs in a process that serves DeepSeek-V3.2: all of it vLLM's."""
+    seen = []
+    config = types.SimpleNamespace(hf_config=types.SimpleNamespace(model_type="deepseek_v32"))
+    indexer.get_current_vllm_config = lambda: types.SimpleNamespace(model_config=config)
+
+    def construct(self: nn.Module, *args: object, **kwargs: object) -> None:
+        nn.Module.__init__(self)
+        seen.append("constructor")
+
+    indexer.SparseAttnIndexer.__init__ = construct
+    indexer.SparseAttnIndexer.forward = lambda self, *args: seen.append("forward")
+    indexer.AnymlaSparseAttnIndexer("cache", 128).forward("x", "q", None, "weights")
+    return seen
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
@@ -131,5 +147,6 @@ if __name__ == "__main__":
         "streams": stream_functions(),
         "weights": decoded_weights(),
         "seams": seams(),
+        "another model": indexer_of_another_model(),
     }
     Path(sys.argv[1]).write_text(json.dumps(answer))
