@@ -153,6 +153,8 @@ def test_known_mistakes_are_told_apart(variant: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_agree(backend: str, tokens: int, dtype: torch.dtype) -> None:
     skip_float64(backend, dtype)
+    if backend == "triton":
+        tokens = min(tokens, 18)  # two blocks; every token more is a program to interpret
     given_site = site(tokens, dtype=dtype, spread=2.0)
     want = hc_pre(**to_double(given_site), **OPTIONS, backend="reference")
     gate = torch.float64 if dtype == torch.float64 else torch.float32
@@ -272,9 +274,9 @@ def test_long_rows_and_many_tokens_in_kernels(
     monkeypatch.setattr(triton_collapse, "_WIDEST", 128)
     monkeypatch.setattr(triton_mix, "_FEW_TOKENS", 5)
     monkeypatch.setattr(triton_streams, "_FEW_TOKENS", 5)
-    before, after = site(67, d=300, dtype=dtype), site(67, d=300, dtype=dtype)
+    before, after = site(37, d=200, dtype=dtype), site(37, d=200, dtype=dtype)
     weights = {name: after[name] for name in ("fn", "base", "scale")}
-    norm_weight = 1 + 0.1 * torch.randn(300)
+    norm_weight = 1 + 0.1 * torch.randn(200)
     y, post, comb = hc_pre(**before, **OPTIONS, backend="triton")
     want = hc_pre(**before, **OPTIONS, backend="reference")
     slack = ulps(torch.float32, 64)
