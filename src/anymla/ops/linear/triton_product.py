@@ -109,11 +109,11 @@ def _decode_nibbles(
     """Packed e2m1 with a scale byte for RUN channels: ue8m0 for 32, e4m3 for 16."""
     pair = k // 2 + tl.arange(0, BLOCK_K // 2)
     packed_at = (rows * (width // 2))[:, None] + pair[None, :]
-    packed = tl.load(w + packed_at, inside[:, None] & (pair * 2 < width)[None, :], other=0)
+    packed = tl.load(w + packed_at, inside[:, None] & (pair < width // 2)[None, :], other=0)
     codes = tl.reshape(tl.join(packed & 15, packed >> 4), (rows.shape[0], BLOCK_K // RUN, RUN))
     run = k // RUN + tl.arange(0, BLOCK_K // RUN)
     scale_at = (rows * (width // RUN))[:, None] + run[None, :]
-    known = inside[:, None] & (run * RUN < width)[None, :]
+    known = inside[:, None] & (run < width // RUN)[None, :]
     scale = tl.load(scales + scale_at, known, other=0)
     factor = ue8m0_to_fp32(scale) if RUN == 32 else e4m3_to_fp32(scale, NATIVE)
     value = e2m1_to_fp32(codes) * factor[:, :, None]
