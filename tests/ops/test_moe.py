@@ -207,6 +207,21 @@ def test_experts_in_float32(backend: str, weight_format: str, tokens: int) -> No
     assert_close(got, bank.expected(x, ids, weights), atol=bound)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_wherever_they_lie(backend: str) -> None:
+    # Tensors of one expert that begin at an odd byte, as parts of a file's buffer may.
+    bank, (ids, weights) = Bank("mxfp4", 3), routing(2, 2, 3)
+    x, arguments = torch.randn(2, D), bank.arguments()
+    want = experts(x, ids, weights, **arguments, quantize_activations=False, backend=backend)
+    for name in ("w1", "w2", "s3"):
+        tensor = arguments[name][1]
+        buffer = torch.zeros(tensor.numel() + 5, dtype=torch.uint8)
+        arguments[name] = list(arguments[name])
+        arguments[name][1] = buffer[5:].view(tensor.shape).copy_(tensor)
+    got = experts(x, ids, weights, **arguments, quantize_activations=False, backend=backend)
+    assert_identical(got, want)
+
+
 @pytest.mark.parametrize("weight_format", ["plain", "mxfp4"])
 def test_experts_in_float64_stay_there(weight_format: str) -> None:
     bank, (ids, weights) = Bank(weight_format, 5, torch.float64), routing(7, 2, 5)

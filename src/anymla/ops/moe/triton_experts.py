@@ -44,7 +44,18 @@ class _Stack:
     table: Tensor | None
 
 
-def _stack(tensors: list[Tensor]) -> _Stack:
+def _unit(*stacks: list[Tensor]) -> int:
+    """Elements that distances of these stacks are multiples of, as far as loads profit: 16 or 1."""
+    apart = (
+        (tensor.data_ptr() - stack[0].data_ptr()) % (16 * tensor.element_size())
+        for stack in stacks
+        for tensor in stack
+    )
+    return 1 if any(apart) else 16
+
+
+def _stack(tensors: list[Tensor], unit: int = 1) -> _Stack:
+    """Distances of a table are in units."""
     if not tensors:
         return _Stack(None, 0, None)
     first = tensors[0]
@@ -52,7 +63,7 @@ def _stack(tensors: list[Tensor]) -> _Stack:
     step = starts[1] if len(starts) > 1 else 0
     if all(start == e * step for e, start in enumerate(starts)):
         return _Stack(first, step // first.element_size(), None)
-    return _Stack(first, 0, _distances(starts, first.element_size(), first.device))
+    return _Stack(first, 0, _distances(starts, first.element_size() * unit, first.device))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,10 +82,11 @@ def expert_tile(pairs: int, experts: int, kind: tl.dtype, target: Target) -> Til
 
 
 @triton.jit
-def _place(expert, stride, table):
-    """Elements from the first expert's tensor to this one's."""
-    distance = tl.load(table + expert) if table is not None else expert.to(tl.int64) * stride
-    return distance
+def _place(expert, stride, table, UNIT: tl.constexpr):
+    """Elements from the first expert's tensor to this one's; a table's are in units."""
+    if table is None:
+        return expert.to(tl.int64) * stride
+    return tl.load(table + expert) * UNIT
 
 
 @triton.jit
@@ -130,6 +142,7 @@ def up_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A tile of w2's input."""
     expert, pair, inside = _block(ids, order, blocks, count, offset, experts, ROWS)
@@ -137,11 +150,11 @@ def up_kernel(
         token = pair // per_token
         column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         exists = column < n
-        w1 += _place(expert, w1_stride, w1_table)
-        w3 += _place(expert, w3_stride, w3_table)
+        w1 += _place(expert, w1_stride, w1_table, UNIT)
+        w3 += _place(expert, w3_stride, w3_table, UNIT)
         if FORMAT != "plain":
-            s1 += _place(expert, s1_stride, s1_table)
-            s3 += _place(expert, s3_stride, s3_table)
+            s1 += _place(expert, s1_stride, s1_table, 1)
+            s3 += _place(expert, s3_stride, s3_table, 1)
         runs = tl.cdiv(width, 128)
         gate = product(
             x, x_scales, token, inside, width, runs, w1, s1, column, exists, 0, width, width,
@@ -184,15 +197,16 @@ def down_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A tile of the pairs' results."""
     expert, pair, inside = _block(ids, order, blocks, count, offset, experts, ROWS)
     if expert >= 0:
         column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         exists = column < n
-        w2 += _place(expert, w2_stride, w2_table)
+        w2 += _place(expert, w2_stride, w2_table, UNIT)
         if FORMAT != "plain":
-            s2 += _place(expert, s2_stride, s2_table)
+            s2 += _place(expert, s2_stride, s2_table, 1)
         runs = tl.cdiv(width, 128)
         value = product(
             inner, inner_scales, pair, inside, width, runs, w2, s2, column, exists, 0, width,
@@ -258,7 +272,9 @@ def experts(
             order, table, blocks = plan.order, plan.blocks, plan.blocks.shape[1]
         lists = ([each.contiguous() for each in given] for given in (w1, s1, w3, s3, w2, s2))
         kept = list(lists)
-        up1, up1_scales, up3, up3_scales, down, down_scales = (_stack(each) for each in kept)
+        unit = _unit(kept[0], kept[2], kept[4])
+        up1, up3, down = (_stack(each, unit) for each in kept[::2])
+        up1_scales, up3_scales, down_scales = (_stack(each) for each in kept[1::2])
         width = kept[0][0].shape[0]
         inner = scratch((pairs, width), x.dtype, x.device)
         options = {
@@ -269,6 +285,7 @@ def experts(
             "COLUMNS": chosen.columns,
             "BLOCK_K": chosen.channels,
             "NATIVE": target.native_e4m3,
+            "UNIT": unit,
             "num_warps": chosen.num_warps,
             "num_stages": chosen.num_stages,
         }
@@ -371,6 +388,7 @@ def _build(
         "COLUMNS": chosen.columns,
         "BLOCK_K": chosen.channels,
         "NATIVE": target.native_e4m3,
+        "UNIT": 16,
     }
     absent = {name: None for name in kernel.arg_names if name not in types and name not in sizes}
     strides = tuple(name for name in types if name.endswith("_stride"))
