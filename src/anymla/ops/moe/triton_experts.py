@@ -84,9 +84,8 @@ def expert_tile(pairs: int, experts: int, kind: tl.dtype, target: Target) -> Til
 @triton.jit
 def _place(expert, stride, table, UNIT: tl.constexpr):
     """Elements from the first expert's tensor to this one's; a table's are in units."""
-    if table is None:
-        return expert.to(tl.int64) * stride
-    return tl.load(table + expert) * UNIT
+    here = expert.to(tl.int64)
+    return tl.load(table + expert) * UNIT if table is not None else here * stride
 
 
 @triton.jit
