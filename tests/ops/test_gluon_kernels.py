@@ -130,9 +130,7 @@ def test_partitions_overtake_each_other(heads, monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "way"), [(5, "aligned"), (34, "mixed"), (34, "stream")])
-@pytest.mark.parametrize(
-    "what", ["large scale", "small scale", "large q", "small q", "tail", "NaN"]
-)
+@pytest.mark.parametrize("what", ["large scale", "small scale", "large q", "tail", "NaN"])
 def test_what_float16_cannot_hold(heads, way, what):
     pytest.importorskip("triton")
     q = torch.randn(2, heads, CHANNELS).bfloat16()
@@ -150,10 +148,6 @@ def test_what_float16_cannot_hold(heads, way, what):
         q[0] *= 2.0**30
         q[1] *= 2.0**-8
         scale = 2.0**-34
-    elif what == "small q":
-        q[0] *= 2.0**-30
-        q[1] *= 0.0
-        scale = 2.0**25
     elif what == "tail":
         data[page, offset, 448:] = torch.full((64,), 3e5).bfloat16().view(torch.uint8)
         scale = 2.0**-22

@@ -131,6 +131,19 @@ class Share:
 
 
 @gluon.jit
+def anew(x):
+    """The same number, as one that the compiler does not know.
+
+    What follows from it is computed where it stands. Otherwise offsets and predicates that are the
+    same for all tasks are computed once and kept, which registers do not suffice for; and what is
+    spilled has left the L1 cache, through which all rows go, by the time it is needed.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _length(lengths, token, there, width, GIVEN: gl.constexpr):
     if GIVEN:
         return gl.minimum(gl.maximum(gl.load(lengths + token, mask=there, other=0), 0), width)

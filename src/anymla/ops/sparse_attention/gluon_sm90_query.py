@@ -7,23 +7,19 @@ stored times ``LIFT``, and scores are ``LIFT`` times what they should be through
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, halves, tail_order
-from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE
+from anymla.ops.sparse_attention.gluon_sm90_gather import halves, tail_order
+from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE, anew
 
 HALF = gl.constexpr(256)
 _TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
-# Magnitudes as bits of bfloat16: 2^16, which float16 does not hold, and 2^-8, below which the
-# largest of a head's must not be, or the small ones lose what they have. Times LIFT is plus 7 in
-# the exponent.
-_TOO_LARGE = gl.constexpr(0x4780)
-_TOO_SMALL = gl.constexpr(0x3B80)
-_LIFTED = gl.constexpr(0x380)
-_TOO_LARGE_HALF = gl.constexpr(0x6000)  # 2^9 as bits of float16
+# Added to the magnitude's bits of two numbers, these set the bits above where one is 2^16 or more,
+# or 2^9 (the tail); bfloat16 and float16.
+_REACH = gl.constexpr(0x38803880)
+_REACH_TAIL = gl.constexpr(0x3C003C00)
+_REACH_TAIL_HALF = gl.constexpr(0x20002000)
+# LIFT in the exponents of two bfloat16.
+_LIFTED = gl.constexpr(0x03800380)
 _LIFT_HALVES = gl.constexpr("mul.rn.f16x2 $0, $1, $2;")
-_LIFTED_HALVES = gl.constexpr(
-    "{ .reg .f32 a, b; .reg .b32 c, d; shl.b32 c, $1, 16; and.b32 d, $1, 0xffff0000; "
-    "mov.b32 a, c; mov.b32 b, d; mul.f32 a, a, $2; mul.f32 b, b, $2; cvt.rn.f16x2.f32 $0, b, a; }"
-)
 
 
 @gluon.jit
@@ -55,7 +51,8 @@ def load_query(
         What was read, for ``misfit``.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    zero = anew(tile * 0)
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + zero
     word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
     if PART == 1:
         word = stored(word, 2)
@@ -75,33 +72,30 @@ def load_query(
             )
         else:
             to.store(words)
+    elif PART == 1:
+        to.store(halves(words + gl.where(tail, _LIFTED, 0)))
     else:
-        if PART == 1:
-            factor = gl.where(tail, LIFT, 1.0)
-            to.store(
-                gl.inline_asm_elementwise(
-                    _LIFTED_HALVES, "=r,r,f", [words, factor], dtype=gl.int32, is_pure=True, pack=1
-                )
-            )
-        else:
-            to.store(halves(words))
+        to.store(halves(words))
     return words
 
 
 @gluon.jit
 def misfit(words, HALVES: gl.constexpr, PART: gl.constexpr):
-    """1 if float16 does not hold what ``load_query`` has read (HALVES: as float16), else 0."""
+    """Not 0 if float16 does not hold what ``load_query`` has read (HALVES: as float16).
+
+    That is numbers that are too large. What is too small is off by 2^-25 at most, and a score by no
+    more than a thousandth for the scales that the kernels take.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
-    tail = gl.expand_dims(word, 0) >= _TAIL // 2
-    magnitude = gl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF)
-    if HALVES:
-        large = (magnitude >= _TOO_LARGE_HALF) & tail
-        wrong = gl.max(large.to(gl.int32), 1) * PART
+    if HALVES and PART == 0:
+        return gl.max(gl.max(words * 0, 1), 0)
     else:
+        reach = _REACH
         if PART == 1:
-            magnitude = magnitude + gl.where(tail & (magnitude > 0), _LIFTED, 0)
-        largest = gl.max(magnitude, 1)
-        small = (largest > 0) & (largest < _TOO_SMALL)
-        wrong = ((largest >= _TOO_LARGE) | small).to(gl.int32)
-    return gl.max(wrong, 0)
+            word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
+            tail = gl.expand_dims(word, 0) >= _TAIL // 2
+            reach = gl.where(
+                tail, _REACH_TAIL_HALF if HALVES else _REACH_TAIL, 0 if HALVES else _REACH
+            )
+        found = (((words & 0x7FFF7FFF) + reach) >> 1) & 0x40004000
+        return gl.max(gl.max(found, 1), 0)

@@ -41,6 +41,7 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     KEYS,
     NOPE,
     Lists,
+    anew,
     piece,
     share_of,
 )
@@ -76,7 +77,7 @@ def _store_out(
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     stage.store(y.to(out_ptr.dtype.element_ty))
     result = stage.load(L)
-    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + anew(tile * 0)
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
     if PART == 1:
         column = stored(column, 1)
@@ -88,7 +89,7 @@ def _store_out(
 @gluon.jit
 def _store_part(y, part_ptr, slot, tile, H, L: gl.constexpr, PART: gl.constexpr):
     """Leave half of a piece's sums [64, 256] in part [slots, 64, 512]."""
-    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + anew(tile * 0)
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
     if PART == 1:
         column = stored(column, 1)
@@ -168,6 +169,9 @@ def right_part(
         mbarrier.arrive(p_free.index(s), count=1)
         handed += 1
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
+        # Infinities of the tail do not always reach the sums.
+        tail = gl.where(gl.expand_dims(column, 0) < NOPE - HALF, 0.0, acc)
+        note(marks_ptr, mark, wrong | not_finite(tail), noticed, 1)
         lifted = gl.expand_dims(gl.where(column < NOPE - HALF, 1.0 / LIFT, 1.0), 0)
         y = acc * gl.expand_dims(factor, 1) * lifted
         buffer = (done + 1) % 2
@@ -186,7 +190,6 @@ def right_part(
                 _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
         else:
             _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
-        note(marks_ptr, mark, wrong | not_finite(y), noticed, 1)
 
 
 @gluon.jit
@@ -251,6 +254,7 @@ def main_part(
                 mbarrier.arrive(free.index(buffer), count=1)
             done += 1
             handed += 1
+        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW) + anew(tile * 0)
         top = highest * factor - SHIFT
         bottom = bottom_of(sums, top, sink)
         scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)

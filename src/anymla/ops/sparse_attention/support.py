@@ -20,7 +20,8 @@ AUTOMATIC = False
 AUTOMATIC_WIDE = False  # likewise, for V3.2's rows
 _LARGEST_PAGE = 1 << 30
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
-_LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
+# Queries that float16 rounds to a multiple of 2^-24 must not matter either.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 0.25
 
 
 def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
