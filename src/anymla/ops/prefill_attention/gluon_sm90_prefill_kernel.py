@@ -236,7 +236,7 @@ def _scores(
 @gluon.jit
 def _rescale(acc, factor, LAZY: gl.constexpr):
     """Multiply the rows of an accumulator."""
-    if LAZY:
+    if LAZY > 0:
         acc = gl.inline_asm_elementwise(
             _RESCALE,
             _RESCALE_OPERANDS,
@@ -275,7 +275,7 @@ def _softmax(
     top = gl.maximum(m, highest)
     if PEAKS:
         peak = gl.maximum(peak, highest)
-    if LAZY and not FIRST:
+    if LAZY == 2 and not FIRST:
         top = gl.where((top - m) * scale > _LAZY, top, m)
     past = gl.exp2((m - top) * scale)
     if not FIRST:
@@ -677,7 +677,8 @@ def prefill_kernel(
         QUANTISED: heads are rotated back and quantised.
         TURNED: channels of a head that turn with the position.
         COPIED: the output has the rows' type and leaves by the tensor copy engine; with WHOLE only.
-        LAZY: accumulators are rescaled only when a maximum has grown a lot.
+        LAZY: 1: accumulators are rescaled only when a maximum has grown; 2: only when it has
+            grown a lot, after which the largest weight is no longer 1, and rounded.
         PEAKS: the largest scores are wanted.
         LEFT_REGISTERS: of a thread of ``left``.
         RIGHT_REGISTERS: of a thread of ``right``.
