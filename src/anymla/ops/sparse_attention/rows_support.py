@@ -16,7 +16,7 @@ _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 # A program goes through a token's whole list. With few tokens many programs had better share it.
 _FEW_TOKENS, _SHORT_LIST = 32, 1024
 # Whether the kernel is chosen without having been named.
-AUTOMATIC = False
+AUTOMATIC = True
 
 
 def gluon_rows_support(
