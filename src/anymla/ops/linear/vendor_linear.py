@@ -18,7 +18,7 @@ from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops._operation import Support
 from anymla.ops._triton import target_of, triton_support
 
-# Chosen without being named from so many tokens on, if they need no padding.
+# Chosen without being named from so many tokens on.
 _FEWEST_TOKENS = 64
 TOKEN_STEP = 16
 # The scales of a row of blocks are read as 16 bytes.
@@ -47,7 +47,7 @@ def vendor_support(
     if rows % FP8_BLOCK or width % _CHANNEL_STEP:
         return Support(False, f"whole blocks, K a multiple of {_CHANNEL_STEP}; got {rows, width}")
     tokens = x.numel() // width
-    return Support(True, automatic=tokens >= _FEWEST_TOKENS and tokens % TOKEN_STEP == 0)
+    return Support(True, automatic=tokens >= _FEWEST_TOKENS)
 
 
 def scaled_product(codes: Tensor, x_scales: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
