@@ -22,9 +22,8 @@ FEW_HEADS = 32  # up to here keys are the rows of matrices, above it heads
 TASK_COST = 4
 # Time of merging a piece a program, likewise.
 _MERGE_COST = 1.5
-# Lists of so many blocks that have lengths may differ in length from token to token ...
-_UNEVEN = 16
-# ... and of so many by more than cutting costs, even where every program has a task at most.
+# Lists of so many blocks that have lengths may differ in length from token to token by more than
+# a stream costs; with 18 blocks it was slower on an H200 even where lengths were random.
 _LONG = 32
 MOST_STREAM_TOKENS = 2048
 _FEWEST_STREAM_TOKENS = 4
@@ -126,9 +125,9 @@ def choose(
     if batch_invariant:
         splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
         return Schedule(tile, tiles, min(tasks * splits, processors), splits)
-    if lengths and blocks >= _UNEVEN and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
+    if lengths and blocks >= _LONG and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
         even = tasks * (blocks + TASK_COST) / processors
-        if tasks > processors or (blocks >= _LONG and even >= 2 * TASK_COST):
+        if even >= 2 * TASK_COST:
             return Schedule(tile, tiles, processors, stream=Stream.YES)
     return _by_numbers(tile, tiles, tasks, blocks, processors)
 
