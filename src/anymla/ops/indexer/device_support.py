@@ -18,7 +18,7 @@ _WIDEST = 512
 _MOST_HEADS = 256
 _MOST_SELECTED = 2048
 # Whether Hopper's own scores are chosen without having been named.
-_HOPPER_AUTOMATIC = False
+_HOPPER_AUTOMATIC = True
 
 
 def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
@@ -94,10 +94,7 @@ def hopper_support(
         return Support(False, f"64 heads of 128 channels and pages of 64, got {list(q.shape)}")
     if cache.stride(0) % 16 or cache.data_ptr() % 16:
         return Support(False, "pages must lie at multiples of 16 bytes")
-    entries = block_table.shape[1] * cache.shape[1]
-    most = kwargs.get("max_context")
-    entries = entries if most is None else min(entries, most)
-    chosen = hopper_scores_are_faster(len(q), len(block_table), entries)
+    chosen = hopper_scores_are_faster(len(q), len(block_table))
     return Support(True, automatic=_HOPPER_AUTOMATIC and chosen)
 
 

@@ -28,8 +28,6 @@ MOST_WHOLE, _WHOLE_OF_MANY = 16_384, 4096
 _MANY_ROWS, _SHORT_ROW = 256, 16_384
 # Few long rows: programs of the sample selector that share a row.
 _FEW_ROWS, _LONG_ROW, _PARTS = 4, 131_072, 32
-# Keys of single tokens from which on Hopper's own kernel wins.
-_MUCH_TO_READ = 1 << 20
 # Parts of a context in one launch, and tiles that take as long as starting a program.
 _MOST_PARTS, _TILES_TO_START = 132, 8
 # A round is a whole number of waves of two rows a multiprocessor, if it is as large as that.
@@ -120,13 +118,13 @@ def plan_selection(
     return dataclasses.replace(plan, rows=min(rows, most))
 
 
-def hopper_scores_are_faster(rows: int, requests: int, entries: int) -> bool:
+def hopper_scores_are_faster(rows: int, requests: int) -> bool:
     """Whether Hopper's own kernel scores a call in less time than the portable one.
 
-    It does where tokens share keys, two to a tile, and the portable kernel is short of issue slots;
-    and where there is much to read. A program that reads little starts faster as a small one.
+    Where tokens share keys, two to a tile, the portable kernel is short of issue slots. Tokens
+    alone wait for memory in both.
     """
-    return rows > requests or rows * entries >= _MUCH_TO_READ
+    return rows > requests
 
 
 def prefill_parts(pairs: int, tiles: int, multiprocessors: int) -> int:

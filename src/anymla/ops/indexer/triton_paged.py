@@ -245,7 +245,8 @@ def paged_mqa_logits(
         codec = row_codec(layout)
         q_kind = KIND_OF_DTYPE[q.dtype]
         math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
-        tile = paged_tile_of(rows, heads, codec.channels, math, target)
+        keys = requests * max_context
+        tile = paged_tile_of(rows, heads, codec.channels, math, target, keys=keys)
         groups = triton.cdiv(rows, tile.rows)
         span = span_of(requests * groups, max_context, tile)
         each = context_lens.ndim == 2

@@ -201,7 +201,9 @@ def select_scores(
     math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
     # Neighbours share keys unless every request has one token.
     shared = per_request > 1 if owners is None else rows > len(block_table)
-    tile = paged_tile_of(2 if shared else 1, heads, codec.channels, math, target)
+    together = 2 if shared else 1
+    keys = rows * covered
+    tile = paged_tile_of(together, heads, codec.channels, math, target, keys=keys)
     groups = triton.cdiv(rows, tile.rows)
     span = span_of(groups, covered, tile)
     cache, page_stride, pages, entries = cache_bytes(index_cache)
