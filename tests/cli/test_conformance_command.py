@@ -160,7 +160,7 @@ def test_a_crash_and_a_hang_are_one_cases_outcome() -> None:
         "import json\n"
         "for wrong, names in (('dies', ('A4', 'C2')), ('hangs', ('A4',))):\n"
         "    cases = [load_cases()[name] for name in names]\n"
-        "    told = Request(None, 'test_conformance:' + wrong + '=sparse_attention', 'cpu', ())\n"
+        "    told = Request(None, 'test_conformance_command:' + wrong + '=sparse_attention', 'cpu', ())\n"
         "    for each in run_isolated(cases, told, wrong, jobs=1, timeout_s=6):\n"
         "        print(json.dumps([each.case_id, each.status, each.detail]))\n"
     )
@@ -168,7 +168,7 @@ def test_a_crash_and_a_hang_are_one_cases_outcome() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    lacking = "test_conformance:dies=sparse_attention has no compressed_rows"
+    lacking = "test_conformance_command:dies=sparse_attention has no compressed_rows"
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         ["A4", "failed", "the process ended with 7"],
         ["C2", "not applicable", lacking],
