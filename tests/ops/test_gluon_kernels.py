@@ -44,9 +44,9 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     tiled = rows == 64
     form = (
-        {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0, "PREFETCH": heads == 36}
+        {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0}
         if tiled
-        else {"HEADS": rows, "BUFFERS": 2 + heads % 2, "AHEAD": heads % 2 == 1}
+        else {"HEADS": rows, "BUFFERS": 2 + heads % 2}
     )
     launch(
         LANGUAGE, TILES.tiles_kernel if tiled else COLUMNS.columns_kernel, schedule.programs,

@@ -40,9 +40,6 @@ TILE_PRODUCER_REGISTERS = 72
 COLUMN_PRODUCER_REGISTERS = 136
 # Blocks of rows in shared memory: three where 32 heads leave the room.
 COLUMN_BUFFERS = {16: 3, 32: 2}
-PREFETCH = False
-GUARD = True
-COLUMN_AHEAD = {16: False, 32: False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +188,7 @@ def _launch(
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
-        **_form(schedule), **(_options() if kernel is tiles_kernel else {}), num_warps=4,
+        **_form(schedule), num_warps=4,
     )  # fmt: skip
     if not schedule.cut:
         return
@@ -231,13 +228,8 @@ def _form(schedule: Schedule) -> dict[str, Any]:
     return {
         "HEADS": schedule.heads,
         "BUFFERS": COLUMN_BUFFERS[schedule.heads],
-        "AHEAD": COLUMN_AHEAD[schedule.heads],
         "PRODUCER_REGISTERS": COLUMN_PRODUCER_REGISTERS,
     }
-
-
-def _options() -> dict[str, Any]:
-    return {"PREFETCH": PREFETCH, "GUARD": GUARD}
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:

@@ -178,12 +178,9 @@ def main_part(
     H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s, bias_s,
     exchange, noticed, ready, free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
-    BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup of both products and of the softmax.
-
-    AHEAD: the next block's scores are computed beside this block's softmax.
-    """
+    """The warpgroup of both products and of the softmax."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = scale * (LOG2E / LIFT)
@@ -203,22 +200,9 @@ def main_part(
         total = gl.zeros([KEYS, HEADS], gl.float32, L)
         left = gl.zeros([HALF, HEADS], gl.float32, L)
         right = gl.zeros([HALF, HEADS], gl.float32, L)
-        if AHEAD:
+        for _ in range(first, last):
             scores = _ask(q_s, k_left, k_right, ready, done, HEADS, BUFFERS, L)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            for _ in range(first + 1, last):
-                upcoming = _ask(q_s, k_left, k_right, ready, done + 1, HEADS, BUFFERS, L)
-                buffer = done % BUFFERS
-                p, decay, highest = _weights(
-                    scores, bias_s.index(buffer), highest, factor, p_s, exchange, HEADS, L
-                )
-                total = total * decay + p
-                left, right = _weigh(
-                    k_left.index(buffer), k_right.index(buffer), p_s, left * decay, right * decay
-                )
-                scores, left, right = warpgroup_mma_wait(0, deps=[upcoming, left, right])
-                mbarrier.arrive(free.index(buffer), count=1)
-                done += 1
             buffer = done % BUFFERS
             p, decay, highest = _weights(
                 scores, bias_s.index(buffer), highest, factor, p_s, exchange, HEADS, L
@@ -230,21 +214,6 @@ def main_part(
             left, right = warpgroup_mma_wait(0, deps=[left, right])
             mbarrier.arrive(free.index(buffer), count=1)
             done += 1
-        else:
-            for _ in range(first, last):
-                scores = _ask(q_s, k_left, k_right, ready, done, HEADS, BUFFERS, L)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                buffer = done % BUFFERS
-                p, decay, highest = _weights(
-                    scores, bias_s.index(buffer), highest, factor, p_s, exchange, HEADS, L
-                )
-                total = total * decay + p
-                left, right = _weigh(
-                    k_left.index(buffer), k_right.index(buffer), p_s, left * decay, right * decay
-                )
-                left, right = warpgroup_mma_wait(0, deps=[left, right])
-                mbarrier.arrive(free.index(buffer), count=1)
-                done += 1
         sums = gl.sum(total, 0)
         top = highest * factor - SHIFT
         channel = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, L)), 1)
@@ -291,8 +260,7 @@ def columns_kernel(
     TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
-    HEADS: gl.constexpr, BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the file; HEADS is 16 or 32. Other arguments are those of ``tiles_kernel``."""
     if SPLIT:
@@ -334,7 +302,7 @@ def columns_kernel(
                 lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
                 sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left,
                 k_right, p_s, bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD,
-                HEADS, BUFFERS, AHEAD,
+                HEADS, BUFFERS,
             )),
             (_even_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
             (_odd_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
@@ -361,9 +329,7 @@ def builds(target: Target) -> Iterator[Build]:
                 f"{heads} heads {' '.join(way)}".strip(),
                 columns_kernel,
                 ARGUMENT_TYPES,
-                {"HEADS": heads, "BUFFERS": buffers, "AHEAD": False, "PRODUCER_REGISTERS": 136}
-                | BUILT
-                | way,
+                {"HEADS": heads, "BUFFERS": buffers, "PRODUCER_REGISTERS": 136} | BUILT | way,
                 divisible=("q_token", "out_token"),
                 matrix=True,
                 spills=_SPILLS,

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anymla.ops.sparse_attention.gluon_sm90_lists import (
-    DATA,
     KEYS,
     NOPE,
     address,
@@ -33,9 +32,6 @@ _LOAD = gl.constexpr(
     "{ .reg .pred q; setp.ne.s32 q, $5, 0; "
     "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
     "@q ld.global.nc.L1::evict_last.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4]; }"
-)
-_PREFETCH = gl.constexpr(
-    "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
 )
 _DECODE = gl.constexpr(
     "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
@@ -70,14 +66,6 @@ def _load(address, there):
         _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def _prefetch(address, there):
-    """Bring the lines at these addresses into the L2 cache."""
-    gl.inline_asm_elementwise(
-        _PREFETCH, "=r,l,r", [address, there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -179,7 +167,7 @@ def _first_slots(
 def produce(
     lists, share, left, right, bias, ready, free,
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
-    TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1, PREFETCH: gl.constexpr = False,
+    TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1,
 ):  # fmt: skip
     """Fill the buffers with the blocks of all pieces.
 
@@ -201,7 +189,6 @@ def produce(
         BUFFERS: number of buffers.
         TURN: see above.
         TURNS: see above.
-        PREFETCH: bring a piece's second block into the L2 cache while its first is on its way.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
@@ -225,10 +212,6 @@ def produce(
         x6 = _load(at + 384, there)
         y0 = _load(at + NOPE, there)
         y1 = _load(at + NOPE + 64, there)
-        if PREFETCH:
-            second, data, marks = address(upcoming, own + TURNS < blocks0, lists)
-            _prefetch(gl.expand_dims(data, 1) + lane * 8, gl.expand_dims(second, 1))
-            _prefetch(gl.expand_dims(data, 1) + (DATA - 16) + lane * 0, gl.expand_dims(second, 1))
         for block in range(own, last, TURNS):
             place = before + block - first
             buffer = place % BUFFERS

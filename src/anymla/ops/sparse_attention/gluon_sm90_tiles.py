@@ -135,7 +135,7 @@ def _leave_main(y, sums, top, free, part_ptr, sums_ptr, slot, tile, head, H, L: 
 def right_part(
     lists, share, q_ptr, out_ptr, part_ptr, marks_ptr, H, q_token, out_token,
     q_words, k_right, stage, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
-    Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, GUARD: gl.constexpr,
+    Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of P V, channels 256 .. 511."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -148,9 +148,7 @@ def right_part(
         words = load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
         fence_async_shared()
         mbarrier.arrive(q_ready, count=1)
-        wrong = tile * 0
-        if GUARD:
-            wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 1)
+        wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         for block in range(first, last):
             buffer = done % 2
@@ -172,9 +170,8 @@ def right_part(
         handed += 1
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
         # Infinities of the tail do not always reach the sums.
-        if GUARD:
-            tail = gl.where(gl.expand_dims(column, 0) < NOPE - HALF, 0.0, acc)
-            note(marks_ptr, mark, wrong | not_finite(tail), noticed, 1)
+        tail = gl.where(gl.expand_dims(column, 0) < NOPE - HALF, 0.0, acc)
+        note(marks_ptr, mark, wrong | not_finite(tail), noticed, 1)
         lifted = gl.expand_dims(gl.where(column < NOPE - HALF, 1.0 / LIFT, 1.0), 0)
         y = acc * gl.expand_dims(factor, 1) * lifted
         buffer = (done + 1) % 2
@@ -200,7 +197,7 @@ def main_part(
     lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
     H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, stage,
     p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free, q_ready, q_free,
-    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, GUARD: gl.constexpr,
+    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of Q K, the softmax, and P V of channels 0 .. 255."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -215,9 +212,7 @@ def main_part(
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
         words = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
         fence_async_shared()
-        wrong = tile * 0
-        if GUARD:
-            wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 0)
+        wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 0)
         head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
         sink = load_sink(sink_ptr, head, H, SINK)
         mbarrier.wait(q_ready, k & 1)
@@ -296,18 +291,17 @@ def main_part(
             _leave_main(
                 y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
             )
-        if GUARD:
-            note(marks_ptr, mark, wrong | not_finite(sums), noticed, 0)
+        note(marks_ptr, mark, wrong | not_finite(sums), noticed, 0)
 
 
 @gluon.jit
-def _low_rows(lists, share, left, right, bias, ready, free, PREFETCH: gl.constexpr):
-    produce(lists, share, left, right, bias, ready, free, 32, 0, 2, 0, 1, PREFETCH)
+def _low_rows(lists, share, left, right, bias, ready, free):
+    produce(lists, share, left, right, bias, ready, free, 32, 0, 2)
 
 
 @gluon.jit
-def _high_rows(lists, share, left, right, bias, ready, free, PREFETCH: gl.constexpr):
-    produce(lists, share, left, right, bias, ready, free, 32, 32, 2, 0, 1, PREFETCH)
+def _high_rows(lists, share, left, right, bias, ready, free):
+    produce(lists, share, left, right, bias, ready, free, 32, 32, 2)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -321,7 +315,6 @@ def tiles_kernel(
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    PREFETCH: gl.constexpr = False, GUARD: gl.constexpr = True,
 ):  # fmt: skip
     """See the file.
 
@@ -373,27 +366,26 @@ def tiles_kernel(
                 lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
                 sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, k_left,
                 k_right, out_left, p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free,
-                q_ready, q_free, SINK, Q_HEAD, OUT_HEAD, GUARD,
+                q_ready, q_free, SINK, Q_HEAD, OUT_HEAD,
             )),
             (right_part, (
                 lists, share, q_ptr, out_ptr, part_ptr, marks_ptr, H, q_token, out_token,
                 q_words, k_right, out_right, p_s, decay_s, noticed, free, p_ready,
-                p_free, q_ready, q_free, Q_HEAD, OUT_HEAD, GUARD,
+                p_free, q_ready, q_free, Q_HEAD, OUT_HEAD,
             )),
-            (_low_rows, (lists, share, left, right, bias_s, ready, free, PREFETCH)),
-            (_high_rows, (lists, share, left, right, bias_s, ready, free, PREFETCH)),
+            (_low_rows, (lists, share, left, right, bias_s, ready, free)),
+            (_high_rows, (lists, share, left, right, bias_s, ready, free)),
         ],
         [4, 4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-    if GUARD:
-        found = gl.max(noticed.index(0).load(ONE) | noticed.index(1).load(ONE), 0)
-        if found != 0:
-            rescan(
-                lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
-                q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, q_words, left, p_s,
-                HEADS, SINK,
-            )  # fmt: skip
+    found = gl.max(noticed.index(0).load(ONE) | noticed.index(1).load(ONE), 0)
+    if found != 0:
+        rescan(
+            lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+            q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, q_words, left, p_s,
+            HEADS, SINK,
+        )  # fmt: skip
 
 
 def build(label: str, **constants: object) -> Build:
@@ -402,15 +394,7 @@ def build(label: str, **constants: object) -> Build:
         label,
         tiles_kernel,
         ARGUMENT_TYPES,
-        {
-            "TILES": 1,
-            "RIGHT_REGISTERS": 160,
-            "PRODUCER_REGISTERS": 72,
-            "PREFETCH": False,
-            "GUARD": True,
-        }
-        | BUILT
-        | constants,
+        {"TILES": 1, "RIGHT_REGISTERS": 160, "PRODUCER_REGISTERS": 72} | BUILT | constants,
         divisible=("q_token", "out_token"),
         matrix=True,
         spills=_SPILLS,
