@@ -160,7 +160,8 @@ def test_a_crash_and_a_hang_are_one_cases_outcome() -> None:
         "import json\n"
         "for wrong, names in (('dies', ('A4', 'C2')), ('hangs', ('A4',))):\n"
         "    cases = [load_cases()[name] for name in names]\n"
-        "    told = Request(None, 'test_conformance_command:' + wrong + '=sparse_attention', 'cpu', ())\n"
+        "    named = 'test_conformance_command:' + wrong + '=sparse_attention'\n"
+        "    told = Request(None, named, 'cpu', ())\n"
         "    for each in run_isolated(cases, told, wrong, jobs=1, timeout_s=6):\n"
         "        print(json.dumps([each.case_id, each.status, each.detail]))\n"
     )

@@ -13,7 +13,7 @@ from anymla.bench.cpu import parts
 from anymla.bench.decode import PeerMissing
 from anymla.bench.environment import environment
 from anymla.bench.report import append_rows, table
-from anymla.cli import bench_gpu, bench_layer, bench_prefill, bench_report
+from anymla.cli import bench_attention, bench_gpu, bench_layer, bench_prefill, bench_report
 
 _PARTS = ("machine", "attention", "decode", "context", "memory")
 
@@ -73,6 +73,7 @@ command.add_command(bench_gpu.gpu)
 command.add_command(bench_gpu.indexer)
 command.add_command(bench_layer.layer)
 command.add_command(bench_layer.model)
+command.add_command(bench_attention.attention)
 command.add_command(bench_prefill.prefill)
 command.add_command(bench_gpu.build_matrix)
 command.add_command(bench_report.report)
