@@ -94,6 +94,24 @@ def test_other_machines_say_what_they_need(monkeypatch):
     assert "9.0" in asked().reason
 
 
+def test_lists_without_lengths_get_endless_ones(monkeypatch):
+    pytest.importorskip("triton")
+    launcher = pytest.importorskip("anymla.ops.sparse_attention.gluon_sm90_attention")
+    capturing = [True]
+    monkeypatch.setattr(launcher, "_endless", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    cpu = torch.device("cpu")
+    given = torch.tensor([3], dtype=torch.int32)
+    assert launcher._lengths(given, 1, cpu) is given
+    assert launcher._lengths(None, 1, cpu) is None
+    capturing[0] = False
+    for tokens in (1, 5000, 20):
+        made = launcher._lengths(None, tokens, cpu)
+        assert made.dtype == torch.int32
+        assert made.tolist() == [2**31 - 1] * tokens
+
+
 # What they compute ------------------------------------------------------------------------------
 
 

@@ -100,9 +100,12 @@ def sparse_attention(
         out = torch.empty((tokens, heads, _CHANNELS), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens and heads:
+        given_lengths = lengths is not None or extra_lengths is not None
         q = q if _aligned(q) else q.clone(memory_format=torch.contiguous_format)
+        lengths = _lengths(lengths, tokens, q.device)
         scopes = [Scope.of(k_cache, indices, lengths)]
         if extra_cache is not None and extra_indices is not None:
+            extra_lengths = _lengths(extra_lengths, tokens, q.device)
             scopes.append(Scope.of(extra_cache, extra_indices, extra_lengths))
         sink = None if sink is None else sink.float().contiguous()
         scale = channels**-0.5 if scale is None else scale
@@ -111,12 +114,32 @@ def sparse_attention(
             heads,
             tuple(scope.width for scope in scopes),
             multiprocessors(q.device),
-            lengths=any(scope.lengths is not None for scope in scopes),
+            lengths=given_lengths,
             batch_invariant=batch_invariant,
         )
         empty = float("-inf") if empty_lse is None else empty_lse
         attend(q, scopes, sink, scale, empty, schedule, out, lse)
     return (out if given is None or given is out else given.copy_(out)), lse
+
+
+_endless: dict[torch.device, Tensor] = {}
+
+
+def _lengths(lengths: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:
+    """Lengths of lists; for full ones numbers that the kernels cut to the lists' width.
+
+    With 128 heads on an H200 the kernels without lengths take an eighth longer than those with.
+    """
+    if lengths is not None:
+        return lengths
+    found = _endless.get(device)
+    if found is None or len(found) < tokens:
+        if torch.cuda.is_current_stream_capturing():
+            return None  # what a graph writes is not there before it runs
+        found = torch.full((max(4096, 2 * tokens),), _LARGEST_INT32, dtype=torch.int32).to(device)
+        torch.cuda.synchronize(device)
+        _endless[device] = found
+    return found[:tokens]
 
 
 def _aligned(x: Tensor) -> bool:
