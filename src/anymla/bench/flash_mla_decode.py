@@ -239,7 +239,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         peer = row.get("flash_mla_microseconds")
         cells = [
-            row["label"],
+            row.get("case") or row["label"],
             f"{peer:.1f}" if peer else "",
             f"{row['microseconds']:.1f}",
             f"{row['ratio']:.2f}" if row.get("ratio") else "",
