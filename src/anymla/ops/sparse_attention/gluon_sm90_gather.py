@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from anymla.ops.sparse_attention.float16_range import LIFT as LIFT_EXPONENT
+from anymla.ops.sparse_attention.float16_range import exact_scale_bytes
 from anymla.ops.sparse_attention.gluon_sm90_lists import (
     KEYS,
     NOPE,
@@ -25,7 +27,8 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     slots_of,
 )
 
-LIFT = gl.constexpr(128.0)
+LIFT = gl.constexpr(2.0**LIFT_EXPONENT)
+assert exact_scale_bytes(LIFT_EXPONENT) == (105, 127)  # what ``_inexact`` looks for
 MASKED = gl.constexpr(-1e30)
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
 _LOAD = gl.constexpr(
