@@ -12,10 +12,10 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8")
 
 
 def test_the_readme_has_examples():
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["model", "operation"])
+@pytest.mark.parametrize("code", EXAMPLES, ids=["names", "model", "operation"])
 def test_example_runs(code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if 'load_model("tiny")' in code:
