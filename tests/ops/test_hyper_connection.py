@@ -162,8 +162,11 @@ def test_backends_agree(backend: str, tokens: int, dtype: torch.dtype) -> None:
     assert (y.dtype, post.dtype, comb.dtype) == (dtype, gate, gate)
     # Gates: a product over N D = 192 channels and sigmoid or exp of it: absolute errors of
     # some ulps; Sinkhorn divides 39 times, half an ulp and the sum's rounding each time.
-    assert_close(post, want[1], atol=ulps(gate, 16), name="post")
-    assert_close(comb, want[2], atol=ulps(gate, 32), name="comb")
+    # On tensor cores a float16 goes in as two parts and a weight as three, and the sums of their
+    # six products are cut off rather than rounded: up to a whole ulp each time instead of a half.
+    cut = 2 if backend == "triton" and dtype == torch.float16 else 1
+    assert_close(post, want[1], atol=ulps(gate, 16) * cut, name="post")
+    assert_close(comb, want[2], atol=ulps(gate, 32) * cut, name="comb")
     # y: the gates' error on 4 streams of magnitude up to 4, and one rounding.
     assert_close(y, want[0], atol=ulps(gate, 64), rtol=ulps(dtype, 0.5), name="y")
 
@@ -264,16 +267,14 @@ def test_many_tokens_equal_few() -> None:
 
 @no_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_rows_and_many_tokens_in_kernels(
+def test_long_rows_and_many_tokens_by_triton(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Tiles that a short row does not reach: D in several tiles of each kernel, gates by a kernel
-    # of their own, and the last tiles not full.
-    from anymla.ops.hyper_connection import triton_collapse, triton_mix, triton_streams
+    # Tiles that a short row does not reach: D in several tiles of each kernel, the last not full.
+    from anymla.ops.hyper_connection import triton_collapse, triton_mix
 
     monkeypatch.setattr(triton_collapse, "_WIDEST", 128)
     monkeypatch.setattr(triton_mix, "_FEW_TOKENS", 5)
-    monkeypatch.setattr(triton_streams, "_FEW_TOKENS", 5)
     before, after = site(37, d=200, dtype=dtype), site(37, d=200, dtype=dtype)
     weights = {name: after[name] for name in ("fn", "base", "scale")}
     norm_weight = 1 + 0.1 * torch.randn(200)

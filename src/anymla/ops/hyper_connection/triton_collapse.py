@@ -4,8 +4,7 @@ Grid: tokens, the last first: what a kernel before wrote last is still cached.
 
     COLUMNS of each of the N streams -> y; all of D at once up to 8192 channels
 
-With GATES the program also finishes its token's gates, which saves a launch while tokens are few.
-A token's gates are scalars, which every thread has: no layout has to be changed for them.
+The program finishes its token's gates first: all of its threads do, and none waits for another.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from torch import Tensor
 
 from anymla.ops._triton import Build, Target
 from anymla.ops.hyper_connection.triton_gates import (
-    SLICES_OF_MANY,
-    load_columns,
     mixes_of_one,
     pre_gates,
     store_gates,
 )
-from anymla.ops.hyper_connection.triton_mix import FEW_SLICE
+from anymla.ops.hyper_connection.triton_mix import FEW_SLICE, MANY_SLICE
 
 _WIDEST = 8192
 
@@ -66,7 +63,6 @@ def _store_normed(y, out, weight, first, inverse, D: tl.constexpr, C: tl.constex
 @triton.jit(do_not_specialize=["iters", "token_stride", "slice_stride", "mix_stride"])
 def collapse_kernel(
     h,
-    pre,
     partial,
     base,
     scale,
@@ -82,13 +78,12 @@ def collapse_kernel(
     mix_stride,
     N: tl.constexpr,
     D: tl.constexpr,
-    GATES: tl.constexpr,
     MIXES: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A token: y, normalised if there is a norm_weight; with GATES its gates."""
+    """A token: its gates, and y, normalised if there is a norm_weight."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     exists = row >= 0
     h += row * (N * D)
@@ -96,16 +91,11 @@ def collapse_kernel(
     if COLUMNS >= D:
         # Under way while the gates are finished.
         streams = _load(h, 0, N, D, COLUMNS)
-    if GATES:
-        partial += row * token_stride
-        mixes = mixes_of_one(
-            partial, slice_stride, mix_stride, norm_eps, MIXES, N * D, SLICES, BLOCK_S
-        )
-        gates = pre_gates(mixes, base, scale, hc_eps, N)
-        if MIXES > N:
-            store_gates(mixes, base, scale, post, comb, row, exists, hc_eps, iters, N)
-    else:
-        gates = load_columns(pre, row, exists, N)
+    partial += row * token_stride
+    mixes = mixes_of_one(partial, slice_stride, mix_stride, norm_eps, MIXES, N * D, SLICES, BLOCK_S)
+    gates = pre_gates(mixes, base, scale, hc_eps, N)
+    if MIXES > N:
+        store_gates(mixes, base, scale, post, comb, row, exists, hc_eps, iters, N)
     if COLUMNS >= D:
         value = _collapsed(streams, gates, N)
         wide = value.to(tl.float32)
@@ -127,26 +117,24 @@ def collapse_kernel(
 def launch_collapse(
     h: Tensor,
     y: Tensor,
+    partial: Tensor,
+    base: Tensor,
+    scale: Tensor,
     *,
-    pre: Tensor | None = None,
-    partial: Tensor | None = None,
-    base: Tensor | None = None,
-    scale: Tensor | None = None,
+    mixes: int,
+    norm_eps: float,
+    hc_eps: float,
     norm_weight: Tensor | None = None,
     post: Tensor | None = None,
     comb: Tensor | None = None,
-    mixes: int = 0,
-    norm_eps: float = 0.0,
-    hc_eps: float = 0.0,
     iters: int = 1,
 ) -> None:
-    """Fill y [T, D] from contiguous h [T, N, D] and either ``pre`` or ``partial`` mixes."""
+    """Fill y [T, D], and post and comb if there are any, from contiguous h [T, N, D] and mixes."""
     tokens, n, d = h.shape
     columns, num_warps = columns_of(d)
-    slices = 1 if partial is None else partial.shape[1]
+    slices = partial.shape[1]
     collapse_kernel[(tokens,)](
         h,
-        pre,
         partial,
         base,
         scale,
@@ -157,10 +145,9 @@ def launch_collapse(
         norm_eps,
         hc_eps,
         iters,
-        *((0, 0, 0) if partial is None else partial.stride()),
+        *partial.stride(),
         N=n,
         D=d,
-        GATES=partial is not None,
         MIXES=mixes,
         SLICES=slices,
         BLOCK_S=triton.next_power_of_2(slices),
@@ -170,14 +157,12 @@ def launch_collapse(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro: with their gates or given them, with a norm or without, and the head."""
+    """Flash and Pro, few and many tokens: with a norm or without, and the head."""
     for d in (4096, 7168):
         for dtype in ("bf16", "fp16", "fp32") if d == 4096 else ("bf16", "fp32"):
-            for norm in (False, True):
-                yield _build(d, dtype, 0, norm, 1)
-                yield _build(d, dtype, 24, norm, d // FEW_SLICE)
-            for width in SLICES_OF_MANY if dtype == "bf16" else (256,):
-                yield _build(d, dtype, 4, False, d // width)
+            for width in (FEW_SLICE, MANY_SLICE):
+                for mixes, norm in ((24, False), (24, True), (4, False)):
+                    yield _build(d, dtype, mixes, norm, d // width)
 
 
 def _build(d: int, dtype: str, mixes: int, norm: bool, slices: int) -> Build:
@@ -187,14 +172,13 @@ def _build(d: int, dtype: str, mixes: int, norm: bool, slices: int) -> Build:
     types = {"h": f"*{dtype}", "y": f"*{dtype}", **numbers}
     if norm:
         types["norm_weight"] = f"*{dtype}"
-    given = ("partial", "base", "scale") if mixes else ("pre",)
+    given = ("partial", "base", "scale")
     results = ("post", "comb") if mixes > 4 else ()
     types |= dict.fromkeys((*given, *results), "*fp32")
-    pointers = ("pre", "partial", "base", "scale", "norm_weight", "post", "comb")
+    pointers = ("partial", "base", "scale", "norm_weight", "post", "comb")
     sizes = {
         "N": 4,
         "D": d,
-        "GATES": mixes > 0,
         "MIXES": mixes,
         "SLICES": slices,
         "BLOCK_S": triton.next_power_of_2(slices),

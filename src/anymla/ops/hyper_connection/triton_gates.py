@@ -1,26 +1,15 @@
-"""The gates of a site inside kernels: a tuple of scalars, or of vectors with a token a lane.
+"""The gates of a site inside kernels: scalars, or with ``load_columns`` vectors, in tuples.
 
-Sinkhorn's forty normalisations of a token's N x N matrix then need no communication at all.
+Sinkhorn's forty normalisations of a token's N x N matrix then need no communication at all, and
+every thread has every gate without a change of layout.
 
-Grid of the kernel: blocks of tokens.
-
-    partial [slices, P, T] -> sum over slices -> N pre, N post, N x N comb
+    partial [T, slices, P] -> sum over slices -> N pre, N post, N x N comb
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from anymla.ops._triton import Build, Target
-
-# One warp's lanes on most targets: more tokens a program would leave too few programs.
-TOKENS = 32
-# Channels of the slices whose partial mixes are added up.
-SLICES_OF_MANY = (128, 256, 512)
 
 
 @triton.jit
@@ -62,39 +51,6 @@ def mixes_of_one(
     mixes = ()
     for i in tl.static_range(COUNT):
         mixes += (_summed(partial + i * mix_stride, slice_stride, SLICES, BLOCK_S) * inverse,)
-    return mixes
-
-
-@triton.jit
-def _mixes_of_many(
-    partial,
-    tokens,
-    rows,
-    inside,
-    norm_eps,
-    COUNT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SLICES: tl.constexpr,
-    P: tl.constexpr,
-):
-    """As ``mixes_of_one`` for tokens ``rows`` [n]: tokens are lanes, and slices pass one by one."""
-    slice_stride = tokens.to(tl.int64) * P
-    totals = ()
-    for _ in tl.static_range(COUNT + 1):
-        totals += (tl.zeros(rows.shape, tl.float32),)
-    for first in range(0, SLICES, 4):
-        # Four slices at a time, whose loads wait together.
-        for further in tl.static_range(4):
-            slice_at = partial + (first + further) * slice_stride + rows
-            mask = inside & (first + further < SLICES)
-            sums = ()
-            for i in tl.static_range(COUNT + 1):
-                sums += (totals[i] + tl.load(slice_at + i * tokens, mask=mask, other=0.0),)
-            totals = sums
-    inverse = tl.rsqrt(totals[COUNT] / CHANNELS + norm_eps)
-    mixes = ()
-    for i in tl.static_range(COUNT):
-        mixes += (totals[i] * inverse,)
     return mixes
 
 
@@ -197,83 +153,3 @@ def store_gates(
     store_columns(post, rows, inside, _post_gates(mixes, base, scale, N), 0, N)
     gates = _comb_gates(mixes, base, scale, hc_eps, iters, N)
     store_columns(comb, rows, inside, gates, 0, N * N)
-
-
-@triton.jit(do_not_specialize=["tokens", "iters"])
-def gates_kernel(
-    partial,
-    base,
-    scale,
-    pre,
-    post,
-    comb,
-    tokens,
-    norm_eps,
-    hc_eps,
-    iters,
-    N: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SLICES: tl.constexpr,
-    P: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """A block of tokens: its three kinds of gates."""
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = token < tokens
-    rows = token.to(tl.int64)
-    mixes = _mixes_of_many(
-        partial, tokens, rows, inside, norm_eps, (2 + N) * N, CHANNELS, SLICES, P
-    )
-    store_columns(pre, rows, inside, pre_gates(mixes, base, scale, hc_eps, N), 0, N)
-    store_gates(mixes, base, scale, post, comb, rows, inside, hc_eps, iters, N)
-
-
-def launch_gates(
-    partial: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    pre: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    *,
-    channels: int,
-    norm_eps: float,
-    hc_eps: float,
-    iters: int,
-) -> None:
-    """Fill pre [T, N], post [T, N] and comb [T, N, N] from partial [T, slices, P], T innermost."""
-    tokens, slices, width = partial.shape
-    assert partial.stride(0) == 1
-    gates_kernel[(triton.cdiv(tokens, TOKENS),)](
-        partial,
-        base,
-        scale,
-        pre,
-        post,
-        comb,
-        tokens,
-        norm_eps,
-        hc_eps,
-        iters,
-        N=pre.shape[1],
-        CHANNELS=channels,
-        SLICES=slices,
-        P=width,
-        ROWS=TOKENS,
-        num_warps=1,
-    )
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Four streams of Flash and Pro."""
-    pointers = dict.fromkeys(("partial", "base", "scale", "pre", "post", "comb"), "*fp32")
-    numbers = {"tokens": "i32", "norm_eps": "fp32", "hc_eps": "fp32", "iters": "i32"}
-    for d, slices in ((d, d // width) for d in (4096, 7168) for width in SLICES_OF_MANY):
-        sizes = {"N": 4, "CHANNELS": 4 * d, "SLICES": slices, "P": 32, "ROWS": TOKENS}
-        yield Build(
-            f"D {d}, {slices} slices",
-            gates_kernel,
-            pointers | numbers,
-            sizes,
-            num_warps=1,
-        )

@@ -12,7 +12,9 @@ Grid: (blocks of tokens, slices of D).
 With EXPAND the program first leaves the site before: it makes the N streams h' of its slice from u,
 h and that site's gates, stores them, and goes on with them as rounded.
 
-Many tokens of bfloat16 have a kernel of their own, in ``triton_bulk``.
+Streams go to the tensor cores through registers. Multiplied from where they are loaded to, as
+Hopper can, they are lost: their squares are a second use, for which Triton 3.6 keeps one buffer
+too few, and what is loaded next arrives while the product before is still being formed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._triton import Build, Target
-from anymla.ops.hyper_connection.triton_bulk import launch_bulk
 from anymla.ops.hyper_connection.triton_gates import load_columns
 from anymla.ops.hyper_connection.triton_tiles import expand, load_streams
 from anymla.ops.workspace import scratch
@@ -35,7 +36,7 @@ from anymla.ops.workspace import scratch
 _FEW_TOKENS = 128
 # Channels of a slice. With few tokens many slices, but at D 4096 no more than a warp's lanes.
 FEW_SLICE = 128
-_MANY_SLICE = 256
+MANY_SLICE = 512
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -57,7 +58,7 @@ def config(tokens: int, d: int, dtype: torch.dtype) -> MixConfig:
     few = tokens <= _FEW_TOKENS
     whole = dtype == torch.bfloat16
     columns = min(32 if whole else 16, max(16, triton.next_power_of_2(d)))
-    chunks = min((FEW_SLICE if few else _MANY_SLICE) // columns, triton.cdiv(d, columns))
+    chunks = min((FEW_SLICE if few else MANY_SLICE) // columns, triton.cdiv(d, columns))
     return MixConfig(16, columns, chunks, 8 if whole else 4)
 
 
@@ -77,7 +78,6 @@ def mix_kernel(
     MIXES: tl.constexpr,
     P: tl.constexpr,
     EXPAND: tl.constexpr,
-    TOKENS_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -113,14 +113,9 @@ def mix_kernel(
             )
             total = exact_dot(stream, weights, total)
     there = inside[:, None] & (mix < MIXES)[None, :]
-    if TOKENS_LAST:
-        at = partial + tl.program_id(1).to(tl.int64) * P * tokens + token
-        tl.store(at[:, None] + (mix * tokens)[None, :], total, there)
-        tl.store(at + MIXES * tokens, tl.sum(square, 1), inside)
-    else:
-        at = partial + (rows * tl.num_programs(1) + tl.program_id(1)) * P
-        tl.store(at[:, None] + mix[None, :], total, there)
-        tl.store(at + MIXES, tl.sum(square, 1), inside)
+    at = partial + (rows * tl.num_programs(1) + tl.program_id(1)) * P
+    tl.store(at[:, None] + mix[None, :], total, there)
+    tl.store(at + MIXES, tl.sum(square, 1), inside)
 
 
 def launch_mix(
@@ -135,21 +130,15 @@ def launch_mix(
     """Partial mixes of contiguous streams h [T, N, D], or of those that replace them in ``out``.
 
     Returns:
-        float32 [T, slices, P], for many tokens with T last in memory: a slice's share of the mixes,
-        in column len(fn) its sum of squares, and nothing beyond.
+        float32 [T, slices, P]: a slice's share of the mixes, in column len(fn) its sum of squares,
+        and nothing beyond.
     """
     tokens, n, d = h.shape
-    many = tokens > _FEW_TOKENS
-    if many and h.dtype == torch.bfloat16:
-        return launch_bulk(h, fn, u=u, post=post, comb=comb, out=out)
     chosen = config(tokens, d, h.dtype)
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
-    if many:
-        partial = scratch((slices, width, tokens), fn.dtype, fn.device).permute(2, 0, 1)
-    else:
-        partial = scratch((tokens, slices, width), fn.dtype, fn.device)
+    partial = scratch((tokens, slices, width), fn.dtype, fn.device)
     mix_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
         u,
         h,
@@ -165,7 +154,6 @@ def launch_mix(
         MIXES=mixes,
         P=width,
         EXPAND=out is not None,
-        TOKENS_LAST=many,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         num_warps=chosen.num_warps,
@@ -174,17 +162,15 @@ def launch_mix(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro, few and many tokens, alone and after another site, and the head."""
+    """Flash and Pro, alone and after another site, and the head; tiles are those of any tokens."""
     for d in (4096, 7168):
-        for tokens in (1, 1 + _FEW_TOKENS):
-            dtypes = ["bf16"] * (tokens == 1) + ["fp16", "fp32"] * (d == 4096)
-            for dtype in dtypes:
-                for mixes, expands in ((24, False), (24, True), (4, False)):
-                    yield _build(target, d, tokens, dtype, mixes, expands)
+        for dtype in ("bf16", "fp16", "fp32") if d == 4096 else ("bf16",):
+            for mixes, expands in ((24, False), (24, True), (4, False)):
+                yield _build(target, d, dtype, mixes, expands)
 
 
-def _build(target: Target, d: int, tokens: int, dtype: str, mixes: int, expands: bool) -> Build:
-    chosen = config(tokens, d, _DTYPES[dtype])
+def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool) -> Build:
+    chosen = config(1, d, _DTYPES[dtype])
     types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", "tokens": "i32", "chunks": "i32"}
     absent = {}
     before = {"u": f"*{dtype}", "out": f"*{dtype}", "post": "*fp32", "comb": "*fp32"}
@@ -198,13 +184,11 @@ def _build(target: Target, d: int, tokens: int, dtype: str, mixes: int, expands:
         "MIXES": mixes,
         "P": max(16, triton.next_power_of_2(mixes + 1)),
         "EXPAND": expands,
-        "TOKENS_LAST": tokens > _FEW_TOKENS,
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
     }
-    order = "few" if tokens <= _FEW_TOKENS else "many"
     return Build(
-        f"{dtype} D {d}, {order} tokens, {mixes} mixes{', expand' * expands}",
+        f"{dtype} D {d}, {mixes} mixes{', expand' * expands}",
         mix_kernel,
         types,
         absent | sizes,

@@ -1,8 +1,7 @@
-"""Sites of hyper-connections: two launches for few tokens, three for many.
+"""Sites of hyper-connections, in two launches.
 
     mix       slices of D: h' (where a site is left before) and its partial mixes
-    gates     only for many tokens: a lane a token
-    collapse  y, or RMSNorm(y); for few tokens it finishes the gates itself
+    collapse  a token: its gates, and y or RMSNorm(y)
 
 All gates of a token depend on its whole row, so one launch would have to be one program a token,
 which for few tokens is slow (one processor would read all weights) and for many reads the weights
@@ -15,12 +14,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops.hyper_connection.triton_collapse import launch_collapse
-from anymla.ops.hyper_connection.triton_gates import launch_gates
 from anymla.ops.hyper_connection.triton_mix import launch_mix
-from anymla.ops.workspace import scratch
-
-# Up to here every program of ``collapse`` repeats its tokens' Sinkhorn in all its warps.
-_FEW_TOKENS = 256
 
 
 def _enter(
@@ -37,25 +31,20 @@ def _enter(
     y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
     post = torch.empty((tokens, n), dtype=torch.float32, device=h.device)
     comb = torch.empty((tokens, n, n), dtype=torch.float32, device=h.device)
-    base, scale = base.contiguous(), scale.contiguous()
-    options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "iters": iters}
-    if tokens <= _FEW_TOKENS:
-        launch_collapse(
-            h,
-            y,
-            partial=partial,
-            base=base,
-            scale=scale,
-            norm_weight=norm_weight,
-            post=post,
-            comb=comb,
-            mixes=(2 + n) * n,
-            **options,
-        )
-        return y, post, comb
-    pre = scratch(tuple(post.shape), post.dtype, post.device)
-    launch_gates(partial, base, scale, pre, post, comb, channels=n * d, **options)
-    launch_collapse(h, y, pre=pre, norm_weight=norm_weight, norm_eps=norm_eps)
+    launch_collapse(
+        h,
+        y,
+        partial,
+        base.contiguous(),
+        scale.contiguous(),
+        norm_weight=norm_weight,
+        post=post,
+        comb=comb,
+        mixes=(2 + n) * n,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+        iters=iters,
+    )
     return y, post, comb
 
 
@@ -125,9 +114,9 @@ def hc_head(
     launch_collapse(
         h,
         y,
-        partial=launch_mix(h, fn.contiguous()),
-        base=base.contiguous(),
-        scale=scale.contiguous(),
+        launch_mix(h, fn.contiguous()),
+        base.contiguous(),
+        scale.contiguous(),
         mixes=n,
         norm_eps=norm_eps,
         hc_eps=hc_eps,

@@ -220,8 +220,8 @@ def combine_kernel(
     pairs, ids, shared, out, offset, experts, n, K: tl.constexpr, BLOCK: tl.constexpr
 ):
     """BLOCK channels of one token."""
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < n
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
@@ -327,7 +327,8 @@ def experts(
             d,
             **options,
         )
-    combine_kernel[(triton.cdiv(d, _COMBINED), tokens)](
+    # Tokens first: only the first axis of a grid holds more than 65,535 programs.
+    combine_kernel[(tokens, triton.cdiv(d, _COMBINED))](
         results, ids, shared, out, expert_offset, count, d, K=k, BLOCK=_COMBINED
     )
     return out
