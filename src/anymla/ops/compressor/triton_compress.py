@@ -231,10 +231,10 @@ def builds(target: Target) -> Iterator[Build]:
         for layout in INDEX_LAYOUTS
         for transformed in (False, True)
     ]
-    for tokens in (1, 1 + FEW_TOKENS):
-        for ratio, overlap, state_entries, entries, layout, transformed in main + index:
-            # The weight's type is of no consequence for the tile.
-            for weight in ("bf16", "fp32") if layout == MAIN_LAYOUTS[0] else ("bf16",):
+    for ratio, overlap, state_entries, entries, layout, transformed in main + index:
+        # The weight's type is of no consequence for the tile.
+        for weight in ("bf16", "fp32") if layout == MAIN_LAYOUTS[0] else ("bf16",):
+            for tokens in (1, 1 + FEW_TOKENS) if ratio == 128 else (1,):
                 given = (ratio, overlap, state_entries, entries, layout, transformed, weight)
                 yield _build(tokens, *given, target)
 

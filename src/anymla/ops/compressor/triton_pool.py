@@ -51,8 +51,10 @@ def config(tokens: int, ratio: int, states: int, channels: int, target: Target) 
     """Thirty-two scores and as many values a thread, if the window has so many."""
     interpreted = target.backend == "cpu"  # which takes its time for every program
     few = tokens <= (2 if interpreted else FEW_TOKENS)
-    span = 1 if few else min(_MOST_SPAN, triton.next_power_of_2(ratio))
     long = states >= _LONG_WINDOW
+    # Where every fourth token closes a window, looking for them takes longer than starting more.
+    blocks = not few and (long or interpreted)
+    span = min(_MOST_SPAN, triton.next_power_of_2(ratio)) if blocks else 1
     # The order of sums must not depend on the number of tokens, so this does not either.
     looked = min(2 * _LONG_WINDOW if long else _MOST_LOOKED, triton.next_power_of_2(states))
     apart = long and not (interpreted and few)
