@@ -306,5 +306,5 @@ def _build(target: Target, weight_format: str, dtype: str, coded: bool, tokens: 
         divisible=("n", "width", "split", "x_stride", "x_scale_stride", "w_bytes_group"),
         matrix=kind != tl.float32,
         # Wide operands that are computed rather than loaded: some registers short of the tile.
-        spills=64 if target.name == "sm_80" and chosen.rows == 128 else 0,
+        spills=64 if target.name == "sm_80" and chosen.rows == 128 else 32 if target.narrow else 0,
     )
