@@ -103,9 +103,10 @@ def test_a_whole_small_model_takes_steps():
     changes = SMALL | {"vocab_size": 300}
     model = random_model("flash", torch.device("cpu"), layers=4, experts=8, changes=changes)
     assert [spec.ratio for spec in model.layer_specs] == [0, 0, 4, 128]
-    results = list(decode_steps(model, "small", (2,), ("fixed", "plain")))
+    given = {"context": 40, "steps": 2}
+    results = list(decode_steps(model, "small", (2,), ("fixed", "plain"), **given))
     assert [result.case for result in results] == [
-        "small, batch 2, fixed",
-        "small, batch 2, plain",
+        "small, batch 2, context 40, fixed",
+        "small, batch 2, context 40, plain",
     ]
-    assert all(result.values["ms"] > 0 for result in results)
+    assert all(result.values["us"] > 0 for result in results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,16 +15,18 @@ from torch.profiler import ProfilerActivity, profile
 
 import anymla.ops
 from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
-from anymla.bench.layer_rival import rival_kernels
-from anymla.bench.layer_setup import MODELS, LayerCase, LayerSetup
+from anymla.bench.layer_rival import rival_kernels, unfused_site
+from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
 from anymla.bench.layer_work import layer_work
 from anymla.bench.report import Result
 from anymla.layers.side_stream import INLINE, SideStream
+from anymla.ops.compile_ahead import compiled_together
 
 PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
 _LAUNCH_US = 3.0
 _FACTOR = 2.5
+_NAME = 48  # characters of a kernel's name that tell it apart
 
 
 def cases(
@@ -53,34 +56,47 @@ def run(
     """
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
-    setup, made = None, None
     device = torch.device("cuda")
     side = SideStream(device) if beside else INLINE
     with torch.inference_mode():
-        for case in chosen:
-            if made != (case.model, case.ratio, case.experts):
-                del setup
-                torch.cuda.empty_cache()
-                setup = LayerSetup(case.model, case.ratio, device, experts=case.experts)
-                made = (case.model, case.ratio, case.experts)
-            assert setup is not None
-            yield measure(setup, case, bandwidth, rate, side, flash_mla)
+        for (model, ratio, experts), same in itertools.groupby(chosen, _layer):
+            torch.cuda.empty_cache()
+            setup = LayerSetup(model, ratio, device, experts=experts)
+            batches = [(case, setup.batch(case.batch, case.context, side)) for case in same]
+            compile_ahead(setup, [batch for _, batch in batches], flash_mla)
+            for case, batch in batches:
+                yield measure(setup, case, batch, bandwidth, rate, flash_mla)
+            del setup, batches
+
+
+def _layer(case: LayerCase) -> tuple[str, int, int]:
+    return case.model, case.ratio, case.experts
+
+
+def compile_ahead(setup: LayerSetup, batches: Iterable[DecodeBatch], flash_mla: Any = None) -> None:
+    """Compile the batches' kernels in parallel, where there are any to compile."""
+    with compiled_together() as only_compiled:
+        if only_compiled:
+            for batch in batches:
+                batch.run(setup.layers[0])
+                if flash_mla is not None:
+                    unfused_site(setup.layers[0].ffn_site, batch.streams)
 
 
 def measure(
     setup: LayerSetup,
     case: LayerCase,
+    batch: DecodeBatch,
     bandwidth: float,
     rate: float,
-    side: SideStream = INLINE,
     flash_mla: Any = None,
 ) -> Result:
     """One case: microseconds, launches, microseconds by family of kernels, share of the roofline.
 
     ``times_others`` is how many times as long the layer takes from others' kernels. The families'
-    times are of single kernels, without the gaps between them.
+    times are of single kernels, without the gaps between them; ``kernels_us`` has for every kernel
+    how often it is launched, and the microseconds of all its launches.
     """
-    batch = setup.batch(case.batch, case.context, side)
     calls = [lambda layer=layer: batch.run(layer) for layer in setup.layers]
     microseconds = time_us(calls)
     others = {}
@@ -93,9 +109,6 @@ def measure(
     work = layer_work(setup.layers[0], setup.config, batch, visited)
     roofline = work.roofline_us(bandwidth, rate)
     launches = len(kernels)
-    parts: dict[str, float] = collections.defaultdict(float)
-    for name, taken in kernels:
-        parts[family(name)] += taken
     allowed = _FACTOR * roofline + _LAUNCH_US * launches
     judged = case.batch <= 8
     return Result(
@@ -109,13 +122,24 @@ def measure(
             "share_of_roofline": round(roofline / microseconds, 3),
             "weights_mb": round(work.weight_bytes / 1e6, 1),
             "caches_mb": round(work.cache_bytes / 1e6, 1),
-            "parts_us": {
-                name: round(taken, 1) for name, taken in sorted(parts.items(), key=_by_time)
+            "visited_experts": visited,
+            "parts_us": _sums((family(name), taken) for name, taken in kernels),
+            "kernels_us": {
+                name: [sum(name == other[:_NAME] for other, _ in kernels), taken]
+                for name, taken in _sums((name[:_NAME], taken) for name, taken in kernels).items()
             },
         },
         target=f"<= {_FACTOR} x roofline + {_LAUNCH_US} us a launch" if judged else None,
         met=microseconds <= allowed if judged else None,
     )
+
+
+def _sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sums by name, the largest first."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    for name, taken in times:
+        sums[name] += taken
+    return {name: round(taken, 1) for name, taken in sorted(sums.items(), key=_by_time)}
 
 
 def _by_time(item: tuple[str, float]) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from anymla.layers import hyper_connection
+from anymla.layers.hyper_connection import HyperConnection, Streams
 from anymla.ops._operation import Backend, Operation
 from anymla.ops.hyper_connection import hc_post, hc_pre
 from anymla.ops.linear import fp8_block_linear
@@ -117,6 +118,26 @@ def _post_pre_norm(
     h = hc_post(u, h, post, comb, backend=backend)
     y, post, comb = hc_pre(h, fn, base, scale, norm_eps=norm_eps, backend=backend, **options)
     return h, rms_norm(y, norm_weight, norm_eps, backend=backend), post, comb
+
+
+def unfused_site(site: HyperConnection, streams: Streams) -> None:
+    """Enter a site as ``rival_kernels`` has it done, whose kernels are compiled by this."""
+    assert streams.output is not None
+    assert streams.mix is not None
+    _post_pre_norm(
+        streams.output,
+        streams.h,
+        streams.mix.post,
+        streams.mix.comb,
+        site.fn,
+        site.base,
+        site.scale,
+        site.norm,
+        norm_eps=site.options.norm_eps,
+        hc_eps=site.options.eps,
+        iters=site.options.iterations,
+        backend=site.backend,
+    )
 
 
 def flash_mla_module(find: Callable[[str], Any]) -> Any:

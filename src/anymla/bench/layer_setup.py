@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights
-from anymla.formats.page_layout import get_layout
 from anymla.layers.caches import CACHE_FORMATS, LayerCache
 from anymla.layers.decoder import DecoderLayer
 from anymla.layers.hyper_connection import Mix, Streams
@@ -19,7 +19,7 @@ from anymla.layers.step import Step
 from anymla.model.build import Builder
 from anymla.model.config import ModelConfig
 from anymla.model.layer_specs import layer_specs
-from anymla.runtime.cache_groups import CacheGroup, cache_groups
+from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.testing.published import FLASH, PRO
@@ -27,7 +27,6 @@ from anymla.testing.published import FLASH, PRO
 MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
 # Pages of a cache that all requests' tables point into: more rows than any L2 holds.
 _MOST_PAGES = 4096
-_ROWS = 8192  # written at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +123,7 @@ class LayerSetup:
             BatchSizes((1,) * batch, batch, context),
             backend=self.backend,
         )
-        self._fill(store)
+        fill_randomly(store)
         streams = torch.randn(batch, self.config.hc_mult, self.config.hidden_size, device=device)
         n = self.config.hc_mult
         mix = Mix(torch.rand(batch, n, device=device), torch.rand(batch, n, n, device=device) / n)
@@ -156,21 +155,6 @@ class LayerSetup:
             max_seq_len=1,
             device=self.device,
         )
-
-    def _fill(self, store: CacheStore) -> None:
-        for group in store.groups:
-            for cache in store.tensors(group):
-                self._fill_cache(store, group, cache)
-
-    def _fill_cache(self, store: CacheStore, group: CacheGroup, cache: Tensor) -> None:
-        if group.kind in ("state", "index_state"):
-            cache.normal_()
-            return
-        formats = store.layers[0].format
-        layout = get_layout(formats.index if group.kind == "index" else formats.main)
-        slots = torch.arange(cache.shape[0] * cache.shape[1], device=self.device)
-        for some in slots.split(_ROWS):
-            layout.write(cache, some, torch.randn(len(some), layout.channels, device=self.device))
 
 
 @dataclasses.dataclass(frozen=True)

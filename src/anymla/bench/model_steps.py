@@ -9,18 +9,25 @@ from collections.abc import Iterator
 import torch
 
 from anymla.bench.layer_setup import MODELS
+from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights
 from anymla.bench.report import Result
 from anymla.bench.timing import median, spread
 from anymla.model.build import Builder
 from anymla.model.config import ModelConfig
 from anymla.model.transformer import Transformer
+from anymla.ops.compile_ahead import compiled_together
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import DecodeMode, EngineOptions
-from anymla.runtime.request import Request, RequestState
+from anymla.runtime.request import Request
+from anymla.runtime.sampler import best_tokens
+from anymla.runtime.scoring import token_logprobs
 
 PART = "whole model, random weights, decode step"
-_PROMPT, _CONTEXT = 96, 4096
+# Before times are taken: they compile what is left to compile, record, and warm up.
+_FIRST_STEPS = 4
 
 
 def random_model(
@@ -48,53 +55,120 @@ def random_model(
 
 
 def decode_steps(
-    model: Transformer, label: str, batches: tuple[int, ...], modes: tuple[DecodeMode, ...]
+    model: Transformer,
+    label: str,
+    batches: tuple[int, ...],
+    modes: tuple[DecodeMode, ...],
+    *,
+    context: int = 4096,
+    steps: int = 32,
 ) -> Iterator[Result]:
     """Wall time of steps, choosing tokens included.
+
+    Requests begin with ``context`` tokens whose cache rows are random, so that nothing has to be
+    prefilled. All modes see the same ones, and their tokens are compared with the first mode's.
 
     Args:
         model: the model.
         label: for people.
         batches: requests at a time.
         modes: of ``EngineOptions.decode``.
+        context: tokens of a request in front of the first step.
+        steps: how many are timed.
     """
     for batch in batches:
+        wanted: list[list[int]] = []
         for mode in modes:
-            options = EngineOptions(
-                max_requests=batch, max_seq_len=_CONTEXT, chunk_size=512, decode=mode
-            )
-            engine = Engine(model, options)
-            times = _steps(engine, batch)
+            start = time.perf_counter()
+            engine = _engine_at(model, batch, context, mode, steps)
+            _compile_ahead(model, engine.store, batch, engine.options.max_seq_len)
+            times = _times(engine, steps)
+            elapsed = time.perf_counter() - start
+            tokens = [engine.state(str(number)).generated for number in range(batch)]
+            wanted = wanted or tokens
             low, high = spread(times)
+            same = sum(map(list.__eq__, tokens, wanted))
+            exact = mode != "plain"
             yield Result(
                 PART,
-                f"{label}, batch {batch}, {mode}",
+                f"{label}, batch {batch}, context {context}, {mode}",
                 {
-                    "ms": round(median(times) * 1e3, 3),
-                    "ms_p10": round(low * 1e3, 3),
-                    "ms_p90": round(high * 1e3, 3),
+                    "us": round(median(times) * 1e6, 1),
+                    "us_p10": round(low * 1e6, 1),
+                    "us_p90": round(high * 1e6, 1),
                     "tokens_per_s": round(batch / median(times), 1),
+                    "same_tokens": f"{same} of {batch}",
+                    "all_s": round(elapsed, 1),
                 },
+                target=f"the tokens of {modes[0]}" if exact else None,
+                met=same == batch if exact else None,
             )
+            del engine
 
 
-def _steps(engine: Engine, batch: int, count: int = 40) -> list[float]:
-    """Seconds of decode steps once every request decodes."""
-    vocabulary = engine.model.config.vocab_size
+def _engine_at(
+    model: Transformer, batch: int, context: int, mode: DecodeMode, steps: int
+) -> Engine:
+    """An engine whose requests all decode next."""
+    longest = context + _FIRST_STEPS + steps + 2  # none of them ends
+    engine = Engine(
+        model,
+        EngineOptions(max_requests=batch, max_seq_len=longest, chunk_size=1, decode=mode),
+    )
+    torch.manual_seed(0)
+    fill_randomly(engine.store)
+    vocabulary = range(2, model.config.vocab_size)
     for number in range(batch):
-        prompt = tuple(random.Random(number).choices(range(2, vocabulary), k=_PROMPT))
-        engine.submit(Request(str(number), prompt, max_new_tokens=count + 16))
-    while any(state.is_prefill for state in _states(engine, batch)):
-        engine.step()
-    for _ in range(4):
+        prompt = tuple(random.Random(number).choices(vocabulary, k=context))
+        engine.submit(Request(str(number), prompt, max_new_tokens=longest - context))
+        state = engine.state(str(number))
+        state.tokens.append(2 + number)
+        state.computed = context
+    engine.scheduler.next_spans()  # admits them
+    for number in range(batch):
+        engine.store.slide(engine.state(str(number)))
+    return engine
+
+
+@torch.inference_mode()
+def _compile_ahead(model: Transformer, store: CacheStore, batch: int, max_seq_len: int) -> None:
+    """Compile the kernels of a decode step in parallel, where there are any to compile."""
+    device = store.device
+    if device.type == "cpu":
+        return
+    with compiled_together() as only_compiled:
+        if not only_compiled:
+            return
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        nobody = torch.zeros(batch, dtype=torch.int32, device=device)
+        absent = torch.full((batch,), store.absent_row, device=device)
+        step = device_step(
+            Batch(
+                nobody,
+                rows,
+                nobody,
+                nobody,
+                {
+                    group.name: store.tables[group.name].rows(absent, max_seq_len)
+                    for group in store.groups
+                },
+            ),
+            store.groups,
+            BatchSizes((1,) * batch, batch, max_seq_len),
+            backend="torch",  # what tensors are indexed with must be right
+        )
+        hidden = model.forward(step, store.layers, only=model.kinds_of_layers())
+        logits = model.logits(hidden)
+        token_logprobs(logits, best_tokens(logits))
+
+
+def _times(engine: Engine, steps: int) -> list[float]:
+    """Seconds of decode steps."""
+    for _ in range(_FIRST_STEPS):
         engine.step()
     times = []
-    for _ in range(count):
+    for _ in range(steps):
         start = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - start)
     return times
-
-
-def _states(engine: Engine, batch: int) -> list[RequestState]:
-    return [engine.state(str(number)) for number in range(batch)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 
 from anymla.bench.report import Result, append_rows, table
+from anymla.runtime.options import DecodeMode
 
 
 @click.command()
@@ -59,14 +63,20 @@ def layer(
         contexts or CONTEXTS,
     )
     facts = environment("anymla bench layer") | device_facts() | {"side_stream": side_stream}
-    results: list[Result] = []
     flash_mla = flash_mla_module(importlib.import_module) if others else None
-    for result in run(chosen, beside=side_stream, flash_mla=flash_mla):
-        results.append(result)
+    _tell(run(chosen, beside=side_stream, flash_mla=flash_mla), json_file, facts)
+
+
+def _tell(results: Iterable[Result], json_file: Path | None, facts: dict[str, Any]) -> None:
+    """Print and store results as they come; the process fails if one misses its target."""
+    missed = False
+    for result in results:
+        missed |= result.met is False
         if json_file is not None:
             append_rows(json_file, [result], facts)
-    click.echo("\n".join(table(results)))
-    if any(result.met is False for result in results):
+        shown = {name: value for name, value in result.values.items() if name != "kernels_us"}
+        click.echo(table([dataclasses.replace(result, values=shown)])[-1])
+    if missed:
         click.get_current_context().exit(1)
 
 
@@ -82,12 +92,19 @@ def layer(
 @click.option("--layers", default=43, show_default=True, type=click.IntRange(min=1))
 @click.option("--experts", default=8, show_default=True, type=click.IntRange(min=6))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
+@click.option("--context", default=4096, show_default=True, type=click.IntRange(min=1))
 def model(
-    json_file: Path | None, model: str, layers: int, experts: int, batches: tuple[int, ...]
+    json_file: Path | None,
+    model: str,
+    layers: int,
+    experts: int,
+    batches: tuple[int, ...],
+    context: int,
 ) -> None:
     """Time decode steps of a whole model of real size with random weights and few experts.
 
-    As recorded graphs, as the same steps called directly, and at the size of the batch.
+    As recorded graphs, as the same steps called directly (whose tokens must be the same), and at
+    the size of the batch. Requests begin with random cache rows, nothing is prefilled.
     """
     from anymla.bench.environment import environment
     from anymla.bench.gpu import device_facts
@@ -97,7 +114,6 @@ def model(
         raise click.UsageError("torch sees no GPU on this machine")
     network = random_model(model, torch.device("cuda"), layers=layers, experts=experts, changes={})
     label = f"{model}, {layers} layers, {experts} experts"
-    results = list(decode_steps(network, label, batches, ("graph", "fixed", "plain")))
-    if json_file is not None:
-        append_rows(json_file, results, environment("anymla bench model") | device_facts())
-    click.echo("\n".join(table(results)))
+    facts = environment("anymla bench model") | device_facts()
+    modes: tuple[DecodeMode, ...] = ("graph", "fixed", "plain")
+    _tell(decode_steps(network, label, batches, modes, context=context), json_file, facts)

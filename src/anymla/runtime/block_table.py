@@ -62,8 +62,14 @@ class BlockTable:
             self._changes[row, column] = page
 
     def slide(self, row: int, confirmed: int) -> None:
-        """Return the pages that tokens at ``confirmed`` and later do not read."""
-        self._drop_before(row, self.group.obsolete_pages(confirmed))
+        """Return the pages that tokens at ``confirmed`` and later do not read, or never take them.
+
+        The latter where a row begins in the middle, its tokens having been computed elsewhere.
+        """
+        obsolete = self.group.obsolete_pages(confirmed)
+        self._drop_before(row, obsolete)
+        if not self._pages[row]:
+            self._first[row] = max(self._first[row], obsolete)
 
     def clear(self, row: int) -> None:
         """Return every page of ``row``."""
