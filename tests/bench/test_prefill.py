@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from anymla.bench.prefill import CASES, LONG_CASES, Call, PrefillCase, flash_mla_peer
+from anymla.bench.prefill_pipeline import GatherThenAttend, ours
+from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.ops.sparse_attention import sparse_attention_rows
 
 SMALL = (
@@ -41,6 +43,23 @@ def test_both_sides_do_the_same(case):
     assert call.error(ours) < 3e-3
     assert call.error(theirs) < 3e-3
     torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "case", [PrefillCase(c.kind, c.tokens, 64, c.context, c.topk) for c in SMALL[:5:2]]
+)
+def test_gather_then_attend_does_the_same(case):
+    call = Call(case, device="cpu")
+    other = GatherThenAttend(call, flash_mla_peer(FlashMla))
+    assert call.error(other.attend()) < 3e-3
+    codes, scales = other.quantised()
+    mine, factors = ours(call, "torch", "fp8")()
+    torch.testing.assert_close(
+        dequantize_fp8_rows(codes.view(torch.uint8), scales, torch.float32),
+        dequantize_fp8_rows(mine.view(torch.uint8), factors, torch.float32),
+        atol=0.05,
+        rtol=0.15,
+    )
 
 
 def test_the_cases_are_those_of_the_table():

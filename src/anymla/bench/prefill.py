@@ -64,6 +64,7 @@ class PrefillCase:
 CASES = (
     *(PrefillCase("window", 4096, heads, 32768) for heads in (64, 128, 16)),
     PrefillCase("window", 1024, 64, 8192),
+    PrefillCase("window", 4096, 64, 4096),
     PrefillCase("selected", 4096, 64, 32768, 512),
     PrefillCase("selected", 1024, 64, 8192, 512),
     PrefillCase("selected", 4096, 16, 32768, 512),
@@ -77,6 +78,7 @@ CASES = (
     PrefillCase("all", 4096, 128, 32768),
     PrefillCase("all", 4096, 16, 32768),
     PrefillCase("all", 1024, 64, 32768),
+    PrefillCase("selected", 4096, 64, 262144, 512),
     PrefillCase("all", 4096, 64, 262144),
 )
 LONG_CASES = (
