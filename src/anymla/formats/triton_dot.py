@@ -28,8 +28,21 @@ def split_in_three(x):
 
 
 @triton.jit
+def _add_products(a, w, total):
+    """Add a @ w^T of 16-bit a and float32 w, the least of its products first."""
+    high, middle, low = split_in_three(w)
+    total = tl.dot(a, tl.trans(low), total)
+    total = tl.dot(a, tl.trans(middle), total)
+    return tl.dot(a, tl.trans(high), total)
+
+
+@triton.jit
 def exact_dot(a, w, total):
     """Add a @ w^T to ``total``, the operands unrounded and the sums in float32.
+
+    Tensor cores cut off what they add to a sum, up to a unit of its last place each time and always
+    towards zero. So the products of one call are summed by themselves, the least of them first while
+    the sum is small, and that sum is added to ``total`` with rounding.
 
     Args:
         a: [M, K] bfloat16, float16 or float32.
@@ -39,16 +52,13 @@ def exact_dot(a, w, total):
     if a.dtype == w.dtype and a.dtype != tl.float32:
         total = tl.dot(a, tl.trans(w), total)
     elif a.dtype == tl.float16 and w.dtype == tl.float32:
+        # The products of bfloat16 are tensor-core ones.
         upper = a.to(tl.float32).to(tl.bfloat16)
         lower = (a.to(tl.float32) - upper.to(tl.float32)).to(tl.bfloat16)
-        total = exact_dot(lower, w, total)
-        total = exact_dot(upper, w, total)
+        part = _add_products(lower, w, tl.zeros_like(total))
+        total += _add_products(upper, w, part)
     elif a.dtype == tl.bfloat16 and w.dtype == tl.float32:
-        # The products of bfloat16 are tensor-core ones.
-        high, middle, low = split_in_three(w)
-        total = tl.dot(a, tl.trans(low), total)
-        total = tl.dot(a, tl.trans(middle), total)
-        total = tl.dot(a, tl.trans(high), total)
+        total += _add_products(a, w, tl.zeros_like(total))
     else:
         wide = tl.trans(w.to(tl.float32))
         total = tl.dot(a.to(tl.float32), wide, total, input_precision="ieee")
