@@ -40,9 +40,9 @@ def _add_products(a, w, total):
 def exact_dot(a, w, total):
     """Add a @ w^T to ``total``, the operands unrounded and the sums in float32.
 
-    Tensor cores cut off what they add to a sum, up to a unit of its last place each time and always
-    towards zero. So the products of one call are summed by themselves, the least of them first while
-    the sum is small, and that sum is added to ``total`` with rounding.
+    Tensor cores cut off what they add to a sum: up to a unit of its last place each time, always
+    towards zero. So a call's products are summed by themselves, the least of them first while the
+    sum is small, and that sum is added to ``total`` with rounding.
 
     Args:
         a: [M, K] bfloat16, float16 or float32.
