@@ -101,6 +101,11 @@ def cache(slots: int, page: int) -> Tensor:
     return made
 
 
+def caches(shape: Decode) -> tuple[Tensor, Tensor]:
+    """The rows that a shape's lists point into."""
+    return cache(_WINDOW_SLOTS, 256), cache(_EXTRA_SLOTS, shape.page)
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """Tensors of a shape; ``lists`` holds some sets of slots to go through."""
