@@ -11,6 +11,8 @@ from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.layer_work import layer_work
 from anymla.bench.model_steps import decode_steps, random_model
 from anymla.compat import flash_mla
+from anymla.formats.page_layout import INDEX_FP8
+from anymla.ops.indexer import paged_mqa_logits
 from anymla.ops.sparse_attention import sparse_attention
 
 SMALL = {
@@ -85,13 +87,29 @@ class _StandIn:
             return flash_mla.flash_mla_with_kvcache(*args, **kwargs)
 
 
+class _Scores:
+    """This package's index scores, which read the same arguments as DeepGEMM's."""
+
+    def get_num_sms(self):
+        return 1
+
+    def get_paged_mqa_logits_metadata(self, lengths, page, sms):
+        return lengths
+
+    def fp8_paged_mqa_logits(self, q, cache, weights, lengths, table, plan, most, clean):
+        assert plan is lengths
+        return paged_mqa_logits(
+            q, cache, weights, lengths, table, max_context=most, layout=INDEX_FP8
+        )
+
+
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_others_kernels_compute_the_same_layer(ratio):
     setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
     batch = setup.batch(BATCH, CONTEXT)
     want = batch.run(setup.layers[0]).settled()
     module = _StandIn()
-    with rival_kernels(module):
+    with rival_kernels(module, _Scores()):
         got = batch.run(setup.layers[0]).settled()
     assert module.calls == 1
     # The same bytes and roundings; sums of padded lists may be taken in another order.

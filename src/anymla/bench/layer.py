@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import anymla.ops
 from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
-from anymla.bench.layer_rival import rival_kernels, unfused_site
+from anymla.bench.layer_rival import compile_unfused, rival_kernels
 from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
 from anymla.bench.layer_work import layer_work
 from anymla.bench.report import Result
@@ -26,6 +26,8 @@ PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
 _LAUNCH_US = 3.0
 _FACTOR = 2.5
+# FlashMLA, and DeepGEMM or None.
+Others = tuple[Any, Any]
 _NAME = 48  # characters of a kernel's name that tell it apart
 
 
@@ -45,14 +47,14 @@ def cases(
 
 
 def run(
-    chosen: Iterable[LayerCase], *, beside: bool = False, flash_mla: Any = None
+    chosen: Iterable[LayerCase], *, beside: bool = False, others: Others | None = None
 ) -> Iterator[Result]:
     """Measure the cases; those of one layer should follow each other.
 
     Args:
         chosen: what to measure.
         beside: compress and index on a second queue.
-        flash_mla: module of FlashMLA, to measure the same layer from others' kernels as well.
+        others: modules to measure the same layer assembled from as well.
     """
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
@@ -63,9 +65,9 @@ def run(
             torch.cuda.empty_cache()
             setup = LayerSetup(model, ratio, device, experts=experts)
             batches = [(case, setup.batch(case.batch, case.context, side)) for case in same]
-            compile_ahead(setup, [batch for _, batch in batches], flash_mla)
+            compile_ahead(setup, [batch for _, batch in batches], others)
             for case, batch in batches:
-                yield measure(setup, case, batch, bandwidth, rate, flash_mla)
+                yield measure(setup, case, batch, bandwidth, rate, others)
             del setup, batches
 
 
@@ -73,14 +75,16 @@ def _layer(case: LayerCase) -> tuple[str, int, int]:
     return case.model, case.ratio, case.experts
 
 
-def compile_ahead(setup: LayerSetup, batches: Iterable[DecodeBatch], flash_mla: Any = None) -> None:
+def compile_ahead(
+    setup: LayerSetup, batches: Iterable[DecodeBatch], others: Others | None = None
+) -> None:
     """Compile the batches' kernels in parallel, where there are any to compile."""
     with compiled_together() as only_compiled:
         if only_compiled:
             for batch in batches:
                 batch.run(setup.layers[0])
-                if flash_mla is not None:
-                    unfused_site(setup.layers[0].ffn_site, batch.streams)
+                if others is not None:
+                    compile_unfused(setup.layers[0].ffn_site, batch.streams)
 
 
 def measure(
@@ -89,7 +93,7 @@ def measure(
     batch: DecodeBatch,
     bandwidth: float,
     rate: float,
-    flash_mla: Any = None,
+    others: Others | None = None,
 ) -> Result:
     """One case: microseconds, launches, microseconds by family of kernels, share of the roofline.
 
@@ -99,11 +103,14 @@ def measure(
     """
     calls = [lambda layer=layer: batch.run(layer) for layer in setup.layers]
     microseconds = time_us(calls)
-    others = {}
-    if flash_mla is not None:
-        with rival_kernels(flash_mla):
+    beside: dict[str, Any] = {}
+    if others is not None:
+        with rival_kernels(*others):
             taken = time_us(calls)
-            others = {"others_us": round(taken, 1), "times_others": round(taken / microseconds, 2)}
+            seen = kernel_times(calls[0])
+            beside = {"others_us": round(taken, 1), "times_others": round(taken / microseconds, 2)}
+            beside["others_launches"] = len(seen)
+            beside["others_parts_us"] = _sums((family(name), taken) for name, taken in seen)
     kernels = kernel_times(calls[0])
     visited = setup.visited(batch)
     work = layer_work(setup.layers[0], setup.config, batch, visited)
@@ -116,7 +123,7 @@ def measure(
         f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}",
         {
             "us": round(microseconds, 1),
-            **others,
+            **beside,
             "launches": launches,
             "roofline_us": round(roofline, 1),
             "share_of_roofline": round(roofline / microseconds, 3),

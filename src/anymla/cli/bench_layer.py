@@ -31,7 +31,9 @@ from anymla.runtime.options import DecodeMode
 @click.option("--context", "contexts", multiple=True, type=click.IntRange(min=1), help="Tokens.")
 @click.option("--side-stream", is_flag=True, help="Compress and index on a second queue.")
 @click.option(
-    "--others", is_flag=True, help="Also from FlashMLA's and cuBLAS's kernels, which must be there."
+    "--others",
+    is_flag=True,
+    help="Also from FlashMLA's and DeepGEMM's kernels.",
 )
 def layer(
     json_file: Path | None,
@@ -51,7 +53,7 @@ def layer(
     from anymla.bench.environment import environment
     from anymla.bench.gpu import device_facts
     from anymla.bench.layer import BATCHES, CONTEXTS, RATIOS, cases, run
-    from anymla.bench.layer_rival import flash_mla_module
+    from anymla.bench.layer_rival import deep_gemm_module, flash_mla_module
     from anymla.bench.layer_setup import MODELS
 
     if not torch.cuda.is_available():
@@ -63,8 +65,12 @@ def layer(
         contexts or CONTEXTS,
     )
     facts = environment("anymla bench layer") | device_facts() | {"side_stream": side_stream}
-    flash_mla = flash_mla_module(importlib.import_module) if others else None
-    _tell(run(chosen, beside=side_stream, flash_mla=flash_mla), json_file, facts)
+    modules = None
+    if others:
+        find = importlib.import_module
+        modules = flash_mla_module(find), deep_gemm_module(find)
+        facts |= {"deep_gemm": getattr(modules[1], "__version__", None)}
+    _tell(run(chosen, beside=side_stream, others=modules), json_file, facts)
 
 
 def _tell(results: Iterable[Result], json_file: Path | None, facts: dict[str, Any]) -> None:
