@@ -85,6 +85,29 @@ def test_decode(backend):
     check(got, out, positions, table, 1)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "merged"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)],
+)
+def test_the_merge_leaves_the_bytes_of_separate_calls(dtype, merged):
+    pytest.importorskip("triton")
+    q = torch.randn(2, 3, 512).to(dtype)
+    layout = get_layout(MAIN_FP8)
+    cache = layout.allocate(2, 64)
+    layout.write(cache, torch.arange(128), torch.randn(128, 512))
+    indices = torch.randint(0, 128, (2, 70)).int()
+    lengths = torch.tensor([0, 70]).int()
+    positions, table = turning(2)
+    keywords = {"sink": torch.randn(3), "batch_invariant": merged, "backend": "triton"}
+    got = sparse_attention_fp8_quant(
+        q, cache, indices, lengths, positions, table, n_groups=3, **keywords
+    )
+    out, _ = sparse_attention(q, cache, indices, lengths, **keywords)
+    want = inverse_rope_fp8_quant(out, positions, table, n_groups=3, backend="triton")
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+    assert torch.equal(got[1], want[1])
+
+
 def test_arguments_are_checked():
     case = prefill(4, tokens=2, heads=4, dtype=torch.bfloat16, listed=False, entries=8)
     positions, table = turning(2)

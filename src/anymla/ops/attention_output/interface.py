@@ -144,8 +144,10 @@ for _backend in ("reference", "torch"):
     _decode, _prefill = composed.by(_backend)
     sparse_attention_fp8_quant.register(_backend, _decode)
     prefill_attention_fp8_quant.register(_backend, _prefill)
-_decode, _prefill = composed.by("triton")
-sparse_attention_fp8_quant.register("triton", _decode, supports=triton_attention_support)
+_, _prefill = composed.by("triton")
+sparse_attention_fp8_quant.register_lazy(
+    "triton", "anymla.ops.attention_output.triton_decode", supports=triton_attention_support
+)
 prefill_attention_fp8_quant.register("triton", _prefill, supports=triton_attention_support)
 prefill_attention_fp8_quant.register_lazy(
     "gluon_sm90", "anymla.ops.prefill_attention.gluon_sm90_prefill", supports=gluon_support

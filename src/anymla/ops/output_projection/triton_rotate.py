@@ -19,6 +19,7 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.output_projection.reference import AMAX_FLOOR
+from anymla.ops.output_projection.turned import Turned
 from anymla.ops.workspace import scratch
 
 # Runs of a program that rounds, heads of one that quantises: 16 values a thread, or 4 for latency.
@@ -152,32 +153,33 @@ def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
     """See ``interface.inverse_rope_fp8_quant``."""
+    turned = Turned.allocate(o, positions, cos_sin_cache, target_of(o.device).native_e4m3)
+    rotate_quantise(o, turned)
+    return turned.results(n_groups)
+
+
+def rotate_quantise(o: Tensor, to: Turned) -> None:
+    """Rotate the heads o [T, H, D] back and quantise them."""
     tokens, heads, d = o.shape
-    width = heads // n_groups * d
-    codes = torch.empty((tokens, n_groups, width), dtype=torch.uint8, device=o.device)
-    scales = torch.empty(
-        (tokens, n_groups, width // FP8_BLOCK), dtype=torch.float32, device=o.device
-    )
-    if not codes.numel():
-        return codes.view(torch.float8_e4m3fn), scales
+    if not o.numel():
+        return
     rows = RUNS if tokens * heads > _FEW_HEADS else FEW_RUNS
     rotate_quantise_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(d, FP8_BLOCK))](
         _aligned(o),
-        positions.contiguous(),
-        cos_sin_cache.contiguous(),
-        codes,
-        scales,
+        to.positions,
+        to.table,
+        to.codes,
+        to.scales,
         tokens * heads,
-        len(cos_sin_cache),
+        len(to.table),
         HEADS=heads,
         D=d,
-        TURNED=cos_sin_cache.shape[1],
+        TURNED=to.table.shape[1],
         FLOOR=AMAX_FLOOR,
         WIDTH=FP8_BLOCK,
         ROWS=rows,
-        NATIVE=target_of(o.device).native_e4m3,
+        NATIVE=to.native,
     )
-    return codes.view(torch.float8_e4m3fn), scales
 
 
 def _aligned(o: Tensor) -> Tensor:

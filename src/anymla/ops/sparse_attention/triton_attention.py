@@ -18,6 +18,9 @@ from anymla.formats.page_layout import (
 )
 from anymla.ops import _triton
 from anymla.ops._triton import Target
+from anymla.ops.output_projection import turned
+from anymla.ops.output_projection.triton_rotate import rotate_quantise
+from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.tiles import MODES, Tile, invariant_splits, tile
 from anymla.ops.sparse_attention.tiles import splits as split_count
 from anymla.ops.sparse_attention.triton_merge import MERGE_VALUES, SUMS, merge_kernel, merge_warps
@@ -73,11 +76,21 @@ def sparse_attention(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
-    lists = [_paged(k_cache, layout, indices, lengths)]
-    if extra_cache is not None and extra_indices is not None:
-        lists.append(_paged(extra_cache, extra_layout, extra_indices, extra_lengths))
+    lists = paged_lists(
+        (k_cache, layout, indices, lengths),
+        (extra_cache, extra_layout, extra_indices, extra_lengths),
+    )
     values = q.shape[2] if value_dim is None else value_dim
     return _attend(q, lists, sink, scale, values, empty_lse, batch_invariant, out, None)
+
+
+def paged_lists(*scopes: tuple[Tensor | None, str, Tensor | None, Tensor | None]) -> list[Listed]:
+    """From the operation's arguments of one or two caches: cache, layout, indices, lengths."""
+    return [
+        _paged(cache, layout, indices, lengths)
+        for cache, layout, indices, lengths in scopes
+        if cache is not None and indices is not None
+    ]
 
 
 def sparse_attention_rows(
@@ -131,17 +144,20 @@ class Results:
         lse: float32 [T, H].
         peaks: float32 [T, H] for the largest scores, or None.
         empty_lse: lse of a token without rows.
+        turned: if given, the output goes there, and ``out`` is ``turned.codes``.
     """
 
     out: Tensor
     lse: Tensor
     peaks: Tensor | None
     empty_lse: float
+    turned: Turned | None = None
 
     def of(self, tokens: slice) -> Results:
         """The results of some tokens."""
         peaks = None if self.peaks is None else self.peaks[tokens]
-        return Results(self.out[tokens], self.lse[tokens], peaks, self.empty_lse)
+        turned = None if self.turned is None else self.turned.of(tokens)
+        return Results(self.out[tokens], self.lse[tokens], peaks, self.empty_lse, turned)
 
 
 def _attend(
@@ -155,34 +171,35 @@ def _attend(
     out: Tensor | None,
     peaks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    tokens, heads, channels = q.shape
+    tokens, heads, _ = q.shape
     given, given_peaks = out, peaks
     if out is None or out.stride(2) != 1:
         out = torch.empty((tokens, heads, values), dtype=q.dtype, device=q.device)
     if peaks is not None and not peaks.is_contiguous():
         peaks = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    if tokens and heads:
-        q = q if q.stride(2) == 1 else q.contiguous()
-        sink = None if sink is None else sink.float().contiguous()
-        scale = channels**-0.5 if scale is None else scale
-        empty = float("-inf") if empty_lse is None else empty_lse
-        results = Results(out, lse, peaks, empty)
-        _launch(q, lists, sink, scale, batch_invariant, results)
+    empty = float("-inf") if empty_lse is None else empty_lse
+    attend(q, lists, sink, scale, batch_invariant, Results(out, lse, peaks, empty))
     if given_peaks is not None and peaks is not None and peaks is not given_peaks:
         given_peaks.copy_(peaks)
     return (out if given is None or given is out else given.copy_(out)), lse
 
 
-def _launch(
+def attend(
     q: Tensor,
     lists: list[Listed],
     sink: Tensor | None,
-    scale: float,
+    scale: float | None,
     batch_invariant: bool,
     to: Results,
 ) -> None:
+    """Attention over lists of rows; the arguments are the operation's."""
     tokens, heads, channels = q.shape
+    if not tokens or not heads:
+        return
+    q = q if q.stride(2) == 1 else q.contiguous()
+    sink = None if sink is None else sink.float().contiguous()
+    scale = channels**-0.5 if scale is None else scale
     values = to.out.shape[2]
     target = _triton.target_of(q.device)
     machine = multiprocessors(q.device)
@@ -200,7 +217,13 @@ def _launch(
     groups = [lists] if alike else [[each] for each in lists]
     total = splits * len(groups)
     if total == 1:
-        scan(q, lists, sink, scale, chosen, mode, target, 1, 1, 0, to, to.out, to.lse)
+        plain = to
+        if to.turned is not None:
+            out = scratch(tuple(q.shape), q.dtype, q.device)
+            plain = dataclasses.replace(to, out=out, turned=None)
+        scan(q, lists, sink, scale, chosen, mode, target, 1, 1, 0, plain, plain.out, to.lse)
+        if to.turned is not None:
+            rotate_quantise(plain.out, to.turned)
         return
     step = max(1, min(tokens, _WORKSPACE_BYTES // (4 * total * heads * values)))
     part = scratch((step, total, heads, values), torch.float32, q.device)
@@ -221,10 +244,12 @@ def merge(part: Tensor, sums: Tensor, sink: Tensor | None, to: Results) -> None:
     tokens, heads, values = out.shape
     count = part.shape[1]
     merge_kernel[(tokens * heads * -(-values // MERGE_VALUES),)](
-        part, sums, _or(sink, lse), out, lse, _or(peaks, lse), heads, count,
-        out.stride(0), out.stride(1), int(sink is not None), to.empty_lse,
+        part, sums, _or(sink, lse), out if to.turned is None else to.turned.codes, lse,
+        _or(peaks, lse), heads, count, out.stride(0), out.stride(1), int(sink is not None),
+        to.empty_lse, *turned.pointers(to.turned, lse),
         S=triton.next_power_of_2(count), VALUES=values, BV=MERGE_VALUES,
-        PEAK=peaks is not None, SUMS=SUMS, num_warps=merge_warps(count),
+        PEAK=peaks is not None, SUMS=SUMS, **turned.constants(to.turned),
+        num_warps=merge_warps(count),
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Each split left a row of ``SUMS`` numbers a head: reference exponent, sum of probabilities and
 highest score (written only if it is asked for).
 
-Grid: tokens x heads x slices of ``BV`` values; a program reads [splits, BV] partial sums.
+Grid: tokens x heads x slices of ``BV`` values; a program reads [splits, BV] partial sums. The
+result leaves as it is, or rotated back and quantised for the output projection.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._triton import Build, Target
+from anymla.ops.output_projection.triton_turned import store_turned
 
 MERGE_VALUES = 256
 SUMS = 3
@@ -23,13 +25,18 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["H", "splits", "has_sink"])
+@triton.jit(do_not_specialize=["H", "splits", "has_sink", "angles"])
 def merge_kernel(
     part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, peak_ptr, H, splits, out_token, out_head,
-    has_sink, empty, S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr,
+    has_sink, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr,
     PEAK: tl.constexpr, SUMS: tl.constexpr,
+    TURNED: tl.constexpr = 0, TYPE: tl.constexpr = None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
-    """See the file; S is a power of two of at least ``splits``."""
+    """See the file; S is a power of two of at least ``splits``.
+
+    If TURNED is not 0, ``out_ptr`` takes codes, and what ``store_turned`` needs is given.
+    """
     slices: tl.constexpr = (VALUES + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
     piece = program % slices
@@ -49,8 +56,14 @@ def merge_kernel(
     sink = tl.where(tl.zeros([], tl.int32) < has_sink, tl.load(sink_ptr + head), float("-inf"))
     bottom = total + tl.exp2(sink * _LOG2E - highest)
     value = tl.sum(part * weight[:, None], 0) * tl.where(total == 0, 0.0, 1.0 / bottom)
-    to = out_ptr + token * out_token + head * out_head + channel
-    tl.store(to, value.to(out_ptr.dtype.element_ty), mask=channel < VALUES)
+    if TURNED > 0:
+        store_turned(
+            value[None, :], (piece * BV).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
+            scales_ptr, positions_ptr, table_ptr, angles, 1, BV, VALUES, TURNED, TYPE, NATIVE,
+        )  # fmt: skip
+    else:
+        to = out_ptr + token * out_token + head * out_head + channel
+        tl.store(to, value.to(out_ptr.dtype.element_ty), mask=channel < VALUES)
     if piece == 0:
         lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
         tl.store(lse_ptr + token * H + head, lse)
@@ -66,9 +79,10 @@ def merge_warps(splits: int) -> int:
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Some numbers of splits, for both types of output."""
-    types = dict.fromkeys(("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "peak_ptr"), "*fp32")
-    types |= dict.fromkeys(("H", "splits", "has_sink", "out_token", "out_head"), "i32")
+    """Some numbers of splits, for both types of output, and quantised."""
+    floats = ("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "peak_ptr", "scales_ptr", "table_ptr")
+    types = {**dict.fromkeys(floats, "*fp32"), "positions_ptr": "*i64"}
+    types |= dict.fromkeys(("H", "splits", "has_sink", "out_token", "out_head", "angles"), "i32")
     for out in ("*bf16", "*fp32"):
         for count in (2, 16, 32):
             yield Build(
@@ -80,3 +94,13 @@ def builds(target: Target) -> Iterator[Build]:
                 num_warps=merge_warps(count),
                 divisible=("out_token", "out_head"),
             )  # fmt: skip
+    for native in sorted({False, target.native_e4m3}):
+        yield Build(
+            f"16 splits, quantised, {'native' if native else 'bits'}",
+            merge_kernel,
+            types | {"out_ptr": "*u8", "empty": "fp32"},
+            {"S": 16, "VALUES": get_layout(MAIN_FP8).channels, "BV": MERGE_VALUES,
+             "PEAK": False, "SUMS": SUMS, "TURNED": 64, "TYPE": tl.bfloat16, "NATIVE": native},
+            num_warps=merge_warps(16),
+            divisible=("out_token", "out_head"),
+        )  # fmt: skip
