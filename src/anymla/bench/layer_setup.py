@@ -13,6 +13,7 @@ from anymla.bench.random_weights import RandomWeights
 from anymla.layers.caches import CACHE_FORMATS, LayerCache
 from anymla.layers.decoder import DecoderLayer
 from anymla.layers.hyper_connection import Mix, Streams
+from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.layers.spec import LayerSpec
 from anymla.layers.step import Step
@@ -61,6 +62,7 @@ class LayerSetup:
         copies: int = 2,
         backend: str | None = None,
         changes: dict[str, Any] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Make the weights.
 
@@ -72,6 +74,7 @@ class LayerSetup:
             copies: layers of the same sizes, so that one finds nothing of itself in the caches.
             backend: of every operation.
             changes: other fields of the configuration, to make it small.
+            ranks: the processes that share the layer.
         """
         values = MODELS[model] | {
             "num_hidden_layers": 1,
@@ -92,6 +95,7 @@ class LayerSetup:
             dtype=torch.bfloat16,
             device=device,
             backend=backend,
+            ranks=ranks,
         )
         self.layers = [builder.decoder("layers.0.", self.spec) for _ in range(copies)]
 
