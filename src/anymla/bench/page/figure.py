@@ -177,10 +177,12 @@ def _round_step(step: float) -> float:
 
 
 def short(value: float) -> str:
-    """A number for a tick: 4096 as 4k, 0.25 as 0.25."""
+    """A number for a tick: 4096 as 4k, 10000 as 10k, 0.25 as 0.25."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if value >= size and value % size == 0:
             return f"{value / size:g}{letter}"
     if value >= 1e6:
         return f"{value / 1e6:g}M"
+    if value >= 1e4 and value % 1e3 == 0:
+        return f"{value / 1e3:g}k"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -10,6 +10,7 @@ from anymla.bench.page.figure import Bar, Bars, Figure, Point, Series
 from anymla.bench.page.reading import (
     batch_of,
     group_of,
+    in_order,
     index_place,
     is_number,
     latest,
@@ -19,6 +20,7 @@ from anymla.bench.page.reading import (
     series_of,
 )
 from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_before, source
+from anymla.bench.page.work import work_of
 
 _CONTEXT_PART = "decode step against context"
 
@@ -32,7 +34,8 @@ def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
         *(each for some in _by_part(gpu) for each in _per_device(some, _against_peers)),
         *_per_device(gpu, _decode),
         *_per_device(gpu, _bandwidth),
-        *_per_device(gpu, _index_keys),
+        *_per_device(gpu, _index_selection),
+        *_per_device(gpu, _index_parts),
         *_per_device(gpu, _layers),
         *_per_device(cpu, _context_speed),
         *_per_device(cpu, _context_memory),
@@ -67,15 +70,18 @@ def ceilings_of(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 def _roofline(rows: list[Row]) -> Figure | None:
     ceilings = ceilings_of(rows)
-    timed = [row for row in rows if is_number(row.get("tflops")) and row.get("gb_per_s")]
+    worked = [(row, us, work) for row in rows if (us := own_us(row)) and (work := work_of(row))]
+    timed = [row for row, _, work in worked if work.flops]
     if ceilings is None or not timed:
         return None
     copy, product = ceilings
     groups: dict[str, list[Point]] = defaultdict(list)
-    for row in timed:
-        intensity = row["tflops"] * 1e3 / row["gb_per_s"]
-        label = f"{case_of(row)}: {row['us']:g} us, {row['tflops']:g} TFLOP/s, {_reached(row)}"
-        groups[group_of(row)].append(Point(intensity, row["tflops"], label))
+    for row, us, work in worked:
+        if not work.flops:
+            continue
+        rate, share = work.flops / us / 1e6, work.share(us, copy, product)
+        label = f"{case_of(row)}: {us:.4g} us, {rate:.4g} TFLOP/s, {share:.0%} of the roof"
+        groups[group_of(row)].append(Point(work.flops / work.bytes_moved, rate, label))
     series = [_scatter(name, points) for name, points in groups.items()]
     lowest = min(point.x for points in groups.values() for point in points)
     highest = max(point.x for points in groups.values() for point in points)
@@ -99,11 +105,6 @@ def _roofline(rows: list[Row]) -> Figure | None:
     )
 
 
-def _reached(row: Row) -> str:
-    share = max(row.get("share_of_copy") or 0, row.get("share_of_product") or 0)
-    return f"{share:.0%} of the nearer ceiling"
-
-
 def _against_peers(rows: list[Row]) -> Figure | None:
     groups: dict[str, list[Point]] = defaultdict(list)
     compared = []
@@ -119,7 +120,8 @@ def _against_peers(rows: list[Row]) -> Figure | None:
             compared.append(row)
     if not groups:
         return None
-    series = [_line(name, points) for name, points in sorted(groups.items())]
+    names = sorted(groups, key=in_order)
+    series = [_line(name, groups[name]) for name in names]
     xs = [point.x for points in groups.values() for point in points]
     even = Series(
         "as fast as the other", (Point(min(xs), 1, ""), Point(max(xs), 1, "")), limit=True
@@ -127,7 +129,7 @@ def _against_peers(rows: list[Row]) -> Figure | None:
     part = part_of(compared[0])
     return Figure(
         "peers-" + re.sub(r"\W+", "-", part.lower()),
-        f"Times as fast as other libraries: {part}",
+        f"Times as fast as others: {part}",
         "tokens of context" if "kind" in compared[0] else "batch: tokens or requests",
         "their time / ours",
         (*series, even),
@@ -194,7 +196,17 @@ def _bandwidth(rows: list[Row]) -> Bars | None:
     )
 
 
-def _index_keys(rows: list[Row]) -> Figure | None:
+def _index_selection(rows: list[Row]) -> Figure | None:
+    """The whole indexer in one operation."""
+    return _index_keys(rows, "indexer", "Index selection by context", selects=True)
+
+
+def _index_parts(rows: list[Row]) -> Figure | None:
+    """Scores, and scores with a selection, as operations of their own."""
+    return _index_keys(rows, "indexer-parts", "Index scores by context", selects=False)
+
+
+def _index_keys(rows: list[Row], key: str, title: str, *, selects: bool) -> Figure | None:
     groups: dict[str, list[Point]] = defaultdict(list)
     chosen = []
     for row in rows:
@@ -203,14 +215,15 @@ def _index_keys(rows: list[Row]) -> Figure | None:
         if not part_of(row).startswith("indexer") or mine is None or place is None:
             continue
         group, keys = place
-        groups[group].append(Point(keys, mine, f"{case_of(row)}: {mine:g} us"))
-        chosen.append(row)
-    groups = {name: points for name, points in groups.items() if len(points) > 1}
+        if group.startswith("select") is selects:
+            groups[group].append(Point(keys, mine, f"{case_of(row)}: {mine:g} us"))
+            chosen.append(row)
+    groups = {name: groups[name] for name in sorted(groups, key=in_order) if len(groups[name]) > 1}
     if not groups:
         return None
     return Figure(
-        "indexer",
-        "Indexer against the number of entries",
+        key,
+        title,
         "entries (a quarter of the tokens)",
         "microseconds",
         tuple(_line(name, points) for name, points in groups.items()),

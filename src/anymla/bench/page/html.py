@@ -64,6 +64,7 @@ th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px so
 td.number { text-align: right; white-space: nowrap; }
 td.bad { color: var(--bad); font-weight: 600; }
 th { white-space: nowrap; } td:first-child { min-width: 7rem; }
+#conformance td:first-child { min-width: 0; } #conformance td:nth-child(2) { min-width: 12rem; }
 summary { cursor: pointer; font-weight: 600; }
 @media (max-width: 640px) {
   body { padding: .6rem; } section { padding: .7rem; }
@@ -165,7 +166,8 @@ def _table(table: Table) -> str:
 
 def _cell(text: str) -> str:
     if text.startswith("!"):
-        return f'<td class="bad">{escape(text[1:])}</td>'
+        aligned = " number" if text.endswith("slower") else ""
+        return f'<td class="bad{aligned}">{escape(text[1:])}</td>'
     number = re.fullmatch(r"[\d.,e+-]+", text)
     return f"<td{' class=number' if number else ''}>{escape(text)}</td>"
 

@@ -43,14 +43,25 @@ def peer_us(row: Row) -> dict[str, float]:
     return {name: float(row[key]) for key, name in PEERS.items() if is_number(row.get(key))}
 
 
+def microseconds(us: float) -> str:
+    """A time with the digits that a measurement has."""
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.4g}"
+
+
 def part_of(row: Row) -> str:
     """The part of a suite that a row belongs to; its file's name where it does not say."""
     part = str(row.get("part") or str(row.get("file", "")).removesuffix(".jsonl"))
+    if is_number(row.get("extra")) and is_number(row.get("rows")):
+        return f"{part}, {'one query' if row['rows'] == 1 else 'two queries'} a request"
     return f"{part}, prefill" if case_of(row).startswith("prefill ") else part
 
 
 def group_of(row: Row) -> str:
     """Operations that are alike, for a plot of all of them."""
+    if "extra" in row:
+        return f"decode attention, {row.get('backend')}"
+    if "teraflops" in row:
+        return f"prefill attention, {row.get('backend')}"
     name = operation_of(row)
     known = {
         " linear": "linear layers",
@@ -108,6 +119,11 @@ def series_of(row: Row) -> str:
     ):
         text = re.sub(pattern, "", text, count=1)
     return text.strip(" ,") or str(row.get("part", "")) or "-"
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts "h8" before "h16"."""
+    return [(int(word) if word.isdigit() else 0, word) for word in re.split(r"(\d+)", name)]
 
 
 def is_number(value: object) -> bool:

@@ -25,7 +25,7 @@ class Size:
 
 
 WIDE = Size(760, 400, 10, 8)
-NARROW = Size(350, 330, 5, 6, left=50, right=10)
+NARROW = Size(350, 330, 5, 6, right=10)
 
 
 def svg(figure: Figure, size: Size, css: str) -> str:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from anymla.bench.page.reading import latest, own_us, peer_us
+from anymla.bench.page.reading import latest, microseconds, own_us, peer_us
 from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_before, source
 from anymla.bench.support_matrix import support_table
 
@@ -40,13 +40,15 @@ class Table:
 def tables(rows: Sequence[Row], results: Path) -> list[Table]:
     """Every table that the rows allow."""
     new = latest(rows)
-    made = [_peers(new), _missed(new), _whole_model(new), *_doctor(new), _conformance(rows)]
+    made = [*_by_peer(new), _missed(new), _whole_model(new)]
+    made += [*_doctor(new), _conformance(rows)]
     made.append(_support(results))
     made += [_everything(new, device) for device in dict.fromkeys(map(device_of, new))]
     return [table for table in made if table is not None and table.body]
 
 
 def _peers(rows: Sequence[Row]) -> Table:
+    """Every shape beside every other library."""
     body, used = [], []
     for row in rows:
         mine, others = own_us(row), peer_us(row)
@@ -58,33 +60,54 @@ def _peers(rows: Sequence[Row]) -> Table:
             shown = f"{ratio:.2f}" if ratio >= 1 else f"!{ratio:.2f} slower"
             if "scores only" in name:
                 shown = "-"
-            body.append([case_of(row), shown, f"{mine:.4g}", f"{theirs:.4g}", name])
-    head = ["case", "times", "us", "its us", "other"]
+            body.append([case_of(row), name, shown, microseconds(mine), microseconds(theirs)])
+    head = ["case", "other", "times", "us", "its us"]
     note = "times: how many times as fast as the other. Below 1 the other is faster."
     return Table("against", "Against other libraries", head, body, source(used), note)
 
 
+def _by_peer(rows: Sequence[Row]) -> list[Table]:
+    """A table for each other library, narrow enough for a phone."""
+    made = []
+    for name in dict.fromkeys(name for row in rows for name in peer_us(row)):
+        table = _peers([row for row in rows if name in peer_us(row)])
+        body = [[case, *rest] for case, other, *rest in table.body if other == name]
+        key, head = f"against-{_slug(name)}", [word for word in table.head if word != "other"]
+        made.append(
+            dataclasses.replace(
+                table, key=key, title=f"Against {name}", head=head, body=body, folded=len(body) > 16
+            )
+        )
+    return made
+
+
 def _missed(rows: Sequence[Row]) -> Table:
     missed = [row for row in rows if row.get("met") is False]
-    body = [
-        [case_of(row), f"!{_reached(row)}", str(row.get("target", "")), device_of(row)]
-        for row in missed
-    ]
+    body = [[case_of(row), f"!{_reached(row)}", _asked(row), device_of(row)] for row in missed]
     head = ["case", "measured", "asked", "device"]
     note = "Every row with a target that was not met."
     return Table("missed", "What falls short", head, body, source(missed), note)
 
 
 def _reached(row: Row) -> str:
-    if "error" in row:
+    if isinstance(row.get("error"), str):
         return str(row["error"])
     target = str(row.get("target", ""))
     if "share_of_copy" in target:
-        return f"share_of_copy {row['share_of_copy']:g}"
-    for key, unit in (("us", "us"), ("times_transformers", "x transformers"), ("excess", "over")):
+        return f"{row['share_of_copy']:g} of copy"
+    for key, unit in (
+        ("ratio", "times"),
+        ("us", "us"),
+        ("times_transformers", "x transformers"),
+        ("excess", "over"),
+    ):
         if key in row:
             return f"{row[key]:.4g} {unit}"
     return "-"
+
+
+def _asked(row: Row) -> str:
+    return str(row.get("target", "")).replace("share_of_copy >=", "at least")
 
 
 def _whole_model(rows: Sequence[Row]) -> Table:
@@ -186,7 +209,7 @@ def _everything(rows: Sequence[Row], device: str) -> Table:
         rate = f"{row['gb_per_s']:g}" if "gb_per_s" in row else ""
         work = f"{row['tflops']:g}" if row.get("tflops") is not None else ""
         asked = f"{met}: {row['target']}" if met else ""
-        body.append([case_of(row), f"{own_us(row):.4g}", rate, work, asked])
+        body.append([case_of(row), microseconds(own_us(row) or 0.0), rate, work, asked])
     head = ["case", "us", "GB/s", "TFLOP/s", "asked"]
     title = f"Every timing on {device}"
     return Table(f"all-{_slug(device)}", title, head, body, source(chosen), folded=True)
@@ -194,9 +217,6 @@ def _everything(rows: Sequence[Row], device: str) -> Table:
 
 def _slug(text: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
-
-
-# --- the README -----------------------------------------------------------------------------------
 
 
 def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
