@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 from anymla.bench.doctor import examine as examination
 from anymla.bench.doctor.clock import Ceilings
 from anymla.bench.doctor.examine import all_probes, examine
+from anymla.bench.doctor.machine import _busy
 from anymla.cli.main import main
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.sparse_attention import sparse_attention
@@ -127,7 +128,23 @@ def test_a_device_that_is_not_there_is_one_line() -> None:
     assert "--device xpu: torch sees none on this machine" in result.output
 
 
+def test_a_row_that_cannot_be_written_is_said_before_anything_runs() -> None:
+    result = doctor("--json", "/there/is/no/such.jsonl")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "--json /there/is/no/such.jsonl: there is no such folder" in result.stderr
+
+
+def test_a_busy_machine_is_said() -> None:
+    assert _busy(3.5, 4) == "other processes use 3.5 of 4 cores"
+    assert _busy(1.0, 4) is None
+    assert _busy(None, 4) is None
+
+
 def test_the_plugins_view() -> None:
     result = doctor("--vllm")
     assert result.exit_code == 0
     assert result.output.startswith("vLLM")
+    row = json.loads(doctor("--vllm", "--json", "-").output)
+    assert row["part"] == "doctor --vllm"
+    assert row["parts"][0]["part"] == "vLLM"

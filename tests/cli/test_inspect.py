@@ -201,6 +201,8 @@ def test_an_empty_dump(tmp_path: Path) -> None:
         (["--cache", "{tmp}/none"], "{tmp}/none: cannot be read as a cache dump: "),
         (["--cache", "{tiny}/model.safetensors"], "{tiny}/model.safetensors: not a cache dump"),
         (["--checkpoint", "{tiny}", "--json", "{tmp}/a/b"], "{tmp}/a/b: No such file or directory"),
+        (["--cache", "a", "--verify", "--compare", "b"], "--compare and --convert go alone"),
+        (["--checkpoint", "{tiny}", "--row", "0"], "--verify, --compare, --convert, --layout, "),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, tiny: Path, tmp_path: Path) -> None:

@@ -46,8 +46,11 @@ def command(
     copies or multiplies at most. Takes half a minute; needs no GPU and no triton. Ends with exit
     code 1 if a result is wrong.
     """
+    silent = str(json_file) == "-"
+    if json_file is not None and not silent and not json_file.absolute().parent.is_dir():
+        raise BadInput(f"--json {json_file}: there is no such folder")
     if vllm:
-        _show_plugin()
+        _show_plugin(json_file, silent=silent)
         return
     place = torch.device(device or default_device())
     if place.type != "cpu" and not getattr(torch, place.type).is_available():
@@ -58,7 +61,6 @@ def command(
         known = ", ".join(dict.fromkeys(probe.family for probe in all_probes()))
         raise BadInput(f"--family {', '.join(unknown)}: there are {known}")
     facts = machine(place)
-    silent = str(json_file) == "-"
     if not silent:
         click.echo("\n".join(_machine_lines(facts)))
     ceilings, findings = _examine(chosen, place, timed=not no_speed)
@@ -105,7 +107,10 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
     if facts["shared_memory_bytes"] is not None:
         lines.append(f"  shared memory {facts['shared_memory_bytes'] // 1024} KiB a program")
     lines += [f"  FP8: {facts['fp8']}", f"  matrix instructions: {facts['matrix']}"]
-    return [*lines, f"  {facts['threads']} thread(s); anymla {facts['anymla']}"]
+    lines.append(f"  {facts['threads']} thread(s); anymla {facts['anymla']}")
+    if facts["busy"]:
+        lines.append(f"  {facts['busy']}: speeds come out too low")
+    return lines
 
 
 def _table(findings: list[Finding], ceilings: Ceilings | None) -> list[str]:
@@ -163,7 +168,7 @@ def _error(finding: Finding) -> str:
     return f"{finding.error:.0%}" if finding.error >= 0.01 else "<1%"
 
 
-def _show_plugin() -> None:
+def _show_plugin(json_file: Path | None, *, silent: bool) -> None:
     try:
         from anymla.engines.vllm.report import plugin_view
     except ModuleNotFoundError as error:
@@ -172,6 +177,12 @@ def _show_plugin() -> None:
             raise BadInput("--vllm: vllm is not installed here (no module named vllm)") from error
         raise BadInput(f"--vllm: this installation has no module {missing}") from error
     rows = plugin_view()
+    line = json.dumps({"part": "doctor --vllm", "parts": rows})
+    if silent:
+        click.echo(line)
+        return
     widths = [max(len(row[key]) for row in rows) for key in ("part", "action")]
     for row in rows:
         click.echo(f"{row['part']:{widths[0]}}  {row['action']:{widths[1]}}  {row['why']}")
+    if json_file is not None:
+        json_file.write_text(line + "\n", encoding="utf-8")

@@ -101,8 +101,12 @@ def command(
     """
     if (checkpoint is None) == (cache is None):
         raise BadInput("give exactly one of --checkpoint and --cache")
-    if cache is None and (verify or other or convert or entries or page_layout or shown_row):
+    if cache is None and (
+        verify or other or convert or entries or page_layout or shown_row is not None
+    ):
         raise BadInput("--verify, --compare, --convert, --layout, --entries, --row go with --cache")
+    if sum(map(bool, (verify or shown_row is not None, other, convert))) > 1:
+        raise BadInput("--compare and --convert go alone, without --verify and --row")
     if (convert is None) != (output is None):
         raise BadInput("--convert and --output go together")
     with bad_input():

@@ -47,6 +47,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "triton": triton or "not installed",
         "python": facts["python"],
         "threads": torch.get_num_threads(),
+        "busy": _busy(facts["load"], facts["cores"]) if device.type == "cpu" else None,
         "cpu": facts["cpu"],
         "anymla": facts["anymla"],
         "commit": facts["commit"],
@@ -101,6 +102,13 @@ def _xpu(device: torch.device) -> dict[str, Any]:
         "fp8": "software: e4m3 is converted by integer operations",
         "matrix": "XMX, through Triton",
     }
+
+
+def _busy(load: float | None, cores: int | None) -> str | None:
+    """That other processes have run on more than half of the cores of late."""
+    if load is None or cores is None or load <= cores / 2:
+        return None
+    return f"other processes use {load:g} of {cores} cores"
 
 
 def _cpu_instructions() -> str:
