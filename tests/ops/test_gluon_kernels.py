@@ -8,6 +8,7 @@ import torch
 from gluon_on_host import launch, on_host
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.output_projection import inverse_rope_fp8_quant, turned
 from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, Stream, tile_heads
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
@@ -67,28 +68,29 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     return out, lse
 
 
-def merge(schedule, part, sums, spans, sink, out, lse, empty):
+def merge(schedule, part, sums, spans, sink, out, lse, empty, to=None):
     """By Triton's interpreter."""
+    result = out if to is None else to.codes
     merging = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_merge")
     tokens, heads, _ = out.shape
     tasks, rows = tokens * schedule.tiles, schedule.heads
     sinks = lse if sink is None else sink
     if schedule.stream == Stream.YES:
         merging.merge_stream_kernel[(schedule.programs * (rows // merging.STREAM_GROUP),)](
-            part, sums, spans, sinks, out, lse, heads, tasks, schedule.programs,
-            out.stride(0), out.stride(1), empty,
+            part, sums, spans, sinks, result, lse, heads, tasks, schedule.programs,
+            result.stride(0), result.stride(1), empty, *turned.pointers(to, lse),
             ROWS=rows, CHANNELS=CHANNELS, GROUP=merging.STREAM_GROUP, SINK=sink is not None,
-            EARLY=False,
+            EARLY=False, **turned.constants(to),
         )  # fmt: skip
         return
     most = 1 << (schedule.splits - 1).bit_length()
     tile = merging.merge_tile(most)
     whole, some = schedule.first_cut(tokens), min(heads, rows)
     merging.merge_kernel[((tasks - whole) * some * (CHANNELS // tile.width),)](
-        part, sums, sinks, out, lse, heads, schedule.splits, whole, some,
-        out.stride(0), out.stride(1), empty,
+        part, sums, sinks, result, lse, heads, schedule.splits, whole, some,
+        result.stride(0), result.stride(1), empty, *turned.pointers(to, lse),
         ROWS=rows, CHANNELS=CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
-        SINK=sink is not None, EARLY=False,
+        SINK=sink is not None, EARLY=False, **turned.constants(to),
     )  # fmt: skip
 
 
@@ -103,6 +105,31 @@ def test_any_lists(heads, tokens, way):
         torch.tensor([0.0, torch.inf, -torch.inf, 2.0, -1.0])[torch.arange(heads) % 5],
     )
     made.expected().check(run(made, schedule_of(heads, tokens, way, 3)))
+
+
+@pytest.mark.parametrize("way", ["aligned", "stream"])
+def test_merges_leave_the_fp8_that_a_second_kernel_would(way):
+    pytest.importorskip("triton")
+    tokens, heads = 2, 20
+    schedule = schedule_of(heads, tokens, way, 3)
+    part = torch.randn(schedule.slots(tokens), 32, CHANNELS)
+    sums = torch.rand(schedule.slots(tokens), 32, 2)
+    sums[0, 3:5] = torch.tensor([-1e30, 0.0])
+    # Programs 0 and 1 share the first task, the second is whole.
+    spans = torch.tensor([[0, 1], [2, 2], [-1, 0], [0, 0], [-1, 0]], dtype=torch.int32)
+    numbers = schedule, part, sums, spans, torch.randn(heads)
+    out, lse = torch.zeros(tokens, heads, CHANNELS).bfloat16(), torch.zeros(tokens, heads)
+    merge(*numbers, out, lse, -torch.inf)
+    assert out.any(-1)[0].all()
+    table, positions = torch.randn(9, 64), torch.tensor([8, 3])
+    to = turned.Turned.allocate(out, positions, table, native=False)
+    to.codes[:], to.scales[:] = 0, 1
+    merge(*numbers, out, torch.empty_like(lse), -torch.inf, to)
+    want = inverse_rope_fp8_quant(out, positions, table, n_groups=4, backend="triton")
+    got, merged = to.results(4), slice(0, 1 if way == "stream" else tokens)
+    assert torch.equal(got[0][merged].view(torch.uint8), want[0][merged].view(torch.uint8))
+    assert torch.equal(got[1][merged], want[1][merged])
+    assert not got[0][merged.stop :].view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("heads", [3, 36, 66])

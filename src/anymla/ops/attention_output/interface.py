@@ -8,7 +8,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
 from anymla.ops.attention_output import composed
-from anymla.ops.attention_output.support import gluon_support
+from anymla.ops.attention_output.support import gluon_decode_support, gluon_support
 from anymla.ops.sparse_attention.support import triton_attention_support
 
 _BLOCK = 128
@@ -147,6 +147,11 @@ for _backend in ("reference", "torch"):
 _, _prefill = composed.by("triton")
 sparse_attention_fp8_quant.register_lazy(
     "triton", "anymla.ops.attention_output.triton_decode", supports=triton_attention_support
+)
+sparse_attention_fp8_quant.register_lazy(
+    "gluon_sm90",
+    "anymla.ops.attention_output.gluon_sm90_decode",
+    supports=gluon_decode_support,
 )
 prefill_attention_fp8_quant.register("triton", _prefill, supports=triton_attention_support)
 prefill_attention_fp8_quant.register_lazy(

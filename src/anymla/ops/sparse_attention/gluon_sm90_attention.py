@@ -10,6 +10,8 @@ import triton
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout, pages_of
+from anymla.ops.output_projection import turned
+from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
 from anymla.ops.sparse_attention.gluon_sm90_merge import (
     STREAM_GROUP,
@@ -100,26 +102,59 @@ def sparse_attention(
         out = torch.empty((tokens, heads, _CHANNELS), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens and heads:
-        given_lengths = lengths is not None or extra_lengths is not None
-        q = q if _aligned(q) else q.clone(memory_format=torch.contiguous_format)
-        lengths = _lengths(lengths, tokens, q.device)
-        scopes = [Scope.of(k_cache, indices, lengths)]
-        if extra_cache is not None and extra_indices is not None:
-            extra_lengths = _lengths(extra_lengths, tokens, q.device)
-            scopes.append(Scope.of(extra_cache, extra_indices, extra_lengths))
-        sink = None if sink is None else sink.float().contiguous()
-        scale = channels**-0.5 if scale is None else scale
+        first = (k_cache, indices, lengths)
+        call = Call.of(
+            q, first, (extra_cache, extra_indices, extra_lengths), sink, scale, batch_invariant
+        )
+        empty = float("-inf") if empty_lse is None else empty_lse
+        attend(call.q, call.scopes, call.sink, call.scale, empty, call.schedule, out, lse)
+    return (out if given is None or given is out else given.copy_(out)), lse
+
+
+Listed = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What ``attend`` takes of a call."""
+
+    q: Tensor
+    scopes: list[Scope]
+    sink: Tensor | None
+    scale: float
+    schedule: Schedule
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        first: Listed,
+        second: Listed,
+        sink: Tensor | None,
+        scale: float | None,
+        batch_invariant: bool,
+    ) -> Call:
+        """From arguments of the operation; cache, lists and lengths of either scope."""
+        tokens, heads, channels = q.shape
+        scopes = []
+        for cache, indices, lengths in (first, second):
+            if cache is not None and indices is not None:
+                scopes.append(Scope.of(cache, indices, _lengths(lengths, tokens, q.device)))
         schedule = choose(
             tokens,
             heads,
             tuple(scope.width for scope in scopes),
             multiprocessors(q.device),
-            lengths=given_lengths,
+            lengths=first[2] is not None or second[2] is not None,
             batch_invariant=batch_invariant,
         )
-        empty = float("-inf") if empty_lse is None else empty_lse
-        attend(q, scopes, sink, scale, empty, schedule, out, lse)
-    return (out if given is None or given is out else given.copy_(out)), lse
+        return cls(
+            q if _aligned(q) else q.clone(memory_format=torch.contiguous_format),
+            scopes,
+            None if sink is None else sink.float().contiguous(),
+            channels**-0.5 if scale is None else scale,
+            schedule,
+        )
 
 
 _endless: dict[torch.device, Tensor] = {}
@@ -162,8 +197,12 @@ def attend(
     schedule: Schedule,
     out: Tensor,
     lse: Tensor,
+    to: Turned | None = None,
 ) -> None:
-    """Launch by a schedule, in as many parts as the workspace asks for."""
+    """Launch by a schedule, in as many parts as the workspace asks for.
+
+    If ``to`` is given, the heads go there; ``out`` takes those of tasks that are not cut.
+    """
     tokens = len(q)
     row_bytes = 4 * _CHANNELS * schedule.heads
     step = tokens
@@ -172,7 +211,8 @@ def attend(
     for start in range(0, tokens, step):
         some = slice(start, min(start + step, tokens))
         parts = [scope.part(some) for scope in scopes] if step < tokens else scopes
-        _launch(q[some], parts, sink, scale, empty, schedule, out[some], lse[some])
+        there = None if to is None else to.of(some)
+        _launch(q[some], parts, sink, scale, empty, schedule, out[some], lse[some], there)
 
 
 def _launch(
@@ -184,6 +224,7 @@ def _launch(
     schedule: Schedule,
     out: Tensor,
     lse: Tensor,
+    to: Turned | None,
 ) -> None:
     tokens, heads, _ = q.shape
     slots, rows = schedule.slots(tokens), schedule.heads
@@ -216,22 +257,25 @@ def _launch(
     if not schedule.cut:
         return
     tasks = tokens * schedule.tiles
+    result = out if to is None else to.codes
+    end = turned.pointers(to, lse)
     if schedule.stream == Stream.YES:
         merge_stream_kernel[(schedule.programs * (rows // STREAM_GROUP),)](
-            part, sums, spans, _or(sink, lse), out, lse, heads, tasks, schedule.programs,
-            out.stride(0), out.stride(1), empty,
+            part, sums, spans, _or(sink, lse), result, lse, heads, tasks, schedule.programs,
+            result.stride(0), result.stride(1), empty, *end,
             ROWS=rows, CHANNELS=_CHANNELS, GROUP=STREAM_GROUP, SINK=sink is not None, EARLY=True,
-            num_warps=4, launch_pdl=True,
+            **turned.constants(to), num_warps=4, launch_pdl=True,
         )  # fmt: skip
         return
     most = triton.next_power_of_2(schedule.splits)
     tile = merge_tile(most)
     whole, some = schedule.first_cut(tokens), min(heads, rows)
     merge_kernel[((tasks - whole) * some * (_CHANNELS // tile.width),)](
-        part, sums, _or(sink, lse), out, lse, heads, schedule.splits, whole, some,
-        out.stride(0), out.stride(1), empty,
+        part, sums, _or(sink, lse), result, lse, heads, schedule.splits, whole, some,
+        result.stride(0), result.stride(1), empty, *end,
         ROWS=rows, CHANNELS=_CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
-        SINK=sink is not None, EARLY=True, num_warps=tile.warps, launch_pdl=True,
+        SINK=sink is not None, EARLY=True, **turned.constants(to), num_warps=tile.warps,
+        launch_pdl=True,
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@
                          program's range begins in a task, the first such program of the task
                          merges it, row by row of the group, piece by piece.
 
-They are launched while the attention kernel still runs, and wait for its end.
+They are launched while the attention kernel still runs, and wait for its end. Results leave as they
+are, or rotated back and quantised for the output projection (TURNED).
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ import triton.language as tl
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._triton import Build, Target
+from anymla.ops.output_projection.triton_turned import store_turned
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _NO_PIECE = tl.constexpr(-1e30)
 
 
-@triton.jit(do_not_specialize=["H", "splits", "first_task", "rows"])
+@triton.jit(do_not_specialize=["H", "splits", "first_task", "rows", "angles"])
 def merge_kernel(
     part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, H, splits, first_task, rows,
-    out_token, out_head, empty,
+    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
     AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr,
+    TURNED: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the file.
 
@@ -38,7 +41,7 @@ def merge_kernel(
         part_ptr: float32 [slots, ROWS, CHANNELS].
         sums_ptr: float32 [slots, ROWS, 2]: reference exponent and sum.
         sink_ptr: float32 [H].
-        out_ptr: [T, H, CHANNELS].
+        out_ptr: [T, H, CHANNELS]; codes if TURNED is not 0.
         lse_ptr: float32 [T, H].
         H: heads.
         splits: pieces of a task.
@@ -47,6 +50,10 @@ def merge_kernel(
         out_token: stride of out.
         out_head: stride of out.
         empty: lse of a token without rows.
+        scales_ptr: as in ``store_turned``, like the next three and the last three.
+        positions_ptr: likewise.
+        table_ptr: likewise.
+        angles: likewise.
         ROWS: heads of a tile.
         CHANNELS: of a row.
         WIDTH: channels of a program.
@@ -54,6 +61,9 @@ def merge_kernel(
         AT_ONCE: pieces that are read at a time, a power of two.
         SINK: there is one.
         EARLY: launched before the attention kernel ended.
+        TURNED: see above, or 0.
+        TYPE: see above.
+        NATIVE: see above.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -98,19 +108,25 @@ def merge_kernel(
             values = tl.load(rows_of, mask=listed[:, None], other=0.0)
             value += tl.sum(values * weight[:, None], 0)
     value = value * tl.where(total == 0, 0.0, 1.0 / bottom)
-    to = out_ptr + token * out_token + head * out_head + channel
-    tl.store(to, value.to(out_ptr.dtype.element_ty))
+    if TURNED > 0:
+        store_turned(
+            value[None, :], (part * WIDTH).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
+            scales_ptr, positions_ptr, table_ptr, angles, 1, WIDTH, CHANNELS, TURNED, TYPE, NATIVE,
+        )  # fmt: skip
+    else:
+        to = out_ptr + token * out_token + head * out_head + channel
+        tl.store(to, value.to(out_ptr.dtype.element_ty))
     if part == 0:
         lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
         tl.store(lse_ptr + token * H + head, lse)
 
 
-@triton.jit(do_not_specialize=["H", "tasks", "programs"])
+@triton.jit(do_not_specialize=["H", "tasks", "programs", "angles"])
 def merge_stream_kernel(
     part_ptr, sums_ptr, spans_ptr, sink_ptr, out_ptr, lse_ptr, H, tasks, programs,
-    out_token, out_head, empty,
+    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, SINK: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, TURNED: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the file. Arguments that ``merge_kernel`` does not have are these.
 
@@ -156,8 +172,15 @@ def merge_stream_kernel(
         sink = tl.load(sink_ptr + head, mask=there, other=0.0)
         bottom += tl.exp2(sink * _LOG2E - highest)
     value = value * tl.where(total == 0, 0.0, 1.0 / bottom)[:, None]
-    to = out_ptr + token * out_token + head[:, None] * out_head + channel[None, :]
-    tl.store(to, value.to(out_ptr.dtype.element_ty), mask=there[:, None])
+    if TURNED > 0:
+        store_turned(
+            value, 0, token, task % tiles * ROWS + (tl.program_id(0) % groups) * GROUP, H, out_ptr,
+            scales_ptr, positions_ptr, table_ptr, angles, GROUP, CHANNELS, CHANNELS, TURNED, TYPE,
+            NATIVE,
+        )  # fmt: skip
+    else:
+        to = out_ptr + token * out_token + head[:, None] * out_head + channel[None, :]
+        tl.store(to, value.to(out_ptr.dtype.element_ty), mask=there[:, None])
     lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
     tl.store(lse_ptr + token * H + head, lse, mask=there)
 
@@ -183,31 +206,39 @@ def merge_tile(most: int) -> MergeTile:
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Some numbers of pieces, and the stream."""
+    """Some numbers of pieces, and the stream; as they are, and quantised."""
     if target.name != "sm_90":
         return
-    types = dict.fromkeys(("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr"), "*fp32")
-    types |= {"out_ptr": "*bf16", "spans_ptr": "*i32", "empty": "fp32"}
+    for turned in (False, True):
+        yield from _builds(turned)
+
+
+def _builds(turned: bool) -> Iterator[Build]:
+    floats = ("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "scales_ptr", "table_ptr")
+    types = {**dict.fromkeys(floats, "*fp32"), "positions_ptr": "*i64", "angles": "i32"}
+    types |= {"out_ptr": "*u8" if turned else "*bf16", "spans_ptr": "*i32", "empty": "fp32"}
+    end = {"TURNED": 64 if turned else 0, "TYPE": tl.bfloat16, "NATIVE": True}
+    note = ", quantised" if turned else ""
     counts = ("H", "splits", "first_task", "rows", "tasks", "programs", "out_token", "out_head")
     types |= dict.fromkeys(counts, "i32")
     channels = get_layout(MAIN_FP8).channels
     for rows, most in ((64, 2), (16, 16), (64, 32), (64, 128)):
         tile = merge_tile(most)
         yield Build(
-            f"{rows} rows, {most} pieces",
+            f"{rows} rows, {most} pieces{note}",
             merge_kernel,
             types,
             {"ROWS": rows, "CHANNELS": channels, "WIDTH": tile.width, "MOST": most,
-             "AT_ONCE": tile.at_once, "SINK": True, "EARLY": True},
+             "AT_ONCE": tile.at_once, "SINK": True, "EARLY": True, **end},
             num_warps=tile.warps,
             divisible=("out_token", "out_head"),
         )  # fmt: skip
     for rows in (16, 64):
         yield Build(
-            f"{rows} rows",
+            f"{rows} rows{note}",
             merge_stream_kernel,
             types,
             {"ROWS": rows, "CHANNELS": channels, "GROUP": STREAM_GROUP, "SINK": True,
-             "EARLY": True},
+             "EARLY": True, **end},
             divisible=("out_token", "out_head"),
         )  # fmt: skip

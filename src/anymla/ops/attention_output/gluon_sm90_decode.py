@@ -1,0 +1,53 @@
+"""Hopper's attention by slots with heads that leave rotated back and quantised."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops.output_projection.triton_rotate import rotate_quantise
+from anymla.ops.output_projection.turned import Turned
+from anymla.ops.sparse_attention.gluon_sm90_attention import Call, attend
+from anymla.ops.sparse_attention.schedule import Stream
+from anymla.ops.workspace import scratch
+
+
+def sparse_attention_fp8_quant(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    layout: str = MAIN_FP8,
+    extra_layout: str = MAIN_FP8,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See the contract. Rounded to q's dtype in between, as separate calls do."""
+    to = Turned.allocate(q, positions, cos_sin_cache, native=True)
+    if q.shape[0] and q.shape[1]:
+        lse = scratch(tuple(q.shape[:2]), torch.float32, q.device)
+        call = Call.of(
+            q,
+            (k_cache, indices, lengths),
+            (extra_cache, extra_indices, extra_lengths),
+            sink,
+            scale,
+            batch_invariant,
+        )
+        numbers = (call.q, call.scopes, call.sink, call.scale, float("-inf"), call.schedule)
+        if call.schedule.cut and call.schedule.stream == Stream.NO:
+            attend(*numbers, call.q, lse, to)  # which writes no heads itself
+        else:
+            out = scratch(tuple(q.shape), q.dtype, q.device)
+            attend(*numbers, out, lse)
+            rotate_quantise(out, to)
+    return to.results(n_groups)
