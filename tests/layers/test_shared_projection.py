@@ -1,9 +1,10 @@
-"""Two compressors of one input whose projections are one product."""
+"""Two compressors, and two kinds of queries, whose projections are one product."""
 
 import pytest
 import torch
 
 from anymla.layers.compressor import Compressor, SharedProjection
+from anymla.layers.linear import LinearPair
 from anymla.layers.rope_table import RopeTable
 from anymla.model.load import load_model
 from anymla.ops.linear import linear_float32
@@ -80,5 +81,8 @@ def test_a_model_generates_the_same(tmp_path, chunk_size):
                     attention.compressor, attention.indexer.compressor
                 )
                 assert attention.projections is not None
+                assert attention.queries is None
+                attention.queries = LinearPair(attention.wq_b, attention.indexer.wq_b)
+                assert attention.queries.merged is not None
         tokens.append(Engine(model, options).run([request])[0].token_ids)
     assert tokens[0] == tokens[1]

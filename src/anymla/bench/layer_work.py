@@ -10,7 +10,7 @@ from anymla.bench.layer_setup import DecodeBatch
 from anymla.formats.page_layout import get_layout
 from anymla.layers.compressor import Compressor
 from anymla.layers.decoder import DecoderLayer
-from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.model.config import ModelConfig
 
 
@@ -86,7 +86,14 @@ def _row_bytes(layout_id: str) -> int:
 
 
 def _packed(layer: nn.Module) -> list[PackedWeight]:
-    found = [module.packed for module in layer.modules() if isinstance(module, Linear)]
+    modules = list(layer.modules())
+    # Their parts are among the modules as well.
+    merged = {id(module.merged) for module in modules if isinstance(module, LinearPair)}
+    found = [
+        module.packed
+        for module in modules
+        if isinstance(module, Linear) and id(module) not in merged
+    ]
     assert isinstance(layer, DecoderLayer)
     return [*found, layer.attention.output.wo_a]
 

@@ -25,6 +25,9 @@ from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.workspace import scratch_scope
 
+# Up to here a product takes as long as it takes to read the weight, and a launch less is a gain.
+_FEW_TOKENS = 256
+
 
 class OutputProjection(nn.Module):
     """Inverse RoPE, then a low-rank projection of every group of heads, then one of all groups.
@@ -108,6 +111,8 @@ class AttentionLayer(nn.Module):
         sink: float32 [H], a logit in every softmax that carries no value.
         compressor, indexer: None where the spec has none.
         projections: of both compressors, where there are two.
+        queries: ``wq_b`` and the indexer's, for few tokens; None on a CPU, where weights stay in
+            their mapped files.
         output: inverse RoPE and output projection.
     """
 
@@ -140,6 +145,9 @@ class AttentionLayer(nn.Module):
         self.projections = SharedProjection.of(
             compressor, None if indexer is None else indexer.compressor
         )
+        self.queries: LinearPair | None = None
+        if indexer is not None and wq_b.packed.weight.device.type != "cpu":
+            self.queries = LinearPair(wq_b, indexer.wq_b)
         self.output = output
         self.rope = rope
         self.eps = eps
@@ -157,10 +165,19 @@ class AttentionLayer(nn.Module):
         latent, kv = fused_q_kv_rmsnorm(
             latent, kv, self.q_norm, self.kv_norm, self.eps, backend=self.backend
         )
+        pair = self.queries if len(latent) <= _FEW_TOKENS and self._chooses(step) else None
         with step.side.beside():
             self._write_entries(x, step, cache)
-            queries = self._index_queries(x, latent, step, cache)
-        q = self.wq_b(latent).unflatten(-1, (len(self.sink), -1))
+            queries = (
+                None if pair is not None else self._index_queries(x, latent, None, step, cache)
+            )
+        if pair is None:
+            q = self.wq_b(latent)
+        else:
+            q, index_q = pair(latent)
+            with step.side.beside():
+                queries = self._index_queries(x, latent, index_q, step, cache)
+        q = q.unflatten(-1, (len(self.sink), -1))
         q = qnorm_rope_kv_insert(
             q,
             kv,
@@ -170,7 +187,7 @@ class AttentionLayer(nn.Module):
             cos_sin,
             self.eps,
             layout=cache.format.main,
-            out=q,
+            out=q if q.is_contiguous() else None,
             backend=self.backend,
         )
         step.side.join()
@@ -291,11 +308,19 @@ class AttentionLayer(nn.Module):
             )
 
     def _index_queries(
-        self, x: Tensor, latent: Tensor, step: Step, cache: LayerCache
+        self, x: Tensor, latent: Tensor, q: Tensor | None, step: Step, cache: LayerCache
     ) -> IndexQueries | None:
-        if self.indexer is None or self._attends_to_all(step):
+        if self.indexer is None or not self._chooses(step):
             return None
-        return self.indexer.queries(x, latent, step, cache.format.index)
+        return self.indexer.queries(x, latent, step, cache.format.index, q=q)
+
+    def _chooses(self, step: Step) -> bool:
+        """Whether entries are scored in this step."""
+        return (
+            self.indexer is not None
+            and not self._attends_to_all(step)
+            and self.indexer.chooses(step)
+        )
 
     def _attends_to_all(self, step: Step) -> bool:
         """Whether the step lists every entry; a recorder wants to see the selection anyway."""

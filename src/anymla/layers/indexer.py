@@ -115,11 +115,18 @@ class Indexer(nn.Module):
         self.write_keys(x, step, cache, state, layout)
         return self.select(self.queries(x, latent, step, layout), step, cache, layout)
 
-    def queries(self, x: Tensor, latent: Tensor, step: Step, layout: str) -> IndexQueries | None:
-        """What entries are scored with; None if all entries fit in the selection."""
-        if self._most(step) <= self.width:
+    def chooses(self, step: Step) -> bool:
+        """Whether entries are scored: not if all of them fit in the selection."""
+        return self._most(step) > self.width
+
+    def queries(
+        self, x: Tensor, latent: Tensor, step: Step, layout: str, *, q: Tensor | None = None
+    ) -> IndexQueries | None:
+        """What entries are scored with, or None; ``q`` is ``wq_b`` of the latent if it is known."""
+        if not self.chooses(step):
             return None
-        q, weights = self.wq_b(latent), self.weights_proj(x)
+        weights = self.weights_proj(x)
+        q = self.wq_b(latent) if q is None else q
         q = q.unflatten(-1, (self.heads, -1))
         quant = {INDEX_FP8: "fp8", INDEX_MXFP4: "mxfp4"}.get(layout, "none")
         q, q_scales, weights = indexer_q_rope_quant(

@@ -100,24 +100,25 @@ class LinearPair(nn.Module):
     Attributes:
         rows: output sizes of the two.
         merged: both in one, or None.
-        first, second: the layers, where they are not merged.
+        first, second: the layers; where they are merged, their weights are views of the merged one.
     """
 
     def __init__(self, first: Linear, second: Linear) -> None:
         super().__init__()
         self.rows = (len(first.packed.weight), len(second.packed.weight))
+        self.first = first
+        self.second = second
         self.merged = Linear.together(first, second)
-        self.first = first if self.merged is None else None
-        self.second = second if self.merged is None else None
+        if self.merged is not None:
+            whole = self.merged.packed
+            first.packed = whole.rows(range(self.rows[0]))
+            second.packed = whole.rows(range(self.rows[0], sum(self.rows)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map [..., K] to [..., N] of the first and [..., M] of the second."""
-        if self.merged is not None:
-            first, second = self.merged(x).split(self.rows, dim=-1)
-        else:
-            assert self.first is not None
-            assert self.second is not None
-            first, second = self.first(x), self.second(x)
+        if self.merged is None:
+            return self.first(x), self.second(x)
+        first, second = self.merged(x).split(self.rows, dim=-1)
         return first, second
 
 
