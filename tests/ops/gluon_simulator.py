@@ -494,23 +494,53 @@ def _poisoned(shape, dtype):
     return torch.full(shape, math.nan if dtype.is_floating_point else -(2**30), dtype=dtype)
 
 
-def simulate(kernel, *args, grid: int, seed: int = 0, names: dict | None = None, **constants):
+def _of_kernel(kernel, changed: dict) -> dict:
+    """All names that the kernel's module and those of the device functions it calls know."""
+    found: dict = {}
+    modules = [kernel.fn.__globals__]
+    while modules:
+        for name, value in modules.pop().items():
+            value = changed.get(name, value)
+            if name not in found:
+                found[name] = value
+                if _on_device(value):
+                    modules.append(value.fn.__globals__)
+            else:
+                same = found[name] is value or name.startswith("__") or not _on_device(value)
+                assert same, f"two device functions {name}"
+    return found
+
+
+def _on_device(value) -> bool:
+    return hasattr(value, "fn") and hasattr(value.fn, "__code__")
+
+
+def simulate(
+    kernel,
+    *args,
+    grid: int,
+    seed: int = 0,
+    names: dict | None = None,
+    changed: dict | None = None,
+    **constants,
+):
     """Run ``kernel``, a function of ``gluon.jit``, on ``grid`` programs one after the other.
 
     Args:
-        kernel: the kernel; what its module defines with ``gluon.jit`` runs as Python as well.
+        kernel: the kernel; what it calls of ``gluon.jit`` runs as Python as well.
         args: Pointer, Descriptor or numbers.
         grid: programs.
         seed: of the interleaving.
         names: method of ``Machine`` by the name under which the module calls it.
+        changed: device functions that stand for those of the same name.
         constants: the kernel's constexprs.
     """
     steps = 0
     for program in range(grid):
         machine = Machine(seed * 1000 + program, program, grid)
-        found = dict(kernel.fn.__globals__)
+        found = _of_kernel(kernel, changed or {})
         for name, value in list(found.items()):
-            if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
+            if _on_device(value):
                 found[name] = types.FunctionType(
                     value.fn.__code__, found, value.fn.__name__, value.fn.__defaults__
                 )

@@ -18,7 +18,10 @@ from gluon_simulator import Deadlock, Descriptor, Hazard, Pointer, simulate
 
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.ops.output_projection import inverse_rope_fp8_quant
-from anymla.ops.prefill_attention import gluon_sm90_prefill_kernel as module
+from anymla.ops.prefill_attention import gluon_sm90_prefill_consumers as consumers
+from anymla.ops.prefill_attention import gluon_sm90_prefill_producer as producing
+from anymla.ops.prefill_attention import gluon_sm90_prefill_softmax as softmax
+from anymla.ops.prefill_attention.gluon_sm90_prefill_kernel import prefill_kernel
 from anymla.ops.prefill_attention.named_rows import named_rows
 from anymla.ops.sparse_attention import sparse_attention_rows
 
@@ -31,7 +34,8 @@ def run(
     *,
     grid: int,
     seed: int,
-    kernel=module.prefill_kernel,
+    kernel=prefill_kernel,
+    changed: dict | None = None,
     positions: Tensor | None = None,
     table: Tensor | None = None,
     lazy: int = 1,
@@ -73,6 +77,7 @@ def run(
         grid=grid,
         seed=seed,
         names=NAMES,
+        changed=changed,
         HEAD_BLOCKS=blocks,
         LISTED=case.lists is not None,
         SINK=case.sink is not None,
@@ -215,8 +220,8 @@ def test_every_pair_of_small_block_counts(listed):
     check(case, *run(case, grid=1, seed=7))
 
 
-def altered(tmp_path, *changes: tuple[str, str]):
-    """The kernel with its source changed."""
+def altered(tmp_path, module, *changes: tuple[str, str]) -> dict:
+    """A module's device functions with its source changed, by name."""
     source = pathlib.Path(module.__file__).read_text(encoding="utf-8")
     for old, new in changes:
         assert source.count(old) >= 1
@@ -226,48 +231,51 @@ def altered(tmp_path, *changes: tuple[str, str]):
     spec = importlib.util.spec_from_file_location("altered_kernel", path)
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
-    return changed.prefill_kernel
+    return {name: value for name, value in vars(changed).items() if hasattr(value, "fn")}
 
 
 STALE_COUNT = (
-    "        blocks = _get(blocks_s.index(number % 2))\n        for i in range(blocks):",
-    "        if number == 0:\n            blocks = _get(blocks_s.index(0))\n"
+    "        blocks = get(blocks_s.index(number % 2))\n        for i in range(blocks):",
+    "        if number == 0:\n            blocks = get(blocks_s.index(0))\n"
     "        for i in range(blocks):",
 )
 WAITS = [
-    "                mbarrier.wait(free_l.index(b), phase)\n                _put(",
-    "                mbarrier.wait(free_r.index(b), phase)\n                mbarrier.expect",
-    "    mbarrier.wait(q_free.index(0), phase)\n",
-    "    mbarrier.wait(q_free.index(1), phase)\n",
-    "        mbarrier.wait(q_rdy.index(0), number & 1)\n",
-    "        mbarrier.wait(q_rdy.index(1), number & 1)\n",
-    "                tma.store_wait(0)\n                mbarrier.arrive(free_l",
-    "            tma.store_wait(0)\n            mbarrier.arrive(free_r",
+    (producing, "                mbarrier.wait(free_l.index(b), phase)\n                put("),
+    (
+        producing,
+        "                mbarrier.wait(free_r.index(b), phase)\n                mbarrier.expect",
+    ),
+    (producing, "    mbarrier.wait(q_free.index(0), phase)\n"),
+    (producing, "    mbarrier.wait(q_free.index(1), phase)\n"),
+    (consumers, "        mbarrier.wait(q_rdy.index(0), number & 1)\n"),
+    (softmax, "        mbarrier.wait(q_rdy.index(1), number & 1)\n"),
+    (consumers, "                tma.store_wait(0)\n                mbarrier.arrive(free_l"),
+    (consumers, "            tma.store_wait(0)\n            mbarrier.arrive(free_r"),
 ]
 
 
 def test_a_stale_block_count_is_a_deadlock(tmp_path):
     """What Triton 3.6 makes of a count that is carried from task to task for a bound alone."""
-    kernel = altered(tmp_path, STALE_COUNT)
+    changed = altered(tmp_path, consumers, STALE_COUNT)
     same = of_block_counts([3, 3, 3])
-    check(same, *run(same, grid=1, seed=0, kernel=kernel))
+    check(same, *run(same, grid=1, seed=0, changed=changed))
     with pytest.raises((Deadlock, Hazard)):
-        run(of_block_counts([2, 3] * 4), grid=1, seed=0, kernel=kernel)
+        run(of_block_counts([2, 3] * 4), grid=1, seed=0, changed=changed)
 
 
 @pytest.mark.parametrize(
-    "wait",
+    ("module", "wait"),
     WAITS,
     ids=["left", "right", "q left", "q right", "q there", "all there", "o left", "o right"],
 )
-def test_no_wait_can_be_left_out(tmp_path, wait):
+def test_no_wait_can_be_left_out(tmp_path, module, wait):
     bare = re.sub(r"(mbarrier\.wait|tma\.store_wait)\(.*\)", "pass", wait)
-    kernel = altered(tmp_path, (wait, bare))
+    changed = altered(tmp_path, module, (wait, bare))
     with pytest.raises((Deadlock, Hazard, AssertionError)):
-        some_runs(kernel)
+        some_runs(changed)
 
 
-def some_runs(kernel):
+def some_runs(changed):
     for seed in range(40):
         case = of_block_counts([2, 4, 3, 5, 2, 2, 6])
-        check(case, *run(case, grid=1, seed=seed, kernel=kernel))
+        check(case, *run(case, grid=1, seed=seed, changed=changed))

@@ -1,0 +1,262 @@
+"""The two warpgroups of the prefill kernel that multiply.
+
+left      S = Q K^T, softmax, O[:, :256] += P K[:, :256]
+right     O[:, 256:] += P K[:, 256:]
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM102, SIM113
+# Device code is not ordinary Python: no enumerate, and constants decide on a branch alone.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anymla.ops.prefill_attention.gluon_sm90_prefill_counts import get
+from anymla.ops.prefill_attention.gluon_sm90_prefill_ends import (
+    angles_of,
+    store_half,
+    store_half_quantised,
+)
+from anymla.ops.prefill_attention.gluon_sm90_prefill_softmax import rescale, scores, softmax
+
+# Triton 3.9 renamed it.
+_store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LN2 = gl.constexpr(0.6931471805599453)
+# Above every masked score, so that a block without rows weighs nothing.
+_LOWEST = gl.constexpr(-1e29)
+
+
+@gluon.jit
+def left(
+    sink,
+    odesc,
+    out,
+    scales,
+    lse,
+    peaks,
+    q_s,
+    k_l,
+    k_r,
+    p_s,
+    past_s,
+    factor_s,
+    valid_s,
+    masked_s,
+    blocks_s,
+    rdy_l,
+    rdy_r,
+    free_l,
+    p_rdy,
+    go,
+    last,
+    q_rdy,
+    q_free,
+    scale,
+    tasks,
+    heads,
+    HEAD_BLOCKS: gl.constexpr,
+    LISTED: gl.constexpr,
+    SINK: gl.constexpr,
+    WHOLE: gl.constexpr,
+    QUANTISED: gl.constexpr,
+    TURNED: gl.constexpr,
+    COPIED: gl.constexpr,
+    LAZY: gl.constexpr,
+    PEAKS: gl.constexpr,
+):
+    """Scores, softmax and the left half of the values."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    SR: gl.constexpr = gl.SliceLayout(1, SL)
+    AR: gl.constexpr = gl.SliceLayout(1, AL)
+    DT: gl.constexpr = p_s.dtype
+    r = gl.arange(0, 64, layout=SR)
+    done = 0
+    number = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        token = task // HEAD_BLOCKS
+        head = (task % HEAD_BLOCKS) * 64
+        if SINK:
+            logit = gl.load(sink + head + r, mask=head + r < heads, other=0.0) * _LOG2E
+        mbarrier.wait(q_rdy.index(0), number & 1)
+        blocks = get(blocks_s.index(number % 2))
+        acc = gl.zeros([64, 256], gl.float32, AL)
+        m = gl.full([64], _LOWEST, gl.float32, SR)
+        peak = m
+        sums = gl.zeros([64], gl.float32, SR)
+        b = done % 2
+        phase = (done // 2) & 1
+        S, masked = scores(
+            q_s, k_l, k_r, masked_s, rdy_l, rdy_r, q_rdy, number, b, phase, SL, LISTED, True
+        )
+        if COPIED:
+            if number > 0:
+                tma.store_wait(0)
+                mbarrier.arrive(free_l.index(1 - b), count=1)
+        S = warpgroup_mma_wait(0, deps=[S])
+        P, past, m, peak, sums, acc = softmax(
+            S, m, peak, sums, acc, masked, valid_s, b, scale, SL, AL, True, LAZY, PEAKS
+        )
+        Ph = P.to(DT)
+        for i in range(1, blocks):
+            b = done % 2
+            acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
+            p_s.index(b).store(Ph)
+            past_s.index(b).store(past)
+            fence_async_shared()
+            mbarrier.arrive(p_rdy.index(b), count=1)
+            phase = ((done + 1) // 2) & 1
+            S, masked = scores(
+                q_s,
+                k_l,
+                k_r,
+                masked_s,
+                rdy_l,
+                rdy_r,
+                q_rdy,
+                number,
+                1 - b,
+                phase,
+                SL,
+                LISTED,
+                False,
+            )
+            acc, S = warpgroup_mma_wait(2, deps=[acc, S])
+            mbarrier.arrive(free_l.index(b), count=1)
+            S = warpgroup_mma_wait(1, deps=[S])
+            if i + 1 == blocks:
+                mbarrier.arrive(q_free.index(0), count=1)
+            S = warpgroup_mma_wait(0, deps=[S])
+            # The right half of the previous block runs during this block's softmax.
+            mbarrier.arrive(go.index(b), count=1)
+            done += 1
+            b = done % 2
+            if i + 1 == blocks:
+                mbarrier.arrive(q_free.index(1), count=1)
+            P, past, m, peak, sums, acc = softmax(
+                S, m, peak, sums, acc, masked, valid_s, b, scale, SL, AL, False, LAZY, PEAKS
+            )
+            Ph = P.to(DT)
+        b = done % 2
+        mbarrier.arrive(go.index(b), count=1)
+        acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
+        p_s.index(b).store(Ph)
+        past_s.index(b).store(past)
+        fence_async_shared()
+        mbarrier.arrive(p_rdy.index(b), count=1)
+        total = sums
+        if SINK:
+            total = sums + gl.exp2(logit - m * scale)
+        factor = gl.where(total > 0, 1.0 / total, 0.0)
+        factor_s.index(number % 2).store(factor)
+        mbarrier.arrive(last.index(number % 2), count=1)
+        natural = (m * scale + gl.log2(sums)) * _LN2
+        natural = gl.where(sums == 0, float("-inf"), natural)
+        at = token.to(gl.int64) * heads + head + r
+        gl.store(lse + at, natural, mask=head + r < heads)
+        if PEAKS:
+            peak = gl.where(sums == 0, float("-inf"), peak * scale * _LN2)
+            gl.store(peaks + at, peak, mask=head + r < heads)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if not COPIED:
+            mbarrier.arrive(free_l.index(b), count=1)
+        done += 1
+        acc = acc * gl.expand_dims(gl.convert_layout(factor, AR), 1)
+        if COPIED:
+            # The output leaves through the buffer of the last block, which is freed when the next
+            # task's first product is under way.
+            k_l.index(b).store(acc.to(DT))
+            fence_async_shared()
+            _store_tile(odesc, [token * heads + head, 0], k_l.index(b))
+        elif QUANTISED:
+            store_half_quantised(
+                acc, out, scales, scales, token * heads + head, heads - head, 0, TURNED
+            )
+        else:
+            store_half(acc, out, token * heads + head, heads - head, 0, WHOLE)
+        number += 1
+    if COPIED:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def right(
+    odesc,
+    out,
+    scales,
+    positions,
+    table,
+    length,
+    k_r,
+    p_s,
+    past_s,
+    factor_s,
+    blocks_s,
+    free_r,
+    p_rdy,
+    go,
+    last,
+    tasks,
+    heads,
+    HEAD_BLOCKS: gl.constexpr,
+    WHOLE: gl.constexpr,
+    QUANTISED: gl.constexpr,
+    TURNED: gl.constexpr,
+    COPIED: gl.constexpr,
+    LAZY: gl.constexpr,
+):
+    """The right half of the values."""
+    AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    AR: gl.constexpr = gl.SliceLayout(1, AL)
+    done = 0
+    number = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        token = task // HEAD_BLOCKS
+        head = (task % HEAD_BLOCKS) * 64
+        acc = gl.zeros([64, 256], gl.float32, AL)
+        mbarrier.wait(p_rdy.index(done % 2), (done // 2) & 1)
+        # Read here, not carried from task to task: Triton 3.6 freezes a value that a loop carries
+        # for the bound of an inner loop alone.
+        blocks = get(blocks_s.index(number % 2))
+        for i in range(blocks):
+            b = done % 2
+            phase = (done // 2) & 1
+            mbarrier.wait(p_rdy.index(b), phase)
+            acc = rescale(acc, past_s.index(b).load(AR), LAZY)
+            mbarrier.wait(go.index(b), phase)
+            acc = warpgroup_mma(p_s.index(b), k_r.index(b), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            if COPIED:
+                if i + 1 < blocks:
+                    mbarrier.arrive(free_r.index(b), count=1)
+            else:
+                mbarrier.arrive(free_r.index(b), count=1)
+            done += 1
+        mbarrier.wait(last.index(number % 2), (number // 2) & 1)
+        factor = factor_s.index(number % 2).load(AR)
+        acc = acc * gl.expand_dims(factor, 1)
+        if COPIED:
+            b = (done - 1) % 2
+            k_r.index(b).store(acc.to(k_r.dtype))
+            fence_async_shared()
+            _store_tile(odesc, [token * heads + head, 256], k_r.index(b))
+            tma.store_wait(0)
+            mbarrier.arrive(free_r.index(b), count=1)
+        elif QUANTISED:
+            angles = angles_of(table, positions, token, length, TURNED)
+            store_half_quantised(
+                acc, out, scales, angles, token * heads + head, heads - head, 1, TURNED
+            )
+        else:
+            store_half(acc, out, token * heads + head, heads - head, 256, WHOLE)
+        number += 1

@@ -1,0 +1,105 @@
+"""How the prefill kernel's output leaves: rounded, or rotated back and quantised."""
+
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def store_half(y, out, row, valid, COLUMN: gl.constexpr, WHOLE: gl.constexpr):
+    """Store [64, 256] rounded, in full 32-byte sectors, exchanging values within a warp."""
+    OL: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+    o = gl.convert_layout(y.to(out.dtype.element_ty), OL)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
+    c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, OL)), 0)
+    at = out + row.to(gl.int64) * 512 + (r * 512 + c + COLUMN)
+    if WHOLE:
+        gl.store(at, o)
+    else:
+        gl.store(at, o, mask=(r < valid) & (c >= 0))
+
+
+@gluon.jit
+def _exp2_int(exponent):
+    """2^exponent as float32 for int32 exponents from -126 to 127."""
+    return gl.cast((exponent + 127) << 23, gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _code_pair(a, b):
+    """The e4m3 codes of two float32, a's in the low byte of int32; saturating, NaN to 0x7F."""
+    pair = gl.inline_asm_elementwise(
+        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1; cvt.u32.u16 $0, pair; }",
+        "=r,f,f",
+        [a, b],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return pair
+
+
+@gluon.jit
+def store_half_quantised(
+    y, out, scales, angles, row, valid, HALF: gl.constexpr, TURNED: gl.constexpr
+):
+    """Rotate back the last TURNED channels of a head and quantise [64, 256] in runs of 128.
+
+    ``out`` takes two codes at a time, ``scales`` four a head. ``angles`` points to the TURNED / 2
+    cosines and as many sines of the query's position.
+    """
+    a, b = gl.split(gl.reshape(y, [64, 2, 64, 2]))
+    L: gl.constexpr = a.type.layout
+    if HALF == 1:
+        # Pairs of the head's last run; elsewhere the choice folds away, register by register.
+        run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        run = gl.expand_dims(gl.expand_dims(run, 0), 2)
+        pair = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
+        turns = (run == 1) & (pair >= 64 - TURNED // 2)
+        at = angles + (pair + (run * 0 - 64 + TURNED // 2))
+        cos = gl.load(at, mask=turns, other=1.0)
+        sin = gl.load(at + TURNED // 2, mask=turns, other=0.0)
+        turned = gl.where(turns, a * cos + b * sin, a)
+        b = gl.where(turns, b * cos - a * sin, b)
+        a = turned
+    largest = gl.max(gl.maximum(gl.abs(a), gl.abs(b)), 2)
+    ratio = gl.maximum(largest, 1e-10) * (1.0 / 448.0)
+    bits = gl.cast(ratio, gl.int32, bitcast=True)
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
+    inverse = gl.expand_dims(_exp2_int(gl.maximum(-exponent, -126)), 2)
+    both = _code_pair(a * inverse, b * inverse)
+    low, high = gl.split(gl.permute(both, (0, 2, 1)))
+    OL: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+    words = gl.convert_layout(low | (high << 16), OL)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
+    c = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, OL)), 0)
+    mask = (r < valid) & (c >= 0)
+    to = out + row.to(gl.int64) * 256 + (r * 256 + c + HALF * 128)
+    gl.store(to, (words & 0xFFFF).to(gl.int16), mask=mask)
+    gl.store(to + 64, ((words >> 16) & 0xFFFF).to(gl.int16), mask=mask)
+    SL: gl.constexpr = exponent.type.layout
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SL)), 1)
+    c = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, SL)), 0)
+    to = scales + row.to(gl.int64) * 4 + (r * 4 + c + HALF * 2)
+    gl.store(to, _exp2_int(exponent), mask=(r < valid) & (c >= 0))
+
+
+@gluon.jit
+def angles_of(table, positions, token, length, TURNED: gl.constexpr):
+    """Where the cosines of a token's position begin."""
+    position = gl.minimum(gl.maximum(gl.load(positions + token), 0), length - 1)
+    return table + position * TURNED

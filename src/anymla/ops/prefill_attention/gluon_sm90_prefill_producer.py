@@ -1,0 +1,146 @@
+"""The warpgroup of the prefill kernel that fills Q and the K buffers.
+
+Whole runs of rows come by the tensor copy engine, listed and ragged ones row by row, with zeros for
+what does not count. Every count that more than one warpgroup needs is computed here, once.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM113
+# Device code is not ordinary Python: there is no enumerate.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from anymla.ops.prefill_attention.gluon_sm90_prefill_counts import put
+
+# Triton 3.9 renamed both.
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+_HALF_BYTES = gl.constexpr(64 * 256 * 2)
+
+
+@gluon.jit
+def _inside(start, length, rows):
+    """The part of a run that lies in [0, rows)."""
+    start = gl.maximum(start, -(1 << 30))
+    skipped = gl.maximum(-start, 0)
+    start += skipped
+    return start, gl.maximum(gl.minimum(length - skipped, rows - start), 0)
+
+
+@gluon.jit
+def _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free):
+    """Load Q, each half as soon as its last reader is through, and say how many blocks follow."""
+    phase = (number & 1) ^ 1
+    mbarrier.wait(q_free.index(0), phase)
+    put(blocks_s.index(number % 2), blocks)
+    mbarrier.expect(q_rdy.index(0), _HALF_BYTES)
+    mbarrier.arrive(q_rdy.index(0), count=1)
+    _load_tile(qdesc, [row, 0], q_rdy.index(0), q_s.index(0))
+    mbarrier.wait(q_free.index(1), phase)
+    mbarrier.expect(q_rdy.index(1), _HALF_BYTES)
+    _load_tile(qdesc, [row, 256], q_rdy.index(1), q_s.index(1))
+
+
+@gluon.jit
+def producer(
+    kv,
+    kdesc,
+    qdesc,
+    runs,
+    lists,
+    stride,
+    window,
+    width,
+    rows,
+    tasks,
+    heads,
+    q_s,
+    k_l,
+    k_r,
+    valid_s,
+    masked_s,
+    blocks_s,
+    rdy_l,
+    rdy_r,
+    free_l,
+    free_r,
+    q_rdy,
+    q_free,
+    HEAD_BLOCKS: gl.constexpr,
+    LISTED: gl.constexpr,
+):
+    """Fill Q and the K buffers, task after task."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, L)), 0)
+    done = 0
+    number = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        token = task // HEAD_BLOCKS
+        run = runs + token * 4
+        start0, count0 = _inside(gl.load(run), gl.minimum(gl.load(run + 1), window), rows)
+        start1 = gl.load(run + 2)
+        count1 = gl.minimum(gl.load(run + 3), width)
+        if LISTED:
+            count1 = gl.maximum(count1, 0)
+        else:
+            start1, count1 = _inside(start1, count1, rows)
+        blocks0 = (count0 + 63) // 64
+        blocks = blocks0 + gl.maximum((count1 + 63) // 64, 2 - blocks0)
+        list_ = lists + token.to(gl.int64) * stride
+        if LISTED:
+            place = r - blocks0 * 64
+            slot = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
+        row = token * heads + (task % HEAD_BLOCKS) * 64
+
+        for i in range(blocks):
+            b = done % 2
+            phase = ((done // 2) & 1) ^ 1
+            first = i < blocks0
+            left = gl.where(first, count0 - i * 64, count1 - (i - blocks0) * 64)
+            at = gl.where(first, start0 + i * 64, start1 + (i - blocks0) * 64)
+            whole = left >= 64
+            if LISTED:
+                whole = whole & first
+                place = (i + 1 - blocks0) * 64 + r
+                following = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
+            if whole:
+                mbarrier.wait(free_l.index(b), phase)
+                put(masked_s.index(b), 0)
+                mbarrier.expect(rdy_l.index(b), _HALF_BYTES)
+                mbarrier.arrive(rdy_l.index(b), count=128)
+                _load_tile(kdesc, [at, 0], rdy_l.index(b), k_l.index(b))
+                if i == 0:
+                    _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free)
+                mbarrier.wait(free_r.index(b), phase)
+                mbarrier.expect(rdy_r.index(b), _HALF_BYTES)
+                mbarrier.arrive(rdy_r.index(b), count=127)
+                _load_tile(kdesc, [at, 256], rdy_r.index(b), k_r.index(b))
+            else:
+                if LISTED:
+                    source = gl.where(first, at + r, start1 + slot)
+                    ok = gl.where(first, r < left, slot >= 0) & (source >= 0) & (source < rows)
+                else:
+                    source = at + r
+                    ok = r < left
+                masked = 1 - gl.min(ok.to(gl.int32), 0)
+                p = gl.expand_dims(kv + gl.where(ok, source, 0).to(gl.int64) * 512, 1) + c
+                mask = gl.expand_dims(ok, 1)
+                mbarrier.wait(free_l.index(b), phase)
+                _load_rows(k_l.index(b), p, mask=mask)
+                async_copy.mbarrier_arrive(rdy_l.index(b), increment_count=False)
+                put(masked_s.index(b), masked)
+                valid_s.index(b).store(ok.to(gl.int32))
+                mbarrier.arrive(rdy_l.index(b), count=1)
+                if i == 0:
+                    _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free)
+                mbarrier.wait(free_r.index(b), phase)
+                _load_rows(k_r.index(b), p + 256, mask=mask)
+                async_copy.mbarrier_arrive(rdy_r.index(b), increment_count=False)
+            if LISTED:
+                slot = following
+            done += 1
+        number += 1

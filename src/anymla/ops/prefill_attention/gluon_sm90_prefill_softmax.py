@@ -1,0 +1,120 @@
+"""Scores of a block of rows and the online softmax over them, as the prefill kernel has them."""
+
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+
+from anymla.ops.prefill_attention.gluon_sm90_prefill_counts import get
+
+_MASKED = gl.constexpr(-1e30)
+# A maximum that grows by less than 2^8 is left behind: weights stay below 2^8, which 16-bit types
+# hold as well as ones below 1, and what has been added up needs no rescaling.
+_LAZY = gl.constexpr(8.0)
+# Multiplies 32 neighbouring values of a thread, rows r and r + 8 in turns of two, unless all
+# factors of the warp are 1.
+_RESCALE = gl.constexpr(
+    "{ .reg .pred one, all; setp.eq.f32 one, $64, 0f3F800000; "
+    "setp.eq.and.f32 one, $66, 0f3F800000, one; vote.sync.all.pred all, one, 0xffffffff; "
+    + " ".join(f"mov.f32 ${i}, ${i + 32};" for i in range(32))
+    + " @all bra.uni DONE; "
+    + " ".join(f"mul.f32 ${i}, ${i + 32}, ${i + 64};" for i in range(32))
+    + " DONE: }"
+)
+_RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
+
+
+@gluon.jit
+def scores(
+    q_s,
+    k_l,
+    k_r,
+    masked_s,
+    rdy_l,
+    rdy_r,
+    q_rdy,
+    number,
+    b,
+    phase,
+    SL: gl.constexpr,
+    LISTED: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    """Start S = Q K^T of buffer ``b``; whether some of its rows do not count."""
+    S = gl.zeros([64, 64], gl.float32, SL)
+    mbarrier.wait(rdy_l.index(b), phase)
+    masked = get(masked_s.index(b))
+    # Rows copied by threads reach the tensor cores through another proxy.
+    if LISTED:
+        fence_async_shared()
+    else:
+        if masked != 0:
+            fence_async_shared()
+    S = warpgroup_mma(q_s.index(0), k_l.index(b).permute((1, 0)), S, use_acc=False, is_async=True)
+    if FIRST:
+        mbarrier.wait(q_rdy.index(1), number & 1)
+    mbarrier.wait(rdy_r.index(b), phase)
+    if LISTED:
+        fence_async_shared()
+    else:
+        if masked != 0:
+            fence_async_shared()
+    S = warpgroup_mma(q_s.index(1), k_r.index(b).permute((1, 0)), S, is_async=True)
+    return S, masked
+
+
+@gluon.jit
+def rescale(acc, factor, LAZY: gl.constexpr):
+    """Multiply the rows of an accumulator."""
+    if LAZY > 0:
+        acc = gl.inline_asm_elementwise(
+            _RESCALE,
+            _RESCALE_OPERANDS,
+            [acc, gl.expand_dims(factor, 1)],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=32,
+        )
+        return acc
+    else:
+        return acc * gl.expand_dims(factor, 1)
+
+
+@gluon.jit
+def softmax(
+    S,
+    m,
+    peak,
+    sums,
+    acc,
+    masked,
+    valid_s,
+    b,
+    scale,
+    SL: gl.constexpr,
+    AL: gl.constexpr,
+    FIRST: gl.constexpr,
+    LAZY: gl.constexpr,
+    PEAKS: gl.constexpr,
+):
+    """One step of the online softmax: weights, factor of the past, new maximum and sums."""
+    if masked != 0:
+        valid = valid_s.index(b).load(gl.SliceLayout(0, SL))
+        S = gl.where(gl.expand_dims(valid != 0, 0), S, _MASKED)
+    highest = gl.max(S, 1)
+    top = gl.maximum(m, highest)
+    if PEAKS:
+        peak = gl.maximum(peak, highest)
+    if LAZY == 2 and not FIRST:
+        top = gl.where((top - m) * scale > _LAZY, top, m)
+    past = gl.exp2((m - top) * scale)
+    if not FIRST:
+        acc = rescale(acc, gl.convert_layout(past, gl.SliceLayout(1, AL)), LAZY)
+    P = gl.exp2(S * scale - gl.expand_dims(top * scale, 1))
+    sums = sums * past + gl.sum(P, 1)
+    return P, past, top, peak, sums, acc
