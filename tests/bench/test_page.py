@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from anymla.bench.page.calculated import cache_by_context
-from anymla.bench.page.figure import Bars, Figure, Point, Series, axis, short
+from anymla.bench.page.figure import Bars, Figure, Point, Series, Stacks, axis, short
 from anymla.bench.page.figures import figures
 from anymla.bench.page.html import page
 from anymla.bench.page.reading import batch_of, latest, own_us, peer_us, series_of
@@ -216,9 +216,38 @@ def test_indexer_and_layer_figures() -> None:
         for batch in (1, 8)
     ]
     made = {each.key: each for each in figures(rows)}
+    assert "layer-parts" not in made
     assert [(p.x, p.y) for p in made["indexer"].series[0].points] == [(8192, 20), (262144, 90)]
     assert made["layer"].series[0].name == "flash, ratio 4, context 65536"
     assert [(p.x, p.y) for p in made["layer"].series[0].points] == [(1, 101), (8, 108)]
+
+
+def test_where_a_layers_time_goes() -> None:
+    common = {"part": "decode layer", "us": 110.0, "roofline_us": 55.0, "launches": 40, **FACTS}
+    rows = [
+        {
+            **common,
+            "case": f"flash, ratio {ratio}, batch {batch}, context {context}",
+            "parts_us": {"moe": 60.0, "norm_rope": 10.0, "linear": 30.0},
+            **more,
+        }
+        for ratio, batch, context, more in (
+            (4, 8, 65536, {"others_us": 99.0, "times_others": 0.9}),
+            (4, 1, 65536, {}),
+            (4, 1, 4096, {}),
+            (4, 2, 65536, {"side_stream": True}),
+            (0, 1, 4096, {}),
+        )
+    ]
+    drawn = {each.key: each for each in figures(rows)}["layer-parts"]
+    names = [stack.name for stack in drawn.stacks]
+    assert names == [f"Flash, ratio {r}, batch {b}" for r, b in ((4, 1), (4, 8), (0, 1))]
+    assert drawn.stacks[0].parts[:2] == (60, 30)
+    assert drawn.stacks[0].parts[-1] == 10
+    lines = readme_blocks(rows, RESULTS)["layer"]
+    assert len(lines) == 2 + 4 + 2
+    assert any("**0.90 slower**" in line and "| 8 |" in line for line in lines)
+    assert 'class="bar stack"' in page([drawn], [], "")
 
 
 def test_sources_say_each_thing_once() -> None:
@@ -271,7 +300,7 @@ def test_plots(tmp_path) -> None:
     from anymla.bench.page.png import write_png
 
     made = figures([*load_rows(RESULTS)])
-    for figure in (next(f for f in made if isinstance(f, kind)) for kind in (Figure, Bars)):
+    for figure in (next(f for f in made if isinstance(f, kind)) for kind in (Figure, Bars, Stacks)):
         write_png(figure, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

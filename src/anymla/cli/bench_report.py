@@ -38,7 +38,7 @@ from anymla.cli.bad_input import BadInput, bad_input
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Renew the tables between <!-- name: begin --> and <!-- name: end --> in this Markdown "
-    "file (names: support, decode, peers, conformance); repeatable.",
+    "file (names: support, decode, layer, peers, conformance); repeatable.",
 )
 def report(results: Path, output: Path, plots: Path | None, documents: tuple[Path, ...]) -> None:
     """Write one HTML page with every recorded measurement.

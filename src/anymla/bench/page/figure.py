@@ -115,6 +115,44 @@ class Bars:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stack:
+    """A whole and its parts.
+
+    Attributes:
+        name: what was measured.
+        parts: a number for each of ``Stacks.parts``.
+        text: the whole, with its numbers.
+    """
+
+    name: str
+    parts: tuple[float, ...]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """Wholes below each other, each as long as the others, cut into the shares of their parts.
+
+    Attributes:
+        key: short name.
+        title: what it says.
+        x_label: of the shares.
+        parts: their names, in order.
+        stacks: in this order.
+        source: as for a figure.
+        note: as for a figure.
+    """
+
+    key: str
+    title: str
+    x_label: str
+    parts: tuple[str, ...]
+    stacks: tuple[Stack, ...]
+    source: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Axis:
     """A scale from values to 0..1.
 

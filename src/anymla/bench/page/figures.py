@@ -6,7 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from anymla.bench.page.figure import Bar, Bars, Figure, Point, Series
+from anymla.bench.page.figure import Bar, Bars, Figure, Point, Series, Stacks
+from anymla.bench.page.layers import layer_parts
 from anymla.bench.page.reading import (
     batch_of,
     group_of,
@@ -25,7 +26,7 @@ from anymla.bench.page.work import work_of
 _CONTEXT_PART = "decode step against context"
 
 
-def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
+def figures(rows: Sequence[Row]) -> list[Figure | Bars | Stacks]:
     """Every figure that the rows allow."""
     gpu = latest(row for row in rows if is_gpu(row))
     cpu = latest(row for row in rows if not is_gpu(row))
@@ -37,6 +38,7 @@ def figures(rows: Sequence[Row]) -> list[Figure | Bars]:
         *_per_device(gpu, _index_selection),
         *_per_device(gpu, _index_parts),
         *_per_device(gpu, _layers),
+        *_per_device(gpu, layer_parts),
         *_per_device(cpu, _context_speed),
         *_per_device(cpu, _context_memory),
     ]
@@ -51,8 +53,8 @@ def _by_part(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _per_device(
-    rows: Sequence[Row], make: Callable[[list[Row]], Figure | Bars | None]
-) -> list[Figure | Bars | None]:
+    rows: Sequence[Row], make: Callable[[list[Row]], Figure | Bars | Stacks | None]
+) -> list[Figure | Bars | Stacks | None]:
     devices: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         devices[device_of(row)].append(row)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from anymla.bench.page.figure import Bars, Figure
+from anymla.bench.page.figure import Bars, Figure, Stacks
 from anymla.bench.page.svg import NARROW, WIDE, legend, svg
 from anymla.bench.page.tables import Table
 
@@ -55,6 +55,8 @@ ul.bars .bad b { color: var(--bad); font-weight: 600; }
 .bar { position: relative; width: 100%; height: .55rem; background: var(--rule);
   border-radius: 3px; }
 .bar em { display: block; height: 100%; background: var(--c0); border-radius: 3px; }
+.bar.stack { display: flex; height: .8rem; overflow: hidden; }
+.bar.stack em { background: currentColor; border-radius: 0; }
 .bad .bar em { background: var(--bad); }
 .bar i { position: absolute; top: -2px; bottom: -2px; width: 2px; background: var(--ink); }
 .wide-table { overflow-x: auto; }
@@ -73,7 +75,7 @@ summary { cursor: pointer; font-weight: 600; }
 """
 
 
-def page(figures: Sequence[Figure | Bars], tables: Sequence[Table], made: str) -> str:
+def page(figures: Sequence[Figure | Bars | Stacks], tables: Sequence[Table], made: str) -> str:
     """The whole document.
 
     Args:
@@ -82,11 +84,9 @@ def page(figures: Sequence[Figure | Bars], tables: Sequence[Table], made: str) -
         made: when, from which commit and by which command.
     """
     colours = "\n".join(f".s{i} {{ color: var(--c{i}); }}" for i in range(8))
-    parts: list[Figure | Bars | Table] = [*figures, *tables]
+    parts: list[Figure | Bars | Stacks | Table] = [*figures, *tables]
     links = "".join(f'<li><a href="#{part.key}">{escape(part.title)}</a></li>' for part in parts)
-    body = [_bars(each) if isinstance(each, Bars) else _figure(each) for each in figures] + [
-        _table(each) for each in tables
-    ]
+    body = [_drawn(each) for each in figures] + [_table(each) for each in tables]
     if not body:
         body = ["<section><p>There are no result rows to show.</p></section>"]
     return f"""<!doctype html>
@@ -107,6 +107,12 @@ be selected; a point says what it is when it is pointed at, and the tables have 
 </body>
 </html>
 """
+
+
+def _drawn(figure: Figure | Bars | Stacks) -> str:
+    if isinstance(figure, Bars):
+        return _bars(figure)
+    return _stacks(figure) if isinstance(figure, Stacks) else _figure(figure)
 
 
 def _figure(figure: Figure) -> str:
@@ -142,6 +148,32 @@ def _bars(bars: Bars) -> str:
 </ul>
 {note}
 <p class="source">{_marked(bars.source)}</p>
+</section>"""
+
+
+def _stacks(figure: Stacks) -> str:
+    names = "".join(f'<li class="s{i}">{escape(part)}</li>' for i, part in enumerate(figure.parts))
+    rows = []
+    for stack in figure.stacks:
+        whole = sum(stack.parts) or 1.0
+        cut = "".join(
+            f'<em class="s{i}" style="width:{part / whole:.1%}" '
+            f'title="{escape(name)}: {part:.4g}, {part / whole:.0%}"></em>'
+            for i, (name, part) in enumerate(zip(figure.parts, stack.parts, strict=True))
+        )
+        rows.append(
+            f"<li><span>{escape(stack.name)}</span> <b>{escape(stack.text)}</b>"
+            f'<div class="bar stack">{cut}</div></li>'
+        )
+    return f"""<section id="{figure.key}">
+<h2>{escape(figure.title)}</h2>
+<p>{escape(figure.x_label)}</p>
+<ul class="legend">{names}</ul>
+<ul class="bars">
+{chr(10).join(rows)}
+</ul>
+<p>{_marked(figure.note)}</p>
+<p class="source">{_marked(figure.source)}</p>
 </section>"""
 
 

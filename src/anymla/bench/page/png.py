@@ -6,13 +6,13 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from anymla.bench.page.figure import Bars, Figure, short
+from anymla.bench.page.figure import Bars, Figure, Stacks, short
 
 _COLOURS = ("#0067b1", "#c2410c", "#137a4a", "#8a2d8f", "#8a6d00", "#c0216b", "#00757f", "#5f6b7a")
 _MARKS = "osD^vPX*"
 
 
-def write_png(figure: Figure | Bars, path: Path) -> None:
+def write_png(figure: Figure | Bars | Stacks, path: Path) -> None:
     """Draw a figure; 1600 pixels wide.
 
     Raises:
@@ -23,10 +23,16 @@ def write_png(figure: Figure | Bars, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    height = 0.22 * len(figure.bars) + 1.2 if isinstance(figure, Bars) else 5.2
+    height = 5.2
+    if isinstance(figure, Bars):
+        height = 0.22 * len(figure.bars) + 1.2
+    elif isinstance(figure, Stacks):
+        height = 0.2 * len(figure.stacks) + 1.5
     drawing, axes = pyplot.subplots(figsize=(8, height), dpi=200, layout="constrained")
     if isinstance(figure, Bars):
         _bars(axes, figure)
+    elif isinstance(figure, Stacks):
+        _stacks(axes, figure)
     else:
         _series(axes, figure)
         axes.set_ylabel(figure.y_label)
@@ -51,6 +57,29 @@ def _bars(axes: Any, figure: Bars) -> None:
     axes.set_xlim(0, figure.most * 1.4)
     if figure.goal is not None:
         axes.axvline(figure.goal, color="#1b2430", linewidth=1)
+
+
+def _stacks(axes: Any, figure: Stacks) -> None:
+    """Bars of equal length below each other, cut into shares, with their numbers behind."""
+    places = list(range(len(figure.stacks), 0, -1))
+    wholes = [sum(stack.parts) or 1.0 for stack in figure.stacks]
+    left = [0.0] * len(places)
+    for number, part in enumerate(figure.parts):
+        shares = [
+            100 * stack.parts[number] / whole
+            for stack, whole in zip(figure.stacks, wholes, strict=True)
+        ]
+        colour = _COLOURS[number % len(_COLOURS)]
+        axes.barh(places, shares, left=left, color=colour, height=0.7, label=part)
+        left = [begin + share for begin, share in zip(left, shares, strict=True)]
+    axes.set_yticks(places, [stack.name for stack in figure.stacks], fontsize=6.5)
+    for place, stack in zip(places, figure.stacks, strict=True):
+        axes.text(101, place, stack.text, va="center", fontsize=6, color="#5a6675")
+    axes.set_xlim(0, 125)
+    axes.set_xticks(range(0, 101, 20))
+    axes.legend(
+        fontsize=6.5, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0
+    )
 
 
 def _series(axes: Any, figure: Figure) -> None:

@@ -25,7 +25,8 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each measurement."""
     newest: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        key = (device_of(row), str(row.get("part")), case_of(row), str(row.get("backend")))
+        how = str(row.get("backend")), str(bool(row.get("side_stream")))
+        key = (device_of(row), str(row.get("part")), case_of(row), *how)
         known = newest.get(key)
         if known is None or str(row.get("date", "")) >= str(known.get("date", "")):
             newest[key] = row

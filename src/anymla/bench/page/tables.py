@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from anymla.bench.page.layers import layer_table
 from anymla.bench.page.reading import latest, microseconds, own_us, peer_us
 from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_before, source
 from anymla.bench.support_matrix import support_table
@@ -111,7 +112,7 @@ def _asked(row: Row) -> str:
 
 
 def _whole_model(rows: Sequence[Row]) -> Table:
-    chosen = [row for row in rows if "tokens_per_s" in row]
+    chosen = [row for row in rows if "tokens_per_s" in row and "decode_ms" in row]
     body = [
         [
             case_of(row),
@@ -229,6 +230,8 @@ def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
     ]
     if decode:
         blocks["decode"] = [*_by_heads(decode), "", f"({source(decode)})"]
+    if layers := layer_table(new):
+        blocks["layer"] = layers
     judged = _conformance(rows)
     if judged.body:
         blocks["conformance"] = [
