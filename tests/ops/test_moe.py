@@ -112,6 +112,8 @@ def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype
         want.append(g / (1 + math.exp(-g)) * max(-10.0, min(10.0, u)))
     got = swiglu(gate, up, 10.0, backend=backend)
     assert got.dtype == dtype
+    halves = torch.cat((gate, up), 1).repeat(3, 1).chunk(2, dim=1)
+    assert torch.equal(swiglu(*halves, 10.0, backend=backend), got.repeat(3, 1))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     want64 = torch.tensor([want], dtype=torch.float64)
     # A GPU's exp(x) is 2^(x log2 e): rounding that argument, up to 30 log2 e here, costs as many
