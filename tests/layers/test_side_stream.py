@@ -67,11 +67,11 @@ def test_everything_written_beside_is_waited_for(checkpoint, monkeypatch):
     engine = Engine(model, EngineOptions(kv_cache="fp32", max_requests=1, max_seq_len=200))
     engine.submit(Request("a", tuple(range(3, 150)), 1))
     engine.step()
-    writes = "compress_norm_rope_insert"
+    writes, shared = "compress_norm_rope_insert", ("fork", "forked", "join")
     assert side.events == [
-        "fork", "forked", "join",  # a window only
-        "fork", writes, writes, "indexer_q_rope_quant", "forked", "join", "select_topk",
-        "fork", writes, "forked", "join",
+        "fork", "forked", "join", *shared,  # a window only
+        "fork", writes, writes, "indexer_q_rope_quant", "forked", "join", "select_topk", *shared,
+        "fork", writes, "forked", "join", *shared,
     ]  # fmt: skip
 
 

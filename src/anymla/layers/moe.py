@@ -128,13 +128,19 @@ class MixtureOfExperts(nn.Module):
         self.backend = backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Map [T, hidden] to [T, hidden]; needs the step's token ids where routing does."""
+        """Map [T, hidden] to [T, hidden]; needs the step's token ids where routing does.
+
+        The shared expert may run beside the router (``step.side``).
+        """
+        with step.side.beside():
+            shared = None if self.shared is None else self.shared(x)
         ids, weights = self.router(x, step.token_ids, self.backend)
         if step.padded:
             # Padding goes to no expert: for few tokens, every further expert costs its weights.
             ids = torch.where(step.is_valid.unsqueeze(1), ids, -1)
         if step.recorder is not None:
             step.recorder("experts", self.index, ids)
+        step.side.join()
         out: Tensor = experts(
             x,
             ids,
@@ -149,7 +155,7 @@ class MixtureOfExperts(nn.Module):
             swiglu_limit=self.limit,
             quantize_activations=self.quantize_activations,
             expert_offset=self.expert_offset,
-            shared=None if self.shared is None else self.shared(x),
+            shared=shared,
             backend=self.backend,
         )
         return self.ranks.total(out)
