@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,33 @@ def model(
     facts = environment("anymla bench model") | device_facts()
     modes: tuple[DecodeMode, ...] = ("graph", "fixed", "plain")
     _tell(decode_steps(network, label, batches, modes, context=context), json_file, facts)
+
+
+@click.command()
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Append the rows here, one JSON object a line.",
+)
+@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option("--steps", default=10_000, show_default=True, type=click.IntRange(min=1))
+@click.option("--seconds", default=float("inf"), help="Stop after so long.")
+def traffic(json_file: Path | None, device: str, steps: int, seconds: float) -> None:
+    """Serve random requests with a tiny model after its warm-up.
+
+    Nothing may be compiled any more, and no memory be taken.
+    """
+    from anymla.bench.environment import environment
+    from anymla.bench.gpu import device_facts
+    from anymla.bench.traffic import run
+
+    facts = environment("anymla bench traffic")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise click.UsageError("torch sees no GPU on this machine")
+        facts |= device_facts()
+    with tempfile.TemporaryDirectory() as directory:
+        found = run(Path(directory), torch.device(device), steps=steps, seconds=seconds)
+        _tell(found, json_file, facts)
