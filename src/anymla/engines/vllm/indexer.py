@@ -47,7 +47,8 @@ class AnymlaIndexer(DeepseekV4Indexer):
         attn_metadata = get_forward_context().attn_metadata
         if isinstance(attn_metadata, dict):
             step = attn_metadata[self.k_cache.prefix]
-            if step.max_seq_len // self.compress_ratio <= self.topk_tokens:
+            fits = step.max_seq_len // self.compress_ratio <= self.topk_tokens
+            if fits and not _is_captured(step.positions):
                 chosen = all_entries(_visible(step, self.compress_ratio), self.topk_tokens)
                 self.topk_indices_buffer[: len(chosen)] = chosen
                 return None, None, None
@@ -108,6 +109,11 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
             backend=self.backend,
         )
         return self.topk_indices_buffer
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether a graph records this step, which then serves longer requests as well."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _visible(step: Any, ratio: int) -> Tensor:
