@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+import measures
+import record
 import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as vllm_ops
@@ -20,8 +22,6 @@ from anymla.engines.vllm.compressor import AnymlaCompressor
 from anymla.engines.vllm.hyper_connection import LAYERS
 from anymla.engines.vllm.indexer import AnymlaIndexer, AnymlaSparseAttnIndexer
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
-
-BF16_FRACTION_BITS = 7
 
 # By (part, compress ratio, decode or prefill): the worst of each measure, and how many calls.
 _worst: dict[tuple[str, int, str], dict[str, float]] = collections.defaultdict(dict)
@@ -64,7 +64,7 @@ def _both_ways(layer: nn.Module) -> Any:
             for mine, other in pairs:
                 assert mine.shape == other.shape
                 part = "streams" if mine.dtype == torch.bfloat16 else "gates"
-                _note(f"{base.__name__} {part}", 0, ulps=_ulps(mine, other))
+                _note(f"{base.__name__} {part}", 0, ulps=measures.ulps(mine, other))
         return ours
 
     return forward
@@ -89,25 +89,6 @@ def _note(part: str, ratio: int, **measures: float) -> None:
         seen[name] = value if value != value or value > worst else worst
 
 
-def _ulps(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference within a row, in bf16 units in the last place of the row's maximum."""
-    ours, theirs = ours.float().flatten(0, -2), theirs.float().flatten(0, -2)
-    largest = torch.maximum(ours.abs(), theirs.abs()).amax(-1).clamp(min=1e-30)
-    unit = torch.exp2(torch.floor(torch.log2(largest)) - BF16_FRACTION_BITS)
-    return float(((ours - theirs).abs().amax(-1) / unit).max())
-
-
-def _changed(ours: Tensor, theirs: Tensor) -> dict[str, float]:
-    """Of decoded cache rows: the share of values that differ, and by how much in the worst row."""
-    if not ours.numel():
-        return {"share_changed": 0.0, "relative": 0.0}
-    size = theirs.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    return {
-        "share_changed": float((ours != theirs).float().mean()),
-        "relative": float(((ours - theirs).abs() / size).max()),
-    }
-
-
 class _Attention(AnymlaAttention):
     def _fused_qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any
@@ -117,13 +98,18 @@ class _Attention(AnymlaAttention):
         slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
         cache, layout = self.swa_cache_layer.kv_cache, get_layout(MAIN_FP8)
         arguments = kv, positions, attn_metadata
+        given = q.clone()
         theirs = DeepseekV4CPUAttention._fused_qnorm_rope_kv_insert(self, q.clone(), *arguments)
         their_rows = layout.read(cache, slots, torch.float32)
         layout.write(cache, slots, torch.ones_like(their_rows))
         ours = super()._fused_qnorm_rope_kv_insert(q, *arguments)
         our_rows = layout.read(cache, slots, torch.float32)
-        _note("query", self.compress_ratio, ulps=_ulps(ours, theirs))
-        _note("window rows", self.compress_ratio, **_changed(our_rows, their_rows))
+        _note("query", self.compress_ratio, ulps=measures.ulps(ours, theirs))
+        _note("window rows", self.compress_ratio, **measures.changed(our_rows, their_rows))
+        some = record.some_rows(len(q))
+        inputs = {"q": given, "kv": kv, "positions": positions}
+        rows = {"some": some, "theirs": theirs[some], "their_rows": their_rows.bfloat16()}
+        record.keep(self.prefix, "query", **inputs, **rows)
         return ours
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
@@ -131,7 +117,12 @@ class _Attention(AnymlaAttention):
         if _phase() is not None:
             theirs = torch.zeros_like(output)
             DeepseekV4CPUAttention.forward_mqa(self, q, kv, positions, theirs)
-            _note("attention", self.compress_ratio, ulps=_ulps(output, theirs))
+            _note("attention", self.compress_ratio, ulps=measures.ulps(output, theirs))
+            record.keep_metadata(self)
+            chosen = self.topk_indices_buffer
+            chosen = None if self.indexer is None else chosen[: len(q)]
+            some = record.some_rows(len(q))
+            record.keep(self.prefix, "attention", chosen=chosen, some=some, theirs=theirs[some])
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
         if _phase() is not None:
@@ -140,7 +131,10 @@ class _Attention(AnymlaAttention):
             theirs = DeepseekV4CPUAttention._o_proj(self, o, positions)
             ours = super()._o_proj(o, positions)
             self._modules["wo_b"] = wo_b
-            _note("output projection", self.compress_ratio, ulps=_ulps(ours, theirs))
+            _note("output projection", self.compress_ratio, ulps=measures.ulps(ours, theirs))
+            some = record.some_rows(len(o))
+            rows = {"o": o[some], "positions": positions[some], "theirs": theirs[some]}
+            record.keep(self.prefix, "projection", **rows)
         return super()._o_proj(o, positions)
 
 
@@ -164,7 +158,9 @@ class _Compressor(AnymlaCompressor):
         super().forward(kv_score, positions, rotary_emb)
         ours = layout.read(cache, slots, torch.float32)
         part = "compressed rows" if self.head_dim == 512 else "index rows"
-        _note(part, self.compress_ratio, **_changed(ours, theirs))
+        _note(part, self.compress_ratio, **measures.changed(ours, theirs))
+        given = {"kv_score": kv_score, "positions": positions, "slots": slots}
+        record.keep(self.k_cache_prefix, part, **given, theirs=theirs.bfloat16())
 
 
 class _Indexer(AnymlaIndexer):
@@ -177,8 +173,11 @@ class _Indexer(AnymlaIndexer):
             theirs, their_weights = _fused_indexer_q_rope_quant_cpu(
                 positions, raw, table, raw_weights, self.softmax_scale, heads
             )
-            _note("index query", 4, **_changed(q.float(), theirs.float()))
-            _note("index weights", 4, **_changed(weights, their_weights))
+            _note("index query", 4, **measures.changed(q.float(), theirs.float()))
+            _note("index weights", 4, **measures.changed(weights, their_weights))
+            given = {"raw": raw, "raw_weights": raw_weights, "positions": positions}
+            given |= {"theirs": theirs, "their_weights": their_weights}
+            record.keep(self.prefix, "index query", **given)
         return q, scales, weights
 
 
@@ -202,14 +201,8 @@ class _Scores(AnymlaSparseAttnIndexer):
             cache.shape[1],
             int(visible.max()),
         )
-        missed = 0.0
-        for row, best, length in zip(scores, chosen[:tokens].long(), visible.tolist(), strict=True):
-            best = best[best >= 0]
-            assert len(best) == len(best.unique()) == min(length, chosen.shape[1])
-            if 0 < len(best) < length:
-                row = row[:length]
-                least = row.topk(len(best)).values[-1]
-                lost = (least - row[best]).max() / row.abs().max()
-                missed = max(missed, float(lost))
+        missed = measures.missed(scores, chosen[:tokens], visible)
         _note("selection", 4, missed=missed)
+        given = {"q": q_quant[:tokens], "weights": weights[:tokens]}
+        record.keep(self.k_cache.prefix, "selection", **given, scores=scores)
         return chosen

@@ -30,6 +30,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     for compared in [False] * request["plain"] + [True] * request["compare"]:
         if compared:
             llm.collective_rpc("anymla_compare")
+            if request["record"] is not None:
+                llm.collective_rpc("anymla_record")
         for prompt in request["prompts"]:
             scored = request["score"] and not compared
             sampling = SamplingParams(
@@ -54,6 +56,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
                     "prompt_logprobs": logprobs,
                 }
             )
+    if request["record"] is not None:
+        answer["recorded"] = llm.collective_rpc("anymla_save", args=(request["record"],))
     answer["reports"] = llm.collective_rpc("anymla_report") if request["compare"] else []
     return answer
 

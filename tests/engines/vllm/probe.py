@@ -25,6 +25,18 @@ class Probe:
 
         compare.compare(self._anymla_model())
 
+    def anymla_record(self) -> None:
+        """Keep the first steps that are compared from now on."""
+        import record
+
+        record.start(self._anymla_model())
+
+    def anymla_save(self, path: str) -> int:
+        """Write what was kept; how many bytes it takes."""
+        import record
+
+        return record.save(path)
+
     def anymla_report(self) -> list[dict[str, Any]]:
         """What the comparison found."""
         import compare

@@ -42,6 +42,7 @@ class Run:
         score: log-probabilities of the prompt's tokens, too.
         backend: of anymla's operations.
         mode: ANYMLA_VLLM.
+        record: file for the first steps that are compared, or None.
     """
 
     prompts: list[list[int]]
@@ -52,6 +53,7 @@ class Run:
     score: bool = False
     backend: str | None = None
     mode: str = "auto"
+    record: str | None = None
 
 
 def environment(mode: str, **more: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from inputs import prompt_of
+from measures import E4M3_STEP
 from servers import Run, generate, needs_vllm, score_with_transformers
 
 pytestmark = needs_vllm
@@ -11,9 +12,6 @@ pytestmark = needs_vllm
 LENGTHS = (700, 2600)  # every entry fits the selection of 512; the indexer has to choose
 NEW_TOKENS = 64
 LAYERS = {1: 1, 4: 2, 128: 1}  # of each ratio
-
-# A value that rounds the other way is one step of e4m3 away: at most 32 where 448 is the largest.
-E4M3_STEP = 32 / 448
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,10 @@
+import dataclasses
+import os
 from pathlib import Path
 
 from inputs import bf16_twin, prompt_of
 from servers import Run, generate, needs_vllm
+from test_vllm_replay import RECORD, assert_as_vllms_own, replayed
 
 from anymla.testing.tiny_checkpoint import TinyOptions
 
@@ -9,10 +12,12 @@ pytestmark = needs_vllm
 
 
 def test_the_triton_kernels_run_in_a_worker_under_the_interpreter(tmp_path: Path) -> None:
-    """Three tokens after 128: the first entry of ratio 128, and a selection of 16 of 32."""
-    checkpoint = bf16_twin(tmp_path, TinyOptions(index_topk=16))
-    asked = Run([prompt_of(128)], new_tokens=3, backend="triton", compare=True, plain=False)
-    answer = generate(asked, checkpoint, tmp_path)
+    """Four tokens after 129: an entry of ratio 128, one of ratio 4, a selection of 16 of 32."""
+    options = TinyOptions(index_topk=16, index_heads=16, heads=4, o_lora=32)
+    checkpoint = bf16_twin(tmp_path, options)
+    record = Path(os.environ.get(RECORD) or tmp_path / "steps")
+    asked = Run([prompt_of(129)], 4, backend="triton", compare=True, plain=False)
+    answer = generate(dataclasses.replace(asked, record=str(record)), checkpoint, tmp_path)
 
     assert answer["modules"] == [4 + 5 + 2 + 2]
     (found,) = answer["reports"]
@@ -23,3 +28,6 @@ def test_the_triton_kernels_run_in_a_worker_under_the_interpreter(tmp_path: Path
                 assert by_key[part, ratio, phase]["ulps"] <= 2
         assert by_key["compressed rows", 128, phase]["share_changed"] <= 0.01
         assert by_key["selection", 4, phase]["missed"] < 1e-5
+
+    # The same steps once more, without vLLM: what a GPU that has none can run as well.
+    assert_as_vllms_own(replayed(record, "cpu", tmp_path))
