@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help demo test test-vllm lint types imports check bench build-matrix build-subset docs report clean
+.PHONY: help demo test test-vllm lint types imports check bench build-matrix build-subset docs report tables clean
 
 help:
 	@echo "make demo    run DeepSeek-V4 end to end on a tiny checkpoint, checked against float64"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   lint, types and import contracts"
 	@echo "make bench   CPU benchmarks (several minutes)"
 	@echo "make report  a page of all recorded measurements, report.html"
+	@echo "make tables  the tables of measurements in README.md and docs, from benchmarks/results"
 	@echo "make docs    the documentation as a site, in build/docs"
 	@echo "make build-matrix   build every Triton kernel for every GPU target, without a GPU"
 	@echo "make clean   remove .venv and the demo's output"
@@ -67,6 +68,9 @@ build-subset: $(READY)
 
 report: $(READY)
 	$(BIN)/anymla bench report --output report.html
+
+tables: $(READY)
+	$(BIN)/anymla bench report --output report.html $(foreach file,$(shell grep -rl --include=*.md -e ': begin -->' README.md docs),--tables $(file))
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

@@ -7,16 +7,23 @@ import pytest
 from click.testing import CliRunner
 
 from anymla.bench.page.calculated import cache_by_context
+from anymla.bench.page.documents import readme_blocks, with_blocks
 from anymla.bench.page.figure import Bars, Figure, Point, Series, Stacks, axis, short
 from anymla.bench.page.figures import figures
 from anymla.bench.page.html import page
 from anymla.bench.page.reading import batch_of, latest, own_us, peer_us, series_of
 from anymla.bench.page.rows import load_rows, source
 from anymla.bench.page.svg import NARROW, svg
-from anymla.bench.page.tables import readme_blocks, tables, with_blocks
+from anymla.bench.page.tables import tables
 from anymla.cli.main import main
 
-RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = [
+    document
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if re.search("<!-- (?!cases|mutations)\\w+: begin -->", document.read_text(encoding="utf-8"))
+]
 FACTS = {
     "device": "NVIDIA H200",
     "date": "2026-11-21T16:00Z",
@@ -312,10 +319,17 @@ def test_tables_of_a_document_are_renewed_between_their_marks() -> None:
     text = "a\n<!-- decode: begin -->\nold\n<!-- decode: end -->\nb\n<!-- other: begin -->\n"
     rows = load_rows(RESULTS)
     new = with_blocks(text, readme_blocks(rows, RESULTS))
-    assert new.startswith("a\n<!-- decode: begin -->\n| heads | 1 tokens |")
+    assert new.startswith("a\n<!-- decode: begin -->\n| heads | 1 request | 8 |")
     assert "old" not in new
     assert new.endswith("<!-- decode: end -->\nb\n<!-- other: begin -->\n")
     assert with_blocks(new, readme_blocks(rows, RESULTS)) == new
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_documents_tables_are_those_of_the_rows(document) -> None:
+    """If not: make tables."""
+    text = document.read_text(encoding="utf-8")
+    assert with_blocks(text, readme_blocks(load_rows(RESULTS), RESULTS)) == text
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "7"])

@@ -9,7 +9,6 @@ from typing import Any
 
 from anymla.ops._triton import TARGETS
 
-BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 MATRIX_FILE, RUNS_FILE = "build_matrix.jsonl", "gpu_tests.jsonl"
 
 
@@ -57,10 +56,3 @@ def _cell(builds: list[bool], ran: dict[str, Any] | None) -> str:
         return count
     told = f"run, {ran['failed']} of {ran['passed'] + ran['failed']} failed"
     return f"{told if ran['failed'] else '**run**'}, {count}"
-
-
-def with_table(text: str, results: Path) -> str:
-    """The text with the lines between the marks replaced by today's table."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return "\n".join([before + BEGIN, *support_table(results), END + after])

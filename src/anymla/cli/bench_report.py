@@ -48,10 +48,11 @@ def report(results: Path, output: Path, plots: Path | None, documents: tuple[Pat
     """
     from anymla.bench.environment import environment
     from anymla.bench.page.calculated import cache_by_context
+    from anymla.bench.page.documents import readme_blocks, with_blocks
     from anymla.bench.page.figures import figures
     from anymla.bench.page.html import page
     from anymla.bench.page.rows import load_rows
-    from anymla.bench.page.tables import readme_blocks, tables, with_blocks
+    from anymla.bench.page.tables import tables
 
     with bad_input():
         rows = load_rows(results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,3 +224,13 @@ def short(value: float) -> str:
     if value >= 1e4 and value % 1e3 == 0:
         return f"{value / 1e3:g}k"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def line(name: str, points: Iterable[Point]) -> Series:
+    """Points joined from left to right."""
+    return Series(name, tuple(sorted(points, key=lambda point: point.x)))
+
+
+def scatter(name: str, points: Iterable[Point]) -> Series:
+    """Points by themselves."""
+    return Series(name, tuple(sorted(points, key=lambda point: point.x)), joined=False)

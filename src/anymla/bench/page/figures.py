@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from anymla.bench.page.figure import Bar, Bars, Figure, Point, Series, Stacks
+from anymla.bench.page.figure import Bar, Bars, Figure, Point, Series, Stacks, line, scatter
 from anymla.bench.page.layers import layer_parts
+from anymla.bench.page.peers import peer_figure
 from anymla.bench.page.reading import (
     batch_of,
     group_of,
@@ -17,7 +17,6 @@ from anymla.bench.page.reading import (
     latest,
     own_us,
     part_of,
-    peer_us,
     series_of,
 )
 from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_before, source
@@ -32,7 +31,7 @@ def figures(rows: Sequence[Row]) -> list[Figure | Bars | Stacks]:
     cpu = latest(row for row in rows if not is_gpu(row))
     made = [
         *_per_device(gpu, _roofline),
-        *(each for some in _by_part(gpu) for each in _per_device(some, _against_peers)),
+        *(each for some in _by_part(gpu) for each in _per_device(some, peer_figure)),
         *_per_device(gpu, _decode),
         *_per_device(gpu, _bandwidth),
         *_per_device(gpu, _index_selection),
@@ -84,7 +83,7 @@ def _roofline(rows: list[Row]) -> Figure | None:
         rate, share = work.flops / us / 1e6, work.share(us, copy, product)
         label = f"{case_of(row)}: {us:.4g} us, {rate:.4g} TFLOP/s, {share:.0%} of the roof"
         groups[group_of(row)].append(Point(work.flops / work.bytes_moved, rate, label))
-    series = [_scatter(name, points) for name, points in groups.items()]
+    series = [scatter(name, points) for name, points in groups.items()]
     lowest = min(point.x for points in groups.values() for point in points)
     highest = max(point.x for points in groups.values() for point in points)
     ridge = product / copy
@@ -107,40 +106,6 @@ def _roofline(rows: list[Row]) -> Figure | None:
     )
 
 
-def _against_peers(rows: list[Row]) -> Figure | None:
-    groups: dict[str, list[Point]] = defaultdict(list)
-    compared = []
-    for row in rows:
-        mine, batch = own_us(row), batch_of(row)
-        if mine is None or batch is None:
-            continue
-        for name, theirs in peer_us(row).items():
-            if "scores only" in name:
-                continue  # half of what is timed here
-            label = f"{case_of(row)}: {mine:.4g} us, {name} {theirs:.4g} us"
-            groups[f"{name}: {series_of(row)}"].append(Point(batch, theirs / mine, label))
-            compared.append(row)
-    if not groups:
-        return None
-    names = sorted(groups, key=in_order)
-    series = [_line(name, groups[name]) for name in names]
-    xs = [point.x for points in groups.values() for point in points]
-    even = Series(
-        "as fast as the other", (Point(min(xs), 1, ""), Point(max(xs), 1, "")), limit=True
-    )
-    part = part_of(compared[0])
-    return Figure(
-        "peers-" + re.sub(r"\W+", "-", part.lower()),
-        f"Times as fast as others: {part}",
-        "tokens of context" if "kind" in compared[0] else "batch: tokens or requests",
-        "their time / ours",
-        (*series, even),
-        source(compared),
-        note="In the same process, on the same inputs. Below 1 the other library is faster.",
-        log_y=False,
-    )
-
-
 def _decode(rows: list[Row]) -> Figure | None:
     chosen = [row for row in rows if row.get("part") == "attention" and is_number(row.get("us"))]
     chosen = [row for row in chosen if "invariant" not in case_of(row)]
@@ -160,7 +125,7 @@ def _decode(rows: list[Row]) -> Figure | None:
         "Attention over the FP8 cache, by batch",
         "tokens",
         "microseconds",
-        tuple(_line(name, points) for name, points in groups.items()),
+        tuple(line(name, points) for name, points in groups.items()),
         source(chosen),
         note="Lower is better. CUDA-graph replay, inputs not in the cache, medians.",
     )
@@ -228,7 +193,7 @@ def _index_keys(rows: list[Row], key: str, title: str, *, selects: bool) -> Figu
         title,
         "entries (a quarter of the tokens)",
         "microseconds",
-        tuple(_line(name, points) for name, points in groups.items()),
+        tuple(line(name, points) for name, points in groups.items()),
         source(chosen),
         note="Lower is better. 256k entries are a context of a million tokens.",
     )
@@ -247,7 +212,7 @@ def _layers(rows: list[Row]) -> Figure | None:
         "A whole decode layer, by batch",
         "requests",
         "microseconds",
-        tuple(_line(name, points) for name, points in groups.items()),
+        tuple(line(name, points) for name, points in groups.items()),
         source(chosen),
         note="Attention, indexer, caches, projections, hyper-connections and experts of one layer.",
     )
@@ -274,7 +239,7 @@ def _context_speed(rows: list[Row]) -> Figure | None:
         "tokens of context",
         "milliseconds",
         (
-            _line(
+            line(
                 "tiny model of four layers, FP8 cache; bars are the 10th to 90th percentile", points
             ),
         ),
@@ -299,16 +264,8 @@ def _context_memory(rows: list[Row]) -> Figure | None:
         "Cache memory against the context",
         "tokens of context",
         "MB",
-        (_line("tiny model of four layers, FP8 cache", points),),
+        (line("tiny model of four layers, FP8 cache", points),),
         source(chosen),
         note="The window and the compressor's state do not grow.",
         log_y=False,
     )
-
-
-def _line(name: str, points: Iterable[Point]) -> Series:
-    return Series(name, tuple(sorted(points, key=lambda point: point.x)))
-
-
-def _scatter(name: str, points: Iterable[Point]) -> Series:
-    return Series(name, tuple(sorted(points, key=lambda point: point.x)), joined=False)

@@ -8,7 +8,7 @@ from html import escape
 
 from anymla.bench.page.figure import Bars, Figure, Stacks
 from anymla.bench.page.svg import NARROW, WIDE, legend, svg
-from anymla.bench.page.tables import Table
+from anymla.bench.page.table import Table
 
 _STYLE = """
 :root {

@@ -1,0 +1,48 @@
+"""Tables of the README and of the documents, between marks that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from anymla.bench.page.layers import layer_table
+from anymla.bench.page.peers import decode_by_heads, peer_table
+from anymla.bench.page.reading import latest
+from anymla.bench.page.rows import Row
+from anymla.bench.page.table import markdown
+from anymla.bench.page.verdicts import conformance, failures
+from anymla.bench.support_matrix import support_table
+
+
+def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
+    """Lines between ``<!-- name: begin -->`` and ``<!-- name: end -->``, by name."""
+    new = latest(rows)
+    blocks = {"support": support_table(results)}
+    if decode := decode_by_heads(new):
+        blocks["decode"] = decode
+    if layers := layer_table(new):
+        blocks["layer"] = layers
+    judged = conformance(rows)
+    if judged.body:
+        blocks["conformance"] = [
+            *markdown(judged),
+            "",
+            f"{judged.note} ({judged.source})",
+            "",
+            *failures(rows),
+        ]
+    compared = peer_table(new)
+    if compared.body:
+        blocks["peers"] = [*markdown(compared), "", f"({compared.source})"]
+    return blocks
+
+
+def with_blocks(text: str, blocks: dict[str, list[str]]) -> str:
+    """The text with what lies between known marks replaced; marks that it lacks are left out."""
+    for name, lines in blocks.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if begin in text and end in text:
+            before, rest = text.split(begin, 1)
+            _, after = rest.split(end, 1)
+            text = "\n".join([before + begin, *lines, end + after])
+    return text

@@ -1,0 +1,44 @@
+"""A table of text, and the same as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+
+Cells = list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text.
+
+    Attributes:
+        key: short name, for links.
+        title: what it says.
+        head: names of the columns.
+        body: rows; a cell that begins with "!" is something that fell short.
+        source: device, date, versions, commit and command.
+        note: what to know when reading it.
+        folded: shown on request.
+    """
+
+    key: str
+    title: str
+    head: Cells
+    body: list[Cells]
+    source: str
+    note: str = ""
+    folded: bool = False
+
+
+def slug(text: str) -> str:
+    """A key that can stand in a link."""
+    return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
+
+
+def markdown(table: Table) -> list[str]:
+    """A table as Markdown; what fell short is bold."""
+    lines = ["| " + " | ".join(table.head) + " |", "|---" * len(table.head) + "|"]
+    for cells in table.body:
+        shown = [f"**{cell[1:]}**" if cell.startswith("!") else cell for cell in cells]
+        lines.append("| " + " | ".join(shown) + " |")
+    return lines
