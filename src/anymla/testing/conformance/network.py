@@ -70,7 +70,7 @@ class ScriptedDrafts:
 
     def mtp_logits(self, h: Tensor) -> Tensor:
         """Logits that are sure of one token."""
-        logits = torch.zeros(len(h), self._model.config.vocab_size)
+        logits = torch.zeros(len(h), self._model.config.vocab_size, device=h.device)
         for row, position in enumerate(h[:, 0, 0].long().tolist()):
             guess = position + 2
             token = self._text[guess] if guess < len(self._text) else 0
@@ -84,7 +84,10 @@ class ScriptedDrafts:
 def _tiny_model(ops: Ops) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:
         write_tiny_checkpoint(directory, _OPTIONS)
-        yield load_model(directory, dtype=torch.float32, backend=backend, progress=False)
+        place = ops.device or torch.device("cpu")
+        yield load_model(
+            directory, dtype=torch.float32, device=place, backend=backend, progress=False
+        )
 
 
 def _prompt(model: Any) -> tuple[int, ...]:
@@ -94,7 +97,7 @@ def _prompt(model: Any) -> tuple[int, ...]:
 def _run(model: Any, prompt: tuple[int, ...], **options: Any) -> tuple[Completion, Recording]:
     recorder = Recorder()
     request = Request("one", prompt, max_new_tokens=_NEW)
-    sizes = EngineOptions(kv_cache="fp32", chunk_size=64, **options)
+    sizes = EngineOptions(kv_cache="fp32", chunk_size=64, decode="plain", **options)
     engine = Engine.for_requests(RecordedModel(model, recorder), sizes, [request])  # type: ignore[arg-type]
     (done,) = engine.run([request])
     (recording,) = recorder.recordings
@@ -161,7 +164,11 @@ def warm_equals_cold(ops: Ops) -> None:
         cold, want = _run(model, prompt)
         recorder = Recorder()
         options = EngineOptions(
-            kv_cache="fp32", chunk_size=50, max_requests=2, max_seq_len=_PROMPT + _NEW
+            kv_cache="fp32",
+            chunk_size=50,
+            max_requests=2,
+            max_seq_len=_PROMPT + _NEW,
+            decode="plain",
         )
         engine = Engine(RecordedModel(model, recorder), options)  # type: ignore[arg-type]
         before = [
