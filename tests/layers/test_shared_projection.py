@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymla.layers.compressor import Compressor, SharedProjection
-from anymla.layers.linear import LinearPair
+from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.layers.rope_table import RopeTable
 from anymla.model.load import load_model
 from anymla.ops.linear import linear_float32
@@ -28,19 +28,25 @@ def _compressor(width, dtype=torch.float32):
 def test_each_gets_its_own_projection():
     main, index = _compressor(1024), _compressor(256)
     gates = main.kv_gate.clone(), index.kv_gate.clone()
-    shared = SharedProjection.of(main, index)
+    heads = Linear(PackedWeight("plain", torch.randn(4, 96)))
+    weight = heads.packed.weight.clone()
+    shared = SharedProjection.of(main, index, heads)
     x = torch.randn(5, 96)
-    for values, gate in zip(shared(x), gates, strict=True):
+    for values, gate in zip(shared(x), (*gates, weight), strict=True):
         torch.testing.assert_close(values, linear_float32(x, gate), rtol=1e-5, atol=1e-4)
     # The weights are there once, and the compressors still know theirs.
     assert torch.equal(main.kv_gate, gates[0])
     assert torch.equal(index.kv_gate, gates[1])
+    assert torch.equal(heads.packed.weight, weight)
     storage = main.kv_gate.untyped_storage()
     assert storage.data_ptr() == index.kv_gate.untyped_storage().data_ptr()
 
 
 def test_not_everything_goes_together():
     assert SharedProjection.of(_compressor(256), None) is None
+    other = Linear(PackedWeight("plain", torch.randn(4, 96).bfloat16()))
+    apart = SharedProjection.of(_compressor(256), _compressor(256), other)
+    assert apart(torch.randn(2, 96))[2] is None
     assert SharedProjection.of(_compressor(256), _compressor(256, torch.bfloat16)) is None
     # A CPU converts them where they are used, one after the other.
     both = [_compressor(256, torch.bfloat16) for _ in range(2)]
@@ -78,7 +84,9 @@ def test_a_model_generates_the_same(tmp_path, chunk_size):
                 for each in (attention.compressor, attention.indexer.compressor):
                     each.kv_gate = each.kv_gate.float()
                 attention.projections = SharedProjection.of(
-                    attention.compressor, attention.indexer.compressor
+                    attention.compressor,
+                    attention.indexer.compressor,
+                    attention.indexer.weights_proj,
                 )
                 assert attention.projections is not None
                 assert attention.queries is None

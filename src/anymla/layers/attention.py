@@ -110,7 +110,7 @@ class AttentionLayer(nn.Module):
         q_norm, kv_norm: RMSNorm weights [q_lora_rank] and [D].
         sink: float32 [H], a logit in every softmax that carries no value.
         compressor, indexer: None where the spec has none.
-        projections: of both compressors, where there are two.
+        projections: of both compressors and of the index heads' weights, where there are two.
         queries: ``wq_b`` and the indexer's, for few tokens; None on a CPU, where weights stay in
             their mapped files.
         output: inverse RoPE and output projection.
@@ -143,7 +143,9 @@ class AttentionLayer(nn.Module):
         self.compressor = compressor
         self.indexer = indexer
         self.projections = SharedProjection.of(
-            compressor, None if indexer is None else indexer.compressor
+            compressor,
+            None if indexer is None else indexer.compressor,
+            None if indexer is None else indexer.weights_proj,
         )
         self.queries: LinearPair | None = None
         if indexer is not None and wq_b.packed.weight.device.type != "cpu":
@@ -167,16 +169,16 @@ class AttentionLayer(nn.Module):
         )
         pair = self.queries if len(latent) <= _FEW_TOKENS and self._chooses(step) else None
         with step.side.beside():
-            self._write_entries(x, step, cache)
-            queries = (
-                None if pair is not None else self._index_queries(x, latent, None, step, cache)
-            )
+            weights = self._write_entries(x, step, cache)
+            queries = None
+            if pair is None:
+                queries = self._index_queries(x, latent, None, weights, step, cache)
         if pair is None:
             q = self.wq_b(latent)
         else:
             q, index_q = pair(latent)
             with step.side.beside():
-                queries = self._index_queries(x, latent, index_q, step, cache)
+                queries = self._index_queries(x, latent, index_q, weights, step, cache)
         q = q.unflatten(-1, (len(self.sink), -1))
         q = qnorm_rope_kv_insert(
             q,
@@ -273,18 +275,23 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
         )
 
-    def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
-        """Write the step's compressed entries and index keys."""
+    def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor | None:
+        """Write the step's compressed entries and index keys.
+
+        Returns:
+            The index heads' weights, if they are a by-product.
+        """
         if self.compressor is None:
-            return
+            return None
         spec = self.spec
         assert spec.compressed_group is not None
         assert spec.state_group is not None
         assert cache.compressed is not None
         assert cache.state is not None
-        own, index, projected = x, x, self.projections is not None
+        own, index, weights = x, x, None
+        projected = self.projections is not None
         if self.projections is not None:
-            own, index = self.projections(x)
+            own, index, weights = self.projections(x)
         self.compressor(
             own,
             step,
@@ -306,13 +313,20 @@ class AttentionLayer(nn.Module):
                 cache.format.index,
                 projected=projected,
             )
+        return weights
 
     def _index_queries(
-        self, x: Tensor, latent: Tensor, q: Tensor | None, step: Step, cache: LayerCache
+        self,
+        x: Tensor,
+        latent: Tensor,
+        q: Tensor | None,
+        weights: Tensor | None,
+        step: Step,
+        cache: LayerCache,
     ) -> IndexQueries | None:
         if self.indexer is None or not self._chooses(step):
             return None
-        return self.indexer.queries(x, latent, step, cache.format.index, q=q)
+        return self.indexer.queries(x, latent, step, cache.format.index, q=q, weights=weights)
 
     def _chooses(self, step: Step) -> bool:
         """Whether entries are scored in this step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.step import GroupStep, Step
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
@@ -123,20 +124,27 @@ def merge_kv_gate(wkv: Tensor, wgate: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class SharedProjection:
-    """The projections of two compressors of one input, as one product.
+    """The projections of two compressors of one input, and of head weights, as one product.
 
-    The compressors' own weights become views of the common one.
+    The weights of all become views of the common one.
     """
 
-    def __init__(self, first: Compressor, second: Compressor) -> None:
-        self._sizes = (len(first.kv_gate), len(second.kv_gate))
-        self._weight = torch.cat((first.kv_gate, second.kv_gate))
+    def __init__(self, first: Compressor, second: Compressor, heads: Linear | None = None) -> None:
+        parts = [first.kv_gate, second.kv_gate]
+        if heads is not None:
+            parts.append(heads.packed.weight)
+        self._sizes = [len(part) for part in parts]
+        self._weight = torch.cat(parts)
         self._backend = first.backend
-        first.kv_gate, second.kv_gate = self._weight.split(self._sizes)
+        first.kv_gate, second.kv_gate, *more = self._weight.split(self._sizes)
+        if heads is not None:
+            heads.packed = PackedWeight("plain", *more)
 
     @classmethod
-    def of(cls, first: Compressor | None, second: Compressor | None) -> SharedProjection | None:
-        """Of two compressors whose weights go together, else None.
+    def of(
+        cls, first: Compressor | None, second: Compressor | None, heads: Linear | None = None
+    ) -> SharedProjection | None:
+        """Of two compressors whose weights go together, else None; heads join if theirs does.
 
         They are of one dtype, and not of those that a CPU converts at every use.
         """
@@ -144,10 +152,13 @@ class SharedProjection:
             return None
         gate = first.kv_gate
         converted = gate.device.type == "cpu" and gate.dtype != torch.float32
-        return None if converted or second.kv_gate.dtype != gate.dtype else cls(first, second)
+        if converted or second.kv_gate.dtype != gate.dtype:
+            return None
+        joins = heads is not None and heads.packed.weight.dtype == gate.dtype
+        return cls(first, second, heads if joins else None)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 [T, 2 * width] of each."""
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Float32 [T, 2 * width] of each compressor; head weights, in x's dtype, or None."""
         both: Tensor = linear_float32(x, self._weight, backend=self._backend)
-        first, second = both.split(self._sizes, dim=-1)
-        return first, second
+        first, second, *more = both.split(self._sizes, dim=-1)
+        return first, second, more[0].to(x.dtype) if more else None

@@ -120,12 +120,28 @@ class Indexer(nn.Module):
         return self._most(step) > self.width
 
     def queries(
-        self, x: Tensor, latent: Tensor, step: Step, layout: str, *, q: Tensor | None = None
+        self,
+        x: Tensor,
+        latent: Tensor,
+        step: Step,
+        layout: str,
+        *,
+        q: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> IndexQueries | None:
-        """What entries are scored with, or None; ``q`` is ``wq_b`` of the latent if it is known."""
+        """What entries are scored with, or None.
+
+        Args:
+            x: as for ``forward``, like all that is not named here.
+            latent: as there.
+            step: as there.
+            layout: as there.
+            q: ``wq_b`` of the latent, if it is known.
+            weights: ``weights_proj`` of x, if it is known.
+        """
         if not self.chooses(step):
             return None
-        weights = self.weights_proj(x)
+        weights = self.weights_proj(x) if weights is None else weights
         q = self.wq_b(latent) if q is None else q
         q = q.unflatten(-1, (self.heads, -1))
         quant = {INDEX_FP8: "fp8", INDEX_MXFP4: "mxfp4"}.get(layout, "none")
