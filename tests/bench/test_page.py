@@ -369,5 +369,5 @@ def test_what_the_doctor_said(tmp_path) -> None:
     result = CliRunner().invoke(main, [*words, "--json", str(file)])
     assert result.exit_code == 0, result.output
     table = next(each for each in tables(load_rows(tmp_path), RESULTS) if "doctor" in each.key)
-    assert table.body == [["selection: window rows", "torch", "native", "right", "", ""]]
+    assert table.body == [["selection: window rows", "right", "", "", "torch", "native"]]
     assert "`anymla doctor`" in table.source

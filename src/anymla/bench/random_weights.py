@@ -37,6 +37,8 @@ class RandomWeights:
         if name in ("embed.weight", "head.weight"):
             return torch.randn(expected.shape, device=self._device, dtype=torch.bfloat16) / 64
         noise = torch.randn(expected.shape, device=self._device)
+        if name.endswith("ffn.gate.weight"):
+            return (noise / math.sqrt(expected.shape[-1])).bfloat16()
         return 1 + 0.1 * noise if "norm" in name else noise / math.sqrt(expected.shape[-1])
 
     def linear(self, prefix: str) -> PackedWeight:

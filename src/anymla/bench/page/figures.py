@@ -204,7 +204,8 @@ def _layers(rows: list[Row]) -> Figure | None:
     groups: dict[str, list[Point]] = defaultdict(list)
     for row in chosen:
         label = f"{case_of(row)}: {row['us']:g} us, the roof is {row['roofline_us']:g} us"
-        groups[series_of(row)].append(Point(batch_of(row) or 1, row["us"], label))
+        name = series_of(row) + (", on two queues" if row.get("side_stream") else "")
+        groups[name].append(Point(batch_of(row) or 1, row["us"], label))
     if not groups:
         return None
     return Figure(

@@ -79,8 +79,8 @@ def _doctor(rows: Sequence[Row]) -> list[Table]:
             us = "" if each["us"] is None else f"{each['us']:g}"
             share = "" if each["share"] is None else f"{each['share']:.0%} of a {each['bound']}"
             what = f"{each['family']}: {each['label']}"
-            body.append([what, each["backend"] or "-", each["how"], right, us, share])
-        head = ["what", "backend", "how", "result", "us", "of this machine's ceiling"]
+            body.append([what, right, us, share, each["backend"] or "-", each["how"]])
+        head = ["what", "result", "us", "of the ceiling", "backend", "how"]
         title = f"anymla doctor on {row['device']}"
         note = "Warm, unlike the timings above."
         words = ("torch", "triton", "commit")
