@@ -17,12 +17,15 @@ import types
 import torch
 
 import anymla.ops.sparse_attention as family
+from anymla.formats.e4m3 import encode_e4m3
 
 _PATIENCE_S = 10
 
 
 class Value(torch.Tensor):
-    """A tensor whose ``to`` knows bit casts and pointers."""
+    """A tensor whose ``to`` knows bit casts and pointers, and whose layout is nothing."""
+
+    type = types.SimpleNamespace(layout=None)
 
     def to(self, kind, bitcast=False):
         if isinstance(kind, PointerType):
@@ -88,7 +91,7 @@ class Memory:
         address, mask, x = torch.broadcast_tensors(pointer.address, mask, torch.as_tensor(x))
         storage, at = self._bytes(address[mask], dtype.itemsize)
         plain = x[mask].as_subclass(torch.Tensor).to(dtype)
-        storage[at] = plain.reshape(-1, 1).view(torch.uint8).reshape(len(plain), -1)
+        storage[at] = plain.reshape(-1, 1).view(torch.uint8).reshape(-1, dtype.itemsize)
 
 
 class Shared:
@@ -191,7 +194,9 @@ def _halves(bits):
 class Language(types.ModuleType):
     """What stands for ``triton.experimental.gluon.language``."""
 
-    int32, int64, uint32, uint8 = torch.int32, torch.int64, torch.int64, torch.uint8
+    int16, int32, int64, uint32, uint8 = (
+        torch.int16, torch.int32, torch.int64, torch.int64, torch.uint8,
+    )  # fmt: skip
     float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
     float8e4nv = torch.float8_e4m3fn
     constexpr, pointer_type, tensor = staticmethod(_constexpr), PointerType, object
@@ -260,6 +265,12 @@ class Language(types.ModuleType):
     def join(self, a, b):
         return torch.stack((a, b), -1)
 
+    def split(self, x):
+        return x.unbind(-1)
+
+    def abs(self, x):
+        return x.abs()
+
     def convert_layout(self, x, layout, assert_trivial=False):
         return x
 
@@ -278,6 +289,10 @@ class Language(types.ModuleType):
             address, there = torch.broadcast_tensors(*arguments)
             pointer = Pointer(PointerType(torch.int32), address)
             return tuple(self.memory.read(pointer + i, there != 0, 0) for i in range(4))
+        if "satfinite.e4m3x2" in text:
+            low, high = (x.as_subclass(torch.Tensor) for x in torch.broadcast_tensors(*arguments))
+            codes = [encode_e4m3(x.contiguous()).int() for x in (low, high)]
+            return value(codes[0] | (codes[1] << 8))
         if "e4m3x2" in text:
             codes, factor = torch.broadcast_tensors(*arguments)
             codes = codes.as_subclass(torch.Tensor).contiguous().view(torch.uint8)

@@ -29,8 +29,8 @@ def schedule_of(heads, tokens, way, processors):
     return Schedule(tile, tiles, min(processors, tokens * tiles))
 
 
-def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
-    """The kernel, and the sums of its pieces put together."""
+def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
+    """The kernel, and the sums of its pieces put together; to ``to`` if it is given."""
     q = made.q
     tokens, heads, _ = q.shape
     scopes = [made.main] if made.extra is None else [made.main, made.extra]
@@ -52,11 +52,13 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     launch(
         LANGUAGE, TILES.tiles_kernel if tiled else COLUMNS.columns_kernel, schedule.programs,
         q, first.cache, second.cache, first.indices, second.indices, first.lengths,
-        second.lengths, sink, out, lse, part, sums, spans, marks,
+        second.lengths, sink, out if to is None else to.codes.view(torch.int16), lse, part, sums,
+        spans, marks,
         tokens, heads, first.indices.shape[1], second.indices.shape[1],
         *(len(each.cache) * each.cache.shape[1] for each in (first, second)),
         first.indices.stride(0), second.indices.stride(0), schedule.splits,
         q.stride(0) // 2, out.stride(0), torch.tensor(scale, dtype=torch.float32).item(), empty,
+        *turned.pointers(to, lse), TURNED=0 if to is None else to.table.shape[1],
         SPLIT=schedule.cut, STREAM=schedule.stream, COST=TASK_COST, SIZE=128,
         TWO=len(scopes) > 1, LENGTH0=True, LENGTH1=True,
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
@@ -64,7 +66,8 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
         Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1), PRODUCER_REGISTERS=0, **form,
     )  # fmt: skip
     if schedule.cut:
-        merge(schedule, part, sums, spans, sink if made.sink is not None else None, out, lse, empty)
+        sink = sink if made.sink is not None else None
+        merge(schedule, part, sums, spans, sink, out, lse, empty, to)
     return out, lse
 
 
@@ -130,6 +133,31 @@ def test_merges_leave_the_fp8_that_a_second_kernel_would(way):
     assert torch.equal(got[0][merged].view(torch.uint8), want[0][merged].view(torch.uint8))
     assert torch.equal(got[1][merged], want[1][merged])
     assert not got[0][merged.stop :].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "way", "what"),
+    [
+        (3, "whole", ""), (20, "mixed", "large scale"), (66, "stream", ""),
+        (36, "whole", "large scale"), (36, "mixed", ""),
+    ],
+)  # fmt: skip
+def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads, way, what):
+    pytest.importorskip("triton")
+    main = scope(4, 130, lengths=[130, 0, 7, 64])
+    if what:
+        page, offset = divmod(int(main.indices[0, 17]), main.cache.shape[1])
+        get_layout(MAIN_FP8).planes(main.cache)[1][page, offset, 3] = 137
+    made = Scene(torch.randn(4, heads, CHANNELS).bfloat16(), main, sink=torch.zeros(heads))
+    schedule = schedule_of(heads, 4, way, 3)
+    table, positions = torch.randn(9, 64), torch.tensor([8, 3, 0, 5])
+    out, _ = run(made, schedule)
+    to = turned.Turned.allocate(made.q, positions, table, native=False)
+    run(made, schedule, to=to)
+    want = inverse_rope_fp8_quant(out, positions, table, n_groups=1, backend="triton")
+    got = to.results(1)
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+    assert torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("heads", [3, 36, 66])

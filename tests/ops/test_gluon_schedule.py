@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gluon_on_host import on_host, value
+from gluon_on_host import launch, on_host, value
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,8 @@ from anymla.ops.sparse_attention.schedule import (
     choose,
 )
 
-LISTS, LANGUAGE = on_host("lists")
+LISTS, PLAN, LANGUAGE = on_host("lists", "plan")
+NO_PLAN = torch.zeros(0, dtype=torch.int32)
 
 
 def length_pointer(lengths):
@@ -33,14 +34,28 @@ def lists_of(lengths0, lengths1, widths):
     )  # fmt: skip
 
 
-def pieces_of(schedule, tokens, lists):
+def plan_of(schedule, lengths, widths):
+    """What the plan's kernel makes of the lengths."""
+    tokens = len(lengths[0])
+    plan = torch.full((PLAN.plan_numbers(schedule, tokens),), -9, dtype=torch.int32)
+    launch(
+        LANGUAGE, PLAN.plan_kernel, schedule.programs,
+        *(torch.tensor([*each, 0], dtype=torch.int32) for each in lengths), plan,
+        tokens, *widths, TILES=schedule.tiles, COST=TASK_COST, SIZE=128, TWO=widths[1] > 0,
+        LENGTH0=True, LENGTH1=True,
+    )  # fmt: skip
+    return plan
+
+
+def pieces_of(schedule, tokens, lists, plan=NO_PLAN):
     """All pieces of all programs: (program, task, first, last, direct, slot, mark)."""
     LANGUAGE.programs = schedule.programs
+    plan = LANGUAGE.memory.pointer(plan)
     for program in range(schedule.programs):
         LANGUAGE.program = program
         size = max(128, 1 << (tokens - 1).bit_length())
         share = LISTS.share_of(
-            lists, value(tokens), value(schedule.splits), schedule.tiles, schedule.cut,
+            lists, value(tokens), value(schedule.splits), plan, schedule.tiles, schedule.cut,
             schedule.stream, TASK_COST, size,
         )  # fmt: skip
         for k in range(int(share.count)):
@@ -70,6 +85,8 @@ WAYS = {
     "chosen": None,
     "invariant": None,
     "stream": {"stream": Stream.YES},
+    "planned": {"stream": Stream.PLANNED},
+    "planned for others": {"stream": Stream.PLANNED},
     "mixed": {"stream": Stream.MIXED, "splits": 3},
     "aligned": {"splits": 4},
 }
@@ -86,7 +103,11 @@ def test_every_block_has_one_program(call, processors, way):
     want = blocks_by_task(schedule.tiles, *lengths)
     seen = [[] for _ in want]
     slots, marks = set(), set()
-    for program, task, first, last, direct, slot, mark in pieces_of(schedule, tokens, lists):
+    plan = NO_PLAN
+    if schedule.stream == Stream.PLANNED:
+        others = [[width - n for n in each] for each, width in zip(lengths, widths, strict=True)]
+        plan = plan_of(schedule, others if way == "planned for others" else lengths, widths)
+    for program, task, first, last, direct, slot, mark in pieces_of(schedule, tokens, lists, plan):
         assert first < last
         assert mark not in marks
         assert 0 <= mark < schedule.pieces(tokens)
@@ -97,17 +118,23 @@ def test_every_block_has_one_program(call, processors, way):
             assert slot not in slots
             assert 0 <= slot < schedule.slots(tokens)
             slots.add(slot)
+    spans = plan[: 2 * (len(want) + schedule.programs)].view(-1, 2).tolist()
+    began_elsewhere = {}
     for number, (blocks, task) in enumerate(zip(want, seen, strict=True)):
         task.sort()
         cut = schedule.cut and number >= schedule.first_cut(tokens)
-        if schedule.stream == Stream.YES:
+        if schedule.stream in (Stream.YES, Stream.PLANNED):
             # What the merge reads: the first program's slot, then those of the programs after it.
             start, end = task[0][2], task[-1][2]
             assert [each[2] for each in task] == list(range(start, end + 1))
             if len(task) > 1:
                 after = [schedule.programs + each for each in range(start + 1, end + 1)]
                 assert [each[3] for each in task] == [start, *after]
+                if schedule.stream == Stream.PLANNED:
+                    assert spans[number] == [start, end]
+                began_elsewhere |= dict.fromkeys(range(start + 1, end + 1), number)
             cut = len(task) > 1
+            task = [each for each in task if each[0] < blocks]
         elif cut:
             at = (number - schedule.first_cut(tokens)) * schedule.splits
             assert sorted(each[3] for each in task) == list(range(at, at + schedule.splits))
@@ -116,6 +143,9 @@ def test_every_block_has_one_program(call, processors, way):
         edges = [0, *(each[1] for each in task)]
         assert [each[0] for each in task] == edges[:-1]
         assert edges[-1] == blocks
+    if schedule.stream == Stream.PLANNED:
+        elsewhere = [each[0] for each in spans[len(want) :]]
+        assert elsewhere == [began_elsewhere.get(n, -1) for n in range(schedule.programs)]
 
 
 @given(calls(), st.sampled_from([20, 78, 132]))

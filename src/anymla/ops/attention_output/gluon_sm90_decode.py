@@ -12,6 +12,9 @@ from anymla.ops.sparse_attention.gluon_sm90_attention import Call, attend
 from anymla.ops.sparse_attention.schedule import Stream
 from anymla.ops.workspace import scratch
 
+# Whether tasks that are not cut leave as FP8 from the kernel itself, and not only from merges.
+FUSED_WHOLE = False
+
 
 def sparse_attention_fp8_quant(
     q: Tensor,
@@ -44,8 +47,8 @@ def sparse_attention_fp8_quant(
             batch_invariant,
         )
         numbers = (call.q, call.scopes, call.sink, call.scale, float("-inf"), call.schedule)
-        if call.schedule.cut and call.schedule.stream == Stream.NO:
-            attend(*numbers, call.q, lse, to)  # which writes no heads itself
+        if FUSED_WHOLE or (call.schedule.cut and call.schedule.stream == Stream.NO):
+            attend(*numbers, call.q, lse, to)
         else:
             out = scratch(tuple(q.shape), q.dtype, q.device)
             attend(*numbers, out, lse)

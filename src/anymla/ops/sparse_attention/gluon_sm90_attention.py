@@ -22,11 +22,11 @@ from anymla.ops.sparse_attention.gluon_sm90_merge import (
 from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
 from anymla.ops.sparse_attention.gluon_sm90_wide import wide_kernel
 from anymla.ops.sparse_attention.schedule import (
-    MOST_STREAM_TOKENS,
     TASK_COST,
     Schedule,
     Stream,
     choose,
+    stream_size,
 )
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
 from anymla.ops.workspace import scratch
@@ -201,7 +201,7 @@ def attend(
 ) -> None:
     """Launch by a schedule, in as many parts as the workspace asks for.
 
-    If ``to`` is given, the heads go there; ``out`` takes those of tasks that are not cut.
+    If ``to`` is given, the heads go there, and not to ``out``.
     """
     tokens = len(q)
     row_bytes = 4 * _CHANNELS * schedule.heads
@@ -235,24 +235,26 @@ def _launch(
     spans = scratch((tokens * schedule.tiles + schedule.programs, 2), torch.int32, q.device)
     marks = scratch((schedule.pieces(tokens), 2), torch.int32, q.device)
     first, second = scopes[0], scopes[-1]
+    # Where all tasks are cut, their merge alone writes heads.
+    ends = None if schedule.cut and schedule.stream == Stream.NO else to
     kernel = tiles_kernel if schedule.heads == 64 else columns_kernel
     if q.shape[2] == _WIDE:
         kernel = wide_kernel
     kernel[(schedule.programs,)](
         q, first.cache, second.cache, first.indices, second.indices,
         _or(first.lengths, first.indices), _or(second.lengths, second.indices), _or(sink, lse),
-        out, lse, part, sums, spans, marks,
+        out if ends is None else ends.codes.view(torch.int16), lse, part, sums, spans, marks,
         tokens, heads, first.width, second.width, first.limit, second.limit,
         first.indices.stride(0), second.indices.stride(0), schedule.splits,
-        q.stride(0) // 2, out.stride(0), scale, empty,
+        q.stride(0) // 2, out.stride(0), scale, empty, *turned.pointers(ends, lse),
         SPLIT=schedule.cut, STREAM=int(schedule.stream), COST=TASK_COST,
-        SIZE=_stream_size(tokens) if schedule.stream == Stream.YES else 128,
+        SIZE=stream_size(tokens) if schedule.stream == Stream.YES else 128,
         TWO=len(scopes) > 1,
         LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
-        **_form(schedule), num_warps=4,
+        TURNED=0 if ends is None else ends.table.shape[1], **_form(schedule), num_warps=4,
     )  # fmt: skip
     if not schedule.cut:
         return
@@ -277,11 +279,6 @@ def _launch(
         SINK=sink is not None, EARLY=True, **turned.constants(to), num_warps=tile.warps,
         launch_pdl=True,
     )  # fmt: skip
-
-
-def _stream_size(tokens: int) -> int:
-    """Tokens that a stream's programs look at; few sizes, because each is compiled."""
-    return 512 if tokens <= 512 else MOST_STREAM_TOKENS
 
 
 def _form(schedule: Schedule) -> dict[str, Any]:

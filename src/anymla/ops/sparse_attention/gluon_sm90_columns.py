@@ -54,6 +54,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     view,
     warps_meet,
 )
+from anymla.ops.sparse_attention.gluon_sm90_turned import Output, store_rows
 
 HALF = gl.constexpr(256)
 # Around the loop, with 32 heads; none in it.
@@ -91,31 +92,37 @@ def _store_columns(y, to, row_stride, H, PART: gl.constexpr, HEADS: gl.constexpr
 
 
 @gluon.jit
-def _store_rows(y, stage, to, H, HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr):
+def _store_rows(
+    y, stage, out, token, H, token_stride,
+    HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
     """Write y [256, HEADS] as rows of heads, turned over in shared memory [HEADS, 256]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    stage.permute((1, 0)).store(y.to(to.dtype.element_ty))
+    stage.permute((1, 0)).store(y.to(out.TYPE))
     result = stage.load(L)
-    head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)), 1)
-    channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
-    if PART == 1:
-        channel = stored(channel, 1)
-    at = head * HEAD + gl.expand_dims(channel, 0) + PART * HALF
-    gl.store(to + at, result, mask=head < H)
+    if out.TURNED > 0:
+        store_rows(result, out, token, H, HEADS, PART)
+    else:
+        head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)), 1)
+        channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
+        if PART == 1:
+            channel = stored(channel, 1)
+        at = out.heads + token.to(gl.int64) * token_stride
+        at = at + (head * HEAD + gl.expand_dims(channel, 0) + PART * HALF)
+        gl.store(at, result, mask=head < H)
 
 
 @gluon.jit
 def _finish(
-    left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink, token, H, out_token,
+    left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H, out_token,
     OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Write the result of a whole task."""
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
     bottom = bottom_of(sums, top, sink)
     share = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
-    to = out_ptr + token.to(gl.int64) * out_token
-    _store_rows(left * share, stage.index(0), to, H, OUT_HEAD, 0, HEADS)
-    _store_rows(right * share, stage.index(1), to, H, OUT_HEAD, 1, HEADS)
+    _store_rows(left * share, stage.index(0), out, token, H, out_token, OUT_HEAD, 0, HEADS)
+    _store_rows(right * share, stage.index(1), out, token, H, out_token, OUT_HEAD, 1, HEADS)
     gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
 
 
@@ -174,7 +181,7 @@ def _weigh(k_left, k_right, p_s, left, right):
 
 @gluon.jit
 def main_part(
-    lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
+    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
     H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s, bias_s,
     exchange, noticed, ready, free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
@@ -221,19 +228,19 @@ def main_part(
         right = right * gl.where(channel < NOPE - HALF, 1.0 / LIFT, 1.0)
         if not share.SPLIT:
             _finish(
-                left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink, token, H,
+                left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H,
                 out_token, OUT_HEAD, HEADS, L,
             )  # fmt: skip
         elif share.STREAM:
             if direct:
                 _finish(
-                    left, right, sums, top, empty, stage, out_ptr, lse_ptr, sink, token, H,
+                    left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H,
                     out_token, OUT_HEAD, HEADS, L,
                 )  # fmt: skip
             else:
                 _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
             if not share.MIXED:
-                record_span(spans_ptr, token, first, last, token, lists)
+                record_span(spans_ptr, token, first, last, token, lists, share)
         else:
             _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
         note(marks_ptr, mark, wrong | not_finite(sums) | not_finite(right), noticed, 0)
@@ -255,12 +262,13 @@ def columns_kernel(
     q_ptr, rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, sink_ptr,
     out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
     T, H, width0, width1, limit0, limit1, stride0, stride1, splits,
-    q_token, out_token, scale, empty,
+    q_token, out_token, scale, empty, scales_ptr, positions_ptr, table_ptr, angles,
     SPLIT: gl.constexpr, STREAM: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr,
     TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
     HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNED: gl.constexpr,
 ):  # fmt: skip
     """See the file; HEADS is 16 or 32. Other arguments are those of ``tiles_kernel``."""
     if SPLIT:
@@ -269,7 +277,7 @@ def columns_kernel(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
-    share = share_of(lists, T, splits, 1, SPLIT, STREAM, COST, SIZE)
+    share = share_of(lists, T, splits, spans_ptr, 1, SPLIT, STREAM, COST, SIZE)
 
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -279,7 +287,9 @@ def columns_kernel(
     left = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
     right = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
     q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
-    stage = view(q_words, out_ptr.dtype.element_ty, [2, HEADS, HALF], HALVES)
+    TYPE: gl.constexpr = q_ptr.dtype.element_ty
+    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
+    stage = view(q_words, TYPE, [2, HEADS, HALF], HALVES)
     k_left = view(left, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     p_s = gl.allocate_shared_memory(
@@ -299,7 +309,7 @@ def columns_kernel(
     gl.warp_specialize(
         [
             (main_part, (
-                lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
+                lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
                 sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left,
                 k_right, p_s, bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD,
                 HEADS, BUFFERS,
@@ -313,7 +323,7 @@ def columns_kernel(
     found = gl.max(noticed.index(0).load(ONE), 0)
     if found != 0:
         rescan(
-            lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+            lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
             q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, right, left, q_words, HEADS,
             SINK,
         )  # fmt: skip
@@ -324,11 +334,11 @@ def builds(target: Target) -> Iterator[Build]:
     if target.name != "sm_90":
         return
     for heads, buffers in ((16, 3), (32, 2)):
-        for way in ({}, {"SPLIT": True}, {"SPLIT": True, "STREAM": True}):
+        for way in ({}, {"SPLIT": True}, {"SPLIT": True, "STREAM": True}, {"TURNED": 64}):
             yield Build(
                 f"{heads} heads {' '.join(way)}".strip(),
                 columns_kernel,
-                ARGUMENT_TYPES,
+                ARGUMENT_TYPES | ({"out_ptr": "*i16"} if "TURNED" in way else {}),
                 {"HEADS": heads, "BUFFERS": buffers, "PRODUCER_REGISTERS": 136} | BUILT | way,
                 divisible=("q_token", "out_token"),
                 matrix=True,

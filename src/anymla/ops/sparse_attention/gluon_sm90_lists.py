@@ -10,6 +10,8 @@ range of a task's blocks. A launch hands out pieces in one of these ways:
     stream    all blocks of all tasks, in order, plus a fixed cost for each task, are cut into one
               range for every program. A program's first and last piece may be parts of a task;
               but where cutting costs more than it saves, cuts move to the nearest end of a task.
+    planned   a stream whose ranges are read. Lists may be shorter or longer than those that it was
+              made for: a task's last piece ends where the task does.
 """
 
 import triton
@@ -35,6 +37,8 @@ _MERGE = gl.constexpr(6)
 # save.
 _SNAP = gl.constexpr(2)
 _MIXED = gl.constexpr(int(Stream.MIXED))
+_PLANNED = gl.constexpr(int(Stream.PLANNED))
+SHARE = gl.constexpr(4)  # numbers of a program in a plan
 NEW_API = gl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 7))
 
 
@@ -103,6 +107,7 @@ class Share:
         SPLIT: tasks may be cut.
         STREAM: whether a piece is a whole task is known at run time.
         MIXED: see the file.
+        PLANNED: likewise.
     """
 
     first: gl.tensor
@@ -115,9 +120,12 @@ class Share:
     SPLIT: gl.constexpr
     STREAM: gl.constexpr
     MIXED: gl.constexpr
+    PLANNED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM, MIXED):
+    def __init__(
+        self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM, MIXED, PLANNED=False
+    ):
         self.first = first
         self.count = count
         self.begin = begin
@@ -128,6 +136,7 @@ class Share:
         self.SPLIT = gl.constexpr(SPLIT)
         self.STREAM = gl.constexpr(STREAM)
         self.MIXED = gl.constexpr(MIXED)
+        self.PLANNED = gl.constexpr(PLANNED)
 
 
 @gluon.jit
@@ -244,12 +253,25 @@ def stream_share(lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.con
 
 
 @gluon.jit
+def planned_share(plan, T, TILES: gl.constexpr):
+    """This program's share of a plan; see ``gluon_sm90_plan``."""
+    tasks = T * TILES
+    at = plan + (tasks + gl.num_programs(0)) * 2 + gl.program_id(0) * SHARE
+    return Share(
+        gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), tasks, T * 0 + 1, TILES,
+        True, True, False, True,
+    )  # fmt: skip
+
+
+@gluon.jit
 def share_of(
-    lists, T, splits, TILES: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr,
+    lists, T, splits, plan, TILES: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr,
     COST: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
     """This program's share; SPLIT and STREAM are those of ``schedule.Schedule``."""
-    if STREAM == _MIXED:
+    if STREAM == _PLANNED:
+        return planned_share(plan, T, TILES)
+    elif STREAM == _MIXED:
         return mixed_share(T * TILES, splits, TILES)
     elif STREAM:
         return stream_share(lists, T, TILES, COST, SIZE)
@@ -284,8 +306,11 @@ def piece(k, share, lists):
         token = task // share.TILES
         n0, n1, blocks0, blocks = counts(lists, token)
         first = gl.where(k == 0, share.begin, 0)
-        last = gl.where((k + 1 == share.count) & (share.end > 0), share.end, blocks)
-        direct = (first == 0) & (last == blocks)
+        cut = (k + 1 == share.count) & (share.end > 0)
+        last = gl.where(cut, share.end, blocks)
+        if share.PLANNED:
+            last = gl.maximum(gl.minimum(last, blocks), first + 1)
+        direct = (first == 0) & ~cut
         slot = gl.where(first > 0, programs + program, program)
         mark = gl.where(first > 0, share.tasks + program, task)
     elif share.SPLIT:
@@ -364,13 +389,17 @@ def address(slots, here, lists):
 
 
 # For builds without a device: types of the kernels' arguments, and constants that both forms have.
-COUNTS = ("T", "H", "width0", "width1", "limit0", "limit1", "stride0", "stride1", "splits")
+COUNTS = (
+    "T", "H", "width0", "width1", "limit0", "limit1", "stride0", "stride1", "splits", "angles",
+)  # fmt: skip
 ARGUMENT_TYPES = {
     **dict.fromkeys(("q_ptr", "out_ptr"), "*bf16"),
     **dict.fromkeys(("rows0_ptr", "rows1_ptr"), "*u8"),
     **dict.fromkeys(("list0_ptr", "list1_ptr", "length0_ptr", "length1_ptr"), "*i32"),
     **dict.fromkeys(("sink_ptr", "lse_ptr", "part_ptr", "sums_ptr"), "*fp32"),
     **dict.fromkeys(("spans_ptr", "marks_ptr"), "*i32"),
+    **dict.fromkeys(("scales_ptr", "table_ptr"), "*fp32"),
+    "positions_ptr": "*i64",
     **dict.fromkeys((*COUNTS, "q_token", "out_token"), "i32"),
     **dict.fromkeys(("scale", "empty"), "fp32"),
 }
@@ -379,5 +408,5 @@ BUILT = {
     "SPLIT": False, "STREAM": False, "COST": 4, "SIZE": 128, "TWO": True,
     "LENGTH0": True, "LENGTH1": True, "PAGE0": 64, "PAGE1": 64,
     "STEP0": _PAGE_BYTES, "STEP1": _PAGE_BYTES, "SINK": True,
-    "Q_HEAD": _LAYOUT.channels // 2, "OUT_HEAD": _LAYOUT.channels,
+    "Q_HEAD": _LAYOUT.channels // 2, "OUT_HEAD": _LAYOUT.channels, "TURNED": 0,
 }  # fmt: skip

@@ -31,6 +31,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     view,
     warps_meet,
 )
+from anymla.ops.sparse_attention.gluon_sm90_turned import store_quarter
 
 _MASKED = gl.constexpr(-1e30)
 _CHUNK = gl.constexpr(64)
@@ -124,16 +125,20 @@ def _store(to, row_stride, head, head0, H, column0, y, L: gl.constexpr):
 
 @gluon.jit
 def _write(
-    out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top, sums,
+    out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top, sums,
     empty, sink_ptr, SINK: gl.constexpr,
 ):  # fmt: skip
     """A quarter of the result of a whole task."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     bottom = bottom_of(sums, top, load_sink(sink_ptr, head, H, SINK))
     share = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / bottom), 1)
-    to = out_ptr + token.to(gl.int64) * out_token + head0.to(gl.int64) * out_head
-    _store(to, out_head, head, head0, H, column, low * share, S)
-    _store(to, out_head, head, head0, H, column + _CHUNK, high * share, S)
+    if out.TURNED > 0:
+        row = token.to(gl.int64) * H + head0
+        store_quarter(low * share, high * share, out, token, head, row, H, column // (2 * _CHUNK))
+    else:
+        to = out.heads + token.to(gl.int64) * out_token + head0.to(gl.int64) * out_head
+        _store(to, out_head, head, head0, H, column, low * share, S)
+        _store(to, out_head, head, head0, H, column + _CHUNK, high * share, S)
     gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
 
 
@@ -153,7 +158,7 @@ def _leave(
 
 @gluon.jit
 def rescan(
-    lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
     q_token, q_head, out_token, out_head, scale, empty, q_memory, k_memory, p_memory,
     ROWS: gl.constexpr, SINK: gl.constexpr,
 ):  # fmt: skip
@@ -183,13 +188,13 @@ def rescan(
                 column = quarter * (2 * _CHUNK)
                 if not share.SPLIT:
                     _write(
-                        out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
+                        out, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
                         high, top, sums, empty, sink_ptr, SINK,
                     )  # fmt: skip
                 elif share.STREAM:
                     if direct:
                         _write(
-                            out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column,
+                            out, out_token, out_head, lse_ptr, token, head, head0, H, column,
                             low, high, top, sums, empty, sink_ptr, SINK,
                         )  # fmt: skip
                     else:

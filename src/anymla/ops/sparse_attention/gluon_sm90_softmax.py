@@ -94,17 +94,18 @@ def log_sum(sums, top, empty):
 @gluon.jit
 def record_cut(spans_ptr, share):
     """Tell the merge which task the program's range begins in the middle of, if any."""
-    if share.STREAM and not share.MIXED:
+    if share.STREAM and not (share.MIXED or share.PLANNED):
         inside = (share.begin > 0) & (share.count > 0)
         at = spans_ptr + (share.tasks + gl.program_id(0)) * 2
         gl.store(at, gl.where(inside, share.first, -1))
 
 
 @gluon.jit
-def record_span(spans_ptr, task, first, last, token, lists):
+def record_span(spans_ptr, task, first, last, token, lists, share):
     """Tell the merge which programs have the first and the last piece of a task."""
-    _, _, _, blocks = counts(lists, token)
-    if first == 0:
-        gl.store(spans_ptr + task * 2, gl.program_id(0))
-    if last == blocks:
-        gl.store(spans_ptr + task * 2 + 1, gl.program_id(0))
+    if not share.PLANNED:
+        _, _, _, blocks = counts(lists, token)
+        if first == 0:
+            gl.store(spans_ptr + task * 2, gl.program_id(0))
+        if last == blocks:
+            gl.store(spans_ptr + task * 2 + 1, gl.program_id(0))

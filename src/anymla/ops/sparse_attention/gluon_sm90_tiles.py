@@ -61,6 +61,8 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     record_span,
     view,
 )
+from anymla.ops.sparse_attention.gluon_sm90_turned import Output, store_tile
+from anymla.ops.sparse_attention.schedule import Stream
 
 HEADS = gl.constexpr(64)
 HALF = gl.constexpr(256)
@@ -70,12 +72,10 @@ _SPILLS = 700
 
 
 @gluon.jit
-def _store_out(
-    y, stage, out_ptr, token, tile, H, token_stride, HEAD: gl.constexpr, PART: gl.constexpr
-):
+def _store_out(y, stage, out, token, tile, H, token_stride, HEAD: gl.constexpr, PART: gl.constexpr):
     """Write half a result [64, 256] through shared memory."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    stage.store(y.to(out_ptr.dtype.element_ty))
+    stage.store(y.to(out.TYPE))
     result = stage.load(L)
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + anew(tile * 0)
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
@@ -83,7 +83,7 @@ def _store_out(
         column = stored(column, 1)
     start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + PART * HALF
     at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(column, 0)
-    gl.store(out_ptr + start + at, result, mask=gl.expand_dims(tile * HEADS + row < H, 1))
+    gl.store(out.heads + start + at, result, mask=gl.expand_dims(tile * HEADS + row < H, 1))
 
 
 @gluon.jit
@@ -99,10 +99,14 @@ def _store_part(y, part_ptr, slot, tile, H, L: gl.constexpr, PART: gl.constexpr)
 
 
 @gluon.jit
-def _finish_right(y, stage, free, out_ptr, token, tile, H, out_token, OUT_HEAD: gl.constexpr):
-    _store_out(y, stage, out_ptr, token, tile, H, out_token, OUT_HEAD, 1)
-    fence_async_shared()
-    mbarrier.arrive(free, count=1)
+def _finish_right(y, stage, free, out, token, tile, H, out_token, OUT_HEAD: gl.constexpr):
+    if out.TURNED > 0:
+        mbarrier.arrive(free, count=1)
+        store_tile(y, out, token, tile * HEADS, H, 1)
+    else:
+        _store_out(y, stage, out, token, tile, H, out_token, OUT_HEAD, 1)
+        fence_async_shared()
+        mbarrier.arrive(free, count=1)
 
 
 @gluon.jit
@@ -113,12 +117,16 @@ def _leave_right(y, free, part_ptr, slot, tile, H, L: gl.constexpr):
 
 @gluon.jit
 def _finish_main(
-    y, sums, top, empty, stage, free, out_ptr, lse_ptr, token, tile, head, H, out_token,
+    y, sums, top, empty, stage, free, out, lse_ptr, token, tile, head, H, out_token,
     OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
-    _store_out(y, stage, out_ptr, token, tile, H, out_token, OUT_HEAD, 0)
-    fence_async_shared()
-    mbarrier.arrive(free, count=1)
+    if out.TURNED > 0:
+        mbarrier.arrive(free, count=1)
+        store_tile(y, out, token, tile * HEADS, H, 0)
+    else:
+        _store_out(y, stage, out, token, tile, H, out_token, OUT_HEAD, 0)
+        fence_async_shared()
+        mbarrier.arrive(free, count=1)
     gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
 
 
@@ -133,7 +141,7 @@ def _leave_main(y, sums, top, free, part_ptr, sums_ptr, slot, tile, head, H, L: 
 
 @gluon.jit
 def right_part(
-    lists, share, q_ptr, out_ptr, part_ptr, marks_ptr, H, q_token, out_token,
+    lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token,
     q_words, k_right, stage, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
     Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
@@ -177,13 +185,13 @@ def right_part(
         buffer = (done + 1) % 2
         if not share.SPLIT:
             _finish_right(
-                y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
+                y, stage.index(buffer), free.index(buffer), out, token, tile, H, out_token,
                 OUT_HEAD,
             )  # fmt: skip
         elif share.STREAM:
             if direct:
                 _finish_right(
-                    y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
+                    y, stage.index(buffer), free.index(buffer), out, token, tile, H, out_token,
                     OUT_HEAD,
                 )  # fmt: skip
             else:
@@ -194,7 +202,7 @@ def right_part(
 
 @gluon.jit
 def main_part(
-    lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
+    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
     H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, stage,
     p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free, q_ready, q_free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
@@ -272,13 +280,13 @@ def main_part(
         buffer = (done + 1) % 2
         if not share.SPLIT:
             _finish_main(
-                y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
+                y, sums, top, empty, stage.index(buffer), free.index(buffer), out, lse_ptr,
                 token, tile, head, H, out_token, OUT_HEAD,
             )  # fmt: skip
         elif share.STREAM:
             if direct:
                 _finish_main(
-                    y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
+                    y, sums, top, empty, stage.index(buffer), free.index(buffer), out, lse_ptr,
                     token, tile, head, H, out_token, OUT_HEAD,
                 )  # fmt: skip
             else:
@@ -286,7 +294,7 @@ def main_part(
                     y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
                 )
             if not share.MIXED:
-                record_span(spans_ptr, token * share.TILES + tile, first, last, token, lists)
+                record_span(spans_ptr, token * share.TILES + tile, first, last, token, lists, share)
         else:
             _leave_main(
                 y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
@@ -309,17 +317,18 @@ def tiles_kernel(
     q_ptr, rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, sink_ptr,
     out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
     T, H, width0, width1, limit0, limit1, stride0, stride1, splits,
-    q_token, out_token, scale, empty,
+    q_token, out_token, scale, empty, scales_ptr, positions_ptr, table_ptr, angles,
     TILES: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, COST: gl.constexpr,
     SIZE: gl.constexpr, TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
-    RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
     SPLIT and STREAM are ``cut`` and ``stream`` of the schedule; q_token and Q_HEAD count int32
-    words, limit0 and limit1 rows, STEP0 and STEP1 bytes.
+    words, limit0 and limit1 rows, STEP0 and STEP1 bytes. What comes after ``empty``, and TURNED, is
+    as in ``gluon_sm90_turned.Output``.
     """
     if SPLIT:
         dependents_may_start()
@@ -327,7 +336,7 @@ def tiles_kernel(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
-    share = share_of(lists, T, splits, TILES, SPLIT, STREAM, COST, SIZE)
+    share = share_of(lists, T, splits, spans_ptr, TILES, SPLIT, STREAM, COST, SIZE)
 
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -337,8 +346,10 @@ def tiles_kernel(
     q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
     k_left = view(left, gl.float16, [2, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [2, KEYS, HALF], HALVES)
-    out_left = view(left, out_ptr.dtype.element_ty, [2, HEADS, HALF], HALVES)
-    out_right = view(right, out_ptr.dtype.element_ty, [2, HEADS, HALF], HALVES)
+    TYPE: gl.constexpr = q_ptr.dtype.element_ty
+    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
+    out_left = view(left, TYPE, [2, HEADS, HALF], HALVES)
+    out_right = view(right, TYPE, [2, HEADS, HALF], HALVES)
     p_s = gl.allocate_shared_memory(gl.float16, [2, HEADS, KEYS], HALVES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     decay_s = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
@@ -363,13 +374,13 @@ def tiles_kernel(
     gl.warp_specialize(
         [
             (main_part, (
-                lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
+                lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
                 sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, k_left,
                 k_right, out_left, p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free,
                 q_ready, q_free, SINK, Q_HEAD, OUT_HEAD,
             )),
             (right_part, (
-                lists, share, q_ptr, out_ptr, part_ptr, marks_ptr, H, q_token, out_token,
+                lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token,
                 q_words, k_right, out_right, p_s, decay_s, noticed, free, p_ready,
                 p_free, q_ready, q_free, Q_HEAD, OUT_HEAD,
             )),
@@ -382,7 +393,7 @@ def tiles_kernel(
     found = gl.max(noticed.index(0).load(ONE) | noticed.index(1).load(ONE), 0)
     if found != 0:
         rescan(
-            lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+            lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
             q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, q_words, left, p_s,
             HEADS, SINK,
         )  # fmt: skip
@@ -393,7 +404,7 @@ def build(label: str, **constants: object) -> Build:
     return Build(
         label,
         tiles_kernel,
-        ARGUMENT_TYPES,
+        ARGUMENT_TYPES | ({"out_ptr": "*i16"} if "TURNED" in constants else {}),
         {"TILES": 1, "RIGHT_REGISTERS": 160, "PRODUCER_REGISTERS": 72} | BUILT | constants,
         divisible=("q_token", "out_token"),
         matrix=True,
@@ -410,5 +421,8 @@ def builds(target: Target) -> Iterator[Build]:
     yield build("stream", SPLIT=True, STREAM=True, SIZE=256)
     yield build("stream, 128 heads, pages of 2", SPLIT=True, STREAM=True, TILES=2,
                 PAGE1=2, STEP1=1728)  # fmt: skip
+    yield build("quantised", TURNED=64)
+    yield build("quantised, stream", TURNED=64, SPLIT=True, STREAM=True, SIZE=256)
+    yield build("planned", SPLIT=True, STREAM=int(Stream.PLANNED))
     yield build("one list, no lengths, pages of 53", TWO=False, LENGTH0=False, LENGTH1=False,
                 SINK=False, PAGE0=53, STEP0=31104)  # fmt: skip

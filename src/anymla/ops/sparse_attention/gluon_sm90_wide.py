@@ -51,6 +51,7 @@ from anymla.ops.sparse_attention.gluon_sm90_tiles import (
     _store_out,
     _store_part,
 )
+from anymla.ops.sparse_attention.gluon_sm90_turned import Output
 from anymla.ops.sparse_attention.gluon_sm90_wide_gather import produce_wide
 from anymla.ops.sparse_attention.gluon_sm90_wide_rescan import rescan_wide
 
@@ -92,8 +93,8 @@ def _load_tail(q_ptr, token, tile, H, token_stride, to, HEAD: gl.constexpr):
 
 
 @gluon.jit
-def _finish_right(y, stage, free, out_ptr, token, tile, H, out_token, OUT_HEAD: gl.constexpr):
-    _store_out(y, stage, out_ptr + HALF, token, tile, H, out_token, OUT_HEAD, 0)
+def _finish_right(y, stage, free, out, token, tile, H, out_token, OUT_HEAD: gl.constexpr):
+    _store_out(y, stage, out, token, tile, H, out_token, OUT_HEAD, 0)
     fence_async_shared()
     mbarrier.arrive(free, count=1)
 
@@ -106,7 +107,7 @@ def _leave_right(y, free, part_ptr, slot, tile, H, L: gl.constexpr):
 
 @gluon.jit
 def right_part(
-    lists, share, q_ptr, out_ptr, part_ptr, marks_ptr, H, q_token, out_token,
+    lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token,
     q_words, k_right, stage, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
     Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
@@ -147,7 +148,7 @@ def right_part(
         if share.STREAM:
             if direct:
                 _finish_right(
-                    y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
+                    y, stage.index(buffer), free.index(buffer), out, token, tile, H, out_token,
                     OUT_HEAD,
                 )  # fmt: skip
             else:
@@ -156,14 +157,14 @@ def right_part(
             _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
         else:
             _finish_right(
-                y, stage.index(buffer), free.index(buffer), out_ptr, token, tile, H, out_token,
+                y, stage.index(buffer), free.index(buffer), out, token, tile, H, out_token,
                 OUT_HEAD,
             )  # fmt: skip
 
 
 @gluon.jit
 def main_part(
-    lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
+    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
     H, q_token, out_token, scale, empty, q_words, q_tail, q_s, q_tail_s, k_left, k_right, k_tail,
     stage, p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free, q_ready, q_free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
@@ -241,21 +242,21 @@ def main_part(
         if share.STREAM:
             if direct:
                 _finish_main(
-                    y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
+                    y, sums, top, empty, stage.index(buffer), free.index(buffer), out, lse_ptr,
                     token, tile, head, H, out_token, OUT_HEAD,
                 )  # fmt: skip
             else:
                 _leave_main(
                     y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
                 )
-            record_span(spans_ptr, token * share.TILES + tile, first, last, token, lists)
+            record_span(spans_ptr, token * share.TILES + tile, first, last, token, lists, share)
         elif share.SPLIT:
             _leave_main(
                 y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
             )
         else:
             _finish_main(
-                y, sums, top, empty, stage.index(buffer), free.index(buffer), out_ptr, lse_ptr,
+                y, sums, top, empty, stage.index(buffer), free.index(buffer), out, lse_ptr,
                 token, tile, head, H, out_token, OUT_HEAD,
             )  # fmt: skip
 
@@ -275,22 +276,23 @@ def wide_kernel(
     q_ptr, rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, sink_ptr,
     out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
     T, H, width0, width1, limit0, limit1, stride0, stride1, splits,
-    q_token, out_token, scale, empty,
+    q_token, out_token, scale, empty, scales_ptr, positions_ptr, table_ptr, angles,
     TILES: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, COST: gl.constexpr,
     SIZE: gl.constexpr, TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
-    RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
-    """See the file. The arguments are those of ``tiles_kernel``; TWO is false."""
+    """See the file. The arguments are those of ``tiles_kernel``; TWO is false, TURNED 0."""
     gl.static_assert(not TWO)
+    gl.static_assert(TURNED == 0)
     if SPLIT:
         dependents_may_start()
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
-    share = share_of(lists, T, splits, TILES, SPLIT, STREAM, COST, SIZE)
+    share = share_of(lists, T, splits, spans_ptr, TILES, SPLIT, STREAM, COST, SIZE)
 
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -304,8 +306,11 @@ def wide_kernel(
     k_left = view(left, gl.float16, [2, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [2, KEYS, HALF], HALVES)
     k_tail = view(tail, gl.float16, [2, KEYS, _TAIL], HALVES)
-    out_left = view(left, out_ptr.dtype.element_ty, [2, HEADS, HALF], HALVES)
-    out_right = view(right, out_ptr.dtype.element_ty, [2, HEADS, HALF], HALVES)
+    TYPE: gl.constexpr = q_ptr.dtype.element_ty
+    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
+    out_beyond = Output(out_ptr + HALF, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
+    out_left = view(left, TYPE, [2, HEADS, HALF], HALVES)
+    out_right = view(right, TYPE, [2, HEADS, HALF], HALVES)
     p_s = gl.allocate_shared_memory(gl.float16, [1, HEADS, KEYS], HALVES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     decay_s = gl.allocate_shared_memory(gl.float32, [1, HEADS], FLAT)
@@ -330,13 +335,13 @@ def wide_kernel(
     gl.warp_specialize(
         [
             (main_part, (
-                lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
+                lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
                 sink_ptr, H, q_token, out_token, scale, empty, q_words, q_tail.index(0), q_s,
                 q_tail_s.index(0), k_left, k_right, k_tail, out_left, p_s, decay_s, bias_s,
                 noticed, ready, free, p_ready, p_free, q_ready, q_free, SINK, Q_HEAD, OUT_HEAD,
             )),
             (right_part, (
-                lists, share, q_ptr, out_ptr, part_ptr, marks_ptr, H, q_token, out_token,
+                lists, share, q_ptr, out_beyond, part_ptr, marks_ptr, H, q_token, out_token,
                 q_words, k_right, out_right, p_s, decay_s, noticed, free, p_ready,
                 p_free, q_ready, q_free, Q_HEAD, OUT_HEAD,
             )),
@@ -349,7 +354,7 @@ def wide_kernel(
     found = gl.max(noticed.index(0).load(ONE) | noticed.index(1).load(ONE), 0)
     if found != 0:
         rescan_wide(
-            lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+            lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
             q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, q_words, q_tail, left,
             tail, p_s, HEADS, SINK,
         )  # fmt: skip

@@ -102,7 +102,7 @@ def _pass(
 
 @gluon.jit
 def rescan_wide(
-    lists, share, q_ptr, out_ptr, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
+    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
     q_token, q_head, out_token, out_head, scale, empty, q_memory, q_tail_memory, k_memory,
     k_tail_memory, p_memory, ROWS: gl.constexpr, SINK: gl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def rescan_wide(
                 if share.STREAM:
                     if direct:
                         _write(
-                            out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column,
+                            out, out_token, out_head, lse_ptr, token, head, head0, H, column,
                             low, high, top, sums, empty, sink_ptr, SINK,
                         )  # fmt: skip
                     else:
@@ -147,6 +147,6 @@ def rescan_wide(
                     )
                 else:
                     _write(
-                        out_ptr, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
+                        out, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
                         high, top, sums, empty, sink_ptr, SINK,
                     )  # fmt: skip

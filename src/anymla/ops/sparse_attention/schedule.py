@@ -8,6 +8,7 @@ kernels then cut every token's own blocks. The ways:
     mixed     whole tasks as long as there is one for every program, the rest cut as above
     stream    the blocks of all tasks are cut into one range for every program, which knows the
               lengths and cuts only where that pays
+    planned   a stream that was cut up before, once for all layers of a step; see ``plan``
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Stream(enum.IntEnum):
     NO = 0
     YES = 1
     MIXED = 2
+    PLANNED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,7 @@ def choose(
     *,
     lengths: bool = False,
     batch_invariant: bool = False,
+    planned: bool = False,
 ) -> Schedule:
     """The schedule of a call.
 
@@ -117,6 +120,7 @@ def choose(
         processors: multiprocessors of the device.
         lengths: the lists have lengths of their own.
         batch_invariant: cut a token the same way in any batch.
+        planned: a stream is, or can be, cut up before; see ``plan``.
     """
     tile = tile_heads(heads)
     tiles = -(-heads // tile)
@@ -128,8 +132,14 @@ def choose(
     if lengths and blocks >= _LONG and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
         even = tasks * (blocks + TASK_COST) / processors
         if even >= 2 * TASK_COST:
-            return Schedule(tile, tiles, processors, stream=Stream.YES)
+            stream = Stream.PLANNED if planned else Stream.YES
+            return Schedule(tile, tiles, processors, stream=stream)
     return _by_numbers(tile, tiles, tasks, blocks, processors)
+
+
+def stream_size(tokens: int) -> int:
+    """Tokens that a stream's programs look at; few sizes, because each is compiled."""
+    return 512 if tokens <= 512 else MOST_STREAM_TOKENS
 
 
 def _by_numbers(tile: int, tiles: int, tasks: int, blocks: int, processors: int) -> Schedule:

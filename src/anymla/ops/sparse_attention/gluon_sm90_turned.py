@@ -1,0 +1,215 @@
+"""Heads on their way out: as they are, or rotated back and quantised for the output projection.
+
+The bytes are those of ``rotate_quantise_kernel`` after attention: heads are rounded to the type of
+the queries, the last channels turn back by the angles of the query's position, and every run of 128
+channels gets a power of two as its scale.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate  # public from 3.9 on
+
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops.output_projection.reference import AMAX_FLOOR
+from anymla.ops.sparse_attention.gluon_sm90_gather import tail_order
+from anymla.ops.sparse_attention.gluon_sm90_lists import CHANNELS
+
+_RUN = gl.constexpr(FP8_BLOCK)
+_PAIRS = gl.constexpr(FP8_BLOCK // 2)
+_FLOOR = gl.constexpr(AMAX_FLOOR)
+_TAIL_PAIRS = gl.constexpr(32)
+_CODES = gl.constexpr("{ .reg .b16 c; cvt.rn.satfinite.e4m3x2.f32 c, $2, $1; cvt.u32.u16 $0, c; }")
+
+
+@aggregate
+class Output:
+    """Where results go.
+
+    Attributes:
+        heads: [T, H, 512] of TYPE; or int16 [T, H, 256], two codes each.
+        scales: float32 [T, H, 4]; unused like the next three if TURNED is 0.
+        positions: int64 [T].
+        table: float32 [angles, TURNED], cosines then sines.
+        angles: rows of the table.
+        TURNED: channels that turn with the position, 64; or 0 for heads as they are.
+        TYPE: of queries and heads.
+    """
+
+    heads: gl.tensor
+    scales: gl.tensor
+    positions: gl.tensor
+    table: gl.tensor
+    angles: gl.tensor
+    TURNED: gl.constexpr
+    TYPE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, heads, scales, positions, table, angles, TURNED, TYPE):
+        self.heads = heads
+        self.scales = scales
+        self.positions = positions
+        self.table = table
+        self.angles = angles
+        self.TURNED = gl.constexpr(TURNED)
+        self.TYPE = gl.constexpr(TYPE)
+
+
+@gluon.jit
+def angles_of(to, token):
+    """Where the cosines of a token's position begin."""
+    position = gl.load(to.positions + token)
+    position = gl.minimum(gl.maximum(position, 0), to.angles - 1)
+    return to.table + position * to.TURNED
+
+
+@gluon.jit
+def turn_back(a, b, angles, pair, turns):
+    """Pairs of channels turned back where ``turns``; ``pair`` counts those that do."""
+    cos = gl.load(angles + pair, mask=turns, other=1.0)
+    sin = gl.load(angles + (_TAIL_PAIRS + pair), mask=turns, other=0.0)
+    return a * cos + b * sin, b * cos - a * sin
+
+
+@gluon.jit
+def exponent_of(largest):
+    """The exponent of a run's scale."""
+    ratio = gl.maximum(largest, _FLOOR) * (1.0 / 448.0)
+    bits = ratio.to(gl.int32, bitcast=True)
+    return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
+
+
+@gluon.jit
+def power_of(exponent):
+    """2^exponent as float32, from -126 to 127."""
+    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def codes_of(a, b, exponent):
+    """Two codes each, a's in the low byte of int32."""
+    inverse = power_of(gl.where(exponent > 126, -126, -exponent))
+    return gl.inline_asm_elementwise(
+        _CODES, "=r,f,f", [a * inverse, b * inverse], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _stored_pair(pair):
+    """Pair of channels of the last run that is stored at a place of it."""
+    tail = pair >= _PAIRS - _TAIL_PAIRS
+    order = _PAIRS - _TAIL_PAIRS + tail_order(pair - (_PAIRS - _TAIL_PAIRS), 4)
+    return gl.where(tail, order, pair)
+
+
+@gluon.jit
+def _runs(y, to, token, ROWS: gl.constexpr, PART: gl.constexpr):
+    """Both runs of half a head: codes [ROWS, 2, 64], two in each word, and exponents [ROWS, 2]."""
+    y = y.to(to.TYPE).to(gl.float32)
+    a, b = gl.split(gl.reshape(y, [ROWS, 2, _PAIRS, 2]))
+    if PART == 1:
+        L: gl.constexpr = a.type.layout
+        run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        last = gl.expand_dims(gl.expand_dims(run, 0), 2) == 1
+        place = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        pair = _stored_pair(place) - (_PAIRS - _TAIL_PAIRS)
+        pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
+        c, d = turn_back(a, b, angles_of(to, token), pair, last & (pair >= 0))
+        a = gl.where(last, c, a)
+        b = gl.where(last, d, b)
+    exponent = exponent_of(gl.max(gl.maximum(gl.abs(a), gl.abs(b)), 2))
+    return codes_of(a, b, gl.expand_dims(exponent, 2)), exponent
+
+
+@gluon.jit
+def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constexpr):
+    L: gl.constexpr = exponent.type.layout
+    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), 1)
+    c = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, L)), 0)
+    at = to.scales + row * (CHANNELS // _RUN) + (r * (CHANNELS // _RUN) + c + PART * 2)
+    gl.store(at, power_of(exponent), mask=(r < valid) & (c >= 0))
+
+
+@gluon.jit
+def _store_codes(
+    low, high, to, row, valid, L: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr
+):
+    """Codes [ROWS, 64] of either run, two each, as int16."""
+    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), 1)
+    pair = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, L))
+    mask = (r < valid) & (gl.expand_dims(pair, 0) >= 0)
+    at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
+    gl.store(at + gl.expand_dims(pair, 0), low.to(gl.int16), mask=mask)
+    if PART == 1:
+        pair = _stored_pair(pair)
+    gl.store(at + gl.expand_dims(_PAIRS + pair, 0), high.to(gl.int16), mask=mask)
+
+
+@gluon.jit
+def store_tile(y, to, token, head, H, PART: gl.constexpr):
+    """Half of the heads ``head`` .. ``head`` + 63 of a token, as their sums left them: [64, 256].
+
+    PART: 0 for channels 0 .. 255, 1 for the others, the tail in ``tail_order``.
+    """
+    codes, exponent = _runs(y, to, token, 64, PART)
+    row = token.to(gl.int64) * H + head
+    low, high = gl.split(gl.permute(codes, (0, 2, 1)))
+    # Four neighbouring pairs to a thread, which four threads have one of each.
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 64],
+    )  # fmt: skip
+    words = gl.convert_layout(low | (high << 16), L)
+    _store_codes(words & 0xFFFF, (words >> 16) & 0xFFFF, to, row, H - head, L, 64, PART)
+    _store_scales(exponent, to, row, H - head, 64, PART)
+
+
+@gluon.jit
+def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr):
+    """The same for rows that lie in registers eight channels to a thread: [ROWS, 256], H heads."""
+    codes, exponent = _runs(x, to, token, ROWS, PART)
+    row = token.to(gl.int64) * H
+    L: gl.constexpr = codes.type.layout
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    place = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    r = gl.expand_dims(gl.expand_dims(r, 1), 2)
+    run = gl.expand_dims(gl.expand_dims(run, 0), 2)
+    pair = gl.expand_dims(gl.expand_dims(place, 0), 1)
+    if PART == 1:
+        order = gl.expand_dims(gl.expand_dims(_stored_pair(place), 0), 1)
+        pair = gl.where(run == 1, order, pair)
+    at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
+    gl.store(at + (run * _PAIRS + pair), codes.to(gl.int16), mask=(r < H) & (pair >= 0))
+    _store_scales(exponent, to, row, H, ROWS, PART)
+
+
+@gluon.jit
+def store_quarter(low, high, to, token, head, row, H, quarter):
+    """A run of a tile's heads in two tiles [64, 64], in the order of the channels.
+
+    head: int32 [64]; row: of the first, as int64; quarter: which run.
+    """
+    a, b = gl.split(gl.reshape(low.to(to.TYPE).to(gl.float32), [64, _PAIRS // 2, 2]))
+    c, d = gl.split(gl.reshape(high.to(to.TYPE).to(gl.float32), [64, _PAIRS // 2, 2]))
+    P: gl.constexpr = a.type.layout
+    pair = gl.expand_dims(gl.arange(0, _PAIRS // 2, layout=gl.SliceLayout(0, P)), 0)
+    last = quarter == CHANNELS // _RUN - 1
+    e, f = turn_back(c, d, angles_of(to, token), pair, (pair >= 0) & last)
+    c = gl.where(last, e, c)
+    d = gl.where(last, f, d)
+    e, f = turn_back(a, b, angles_of(to, token), pair, pair < 0)
+    a = gl.where(last, e, a)
+    b = gl.where(last, f, b)
+    largest = gl.maximum(gl.maximum(gl.abs(a), gl.abs(b)), gl.maximum(gl.abs(c), gl.abs(d)))
+    exponent = exponent_of(gl.max(largest, 1))
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, P))
+    there = gl.convert_layout(head, gl.SliceLayout(1, P)) < H
+    at = to.heads + row * (CHANNELS // 2) + quarter * _PAIRS
+    at = at + (gl.expand_dims(r, 1) * (CHANNELS // 2) + pair)
+    mask = gl.expand_dims(there, 1) & (pair >= 0)
+    wide = gl.expand_dims(exponent, 1)
+    gl.store(at, codes_of(a, b, wide).to(gl.int16), mask=mask)
+    gl.store(at + _PAIRS // 2, codes_of(c, d, wide).to(gl.int16), mask=mask)
+    scales = to.scales + row * (CHANNELS // _RUN) + quarter
+    gl.store(scales + r * (CHANNELS // _RUN), power_of(exponent), mask=there)
