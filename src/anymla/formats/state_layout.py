@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STATE_FP32 = "v4_state_fp32"
 _ALIGNMENT = 576
 
 
