@@ -61,6 +61,10 @@ def test_biased_router(backend: str, tokens: int, dtype: torch.dtype) -> None:
     assert_close(weights, want, atol=slack, name="weights")
     if tokens > 1:  # bias must choose only, and must choose
         assert not torch.equal(ids, route_biased(x, gate, 0 * bias, k=6, scale=2.5)[0])
+    valid = torch.arange(tokens) % 3 != 1
+    some, theirs = route_biased(x, gate, bias, k=6, scale=2.5, is_valid=valid, backend=backend)
+    assert torch.equal(some, torch.where(valid[:, None], ids, -1))
+    assert torch.equal(theirs, torch.where(valid[:, None], weights, 0.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

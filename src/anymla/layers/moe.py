@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor, nn
 
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
@@ -31,11 +30,15 @@ class Router:
     bias: Tensor | None = None
     token_experts: Tensor | None = None
 
-    def __call__(self, x: Tensor, token_ids: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
-        """Expert ids int32 [T, k] and weights float32 [T, k]."""
+    def __call__(self, x: Tensor, step: Step, backend: str | None) -> tuple[Tensor, Tensor]:
+        """Expert ids int32 [T, k] and weights float32 [T, k].
+
+        Padding goes to no expert: for few tokens, every further expert costs its weights. It has
+        no token ids.
+        """
         if self.token_experts is not None:
             ids, weights = route_hash(
-                x, self.gate, token_ids, self.token_experts, scale=self.scale, backend=backend
+                x, self.gate, step.token_ids, self.token_experts, scale=self.scale, backend=backend
             )
         else:
             ids, weights = route_biased(
@@ -44,6 +47,7 @@ class Router:
                 self.bias,
                 k=self.experts_per_token,
                 scale=self.scale,
+                is_valid=step.is_valid if step.padded else None,
                 backend=backend,
             )
         return ids, weights
@@ -134,10 +138,7 @@ class MixtureOfExperts(nn.Module):
         """
         with step.side.beside():
             shared = None if self.shared is None else self.shared(x)
-        ids, weights = self.router(x, step.token_ids, self.backend)
-        if step.padded:
-            # Padding goes to no expert: for few tokens, every further expert costs its weights.
-            ids = torch.where(step.is_valid.unsqueeze(1), ids, -1)
+        ids, weights = self.router(x, step, self.backend)
         if step.recorder is not None:
             step.recorder("experts", self.index, ids)
         step.side.join()

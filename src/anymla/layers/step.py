@@ -53,7 +53,7 @@ class Step:
     """A batch of tokens: decode requests first, then prefill chunks.
 
     Attributes:
-        token_ids: int64 [T].
+        token_ids: int64 [T]; -1 for padding.
         positions: int64 [T], absolute, 0-based.
         token_to_req: int32 [T], request row of each token; -1 for padding.
         is_valid: bool [T], false for padding.

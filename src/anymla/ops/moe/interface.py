@@ -62,7 +62,15 @@ def route_hash(
 
 
 @operation(outputs=lambda x, k, **rest: _routed(x, k))
-def route_biased(x: Tensor, gate: Tensor, bias: Tensor, *, k: int, scale: float) -> None:
+def route_biased(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    *,
+    k: int,
+    scale: float,
+    is_valid: Tensor | None = None,
+) -> None:
     """Route every token to the k experts with the best biased scores.
 
     With s = sqrt(softplus(x @ gate^T)), the experts are the k largest of s + bias, best first,
@@ -75,9 +83,11 @@ def route_biased(x: Tensor, gate: Tensor, bias: Tensor, *, k: int, scale: float)
         bias: [E] float32 or float64.
         k: experts per token, 1..E.
         scale: the model's routed_scaling_factor.
+        is_valid: [T] bool, tokens that are none get no expert; None if all are.
 
     Returns:
-        Expert ids [T, k] int32 and weights [T, k] float32 (float64 if x is).
+        Expert ids [T, k] int32 (-1 for a token without experts) and weights [T, k] float32
+        (float64 if x is; 0 there).
 
     Raises:
         TypeError: a dtype differs from the above.
@@ -88,6 +98,7 @@ def route_biased(x: Tensor, gate: Tensor, bias: Tensor, *, k: int, scale: float)
         x=(x, "T D", FLOATS),
         gate=(gate, "E D", FLOATS),
         bias=(bias, "E", FLOAT32_UP),
+        is_valid=(is_valid, "T", torch.bool),
     )
     require(1 <= k <= sizes["E"], "route_biased", "k", f"within 1..{sizes['E']}", k)
 

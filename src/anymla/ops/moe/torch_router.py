@@ -31,10 +31,20 @@ def route_hash(
 
 
 def route_biased(
-    x: Tensor, gate: Tensor, bias: Tensor, *, k: int, scale: float
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    *,
+    k: int,
+    scale: float,
+    is_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See interface.route_biased."""
     scores = _scores(x, gate)
     ranked = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices
     ids = ranked[:, :k]
-    return ids.int(), _weights(scores, ids, scale)
+    weights = _weights(scores, ids, scale)
+    if is_valid is None:
+        return ids.int(), weights
+    known = is_valid.unsqueeze(1)
+    return torch.where(known, ids, -1).int(), torch.where(known, weights, 0.0)

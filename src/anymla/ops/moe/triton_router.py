@@ -103,6 +103,7 @@ def _ordered(score):
 def select_kernel(
     partial,
     bias,
+    is_valid,
     token_ids,
     table,
     ids,
@@ -133,6 +134,8 @@ def select_kernel(
         offset = tl.load(bias + expert, expert < experts, other=0.0)
         key = _ordered(score + offset[None, :])
         key = tl.where((expert < experts)[None, :], key, _LOWEST)
+        if is_valid is not None:
+            known = inside & (tl.load(is_valid + row, inside, other=0) != 0)
     else:
         token = tl.load(token_ids + row, inside, other=-1)
         known = inside & (token >= 0) & (token < vocabulary)
@@ -166,6 +169,7 @@ def _route(
     scale: float,
     *,
     bias: Tensor | None = None,
+    is_valid: Tensor | None = None,
     token_ids: Tensor | None = None,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -195,6 +199,7 @@ def _route(
     select_kernel[(triton.cdiv(tokens, chosen.selected),)](
         partial,
         bias,
+        is_valid,
         token_ids,
         table,
         ids,
@@ -221,10 +226,18 @@ def route_hash(
 
 
 def route_biased(
-    x: Tensor, gate: Tensor, bias: Tensor, *, k: int, scale: float
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    *,
+    k: int,
+    scale: float,
+    is_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``interface.route_biased``."""
-    return _route(x, gate, k, scale, bias=bias.contiguous())
+    if is_valid is not None:
+        is_valid = is_valid.contiguous().view(torch.uint8)
+    return _route(x, gate, k, scale, bias=bias.contiguous(), is_valid=is_valid)
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -248,20 +261,20 @@ def builds(target: Target) -> Iterator[Build]:
                 spills=_SPILLS,
             )
     for experts in (256, 384):
-        for by_table in (False, True):
-            yield _selection(experts, by_table)
+        for by_table, padded in ((False, False), (False, True), (True, False)):
+            yield _selection(experts, by_table, padded)
 
 
-def _selection(experts: int, by_table: bool) -> Build:
+def _selection(experts: int, by_table: bool, padded: bool) -> Build:
     integers = dict.fromkeys(("tokens", "experts", "vocabulary", "splits"), "i32")
     types = {"partial": "*fp32", "ids": "*i32", "weights": "*fp32", "factor": "fp32", **integers}
     if by_table:
         types |= {"token_ids": "*i64", "table": "*i64"}
     else:
-        types |= {"bias": "*fp32"}
-    pointers = ("bias", "token_ids", "table")
+        types |= {"bias": "*fp32"} | ({"is_valid": "*u8"} if padded else {})
+    pointers = ("bias", "is_valid", "token_ids", "table")
     return Build(
-        f"{experts} experts by {'table' if by_table else 'bias'}",
+        f"{experts} experts by {'table' if by_table else 'bias'}{', padded' if padded else ''}",
         select_kernel,
         types,
         {
