@@ -218,7 +218,7 @@ class Builder:
         config = self.config
         hashed = spec.index < config.num_hash_layers
         router = Router(
-            gate=self.float32(prefix + "gate.weight"),
+            gate=self.gate(prefix + "gate.weight"),
             scale=config.routed_scaling_factor,
             experts_per_token=config.num_experts_per_tok,
             bias=None if hashed else self.float32(prefix + "gate.bias"),
@@ -241,6 +241,12 @@ class Builder:
             ranks=self.ranks,
             backend=self.backend,
         )
+
+    def gate(self, name: str) -> Tensor:
+        """As stored where its products with the activations are exact in float32, else float32."""
+        stored = self.read(name)
+        as_stored = self.device.type != "cpu" and stored.dtype == self.dtype
+        return stored if as_stored else stored.float()
 
     def shared_expert(self, prefix: str) -> SharedExpert | None:
         """The shared expert, or this rank's channels of it, if the model has one.
