@@ -233,23 +233,3 @@ def compare(
         row["flash_mla_microseconds"] = time_us(peers, repetitions)
         row["ratio"] = row["flash_mla_microseconds"] / row["microseconds"]
     return row
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of recorded rows, every one of them."""
-    lines = [
-        "| shape | FlashMLA µs | anymla µs | ratio | error FlashMLA | error anymla |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        peer = row.get("flash_mla_microseconds")
-        cells = [
-            row.get("case") or row["label"],
-            f"{peer:.1f}" if peer else "",
-            f"{row['microseconds']:.1f}",
-            f"{row['ratio']:.2f}" if row.get("ratio") else "",
-            f"{row['flash_mla_error']:.2e}" if "flash_mla_error" in row else "",
-            f"{row['error']:.2e}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
