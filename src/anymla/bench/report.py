@@ -49,12 +49,17 @@ def table(results: Sequence[Result]) -> list[str]:
         if result.part != part:
             part = result.part
             lines += ["", part]
-        numbers = "  ".join(f"{name} {_short(value)}" for name, value in result.values.items())
-        verdict = ""
-        if result.target is not None:
-            verdict = f"  [{'met' if result.met else 'MISSED'}: {result.target}]"
-        lines.append(f"  {result.case:<{width}}  {numbers}{verdict}")
+        lines.append(line(result, width))
     return lines[1:]
+
+
+def line(result: Result, width: int) -> str:
+    """One of the table's lines, its case as wide as the others'."""
+    numbers = "  ".join(f"{name} {_short(value)}" for name, value in result.values.items())
+    verdict = ""
+    if result.target is not None:
+        verdict = f"  [{'met' if result.met else 'MISSED'}: {result.target}]"
+    return f"  {result.case:<{width}}  {numbers}{verdict}"
 
 
 def _short(value: Any) -> str:

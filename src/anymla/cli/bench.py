@@ -14,6 +14,7 @@ from anymla.bench.decode import PeerMissing
 from anymla.bench.environment import environment
 from anymla.bench.report import append_rows, table
 from anymla.cli import bench_attention, bench_gpu, bench_layer, bench_prefill, bench_report
+from anymla.cli.bench_rows import json_option
 
 _PARTS = ("machine", "attention", "decode", "context", "memory")
 
@@ -24,13 +25,7 @@ def command() -> None:
 
 
 @command.command()
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE",
-    help="Append the rows here, one JSON object a line.",
-)
+@json_option
 @click.option("--quick", is_flag=True, help="Fewer repetitions, shorter contexts.")
 @click.option(
     "--part",

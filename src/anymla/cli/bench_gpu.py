@@ -7,46 +7,27 @@ import os
 from pathlib import Path
 
 import click
-import torch
 from tqdm import tqdm
 
-from anymla.bench.report import Result, append_rows, table
-
-_JSON = click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE",
-    help="Append the rows here, one JSON object a line.",
-)
+from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
 
 
 @click.command()
-@_JSON
+@json_option
 @click.option("--family", "chosen", multiple=True, help="Only this module of cases; repeatable.")
 def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
     """Time the GPU kernels, against this device's own copy and product."""
-    from anymla.bench.environment import environment
-    from anymla.bench.gpu import device_facts, families, run
+    from anymla.bench.gpu import families, run
 
-    if not torch.cuda.is_available():
-        raise click.UsageError("torch sees no GPU on this machine")
+    require_gpu()
     unknown = sorted(set(chosen) - set(families()))
     if unknown:
         raise click.UsageError(f"no cases for {', '.join(unknown)}; there are: {families()}")
-    facts = environment("anymla bench gpu") | device_facts()
-    results: list[Result] = []
-    for result in run(list(chosen) or families()):
-        results.append(result)
-        if json_file is not None:
-            append_rows(json_file, [result], facts)
-    click.echo("\n".join(table(results)))
-    if any(result.met is False for result in results):
-        click.get_current_context().exit(1)
+    tell(run(list(chosen) or families()), json_file, gpu_facts("anymla bench gpu"))
 
 
 @click.command()
-@_JSON
+@json_option
 @click.option("--target", "chosen", multiple=True, help="Only this target; repeatable.")
 @click.option("--module", default="", help="Only kernel files whose name contains this.")
 @click.option(
@@ -101,7 +82,7 @@ def build_matrix(
 
 
 @click.command()
-@_JSON
+@json_option
 @click.option(
     "--backend",
     "chosen",
@@ -138,25 +119,15 @@ def indexer(
 
     DeepGEMM is taken where Python finds it; its first calls compile for half a minute.
     """
-    from anymla.bench.environment import environment
-    from anymla.bench.gpu import device_facts
     from anymla.bench.indexer import DECODES, PREFILLS, run
     from anymla.ops.indexer import select_topk
 
-    if not torch.cuda.is_available():
-        raise click.UsageError("torch sees no GPU on this machine")
+    require_gpu()
     unknown = sorted(set(chosen) - set(select_topk.backends))
     if unknown:
         known = ", ".join(select_topk.backends)
         raise click.UsageError(f"no backend {', '.join(unknown)}; there are: {known}")
     wanted = {"decode": DECODES, "prefill": PREFILLS, "all": (*DECODES, *PREFILLS)}[shapes]
-    facts = environment("anymla bench indexer") | device_facts()
-    results: list[Result] = []
     cases = [shape for shape in wanted if shape.keys <= most_keys]
-    for result in tqdm(
-        run(cases, chosen or ("triton", "gluon_sm90"), topk_library), total=len(cases)
-    ):
-        results.append(result)
-        if json_file is not None:
-            append_rows(json_file, [result], facts)
-    click.echo("\n".join(table(results)))
+    results = run(cases, chosen or ("triton", "gluon_sm90"), topk_library)
+    tell(tqdm(results, total=len(cases)), json_file, gpu_facts("anymla bench indexer"))

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
 
-from anymla.bench.report import Result, append_rows, table
+from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
 from anymla.runtime.options import DecodeMode
 
 
 @click.command()
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE",
-    help="Append the rows here, one JSON object a line.",
-)
+@json_option
 @click.option(
     "--model", "models", multiple=True, type=click.Choice(["flash", "pro"]), help="Repeatable."
 )
@@ -51,50 +42,28 @@ def layer(
     graph; caches are larger than the device's. Without options: every ratio of both models, 1 to
     128 requests, 4k to 512k tokens of context.
     """
-    from anymla.bench.environment import environment
-    from anymla.bench.gpu import device_facts
     from anymla.bench.layer import BATCHES, CONTEXTS, RATIOS, cases, run
     from anymla.bench.layer_rival import deep_gemm_module, flash_mla_module
     from anymla.bench.layer_setup import MODELS
 
-    if not torch.cuda.is_available():
-        raise click.UsageError("torch sees no GPU on this machine")
+    require_gpu()
     chosen = cases(
         models or tuple(MODELS),
         [int(ratio) for ratio in ratios] or RATIOS,
         batches or BATCHES,
         contexts or CONTEXTS,
     )
-    facts = environment("anymla bench layer") | device_facts() | {"side_stream": side_stream}
+    facts = gpu_facts("anymla bench layer") | {"side_stream": side_stream}
     modules = None
     if others:
         find = importlib.import_module
         modules = flash_mla_module(find), deep_gemm_module(find)
         facts |= {"deep_gemm": getattr(modules[1], "__version__", None)}
-    _tell(run(chosen, beside=side_stream, others=modules), json_file, facts)
-
-
-def _tell(results: Iterable[Result], json_file: Path | None, facts: dict[str, Any]) -> None:
-    """Print and store results as they come; the process fails if one misses its target."""
-    missed = False
-    for result in results:
-        missed |= result.met is False
-        if json_file is not None:
-            append_rows(json_file, [result], facts)
-        shown = {name: value for name, value in result.values.items() if name != "kernels_us"}
-        click.echo(table([dataclasses.replace(result, values=shown)])[-1])
-    if missed:
-        click.get_current_context().exit(1)
+    tell(run(chosen, beside=side_stream, others=modules), json_file, facts, ("kernels_us",))
 
 
 @click.command()
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE",
-    help="Append the rows here, one JSON object a line.",
-)
+@json_option
 @click.option("--model", default="flash", show_default=True, type=click.Choice(["flash", "pro"]))
 @click.option("--layers", default=43, show_default=True, type=click.IntRange(min=1))
 @click.option("--experts", default=8, show_default=True, type=click.IntRange(min=6))
@@ -113,27 +82,18 @@ def model(
     As recorded graphs, as the same steps called directly (whose tokens must be the same), and at
     the size of the batch. Requests begin with random cache rows, nothing is prefilled.
     """
-    from anymla.bench.environment import environment
-    from anymla.bench.gpu import device_facts
     from anymla.bench.model_steps import decode_steps, random_model
 
-    if not torch.cuda.is_available():
-        raise click.UsageError("torch sees no GPU on this machine")
+    require_gpu()
     network = random_model(model, torch.device("cuda"), layers=layers, experts=experts, changes={})
     label = f"{model}, {layers} layers, {experts} experts"
-    facts = environment("anymla bench model") | device_facts()
+    facts = gpu_facts("anymla bench model")
     modes: tuple[DecodeMode, ...] = ("graph", "fixed", "plain")
-    _tell(decode_steps(network, label, batches, modes, context=context), json_file, facts)
+    tell(decode_steps(network, label, batches, modes, context=context), json_file, facts)
 
 
 @click.command()
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE",
-    help="Append the rows here, one JSON object a line.",
-)
+@json_option
 @click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--steps", default=10_000, show_default=True, type=click.IntRange(min=1))
 @click.option("--seconds", default=float("inf"), help="Stop after so long.")
@@ -143,14 +103,12 @@ def traffic(json_file: Path | None, device: str, steps: int, seconds: float) -> 
     Nothing may be compiled any more, and no memory be taken.
     """
     from anymla.bench.environment import environment
-    from anymla.bench.gpu import device_facts
     from anymla.bench.traffic import run
 
     facts = environment("anymla bench traffic")
     if device == "cuda":
-        if not torch.cuda.is_available():
-            raise click.UsageError("torch sees no GPU on this machine")
-        facts |= device_facts()
+        require_gpu()
+        facts = gpu_facts("anymla bench traffic")
     with tempfile.TemporaryDirectory() as directory:
         found = run(Path(directory), torch.device(device), steps=steps, seconds=seconds)
-        _tell(found, json_file, facts)
+        tell(found, json_file, facts)
