@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from anymla.formats.fp8_block import quantize_fp8_weight
-from anymla.layers.attention import OutputProjection
 from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.output_projection import OutputProjection
 from anymla.testing.tolerance import ulps
 
 TOKENS, HEADS, DIM, GROUPS, RANK, HIDDEN = 5, 4, 512, 2, 128, 64

@@ -9,6 +9,7 @@ from torch import nn
 
 from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.layers import attention
+from anymla.layers.output_projection import OutputProjection
 from anymla.model.load import load_model
 from anymla.ops.attention_output import prefill_attention_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention
@@ -113,21 +114,28 @@ def test_workspaces_with_quantised_heads(tiny_model, monkeypatch):
         return torch.einsum("tgj,grj->tgr", heads, weight).flatten(1).to(dtype)
 
     # The tiny model's matrices are too small for the product of codes.
-    monkeypatch.setattr(attention.OutputProjection, "_from_codes", of_codes)
+    monkeypatch.setattr(OutputProjection, "_from_codes", of_codes)
     for module in tiny_model.modules():
-        if isinstance(module, attention.OutputProjection):
+        if isinstance(module, OutputProjection):
             monkeypatch.setattr(module, "quantize_heads", True)
     monkeypatch.setattr(
         attention,
         "prefill_attention_fp8_quant",
         lambda *args, **more: calls.append(1) or prefill_attention_fp8_quant(*args, **more),
     )
-    request = dataclasses.replace(REQUESTS[3], max_new_tokens=2)
+    # The first decodes beside the second's prefill.
+    requests = [
+        dataclasses.replace(REQUESTS[3], max_new_tokens=2),
+        dataclasses.replace(REQUESTS[3], request_id="beside", max_new_tokens=1),
+    ]
     tokens = {}
     for chunks in (False, True):
         engine = _engine(tiny_model, chunk_size=150)
         engine._planner.chunks = chunks
-        tokens[chunks] = engine.run([request])[0].token_ids
+        engine.submit(requests[0])
+        first = engine.step()
+        engine.submit(requests[1])
+        tokens[chunks] = [first.new_tokens, *(done.token_ids for done in engine.run())]
         assert bool(calls) == chunks
     assert tokens[True] == tokens[False]
 

@@ -62,6 +62,7 @@ def rival_kernels(flash_mla: Any, deep_gemm: Any = None) -> Iterator[None]:
             (hyper_connection, "hc_post_pre_norm", _post_pre_norm),
             (attention, "fused_q_kv_rmsnorm", _q_kv_norms),
             (attention, "qnorm_rope_kv_insert", _heads_and_row),
+            (attention, "_at_once", lambda *_: False),
         ):
             patches.enter_context(mock.patch.object(module, name, unfused))
         yield

@@ -2,98 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from anymla.layers.caches import LayerCache
 from anymla.layers.compressor import Compressor, SharedProjection
 from anymla.layers.indexer import Indexer, IndexQueries
-from anymla.layers.linear import Linear, LinearPair, PackedWeight
+from anymla.layers.linear import Linear, LinearPair
+from anymla.layers.output_projection import OutputProjection
 from anymla.layers.prefill_rows import PrefillRows
-from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Rows, Step
-from anymla.ops.attention_output import prefill_attention_fp8_quant
+from anymla.ops.attention_output import prefill_attention_fp8_quant, sparse_attention_fp8_quant
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
-from anymla.ops.output_projection import (
-    grouped_output_projection,
-    grouped_output_projection_fp8,
-    inverse_rope_fp8_quant,
-)
+from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.workspace import scratch_scope
 
 # Up to here a product takes as long as it takes to read the weight, and a launch less is a gain.
 _FEW_TOKENS = 256
-
-
-class OutputProjection(nn.Module):
-    """Inverse RoPE, then a low-rank projection of every group of heads, then one of all groups.
-
-    The grouped weight is decoded to the activations' dtype and the product taken there, as
-    DeepSeek's inference code does; or, with ``quantize_heads``, an FP8 weight is multiplied with
-    heads quantised in runs of 128 channels, as vLLM does on CUDA devices.
-
-    Attributes:
-        wo_a: [groups * rank, heads per group * head_dim].
-        wo_b: [hidden, groups * rank].
-        groups: number of groups; with several ranks, of this one.
-        quantize_heads: see above; needs FP8 weights and groups of whole 128 x 128 blocks.
-        ranks: who has the other groups.
-    """
-
-    def __init__(
-        self,
-        *,
-        wo_a: PackedWeight,
-        wo_b: Linear,
-        groups: int,
-        quantize_heads: bool = False,
-        ranks: Ranks = ALONE,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__()
-        assert not quantize_heads or wo_a.kind == "fp8"
-        self.wo_a = wo_a
-        self.wo_b = wo_b
-        self.groups = groups
-        self.quantize_heads = quantize_heads
-        self.ranks = ranks
-        self.backend = backend
-
-    def forward(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """Map attention outputs [T, H, D] to [T, hidden]."""
-        project = self._quantized if self.quantize_heads else self._dense
-        return self.ranks.total(self.wo_b(project(o, positions, cos_sin)))
-
-    def _dense(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        wo_a = self.wo_a.dense(o.dtype).unflatten(0, (self.groups, -1))
-        z: Tensor = grouped_output_projection(o, positions, cos_sin, wo_a, backend=self.backend)
-        return z
-
-    def _quantized(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        codes, scales = inverse_rope_fp8_quant(
-            o, positions, cos_sin, n_groups=self.groups, backend=self.backend
-        )
-        return self._from_codes(codes, scales, o.dtype)
-
-    def of_quantized(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """``forward`` of heads that are rotated and quantised; [T, hidden] of ``dtype``."""
-        return self.ranks.total(self.wo_b(self._from_codes(codes, scales, dtype)))
-
-    def _from_codes(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        assert self.wo_a.scale is not None
-        z: Tensor = grouped_output_projection_fp8(
-            codes,
-            scales,
-            self.wo_a.weight.unflatten(0, (self.groups, -1)),
-            self.wo_a.scale.unflatten(0, (self.groups, -1)),
-            out_dtype="bf16" if dtype == torch.bfloat16 else "fp32",
-            backend=self.backend,
-        )
-        return z
 
 
 class AttentionLayer(nn.Module):
@@ -195,21 +126,10 @@ class AttentionLayer(nn.Module):
         step.side.join()
         selected, entries = self._choice(queries, step, cache)
         chunk = step.chunks.get(self.spec.compressed_group or WINDOW_GROUP)
-        if chunk is not None and chunk.first_token == 0 and self.output.quantize_heads:
-            with scratch_scope():
-                codes, scales = prefill_attention_fp8_quant(
-                    q,
-                    self._chunk_rows(chunk, cache, q.dtype),
-                    chunk.runs,
-                    selected,
-                    step.positions,
-                    cos_sin,
-                    n_groups=self.output.groups,
-                    window=chunk.window,
-                    entries=chunk.entries,
-                    sink=self.sink,
-                    backend=self.backend,
-                )
+        if self.output.quantize_heads:
+            codes, scales = self._attend_quantised(
+                q, selected, entries, chunk, step, cache, cos_sin
+            )
             return self.output.of_quantized(codes, scales, q.dtype)
         projected: Tensor = self.output(
             self._attend(q, selected, entries, chunk, step, cache), step.positions, cos_sin
@@ -231,8 +151,8 @@ class AttentionLayer(nn.Module):
         out = torch.empty_like(q)
         before = chunk.first_token
         if before:
-            some = None if entries is None else entries.first(before)
-            self._attend_slots(q[:before], step.window.first(before), some, cache, out[:before])
+            window, some = step.window.first(before), _first(entries, before)
+            self._attend_slots(q[:before], window, some, cache, out[:before])
         with scratch_scope():
             prefill_attention(
                 q[before:],
@@ -265,6 +185,78 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
         )[0]
         return output
+
+    def _attend_quantised(
+        self,
+        q: Tensor,
+        selected: Tensor | None,
+        entries: Rows | None,
+        chunk: PrefillRows | None,
+        step: Step,
+        cache: LayerCache,
+        cos_sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As ``_attend``, then rotated back and quantised: codes and scales by group."""
+        if chunk is None:
+            return self._slots_quantised(q, step.window, entries, cache, step.positions, cos_sin)
+        before = chunk.first_token
+        with scratch_scope():
+            quantised: tuple[Tensor, Tensor] = prefill_attention_fp8_quant(
+                q[before:],
+                self._chunk_rows(chunk, cache, q.dtype),
+                chunk.runs,
+                None if selected is None else selected[before:],
+                step.positions[before:],
+                cos_sin,
+                n_groups=self.output.groups,
+                window=chunk.window,
+                entries=chunk.entries,
+                sink=self.sink,
+                backend=self.backend,
+            )
+        if not before:
+            return quantised
+        codes, scales = self._slots_quantised(
+            q[:before],
+            step.window.first(before),
+            _first(entries, before),
+            cache,
+            step.positions[:before],
+            cos_sin,
+        )
+        # Not every device joins tensors of float8.
+        together = torch.cat((codes.view(torch.uint8), quantised[0].view(torch.uint8)))
+        return together.view(codes.dtype), torch.cat((scales, quantised[1]))
+
+    def _slots_quantised(
+        self,
+        q: Tensor,
+        window: Rows,
+        entries: Rows | None,
+        cache: LayerCache,
+        positions: Tensor,
+        cos_sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """In one operation where a kernel does it at once."""
+        given = (q, cache.window, window.indices, window.lengths, positions, cos_sin)
+        named: dict[str, Any] = {
+            "n_groups": self.output.groups,
+            "sink": self.sink,
+            "extra_cache": None if entries is None else cache.compressed,
+            "extra_indices": None if entries is None else entries.indices,
+            "extra_lengths": None if entries is None else entries.lengths,
+            "layout": cache.format.main,
+            "extra_layout": cache.format.main,
+        }
+        if q.is_cuda and self.backend is None and _at_once(given, named):
+            quantised = sparse_attention_fp8_quant(*given, **named)
+        else:
+            o = self._attend_slots(q, window, entries, cache, None)
+            quantised = inverse_rope_fp8_quant(
+                o, positions, cos_sin, n_groups=self.output.groups, backend=self.backend
+            )
+        codes, scales = quantised
+        return codes, scales
 
     def _chunk_rows(self, chunk: PrefillRows, cache: LayerCache, dtype: torch.dtype) -> Tensor:
         return chunk.decode(
@@ -361,3 +353,12 @@ class AttentionLayer(nn.Module):
         if step.recorder is not None:
             step.recorder("topk", self.spec.index, selected)
         return selected, rows
+
+
+def _first(rows: Rows | None, tokens: int) -> Rows | None:
+    return None if rows is None else rows.first(tokens)
+
+
+def _at_once(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether ``sparse_attention_fp8_quant`` would be one kernel's, not two operations'."""
+    return sparse_attention_fp8_quant.explain(*given, **named)[0] == "gluon_sm90"

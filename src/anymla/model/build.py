@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.layers.attention import AttentionLayer, OutputProjection
+from anymla.layers.attention import AttentionLayer
 from anymla.layers.compressor import Compressor, merge_kv_gate
 from anymla.layers.decoder import DecoderLayer
 from anymla.layers.hyper_connection import (
@@ -20,6 +20,7 @@ from anymla.layers.indexer import Indexer
 from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.moe import ExpertWeights, MixtureOfExperts, Router, SharedExpert
 from anymla.layers.mtp import DraftLayer
+from anymla.layers.output_projection import OutputProjection
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import LayerSpec

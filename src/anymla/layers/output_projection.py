@@ -1,0 +1,81 @@
+"""From attention's heads back to the layer's width."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.ranks import ALONE, Ranks
+from anymla.ops.output_projection import (
+    grouped_output_projection,
+    grouped_output_projection_fp8,
+    inverse_rope_fp8_quant,
+)
+
+
+class OutputProjection(nn.Module):
+    """Inverse RoPE, then a low-rank projection of every group of heads, then one of all groups.
+
+    The grouped weight is decoded to the activations' dtype and the product taken there, as
+    DeepSeek's inference code does; or, with ``quantize_heads``, an FP8 weight is multiplied with
+    heads quantised in runs of 128 channels, as vLLM does on CUDA devices.
+
+    Attributes:
+        wo_a: [groups * rank, heads per group * head_dim].
+        wo_b: [hidden, groups * rank].
+        groups: number of groups; with several ranks, of this one.
+        quantize_heads: see above; needs FP8 weights and groups of whole 128 x 128 blocks.
+        ranks: who has the other groups.
+    """
+
+    def __init__(
+        self,
+        *,
+        wo_a: PackedWeight,
+        wo_b: Linear,
+        groups: int,
+        quantize_heads: bool = False,
+        ranks: Ranks = ALONE,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        assert not quantize_heads or wo_a.kind == "fp8"
+        self.wo_a = wo_a
+        self.wo_b = wo_b
+        self.groups = groups
+        self.quantize_heads = quantize_heads
+        self.ranks = ranks
+        self.backend = backend
+
+    def forward(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        """Map attention outputs [T, H, D] to [T, hidden]."""
+        project = self._quantized if self.quantize_heads else self._dense
+        return self.ranks.total(self.wo_b(project(o, positions, cos_sin)))
+
+    def _dense(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        wo_a = self.wo_a.dense(o.dtype).unflatten(0, (self.groups, -1))
+        z: Tensor = grouped_output_projection(o, positions, cos_sin, wo_a, backend=self.backend)
+        return z
+
+    def _quantized(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        codes, scales = inverse_rope_fp8_quant(
+            o, positions, cos_sin, n_groups=self.groups, backend=self.backend
+        )
+        return self._from_codes(codes, scales, o.dtype)
+
+    def of_quantized(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """``forward`` of heads that are rotated and quantised; [T, hidden] of ``dtype``."""
+        return self.ranks.total(self.wo_b(self._from_codes(codes, scales, dtype)))
+
+    def _from_codes(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self.wo_a.scale is not None
+        z: Tensor = grouped_output_projection_fp8(
+            codes,
+            scales,
+            self.wo_a.weight.unflatten(0, (self.groups, -1)),
+            self.wo_a.scale.unflatten(0, (self.groups, -1)),
+            out_dtype="bf16" if dtype == torch.bfloat16 else "fp32",
+            backend=self.backend,
+        )
+        return z
