@@ -146,6 +146,19 @@ class Shared:
         self.tensor.copy_(value.to(self.dtype))
 
 
+class _Copies:
+    """Rows that a partition's threads are copying."""
+
+    def __init__(self):
+        self.under_way = 0
+
+    def landed(self):
+        self.under_way -= 1
+
+    def done(self, parity) -> bool:
+        return self.under_way == 0
+
+
 class Machine:
     """One CTA."""
 
@@ -155,6 +168,7 @@ class Machine:
         self.programs = programs
         self.flights: list = []  # copies under way: (partition, place, what happens when it lands)
         self.reading: dict = {}  # partition -> places its products in flight read, oldest first
+        self.copying: dict = {}  # partition -> its _Copies
         self.current = None
         self.error: BaseException | None = None
         self.steps = 0
@@ -250,9 +264,12 @@ class Machine:
         self.waiting[me] = None
 
     def wait(self, barrier, parity):
+        self.wait_for(barrier, int(parity))
+
+    def wait_for(self, what, parity):
         if self.current is None:
             raise Hazard("a wait outside of the partitions")
-        self.waiting[self.current] = (barrier, int(parity))
+        self.waiting[self.current] = (what, parity)
         self.pause()
 
     # Hazards.
@@ -308,7 +325,14 @@ class Machine:
 
     def load_rows(self, shared, pointer, mask):
         value = load(pointer, mask=mask, other=0)
-        self.copy(shared, value, lambda: None)
+        mine = self.copying.setdefault(self.current, _Copies())
+        mine.under_way += 1
+        self.copy(shared, value, mine.landed)
+
+    def wait_group(self, outstanding):
+        """Wait until all rows that this partition copies are there."""
+        assert outstanding == 0
+        self.wait_for(self.copying.setdefault(self.current, _Copies()), 0)
 
     def arrive_after_copies(self, barrier, increment_count):
         assert increment_count is False
@@ -482,7 +506,11 @@ def _namespace(machine: Machine) -> dict:
         "gl": gl,
         "mbarrier": mbarrier,
         "tma": types.SimpleNamespace(store_wait=machine.store_wait),
-        "async_copy": types.SimpleNamespace(mbarrier_arrive=machine.arrive_after_copies),
+        "async_copy": types.SimpleNamespace(
+            mbarrier_arrive=machine.arrive_after_copies,
+            commit_group=lambda: None,
+            wait_group=machine.wait_group,
+        ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": machine.product,
         "warpgroup_mma_wait": lambda count, deps: machine.product_wait(count, deps),

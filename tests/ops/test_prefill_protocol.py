@@ -38,7 +38,7 @@ def run(
     changed: dict | None = None,
     positions: Tensor | None = None,
     table: Tensor | None = None,
-    lazy: int = 1,
+    late: bool = False,
     peaks: Tensor | None = None,
 ):
     """Output and lse; with positions the codes, two at a time, and scales."""
@@ -85,7 +85,7 @@ def run(
         QUANTISED=table is not None,
         TURNED=0 if table is None else table.shape[1],
         COPIED=table is None and heads % 64 == 0,
-        LAZY=lazy,
+        LATE=late,
         PEAKS=peaks is not None,
         LEFT_REGISTERS=0,
         RIGHT_REGISTERS=0,
@@ -115,14 +115,14 @@ def test_numbers(listed, heads):
 def test_maxima_left_behind(listed):
     case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=listed, entries=400)
     case.q *= torch.rand(7, 64, 1) * 8
-    check(case, *run(case, grid=1, seed=1, lazy=2))
+    check(case, *run(case, grid=1, seed=1, late=True))
 
 
 def test_largest_scores():
     case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=True, entries=300, window=0)
     case.runs[2, 3] = 0
     peaks = torch.full((7, 64), torch.nan)
-    check(case, *run(case, grid=1, seed=1, lazy=2, peaks=peaks))
+    check(case, *run(case, grid=1, seed=1, late=True, peaks=peaks))
     want = torch.empty_like(peaks)
     indices, lengths = named_rows(case.runs, case.lists, 0, 0)
     sparse_attention_rows(

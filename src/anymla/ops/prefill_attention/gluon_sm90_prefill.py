@@ -20,8 +20,8 @@ HEADS = 64
 # Registers of a thread: the producer gets what is left of 168 * 3, 88. Other splits spill.
 LEFT_REGISTERS = 240
 RIGHT_REGISTERS = 176
-# By type of the weights: in bfloat16 the rounding of a largest weight that is not 1 would show.
-LAZY = {torch.float16: 2, torch.bfloat16: 1}
+# In bfloat16 the rounding of a largest weight that is not 1 would show.
+LATE = {torch.float16: True, torch.bfloat16: False}
 COPIED = True
 
 
@@ -163,7 +163,7 @@ def _launch(
         HEAD_BLOCKS=blocks, LISTED=lists is not None, SINK=sink is not None,
         WHOLE=heads % HEADS == 0, QUANTISED=turned is not None,
         TURNED=0 if turned is None else turned.table.shape[1],
-        COPIED=copied, LAZY=LAZY[rows.dtype], PEAKS=peaks is not None,
+        COPIED=copied, LATE=LATE[rows.dtype], PEAKS=peaks is not None,
         LEFT_REGISTERS=LEFT_REGISTERS, RIGHT_REGISTERS=RIGHT_REGISTERS,
         num_warps=4,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "QUANTISED": False,
                 "TURNED": 0,
                 "COPIED": COPIED and not quantised and constants.get("WHOLE", True),
-                "LAZY": 2 if dtype == "fp16" else 1,
+                "LATE": dtype == "fp16",
                 "PEAKS": False,
                 "LEFT_REGISTERS": LEFT_REGISTERS,
                 "RIGHT_REGISTERS": RIGHT_REGISTERS,

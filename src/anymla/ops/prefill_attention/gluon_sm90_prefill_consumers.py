@@ -70,7 +70,7 @@ def left(
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
     COPIED: gl.constexpr,
-    LAZY: gl.constexpr,
+    LATE: gl.constexpr,
     PEAKS: gl.constexpr,
 ):
     """Scores, softmax and the left half of the values."""
@@ -93,7 +93,6 @@ def left(
         acc = gl.zeros([64, 256], gl.float32, AL)
         m = gl.full([64], _LOWEST, gl.float32, SR)
         peak = m
-        sums = gl.zeros([64], gl.float32, SR)
         b = done % 2
         phase = (done // 2) & 1
         S, masked = scores(
@@ -105,7 +104,7 @@ def left(
                 mbarrier.arrive(free_l.index(1 - b), count=1)
         S = warpgroup_mma_wait(0, deps=[S])
         P, past, m, peak, sums, acc = softmax(
-            S, m, peak, sums, acc, masked, valid_s, b, scale, SL, AL, True, LAZY, PEAKS
+            S, m, peak, m, acc, masked, valid_s, b, scale, SL, AL, True, LATE, PEAKS
         )
         Ph = P.to(DT)
         for i in range(1, blocks):
@@ -144,7 +143,7 @@ def left(
             if i + 1 == blocks:
                 mbarrier.arrive(q_free.index(1), count=1)
             P, past, m, peak, sums, acc = softmax(
-                S, m, peak, sums, acc, masked, valid_s, b, scale, SL, AL, False, LAZY, PEAKS
+                S, m, peak, sums, acc, masked, valid_s, b, scale, SL, AL, False, LATE, PEAKS
             )
             Ph = P.to(DT)
         b = done % 2
@@ -154,6 +153,7 @@ def left(
         past_s.index(b).store(past)
         fence_async_shared()
         mbarrier.arrive(p_rdy.index(b), count=1)
+        sums = gl.convert_layout(gl.sum(sums, 1), SR)
         total = sums
         if SINK:
             total = sums + gl.exp2(logit - m * scale)
@@ -213,7 +213,6 @@ def right(
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
     COPIED: gl.constexpr,
-    LAZY: gl.constexpr,
 ):
     """The right half of the values."""
     AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -232,7 +231,7 @@ def right(
             b = done % 2
             phase = (done // 2) & 1
             mbarrier.wait(p_rdy.index(b), phase)
-            acc = rescale(acc, past_s.index(b).load(AR), LAZY)
+            acc = rescale(acc, past_s.index(b).load(AR))
             mbarrier.wait(go.index(b), phase)
             acc = warpgroup_mma(p_s.index(b), k_r.index(b), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])

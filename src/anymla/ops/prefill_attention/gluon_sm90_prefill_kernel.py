@@ -52,7 +52,7 @@ def prefill_kernel(
     QUANTISED: gl.constexpr,
     TURNED: gl.constexpr,
     COPIED: gl.constexpr,
-    LAZY: gl.constexpr,
+    LATE: gl.constexpr,
     PEAKS: gl.constexpr,
     LEFT_REGISTERS: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr,
@@ -88,8 +88,8 @@ def prefill_kernel(
         QUANTISED: heads are rotated back and quantised.
         TURNED: channels of a head that turn with the position.
         COPIED: the output has the rows' type and leaves by the tensor copy engine; with WHOLE only.
-        LAZY: 1: accumulators are rescaled only when a maximum has grown; 2: only when it has
-            grown a lot, after which the largest weight is no longer 1, and rounded.
+        LATE: accumulators are rescaled only when a maximum has grown a lot, after which the largest
+            weight is no longer 1, and rounded.
         PEAKS: the largest scores are wanted.
         LEFT_REGISTERS: of a thread of ``left``.
         RIGHT_REGISTERS: of a thread of ``right``.
@@ -143,7 +143,7 @@ def prefill_kernel(
                     q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s, blocks_s,
                     rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
                     scale, tasks, heads,
-                    HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, COPIED, LAZY, PEAKS,
+                    HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, COPIED, LATE, PEAKS,
                 ),
             ),
             (
@@ -151,7 +151,7 @@ def prefill_kernel(
                 (
                     odesc, out, scales, positions, table, length,
                     k_r, p_s, past_s, factor_s, blocks_s, free_r, p_rdy, go, last,
-                    tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED, COPIED, LAZY,
+                    tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED, COPIED,
                 ),
             ),
         ],

@@ -1,6 +1,8 @@
 """Scores of a block of rows and the online softmax over them, as the prefill kernel has them."""
 
 # mypy: ignore-errors
+# ruff: noqa: SIM108
+# Device code is not ordinary Python: constants decide on a branch alone.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -69,20 +71,23 @@ def scores(
 
 
 @gluon.jit
-def rescale(acc, factor, LAZY: gl.constexpr):
-    """Multiply the rows of an accumulator."""
-    if LAZY > 0:
-        acc = gl.inline_asm_elementwise(
-            _RESCALE,
-            _RESCALE_OPERANDS,
-            [acc, gl.expand_dims(factor, 1)],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=32,
-        )
-        return acc
-    else:
-        return acc * gl.expand_dims(factor, 1)
+def rescale(acc, factor):
+    """Multiply the rows of an accumulator, unless all factors of a warp are 1."""
+    acc = gl.inline_asm_elementwise(
+        _RESCALE,
+        _RESCALE_OPERANDS,
+        [acc, gl.expand_dims(factor, 1)],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=32,
+    )
+    return acc
+
+
+@gluon.jit
+def _lane_sums(x):
+    """What each thread has of the rows of [64, 64], added up: [64, 4]."""
+    return gl.sum(gl.sum(gl.reshape(x, [64, 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -99,10 +104,14 @@ def softmax(
     SL: gl.constexpr,
     AL: gl.constexpr,
     FIRST: gl.constexpr,
-    LAZY: gl.constexpr,
+    LATE: gl.constexpr,
     PEAKS: gl.constexpr,
 ):
-    """One step of the online softmax: weights, factor of the past, new maximum and sums."""
+    """One step of the online softmax: weights, factor of the past, new maximum and sums.
+
+    ``sums`` are [64, 4], as ``_lane_sums`` makes them: threads exchange them once a query. If FIRST
+    they are not looked at.
+    """
     if masked != 0:
         valid = valid_s.index(b).load(gl.SliceLayout(0, SL))
         S = gl.where(gl.expand_dims(valid != 0, 0), S, _MASKED)
@@ -110,11 +119,22 @@ def softmax(
     top = gl.maximum(m, highest)
     if PEAKS:
         peak = gl.maximum(peak, highest)
-    if LAZY == 2 and not FIRST:
+    if LATE and not FIRST:
         top = gl.where((top - m) * scale > _LAZY, top, m)
     past = gl.exp2((m - top) * scale)
     if not FIRST:
-        acc = rescale(acc, gl.convert_layout(past, gl.SliceLayout(1, AL)), LAZY)
+        factor = gl.convert_layout(past, gl.SliceLayout(1, AL))
+        if LATE:
+            acc = rescale(acc, factor)
+        else:
+            # Without a branch the compiler puts half of these products between the powers below,
+            # which leave room for them.
+            acc = acc * gl.expand_dims(factor, 1)
     P = gl.exp2(S * scale - gl.expand_dims(top * scale, 1))
-    sums = sums * past + gl.sum(P, 1)
+    fresh = _lane_sums(P)
+    if FIRST:
+        sums = fresh
+    else:
+        PART: gl.constexpr = gl.SliceLayout(1, fresh.type.layout)
+        sums = sums * gl.expand_dims(gl.convert_layout(past, PART), 1) + fresh
     return P, past, top, peak, sums, acc
