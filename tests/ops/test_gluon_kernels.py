@@ -13,7 +13,7 @@ from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, Stream, ti
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
 
-TILES, COLUMNS, LANGUAGE = on_host("tiles", "columns")
+TILES, COLUMNS, PLAN, LANGUAGE = on_host("tiles", "columns", "plan")
 CHANNELS = 512
 
 
@@ -24,8 +24,9 @@ def schedule_of(heads, tokens, way, processors):
         return Schedule(tile, tiles, min(processors, tokens * tiles * 3), 3)
     if way == "mixed":
         return Schedule(tile, tiles, processors, 2, Stream.MIXED)
-    if way == "stream":
-        return Schedule(tile, tiles, processors, stream=Stream.YES)
+    if way in ("stream", "planned"):
+        stream = Stream.YES if way == "stream" else Stream.PLANNED
+        return Schedule(tile, tiles, processors, stream=stream)
     return Schedule(tile, tiles, min(processors, tokens * tiles))
 
 
@@ -41,6 +42,8 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
     part = torch.full((schedule.slots(tokens), rows, CHANNELS), torch.nan)
     sums = torch.full((schedule.slots(tokens), rows, 2), torch.nan)
     spans = torch.full((tokens * schedule.tiles + schedule.programs, 2), -9, dtype=torch.int32)
+    if schedule.stream == Stream.PLANNED:
+        spans = plan_of(schedule, first)
     marks = torch.full((schedule.pieces(tokens), 2), -1, dtype=torch.int32)
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     tiled = rows == 64
@@ -71,6 +74,18 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
     return out, lse
 
 
+def plan_of(schedule, lists):
+    """What the plan's kernel makes of one list a token, of which the first are forgotten."""
+    plan = torch.full((PLAN.plan_numbers(schedule, len(lists.lengths)),), -9, dtype=torch.int32)
+    lengths = lists.lengths * (torch.arange(len(lists.lengths)) > 0).int()
+    launch(
+        LANGUAGE, PLAN.plan_kernel, schedule.programs, lengths, lengths, plan, len(lengths),
+        lists.indices.shape[1], 0, TILES=schedule.tiles, COST=TASK_COST, SIZE=128, TWO=False,
+        LENGTH0=True, LENGTH1=False,
+    )  # fmt: skip
+    return plan
+
+
 def merge(schedule, part, sums, spans, sink, out, lse, empty, to=None):
     """By Triton's interpreter."""
     result = out if to is None else to.codes
@@ -78,7 +93,7 @@ def merge(schedule, part, sums, spans, sink, out, lse, empty, to=None):
     tokens, heads, _ = out.shape
     tasks, rows = tokens * schedule.tiles, schedule.heads
     sinks = lse if sink is None else sink
-    if schedule.stream == Stream.YES:
+    if schedule.stream in (Stream.YES, Stream.PLANNED):
         merging.merge_stream_kernel[(schedule.programs * (rows // merging.STREAM_GROUP),)](
             part, sums, spans, sinks, result, lse, heads, tasks, schedule.programs,
             result.stride(0), result.stride(1), empty, *turned.pointers(to, lse),
@@ -160,15 +175,17 @@ def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads, w
     assert torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("heads", [3, 36, 66])
-def test_a_stream_that_cuts_a_task_into_many(heads):
+@pytest.mark.parametrize(
+    ("heads", "way"), [(3, "stream"), (3, "planned"), (36, "planned"), (66, "planned")]
+)
+def test_a_stream_that_cuts_a_task_into_many(heads, way):
     pytest.importorskip("triton")
     made = Scene(
         torch.randn(3, heads, CHANNELS).bfloat16(),
         scope(3, 1900, lengths=[40, 1900, 0]),
         sink=torch.randn(heads),
     )
-    out, lse = run(made, schedule_of(heads, 3, "stream", 5))
+    out, lse = run(made, schedule_of(heads, 3, way, 5))
     assert out.isfinite().all()
     made.expected().check((out, lse))
 

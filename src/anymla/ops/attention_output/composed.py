@@ -35,6 +35,7 @@ def by(backend: str) -> tuple[Composed, Composed]:
         layout: str = MAIN_FP8,
         extra_layout: str = MAIN_FP8,
         batch_invariant: bool = False,
+        plan: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         out, _ = sparse_attention(
             q,
@@ -49,6 +50,7 @@ def by(backend: str) -> tuple[Composed, Composed]:
             layout=layout,
             extra_layout=extra_layout,
             batch_invariant=batch_invariant,
+            plan=plan,
             backend=backend,
         )
         return quantised(out, positions, cos_sin_cache, n_groups)

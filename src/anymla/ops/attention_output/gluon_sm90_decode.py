@@ -33,6 +33,7 @@ def sparse_attention_fp8_quant(
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
     batch_invariant: bool = False,
+    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract. Rounded to q's dtype in between, as separate calls do."""
     to = Turned.allocate(q, positions, cos_sin_cache, native=True)
@@ -45,12 +46,13 @@ def sparse_attention_fp8_quant(
             sink,
             scale,
             batch_invariant,
+            plan,
         )
         numbers = (call.q, call.scopes, call.sink, call.scale, float("-inf"), call.schedule)
         if FUSED_WHOLE or (call.schedule.cut and call.schedule.stream == Stream.NO):
-            attend(*numbers, call.q, lse, to)
+            attend(*numbers, call.q, lse, to, call.plan)
         else:
             out = scratch(tuple(q.shape), q.dtype, q.device)
-            attend(*numbers, out, lse)
+            attend(*numbers, out, lse, plan=call.plan)
             rotate_quantise(out, to)
     return to.results(n_groups)

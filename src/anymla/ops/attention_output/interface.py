@@ -41,6 +41,7 @@ def sparse_attention_fp8_quant(
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
     batch_invariant: bool = False,
+    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sparse_attention``, then ``inverse_rope_fp8_quant`` of its output.
 
@@ -63,6 +64,7 @@ def sparse_attention_fp8_quant(
         layout: layout id of k_cache.
         extra_layout: layout id of extra_cache.
         batch_invariant: as for ``sparse_attention``.
+        plan: int32 [n], likewise, or None.
 
     Returns:
         values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].

@@ -29,6 +29,7 @@ def sparse_attention_fp8_quant(
     layout: str = MAIN_FP8,
     extra_layout: str = MAIN_FP8,
     batch_invariant: bool = False,
+    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract. Rounded to q's dtype in between, as separate calls do."""
     lists = paged_lists(

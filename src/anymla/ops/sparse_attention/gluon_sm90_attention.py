@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout, pages_of
+from anymla.ops._operation import require
 from anymla.ops.output_projection import turned
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
@@ -19,6 +20,7 @@ from anymla.ops.sparse_attention.gluon_sm90_merge import (
     merge_stream_kernel,
     merge_tile,
 )
+from anymla.ops.sparse_attention.gluon_sm90_plan import plan_numbers
 from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
 from anymla.ops.sparse_attention.gluon_sm90_wide import wide_kernel
 from anymla.ops.sparse_attention.schedule import (
@@ -92,6 +94,7 @@ def sparse_attention(
     value_dim: int | None = None,
     empty_lse: float | None = None,
     batch_invariant: bool = False,
+    plan: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
@@ -103,11 +106,13 @@ def sparse_attention(
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens and heads:
         first = (k_cache, indices, lengths)
-        call = Call.of(
-            q, first, (extra_cache, extra_indices, extra_lengths), sink, scale, batch_invariant
-        )
+        second = (extra_cache, extra_indices, extra_lengths)
+        call = Call.of(q, first, second, sink, scale, batch_invariant, plan)
         empty = float("-inf") if empty_lse is None else empty_lse
-        attend(call.q, call.scopes, call.sink, call.scale, empty, call.schedule, out, lse)
+        attend(
+            call.q, call.scopes, call.sink, call.scale, empty, call.schedule, out, lse,
+            plan=call.plan,
+        )  # fmt: skip
     return (out if given is None or given is out else given.copy_(out)), lse
 
 
@@ -123,6 +128,7 @@ class Call:
     sink: Tensor | None
     scale: float
     schedule: Schedule
+    plan: Tensor | None
 
     @classmethod
     def of(
@@ -133,8 +139,10 @@ class Call:
         sink: Tensor | None,
         scale: float | None,
         batch_invariant: bool,
+        plan: Tensor | None,
     ) -> Call:
         """From arguments of the operation; cache, lists and lengths of either scope."""
+        plan = None if batch_invariant else plan
         tokens, heads, channels = q.shape
         scopes = []
         for cache, indices, lengths in (first, second):
@@ -145,15 +153,21 @@ class Call:
             heads,
             tuple(scope.width for scope in scopes),
             multiprocessors(q.device),
-            lengths=first[2] is not None or second[2] is not None,
+            lengths=first[2] is not None or second[2] is not None or plan is not None,
             batch_invariant=batch_invariant,
+            planned=plan is not None,
         )
+        if plan is not None:
+            planned = schedule.stream == Stream.PLANNED
+            numbers = plan_numbers(schedule, tokens) if planned else 0
+            require(len(plan) == numbers, "sparse_attention", "plan", f"[{numbers}]", len(plan))
         return cls(
             q if _aligned(q) else q.clone(memory_format=torch.contiguous_format),
             scopes,
             None if sink is None else sink.float().contiguous(),
             channels**-0.5 if scale is None else scale,
             schedule,
+            None if plan is None else plan.contiguous(),
         )
 
 
@@ -198,10 +212,11 @@ def attend(
     out: Tensor,
     lse: Tensor,
     to: Turned | None = None,
+    plan: Tensor | None = None,
 ) -> None:
     """Launch by a schedule, in as many parts as the workspace asks for.
 
-    If ``to`` is given, the heads go there, and not to ``out``.
+    If ``to`` is given, the heads go there, and not to ``out``. ``plan`` is of a planned schedule.
     """
     tokens = len(q)
     row_bytes = 4 * _CHANNELS * schedule.heads
@@ -212,7 +227,7 @@ def attend(
         some = slice(start, min(start + step, tokens))
         parts = [scope.part(some) for scope in scopes] if step < tokens else scopes
         there = None if to is None else to.of(some)
-        _launch(q[some], parts, sink, scale, empty, schedule, out[some], lse[some], there)
+        _launch(q[some], parts, sink, scale, empty, schedule, out[some], lse[some], there, plan)
 
 
 def _launch(
@@ -225,6 +240,7 @@ def _launch(
     out: Tensor,
     lse: Tensor,
     to: Turned | None,
+    plan: Tensor | None,
 ) -> None:
     tokens, heads, _ = q.shape
     slots, rows = schedule.slots(tokens), schedule.heads
@@ -232,7 +248,9 @@ def _launch(
     part = sums
     if schedule.cut:
         part = scratch((slots, rows, _CHANNELS), torch.float32, q.device)
-    spans = scratch((tokens * schedule.tiles + schedule.programs, 2), torch.int32, q.device)
+    spans = plan
+    if spans is None:
+        spans = scratch((tokens * schedule.tiles + schedule.programs, 2), torch.int32, q.device)
     marks = scratch((schedule.pieces(tokens), 2), torch.int32, q.device)
     first, second = scopes[0], scopes[-1]
     # Where all tasks are cut, their merge alone writes heads.
@@ -261,7 +279,7 @@ def _launch(
     tasks = tokens * schedule.tiles
     result = out if to is None else to.codes
     end = turned.pointers(to, lse)
-    if schedule.stream == Stream.YES:
+    if schedule.stream in (Stream.YES, Stream.PLANNED):
         merge_stream_kernel[(schedule.programs * (rows // STREAM_GROUP),)](
             part, sums, spans, _or(sink, lse), result, lse, heads, tasks, schedule.programs,
             result.stride(0), result.stride(1), empty, *end,

@@ -47,6 +47,7 @@ def sparse_attention(
     value_dim: int | None = None,
     empty_lse: float | None = None,
     batch_invariant: bool = False,
+    plan: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each query to the cache rows listed for it, in one or two caches.
@@ -78,6 +79,9 @@ def sparse_attention(
         empty_lse: lse of a token without rows; None for -inf.
         batch_invariant: a row's result is the same, bit for bit, in any batch (of one token or
             of many, whatever the others list). It may be slower.
+        plan: int32 [n] from ``sparse_attention_plan`` for as many tokens and heads and lists as
+            wide, or None. Backends that share out work in another way ignore it, and so does a
+            batch-invariant call.
         out: [T, H, value_dim] of q's dtype to write the output into, or None.
 
     Returns:
@@ -91,7 +95,7 @@ def sparse_attention(
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or layout; extra_indices without
-            extra_cache or the reverse.
+            extra_cache or the reverse; a plan for other shapes.
 
     Source: DeepSeek-V4 reference, inference/model.py and kernel.py (sparse attention with sink);
     the two caches are those of FlashMLA's ``flash_mla_with_kvcache``.
@@ -105,6 +109,7 @@ def sparse_attention(
         sink=(sink, "H", FLOAT32_UP),
         extra_indices=(_flat(extra_indices), "T _", INT32),
         extra_lengths=(extra_lengths, "T", INT32),
+        plan=(plan, "_", INT32),
     )
     _check_values(name, dims, dims["D"] if value_dim is None else value_dim, out, q.dtype)
     check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=q.device)

@@ -26,6 +26,8 @@ _MERGE_COST = 1.5
 # Lists of so many blocks that have lengths may differ in length from token to token by more than
 # a stream costs; with 18 blocks it was slower on an H200 even where lengths were random.
 _LONG = 32
+# Likewise if a stream was cut up before.
+_LONG_PLANNED = 16
 MOST_STREAM_TOKENS = 2048
 _FEWEST_STREAM_TOKENS = 4
 # Blocks of a piece in a batch-invariant call, and the most pieces.
@@ -129,7 +131,8 @@ def choose(
     if batch_invariant:
         splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
         return Schedule(tile, tiles, min(tasks * splits, processors), splits)
-    if lengths and blocks >= _LONG and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
+    long = _LONG_PLANNED if planned else _LONG
+    if lengths and blocks >= long and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
         even = tasks * (blocks + TASK_COST) / processors
         if even >= 2 * TASK_COST:
             stream = Stream.PLANNED if planned else Stream.YES

@@ -53,6 +53,11 @@ def _has_gluon() -> bool:
     return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)
 
 
+def runs_gluon(device: torch.device) -> bool:
+    """Whether the Hopper kernels run there."""
+    return device.type == "cuda" and target_of(device).name == "sm_90" and _has_gluon()
+
+
 def gluon_attention_support(
     q: Tensor,
     k_cache: Tensor,

@@ -73,6 +73,7 @@ def sparse_attention(
     value_dim: int | None = None,
     empty_lse: float | None = None,
     batch_invariant: bool = False,
+    plan: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""

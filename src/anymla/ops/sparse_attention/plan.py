@@ -1,0 +1,57 @@
+"""Sharing out the work of attention by slots once for several calls."""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import Tensor
+
+from anymla.ops._check import INT32, check
+from anymla.ops.sparse_attention.schedule import Stream, choose
+from anymla.ops.sparse_attention.support import runs_gluon
+
+
+def sparse_attention_plan(
+    lengths: Tensor | None,
+    extra_lengths: Tensor | None = None,
+    *,
+    heads: int,
+    width: int,
+    extra_width: int | None = None,
+) -> Tensor | None:
+    """Share out the work of calls of ``sparse_attention`` whose lists are as long.
+
+    Layers of a step, or a step's calls of one layer's kind, list as many rows of each token, so
+    that one plan serves them all. It says which program of the device does which part; results
+    differ by rounding alone, and stay right for lists that are shorter or longer than those it was
+    made of. A plan is made on the device, without waiting for it, and may be captured in a graph.
+
+    Args:
+        lengths: [T] int32, of the first lists; None if they are full.
+        extra_lengths: [T] int32, of the second lists.
+        heads: query heads.
+        width: columns of the first lists.
+        extra_width: columns of the second lists, or None without.
+
+    Returns:
+        For ``plan`` of ``sparse_attention``: int32 on the lengths' device. None where a plan gains
+        nothing: other devices, full lists, few or short ones.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device of lengths.
+    """
+    name = "sparse_attention_plan"
+    check(name, lengths=(lengths, "T", INT32), extra_lengths=(extra_lengths, "T", INT32))
+    some = extra_lengths if lengths is None else lengths
+    if some is None or not len(some) or not heads or not runs_gluon(some.device):
+        return None
+    from anymla.ops.sparse_attention.triton_attention import multiprocessors
+
+    widths = (width,) if extra_width is None else (width, extra_width)
+    processors = multiprocessors(some.device)
+    schedule = choose(len(some), heads, widths, processors, lengths=True, planned=True)
+    if schedule.stream != Stream.PLANNED:
+        return None
+    kernel = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_plan")
+    made: Tensor = kernel.make_plan(schedule, len(some), lengths, extra_lengths, widths)
+    return made
