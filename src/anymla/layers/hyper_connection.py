@@ -51,15 +51,8 @@ class HyperConnectionOptions:
     iterations: int
 
 
-class HyperConnection(nn.Module):
-    """The site around one sub-layer, together with the RMSNorm in front of it.
-
-    Attributes:
-        fn: float32 [(2 + N) * N, N * hidden].
-        base: float32 [(2 + N) * N].
-        scale: float32 [3], of the pre, post and comb gates.
-        norm: [hidden], RMSNorm weight of the sub-layer's input.
-    """
+class _Collapse(nn.Module):
+    """The weights of a place where streams become one."""
 
     def __init__(
         self,
@@ -78,6 +71,17 @@ class HyperConnection(nn.Module):
         self.norm = norm
         self.options = options
         self.backend = backend
+
+
+class HyperConnection(_Collapse):
+    """The site around one sub-layer, together with the RMSNorm in front of it.
+
+    Attributes:
+        fn: float32 [(2 + N) * N, N * hidden].
+        base: float32 [(2 + N) * N].
+        scale: float32 [3], of the pre, post and comb gates.
+        norm: [hidden], RMSNorm weight of the sub-layer's input.
+    """
 
     def enter(self, streams: Streams) -> tuple[Tensor, Tensor, Mix]:
         """Collapse the streams to the sub-layer's normalised input.
@@ -112,7 +116,7 @@ class HyperConnection(nn.Module):
         return streams.h, x, Mix(post, comb)
 
 
-class HyperConnectionHead(nn.Module):
+class HyperConnectionHead(_Collapse):
     """Collapse the streams after the last layer and normalise.
 
     Attributes:
@@ -121,24 +125,6 @@ class HyperConnectionHead(nn.Module):
         scale: float32 [1].
         norm: [hidden], weight of the final RMSNorm.
     """
-
-    def __init__(
-        self,
-        *,
-        fn: Tensor,
-        base: Tensor,
-        scale: Tensor,
-        norm: Tensor,
-        options: HyperConnectionOptions,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.fn = fn
-        self.base = base
-        self.scale = scale
-        self.norm = norm
-        self.options = options
-        self.backend = backend
 
     def forward(self, h: Tensor) -> Tensor:
         """Map streams [n, N, hidden] to [n, hidden]."""
