@@ -110,7 +110,7 @@ def measure(
             seen = kernel_times(calls[0])
             beside = {"others_us": round(taken, 1), "times_others": round(taken / microseconds, 2)}
             beside["others_launches"] = len(seen)
-            beside["others_parts_us"] = _sums((family(name), taken) for name, taken in seen)
+            beside["others_parts_us"] = sums((family(name), taken) for name, taken in seen)
     kernels = kernel_times(calls[0])
     visited = setup.visited(batch)
     work = layer_work(setup.layers[0], setup.config, batch, visited)
@@ -130,10 +130,10 @@ def measure(
             "weights_mb": round(work.weight_bytes / 1e6, 1),
             "caches_mb": round(work.cache_bytes / 1e6, 1),
             "visited_experts": visited,
-            "parts_us": _sums((family(name), taken) for name, taken in kernels),
+            "parts_us": sums((family(name), taken) for name, taken in kernels),
             "kernels_us": {
                 name: [sum(name == other[:_NAME] for other, _ in kernels), taken]
-                for name, taken in _sums((name[:_NAME], taken) for name, taken in kernels).items()
+                for name, taken in sums((name[:_NAME], taken) for name, taken in kernels).items()
             },
         },
         target=f"<= {_FACTOR} x roofline + {_LAUNCH_US} us a launch" if judged else None,
@@ -141,7 +141,7 @@ def measure(
     )
 
 
-def _sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+def sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Sums by name, the largest first."""
     sums: dict[str, float] = collections.defaultdict(float)
     for name, taken in times:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from anymla.bench.layer import family, kernel_times, sums
 from anymla.bench.layer_setup import MODELS
 from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights
@@ -99,6 +100,7 @@ def decode_steps(
                     "tokens_per_s": round(batch / median(times), 1),
                     "same_tokens": f"{same} of {batch}",
                     "all_s": round(elapsed, 1),
+                    **_kernels(engine),
                 },
                 target=f"the tokens of {modes[0]}" if exact else None,
                 met=same == batch if exact else None,
@@ -110,7 +112,7 @@ def _engine_at(
     model: Transformer, batch: int, context: int, mode: DecodeMode, steps: int
 ) -> Engine:
     """An engine whose requests all decode next."""
-    longest = context + _FIRST_STEPS + steps + 2  # none of them ends
+    longest = context + _FIRST_STEPS + steps + 4  # none of them ends
     engine = Engine(
         model,
         EngineOptions(max_requests=batch, max_seq_len=longest, chunk_size=1, decode=mode),
@@ -160,6 +162,17 @@ def _compile_ahead(model: Transformer, store: CacheStore, batch: int, max_seq_le
         hidden = model.forward(step, store.layers, only=model.kinds_of_layers())
         logits = model.logits(hidden)
         token_logprobs(logits, best_tokens(logits))
+
+
+def _kernels(engine: Engine) -> dict[str, object]:
+    """Launches of a step, and the microseconds of its kernels by family."""
+    if engine.store.device.type == "cpu":
+        return {}
+    kernels = kernel_times(engine.step)
+    return {
+        "launches": len(kernels),
+        "parts_us": sums((family(name), taken) for name, taken in kernels),
+    }
 
 
 def _times(engine: Engine, steps: int) -> list[float]:
