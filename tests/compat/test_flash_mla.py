@@ -261,6 +261,32 @@ def test_decode_takes_strided_queries_and_lists(backend):
     check(q, expected(q, None, main), result)
 
 
+def test_the_first_call_of_a_shape_makes_the_plan(monkeypatch):
+    class Lengths:
+        is_cuda, device = True, "cuda:0"
+
+        def __init__(self, count):
+            self.count = count
+
+        def __len__(self):
+            return self.count
+
+    made, capturing = [], [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(
+        flash_mla, "sparse_attention_plan", lambda *args, **sizes: made.append(sizes) or len(made)
+    )
+    meta, _ = flash_mla.get_mla_metadata()
+    assert meta.plan(None, None, 64, 128, None) is None
+    assert meta.plan(torch.zeros(2), None, 64, 128, None) is None
+    plans = [meta.plan(Lengths(2), None, 64, 128, None) for _ in range(3)]
+    plans += [meta.plan(Lengths(2), Lengths(2), 64, 128, 512), meta.plan(Lengths(3), None, 1, 2, 3)]
+    capturing[0] = True
+    plans += [meta.plan(Lengths(3), None, 1, 2, 3) for _ in range(2)]
+    assert plans == [1, 1, 1, 2, 3, 4, 4]
+    assert made[1] == {"heads": 64, "width": 128, "extra_width": 512}
+
+
 def test_metadata_may_be_reused_with_other_lengths_and_shapes(backend):
     meta, _ = flash_mla.get_mla_metadata()
     for tokens, width, lengths in ((2, 16, [16, 3]), (2, 16, [0, 9]), (3, 5, [5, 5, 1])):

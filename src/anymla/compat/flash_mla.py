@@ -19,7 +19,11 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, require
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
+from anymla.ops.sparse_attention import (
+    sparse_attention,
+    sparse_attention_plan,
+    sparse_attention_rows,
+)
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -36,16 +40,52 @@ _LAYOUTS = {get_layout(name).row_elements: name for name in (MAIN_FP8, V32_FP8)}
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What ``get_mla_metadata`` returns. anymla keeps nothing in it, so any call may reuse it."""
+    """What ``get_mla_metadata`` returns: where the first call leaves how it shares out its work.
+
+    Later calls of the same shapes follow it, as the layers of a step do. Any other call may reuse
+    it as well: one of other shapes makes its own, and lists of other lengths are only shared out
+    less evenly.
+
+    Attributes:
+        have_initialized: a call has been made.
+        config: of that call: shapes, device, and whether a graph was being captured.
+        tile_scheduler_metadata: int32, a plan of ``sparse_attention``, or None if it needs none.
+        num_splits: None.
+    """
 
     have_initialized: bool = False
     config: object | None = None
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
 
+    def plan(
+        self,
+        lengths: Tensor | None,
+        extra_lengths: Tensor | None,
+        heads: int,
+        width: int,
+        extra_width: int | None,
+    ) -> Tensor | None:
+        """The plan of a call with these lengths [T] and widths of lists."""
+        some = extra_lengths if lengths is None else lengths
+        if some is None or not some.is_cuda or torch.compiler.is_compiling():
+            return None
+        # What a graph writes is not there before it is replayed.
+        capturing = torch.cuda.is_current_stream_capturing()
+        config = (len(some), heads, width, extra_width, some.device, capturing)
+        if not self.have_initialized or self.config != config:
+            self.tile_scheduler_metadata = sparse_attention_plan(
+                lengths, extra_lengths, heads=heads, width=width, extra_width=extra_width
+            )
+            self.have_initialized, self.config = True, config
+        return self.tile_scheduler_metadata
+
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """The scheduling argument of ``flash_mla_with_kvcache``; all arguments are ignored."""
+    """The scheduling argument of ``flash_mla_with_kvcache``, empty; all arguments are ignored.
+
+    One for the layers of a step whose lists are as long; it is filled by the first of them.
+    """
     return FlashMLASchedMeta(), None
 
 
@@ -128,20 +168,29 @@ def flash_mla_with_kvcache(
         extra_cache, extra_layout = _cache(name, "extra_k_cache", extra_k_cache)
     extra_indices = extra_indices_in_kvcache
     flat = None if out is None else _as_rows(out)
+    lengths, extra_lengths = _each(topk_length, queries), _each(extra_topk_length, queries)
+    plan = tile_scheduler_metadata.plan(
+        lengths,
+        extra_lengths,
+        q.shape[2],
+        indices.shape[2],
+        None if extra_indices is None else extra_indices.shape[2],
+    )
     result, lse = sparse_attention(
         q.flatten(0, 1),
         cache,
         indices.flatten(0, 1),
-        _each(topk_length, queries),
+        lengths,
         sink=attn_sink,
         scale=softmax_scale,
         extra_cache=extra_cache,
         extra_indices=None if extra_indices is None else extra_indices.flatten(0, 1),
-        extra_lengths=_each(extra_topk_length, queries),
+        extra_lengths=extra_lengths,
         layout=layout,
         extra_layout=extra_layout,
         value_dim=head_dim_v,
         empty_lse=math.inf,
+        plan=plan,
         out=flat,
     )
     result = result.unflatten(0, (batch, queries))
