@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anymla.bench.gpu_timing import copies_for, time_us
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.sparse_attention import sparse_attention, sparse_attention_plan
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 
 _WINDOW = 128
@@ -142,8 +142,11 @@ class Inputs:
         return cls(shape, q, sink, lengths, extra, lists)
 
 
-def ours(inputs: Inputs, backend: str) -> list[Callable[[], Tensor]]:
-    """Calls of this package's operation, one for each set of lists."""
+def ours(inputs: Inputs, backend: str, *, planned: bool = False) -> list[Callable[[], Tensor]]:
+    """Calls of this package's operation, one for each set of lists.
+
+    ``planned``: work is shared out once for all of them, as FlashMLA's is.
+    """
     shape = inputs.shape
     q = inputs.q.flatten(0, 1)
     out = torch.empty_like(q)
@@ -154,6 +157,14 @@ def ours(inputs: Inputs, backend: str) -> list[Callable[[], Tensor]]:
         keywords["extra_cache"] = cache(_EXTRA_SLOTS, shape.page)
     if inputs.extra_lengths is not None:
         keywords["extra_lengths"] = repeat(inputs.extra_lengths)
+    if planned:
+        keywords["plan"] = sparse_attention_plan(
+            lengths,
+            keywords.get("extra_lengths"),
+            heads=shape.heads,
+            width=_WINDOW,
+            extra_width=shape.extra or None,
+        )
     calls: list[Callable[[], Tensor]] = []
     for window, extra in inputs.lists:
         more = {} if extra is None else {"extra_indices": extra.flatten(0, 1)}
@@ -219,12 +230,19 @@ def _decoded(rows: Tensor, slots: Tensor) -> Tensor:
 
 
 def compare(
-    shape: Decode, module: Any | None, backend: str = "gluon_sm90", repetitions: int = 20
+    shape: Decode,
+    module: Any | None,
+    backend: str = "gluon_sm90",
+    repetitions: int = 20,
+    *,
+    planned: bool = False,
 ) -> dict[str, Any]:
     """One row: microseconds and errors of both; FlashMLA is left out without its module."""
     inputs = Inputs.draw(shape)
     row: dict[str, Any] = {"label": shape.label, **dataclasses.asdict(shape), "backend": backend}
-    calls = ours(inputs, backend)
+    calls = ours(inputs, backend, planned=planned)
+    if planned:
+        row["planned"] = True
     row["error"] = error(calls[0](), inputs)
     row["microseconds"] = time_us(calls, repetitions)
     if module is not None:
