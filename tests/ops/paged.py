@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import PageLayout, get_layout
+from anymla.formats.page_layout import get_layout
+from anymla.formats.pages import PageLayout
 from anymla.ops import _host, _triton
 
 CANARY = 0xA5

@@ -13,7 +13,7 @@ from anymla.formats.cache_check import check_cache_bytes
 from anymla.formats.cache_dump import load_cache, read_page, save_cache
 from anymla.formats.convert import convert_cache
 from anymla.formats.interchange import dump_layout
-from anymla.formats.page_layout import PageLayout
+from anymla.formats.pages import PageLayout
 
 
 @dataclasses.dataclass(frozen=True)

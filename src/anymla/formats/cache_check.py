@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from anymla.formats.interchange import FnuzIndexLayout, FnuzMainLayout, WholeEntryLayout
-from anymla.formats.page_layout import (
+from anymla.formats.pages import PageLayout
+from anymla.formats.records import (
     InlineFp8Layout,
-    PageLayout,
     PlainRowsLayout,
     RowFp8Layout,
     RowMxfp4Layout,

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from anymla.formats.interchange import dump_layout
-from anymla.formats.page_layout import pages_of
+from anymla.formats.pages import pages_of
 
 _VERSION = "1"
 

@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from anymla.formats.e4m3 import decode_e4m3fnuz
-from anymla.formats.page_layout import (
-    INDEX_FP8,
-    LAYOUT_IDS,
-    MAIN_FP8,
-    PageLayout,
-    RowFp8Layout,
-    SplitFp8Layout,
-    get_layout,
-)
+from anymla.formats.page_layout import INDEX_FP8, LAYOUT_IDS, MAIN_FP8, get_layout
+from anymla.formats.pages import PageLayout
+from anymla.formats.records import RowFp8Layout, SplitFp8Layout
 from anymla.formats.ue8m0 import decode_ue8m0
 
 MAIN_FP8_ROWS = "v4_main_fp8_rows"

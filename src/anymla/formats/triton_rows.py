@@ -23,14 +23,9 @@ from torch import Tensor
 from anymla.formats.e2m1 import E2M1_MAX
 from anymla.formats.e4m3 import E4M3_MAX
 from anymla.formats.mxfp4 import MXFP4_AMAX_FLOOR, MXFP4_BLOCK
-from anymla.formats.page_layout import (
-    KV_AMAX_FLOOR,
-    RowFp8Layout,
-    RowMxfp4Layout,
-    SplitFp8Layout,
-    get_layout,
-    pages_of,
-)
+from anymla.formats.page_layout import get_layout
+from anymla.formats.pages import pages_of
+from anymla.formats.records import KV_AMAX_FLOOR, RowFp8Layout, RowMxfp4Layout, SplitFp8Layout
 from anymla.formats.triton_cast import (
     e2m1_to_fp32,
     e4m3_to_fp16,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, SplitFp8Layout, get_layout
+from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+from anymla.formats.records import SplitFp8Layout
 from anymla.model.config_fields import ConfigError, Fields, unsupported
 from anymla.model.config_schedule import hash_layers, layer_ratios, rope_tables
 from anymla.ops.norm_rope.rope_tables import YarnScaling

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import PageLayout, get_layout
+from anymla.formats.page_layout import get_layout
+from anymla.formats.pages import PageLayout
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 

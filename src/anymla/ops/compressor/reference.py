@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
-from anymla.formats.page_layout import pages_of
+from anymla.formats.pages import pages_of
 from anymla.ops.kv_cache.reference import quantize_and_insert_k_cache
 from anymla.ops.norm_rope.reference import rms_norm, rope
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import INDEX_FP8, SplitFp8Layout, get_layout, pages_of
+from anymla.formats.page_layout import INDEX_FP8, get_layout
+from anymla.formats.pages import pages_of
+from anymla.formats.records import SplitFp8Layout
 from anymla.ops._operation import Support
 from anymla.ops._triton import float32_support, target_of
 from anymla.ops.indexer.selection_plan import hopper_scores_are_faster

@@ -8,7 +8,8 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from anymla.formats.page_layout import INDEX_FP8, pages_of
+from anymla.formats.page_layout import INDEX_FP8
+from anymla.formats.pages import pages_of
 from anymla.ops._triton import Target
 from anymla.ops.indexer.gluon_sm90_scores import (
     BUFFERS,

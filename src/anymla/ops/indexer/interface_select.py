@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import INDEX_FP8, pages_of
+from anymla.formats.page_layout import INDEX_FP8
+from anymla.formats.pages import pages_of
 from anymla.ops._operation import FLOAT32_UP, INT32, check, operation, require
 from anymla.ops.indexer import device_support, reference_select, torch_select
 from anymla.ops.indexer.checks import CODED_Q, check_queries

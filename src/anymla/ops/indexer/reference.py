@@ -8,7 +8,9 @@ from torch import Tensor
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from anymla.formats.page_layout import INDEX_FP8, KV_AMAX_FLOOR, get_layout, pages_of
+from anymla.formats.page_layout import INDEX_FP8, get_layout
+from anymla.formats.pages import pages_of
+from anymla.formats.records import KV_AMAX_FLOOR
 from anymla.ops.norm_rope.reference import rope
 
 QUANTISATIONS = ("fp8", "mxfp4", "none")

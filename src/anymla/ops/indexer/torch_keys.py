@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from anymla.formats.mxfp4 import MXFP4_BLOCK
-from anymla.formats.page_layout import RowFp8Layout, RowMxfp4Layout, get_layout, pages_of
+from anymla.formats.page_layout import get_layout
+from anymla.formats.pages import pages_of
+from anymla.formats.records import RowFp8Layout, RowMxfp4Layout
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops import _host
 

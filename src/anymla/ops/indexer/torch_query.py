@@ -8,7 +8,7 @@ from torch import Tensor
 from anymla.formats.e4m3 import E4M3_MAX
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.mxfp4 import quantize_mxfp4
-from anymla.formats.page_layout import KV_AMAX_FLOOR
+from anymla.formats.records import KV_AMAX_FLOOR
 from anymla.formats.ue8m0 import scale_exponent
 from anymla.ops.norm_rope.torch_rope import rope
 

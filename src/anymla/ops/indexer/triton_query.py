@@ -22,7 +22,7 @@ from torch import Tensor
 from anymla.formats.e2m1 import E2M1_MAX
 from anymla.formats.e4m3 import E4M3_MAX
 from anymla.formats.mxfp4 import MXFP4_AMAX_FLOOR, MXFP4_BLOCK
-from anymla.formats.page_layout import KV_AMAX_FLOOR
+from anymla.formats.records import KV_AMAX_FLOOR
 from anymla.formats.triton_cast import exp2_int, exponent_to_ue8m0, fp32_to_e2m1, fp32_to_e4m3
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import block_exponent

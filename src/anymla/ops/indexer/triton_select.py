@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import INDEX_FP8, pages_of
+from anymla.formats.page_layout import INDEX_FP8
+from anymla.formats.pages import pages_of
 from anymla.ops import _triton
 from anymla.ops.indexer import triton_sample_select
 from anymla.ops.indexer.selection_plan import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import PageLayout, get_layout
+from anymla.formats.page_layout import get_layout
+from anymla.formats.pages import PageLayout
 from anymla.ops._check import require
 
 

@@ -15,13 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anymla.formats.e4m3 import E4M3_MAX
-from anymla.formats.page_layout import (
-    KV_AMAX_FLOOR,
-    PageLayout,
-    PlainRowsLayout,
-    RowFp8Layout,
-    SplitFp8Layout,
-)
+from anymla.formats.pages import PageLayout
+from anymla.formats.records import KV_AMAX_FLOOR, PlainRowsLayout, RowFp8Layout, SplitFp8Layout
 from anymla.ops.kv_cache.torch_codec import scale_bits
 
 _MAGNITUDE = np.uint16(0x7FFF)

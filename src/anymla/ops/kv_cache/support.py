@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from anymla.formats.page_layout import MAIN_FP8, InlineFp8Layout, get_layout
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.records import InlineFp8Layout
 from anymla.ops._operation import Support
 from anymla.ops._triton import float32_support
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from anymla.formats.e2m1 import E2M1_MAX, decode_e2m1, unpack_nibbles
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3
 from anymla.formats.mxfp4 import MXFP4_AMAX_FLOOR, MXFP4_BLOCK
-from anymla.formats.page_layout import (
+from anymla.formats.pages import PageLayout
+from anymla.formats.records import (
     KV_AMAX_FLOOR,
-    PageLayout,
     PlainRowsLayout,
     RowFp8Layout,
     RowMxfp4Layout,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, pages_of
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.formats.pages import pages_of
 from anymla.ops import _host
 from anymla.ops.kv_cache.torch_pages import read_rows
 

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import PageLayout, get_layout, pages_of
+from anymla.formats.page_layout import get_layout
+from anymla.formats.pages import PageLayout, pages_of
 from anymla.ops import _host
 from anymla.ops.kv_cache.host_rows import write_row
 from anymla.ops.kv_cache.torch_codec import decode_rows, encode_rows

@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout, pages_of
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.formats.pages import pages_of
 from anymla.ops._operation import require
 from anymla.ops.output_projection import turned
 from anymla.ops.output_projection.turned import Turned

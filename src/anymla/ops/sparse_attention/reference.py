@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout, pages_of
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.pages import pages_of
 
 
 def sparse_attention(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout, pages_of
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.pages import pages_of
 from anymla.ops import _host
 from anymla.ops.sparse_attention.torch_cpu import attend_cpu
 from anymla.ops.sparse_attention.torch_rows import PageRows, Rows, TensorRows

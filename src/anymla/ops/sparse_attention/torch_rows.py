@@ -18,12 +18,8 @@ from anymla.formats.e4m3_bits import (
     scales_are_exact,
     shifted_scale,
 )
-from anymla.formats.page_layout import (
-    InlineFp8Layout,
-    PageLayout,
-    PlainRowsLayout,
-    SplitFp8Layout,
-)
+from anymla.formats.pages import PageLayout
+from anymla.formats.records import InlineFp8Layout, PlainRowsLayout, SplitFp8Layout
 
 _WORD = torch.int64
 _WORD_BYTES = 8

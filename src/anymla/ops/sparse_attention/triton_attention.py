@@ -9,13 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from anymla.formats.page_layout import (
-    MAIN_FP8,
-    InlineFp8Layout,
-    SplitFp8Layout,
-    get_layout,
-    pages_of,
-)
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.pages import pages_of
+from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
 from anymla.ops import _triton
 from anymla.ops._triton import Target
 from anymla.ops.output_projection import turned

@@ -24,14 +24,9 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from anymla.formats.page_layout import (
-    MAIN_FP8,
-    V32_FP8,
-    InlineFp8Layout,
-    PageLayout,
-    SplitFp8Layout,
-    get_layout,
-)
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.formats.pages import PageLayout
+from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
 from anymla.formats.triton_cast import exp2_int
 from anymla.ops._triton import Build, Target
 from anymla.ops.sparse_attention.tiles import MODES, Tile, tile
