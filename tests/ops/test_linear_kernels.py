@@ -124,6 +124,44 @@ def test_kernels_on_a_target_with_fp8(
     check_product(weight_format, x, 136, "triton", quantize=weight_format != "nvfp4")
 
 
+@pytest.mark.parametrize("form", ["float16", "e4m3", "together"])
+@pytest.mark.parametrize("weight_format", ["fp8-fp32", "mxfp4"])
+@no_triton
+def test_the_kernel_for_few_tokens(
+    weight_format: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anymla.ops.linear import triton_few, triton_linear
+
+    e4m3 = form != "float16"
+    target = dataclasses.replace(_triton.CPU, dot_e4m3=e4m3)
+    tile = dataclasses.replace(triton_few.few_tile(3, target), together=form == "together")
+    launched: list[object] = []
+
+    def watched(*arguments: object, **options: object) -> Tensor:
+        launched.append(arguments)
+        return launch(*arguments, **options)
+
+    launch = triton_linear.launch_few
+    monkeypatch.setattr(triton_linear, "launch_few", watched)
+    monkeypatch.setattr(triton_linear, "few_tile", lambda *_: tile)
+    x = torch.randn(3, 1024).bfloat16()  # two splits
+    x[0, :128], x[1, 5] = 0, 300
+    check_product(weight_format, x, 128, "triton", quantize=True)
+    assert len(launched) == 1
+    if weight_format == "mxfp4":
+        # Small scales, the smallest, and NaN.
+        (codes, scales), _ = packed("mxfp4", 64, 128)
+        scales[7], scales[:, 2], scales[5, 1] = 30, 0, 255
+        x = x[:, :128].float()
+        got = mxfp4_linear(x, codes, scales, quantize_activations=True, backend="triton")
+        given = dequantize_fp8_rows(*quantize_fp8_rows(x), torch.float64)
+        exact = dequantize_mxfp4(codes, scales, torch.float64)
+        assert bool(got[:, 5].isnan().all())
+        kept = [row for row in range(64) if row != 5]
+        want, magnitude = given @ exact[kept].T, given.abs() @ exact[kept].abs().T
+        assert_close(got[:, kept], want, atol=accumulation(128, torch.float32), scale=magnitude)
+
+
 @pytest.mark.parametrize("weight_format", ["fp8-ue8m0", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_in_an_unused_row_stays_there(backend: str, weight_format: str) -> None:

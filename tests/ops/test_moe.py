@@ -368,17 +368,48 @@ def test_any_routing(tokens: int, k: int, count: int, offset: int, seed: int) ->
     assert_close(got, want, atol=accumulation(D, torch.float32, 8))
 
 
+def use_packed_tile(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have packed experts run with a tile that other targets or sizes take."""
+    import triton.language as tl
+
+    from anymla.ops.moe import triton_experts
+    from anymla.ops.moe.triton_packed import PackedTile
+
+    operands = {"float16": tl.float16, "bfloat16": tl.bfloat16}
+    operand = operands.get(form, tl.float8e4nv)
+    tile = PackedTile(64, 16, 128, operand, 4, 2, form == "together")
+    monkeypatch.setattr(triton_experts, "packed_tile", lambda *_: tile)
+
+
 @no_triton
-@pytest.mark.parametrize(("tokens", "stacked"), [(2, False), (2, True), (24, False), (24, True)])
+@pytest.mark.parametrize(("tokens", "stacked"), [(2, False), (24, True)])
 @pytest.mark.parametrize(
-    ("weight_format", "dtype"), [("plain", torch.bfloat16), ("mxfp4", torch.float16)]
+    ("weight_format", "dtype", "form"),
+    [
+        ("plain", torch.bfloat16, ""),
+        ("mxfp4", torch.float16, ""),
+        ("mxfp4", torch.float16, "float16"),
+        ("mxfp4", torch.float32, "e4m3"),
+        ("mxfp4", torch.bfloat16, "together"),
+        ("mxfp4", torch.bfloat16, "bfloat16"),
+        ("fp8-fp32", torch.bfloat16, "e4m3"),
+        ("fp8-ue8m0", torch.float16, "float16"),
+    ],
 )
 def test_kernels_take_lists_and_stacks(
-    weight_format: str, dtype: torch.dtype, tokens: int, stacked: bool
+    weight_format: str,
+    dtype: torch.dtype,
+    form: str,
+    tokens: int,
+    stacked: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # One tensor cut into experts is found by a stride, tensors anywhere by a table. Ids repeat
     # within a row and point outside; one expert has all of some tokens, another none.
-    bank = Bank(weight_format, 5, dtype)
+    d, inner = (256, 128) if form else (D, INNER)
+    bank = Bank(weight_format, 5, dtype, d, inner)
+    if form:
+        use_packed_tile(form, monkeypatch)
     arguments = {**bank.arguments(), "quantize_activations": weight_format != "plain"}
     if stacked:
         arguments = {
@@ -388,12 +419,22 @@ def test_kernels_take_lists_and_stacks(
     ids = torch.randint(-1, 7, (tokens, 3), dtype=torch.int32)
     ids[ids == 3] = 2
     ids[0], ids[1] = 4, torch.tensor([-(2**31), 2**31 - 1, 9], dtype=torch.int32)
-    x, weights = torch.randn(tokens, D).to(dtype), torch.rand(tokens, 3)
+    x, weights = torch.randn(tokens, d).to(dtype), torch.rand(tokens, 3)
     got, want = (
         experts(x, ids, weights, **arguments, expert_offset=1, backend=backend)
         for backend in ("triton", "reference")
     )
     assert_close(got, want, atol=ulps(torch.bfloat16, 6))
+
+
+@no_triton
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_packed_experts_of_plain_activations(tokens: int) -> None:
+    bank, (ids, weights) = Bank("mxfp4", 3, d=128, inner=128), routing(tokens, 2, 3)
+    arguments = {**bank.arguments(), "quantize_activations": False}
+    x = torch.randn(tokens, 128).bfloat16()
+    got, want = (experts(x, ids, weights, **arguments, backend=b) for b in ("triton", "reference"))
+    assert_close(got, want, atol=ulps(torch.bfloat16, 4))
 
 
 @no_triton
@@ -492,6 +533,34 @@ def test_a_device_routes_the_same_without_waiting(tokens: int, dtype: torch.dtyp
         assert_close(weights.cpu(), want_weights, atol=ulps(torch.float32, 32))
 
 
+def moved_to(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: [tensor.to(device) for tensor in value] if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300, 900])
+@pytest.mark.parametrize("weight_format", FORMATS[1:])
+def test_a_device_runs_packed_experts(weight_format: str, tokens: int, quantize: bool) -> None:
+    # Whole runs of 128 channels: read by the word, for every share of tokens an expert may have.
+    device = a_device()
+    bank, (ids, weights) = Bank(weight_format, 9, d=512, inner=384), routing(tokens, 3, 9)
+    ids[0, 1] = -1
+    x = torch.randn(tokens, 512).bfloat16()
+    arguments = {**bank.arguments(), "quantize_activations": quantize}
+    want = experts(x, ids, weights, **arguments)
+    given = moved_to(device, arguments)
+    got, again = (
+        experts(x.to(device), ids.to(device), weights.to(device), **given) for _ in range(2)
+    )
+    assert_identical(got, again)
+    # Both round at the same places, where a value may fall on the other side of a boundary.
+    assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -504,10 +573,7 @@ def test_a_device_runs_the_same_experts(
     ids[0, 1] = -1
     x = torch.randn(tokens, D).to(dtype)
     arguments = bank.arguments()
-    moved = {
-        name: [tensor.to(device) for tensor in value] if isinstance(value, list) else value
-        for name, value in arguments.items()
-    }
+    moved = moved_to(device, arguments)
     want = experts(x, ids, weights, **arguments, quantize_activations=False)
     got, again = (
         experts(

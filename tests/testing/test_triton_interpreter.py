@@ -6,8 +6,8 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is an extra")
 import triton.language as tl  # noqa: E402
 
-from anymla.formats import triton_cast  # noqa: E402
-from anymla.formats.e2m1 import decode_e2m1, encode_e2m1  # noqa: E402
+from anymla.formats import triton_cast, triton_words  # noqa: E402
+from anymla.formats.e2m1 import decode_e2m1, encode_e2m1, unpack_nibbles  # noqa: E402
 from anymla.formats.e4m3 import decode_e4m3, encode_e4m3  # noqa: E402
 from anymla.formats.ue8m0 import decode_ue8m0, scale_exponent  # noqa: E402
 from anymla.ops._triton import INTERPRETED  # noqa: E402
@@ -45,6 +45,21 @@ def _map_kernel(x, y, n, WHAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.con
         half = value.to(tl.bfloat16)
         result = half * half + half
     tl.store(y + at, result, mask=at < n)
+
+
+@triton.jit
+def _words_kernel(words, values, order, BYTES: tl.constexpr):
+    row, word = tl.arange(0, 2)[:, None], tl.arange(0, 8)[None, :]
+    packed = tl.load(words + row * 8 + word)
+    if BYTES == 1:
+        decoded = triton_words.words_to_e4m3(packed).to(tl.float32) * triton_words.E4M3_UNIT
+    elif BYTES == 2:
+        decoded = triton_words.words_to_fp16(packed).to(tl.float32) * triton_words.FLOAT16_UNIT
+    else:
+        decoded = triton_words.words_to_bf16(packed).to(tl.float32) * triton_words.BFLOAT16_UNIT
+    place = tl.arange(0, 64)
+    tl.store(values + row * 64 + place[None, :], decoded)
+    tl.store(order + place, triton_words.channel_at(place, 1 if BYTES == 1 else 2))
 
 
 @triton.jit
@@ -115,6 +130,22 @@ def test_e2m1(floats):
     assert torch.equal(run("fp32_to_e2m1", floats, torch.uint8), encode_e2m1(floats))
     codes = torch.arange(16, dtype=torch.uint8)
     same(run("e2m1_to_fp32", codes, torch.float32), decode_e2m1(codes))
+
+
+@pytest.mark.parametrize("form", [1, 2, 3], ids=["e4m3", "float16", "bfloat16"])
+def test_words_of_e2m1(form):
+    if form == 1 and 0 in NATIVE and len(NATIVE) == 1:
+        pytest.skip("the device has no e4m3")
+    # Every pair of codes in one byte, and every code at every place of a word.
+    packed = torch.cat([torch.arange(64, dtype=torch.uint8) * 4 + i for i in range(4)])
+    for part in packed.view(4, 2, 32):
+        values = torch.empty(2, 64, device=DEVICE)
+        order = torch.empty(64, dtype=torch.int32, device=DEVICE)
+        words = part.contiguous().view(torch.int32).to(DEVICE)
+        _words_kernel[(1,)](words, values, order, BYTES=form)
+        want = decode_e2m1(unpack_nibbles(part))
+        assert order.cpu().sort().values.tolist() == list(range(64))
+        same(values.cpu(), want[:, order.cpu().long()])
 
 
 def test_bfloat16_rounds_and_computes(floats):

@@ -12,6 +12,7 @@ breaks.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,8 @@ def _with_scalar_index(original: Callable[..., Any]) -> Callable[..., Any]:
 def _without_warnings(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Infinities and NaN are values like any other; a GPU does not warn of them either.
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
             return original(self, *args, **kwargs)
 
     return run

@@ -21,14 +21,16 @@ from torch.nn import functional
 
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.linear import torch_linear
+from anymla.ops.linear.triton_few import few_support, few_tile, launch_few
+from anymla.ops.linear.triton_operands import operand_rows
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
+from anymla.ops.linear.triton_splits import sum_splits
 from anymla.ops.workspace import scratch
 
 # Programs that keep the largest GPUs busy, and the shortest split that is worth a program.
 _PROGRAMS = 512
 _SHORTEST = 512
-_SUM_BLOCK = 1024
 
 
 def split_length(tokens: int, groups: int, n: int, k: int, chosen: Tile) -> int:
@@ -102,19 +104,6 @@ def linear_kernel(
     tl.store(out + at, total.to(out.dtype.element_ty), inside[:, None] & exists[None, :])
 
 
-@triton.jit(do_not_specialize=["count", "splits"])
-def sum_splits_kernel(parts, out, count, splits, BLOCK: tl.constexpr):
-    """BLOCK results: the splits' sums added in order."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    total = tl.zeros((BLOCK,), tl.float32)
-    here = parts + at
-    for _ in range(splits):
-        total += tl.load(here, mask, other=0.0)
-        here += count
-    tl.store(out + at, total.to(out.dtype.element_ty), mask)
-
-
 def launch_linear(
     x: Tensor,
     x_scales: Tensor | None,
@@ -147,6 +136,12 @@ def launch_linear(
     if not out.numel():
         return out
     target = target_of(x.device)
+    if x_scales is not None and few_support(tokens, w, scales, weight_format, width, target):
+        few = few_tile(tokens, target)
+        if weight_format == "fp8" and few.operand == tl.float8e4nv:
+            return launch_few(
+                x, x_scales, w, scales, few, weight_format=weight_format, out_dtype=out_dtype
+            )
     kind = operand(x_dtype, weight_format, w.dtype, x_scales is not None, target)
     chosen = tile(tokens, kind, target)
     split = split_length(tokens, groups, n, width, chosen)
@@ -183,16 +178,41 @@ def launch_linear(
         num_stages=chosen.num_stages,
     )
     if splits > 1:
-        count = out.numel()
-        grid = (triton.cdiv(count, _SUM_BLOCK),)
-        sum_splits_kernel[grid](result, out, count, splits, BLOCK=_SUM_BLOCK)
+        sum_splits(result, out)
     return out
+
+
+def _few(rows: Tensor, weight: Tensor, scale: Tensor, weight_format: str) -> Tensor | None:
+    """Quantised rows [T, K] times the weight, if the kernel for few tokens takes them."""
+    tokens, width = rows.shape
+    target = target_of(rows.device)
+    w, scales = weight.unsqueeze(0), scale.unsqueeze(0)
+    if not few_support(tokens, w, scales, weight_format, width, target):
+        return None
+    chosen = few_tile(tokens, target)
+    operands, x_scales = operand_rows(
+        rows, chosen.operand, weight_format=weight_format, quantize=True
+    )
+    assert x_scales is not None
+    return launch_few(
+        operands.unsqueeze(1),
+        x_scales,
+        w,
+        scales,
+        chosen,
+        weight_format=weight_format,
+        out_dtype=rows.dtype,
+    )
 
 
 def _packed(
     x: Tensor, weight: Tensor, scale: Tensor, weight_format: str, quantize: bool, **options: Any
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if quantize:
+        few = _few(rows, weight.contiguous(), scale.contiguous(), weight_format)
+        if few is not None:
+            return few.view(*x.shape[:-1], weight.shape[0])
     codes, x_scales = quantize_rows(rows) if quantize else (rows, None)
     out = launch_linear(
         codes.unsqueeze(1),
@@ -242,13 +262,6 @@ _CODED = (("bf16", True), ("bf16", False), ("fp16", False), ("fp32", False))
 
 def builds(target: Target) -> Iterator[Build]:
     """Every format, dtype and tile, whole and split, both conversions."""
-    for dtype in _DTYPES:
-        yield Build(
-            f"to {dtype}",
-            sum_splits_kernel,
-            {"parts": "*fp32", "out": f"*{dtype}", "count": "i32", "splits": "i32"},
-            {"BLOCK": _SUM_BLOCK},
-        )
     for weight_format in ("fp8", "mxfp4", "nvfp4"):
         for dtype, coded in _CODED:
             if coded and weight_format == "nvfp4":

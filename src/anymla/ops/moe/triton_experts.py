@@ -13,7 +13,6 @@ the lists are slices of one tensor, otherwise by a table of distances from the f
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +23,9 @@ from torch import Tensor
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
-from anymla.ops.moe.triton_plan import make_plan
+from anymla.ops.moe.triton_packed import packed_products, packed_support, packed_tile
+from anymla.ops.moe.triton_plan import block_of, make_plan
+from anymla.ops.moe.triton_stack import common_unit, place_of, stacked
 from anymla.ops.moe.triton_swiglu import gated
 from anymla.ops.workspace import scratch
 
@@ -35,42 +36,6 @@ _COMBINED = 1024
 _OPERANDS_IN_SHARED = ("sm_90", "sm_100")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stack:
-    """Equal tensors, one an expert: the first, and how far the others are in its elements."""
-
-    first: Tensor | None
-    stride: int
-    table: Tensor | None
-
-
-def _unit(*stacks: list[Tensor]) -> int:
-    """Elements that distances of these stacks are multiples of, as far as loads profit: 16 or 1."""
-    apart = (
-        (tensor.data_ptr() - stack[0].data_ptr()) % (16 * tensor.element_size())
-        for stack in stacks
-        for tensor in stack
-    )
-    return 1 if any(apart) else 16
-
-
-def _stack(tensors: list[Tensor], unit: int = 1) -> _Stack:
-    """Distances of a table are in units."""
-    if not tensors:
-        return _Stack(None, 0, None)
-    first = tensors[0]
-    starts = tuple(tensor.data_ptr() - first.data_ptr() for tensor in tensors)
-    step = starts[1] if len(starts) > 1 else 0
-    if all(start == e * step for e, start in enumerate(starts)):
-        return _Stack(first, step // first.element_size(), None)
-    return _Stack(first, 0, _distances(starts, first.element_size() * unit, first.device))
-
-
-@functools.lru_cache(maxsize=4096)
-def _distances(starts: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    return torch.tensor([start // size for start in starts], dtype=torch.int64, device=device)
-
-
 def expert_tile(pairs: int, experts: int, kind: tl.dtype, target: Target) -> Tile:
     """The tile for pairs spread evenly over the experts."""
     rows = 1 if pairs <= _FEW_PAIRS else min(_MOST_ROWS, pairs // max(1, experts))
@@ -79,31 +44,6 @@ def expert_tile(pairs: int, experts: int, kind: tl.dtype, target: Target) -> Til
         # Operands pass through registers there, and decoding takes more of them.
         return dataclasses.replace(chosen, channels=32)
     return chosen
-
-
-@triton.jit
-def _place(expert, stride, table, UNIT: tl.constexpr):
-    """Elements from the first expert's tensor to this one's; a table's are in units."""
-    here = expert.to(tl.int64)
-    return tl.load(table + expert) * UNIT if table is not None else here * stride
-
-
-@triton.jit
-def _block(ids, order, blocks, count, offset, experts, ROWS: tl.constexpr):
-    """Expert (or -1), pairs int64 [ROWS] and which of them are there, of this program's block."""
-    block = tl.program_id(1)
-    lane = tl.arange(0, ROWS)
-    if order is not None:
-        expert = tl.load(blocks + block)
-        place = tl.load(blocks + count + block) + lane
-        inside = place < tl.load(blocks + 2 * count + block)
-        pair = tl.load(order + place, inside, other=0).to(tl.int64)
-    else:
-        local = tl.load(ids + block).to(tl.int64) - offset
-        expert = tl.where((local >= 0) & (local < experts), local, -1).to(tl.int32)
-        inside = lane == 0
-        pair = block.to(tl.int64) + tl.zeros((ROWS,), tl.int64)
-    return expert, pair, inside
 
 
 @triton.jit(do_not_specialize=["count", "offset"])
@@ -144,16 +84,16 @@ def up_kernel(
     UNIT: tl.constexpr,
 ):
     """A tile of w2's input."""
-    expert, pair, inside = _block(ids, order, blocks, count, offset, experts, ROWS)
+    expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, ROWS)
     if expert >= 0:
         token = pair // per_token
         column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         exists = column < n
-        w1 += _place(expert, w1_stride, w1_table, UNIT)
-        w3 += _place(expert, w3_stride, w3_table, UNIT)
+        w1 += place_of(expert, w1_stride, w1_table, UNIT)
+        w3 += place_of(expert, w3_stride, w3_table, UNIT)
         if FORMAT != "plain":
-            s1 += _place(expert, s1_stride, s1_table, 1)
-            s3 += _place(expert, s3_stride, s3_table, 1)
+            s1 += place_of(expert, s1_stride, s1_table, 1)
+            s3 += place_of(expert, s3_stride, s3_table, 1)
         runs = tl.cdiv(width, 128)
         gate = product(
             x, x_scales, token, inside, width, runs, w1, s1, column, exists, 0, width, width,
@@ -199,13 +139,13 @@ def down_kernel(
     UNIT: tl.constexpr,
 ):
     """A tile of the pairs' results."""
-    expert, pair, inside = _block(ids, order, blocks, count, offset, experts, ROWS)
+    expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, ROWS)
     if expert >= 0:
         column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         exists = column < n
-        w2 += _place(expert, w2_stride, w2_table, UNIT)
+        w2 += place_of(expert, w2_stride, w2_table, UNIT)
         if FORMAT != "plain":
-            s2 += _place(expert, s2_stride, s2_table, 1)
+            s2 += place_of(expert, s2_stride, s2_table, 1)
         runs = tl.cdiv(width, 128)
         value = product(
             inner, inner_scales, pair, inside, width, runs, w2, s2, column, exists, 0, width,
@@ -260,21 +200,38 @@ def experts(
     pairs, count = tokens * k, len(w1)
     ids = ids.contiguous()
     results = scratch((pairs, d), x.dtype, x.device)
-    if pairs and count:
-        coded = quantize_activations and weight_format != "plain"
-        target = target_of(x.device)
+    lists = [[each.contiguous() for each in given] for given in (w1, w3, w2, s1, s3, s2)]
+    matrices, scales = lists[:3], lists[3:]
+    coded = quantize_activations and weight_format != "plain"
+    target = target_of(x.device)
+    packed = None
+    if pairs and count and packed_support(x.dtype, matrices, scales, weight_format, coded):
+        packed = packed_tile(pairs, count, weight_format, coded, target)
+    if packed is not None:
+        packed_products(
+            x.contiguous(),
+            ids,
+            weights.contiguous(),
+            matrices,
+            scales,
+            results,
+            packed,
+            weight_format=weight_format,
+            swiglu_limit=swiglu_limit,
+            coded=coded,
+            expert_offset=expert_offset,
+        )
+    elif pairs and count:
         kind = operand(x.dtype, weight_format, w1[0].dtype, coded, target)
         chosen = expert_tile(pairs, count, kind, target)
         order, table, blocks = None, None, pairs
         if pairs > _FEW_PAIRS:
             plan = make_plan(ids, count, expert_offset, chosen.rows)
             order, table, blocks = plan.order, plan.blocks, plan.blocks.shape[1]
-        lists = ([each.contiguous() for each in given] for given in (w1, s1, w3, s3, w2, s2))
-        kept = list(lists)
-        unit = _unit(kept[0], kept[2], kept[4])
-        up1, up3, down = (_stack(each, unit) for each in kept[::2])
-        up1_scales, up3_scales, down_scales = (_stack(each) for each in kept[1::2])
-        width = kept[0][0].shape[0]
+        unit = common_unit(*matrices)
+        up1, up3, down = (stacked(each, unit) for each in matrices)
+        up1_scales, up3_scales, down_scales = (stacked(each) for each in scales)
+        width = matrices[0][0].shape[0]
         inner = scratch((pairs, width), x.dtype, x.device)
         options = {
             "FORMAT": weight_format,
@@ -288,10 +245,10 @@ def experts(
             "num_warps": chosen.num_warps,
             "num_stages": chosen.num_stages,
         }
-        rows, scales = quantize_rows(x.contiguous()) if coded else (x.contiguous(), None)
+        rows, row_scales = quantize_rows(x.contiguous()) if coded else (x.contiguous(), None)
         up_kernel[(triton.cdiv(width, chosen.columns), blocks)](
             rows,
-            scales,
+            row_scales,
             ids,
             weights.contiguous(),
             order,
@@ -310,10 +267,10 @@ def experts(
             float(swiglu_limit),
             **options,
         )
-        rows, scales = quantize_rows(inner) if coded else (inner, None)
+        rows, row_scales = quantize_rows(inner) if coded else (inner, None)
         down_kernel[(triton.cdiv(d, chosen.columns), blocks)](
             rows,
-            scales,
+            row_scales,
             ids,
             order,
             table,

@@ -67,6 +67,24 @@ def plan_kernel(
         tl.store(table + 2 * blocks + block, tl.minimum(start + ROWS, end))
 
 
+@triton.jit
+def block_of(ids, order, blocks, count, offset, experts, ROWS: tl.constexpr):
+    """Expert (or -1), pairs int64 [ROWS] and which of them are there, of this program's block."""
+    block = tl.program_id(1)
+    lane = tl.arange(0, ROWS)
+    if order is not None:
+        expert = tl.load(blocks + block)
+        place = tl.load(blocks + count + block) + lane
+        inside = place < tl.load(blocks + 2 * count + block)
+        pair = tl.load(order + place, inside, other=0).to(tl.int64)
+    else:
+        local = tl.load(ids + block).to(tl.int64) - offset
+        expert = tl.where((local >= 0) & (local < experts), local, -1).to(tl.int32)
+        inside = lane == 0
+        pair = block.to(tl.int64) + tl.zeros((ROWS,), tl.int64)
+    return expert, pair, inside
+
+
 def make_plan(ids: Tensor, experts: int, offset: int, rows: int) -> Plan:
     """Group the pairs of contiguous ids [T, K] in blocks of ``rows``."""
     pairs = ids.numel()

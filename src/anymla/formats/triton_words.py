@@ -1,0 +1,90 @@
+"""Packed e2m1 weights inside Triton kernels, decoded by the word: the eight codes of an int32.
+
+The bits of a code ``s ee m``, moved to the sign, the lowest exponent bits and the highest mantissa
+bit of a wider float, are that code's value times a power of two, subnormals included:
+
+    e4m3 s00eem00  value * 2^-6      float16 s000eem0...  value * 2^-14
+                                     bfloat16 s00000ee m...  value * 2^-126
+
+Shifts and masks move two codes at a time, four for e4m3. The values come out in the order in which
+that is least work, and in which the threads of a matrix instruction hold them: thread t of four has
+word t of 32 channels. A sum over channels does not mind, if its other operand has the same order,
+which ``channel_at`` gives.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What decoded values must be multiplied with.
+E4M3_UNIT = tl.constexpr(2.0**6)
+FLOAT16_UNIT = tl.constexpr(2.0**14)
+BFLOAT16_UNIT = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def channel_at(place, BYTES: tl.constexpr):
+    """Channel of a place among decoded values of so many bytes; both from the same multiple."""
+    within = place % 32
+    if BYTES == 1:
+        channel = 8 * (within // 4 % 4) + 2 * (within % 4) + within // 16
+    else:
+        channel = 8 * (within // 2 % 4) + within // 8 + 4 * (within % 2)
+    return place - within + channel
+
+
+@triton.jit
+def _bytes(words):
+    """The four bytes of int32 words [...] in order, uint8 [..., 2, 2]."""
+    even = tl.join((words & 255).to(tl.uint8), ((words >> 16) & 255).to(tl.uint8))
+    odd = tl.join(((words >> 8) & 255).to(tl.uint8), ((words >> 24) & 255).to(tl.uint8))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _halves(words):
+    """Both halves of int32 words [...], uint16 [..., 2]."""
+    return tl.join((words & 0xFFFF).to(tl.uint16), ((words >> 16) & 0xFFFF).to(tl.uint16))
+
+
+@triton.jit
+def words_to_e4m3(words):
+    """Decode int32 [n, W], W a multiple of 4, to float8e4nv [n, 8 W]: value * 2^-6."""
+    ROWS: tl.constexpr = words.shape[0]
+    RUNS: tl.constexpr = words.shape[1] // 4
+    lower = ((words << 4) & -0x7F7F7F80) | ((words << 2) & 0x1C1C1C1C)
+    upper = (words & -0x7F7F7F80) | ((words >> 2) & 0x1C1C1C1C)
+    codes = tl.reshape(_bytes(tl.join(lower, upper)), (ROWS, RUNS, 4, 2, 4))
+    codes = tl.reshape(tl.permute(codes, (0, 1, 3, 2, 4)), (ROWS, RUNS * 32))
+    return codes.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _wide(words, EXPONENT: tl.constexpr):
+    """As uint16 bits [n, 8 W], the lowest bit of the exponent at EXPONENT."""
+    ROWS: tl.constexpr = words.shape[0]
+    RUNS: tl.constexpr = words.shape[1] // 4
+    MASK: tl.constexpr = 7 << (EXPONENT - 1)
+    BOTH: tl.constexpr = MASK << 16 | MASK
+    DOWN: tl.constexpr = 13 - EXPONENT
+    first, second, third = words << 12, words << 8, words << 4
+    first = (first & -0x7FFF8000) | ((first >> DOWN) & BOTH)
+    second = (second & -0x7FFF8000) | ((second >> DOWN) & BOTH)
+    third = (third & -0x7FFF8000) | ((third >> DOWN) & BOTH)
+    fourth = (words & -0x7FFF8000) | ((words >> DOWN) & BOTH)
+    bits = _halves(tl.join(tl.join(first, third), tl.join(second, fourth)))
+    bits = tl.permute(tl.reshape(bits, (ROWS, RUNS, 4, 4, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(bits, (ROWS, RUNS * 32))
+
+
+@triton.jit
+def words_to_fp16(words):
+    """Decode int32 [n, W], W a multiple of 4, to float16 [n, 8 W]: value * 2^-14."""
+    return _wide(words, 10).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def words_to_bf16(words):
+    """Decode int32 [n, W], W a multiple of 4, to bfloat16 [n, 8 W]: value * 2^-126."""
+    return _wide(words, 7).to(tl.bfloat16, bitcast=True)

@@ -1,0 +1,363 @@
+"""Grouped products of packed experts: the weight's rows first, as in ``linear.triton_turned``.
+
+    up        (blocks of I / (ROWS / 2), blocks of pairs): a tile is half w1's rows and half w3's
+              [ROWS, COLUMNS]; SwiGLU, routing weight -> inner [P, I]
+    down      (blocks of D / ROWS, blocks of pairs): a tile of w2's rows -> out [P, D]
+
+A tile passes over all channels, so every byte of a visited expert is read once for up to COLUMNS
+pairs, by programs of which there are several a multiprocessor even for one token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.linear.triton_operands import operand_rows
+from anymla.ops.linear.triton_turned import turned_product, waits_together
+from anymla.ops.moe.triton_plan import block_of, make_plan
+from anymla.ops.moe.triton_stack import aligned, common_unit, place_of, stacked
+from anymla.ops.moe.triton_swiglu import gated
+from anymla.ops.workspace import scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTile:
+    """Rows of the weight, pairs and channels of a step; operands; warps and stages."""
+
+    rows: int
+    columns: int
+    channels: int
+    operand: tl.dtype
+    num_warps: int
+    stages: int
+    together: bool = False
+
+
+def packed_tile(
+    pairs: int, experts: int, weight_format: str, coded: bool, target: Target
+) -> PackedTile:
+    """The tile for pairs spread evenly over the experts."""
+    share = pairs / max(1, experts)
+    few = tl.float8e4nv if target.dot_e4m3 else tl.float16
+    if coded and (share <= 12 or weight_format == "fp8"):
+        together = waits_together(target) and weight_format == "mxfp4"
+        columns = 8 if share <= 3 and together else 16
+        return PackedTile(128, columns, 256, few, 4, 3, together)
+    return PackedTile(128, 128 if share > 48 else 64, 64, tl.bfloat16, 8, 3)
+
+
+@triton.jit(do_not_specialize=["count", "offset"])
+def packed_up_kernel(
+    x,
+    x_scales,
+    ids,
+    weights,
+    order,
+    blocks,
+    w1,
+    w1_stride,
+    w1_table,
+    s1,
+    s1_stride,
+    s1_table,
+    w3,
+    w3_stride,
+    w3_table,
+    s3,
+    s3_stride,
+    s3_table,
+    inner,
+    count,
+    offset,
+    experts,
+    per_token,
+    width,
+    w_row,
+    s_row,
+    n,
+    limit,
+    FORMAT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    W_UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """A tile of w2's input."""
+    expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, COLUMNS)
+    if expert >= 0:
+        HALF: tl.constexpr = ROWS // 2
+        lane = tl.arange(0, ROWS)
+        row = (tl.program_id(0) * HALF + lane % HALF).to(tl.int64)
+        block = row // 128 if FORMAT == "fp8" else row
+        w1 += place_of(expert, w1_stride, w1_table, W_UNIT)
+        w3 += place_of(expert, w3_stride, w3_table, W_UNIT)
+        s1 += place_of(expert, s1_stride, s1_table, 1)
+        s3 += place_of(expert, s3_stride, s3_table, 1)
+        token = pair // per_token
+        runs = width // 128
+        total = turned_product(
+            tl.where(lane < HALF, w1, w3) + row * w_row,
+            tl.where(lane < HALF, s1, s3) + block * s_row,
+            x + token * width,
+            None if x_scales is None else x_scales + token * runs,
+            inside, runs, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, TOGETHER,
+        )  # fmt: skip
+        halves = tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0))
+        gate, up = tl.split(halves)
+        dtype = inner.dtype.element_ty
+        value = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit)
+        value *= tl.load(weights + pair, inside, other=0.0)[None, :]
+        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        at = column[:, None] + (pair * n)[None, :]
+        tl.store(inner + at, value.to(dtype), inside[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "offset"])
+def packed_down_kernel(
+    inner,
+    inner_scales,
+    ids,
+    order,
+    blocks,
+    w2,
+    w2_stride,
+    w2_table,
+    s2,
+    s2_stride,
+    s2_table,
+    out,
+    count,
+    offset,
+    experts,
+    width,
+    w_row,
+    s_row,
+    n,
+    FORMAT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    W_UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """A tile of the pairs' results."""
+    expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, COLUMNS)
+    if expert >= 0:
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        block = row // 128 if FORMAT == "fp8" else row
+        w2 += place_of(expert, w2_stride, w2_table, W_UNIT)
+        s2 += place_of(expert, s2_stride, s2_table, 1)
+        runs = width // 128
+        total = turned_product(
+            w2 + row * w_row,
+            s2 + block * s_row,
+            inner + pair * width,
+            None if inner_scales is None else inner_scales + pair * runs,
+            inside, runs, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, TOGETHER,
+        )  # fmt: skip
+        at = row[:, None] + (pair * n)[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), inside[None, :])
+
+
+def packed_support(
+    x: torch.dtype,
+    matrices: list[list[Tensor]],
+    scales: list[list[Tensor]],
+    weight_format: str,
+    coded: bool,
+) -> bool:
+    """Whether these kernels take the experts: whole runs and tiles, at addresses for wide loads.
+
+    Args:
+        x: dtype of the activations.
+        matrices: w1, w3, w2.
+        scales: s1, s3, s2.
+        weight_format: "plain", "fp8" or "mxfp4".
+        coded: activations are quantised.
+    """
+    if weight_format == "plain" or not (
+        coded or (weight_format == "mxfp4" and x is torch.bfloat16)
+    ):
+        return False
+    inner, d = matrices[0][0].shape[0], matrices[2][0].shape[0]
+    if inner % 128 or d % 128:
+        return False
+    return all(aligned(each, 16) for each in matrices) and (
+        weight_format == "fp8" or all(aligned(each, 4) for each in scales)
+    )
+
+
+def packed_products(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    matrices: list[list[Tensor]],
+    scales: list[list[Tensor]],
+    results: Tensor,
+    chosen: PackedTile,
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    coded: bool,
+    expert_offset: int,
+) -> None:
+    """Write what every pair's expert makes of its token to results [P, D].
+
+    Args:
+        x: contiguous [T, D].
+        ids: contiguous [T, K]; pairs without an expert here are not written.
+        weights: contiguous [T, K].
+        matrices: w1, w3, w2, contiguous, as ``packed_support`` wants them.
+        scales: s1, s3, s2.
+        results: contiguous.
+        chosen: the tile.
+        weight_format: see ``interface.experts``.
+        swiglu_limit: likewise.
+        coded: quantise activations.
+        expert_offset: likewise.
+    """
+    (tokens, d), k = x.shape, ids.shape[1]
+    pairs, count, width = tokens * k, len(matrices[0]), matrices[0][0].shape[0]
+    order, table, blocks = None, None, pairs
+    if tokens > 1:
+        plan = make_plan(ids, count, expert_offset, chosen.columns)
+        order, table, blocks = plan.order, plan.blocks, plan.blocks.shape[1]
+    unit = common_unit(*matrices)
+    up1, up3, down = (stacked(each, unit) for each in matrices)
+    up1_scales, up3_scales, down_scales = (stacked(each) for each in scales)
+    inner = scratch((pairs, width), x.dtype, x.device)
+    options = {
+        "FORMAT": weight_format,
+        "OPERAND": chosen.operand,
+        "ROWS": chosen.rows,
+        "COLUMNS": chosen.columns,
+        "BLOCK_K": chosen.channels,
+        "NATIVE": target_of(x.device).native_e4m3,
+        "W_UNIT": unit,
+        "STAGES": chosen.stages,
+        "TOGETHER": chosen.together,
+        "num_warps": chosen.num_warps,
+    }
+    given = {"weight_format": weight_format, "quantize": coded}
+    rows, row_scales = operand_rows(x, chosen.operand, **given)
+    packed_up_kernel[(2 * width // chosen.rows, blocks)](
+        rows,
+        row_scales,
+        ids,
+        weights,
+        order,
+        table,
+        *(up1.first, up1.stride, up1.table),
+        *(up1_scales.first, up1_scales.stride, up1_scales.table),
+        *(up3.first, up3.stride, up3.table),
+        *(up3_scales.first, up3_scales.stride, up3_scales.table),
+        inner,
+        blocks,
+        expert_offset,
+        count,
+        k,
+        d,
+        matrices[0][0].shape[1],
+        scales[0][0].shape[1],
+        width,
+        float(swiglu_limit),
+        **options,
+    )
+    rows, row_scales = operand_rows(inner, chosen.operand, **given)
+    packed_down_kernel[(d // chosen.rows, blocks)](
+        rows,
+        row_scales,
+        ids,
+        order,
+        table,
+        *(down.first, down.stride, down.table),
+        *(down_scales.first, down_scales.stride, down_scales.table),
+        results,
+        blocks,
+        expert_offset,
+        count,
+        width,
+        matrices[2][0].shape[1],
+        scales[2][0].shape[1],
+        d,
+        **options,
+    )
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every tile with lists and with stacks, for what the activations may be."""
+    for weight_format, coded in (("mxfp4", True), ("mxfp4", False), ("fp8", True)):
+        seen: set[PackedTile] = set()
+        for pairs in (6, 256 * 6, 4096 * 6):
+            chosen = packed_tile(pairs, 256, weight_format, coded, target)
+            if chosen in seen:
+                continue
+            for dtype in _DTYPES if coded and not seen else ("bf16",):
+                for kernel in (packed_up_kernel, packed_down_kernel):
+                    yield _build(target, kernel, weight_format, dtype, chosen, not seen)
+            seen.add(chosen)
+
+
+def _build(
+    target: Target,
+    kernel: triton.JITFunction,
+    weight_format: str,
+    dtype: str,
+    chosen: PackedTile,
+    lists: bool,
+) -> Build:
+    given, result = ("x", "inner") if kernel is packed_up_kernel else ("inner", "out")
+    operands = {tl.float8e4nv: "*u8", tl.float16: "*fp16", tl.bfloat16: "*bf16"}
+    coded = chosen.operand != tl.bfloat16
+    types = {result: f"*{dtype}", given: operands[chosen.operand], "ids": "*i32"}
+    types |= {"weights": "*fp32", "limit": "fp32", "order": "*i32", "blocks": "*i32"}
+    integers = ("count", "offset", "experts", "per_token", "width", "w_row", "s_row", "n")
+    types |= dict.fromkeys(integers, "i32")
+    if coded:
+        types[f"{given}_scales"] = "*fp32"
+    for matrix in ("w1", "w3", "w2", "s1", "s3", "s2"):
+        types[matrix] = "*u8"
+        types[f"{matrix}_stride"] = "i32"
+        if lists:
+            types[f"{matrix}_table"] = "*i64"
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    sizes = {
+        "FORMAT": weight_format,
+        "OPERAND": chosen.operand,
+        "ROWS": chosen.rows,
+        "COLUMNS": chosen.columns,
+        "BLOCK_K": chosen.channels,
+        "NATIVE": target.native_e4m3,
+        "W_UNIT": 16,
+        "STAGES": chosen.stages,
+        "TOGETHER": chosen.together,
+    }
+    absent = {name: None for name in kernel.arg_names if name not in types and name not in sizes}
+    strides = tuple(name for name in types if name.endswith("_stride"))
+    return Build(
+        f"{weight_format} as {chosen.operand}, {dtype}, {chosen.columns} columns"
+        + ", lists" * lists,
+        kernel,
+        types,
+        absent | sizes,
+        num_warps=chosen.num_warps,
+        divisible=("width", "w_row", "s_row", "n", *strides),
+        matrix=True,
+    )
