@@ -5,7 +5,7 @@ import torch
 from paged import a_device
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_plan
+from anymla.ops.sparse_attention import sparse_attention, sparse_attention_plan, support
 from anymla.ops.sparse_attention.schedule import Stream
 from anymla.testing.conformance.scene import Scene, scope
 from anymla.testing.device_bridge import on_device, to_device
@@ -64,7 +64,8 @@ def attention():
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize("stale", [False, True])
-def test_results_do_not_depend_on_it(attention, heads, stale):
+def test_results_do_not_depend_on_it(attention, heads, stale, monkeypatch):
+    monkeypatch.setattr(support, "PLANS", True)
     tokens, widths = 60, (128, 1500)
     lengths = [torch.randint(0, width + 1, (tokens,)) for width in widths]
     made = Scene(

@@ -12,6 +12,7 @@ from anymla.layers.compressor import Compressor, SharedProjection
 from anymla.layers.indexer import Indexer, IndexQueries
 from anymla.layers.linear import Linear, LinearPair
 from anymla.layers.output_projection import OutputProjection
+from anymla.layers.plans import Plans
 from anymla.layers.prefill_rows import PrefillRows
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
@@ -147,12 +148,12 @@ class AttentionLayer(nn.Module):
     ) -> Tensor:
         """Attention outputs [T, H, D]: by slots, and from one workspace where the step has one."""
         if chunk is None:
-            return self._attend_slots(q, step.window, entries, cache, None)
+            return self._attend_slots(q, step.window, entries, cache, step.plans, None)
         out = torch.empty_like(q)
         before = chunk.first_token
         if before:
             window, some = step.window.first(before), _first(entries, before)
-            self._attend_slots(q[:before], window, some, cache, out[:before])
+            self._attend_slots(q[:before], window, some, cache, step.plans, out[:before])
         with scratch_scope():
             prefill_attention(
                 q[before:],
@@ -168,7 +169,13 @@ class AttentionLayer(nn.Module):
         return out
 
     def _attend_slots(
-        self, q: Tensor, window: Rows, entries: Rows | None, cache: LayerCache, out: Tensor | None
+        self,
+        q: Tensor,
+        window: Rows,
+        entries: Rows | None,
+        cache: LayerCache,
+        plans: Plans,
+        out: Tensor | None,
     ) -> Tensor:
         output: Tensor = sparse_attention(
             q,
@@ -181,6 +188,7 @@ class AttentionLayer(nn.Module):
             extra_lengths=None if entries is None else entries.lengths,
             layout=cache.format.main,
             extra_layout=cache.format.main,
+            plan=self._plan(q, window, entries, plans),
             out=out,
             backend=self.backend,
         )[0]
@@ -198,7 +206,9 @@ class AttentionLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """As ``_attend``, then rotated back and quantised: codes and scales by group."""
         if chunk is None:
-            return self._slots_quantised(q, step.window, entries, cache, step.positions, cos_sin)
+            return self._slots_quantised(
+                q, step.window, entries, cache, step.plans, step.positions, cos_sin
+            )
         before = chunk.first_token
         with scratch_scope():
             quantised: tuple[Tensor, Tensor] = prefill_attention_fp8_quant(
@@ -221,6 +231,7 @@ class AttentionLayer(nn.Module):
             step.window.first(before),
             _first(entries, before),
             cache,
+            step.plans,
             step.positions[:before],
             cos_sin,
         )
@@ -234,6 +245,7 @@ class AttentionLayer(nn.Module):
         window: Rows,
         entries: Rows | None,
         cache: LayerCache,
+        plans: Plans,
         positions: Tensor,
         cos_sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -249,14 +261,21 @@ class AttentionLayer(nn.Module):
             "extra_layout": cache.format.main,
         }
         if q.is_cuda and self.backend is None and _at_once(given, named):
-            quantised = sparse_attention_fp8_quant(*given, **named)
+            plan = self._plan(q, window, entries, plans)
+            quantised = sparse_attention_fp8_quant(*given, **named, plan=plan)
         else:
-            o = self._attend_slots(q, window, entries, cache, None)
+            o = self._attend_slots(q, window, entries, cache, plans, None)
             quantised = inverse_rope_fp8_quant(
                 o, positions, cos_sin, n_groups=self.output.groups, backend=self.backend
             )
         codes, scales = quantised
         return codes, scales
+
+    def _plan(self, q: Tensor, window: Rows, entries: Rows | None, plans: Plans) -> Tensor | None:
+        """How the kernels share out what all layers of this kind list."""
+        if self.backend is not None:
+            return None
+        return plans.of(self.spec.compressed_group, q.shape[1], window, entries)
 
     def _chunk_rows(self, chunk: PrefillRows, cache: LayerCache, dtype: torch.dtype) -> Tensor:
         return chunk.decode(

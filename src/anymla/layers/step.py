@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from anymla.layers.plans import Plans
 from anymla.layers.side_stream import INLINE, SideStream
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Step:
         chunks: by compressed group, or the window's for layers without one, what the prefill
             requests can see, where attention reads it as one workspace instead of by slots.
         side: where work goes that may run beside the query's projection.
+        plans: of attention by slots, made by the first layer of a kind.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
             request-local selection [T, K], "experts" with the expert ids [T, k].
     """
@@ -91,4 +93,5 @@ class Step:
     padded: bool = False
     chunks: Mapping[str, PrefillRows] = dataclasses.field(default_factory=dict)
     side: SideStream = INLINE
+    plans: Plans = dataclasses.field(default_factory=Plans)
     recorder: Recorder | None = None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops.attention_output.support import TURNED
 from anymla.ops.output_projection.triton_rotate import rotate_quantise
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.gluon_sm90_attention import Call, attend
@@ -49,7 +50,8 @@ def sparse_attention_fp8_quant(
             plan,
         )
         numbers = (call.q, call.scopes, call.sink, call.scale, float("-inf"), call.schedule)
-        if FUSED_WHOLE or (call.schedule.cut and call.schedule.stream == Stream.NO):
+        whole = FUSED_WHOLE and cos_sin_cache.shape[1] == TURNED
+        if whole or (call.schedule.cut and call.schedule.stream == Stream.NO):
             attend(*numbers, call.q, lse, to, call.plan)
         else:
             out = scratch(tuple(q.shape), q.dtype, q.device)

@@ -15,7 +15,7 @@ from anymla.ops.sparse_attention.support import gluon_attention_support
 TURNED = 64
 VALUES = 512
 # Whether decode's kernels are chosen without having been named.
-AUTOMATIC_DECODE = False
+AUTOMATIC_DECODE = True
 
 
 def gluon_support(

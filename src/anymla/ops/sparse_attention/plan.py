@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 
+import torch
 from torch import Tensor
 
 from anymla.ops._check import INT32, check
+from anymla.ops.sparse_attention import support
 from anymla.ops.sparse_attention.schedule import Stream, choose
-from anymla.ops.sparse_attention.support import runs_gluon
 
 
 def sparse_attention_plan(
@@ -35,7 +36,7 @@ def sparse_attention_plan(
 
     Returns:
         For ``plan`` of ``sparse_attention``: int32 on the lengths' device. None where a plan gains
-        nothing: other devices, full lists, few or short ones.
+        nothing (other devices, full lists, few or short ones), and under torch.compile.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device of lengths.
@@ -43,7 +44,9 @@ def sparse_attention_plan(
     name = "sparse_attention_plan"
     check(name, lengths=(lengths, "T", INT32), extra_lengths=(extra_lengths, "T", INT32))
     some = extra_lengths if lengths is None else lengths
-    if some is None or not len(some) or not heads or not runs_gluon(some.device):
+    if some is None or not len(some) or not heads or torch.compiler.is_compiling():
+        return None
+    if not (support.PLANS and support.runs_gluon(some.device)):
         return None
     from anymla.ops.sparse_attention.triton_attention import multiprocessors
 

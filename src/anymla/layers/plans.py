@@ -1,0 +1,42 @@
+"""Plans of attention that the layers of a step share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from anymla.ops.sparse_attention import sparse_attention_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from anymla.layers.step import Rows
+
+
+class Plans:
+    """Plans of one step, each made by the first layer that needs it."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        self._made: dict[Hashable, Tensor | None] = {}
+
+    def of(self, kind: str | None, heads: int, window: Rows, entries: Rows | None) -> Tensor | None:
+        """The plan of a layer, for ``sparse_attention``.
+
+        Args:
+            kind: what its lists have in common with those of other layers.
+            heads: query heads.
+            window: rows of the first cache.
+            entries: rows of the second, or None.
+        """
+        extra = None if entries is None else entries.indices.shape[-1]
+        key = (kind, heads, window.indices.shape, extra)
+        if key not in self._made:
+            self._made[key] = sparse_attention_plan(
+                window.lengths,
+                None if entries is None else entries.lengths,
+                heads=heads,
+                width=window.indices.shape[-1],
+                extra_width=extra,
+            )
+        return self._made[key]
