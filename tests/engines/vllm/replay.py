@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import collections
 import gzip
-import importlib.abc
-import importlib.machinery
 import json
 import sys
 import types
@@ -20,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import measures
+import stand_ins
+import streams
 import torch
 from torch import Tensor, nn
 
@@ -29,51 +29,11 @@ Measures = dict[str, dict[str, float]]  # of each part
 
 LONGEST = 4096  # tokens of a request that a captured step has to serve
 
-_context = types.SimpleNamespace(attn_metadata=None)
-
-
-class _StandIn(types.ModuleType):
-    """A module of vLLM's in which every class exists, and is empty."""
-
-    __path__: Sequence[str] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if not name[0].isupper():
-            raise AttributeError(name)  # a module in it
-        made = type(name, (nn.Module,), {"__module__": self.__name__})
-        setattr(self, name, made)
-        return made
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins for everything in ``vllm``."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] != "vllm":
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: Any) -> None:
-        if module.__name__ == "vllm.forward_context":
-            module.get_forward_context = lambda: _context
-        if module.__name__ == "vllm.config":
-            module.get_current_vllm_config = lambda: None
-        if module.__name__ == "vllm.platforms":
-            module.current_platform = types.SimpleNamespace(
-                is_cuda=lambda: True,
-                is_rocm=lambda: False,
-                device_name="cuda",
-                get_device_capability=lambda: types.SimpleNamespace(major=9, minor=0),
-            )
-
-
-sys.meta_path.insert(0, _Finder())
+stand_ins.install()
 
 from anymla.engines.vllm.attention import AnymlaAttention  # noqa: E402
 from anymla.engines.vllm.compressor import AnymlaCompressor  # noqa: E402
+from anymla.engines.vllm.hyper_connection import FUNCTIONS  # noqa: E402
 from anymla.engines.vllm.indexer import AnymlaIndexer, AnymlaSparseAttnIndexer  # noqa: E402
 
 
@@ -172,7 +132,7 @@ class Layer:
         """One step in the order of vLLM's layer; the results of its parts by name."""
         fields = step["metadata"]["fields"]
         metadata = {name: types.SimpleNamespace(**each) for name, each in fields.items()}
-        _context.attn_metadata = metadata
+        stand_ins.context.attn_metadata = metadata
         query, attention = step["query"], self.attention
         positions, found = query["positions"], {}
         found["q"] = attention._fused_qnorm_rope_kv_insert(
@@ -271,6 +231,27 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+def stream_functions(device: torch.device) -> dict[str, float]:
+    """The hyper-connection functions of vLLM's CUDA models beside themselves on a CPU.
+
+    There they are compared with vLLM's own.
+    """
+    worst = 0.0
+    for name, (arguments, keywords) in streams.calls().items():
+        results = []
+        for place in (device, torch.device("cpu")):
+            put = [_put_on(each, place) for each in arguments]
+            ours = FUNCTIONS[name](*put, **{k: _put_on(v, place) for k, v in keywords.items()})
+            results.append(ours if isinstance(ours, tuple) else (ours,))
+        for mine, other in zip(*results, strict=True):
+            worst = max(worst, measures.ulps(mine.cpu().flatten(1), other.flatten(1)))
+    return {"ulps": worst, "calls": len(streams.calls())}
+
+
+def _put_on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
 def replay(path: Path, device: torch.device) -> list[dict[str, Any]]:
     """The worst of every part, as ``compare.report``."""
     worst: dict[tuple[str, int, str], dict[str, float]] = collections.defaultdict(dict)
@@ -288,6 +269,7 @@ def replay(path: Path, device: torch.device) -> list[dict[str, Any]]:
                     seen[name] = value if value != value or value > known else known
         if device.type == "cuda":
             worst["captured", layer.ratio, "decode"] = {"bytes_that_differ": layer.captured()}
+    worst["hyper-connections", 0, "decode"] = stream_functions(device)
     keys = ("part", "ratio", "phase")
     return [dict(zip(keys, key, strict=True)) | values for key, values in sorted(worst.items())]
 

@@ -11,7 +11,7 @@ from measures import E4M3_STEP
 HERE = Path(__file__).parent
 RECORD = "ANYMLA_VLLM_RECORD"  # a file that `make test-vllm` writes, and that the test here reads
 PARTS = {"query", "attention", "output projection", "window rows", "compressed rows"}
-PARTS |= {"index rows", "index query", "index weights", "selection"}
+PARTS |= {"index rows", "index query", "index weights", "selection", "hyper-connections"}
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import streams
 import torch
 import vllm.model_executor.kernels.mhc as vllm_streams
 from torch import Tensor, nn
@@ -19,19 +20,13 @@ from vllm.models.deepseek_v4.xpu import model as xpu_model
 from anymla.engines.vllm import attention, hyper_connection, indexer, model, report
 from anymla.formats.fp8_block import dequantize_fp8_weight, quantize_fp8_weight
 
-TOKENS, STREAMS, WIDTH = 5, 4, 256
-GATES = (2 + STREAMS) * STREAMS
-NUMBERS = (1e-6, 1e-6, 1e-6, 2.0, 20)  # three epsilons, factor on the post gates, iterations
-
 
 def stream_functions() -> dict[str, float]:
     """Largest difference of each function for CUDA from vLLM's in plain torch."""
-    ours = hyper_connection.FUNCTIONS
-    x, weight = bf16(TOKENS, WIDTH), bf16(WIDTH)
-    streams = bf16(TOKENS, STREAMS, WIDTH)
-    gates = torch.rand(TOKENS, STREAMS, 1), torch.rand(TOKENS, STREAMS, STREAMS)
-    fn, scale, base = torch.randn(GATES, STREAMS * WIDTH) / 32, torch.randn(3), torch.randn(GATES)
-    normed = {"norm_weight": weight, "norm_eps": 1e-6}
+    made = streams.calls()
+    (h, *site), normed = made["mhc_pre_tilelang"]
+    (x, _, *gates), _ = made["mhc_post_tilelang"]
+    weight = normed["norm_weight"]
 
     def norm(y: Tensor) -> Tensor:
         wide = y.float()
@@ -39,32 +34,22 @@ def stream_functions() -> dict[str, float]:
         return (scaled * weight.float()).to(torch.bfloat16)
 
     def their_pre(h: Tensor) -> tuple[Tensor, ...]:
-        post, comb, y = vllm_streams.mhc_pre_torch(h, fn, scale, base, *NUMBERS)
+        post, comb, y = vllm_streams.mhc_pre_torch(h, *site)
         return post, comb, norm(y)
 
-    repeated = x.unsqueeze(1).expand(-1, STREAMS, -1).contiguous()
-    expanded = vllm_streams.mhc_post_torch(x, streams, *gates)
-    arguments = (fn, scale, base, *NUMBERS)
-    return {
-        "mhc_pre_tilelang": apart(
-            ours["mhc_pre_tilelang"](streams, *arguments, **normed), their_pre(streams)
-        ),
-        "mhc_pre_broadcast_tilelang": apart(
-            ours["mhc_pre_broadcast_tilelang"](x, *arguments, **normed, fn_broadcast=fn),
-            (repeated, *their_pre(repeated)),
-        ),
-        "mhc_post_tilelang": apart((ours["mhc_post_tilelang"](x, streams, *gates),), (expanded,)),
-        "mhc_fused_post_pre_tilelang": apart(
-            ours["mhc_fused_post_pre_tilelang"](
-                x, streams, *gates, *arguments, n_splits=1, tile_n=1, **normed
-            ),
-            (expanded, *their_pre(expanded)),
-        ),
+    repeated = x.unsqueeze(1).expand(-1, streams.STREAMS, -1).contiguous()
+    expanded = vllm_streams.mhc_post_torch(x, h, *gates)
+    theirs = {
+        "mhc_pre_tilelang": their_pre(h),
+        "mhc_pre_broadcast_tilelang": (repeated, *their_pre(repeated)),
+        "mhc_post_tilelang": (expanded,),
+        "mhc_fused_post_pre_tilelang": (expanded, *their_pre(expanded)),
     }
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape).to(torch.bfloat16)
+    found = {}
+    for name, (arguments, keywords) in made.items():
+        ours = hyper_connection.FUNCTIONS[name](*arguments, **keywords)
+        found[name] = apart(ours if isinstance(ours, tuple) else (ours,), theirs[name])
+    return found
 
 
 def apart(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
@@ -80,7 +65,7 @@ def apart(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
 
 def decoded_weights() -> dict[str, bool]:
     """Whether a projection in each format that vLLM loads is decoded to its exact values."""
-    dense = bf16(256, 512)
+    dense = streams.bf16(256, 512)
     result = {"bf16": torch.equal(attention._decoded(layer_of(dense)), dense)}
     for name in ("ue8m0", "fp32"):
         codes, scales = quantize_fp8_weight(dense, name)

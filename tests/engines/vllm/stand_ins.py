@@ -1,0 +1,58 @@
+"""Modules of vLLM's in which every class exists and is empty, for machines without vLLM."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+# What ``get_forward_context`` returns: the metadata of the step that runs.
+context = types.SimpleNamespace(attn_metadata=None)
+
+
+class _StandIn(types.ModuleType):
+    """One of them."""
+
+    __path__: Sequence[str] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name[0].isupper():
+            raise AttributeError(name)  # a module in it
+        made = type(name, (nn.Module,), {"__module__": self.__name__})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stand-ins for everything in ``vllm``."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "vllm":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        if module.__name__ == "vllm.forward_context":
+            module.get_forward_context = lambda: context
+        if module.__name__ == "vllm.config":
+            module.get_current_vllm_config = lambda: None
+        if module.__name__ == "vllm.platforms":
+            module.current_platform = types.SimpleNamespace(
+                is_cuda=lambda: True,
+                is_rocm=lambda: False,
+                device_name="cuda",
+                get_device_capability=lambda: types.SimpleNamespace(major=9, minor=0),
+            )
+
+
+def install() -> None:
+    """From now on ``import vllm`` finds stand-ins; the platform is CUDA, sm_90."""
+    sys.meta_path.insert(0, _Finder())
