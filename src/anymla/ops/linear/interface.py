@@ -10,6 +10,7 @@ from torch import Tensor
 from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
 from anymla.ops._triton import float32_support, triton_support
 from anymla.ops.linear import reference, torch_linear, vendor_linear
+from anymla.ops.linear.scaled_support import scaled_support
 
 _BYTES = torch.uint8
 
@@ -202,3 +203,6 @@ linear.register_lazy("triton", _TRITON, supports=triton_support)
 linear_float32.register_lazy("triton", _TRITON, supports=triton_support)
 for _operation in (fp8_block_linear, mxfp4_linear, nvfp4_linear):
     _operation.register_lazy("triton", _TRITON, supports=float32_support)
+mxfp4_linear.register_lazy(
+    "triton_scaled", "anymla.ops.linear.triton_scaled", supports=scaled_support
+)
