@@ -23,7 +23,7 @@ from anymla.bench.page.table import Table, slug
 
 def peer_figure(rows: list[Row]) -> Figure | None:
     """A line a kind of call, over its size."""
-    groups: dict[str, list[Point]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Point]] = defaultdict(list)
     compared = []
     for row in rows:
         mine, batch = own_us(row), batch_of(row)
@@ -33,20 +33,27 @@ def peer_figure(rows: list[Row]) -> Figure | None:
             if "scores only" in name:
                 continue  # half of what is timed here
             label = f"{case_of(row)}: {mine:.4g} us, {name} {theirs:.4g} us"
-            groups[f"{name}: {series_of(row)}"].append(Point(batch, theirs / mine, label))
+            groups[name, series_of(row)].append(Point(batch, theirs / mine, label))
             compared.append(row)
     if not groups:
         return None
-    names = sorted(groups, key=in_order)
-    series = [line(name, groups[name]) for name in names]
+    others = sorted({name for name, _ in groups})
+    named = {
+        name if len(others) == 1 else f"{other}: {name}": points
+        for (other, name), points in groups.items()
+    }
+    series = [line(name, named[name]) for name in sorted(named, key=in_order)]
     xs = [point.x for points in groups.values() for point in points]
     even = Series(
         "as fast as the other", (Point(min(xs), 1, ""), Point(max(xs), 1, "")), limit=True
     )
     part = part_of(compared[0])
+    shown, than = part.replace(f" beside {others[0]}", ""), others[0]
+    if len(others) > 1:
+        shown, than = part, "others"
     return Figure(
         "peers-" + re.sub(r"\W+", "-", part.lower()),
-        f"Times as fast as others: {part}",
+        f"Times as fast as {than}: {shown}",
         "tokens of context" if "kind" in compared[0] else "batch: tokens or requests",
         "their time / ours",
         (*series, even),
