@@ -67,6 +67,7 @@ td.number { text-align: right; white-space: nowrap; }
 td.bad { color: var(--bad); font-weight: 600; }
 th { white-space: nowrap; } td:first-child { min-width: 7rem; }
 #conformance td:first-child { min-width: 0; } #conformance td:nth-child(2) { min-width: 12rem; }
+#conformance th { white-space: normal; overflow-wrap: break-word; min-width: 3.5rem; }
 summary { cursor: pointer; font-weight: 600; }
 @media (max-width: 640px) {
   body { padding: .6rem; } section { padding: .7rem; }
@@ -200,7 +201,7 @@ def _cell(text: str) -> str:
     if text.startswith("!"):
         aligned = " number" if text.endswith("slower") else ""
         return f'<td class="bad{aligned}">{escape(text[1:])}</td>'
-    number = re.fullmatch(r"[\d.,e+-]+", text)
+    number = re.fullmatch(r"[\d.,e+-]*\d", text)
     return f"<td{' class=number' if number else ''}>{escape(text)}</td>"
 
 
