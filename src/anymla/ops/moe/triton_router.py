@@ -100,7 +100,7 @@ def _ordered(score):
 
 
 @triton.jit(do_not_specialize=["tokens", "vocabulary"])
-def select_kernel(
+def route_kernel(
     partial,
     bias,
     is_valid,
@@ -196,7 +196,7 @@ def _route(
         EXPERTS=chosen.experts,
         BLOCK_K=chosen.channels,
     )
-    select_kernel[(triton.cdiv(tokens, chosen.selected),)](
+    route_kernel[(triton.cdiv(tokens, chosen.selected),)](
         partial,
         bias,
         is_valid,
@@ -275,7 +275,7 @@ def _selection(experts: int, by_table: bool, padded: bool) -> Build:
     pointers = ("bias", "is_valid", "token_ids", "table")
     return Build(
         f"{experts} experts by {'table' if by_table else 'bias'}{', padded' if padded else ''}",
-        select_kernel,
+        route_kernel,
         types,
         {
             **{name: None for name in pointers if name not in types},
