@@ -72,9 +72,6 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-# ---- the page ------------------------------------------------------------------------------------
-
-
 def test_the_recorded_rows_make_a_page_that_loads_nothing(tmp_path) -> None:
     output = tmp_path / "report.html"
     result = CliRunner().invoke(
@@ -134,9 +131,6 @@ def test_nothing_recorded_is_said() -> None:
 def test_text_of_rows_cannot_become_markup() -> None:
     rows = [{**PEERS[0], "case": "<script>8 tokens"}, {**PEERS[1], "case": "<script>9 tokens"}]
     assert "<script" not in page(figures(rows), tables(rows, RESULTS), "`<b>`")
-
-
-# ---- against other libraries ---------------------------------------------------------------------
 
 
 def test_a_shape_that_loses_is_below_the_line_and_marked() -> None:
@@ -266,9 +260,6 @@ def test_sources_say_each_thing_once() -> None:
     )
 
 
-# ---- drawing -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("values", "log", "ends", "ticks"),
     [
@@ -313,9 +304,6 @@ def test_plots(tmp_path) -> None:
     for figure in (next(f for f in made if isinstance(f, kind)) for kind in (Figure, Bars, Stacks)):
         write_png(figure, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def test_tables_of_a_document_are_renewed_between_their_marks() -> None:

@@ -18,9 +18,6 @@ def conformance(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["conformance", *map(str, arguments)])
 
 
-# ---- libraries that --against names below --------------------------------------------------------
-
-
 def sinkless(*args, sink=None, **rest):
     return sparse_attention(*args, backend="torch", **rest)
 
@@ -92,9 +89,6 @@ GOOD_FLASH_MLA, LEAKING_FLASH_MLA = _fake_adapter(False), _fake_adapter(True)
 
 def here(attribute: str) -> str:
     return f"{__name__}:{attribute}"
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_every_case_is_listed_with_its_story() -> None:
@@ -198,9 +192,6 @@ def test_unusable_words_are_one_line_and_exit_code_2(words, message) -> None:
     assert "Traceback" not in result.output
 
 
-# ---- FlashMLA's adapter --------------------------------------------------------------------------
-
-
 def test_a_library_with_flash_mlas_conventions_passes() -> None:
     chosen = [word for name in ("A1", "A2", "A10", "I9", "L3", "L6") for word in ("--case", name)]
     result = conformance(
@@ -218,9 +209,6 @@ def test_a_nan_row_beyond_the_length_is_shown() -> None:
     assert "plain rows, NaN behind the lengths: out: 4096 of 4096 elements differ in being NaN" in (
         result.output
     )
-
-
-# ---- this package's own stand-ins, and vLLM's path -----------------------------------------------
 
 
 def test_the_compatible_names_pass_what_they_are_judged_by() -> None:

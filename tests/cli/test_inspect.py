@@ -33,9 +33,6 @@ def copy(tiny: Path, target: Path, **changes: torch.Tensor | None) -> Path:
     return target
 
 
-# ---- checkpoints --------------------------------------------------------------------------------
-
-
 def test_what_is_in_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     report = report_of(tmp_path / "out.json", "--checkpoint", tiny)
     tensors = load_file(tiny / "model.safetensors")
@@ -123,9 +120,6 @@ def test_declared_draft_layers_that_are_absent(tiny: Path, tmp_path: Path) -> No
     assert (report["ok"], report["mtp_layers"], report["mtp_layers_declared"]) == (True, 0, 1)
 
 
-# ---- cache pages --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
     """Two pages of three entries; four rows are final, one of them has a NaN, one is zero."""
@@ -188,9 +182,6 @@ def test_an_empty_dump(tmp_path: Path) -> None:
     assert inspect("--cache", tmp_path / "page").exit_code == 0
 
 
-# ---- what is refused ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -220,9 +211,6 @@ def test_truncated_checkpoint(tiny: Path, tmp_path: Path) -> None:
     result = inspect("--checkpoint", directory)
     assert result.exit_code == 2
     assert "model.safetensors: truncated or overwritten" in result.stderr
-
-
-# ---- verifying, comparing and converting caches -------------------------------------------------
 
 
 def filled_dump(path: Path, layout_id: str = "v4_main_fp8", rows: int = 20) -> Path:

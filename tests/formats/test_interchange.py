@@ -43,9 +43,6 @@ def rows_of(cache: torch.Tensor, layout_id: str) -> torch.Tensor:
     return dump_layout(layout_id).read(cache, slots, torch.float64)
 
 
-# ---- layouts that no operation reads -------------------------------------------------------------
-
-
 def test_golden_bytes_of_an_entry() -> None:
     row = torch.zeros(1, 512)
     row[0, 0], row[0, 1], row[0, 2], row[0, 448] = 448.0, -0.875, -0.0, 1.0
@@ -90,9 +87,6 @@ def test_operations_do_not_take_them() -> None:
             quantize_and_insert_k_cache(rows, cache, slots, layout=layout_id)
     with pytest.raises(ValueError, match=r"unknown cache layout 'v5'; known: .*fnuz"):
         dump_layout("v5")
-
-
-# ---- converting ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(MAIN, 2)))
@@ -144,9 +138,6 @@ def test_rows_of_other_widths_are_refused() -> None:
         convert_cache(filled(MAIN_FP8), MAIN_FP8, ROWS_BF16_512, rows=113)
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout_id", DUMP_LAYOUT_IDS)
 def test_dumps_of_every_layout(tmp_path, layout_id: str) -> None:
     cache = filled(layout_id, rows=20, entries=7)
@@ -183,9 +174,6 @@ def test_bare_bytes_of_a_page(tmp_path) -> None:
         read_page(path, MAIN_FP8, 16)
     with pytest.raises(CacheDumpError, match="cannot be read"):
         read_page(tmp_path / "none", MAIN_FP8, 16)
-
-
-# ---- verifying -----------------------------------------------------------------------------------
 
 
 def problems(cache: torch.Tensor, layout_id: str, rows: int) -> dict[str, tuple[int, int, bool]]:

@@ -131,9 +131,6 @@ def test_translated_names_lead_to_the_stored_tensor(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensor("embed.weight"), torch.ones(2, 2))
 
 
-# ---- what is refused ----------------------------------------------------------------------------
-
-
 def refused(directory: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         Checkpoint.open(directory)

@@ -97,9 +97,6 @@ def test_no_scaling_at_all() -> None:
     assert ModelConfig.from_dict(flash("rope_scaling")).yarn is None
 
 
-# ---- what transformers' own class writes --------------------------------------------------------
-
-
 def through_transformers(values: dict[str, Any], directory: Path) -> ModelConfig:
     from transformers import DeepseekV4Config
     from transformers.utils import logging
@@ -144,8 +141,6 @@ def test_transformers_compress_rates(tmp_path: Path) -> None:
     )
     assert through_transformers(values, tmp_path).compress_ratios == (64, 0, 4, 0)
 
-
-# ---- what is refused ----------------------------------------------------------------------------
 
 OVERLONG = [*FLASH["compress_ratios"], 4]
 NESTED = SPELLINGS["nested"]["rope_parameters"]

@@ -33,9 +33,6 @@ def weights_of(directory: Path) -> Weights:
     return load_weights(Checkpoint.open(directory), config, progress=False)
 
 
-# ---- what comes out -----------------------------------------------------------------------------
-
-
 def test_linears_come_as_they_are_stored(fp4: Path) -> None:
     weights = weights_of(fp4)
     fp8 = weights.linear(FP8)
@@ -148,9 +145,6 @@ def test_progress_bar_counts_every_byte(fp4: Path, capsys: pytest.CaptureFixture
     assert "loading: 100%" in capsys.readouterr().err
     load_model(fp4, progress=False)
     assert capsys.readouterr().err == ""
-
-
-# ---- what is refused ----------------------------------------------------------------------------
 
 
 def replace(name: str, value: torch.Tensor) -> Callable[[Tensors], Any]:

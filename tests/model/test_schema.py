@@ -122,9 +122,6 @@ def test_tied_embeddings_need_no_head() -> None:
     assert not expected_plain(ModelConfig.from_dict(FLASH))["head.weight"].optional
 
 
-# ---- linear layers in their kinds ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tensors", "kind"),
     [

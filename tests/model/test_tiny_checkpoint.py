@@ -166,9 +166,6 @@ def test_hash_table_names_different_experts(written: tuple[Path, Path]) -> None:
     assert set(table.flatten().tolist()) == set(range(SMALL.experts))
 
 
-# ---- random numbers -----------------------------------------------------------------------------
-
-
 def test_noise_is_pinned() -> None:
     """Golden values: changing them changes every tiny checkpoint."""
     sample = Noise(0).normal("embed.weight", 2, 3)
@@ -189,9 +186,6 @@ def test_noise_is_normal_enough() -> None:
     assert float(sample.abs().max()) < 3.46
     other = Noise(3).normal("y", n).double()
     assert abs(float((sample * other).mean())) < 5 / n**0.5
-
-
-# ---- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
