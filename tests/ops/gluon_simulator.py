@@ -147,16 +147,25 @@ class Shared:
 
 
 class _Copies:
-    """Rows that a partition's threads are copying."""
+    """Rows that a partition's threads are copying, in groups."""
 
     def __init__(self):
-        self.under_way = 0
+        self.under_way = [0]
 
-    def landed(self):
-        self.under_way -= 1
+    def start(self):
+        group = len(self.under_way) - 1
+        self.under_way[group] += 1
 
-    def done(self, parity) -> bool:
-        return self.under_way == 0
+        def landed():
+            self.under_way[group] -= 1
+
+        return landed
+
+    def commit(self):
+        self.under_way.append(0)
+
+    def done(self, outstanding) -> bool:
+        return not any(self.under_way[: len(self.under_way) - 1 - outstanding])
 
 
 class Machine:
@@ -168,7 +177,7 @@ class Machine:
         self.programs = programs
         self.flights: list = []  # copies under way: (partition, place, what happens when it lands)
         self.reading: dict = {}  # partition -> places its products in flight read, oldest first
-        self.copying: dict = {}  # partition -> its _Copies
+        self.copying: dict = {}
         self.current = None
         self.error: BaseException | None = None
         self.steps = 0
@@ -179,6 +188,7 @@ class Machine:
         names = [function.__name__ for function, _ in partitions]
         self.turns = {name: threading.Semaphore(0) for name in names}
         self.waiting = dict.fromkeys(names)
+        self.copying = {name: _Copies() for name in names}
         self.alive = set(names)
         # A run has its favourites, so that some partition is far ahead wherever it may be.
         self.weights = {name: 10 ** self.random.uniform(-1.5, 1.5) for name in names}
@@ -325,14 +335,14 @@ class Machine:
 
     def load_rows(self, shared, pointer, mask):
         value = load(pointer, mask=mask, other=0)
-        mine = self.copying.setdefault(self.current, _Copies())
-        mine.under_way += 1
-        self.copy(shared, value, mine.landed)
+        self.copy(shared, value, self.copying[self.current].start())
+
+    def commit_group(self):
+        self.copying[self.current].commit()
 
     def wait_group(self, outstanding):
-        """Wait until all rows that this partition copies are there."""
-        assert outstanding == 0
-        self.wait_for(self.copying.setdefault(self.current, _Copies()), 0)
+        """Wait until all rows that this partition copies are there, but the last groups."""
+        self.wait_for(self.copying[self.current], outstanding)
 
     def arrive_after_copies(self, barrier, increment_count):
         assert increment_count is False
@@ -473,6 +483,7 @@ def _namespace(machine: Machine) -> dict:
         reshape=lambda x, shape: x.reshape(shape).as_subclass(_Typed),
         permute=lambda x, order: x.permute(order),
         split=lambda x: x.unbind(-1),
+        join=lambda a, b: torch.stack((a, b), -1),
         abs=torch.abs,
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
@@ -508,7 +519,7 @@ def _namespace(machine: Machine) -> dict:
         "tma": types.SimpleNamespace(store_wait=machine.store_wait),
         "async_copy": types.SimpleNamespace(
             mbarrier_arrive=machine.arrive_after_copies,
-            commit_group=lambda: None,
+            commit_group=machine.commit_group,
             wait_group=machine.wait_group,
         ),
         "fence_async_shared": lambda: None,
