@@ -95,33 +95,50 @@ class Memory:
 
 
 class Shared:
-    """Shared memory, or a view of it."""
+    """Shared memory, or a view of it; of matrices, tiles with rows of 128 bytes."""
 
-    def __init__(self, tensor):
-        self._tensor = tensor
+    _ROW = 128
+
+    def __init__(self, tensor, memory=None, turned=False):
+        self._tensor = tensor  # the last dimension in two, by rows of tiles
+        self._memory = memory
+        self._turned = turned
+
+    @classmethod
+    def of(cls, memory, dtype, shape, layout):
+        *above, width = shape
+        row = min(width, cls._ROW // dtype.itemsize) if layout is TILES else width
+        assert width % row == 0
+        count = torch.Size(shape).numel()
+        assert count * dtype.itemsize <= memory.numel()
+        tiles = memory[: count * dtype.itemsize].view(dtype)
+        tiles = tiles.view(*above[:-1], width // row, *above[-1:], row)
+        return cls(tiles.transpose(-3, -2) if above else tiles, memory)
 
     def index(self, i):
         return Shared(self._tensor[int(i)])
 
     def slice(self, start, length, dim):
-        return Shared(self._tensor.narrow(dim, start, length))
+        assert dim == 0
+        plain = self._tensor.ndim == 2  # a vector, which is one tile
+        return Shared(self._tensor.narrow(1 if plain else 0, start, length))
 
     def permute(self, order):
-        return Shared(self._tensor.permute(order))
+        assert order == (1, 0)
+        return Shared(self._tensor, turned=not self._turned)
 
-    def _reinterpret(self, dtype, shape, _):
-        whole = self._tensor.flatten().view(dtype)
-        count = torch.Size(shape).numel()
-        assert count <= whole.numel()
-        return Shared(whole[:count].view(shape))
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared.of(self._memory, dtype, shape, layout)
 
     def store(self, x):
-        assert x.shape == self._tensor.shape, (x.shape, self._tensor.shape)
+        x = x.mT if self._turned else x
+        assert x.shape == self._tensor.flatten(-2).shape, (x.shape, self._tensor.shape)
         assert x.dtype == self._tensor.dtype, (x.dtype, self._tensor.dtype)
-        self._tensor.copy_(x)
+        self._tensor.copy_(x.reshape(self._tensor.shape))
 
     def load(self, _=None):
-        return value(self._tensor.clone())
+        x = self._tensor.flatten(-2)
+        return value((x.mT if self._turned else x).clone())
 
 
 # Seconds that a partition may dawdle before it arrives or waits, so that others overtake it.
@@ -203,6 +220,9 @@ class Language(types.ModuleType):
     minimum, maximum = _tensors(torch.fmin), _tensors(torch.fmax)
     static_range = range
 
+    def NVMMASharedLayout(self, *args, **kwargs):
+        return TILES
+
     def __init__(self):
         super().__init__("gl")
         self.program, self.programs = 0, 1
@@ -278,12 +298,12 @@ class Language(types.ModuleType):
         if layout is BARRIER:
             return Barrier(shape[0])
         filled = torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0xFF, dtype=torch.uint8)
-        return Shared(filled.view(dtype).view(shape))
+        return Shared.of(filled, dtype, shape, layout)
 
     def inline_asm_elementwise(self, text, constraints, arguments, **_):
         if text.startswith("mov"):
             return arguments[0]
-        if "griddepcontrol" in text or "prefetch" in text:
+        if "griddepcontrol" in text or "bar.warp" in text:
             return None
         if "ld.global" in text:
             address, there = torch.broadcast_tensors(*arguments)
@@ -310,6 +330,9 @@ class Language(types.ModuleType):
             if "mul.f32" in text:
                 low, high = low * factor, high * factor
             return value(_halves(low) | (_halves(high) << 16))
+        if "fma.rn.f16x2" in text:
+            halves = words.view(torch.float16)
+            return value((halves * 0 + halves).view(torch.int32))
         if "mul.rn.f16x2" in text:
             factor = factor.as_subclass(torch.Tensor).to(torch.int32).contiguous()
             return value((words.view(torch.float16) * factor.view(torch.float16)).view(torch.int32))
@@ -337,11 +360,12 @@ class Language(types.ModuleType):
         return lambda *args, **kwargs: None
 
 
-BARRIER = object()
+BARRIER, TILES = object(), object()
 
 
 def _multiply(a, b, acc, use_acc=True, is_async=False):
-    product = a.load().float() @ b.load().float()
+    a = a.load() if isinstance(a, Shared) else a
+    product = a.float() @ b.load().float()
     return acc + product if use_acc else product
 
 
@@ -368,6 +392,13 @@ def _stand_ins(language):
         warpgroup_mma=_multiply,
         warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
     )
+    copies = types.SimpleNamespace(
+        async_copy_global_to_shared=lambda to, pointer, mask: to.store(
+            language.load(pointer, mask)
+        ),
+        commit_group=lambda: None,
+        wait_group=lambda count: None,
+    )
     gluon = module("gluon", jit=jit, constexpr_function=same, language=language)
     return {
         "triton": module("triton", __version__="3.6.0"),
@@ -376,6 +407,7 @@ def _stand_ins(language):
         "triton.experimental.gluon.language": language,
         "triton.experimental.gluon.language.nvidia": module("nvidia"),
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
+        "triton.experimental.gluon.language.nvidia.ampere": module("ampere", async_copy=copies),
         "triton.language": module("language"),
         "triton.language.core": module("core", _aggregate=same),
     }

@@ -44,7 +44,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
     spans = torch.full((tokens * schedule.tiles + schedule.programs, 2), -9, dtype=torch.int32)
     if schedule.stream == Stream.PLANNED:
         spans = plan_of(schedule, first)
-    marks = torch.full((schedule.pieces(tokens), 2), -1, dtype=torch.int32)
+    marks = torch.full((schedule.pieces(tokens), rows), torch.nan)
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     tiled = rows == 64
     form = (

@@ -252,13 +252,14 @@ def _launch(
     spans = plan
     if spans is None:
         spans = scratch((tokens * schedule.tiles + schedule.programs, 2), torch.int32, q.device)
-    marks = scratch((schedule.pieces(tokens), 2), torch.int32, q.device)
+    marks = scratch((schedule.pieces(tokens), rows), torch.float32, q.device)
     first, second = scopes[0], scopes[-1]
     # Where all tasks are cut, their merge alone writes heads.
     ends = None if schedule.cut and schedule.stream == Stream.NO else to
     kernel = tiles_kernel if schedule.heads == 64 else columns_kernel
     if q.shape[2] == _WIDE:
         kernel = wide_kernel
+        marks = marks.view(torch.int32)
     kernel[(schedule.programs,)](
         q, first.cache, second.cache, first.indices, second.indices,
         _or(first.lengths, first.indices), _or(second.lengths, second.indices), _or(sink, lse),

@@ -37,8 +37,8 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     piece,
     share_of,
 )
-from anymla.ops.sparse_attention.gluon_sm90_query import load_query, misfit, stored
-from anymla.ops.sparse_attention.gluon_sm90_rescan import rescan
+from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
+from anymla.ops.sparse_attention.gluon_sm90_rescan import any_marked, rescan
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
@@ -47,8 +47,6 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     dependents_may_start,
     load_sink,
     log_sum,
-    not_finite,
-    note,
     record_cut,
     record_span,
     view,
@@ -192,15 +190,14 @@ def main_part(
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = scale * (LOG2E / LIFT)
     record_cut(spans_ptr, share)
+    found = gl.zeros([HEADS], gl.float32, COLUMN)
     done = 0
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-        one = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
-        two = load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
+        load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
         fence_async_shared()
         warps_meet()
-        wrong = misfit(one, q_ptr.dtype.element_ty == gl.float16, 0)
-        wrong |= misfit(two, q_ptr.dtype.element_ty == gl.float16, 1)
         head = gl.arange(0, HEADS, layout=COLUMN)
         sink = load_sink(sink_ptr, head, H, SINK)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, COLUMN)
@@ -221,9 +218,15 @@ def main_part(
             left, right = warpgroup_mma_wait(0, deps=[left, right])
             mbarrier.arrive(free.index(buffer), count=1)
             done += 1
-        sums = gl.sum(total, 0)
-        top = highest * factor - SHIFT
         channel = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, L)), 1)
+        # Infinities of the tail do not always reach the sums by themselves.
+        tail = gl.where(channel < NOPE - HALF, 0.0, right * 0.0)
+        tail = gl.sum(gl.reshape(tail, [HALF // KEYS, KEYS, HEADS]), 0)
+        sums = gl.sum(total + gl.convert_layout(tail, L, assert_trivial=True), 0)
+        wrong = sums * 0.0
+        found += wrong
+        gl.store(marks_ptr + mark * HEADS + gl.arange(0, HEADS, layout=COLUMN), wrong)
+        top = highest * factor - SHIFT
         left = left * (1.0 / LIFT)
         right = right * gl.where(channel < NOPE - HALF, 1.0 / LIFT, 1.0)
         if not share.SPLIT:
@@ -243,18 +246,17 @@ def main_part(
                 record_span(spans_ptr, token, first, last, token, lists, share)
         else:
             _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
-        note(marks_ptr, mark, wrong | not_finite(sums) | not_finite(right), noticed, 0)
-        gl.store(marks_ptr + mark * 2 + 1, 0)
+    noticed.store(found)
 
 
 @gluon.jit
 def _even_blocks(lists, share, left, right, bias, ready, free, BUFFERS: gl.constexpr):
-    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 0, 2)
+    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 0, 2, EARLY=True)
 
 
 @gluon.jit
 def _odd_blocks(lists, share, left, right, bias, ready, free, BUFFERS: gl.constexpr):
-    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 1, 2)
+    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 1, 2, EARLY=True)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -297,15 +299,13 @@ def columns_kernel(
     )
     bias_s = gl.allocate_shared_memory(gl.float32, [BUFFERS, KEYS], FLAT)
     exchange = gl.allocate_shared_memory(gl.float32, [4, HEADS], PLAIN)
-    noticed = gl.allocate_shared_memory(gl.int32, [1, 1], FLAT)
+    noticed = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     B: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], B)
     free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], B)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    noticed.index(0).store(gl.full([1], 0, gl.int32, ONE))
     gl.warp_specialize(
         [
             (main_part, (
@@ -320,8 +320,7 @@ def columns_kernel(
         [4, 4],
         [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-    found = gl.max(noticed.index(0).load(ONE), 0)
-    if found != 0:
+    if any_marked(noticed, HEADS):
         rescan(
             lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
             q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, right, left, q_words, HEADS,

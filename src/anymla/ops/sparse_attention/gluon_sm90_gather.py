@@ -31,11 +31,14 @@ LIFT = gl.constexpr(2.0**LIFT_EXPONENT)
 assert exact_scale_bytes(LIFT_EXPONENT) == (105, 127)  # what ``_inexact`` looks for
 MASKED = gl.constexpr(-1e30)
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
-_LOAD = gl.constexpr(
+_LOAD_IF = (
     "{ .reg .pred q; setp.ne.s32 q, $5, 0; "
     "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-    "@q ld.global.nc.L1::evict_last.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4]; }"
+    "@q ld.global%s.L1::evict_last.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4]; }"
 )
+_LOAD = gl.constexpr(_LOAD_IF % ".nc")
+_LOAD_HERE = gl.constexpr(_LOAD_IF % "")  # stays between barriers
+_KEEP_ORDER = gl.constexpr("bar.warp.sync 0xffffffff; mov.u32 $0, 0;")
 _DECODE = gl.constexpr(
     "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
     "cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
@@ -63,12 +66,27 @@ def halves(words):
 
 
 @gluon.jit
-def _load(address, there):
+def _load(address, there, EARLY: gl.constexpr = False):
     """16 bytes at each address, as four words; zeros where there is no row."""
     return gl.inline_asm_elementwise(
-        _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
+        _LOAD_HERE if EARLY else _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def _loads_before_here(EARLY: gl.constexpr):
+    """If EARLY, the compiler leaves loads before this where they are.
+
+    It moves all of a block's loads to the end of the trip otherwise, so that nothing is on its way
+    while a block is decoded.
+    """
+    if EARLY:
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        gl.inline_asm_elementwise(
+            _KEEP_ORDER, "=r,r", [gl.arange(0, 128, layout=L)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -170,7 +188,7 @@ def _first_slots(
 def produce(
     lists, share, left, right, bias, ready, free,
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
-    TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1,
+    TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """Fill the buffers with the blocks of all pieces.
 
@@ -192,6 +210,8 @@ def produce(
         BUFFERS: number of buffers.
         TURN: see above.
         TURNS: see above.
+        EARLY: ask for the next rows between the stores of a block, not behind them. That helps
+            where a producer has all rows of a block, and hurts where stores are waited for.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
@@ -206,15 +226,15 @@ def produce(
         scales = gl.load(marks.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
         there = gl.expand_dims(valid, 1).to(gl.int32)
         at = gl.expand_dims(data, 1) + lane
-        x0 = _load(at, there)
-        x1 = _load(at + 64, there)
-        x2 = _load(at + 128, there)
-        x3 = _load(at + 192, there)
-        x4 = _load(at + 256, there)
-        x5 = _load(at + 320, there)
-        x6 = _load(at + 384, there)
-        y0 = _load(at + NOPE, there)
-        y1 = _load(at + NOPE + 64, there)
+        x0 = _load(at, there, EARLY)
+        x1 = _load(at + 64, there, EARLY)
+        x2 = _load(at + 128, there, EARLY)
+        x3 = _load(at + 192, there, EARLY)
+        x4 = _load(at + 256, there, EARLY)
+        x5 = _load(at + 320, there, EARLY)
+        x6 = _load(at + 384, there, EARLY)
+        y0 = _load(at + NOPE, there, EARLY)
+        y1 = _load(at + NOPE + 64, there, EARLY)
         for block in range(own, last, TURNS):
             place = before + block - first
             buffer = place % BUFFERS
@@ -234,20 +254,22 @@ def produce(
                 _block(x2, low, 2, ROWS), _block(x3, low, 3, ROWS), ROWS,
             )  # fmt: skip
             _put(left.index(buffer), half, ROWS, ROW0)
-            x0 = _load(at, there)
-            x1 = _load(at + 64, there)
-            x2 = _load(at + 128, there)
-            x3 = _load(at + 192, there)
+            x0 = _load(at, there, EARLY)
+            x1 = _load(at + 64, there, EARLY)
+            x2 = _load(at + 128, there, EARLY)
+            x3 = _load(at + 192, there, EARLY)
+            _loads_before_here(EARLY)
             half = _half_row(
                 _block(x4, high, 0, ROWS), _block(x5, high, 1, ROWS),
                 _block(x6, high, 2, ROWS), _tail(y0, y1, ROWS), ROWS,
             )  # fmt: skip
             _put(right.index(buffer), half, ROWS, ROW0)
-            x4 = _load(at + 256, there)
-            x5 = _load(at + 320, there)
-            x6 = _load(at + 384, there)
-            y0 = _load(at + NOPE, there)
-            y1 = _load(at + NOPE + 64, there)
+            x4 = _load(at + 256, there, EARLY)
+            x5 = _load(at + 320, there, EARLY)
+            x6 = _load(at + 384, there, EARLY)
+            y0 = _load(at + NOPE, there, EARLY)
+            y1 = _load(at + NOPE + 64, there, EARLY)
+            _loads_before_here(EARLY)
             _put(bias.index(buffer), gl.where(valid, mark, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
             valid = next_valid

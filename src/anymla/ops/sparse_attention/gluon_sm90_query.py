@@ -2,14 +2,20 @@
 
 The tail of a key is stored as it is, its other channels times ``LIFT``; so the tail of a query is
 stored times ``LIFT``, and scores are ``LIFT`` times what they should be throughout.
+
+What float16 does not hold becomes NaN, so that the scores, and with them the sums, are NaN; see
+``gluon_sm90_rescan``. That is numbers that are too large. What is too small is off by 2^-25 at
+most, and a score by no more than a thousandth for the scales that the kernels take.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from anymla.ops.sparse_attention.gluon_sm90_gather import halves, tail_order
 from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE, anew
 
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 HALF = gl.constexpr(256)
 _TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
 # Added to the magnitude's bits of two numbers, these set the bits above where one is 2^16 or more,
@@ -17,9 +23,29 @@ _TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the
 _REACH = gl.constexpr(0x38803880)
 _REACH_TAIL = gl.constexpr(0x3C003C00)
 _REACH_TAIL_HALF = gl.constexpr(0x20002000)
-# LIFT in the exponents of two bfloat16.
-_LIFTED = gl.constexpr(0x03800380)
 _LIFT_HALVES = gl.constexpr("mul.rn.f16x2 $0, $1, $2;")
+_LIFTED = gl.constexpr(0x58005800)  # LIFT as two float16
+_ONES = gl.constexpr(0x3C003C00)
+# x 0 + x: an infinity becomes NaN.
+_NO_INFINITY = gl.constexpr("{ .reg .b32 z; mov.b32 z, 0; fma.rn.f16x2 $0, $1, z, $1; }")
+# Words of 64 channels, which a row of a tile in shared memory holds, and chunks of half a head.
+CHUNK = gl.constexpr(32)
+CHUNKS = gl.constexpr(HALF.value // 64)
+
+
+@gluon.jit
+def _factored(words, tail, HALVES: gl.constexpr, TAIL: gl.constexpr):
+    """Words of a query as float16 that keys are multiplied with."""
+    if not HALVES:
+        words = halves(words)
+    if TAIL:
+        words = gl.inline_asm_elementwise(
+            _LIFT_HALVES, "=r,r,r", [words, gl.where(tail, _LIFTED, _ONES)],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return gl.inline_asm_elementwise(
+        _NO_INFINITY, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -61,21 +87,7 @@ def load_query(
     inside = gl.expand_dims(tile * HEADS + row < H, 1)
     words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
     tail = gl.expand_dims(word, 0) >= _TAIL // 2
-    if q_ptr.dtype.element_ty == gl.float16:
-        if PART == 1:
-            # 128 and 1 as two float16.
-            factor = gl.where(tail, 0x58005800, 0x3C003C00)
-            to.store(
-                gl.inline_asm_elementwise(
-                    _LIFT_HALVES, "=r,r,r", [words, factor], dtype=gl.int32, is_pure=True, pack=1
-                )
-            )
-        else:
-            to.store(words)
-    elif PART == 1:
-        to.store(halves(words + gl.where(tail, _LIFTED, 0)))
-    else:
-        to.store(halves(words))
+    to.store(_factored(words, tail, q_ptr.dtype.element_ty == gl.float16, PART == 1))
     return words
 
 
@@ -99,3 +111,45 @@ def misfit(words, HALVES: gl.constexpr, PART: gl.constexpr):
             )
         found = (((words & 0x7FFF7FFF) + reach) >> 1) & 0x40004000
         return gl.max(gl.max(found, 1), 0)
+
+
+@gluon.jit
+def fetch_query(
+    q_ptr, token, tile, H, token_stride, chunks,
+    HEADS: gl.constexpr, HEAD: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """What ``load_query`` does, in loops.
+
+    Every trip does the same, but code that runs once a task is paid for by fetching it. The loops
+    are slower than the code without, once that is there.
+
+    Args:
+        q_ptr: bfloat16 or float16.
+        token: of which token.
+        tile: which HEADS heads; those from H on are zeros.
+        H: number of heads.
+        token_stride: in words of 32 bits.
+        chunks: int32 [2 CHUNKS, HEADS, CHUNK] in shared memory.
+        HEADS: heads of a tile.
+        HEAD: stride of a head, in words.
+        FIRST: first chunk.
+        COUNT: how many. The last of all is the tail.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    TAIL: gl.constexpr = FIRST + COUNT == 2 * CHUNKS
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    word = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    base = q_ptr.to(gl.pointer_type(gl.int32)) + token.to(gl.int64) * token_stride
+    there = gl.expand_dims(tile * HEADS + row < H, 1) & (word >= 0)
+    for chunk in range(FIRST, FIRST + COUNT):
+        source = word
+        if TAIL:
+            source = gl.where(chunk == 2 * CHUNKS - 1, tail_order(word, 4), word)
+        at = base + (gl.expand_dims((tile * HEADS + row) * HEAD, 1) + source + chunk * CHUNK)
+        _copy(chunks.index(chunk), at, mask=there)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    for chunk in range(FIRST, FIRST + COUNT):
+        here = chunks.index(chunk)
+        tail = chunk == 2 * CHUNKS - 1
+        here.store(_factored(here.load(L), tail, q_ptr.dtype.element_ty == gl.float16, TAIL))

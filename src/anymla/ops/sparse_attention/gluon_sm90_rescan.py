@@ -1,7 +1,8 @@
 """Compute again, in bfloat16, the pieces whose rows or queries float16 does not hold.
 
-The kernels notice such pieces by sums that are not finite, and by the queries' magnitudes; NaN in
-a listed row looks the same. After its last piece a program looks whether it noticed any, which
+The kernels notice such pieces by the tail's sums: NaN, which is what queries and rows that float16
+does not hold become, reaches all channels of a head, infinities of the tail stay there. NaN in a
+listed row looks the same. After its last piece a program looks whether it noticed any, which
 costs one read of shared memory, and overwrites what these left. Here one warpgroup does everything
 in turn, a quarter of the channels at a time: about five times slower, and hardly ever run.
 """
@@ -157,6 +158,14 @@ def _leave(
 
 
 @gluon.jit
+def any_marked(noticed, ROWS: gl.constexpr):
+    """Whether the marks of a program's pieces, summed up in shared memory [ROWS], have a NaN."""
+    L: gl.constexpr = gl.BlockedLayout([ROWS // 32 if ROWS > 32 else 1], [32], [4], [0])
+    marks = gl.sum(noticed.load(L), 0)  # in every warp by itself
+    return marks != marks
+
+
+@gluon.jit
 def rescan(
     lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
     q_token, q_head, out_token, out_head, scale, empty, q_memory, k_memory, p_memory,
@@ -175,8 +184,9 @@ def rescan(
     p_s = view(p_memory, gl.bfloat16, [1, 64, KEYS], SHARED).index(0)
     for k in range(0, share.count):
         token, tile, n0, n1, blocks0, first, last, direct, slot, mark = piece(k, share, lists)
-        wrong = gl.load(marks_ptr + mark * 2) | gl.load(marks_ptr + mark * 2 + 1)
-        if wrong != 0:
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        marks = gl.sum(gl.load(marks_ptr + mark * ROWS + gl.arange(0, ROWS, layout=L)), 0)
+        if marks != marks:
             head0 = tile * ROWS
             head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
             _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)

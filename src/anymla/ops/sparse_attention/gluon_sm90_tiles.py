@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.ops._triton import Build, Target
-from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, produce
+from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, produce, tail_order
 from anymla.ops.sparse_attention.gluon_sm90_lists import (
     ARGUMENT_TYPES,
     BUILT,
@@ -45,8 +45,14 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     piece,
     share_of,
 )
-from anymla.ops.sparse_attention.gluon_sm90_query import load_query, misfit, stored
-from anymla.ops.sparse_attention.gluon_sm90_rescan import rescan
+from anymla.ops.sparse_attention.gluon_sm90_query import (
+    CHUNK,
+    CHUNKS,
+    fetch_query,
+    load_query,
+    stored,
+)
+from anymla.ops.sparse_attention.gluon_sm90_rescan import any_marked, rescan
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
@@ -55,11 +61,10 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     dependents_may_start,
     load_sink,
     log_sum,
-    not_finite,
-    note,
     record_cut,
     record_span,
     view,
+    warps_meet,
 )
 from anymla.ops.sparse_attention.gluon_sm90_turned import Output, store_tile
 from anymla.ops.sparse_attention.schedule import Stream
@@ -72,18 +77,28 @@ _SPILLS = 700
 
 
 @gluon.jit
-def _store_out(y, stage, out, token, tile, H, token_stride, HEAD: gl.constexpr, PART: gl.constexpr):
-    """Write half a result [64, 256] through shared memory."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    stage.store(y.to(out.TYPE))
-    result = stage.load(L)
+def _store_out(
+    y, stage, chunks, buffer, out, token, tile, H, token_stride,
+    HEAD: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Write half a result [64, 256] through shared memory.
+
+    stage: [2, 64, 256], both buffers. chunks: the same memory as [2 CHUNKS, 64, 64].
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    WIDTH: gl.constexpr = 2 * CHUNK
+    stage.index(buffer).store(y.to(out.TYPE))
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + anew(tile * 0)
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
-    if PART == 1:
-        column = stored(column, 1)
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + PART * HALF
-    at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(column, 0)
-    gl.store(out.heads + start + at, result, mask=gl.expand_dims(tile * HEADS + row < H, 1))
+    there = gl.expand_dims(tile * HEADS + row < H, 1) & (gl.expand_dims(column, 0) >= 0)
+    for chunk in range(0, CHUNKS):
+        channel = column
+        if PART == 1:
+            channel = gl.where(chunk == CHUNKS - 1, tail_order(column, 8), column)
+        at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(channel + chunk * WIDTH, 0)
+        result = chunks.index(buffer * CHUNKS + chunk).load(L)
+        gl.store(out.heads + start + at, result, mask=there)
 
 
 @gluon.jit
@@ -99,14 +114,16 @@ def _store_part(y, part_ptr, slot, tile, H, L: gl.constexpr, PART: gl.constexpr)
 
 
 @gluon.jit
-def _finish_right(y, stage, free, out, token, tile, H, out_token, OUT_HEAD: gl.constexpr):
+def _finish_right(
+    y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD: gl.constexpr
+):
     if out.TURNED > 0:
-        mbarrier.arrive(free, count=1)
+        mbarrier.arrive(free.index(buffer), count=1)
         store_tile(y, out, token, tile * HEADS, H, 1)
     else:
-        _store_out(y, stage, out, token, tile, H, out_token, OUT_HEAD, 1)
+        _store_out(y, stage, chunks, buffer, out, token, tile, H, out_token, OUT_HEAD, 1)
         fence_async_shared()
-        mbarrier.arrive(free, count=1)
+        mbarrier.arrive(free.index(buffer), count=1)
 
 
 @gluon.jit
@@ -117,16 +134,16 @@ def _leave_right(y, free, part_ptr, slot, tile, H, L: gl.constexpr):
 
 @gluon.jit
 def _finish_main(
-    y, sums, top, empty, stage, free, out, lse_ptr, token, tile, head, H, out_token,
+    y, sums, top, empty, stage, chunks, buffer, free, out, lse_ptr, token, tile, head, H, out_token,
     OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
     if out.TURNED > 0:
-        mbarrier.arrive(free, count=1)
+        mbarrier.arrive(free.index(buffer), count=1)
         store_tile(y, out, token, tile * HEADS, H, 0)
     else:
-        _store_out(y, stage, out, token, tile, H, out_token, OUT_HEAD, 0)
+        _store_out(y, stage, chunks, buffer, out, token, tile, H, out_token, OUT_HEAD, 0)
         fence_async_shared()
-        mbarrier.arrive(free, count=1)
+        mbarrier.arrive(free.index(buffer), count=1)
     gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
 
 
@@ -141,8 +158,8 @@ def _leave_main(y, sums, top, free, part_ptr, sums_ptr, slot, tile, head, H, L: 
 
 @gluon.jit
 def right_part(
-    lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token,
-    q_words, k_right, stage, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
+    lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token, q_words, q_chunks,
+    k_right, stage, chunks, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
     Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of P V, channels 256 .. 511."""
@@ -150,13 +167,16 @@ def right_part(
     R: gl.constexpr = gl.SliceLayout(1, L)
     done = 0
     handed = 0
+    found = gl.zeros([HEADS], gl.float32, R)
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
         mbarrier.wait(q_free, (k & 1) ^ 1)
-        words = load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
+        if share.SPLIT and not share.STREAM:
+            load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
+        else:
+            fetch_query(q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, CHUNKS, CHUNKS)
         fence_async_shared()
         mbarrier.arrive(q_ready, count=1)
-        wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         for block in range(first, last):
             buffer = done % 2
@@ -166,9 +186,9 @@ def right_part(
             acc = acc * gl.expand_dims(decay_s.index(s).load(R), 1)
             acc = warpgroup_mma(p_s.index(s), k_right.index(buffer), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(p_free.index(s), count=1)
             if block + 1 < last:
                 mbarrier.arrive(free.index(buffer), count=1)
+            mbarrier.arrive(p_free.index(s), count=1)
             done += 1
             handed += 1
         s = handed % 2
@@ -176,40 +196,39 @@ def right_part(
         factor = decay_s.index(s).load(R)
         mbarrier.arrive(p_free.index(s), count=1)
         handed += 1
-        column = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
-        # Infinities of the tail do not always reach the sums.
-        tail = gl.where(gl.expand_dims(column, 0) < NOPE - HALF, 0.0, acc)
-        note(marks_ptr, mark, wrong | not_finite(tail), noticed, 1)
-        lifted = gl.expand_dims(gl.where(column < NOPE - HALF, 1.0 / LIFT, 1.0), 0)
-        y = acc * gl.expand_dims(factor, 1) * lifted
+        column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, L)), 0)
+        # NaN of the sums is in all channels; infinities of the tail do not always reach the sums.
+        wrong = gl.sum(gl.where(column < NOPE - HALF, 0.0, acc * 0.0), 1)
+        found += wrong
+        gl.store(marks_ptr + mark * HEADS + gl.arange(0, HEADS, layout=R), wrong)
+        low = gl.expand_dims(factor * (1.0 / LIFT), 1)
+        y = acc * gl.where(column < NOPE - HALF, low, gl.expand_dims(factor, 1))
         buffer = (done + 1) % 2
         if not share.SPLIT:
-            _finish_right(
-                y, stage.index(buffer), free.index(buffer), out, token, tile, H, out_token,
-                OUT_HEAD,
-            )  # fmt: skip
+            _finish_right(y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD)
         elif share.STREAM:
             if direct:
                 _finish_right(
-                    y, stage.index(buffer), free.index(buffer), out, token, tile, H, out_token,
-                    OUT_HEAD,
-                )  # fmt: skip
+                    y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD
+                )
             else:
                 _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
         else:
             _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
+    noticed.store(found)
 
 
 @gluon.jit
 def main_part(
-    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
-    H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, stage,
-    p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free, q_ready, q_free,
+    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, sink_ptr,
+    H, q_token, out_token, scale, empty, q_words, q_chunks, q_s, k_left, k_right, stage, chunks,
+    p_s, decay_s, bias_s, ready, free, p_ready, p_free, q_ready, q_free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of Q K, the softmax, and P V of channels 0 .. 255."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     R: gl.constexpr = gl.SliceLayout(1, L)
     factor = scale * (LOG2E / LIFT)
@@ -217,10 +236,13 @@ def main_part(
     done = 0
     handed = 0
     for k in range(0, share.count):
-        token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-        words = load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        token, tile, _, _, _, first, last, direct, slot, _ = piece(k, share, lists)
+        if share.SPLIT and not share.STREAM:
+            load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
+        else:
+            fetch_query(q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, 0, CHUNKS)
         fence_async_shared()
-        wrong = misfit(words, q_ptr.dtype.element_ty == gl.float16, 0)
+        warps_meet()  # here, or the compiler puts one into the loop
         head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
         sink = load_sink(sink_ptr, head, H, SINK)
         mbarrier.wait(q_ready, k & 1)
@@ -250,13 +272,16 @@ def main_part(
             p = gl.exp2(scores * factor - gl.expand_dims(peak * factor - SHIFT, 1))
             sums = sums * decay + gl.sum(p, 1)
             highest = peak
+            p = p.to(gl.float16)
             mbarrier.wait(p_free.index(s), ((handed // 2) & 1) ^ 1)
-            p_s.index(s).store(p.to(gl.float16))
+            p_s.index(s).store(p)
             decay_s.index(s).store(decay)
+            acc = acc * gl.expand_dims(gl.convert_layout(decay, R), 1)
+            own = gl.convert_layout(p, A, assert_trivial=True)
+            acc = warpgroup_mma(own, k_left.index(buffer), acc, is_async=True)
+            # What only right needs is done while main's product runs.
             fence_async_shared()
             mbarrier.arrive(p_ready.index(s), count=1)
-            acc = acc * gl.expand_dims(gl.convert_layout(decay, R), 1)
-            acc = warpgroup_mma(p_s.index(s), k_left.index(buffer), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             if block + 1 < last:
                 mbarrier.arrive(free.index(buffer), count=1)
@@ -280,13 +305,13 @@ def main_part(
         buffer = (done + 1) % 2
         if not share.SPLIT:
             _finish_main(
-                y, sums, top, empty, stage.index(buffer), free.index(buffer), out, lse_ptr,
+                y, sums, top, empty, stage, chunks, buffer, free, out, lse_ptr,
                 token, tile, head, H, out_token, OUT_HEAD,
             )  # fmt: skip
         elif share.STREAM:
             if direct:
                 _finish_main(
-                    y, sums, top, empty, stage.index(buffer), free.index(buffer), out, lse_ptr,
+                    y, sums, top, empty, stage, chunks, buffer, free, out, lse_ptr,
                     token, tile, head, H, out_token, OUT_HEAD,
                 )  # fmt: skip
             else:
@@ -299,7 +324,6 @@ def main_part(
             _leave_main(
                 y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
             )
-        note(marks_ptr, mark, wrong | not_finite(sums), noticed, 0)
 
 
 @gluon.jit
@@ -344,17 +368,20 @@ def tiles_kernel(
     left = gl.allocate_shared_memory(gl.int32, [2, KEYS, HALF // 2], WORDS)
     right = gl.allocate_shared_memory(gl.int32, [2, KEYS, HALF // 2], WORDS)
     q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
+    q_chunks = view(q_words, gl.int32, [2 * CHUNKS, HEADS, CHUNK], WORDS)
     k_left = view(left, gl.float16, [2, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [2, KEYS, HALF], HALVES)
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
     out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
     out_left = view(left, TYPE, [2, HEADS, HALF], HALVES)
     out_right = view(right, TYPE, [2, HEADS, HALF], HALVES)
+    left_chunks = view(left, TYPE, [2 * CHUNKS, HEADS, 2 * CHUNK], HALVES)
+    right_chunks = view(right, TYPE, [2 * CHUNKS, HEADS, 2 * CHUNK], HALVES)
     p_s = gl.allocate_shared_memory(gl.float16, [2, HEADS, KEYS], HALVES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     decay_s = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
     bias_s = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
-    noticed = gl.allocate_shared_memory(gl.int32, [2, 1], FLAT)
+    noticed = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     B: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
     free = gl.allocate_shared_memory(gl.int64, [2, 1], B)
@@ -362,26 +389,24 @@ def tiles_kernel(
     p_free = gl.allocate_shared_memory(gl.int64, [2, 1], B)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], B)
     q_free = gl.allocate_shared_memory(gl.int64, [1], B)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for i in gl.static_range(2):
         mbarrier.init(ready.index(i), count=2)
         mbarrier.init(free.index(i), count=2)
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(p_free.index(i), count=1)
-        noticed.index(i).store(gl.full([1], 0, gl.int32, ONE))
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=1)
     gl.warp_specialize(
         [
             (main_part, (
-                lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
-                sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, k_left,
-                k_right, out_left, p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free,
-                q_ready, q_free, SINK, Q_HEAD, OUT_HEAD,
+                lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, sink_ptr, H,
+                q_token, out_token, scale, empty, q_words, q_chunks, q_s, k_left, k_right, out_left,
+                left_chunks, p_s, decay_s, bias_s, ready, free, p_ready, p_free, q_ready, q_free,
+                SINK, Q_HEAD, OUT_HEAD,
             )),
             (right_part, (
-                lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token,
-                q_words, k_right, out_right, p_s, decay_s, noticed, free, p_ready,
+                lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token, q_words,
+                q_chunks, k_right, out_right, right_chunks, p_s, decay_s, noticed, free, p_ready,
                 p_free, q_ready, q_free, Q_HEAD, OUT_HEAD,
             )),
             (_low_rows, (lists, share, left, right, bias_s, ready, free)),
@@ -390,8 +415,7 @@ def tiles_kernel(
         [4, 4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-    found = gl.max(noticed.index(0).load(ONE) | noticed.index(1).load(ONE), 0)
-    if found != 0:
+    if any_marked(noticed, HEADS):
         rescan(
             lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
             q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, q_words, left, p_s,

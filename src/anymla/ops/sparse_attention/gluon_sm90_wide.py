@@ -29,7 +29,7 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     piece,
     share_of,
 )
-from anymla.ops.sparse_attention.gluon_sm90_query import load_query, misfit
+from anymla.ops.sparse_attention.gluon_sm90_query import CHUNK, CHUNKS, load_query, misfit
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
@@ -93,10 +93,12 @@ def _load_tail(q_ptr, token, tile, H, token_stride, to, HEAD: gl.constexpr):
 
 
 @gluon.jit
-def _finish_right(y, stage, free, out, token, tile, H, out_token, OUT_HEAD: gl.constexpr):
-    _store_out(y, stage, out, token, tile, H, out_token, OUT_HEAD, 0)
+def _finish_right(
+    y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD: gl.constexpr
+):
+    _store_out(y, stage, chunks, buffer, out, token, tile, H, out_token, OUT_HEAD, 0)
     fence_async_shared()
-    mbarrier.arrive(free, count=1)
+    mbarrier.arrive(free.index(buffer), count=1)
 
 
 @gluon.jit
@@ -108,7 +110,7 @@ def _leave_right(y, free, part_ptr, slot, tile, H, L: gl.constexpr):
 @gluon.jit
 def right_part(
     lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token,
-    q_words, k_right, stage, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
+    q_words, k_right, stage, chunks, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
     Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of P V, channels 256 .. 511."""
@@ -148,25 +150,21 @@ def right_part(
         if share.STREAM:
             if direct:
                 _finish_right(
-                    y, stage.index(buffer), free.index(buffer), out, token, tile, H, out_token,
-                    OUT_HEAD,
-                )  # fmt: skip
+                    y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD
+                )
             else:
                 _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
         elif share.SPLIT:
             _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)
         else:
-            _finish_right(
-                y, stage.index(buffer), free.index(buffer), out, token, tile, H, out_token,
-                OUT_HEAD,
-            )  # fmt: skip
+            _finish_right(y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD)
 
 
 @gluon.jit
 def main_part(
     lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
     H, q_token, out_token, scale, empty, q_words, q_tail, q_s, q_tail_s, k_left, k_right, k_tail,
-    stage, p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free, q_ready, q_free,
+    stage, chunks, p_s, decay_s, bias_s, noticed, ready, free, p_ready, p_free, q_ready, q_free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of Q K, the softmax, and P V of channels 0 .. 255."""
@@ -242,7 +240,7 @@ def main_part(
         if share.STREAM:
             if direct:
                 _finish_main(
-                    y, sums, top, empty, stage.index(buffer), free.index(buffer), out, lse_ptr,
+                    y, sums, top, empty, stage, chunks, buffer, free, out, lse_ptr,
                     token, tile, head, H, out_token, OUT_HEAD,
                 )  # fmt: skip
             else:
@@ -256,7 +254,7 @@ def main_part(
             )
         else:
             _finish_main(
-                y, sums, top, empty, stage.index(buffer), free.index(buffer), out, lse_ptr,
+                y, sums, top, empty, stage, chunks, buffer, free, out, lse_ptr,
                 token, tile, head, H, out_token, OUT_HEAD,
             )  # fmt: skip
 
@@ -311,6 +309,8 @@ def wide_kernel(
     out_beyond = Output(out_ptr + HALF, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
     out_left = view(left, TYPE, [2, HEADS, HALF], HALVES)
     out_right = view(right, TYPE, [2, HEADS, HALF], HALVES)
+    left_chunks = view(left, TYPE, [2 * CHUNKS, HEADS, 2 * CHUNK], HALVES)
+    right_chunks = view(right, TYPE, [2 * CHUNKS, HEADS, 2 * CHUNK], HALVES)
     p_s = gl.allocate_shared_memory(gl.float16, [1, HEADS, KEYS], HALVES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     decay_s = gl.allocate_shared_memory(gl.float32, [1, HEADS], FLAT)
@@ -337,12 +337,13 @@ def wide_kernel(
             (main_part, (
                 lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
                 sink_ptr, H, q_token, out_token, scale, empty, q_words, q_tail.index(0), q_s,
-                q_tail_s.index(0), k_left, k_right, k_tail, out_left, p_s, decay_s, bias_s,
-                noticed, ready, free, p_ready, p_free, q_ready, q_free, SINK, Q_HEAD, OUT_HEAD,
+                q_tail_s.index(0), k_left, k_right, k_tail, out_left, left_chunks, p_s,
+                decay_s, bias_s, noticed, ready, free, p_ready, p_free, q_ready, q_free, SINK,
+                Q_HEAD, OUT_HEAD,
             )),
             (right_part, (
                 lists, share, q_ptr, out_beyond, part_ptr, marks_ptr, H, q_token, out_token,
-                q_words, k_right, out_right, p_s, decay_s, noticed, free, p_ready,
+                q_words, k_right, out_right, right_chunks, p_s, decay_s, noticed, free, p_ready,
                 p_free, q_ready, q_free, Q_HEAD, OUT_HEAD,
             )),
             (_low_rows, (lists, share, left, right, tail, bias_s, ready, free)),
@@ -370,7 +371,7 @@ def build(label: str, **constants: object) -> Build:
     return Build(
         label,
         wide_kernel,
-        ARGUMENT_TYPES,
+        ARGUMENT_TYPES | {"marks_ptr": "*i32"},
         BUILT | own | constants,
         divisible=("q_token", "out_token"),
         matrix=True,
