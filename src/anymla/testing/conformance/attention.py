@@ -1,4 +1,4 @@
-"""Cases A1 .. A5 and A7 .. A10: attention over listed rows, with the sink."""
+"""Cases A1 .. A5, A7 .. A10 and I9: attention over listed rows, with the sink."""
 
 from __future__ import annotations
 
@@ -204,3 +204,22 @@ def flash_mla_rules(ops: Ops) -> None:
     out, lse = ops.sparse_attention_rows(given.q, kv, indices.unsqueeze(1), lengths, sink=sink)
     attend(given.q, rows, sink).check((out, lse), "rows")
     expect(bool((out[:, 1] == 0).all()), "a sink of +inf must give exactly 0")
+
+
+@case("I9", "order and padding of the index list do not change attention", "sparse_attention")
+def order_and_padding(ops: Ops) -> None:
+    given = scope(2, 33)
+    q = torch.randn(2, 4, 512).bfloat16()
+    want = attend(q, [given.rows(0), given.rows(1)])
+    limit = given.cache.shape[0] * given.cache.shape[1]
+    shuffled = given.indices[:, torch.randperm(33)]
+    padded = torch.cat((shuffled, hostile_indices(limit, 2, 31)), 1)
+    lists = {
+        "as given": given.indices,
+        "shuffled": shuffled,
+        "padded": padded,
+        "padded in between": scatter_hostile(given.indices, 95, limit),
+        "padded in front": torch.cat((hostile_indices(limit, 2, 256), given.indices), 1),
+    }
+    for name, indices in lists.items():
+        want.check(ops.sparse_attention(q, given.cache, indices, None), name)

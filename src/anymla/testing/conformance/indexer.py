@@ -1,15 +1,13 @@
-"""Cases I1 .. I10: index scores and the selection of the best."""
+"""Cases I1, I2 and I5 .. I8: index scores, and what is selected by them."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8, ROWS_FP32_128
 from anymla.testing.allocation import LargestAllocation
 from anymla.testing.conformance.expected import (
     EPS,
-    attend,
     index_scale,
     index_scores,
     table,
@@ -17,13 +15,13 @@ from anymla.testing.conformance.expected import (
 )
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
-from anymla.testing.conformance.scene import coded, scope
-from anymla.testing.generate import guarded_cache, hostile_indices, scatter_hostile, scattered_pages
+from anymla.testing.conformance.scene import coded
+from anymla.testing.generate import guarded_cache, hostile_indices, scattered_pages
 from anymla.testing.oracle.attention import IndexQueries
 from anymla.testing.oracle.rope import frequencies, rotate
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 from anymla.testing.oracle.selection import Selections
-from anymla.testing.tolerance import accumulation, assert_close, assert_identical
+from anymla.testing.tolerance import accumulation, assert_close
 
 _SLACK = accumulation(128, torch.float32)
 
@@ -115,41 +113,6 @@ def score_formula(ops: Ops) -> None:
     want = torch.where(inside, index_scores(q, rows, weights), -torch.inf)
     size = index_scale(q, rows, weights)
     assert_close(got, want, atol=ops.dot_error, scale=size, name="paged scores")
-
-
-@case("I3", "top 512 and top 1024, far beyond four times as many tokens", "topk_per_row")
-def large_selections(ops: Ops) -> None:
-    logits = torch.randn(3, 9000)
-    starts = torch.tensor([0, 100, 8000], dtype=torch.int32)
-    ends = torch.tensor([9000, 8900, 8500], dtype=torch.int32)
-    for k in (512, 1024):
-        _check_topk(ops, logits, starts, ends, k, f"top {k}")
-
-
-def _check_topk(
-    ops: Ops, logits: Tensor, starts: Tensor, ends: Tensor, k: int, name: str
-) -> Tensor:
-    """Without ties the best k, best first, are the only answer."""
-    chosen: Tensor = ops.topk_per_row(logits, starts, ends, k)
-    for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        count = min(k, max(end - start, 0))
-        want = logits[row, start:end].double().topk(count).indices
-        assert_identical(chosen[row, :count].long(), want, name=f"{name}, row {row}")
-        expect(bool((chosen[row, count:] == -1).all()), f"{name}, row {row}: -1 behind")
-    return chosen
-
-
-@case("I4", "among equal scores the lower entry first", "topk_per_row")
-def ties(ops: Ops) -> None:
-    logits = torch.zeros(3, 50)
-    logits[0, [7, 30]] = torch.tensor([1.0, 2.0])
-    logits[1, ::2] = -0.0
-    logits[2] = torch.tensor([1.0, 2.0]).repeat(25)
-    zeros = torch.zeros(3, dtype=torch.int32)
-    chosen = ops.topk_per_row(logits, zeros, zeros + 50, 10)
-    expect(chosen[0].tolist() == [30, 7, 0, 1, 2, 3, 4, 5, 6, 8], f"got {chosen[0].tolist()}")
-    expect(chosen[1].tolist() == list(range(10)), f"0 and -0 are equal: {chosen[1].tolist()}")
-    expect(chosen[2].tolist() == list(range(1, 21, 2)), f"got {chosen[2].tolist()}")
 
 
 @case(
@@ -289,38 +252,3 @@ def accepted_by_score(ops: Ops) -> None:
     )
     print(f"recall {recall:.4f}, worst gap {selections.worst:.2f} of the bound")
     expect(recall > 0.9, f"recall {recall:.3f}")
-
-
-@case("I9", "order and padding of the index list do not change attention", "sparse_attention")
-def order_and_padding(ops: Ops) -> None:
-    given = scope(2, 33)
-    q = torch.randn(2, 4, 512).bfloat16()
-    want = attend(q, [given.rows(0), given.rows(1)])
-    limit = given.cache.shape[0] * given.cache.shape[1]
-    shuffled = given.indices[:, torch.randperm(33)]
-    padded = torch.cat((shuffled, hostile_indices(limit, 2, 31)), 1)
-    lists = {
-        "as given": given.indices,
-        "shuffled": shuffled,
-        "padded": padded,
-        "padded in between": scatter_hostile(given.indices, 95, limit),
-        "padded in front": torch.cat((hostile_indices(limit, 2, 256), given.indices), 1),
-    }
-    for name, indices in lists.items():
-        want.check(ops.sparse_attention(q, given.cache, indices, None), name)
-
-
-@case("I10", "every length around the number selected, into a buffer used before", "topk_per_row")
-def lengths_around_k(ops: Ops) -> None:
-    logits = torch.randn(2, 1100)
-    buffer: dict[int, Tensor] = {k: torch.full((2, k), 77, dtype=torch.int32) for k in (512, 1024)}
-    for entries in (496, 511, 512, 513, 640, 800, 1023, 1024, 1025, 1075):
-        lens = torch.tensor([entries, entries - 1], dtype=torch.int32)
-        zeros = torch.zeros_like(lens)
-        stale = logits.clone()
-        stale[:, entries:] = torch.inf  # of a longer sequence before
-        for k, out in buffer.items():
-            fresh = _check_topk(ops, stale, zeros, lens, k, f"{entries} entries, top {k}")
-            again = ops.topk_per_row(stale, zeros, lens, k, out=out)
-            expect(again.data_ptr() == out.data_ptr(), "the result must be the caller's buffer")
-            assert_identical(again, fresh, name=f"{entries} entries into a used buffer")

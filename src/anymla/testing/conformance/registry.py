@@ -14,6 +14,7 @@ _MODULES = (
     "rope",
     "compressor",
     "indexer",
+    "topk",
     "selection",
     "attention",
     "streams",
