@@ -43,8 +43,8 @@ def command(
 
     For each: the backend that is taken and why those before it are not, the largest error against a
     float64 oracle as a share of what is allowed, and the speed in percent of what this machine
-    copies or multiplies at most. Takes half a minute; needs no GPU and no triton. Ends with exit
-    code 1 if a result is wrong.
+    copies or multiplies at most. Takes half a minute, more the first time on a GPU, for which
+    kernels are compiled; needs no GPU and no triton. Ends with exit code 1 if a result is wrong.
     """
     silent = str(json_file) == "-"
     if json_file is not None and not silent and not json_file.absolute().parent.is_dir():
