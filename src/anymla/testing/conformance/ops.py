@@ -72,8 +72,8 @@ class Ops:
 
     @contextlib.contextmanager
     def as_backend(self) -> Iterator[str | None]:
-        """A backend name under which a whole model runs on these operations."""
-        if not self.replacements and self.device is None:
+        """A backend name under which a whole model on the device runs on these operations."""
+        if not self.replacements:
             yield self.backend
             return
         name = "under-test"
