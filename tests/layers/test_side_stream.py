@@ -69,8 +69,9 @@ def test_everything_written_beside_is_waited_for(checkpoint, monkeypatch):
     engine.step()
     writes, shared = "compress_norm_rope_insert", ("fork", "forked", "join")
     assert side.events == [
-        "fork", "forked", "join", *shared,  # a window only
-        "fork", writes, writes, "indexer_q_rope_quant", "forked", "join", "select_topk", *shared,
+        "join", *shared,  # a window only
+        "fork", writes, writes, "forked", "fork", "indexer_q_rope_quant", "forked",
+        "join", "select_topk", *shared,
         "fork", writes, "forked", "join", *shared,
     ]  # fmt: skip
 

@@ -92,28 +92,22 @@ class AttentionLayer(nn.Module):
 
         A query may read its own window row, and an entry that its own token closes, so every write
         of the step precedes the first read. What compresses and indexes needs only the layer's
-        input and the latent, and may run beside the query's projection (``step.side``).
+        input and the latent, and may run beside the projections (``step.side``).
         """
         cos_sin = self.rope.upto(step.max_seq_len)
+        weights = None
+        if self.compressor is not None:
+            with step.side.beside():
+                weights = self._write_entries(x, step, cache)
         latent, kv = self.wq_a_wkv(x)
         latent, kv = fused_q_kv_rmsnorm(
             latent, kv, self.q_norm, self.kv_norm, self.eps, backend=self.backend
         )
-        pair = self.queries if len(latent) <= _FEW_TOKENS and self._chooses(step) else None
-        with step.side.beside():
-            weights = self._write_entries(x, step, cache)
-            queries = None
-            if pair is None:
-                queries = self._index_queries(x, latent, None, weights, step, cache)
-        if pair is None:
-            q = self.wq_b(latent)
-        else:
-            q, index_q = pair(latent)
-            with step.side.beside():
-                queries = self._index_queries(x, latent, index_q, weights, step, cache)
-        q = q.unflatten(-1, (len(self.sink), -1))
+        # The projected ones live on: what runs beside may still be reading them.
+        projected, queries = self._all_queries(x, latent, weights, step, cache)
+        projected = projected.unflatten(-1, (len(self.sink), -1))
         q = qnorm_rope_kv_insert(
-            q,
+            projected,
             kv,
             cache.window,
             step.groups[WINDOW_GROUP].slot_mapping,
@@ -121,7 +115,7 @@ class AttentionLayer(nn.Module):
             cos_sin,
             self.eps,
             layout=cache.format.main,
-            out=q if q.is_contiguous() else None,
+            out=projected if projected.is_contiguous() else None,
             backend=self.backend,
         )
         step.side.join()
@@ -132,10 +126,10 @@ class AttentionLayer(nn.Module):
                 q, selected, entries, chunk, step, cache, cos_sin
             )
             return self.output.of_quantized(codes, scales, q.dtype)
-        projected: Tensor = self.output(
+        out: Tensor = self.output(
             self._attend(q, selected, entries, chunk, step, cache), step.positions, cos_sin
         )
-        return projected
+        return out
 
     def _attend(
         self,
@@ -292,8 +286,7 @@ class AttentionLayer(nn.Module):
         Returns:
             The index heads' weights, if they are a by-product.
         """
-        if self.compressor is None:
-            return None
+        assert self.compressor is not None
         spec = self.spec
         assert spec.compressed_group is not None
         assert spec.state_group is not None
@@ -326,18 +319,28 @@ class AttentionLayer(nn.Module):
             )
         return weights
 
-    def _index_queries(
-        self,
-        x: Tensor,
-        latent: Tensor,
-        q: Tensor | None,
-        weights: Tensor | None,
-        step: Step,
-        cache: LayerCache,
-    ) -> IndexQueries | None:
+    def _all_queries(
+        self, x: Tensor, latent: Tensor, weights: Tensor | None, step: Step, cache: LayerCache
+    ) -> tuple[Tensor, IndexQueries | None]:
+        """The heads' queries [T, H * D] as projected, and the indexer's.
+
+        Args:
+            x: the layer's input.
+            latent: what queries are projected from.
+            weights: of the index heads, if they are known.
+            step: the batch.
+            cache: of the layer.
+        """
         if self.indexer is None or not self._chooses(step):
-            return None
-        return self.indexer.queries(x, latent, step, cache.format.index, q=q, weights=weights)
+            return self.wq_b(latent), None
+        q = index_q = None
+        if self.queries is not None and len(latent) <= _FEW_TOKENS:
+            q, index_q = self.queries(latent)
+        with step.side.beside():
+            queries = self.indexer.queries(
+                x, latent, step, cache.format.index, q=index_q, weights=weights
+            )
+        return self.wq_b(latent) if q is None else q, queries
 
     def _chooses(self, step: Step) -> bool:
         """Whether entries are scored in this step."""
