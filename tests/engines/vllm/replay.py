@@ -35,6 +35,7 @@ from anymla.engines.vllm.attention import AnymlaAttention  # noqa: E402
 from anymla.engines.vllm.compressor import AnymlaCompressor  # noqa: E402
 from anymla.engines.vllm.hyper_connection import FUNCTIONS  # noqa: E402
 from anymla.engines.vllm.indexer import AnymlaIndexer, AnymlaSparseAttnIndexer  # noqa: E402
+from anymla.engines.vllm.metadata import CompressedBuilder  # noqa: E402
 
 
 def unpacked(value: Any, device: torch.device) -> Any:
@@ -180,6 +181,8 @@ class Layer:
             cache = self.caches[compressor.k_cache_prefix]
             rows = layout.read(cache, step[part]["slots"], torch.float32)
             told[part] = measures.changed(rows, step[part]["theirs"].float())
+        if self.ratio == 128:
+            told["slots of ratio 128"] = {"bytes_that_differ": self._rebuilt(fields)}
         if self.indexer is not None:
             raw, positions = step["index query"], step["query"]["positions"]
             told["index query"] = measures.changed(found["index_q"].float(), raw["theirs"].float())
@@ -188,6 +191,28 @@ class Layer:
             scores = step["selection"]["scores"]
             told["selection"] = {"missed": measures.missed(scores, found["chosen"], visible)}
         return told
+
+    def _rebuilt(self, fields: dict[str, Any]) -> int:
+        """How many bytes of a step's metadata differ when the plugin builds them here."""
+        kept = fields[self.attention.prefix]
+        tokens, most = kept["num_actual_tokens"], LONGEST // self.ratio
+        options = {"dtype": torch.int32, "device": self.device}
+        builder = types.SimpleNamespace(
+            compress_ratio=self.ratio,
+            kv_cache_spec=types.SimpleNamespace(block_size=kept["block_size"]),
+            c128a_global_decode_buffer=torch.empty(tokens, most, **options),
+            c128a_decode_lens_buffer=torch.empty(tokens, **options),
+        )
+        common = types.SimpleNamespace(
+            num_actual_tokens=tokens,
+            max_seq_len=kept["max_seq_len"],
+            positions=kept["positions"],
+            block_table_tensor=kept["block_table"],
+            slot_mapping=fields[self.attention.swa_cache_layer.prefix]["slot_mapping"],
+        )
+        build = CompressedBuilder._build_c128a_metadata
+        built = build(builder, common, kept["req_id_per_token"])
+        return sum(int((_bytes(made) != _bytes(kept[name])).sum()) for name, made in built.items())
 
     def captured(self) -> int:
         """How many bytes differ when a captured step is replayed for the one after it."""
