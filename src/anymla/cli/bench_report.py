@@ -31,6 +31,7 @@ from anymla.cli.bad_input import BadInput, bad_input
     metavar="DIR",
     help="Write the plots here as well (needs matplotlib: pip install anymla[report]).",
 )
+@click.option("--figure", "keys", multiple=True, metavar="KEY", help="Only these plots.")
 @click.option(
     "--tables",
     "documents",
@@ -40,7 +41,13 @@ from anymla.cli.bad_input import BadInput, bad_input
     help="Renew the tables between <!-- name: begin --> and <!-- name: end --> in this Markdown "
     "file (names: support, decode, layer, peers, conformance); repeatable.",
 )
-def report(results: Path, output: Path, plots: Path | None, documents: tuple[Path, ...]) -> None:
+def report(
+    results: Path,
+    output: Path,
+    plots: Path | None,
+    keys: tuple[str, ...],
+    documents: tuple[Path, ...],
+) -> None:
     """Write one HTML page with every recorded measurement.
 
     It needs no network, follows the reader's colour scheme, and fits a phone. Every figure says
@@ -73,7 +80,13 @@ def report(results: Path, output: Path, plots: Path | None, documents: tuple[Pat
     from anymla.bench.page.png import write_png
 
     plots.mkdir(parents=True, exist_ok=True)
+    unknown = set(keys) - {figure.key for figure in drawn}
+    if unknown:
+        known = ", ".join(figure.key for figure in drawn)
+        raise BadInput(f"--figure {min(unknown)}: there are {known}")
     for figure in drawn:
+        if keys and figure.key not in keys:
+            continue
         try:
             write_png(figure, plots / f"{figure.key}.png")
         except ImportError as error:
