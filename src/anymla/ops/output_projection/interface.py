@@ -8,10 +8,10 @@ from torch import Tensor
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, Support, check, operation, require
 from anymla.ops._triton import float32_support
 from anymla.ops.output_projection import reference, torch_projection, vendor_projection
+from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
 _FP8 = torch.float8_e4m3fn
 _BLOCK = 128
-OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def _projected(

@@ -11,9 +11,9 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.ops.norm_rope.reference import rope
+from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
 AMAX_FLOOR = 1e-10
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def grouped_output_projection(
@@ -42,7 +42,7 @@ def grouped_output_projection_fp8(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
     """See ``interface.grouped_output_projection_fp8``."""
-    dtype = _DTYPES[out_dtype]
+    dtype = OUT_DTYPES[out_dtype]
     wide = torch.promote_types(dtype, torch.float32)
     heads = dequantize_fp8_rows(o.view(torch.uint8), o_scale, wide)
     weight = torch.stack(

@@ -12,9 +12,8 @@ from anymla.formats.fp8_block import (
 )
 from anymla.ops.linear.torch_product import is_row, row_products
 from anymla.ops.norm_rope.torch_rope import rope, rotate_, turns
+from anymla.ops.output_projection.dtypes import OUT_DTYPES
 from anymla.ops.output_projection.reference import AMAX_FLOOR
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def grouped_output_projection(
@@ -42,7 +41,7 @@ def grouped_output_projection_fp8(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
     """See ``interface.grouped_output_projection_fp8``."""
-    dtype = _DTYPES[out_dtype]
+    dtype = OUT_DTYPES[out_dtype]
     # Powers of two keep both operands exact in bfloat16; float32 scales need float32 products.
     exact = wo_a_scale.dtype == torch.uint8 and o.device.type == "cpu" and out_dtype == "bf16"
     operand = torch.bfloat16 if exact else torch.promote_types(dtype, torch.float32)

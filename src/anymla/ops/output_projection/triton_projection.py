@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops.linear.triton_linear import launch_linear
-from anymla.ops.output_projection.interface import OUT_DTYPES
+from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
 
 def grouped_output_projection_fp8(
