@@ -7,6 +7,7 @@ from pathlib import Path
 
 from anymla.bench.page.layers import layer_table
 from anymla.bench.page.peers import decode_by_heads, peer_table
+from anymla.bench.page.prefill import prefill_blocks
 from anymla.bench.page.reading import latest
 from anymla.bench.page.rows import Row
 from anymla.bench.page.table import markdown
@@ -22,6 +23,7 @@ def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
         blocks["decode"] = decode
     if layers := layer_table(new):
         blocks["layer"] = layers
+    blocks |= prefill_blocks(new)
     judged = conformance(rows)
     if judged.body:
         blocks["conformance"] = [
