@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import importlib
 import itertools
 import pkgutil
@@ -21,6 +22,7 @@ from anymla.bench.layer_work import layer_work
 from anymla.bench.report import Result
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.compile_ahead import compiled_together
+from anymla.runtime.options import EngineOptions
 
 PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
@@ -47,24 +49,27 @@ def cases(
 
 
 def run(
-    chosen: Iterable[LayerCase], *, beside: bool = False, others: Others | None = None
+    chosen: Iterable[LayerCase], *, beside: bool | None = None, others: Others | None = None
 ) -> Iterator[Result]:
     """Measure the cases; those of one layer should follow each other.
 
     Args:
         chosen: what to measure.
-        beside: compress and index on a second queue.
+        beside: ``EngineOptions.side_stream``.
         others: modules to measure the same layer assembled from as well.
     """
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
     device = torch.device("cuda")
-    side = SideStream(device) if beside else INLINE
+    options, second = EngineOptions(side_stream=beside), SideStream(device)
     with torch.inference_mode():
         for (model, ratio, experts), same in itertools.groupby(chosen, _layer):
             torch.cuda.empty_cache()
             setup = LayerSetup(model, ratio, device, experts=experts)
-            batches = [(case, setup.batch(case.batch, case.context, side)) for case in same]
+            batches = []
+            for case in same:
+                side = second if options.runs_beside(case.batch) else INLINE
+                batches.append((case, setup.batch(case.batch, case.context, side)))
             compile_ahead(setup, [batch for _, batch in batches], others)
             for case, batch in batches:
                 yield measure(setup, case, batch, bandwidth, rate, others)
@@ -105,9 +110,11 @@ def measure(
     microseconds = time_us(calls)
     beside: dict[str, Any] = {}
     if others is not None:
+        inline = dataclasses.replace(batch, step=dataclasses.replace(batch.step, side=INLINE))
+        theirs = [lambda layer=layer: inline.run(layer) for layer in setup.layers]
         with rival_kernels(*others):
-            taken = time_us(calls)
-            seen = kernel_times(calls[0])
+            taken = time_us(theirs)
+            seen = kernel_times(theirs[0])
             beside = {"others_us": round(taken, 1), "times_others": round(taken / microseconds, 2)}
             beside["others_launches"] = len(seen)
             beside["others_parts_us"] = sums((family(name), taken) for name, taken in seen)
@@ -125,6 +132,7 @@ def measure(
             "us": round(microseconds, 1),
             **beside,
             "launches": launches,
+            "queues": 1 if batch.step.side is INLINE else 2,
             "roofline_us": round(roofline, 1),
             "share_of_roofline": round(roofline / microseconds, 3),
             "weights_mb": round(work.weight_bytes / 1e6, 1),

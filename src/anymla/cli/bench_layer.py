@@ -21,7 +21,11 @@ from anymla.runtime.options import DecodeMode
 @click.option("--ratio", "ratios", multiple=True, type=click.Choice(["0", "4", "128"]))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1))
 @click.option("--context", "contexts", multiple=True, type=click.IntRange(min=1), help="Tokens.")
-@click.option("--side-stream", is_flag=True, help="Compress and index on a second queue.")
+@click.option(
+    "--side-stream/--one-queue",
+    default=None,
+    help="Compress and index on a second queue; default: where an engine does.",
+)
 @click.option(
     "--others",
     is_flag=True,
@@ -33,7 +37,7 @@ def layer(
     ratios: tuple[str, ...],
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
-    side_stream: bool,
+    side_stream: bool | None,
     others: bool,
 ) -> None:
     """Time one decode layer of DeepSeek-V4's real sizes on the GPU, and see where the time goes.

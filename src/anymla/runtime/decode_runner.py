@@ -41,7 +41,8 @@ class DecodeRunner:
         # Graphs know the tables by their addresses.
         self._tables = model.reserve(options.max_seq_len)
         self._pool = torch.cuda.graph_pool_handle() if record else None
-        self._side = SideStream(store.device) if record and options.side_stream else INLINE
+        self._options = options
+        self._side = SideStream(store.device) if record else INLINE
         self._steps: dict[Bucket, FixedStep] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
 
@@ -100,7 +101,7 @@ class DecodeRunner:
                 record=self._record,
                 backend=self._model.backend,
                 pool=self._pool,
-                side=self._side,
+                side=self._side if self._options.runs_beside(bucket.rows) else INLINE,
             )
         return self._steps[bucket]
 
