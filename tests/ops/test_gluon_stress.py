@@ -1,0 +1,114 @@
+"""Hopper's decode kernels repeated beside each other: the same bits, however busy the device is.
+
+``ANYMLA_STRESS_BLOCKS`` says how many blocks of 64 rows are read; 1.3e9 are a million launches of
+132 programs with ten blocks each.
+"""
+
+import os
+
+import pytest
+import torch
+
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.ops.sparse_attention.schedule import Schedule, Stream, tile_heads
+from anymla.testing.stress import Repeated, repeat
+
+BLOCKS = int(float(os.environ.get("ANYMLA_STRESS_BLOCKS", "1e6")))
+SECONDS = float(os.environ.get("ANYMLA_STRESS_SECONDS", "120"))
+PROGRAMS = 132
+# Heads, tokens, columns of both lists, how the work is shared out.
+CASES = [
+    (64, 200, 128, 512, "whole"),
+    (64, 140, 128, 512, "mixed"),
+    (64, 30, 128, 1024, "aligned"),
+    (128, 74, 128, 1024, "stream"),
+    (128, 74, 128, 2048, "planned"),
+    (16, 200, 128, 512, "whole"),
+    (16, 30, 128, 1024, "aligned"),
+    (32, 150, 128, 512, "mixed"),
+    (8, 90, 128, 2048, "stream"),
+    (128, 66, 2048, None, "whole"),
+    (64, 74, 2048, None, "stream"),
+    (64, 20, 2048, None, "aligned"),
+]
+
+
+def shared_out(heads, tokens, way):
+    tile = tile_heads(heads)
+    tiles = -(-heads // tile)
+    if way == "whole":
+        return Schedule(tile, tiles, min(tokens * tiles, PROGRAMS))
+    if way == "aligned":
+        return Schedule(tile, tiles, min(tokens * tiles * 4, PROGRAMS), 4)
+    if way == "mixed":
+        return Schedule(tile, tiles, min(PROGRAMS, tokens * tiles - 1), 3, Stream.MIXED)
+    stream = Stream.YES if way == "stream" else Stream.PLANNED
+    return Schedule(tile, tiles, PROGRAMS, stream=stream)
+
+
+def cache(kind, slots, page):
+    layout = get_layout(kind)
+    made = layout.allocate(slots // page, page, device="cuda")
+    rows = torch.randn(slots, layout.channels, device="cuda")
+    layout.write(made, torch.arange(slots, device="cuda"), rows)
+    return made
+
+
+def repeated(heads, tokens, width, extra, way):
+    """A call, its blocks, and the same by another backend."""
+    from anymla.ops.sparse_attention import gluon_sm90_attention as launcher
+    from anymla.ops.sparse_attention import sparse_attention
+    from anymla.ops.sparse_attention.gluon_sm90_plan import make_plan
+
+    kind = V32_FP8 if extra is None else MAIN_FP8
+    scopes = []
+    for columns, page in ((width, 64), (extra, 2)):
+        if columns is None:
+            continue
+        indices = torch.randint(-50, 1 << 14, (tokens, columns), dtype=torch.int32, device="cuda")
+        lengths = torch.randint(0, columns + 1, (tokens,), dtype=torch.int32, device="cuda")
+        lengths[::9] = 0
+        scopes.append((cache(kind, 1 << 14, page), indices, lengths))
+    q = torch.randn(tokens, heads, get_layout(kind).channels, device="cuda").bfloat16()
+    sink = torch.randn(heads, device="cuda")
+    schedule = shared_out(heads, tokens, way)
+    plan = None
+    if way == "planned":
+        widths = tuple(each[1].shape[1] for each in scopes)
+        plan = make_plan(schedule, tokens, *(each[2] for each in scopes), widths)
+    taken = [launcher.Scope.of(*each) for each in scopes]
+
+    def run():
+        out = torch.empty(tokens, heads, 512, dtype=q.dtype, device="cuda")
+        lse = torch.empty(tokens, heads, device="cuda")
+        launcher.attend(
+            q, taken, sink, q.shape[2] ** -0.5, float("-inf"), schedule, out, lse, plan=plan
+        )
+        return out, lse
+
+    more = {"layout": kind, "value_dim": 512, "sink": sink, "backend": "triton"}
+    if extra is not None:
+        names = ("extra_cache", "extra_indices", "extra_lengths")
+        more |= dict(zip(names, scopes[1], strict=True))
+    expected = sparse_attention(q, *scopes[0], **more)
+    blocks = sum((each[2] + 63) // 64 for each in scopes).clamp(min=1).sum() * schedule.tiles
+    label = f"{kind}, {heads} heads, {tokens} tokens, {way}"
+    return Repeated(label, run, int(blocks)), expected
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    torch.manual_seed(0)
+    calls = []
+    for case in CASES:
+        call, (out, lse) = repeated(*case)
+        got, got_lse = call.run()
+        assert (got.float() - out.float()).norm() < 4e-3 * out.float().norm(), call.label
+        torch.testing.assert_close(got_lse, lse, atol=1e-3, rtol=1e-5)
+        calls.append(call)
+    found = repeat(calls, BLOCKS, limit=SECONDS)
+    print(f"{found.calls} calls, {found.blocks} blocks, {found.seconds:.1f} s")
+    assert found.calls
+    assert not found.different
