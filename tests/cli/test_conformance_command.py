@@ -147,16 +147,19 @@ def test_an_exception_is_a_failure() -> None:
 
 
 def test_a_crash_and_a_hang_are_one_cases_outcome() -> None:
-    """In processes of their own, which find the libraries in this file."""
+    """In processes of their own, which find the libraries in this file.
+
+    On a busy machine the first may be slow to die; the second is late whatever the machine does.
+    """
     code = (
         "from anymla.testing.conformance.isolated import Request, run_isolated\n"
         "from anymla.testing.conformance.registry import load_cases\n"
         "import json\n"
-        "for wrong, names in (('dies', ('A4', 'C2')), ('hangs', ('A4',))):\n"
+        "for wrong, names, seconds in (('dies', ('A4', 'C2'), 300), ('hangs', ('A4',), 3)):\n"
         "    cases = [load_cases()[name] for name in names]\n"
         "    named = 'test_conformance_command:' + wrong + '=sparse_attention'\n"
         "    told = Request(None, named, 'cpu', ())\n"
-        "    for each in run_isolated(cases, told, wrong, jobs=1, timeout_s=6):\n"
+        "    for each in run_isolated(cases, told, wrong, jobs=1, timeout_s=seconds):\n"
         "        print(json.dumps([each.case_id, each.status, each.detail]))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
@@ -167,7 +170,7 @@ def test_a_crash_and_a_hang_are_one_cases_outcome() -> None:
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         ["A4", "failed", "the process ended with 7"],
         ["C2", "not applicable", lacking],
-        ["A4", "failed", "no answer in 6 s"],
+        ["A4", "failed", "no answer in 3 s"],
     ]
 
 
