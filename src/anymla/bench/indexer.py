@@ -194,6 +194,7 @@ def score_only(backend: str, given: Inputs, shape: Shape) -> None:
         TOPK,
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
         scratch_bytes=SCRATCH_BYTES,
+        histograms=backend == "gluon_sm90",
     )
     columns = padded_entries(shape.keys)
     scores = torch.empty(plan.rows, columns, device=device)

@@ -74,7 +74,13 @@ def padded_entries(entries: int) -> int:
 
 
 def plan_selection(
-    rows: int, entries: int, k: int, *, multiprocessors: int, scratch_bytes: int
+    rows: int,
+    entries: int,
+    k: int,
+    *,
+    multiprocessors: int,
+    scratch_bytes: int,
+    histograms: bool = False,
 ) -> SelectionPlan:
     """The plan of a call.
 
@@ -84,6 +90,8 @@ def plan_selection(
         k: entries that it keeps.
         multiprocessors: of the device.
         scratch_bytes: bound of what ``rows`` rows of the plan take.
+        histograms: the device selects by histograms in shared memory, for which neither few rows
+            nor many are worth sampling.
 
     Raises:
         ValueError: one token takes more than ``scratch_bytes``.
@@ -91,9 +99,10 @@ def plan_selection(
     kept = _power_of_two(max(k, 16))
     if entries <= k:
         return SelectionPlan("all", rows, kept)
-    most_whole = min(GROUP * k, MOST_WHOLE if rows <= _MANY_ROWS else _WHOLE_OF_MANY)
-    few = rows <= _FEW_ROWS and entries >= _LONG_ROW
-    short = rows > _MANY_ROWS and entries <= _SHORT_ROW
+    held = histograms or rows <= _MANY_ROWS
+    most_whole = min(GROUP * k, MOST_WHOLE if held else _WHOLE_OF_MANY)
+    few = rows <= _FEW_ROWS and entries >= _LONG_ROW and not histograms
+    short = not held and entries <= _SHORT_ROW
     groups = _power_of_two(-(-entries // GROUP))
     if entries <= most_whole:
         plan = SelectionPlan("whole", rows, kept, elements=_power_of_two(max(entries, 64)))

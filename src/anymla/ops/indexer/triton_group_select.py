@@ -20,17 +20,11 @@ import triton.language as tl
 
 from anymla.ops._triton import Build, Target
 from anymla.ops.indexer.selection_plan import GROUP, MOST_GROUP_K, MOST_GROUPS, MOST_WHOLE
-from anymla.ops.indexer.triton_order import (
-    NOTHING,
-    emit,
-    emit_all,
-    kth_largest,
-    ordered,
-    places,
-    row_bounds,
-)
+from anymla.ops.indexer.triton_emit import early, emit_all, emit_slots, places, row_bounds
+from anymla.ops.indexer.triton_order import NOTHING, kth_largest, ordered
 
 _GROUP = tl.constexpr(GROUP)
+_EACH = tl.constexpr(4)  # neighbours that a thread loads at once
 
 
 @triton.jit(
@@ -66,17 +60,21 @@ def group_select_kernel(
     ELEMENTS: tl.constexpr,
     KEPT: tl.constexpr,
     SCORED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row. ``scores`` are bits of float32; ``chosen_groups`` is scratch, [rows, KEPT].
 
     With 0 GROUPS the row has no maxima, and at most ELEMENTS entries; else ELEMENTS is KEPT * 16.
 
-    Without SCORED the first entries are chosen: all there are, unless no score could be had.
+    Without SCORED the first entries are chosen: all there are, unless no score could be had. EARLY:
+    launched before the scores' kernel ended.
     """
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered
     )
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     count = end - start
     if counts is not None:
         tl.store(counts + row, tl.minimum(count, k))
@@ -84,60 +82,62 @@ def group_select_kernel(
     if slots is not None:
         slots += row * slots_stride
         table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
-    if not SCORED:
-        count = tl.minimum(count, k)
+    # Without scores the first entries are chosen; all there are, unless no score could be had.
+    if (count <= k) | (not SCORED):
         emit_all(
-            out, slots, table, table_column_stride, table_pages, slot_page, start, count, k, KEPT
-        )
+            out, slots, table, table_column_stride, table_pages, slot_page, start,
+            tl.minimum(count, k), k, KEPT,
+        )  # fmt: skip
     else:
-        if count <= k:
-            emit_all(
-                out, slots, table, table_column_stride, table_pages, slot_page, start, count, k,
-                KEPT,
-            )  # fmt: skip
-        else:
+        scores += row * scores_stride
+        if GROUPS == 0:
+            # Whole lines are read, which rows are padded to: masks by lines leave loads wide.
+            line = tl.arange(0, ELEMENTS // _EACH)[:, None] * _EACH + start // _EACH * _EACH
+            entry = line + tl.arange(0, _EACH)[None, :]
+            inside = line < end
             at_least = tl.full((), NOTHING + 1, tl.int32)
-            element = tl.arange(0, ELEMENTS)
-            if GROUPS == 0:
-                entry = start + element
-                there = element < count
+        else:
+            chosen_groups += row * KEPT
+            first, last = start // _GROUP, tl.cdiv(end, _GROUP)
+            groups = last - first
+            at_least = tl.full((), NOTHING + 1, tl.int32)
+            if groups > k:
+                line = tl.arange(0, GROUPS // _EACH)[:, None] * _EACH + first // _EACH * _EACH
+                number = line + tl.arange(0, _EACH)[None, :]
+                best = tl.load(
+                    maxima + row * maxima_stride + number, mask=line < last, other=NOTHING
+                )
+                best = tl.where((number >= first) & (number < last), best, NOTHING)
+                limit, above = kth_largest(best, groups, k, True)
+                place, taken = places(best, limit, k - above)
+                tl.store(chosen_groups + place, number, mask=taken)
+                at_least = tl.where(above == k, limit + 1, limit)
             else:
-                chosen_groups += row * KEPT
-                first = start // _GROUP
-                groups = tl.cdiv(end, _GROUP) - first
-                if groups > k:
-                    number = tl.arange(0, GROUPS)
-                    best = tl.load(
-                        maxima + row * maxima_stride + first + number,
-                        mask=number < groups,
-                        other=NOTHING,
-                    )
-                    limit, above = kth_largest(best, groups, k)
-                    place, taken = places(best, limit, k - above)
-                    tl.store(chosen_groups + place, first + number, mask=taken)
-                    at_least = tl.where(above == k, limit + 1, limit)
-                else:
-                    every = tl.arange(0, KEPT)
-                    tl.store(chosen_groups + every, first + every, mask=every < groups)
-                # Written by other threads of this program.
-                tl.debug_barrier()
-                there = element // _GROUP < tl.minimum(groups, k)
-                group = tl.load(chosen_groups + element // _GROUP, mask=there, other=0)
-                entry = group * _GROUP + element % _GROUP
-                there = there & (entry >= start) & (entry < end)
-            bits = tl.load(scores + row * scores_stride + entry, mask=there, other=0)
-            key = ordered(bits)
-            key = tl.where(there & (key >= at_least), key, NOTHING)
-            candidates = tl.sum((key != NOTHING).to(tl.int32), 0)
-            limit = tl.full((), NOTHING, tl.int32)
-            above = k
-            if candidates > k:
-                limit, above = kth_largest(key, candidates, k)
-            place, taken = places(key, limit, k - above)
-            emit(
-                out, slots, table, table_column_stride, table_pages, slot_page, entry, start, place,
-                taken,
-            )  # fmt: skip
+                every = tl.arange(0, KEPT)
+                tl.store(chosen_groups + every, first + every, mask=every < groups)
+            # Written by other threads of this program.
+            tl.debug_barrier()
+            kept = tl.arange(0, KEPT)
+            inside = kept < tl.minimum(groups, k)
+            group = tl.load(chosen_groups + kept, mask=inside, other=0)
+            entry = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+            inside = inside[:, None]
+        key = ordered(tl.load(scores + entry, mask=inside, other=0))
+        there = inside & (entry >= start) & (entry < end)
+        key = tl.where(there & (key >= at_least), key, NOTHING)
+        candidates = tl.sum((key != NOTHING).to(tl.int32))
+        limit = tl.full((), NOTHING, tl.int32)
+        above = k
+        if candidates > k:
+            limit, above = kth_largest(key, candidates, k, GROUPS == 0)
+        place, taken = places(key, limit, k - above)
+        tl.store(out + place, entry - start, mask=taken)
+        if slots is not None:
+            # Written by other threads of this program.
+            tl.debug_barrier()
+            emit_slots(
+                out, slots, table, table_column_stride, table_pages, slot_page, start, k, k, KEPT
+            )
 
 
 def warps_of(elements: int, groups: int, rows: int, target: Target) -> int:
@@ -150,18 +150,6 @@ def warps_of(elements: int, groups: int, rows: int, target: Target) -> int:
 def options_of(rows: int, target: Target) -> dict[str, int]:
     """Launch options: many rows want several programs on a multiprocessor."""
     return {"maxnreg": 128} if rows > 128 and target.backend == "cuda" else {}
-
-
-def _spills(accepted: int, target: Target) -> int:
-    """Spills of a build: AMD's compiler holds fewer of the candidates of large programs."""
-    return accepted if target.backend == "cuda" else 400
-
-
-def _accepted_spills(kept: int, target: Target) -> int:
-    """AMD puts many candidates aside, RDNA more than half: slower there, and never measured."""
-    if target.backend == "hip":
-        return 720 if target.narrow else 340
-    return 100 if kept == MOST_GROUP_K else 60
 
 
 def builds(target: Target) -> Iterator[Build]:
@@ -180,7 +168,14 @@ def builds(target: Target) -> Iterator[Build]:
             **dict.fromkeys(("scores", "lengths", "owners", "out"), "*i32"),
             **dict.fromkeys(numbers, "i32"),
         },
-        {**dict.fromkeys(nothing), "GROUPS": 0, "ELEMENTS": 512, "KEPT": 512, "SCORED": False},
+        {
+            **dict.fromkeys(nothing),
+            "GROUPS": 0,
+            "ELEMENTS": 512,
+            "KEPT": 512,
+            "SCORED": False,
+            "EARLY": False,
+        },
         num_warps=warps_of(512, 0, 1, target),
     )
     for elements in (2048, 8192, MOST_WHOLE):
@@ -197,9 +192,10 @@ def builds(target: Target) -> Iterator[Build]:
                 "ELEMENTS": elements,
                 "KEPT": 512,
                 "SCORED": True,
+                "EARLY": early(target),
             },
             num_warps=warps_of(elements, 0, 1, target),
-            spills=_spills(100 if elements == MOST_WHOLE else 0, target),
+            spills=100 if elements == MOST_WHOLE else 0,
         )
     for kept in (16, 512, MOST_GROUP_K):
         for groups in (64, 4096, MOST_GROUPS):
@@ -220,8 +216,9 @@ def builds(target: Target) -> Iterator[Build]:
                         "ELEMENTS": kept * GROUP,
                         "KEPT": kept,
                         "SCORED": True,
+                        "EARLY": early(target),
                     },
                     num_warps=warps_of(kept * GROUP, groups, rows, target),
                     # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.
-                    spills=_accepted_spills(kept, target),
+                    spills=140 if kept == MOST_GROUP_K else 60,
                 )

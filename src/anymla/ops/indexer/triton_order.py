@@ -1,7 +1,15 @@
-"""Order of scores inside Triton kernels, and what all selecting kernels share.
+"""Order of scores inside Triton kernels, and the search for the k-th of many.
 
 A score becomes an int32 that orders as scores do ("key"): -0 is 0, every NaN the largest. No key is
 ``NOTHING``, which stands for an entry that is not there.
+
+The search counts how many keys reach two probes at a time and narrows (low, high] until the count
+is the wanted one or one key is left. Where probes are set decides how long it takes, never what
+comes out:
+
+    first    around the quantile of a normal distribution with the keys' mean and deviation
+    then     around where the logarithm of the count, interpolated, is the wanted one
+    fifth    at thirds of the range, which bounds the search whatever the scores are
 """
 
 from __future__ import annotations
@@ -44,134 +52,95 @@ def _as_key(x):
 
 
 @triton.jit
-def next_probe(low, high, count_low, count_high, wanted, step):
-    """A key in (low, high] to count at, when looking for the ``wanted``-th largest.
-
-    Scores' counts fall about exponentially, so two probes of three interpolate the logarithm of the
-    count between (low, count_low) and (high, count_high); the third halves, which bounds the search
-    whatever the scores are.
-    """
-    middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)
-    if step % 3 != 2:
-        top = tl.log2(count_low.to(tl.float32))
-        bottom = tl.log2(tl.maximum(count_high.to(tl.float32), 0.5))
-        share = (top - tl.log2(wanted.to(tl.float32))) / (top - bottom)
-        first, last = _as_float(low), _as_float(high)
-        middle = _as_key(first + (last - first) * share)
-    return tl.minimum(tl.maximum(middle, low + 1), high)
+def _log2(count):
+    """Roughly, by the bits of a float32; of 0 as of a half."""
+    x = tl.maximum(count.to(tl.float32), 0.5)
+    return x.to(tl.int32, bitcast=True).to(tl.float32) * (1.0 / 8388608)
 
 
 @triton.jit
-def kth_largest(key, count, wanted):
-    """(limit, above): the ``above`` keys > limit and ``wanted - above`` of those == limit are best.
+def _normal_quantile(count, wanted):
+    """Deviations above the mean that ``wanted`` of ``count`` normal values exceed, roughly.
+
+    Source: Abramowitz and Stegun, 26.2.23.
+    """
+    r = tl.sqrt(1.3862944 * (_log2(count) - _log2(wanted)))
+    above = 2.515517 + r * (0.802853 + r * 0.010328)
+    return r - above / (1.0 + r * (1.432788 + r * (0.189269 + r * 0.001308)))
+
+
+@triton.jit
+def _probes(low, high, count_low, count_high, wanted, step, guess, margin):
+    """Two keys in (low, high] to count at, in order."""
+    top, bottom = _log2(count_low), _log2(count_high)
+    first, last = _as_float(low), _as_float(high)
+    middle = first + (last - first) * ((top - _log2(wanted)) / (top - bottom))
+    # The share is off by about the root of what lies between.
+    spread = (last - first) * 0.25 / tl.sqrt((count_low - count_high).to(tl.float32))
+    middle = tl.where(step == 0, guess, middle)
+    spread = tl.where(step == 0, margin, spread)
+    lower, upper = _as_key(middle - spread), _as_key(middle + spread)
+    if step % 5 == 4:
+        # A quarter of the difference cannot overflow.
+        third = ((high >> 2) - (low >> 2)) // 3 * 4
+        lower, upper = low + third, high - third
+    lower = tl.minimum(tl.maximum(lower, low + 1), high)
+    return lower, tl.minimum(tl.maximum(upper, lower), high)
+
+
+@triton.jit
+def narrow(key, count, wanted, slack, NORMAL: tl.constexpr):
+    """(low, reach, above): ``reach`` keys are >= low, and ``above`` are > low or, nearly, so.
+
+    Either ``reach`` is at least ``wanted`` and at most ``slack`` more, or low is the ``wanted``-th
+    largest key and ``above`` the number of larger ones.
 
     Args:
-        key: [N] int32, NOTHING where there is none.
-        count: how many keys there are; more than ``wanted``.
+        key: int32 of any shape, at most 32,767, NOTHING where there is none.
+        count: how many keys there are; at least ``wanted``.
         wanted: at least 1.
+        slack: at least 0.
+        NORMAL: look first where normally distributed scores would have it.
     """
-    high = tl.max(key, 0)
-    low = tl.min(tl.where(key == NOTHING, _LARGEST, key), 0)
-    # Always: count(>= low) >= wanted > count(> high).
-    count_low, count_high, step = count, tl.zeros_like(count), 0
-    while low < high:
-        probe = next_probe(low, high, count_low, count_high, wanted, step)
-        found = tl.sum((key >= probe).to(tl.int32), 0)
-        if found == wanted:
-            low = probe - 1
-            high = probe - 1
-            count_high = found
-        elif found > wanted:
-            low = probe
-            count_low = found
+    there = key != NOTHING
+    high = tl.max(key)
+    low = tl.min(tl.where(there, key, _LARGEST))
+    guess, margin, step = _as_float(low), 0.0, 1
+    if NORMAL:
+        x = tl.where(there, _as_float(key), 0.0)
+        number = count.to(tl.float32)
+        mean = tl.sum(x) / number
+        deviation = tl.sqrt(tl.maximum(tl.sum(x * x) / number - mean * mean, 0.0))
+        guess = mean + deviation * _normal_quantile(count, wanted)
+        margin, step = deviation * 0.075, 0
+    # Always: reach = count(>= low) >= wanted > above = count(> high).
+    reach, above = count, tl.zeros_like(count)
+    while (low < high) & (reach > wanted + slack):
+        lower, upper = _probes(low, high, reach, above, wanted, step, guess, margin)
+        found = tl.sum((key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16))
+        more, less = found & 0xFFFF, found >> 16
+        if less >= wanted:
+            low = upper
+            reach = less
         else:
-            high = probe - 1
-            count_high = found
+            high = upper - 1
+            above = less
+            if more >= wanted:
+                low = lower
+                reach = more
+            else:
+                high = lower - 1
+                above = more
         step += 1
-    return low, count_high
+    return low, reach, above
 
 
 @triton.jit
-def places(key, limit, need):
-    """Where elements go that are chosen, in the order of elements, and whether they are.
+def kth_largest(key, count, wanted, NORMAL: tl.constexpr):
+    """(limit, above): the ``above`` keys > limit and ``wanted - above`` of those == limit are best.
 
-    Chosen are keys > limit and the first ``need`` keys == limit. Fewer than 2^15 elements.
+    Arguments are those of ``narrow``.
     """
-    beyond = key > limit
-    same = (key == limit) & (key != NOTHING)
-    # Two counts side by side.
-    running = tl.cumsum(beyond.to(tl.int32) + (same.to(tl.int32) << 16), 0)
-    equal = running >> 16
-    place = (running & 0xFFFF) + tl.minimum(equal, need) - 1
-    return place, beyond | (same & (equal <= need))
-
-
-@triton.jit
-def row_bounds(
-    lengths, starts, owners, row, live, first_row, per_request, requests, covered
-):  # fmt: skip
-    """Request and entries [start, end) of rows; (0, 0) where there is nothing to see."""
-    if owners is None:
-        request = ((first_row + row) // per_request).to(tl.int32)
-    else:
-        request = tl.load(owners + row, mask=live, other=-1)
-    end = tl.minimum(tl.load(lengths + row, mask=live, other=0), covered)
-    if starts is None:
-        start = tl.zeros_like(end)
-    else:
-        start = tl.maximum(tl.load(starts + row, mask=live, other=0), 0)
-    sees = (request >= 0) & (request < requests) & (start < end)
-    return request, tl.where(sees, start, 0), tl.where(sees, end, 0)
-
-
-@triton.jit
-def emit(
-    out,
-    slots,
-    table,
-    table_stride,
-    table_pages,
-    slot_page,
-    entry,
-    start,
-    place,
-    chosen,
-):
-    """Write entries, and their slots if there is a table, to ``place``-s of a row.
-
-    ``out`` and ``slots`` point to the row's results, ``table`` to its request's pages.
-    """
-    tl.store(out + place, entry - start, mask=chosen)
-    if slots is not None:
-        column = entry // slot_page
-        known = chosen & (column < table_pages)
-        page = tl.load(table + column.to(tl.int64) * table_stride, mask=known, other=-1)
-        slot = page.to(tl.int64) * slot_page + entry % slot_page
-        slot = tl.where((page >= 0) & (slot < 0x80000000), slot, -1)
-        tl.store(slots + place, slot.to(tl.int32), mask=chosen)
-
-
-@triton.jit
-def emit_all(
-    out,
-    slots,
-    table,
-    table_stride,
-    table_pages,
-    slot_page,
-    start,
-    count,
-    k,
-    KEPT: tl.constexpr,
-):
-    """The row of a token with at most k entries: all of them, then -1."""
-    place = tl.arange(0, KEPT)
-    emit(
-        out, slots, table, table_stride, table_pages, slot_page, start + place, start, place,
-        place < count,
-    )  # fmt: skip
-    rest = (place >= count) & (place < k)
-    nothing = tl.full((KEPT,), -1, tl.int32)
-    tl.store(out + place, nothing, mask=rest)
-    if slots is not None:
-        tl.store(slots + place, nothing, mask=rest)
+    low, reach, above = narrow(key, count, wanted, 0, NORMAL)
+    whole = reach == wanted
+    return tl.where(whole, low - 1, low), tl.where(whole, wanted, above)

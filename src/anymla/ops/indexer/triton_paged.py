@@ -1,11 +1,7 @@
 """Index scores against keys in a paged cache, on the device.
 
 Grid: (requests x groups of rows, parts of the context). As in ``triton_scores``, with keys found
-through the block table; entries that are absent are -inf, and nothing of them is read.
-
-    block table  | page | page | ...        part p: entries [p * span, (p + 1) * span)
-                     |
-    tile         [keys, D] . [rows x heads, D]^T -> [keys, rows]
+through the block table (``triton_pages``); entries that are absent are -inf.
 """
 
 from __future__ import annotations
@@ -29,13 +25,11 @@ from anymla.ops._triton import Build, Target
 from anymla.ops.indexer.triton_operands import (
     KIND_OF_CODEC,
     KIND_OF_DTYPE,
-    head_sums,
-    load_operand,
-    load_packed,
     load_queries,
     math_of,
     query_lines,
 )
+from anymla.ops.indexer.triton_pages import tile_scores
 from anymla.ops.indexer.triton_scores import (
     FILL,
     POINTER_OF_KIND,
@@ -43,79 +37,6 @@ from anymla.ops.indexer.triton_scores import (
     fill_hidden,
 )
 from anymla.ops.indexer.triton_tiles import paged_tile_of, span_of
-
-
-@triton.jit
-def load_keys(
-    cache,
-    at,
-    scales_at,
-    there,
-    first,
-    CODEC: tl.constexpr,
-    MATH: tl.constexpr,
-    PADDED: tl.constexpr,
-    PART: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Channels [first, first + PART) of keys at byte offsets [KEYS]; scales of FP8 are left."""
-    WIDTH: tl.constexpr = CODEC.channels
-    if CODEC.kind == "row_mxfp4":
-        return load_packed(cache + at, cache + scales_at, there, first, MATH, WIDTH, PADDED, PART)
-    elif CODEC.kind == "row_fp8":
-        return load_operand(cache + at, there, first, "e4m3", MATH, WIDTH, PADDED, PART, NATIVE)
-    elif CODEC.kind == "bf16":
-        rows = (cache + at).to(tl.pointer_type(tl.bfloat16))
-        return load_operand(rows, there, first, "bf16", MATH, WIDTH, PADDED, PART, NATIVE)
-    else:
-        tl.static_assert(CODEC.kind == "fp32")
-        rows = (cache + at).to(tl.pointer_type(tl.float32))
-        return load_operand(rows, there, first, "fp32", MATH, WIDTH, PADDED, PART, NATIVE)
-
-
-@triton.jit
-def locate(
-    table,
-    table_stride,
-    at,
-    stop,
-    pages,
-    page_stride,
-    KEYS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """Where keys [at, at + KEYS) are; ``at`` is a multiple of KEYS, below ``stop``.
-
-    Returns byte offsets of their pages [KEYS] int64, their places there, and whether they exist;
-    those that do not are given a page that does. Whole pages cost the fewest instructions.
-    """
-    number = tl.arange(0, KEYS)
-    wide = tl.full((), 1, tl.int64)
-    if ENTRIES % KEYS == 0:
-        page = tl.load(table + wide * (at // ENTRIES) * table_stride)
-        known = (page >= 0) & (page < pages)
-        page_at = tl.where(known, page, 0).to(tl.int64) * page_stride
-        place = at % ENTRIES + number
-        there = tl.full((KEYS,), 1, tl.int1) & known
-        return page_at + tl.zeros((KEYS,), tl.int64), place, there
-    elif KEYS == 2 * ENTRIES:
-        cell = table + wide * (at // ENTRIES) * table_stride
-        first = tl.load(cell)
-        second = tl.load(cell + table_stride, mask=at + ENTRIES < stop, other=-1)
-        first_known = (first >= 0) & (first < pages)
-        second_known = (second >= 0) & (second < pages)
-        first_at = tl.where(first_known, first, 0).to(tl.int64) * page_stride
-        second_at = tl.where(second_known, second, 0).to(tl.int64) * page_stride
-        front = number < ENTRIES
-        there = (front & first_known) | ((number >= ENTRIES) & second_known)
-        return tl.where(front, first_at, second_at), number % ENTRIES, there
-    else:
-        key = at + number
-        page = tl.load(
-            table + (key // ENTRIES).to(tl.int64) * table_stride, mask=key < stop, other=-1
-        )
-        there = (page >= 0) & (page < pages)
-        return tl.where(there, page, 0).to(tl.int64) * page_stride, key % ENTRIES, there
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "pages", "context", "covered", "span"])
@@ -166,54 +87,22 @@ def paged_scores_kernel(
     stop = tl.minimum(tl.max(end, 0), last)
     if first < stop:
         line, weight, exists = query_lines(row, live, weights, weights_stride, HEADS, PADDED_HEADS)
+        queries = weight
         if PART == PADDED:
             queries = load_queries(
                 q, q_scales, line, exists, 0, Q_KIND, MATH, CODEC.channels, PADDED, PART, NATIVE
             )
         pages_of_request = table + request * table_row_stride
-        # Every entry of the cache may be read; what is not meant is left out of the results, which
-        # costs less than a mask on every load.
-        everywhere = tl.full((KEYS,), 1, tl.int1)
         for at in tl.range(first, stop, KEYS, num_stages=STAGES):
+            scores = tile_scores(
+                cache, pages_of_request, table_column_stride, at, stop, pages, page_stride,
+                queries, q, q_scales, line, weight, exists, HEADS, PADDED_HEADS, PADDED, PART, ROWS,
+                KEYS, ENTRIES, CODEC, Q_KIND, MATH, NATIVE,
+            )  # fmt: skip
             key = at + tl.arange(0, KEYS)
-            page_at, place, there = locate(
-                pages_of_request, table_column_stride, at, stop, pages, page_stride, KEYS, ENTRIES
-            )
-            scales_at = page_at + ENTRIES * CODEC.data_bytes + place * CODEC.scale_bytes
-            values_at = page_at + place * CODEC.data_bytes
-            if PART == PADDED:
-                tile = load_keys(
-                    cache, values_at, scales_at, everywhere, 0, CODEC, MATH, PADDED, PART, NATIVE
-                )
-                dots = tl.dot(tile, tl.trans(queries))
-            else:
-                dots = tl.zeros((KEYS, ROWS * PADDED_HEADS), tl.float32)
-                for part in range(0, PADDED, PART):
-                    queries = load_queries(
-                        q, q_scales, line, exists, part, Q_KIND, MATH, CODEC.channels, PADDED,
-                        PART, NATIVE,
-                    )  # fmt: skip
-                    tile = load_keys(
-                        cache,
-                        values_at,
-                        scales_at,
-                        everywhere,
-                        part,
-                        CODEC,
-                        MATH,
-                        PADDED,
-                        PART,
-                        NATIVE,
-                    )
-                    dots = tl.dot(tile, tl.trans(queries), dots, input_precision="ieee")
-            scores = head_sums(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
-            if CODEC.kind == "row_fp8":
-                scale_pointers = (cache + scales_at).to(tl.pointer_type(tl.float32))
-                scores = scores * tl.load(scale_pointers)[:, None]
-            seen = there[:, None] & (key[:, None] < end[None, :])
             tl.store(
                 out + row[None, :] * out_stride + key[:, None],
-                tl.where(seen, scores, float("-inf")),
+                tl.where(key[:, None] < end[None, :], scores, float("-inf")),
                 mask=live[None, :] & (key < last)[:, None],
             )
     filled = tl.cdiv(tl.maximum(stop - first, 0), KEYS) * KEYS

@@ -18,60 +18,45 @@ import triton
 import triton.language as tl
 
 from anymla.ops._triton import Build, Target
-from anymla.ops.indexer.triton_order import (
-    NOTHING,
-    emit,
-    emit_all,
-    kth_largest,
-    next_probe,
-    ordered,
-    places,
-    row_bounds,
-)
+from anymla.ops.indexer.triton_emit import early, emit_all, emit_slots, places, row_bounds
+from anymla.ops.indexer.triton_order import NOTHING, kth_largest, narrow, ordered
 
 SAMPLES = 2048
 _RUN = tl.constexpr(8)  # samples side by side
+_EACH = tl.constexpr(4)  # neighbours that a thread loads at once
 _LARGEST = tl.constexpr(0x7FFFFFFF)
 _TILES = {True: 4096, False: 8192}
 
 
 @triton.jit
-def _load(line, at, count, TILE: tl.constexpr):
-    """Keys of entries [at, at + TILE) of ``count``; NOTHING behind."""
-    element = at + tl.arange(0, TILE)
-    inside = element < count
-    bits = tl.load(line + element, mask=inside, other=0)
-    return element, tl.where(inside, ordered(bits), NOTHING)
+def _load(scores, at, start, end, TILE: tl.constexpr):
+    """Entries [at, at + TILE), neighbours in a line, and their keys; NOTHING outside of the row's.
+
+    ``at`` is a multiple of 4. Whole lines are read, which rows are padded to: masks by lines leave
+    loads wide.
+    """
+    line = at + tl.arange(0, TILE // _EACH)[:, None] * _EACH
+    entry = line + tl.arange(0, _EACH)[None, :]
+    key = ordered(tl.load(scores + entry, mask=line < end, other=0))
+    return entry, tl.where((entry >= start) & (entry < end), key, NOTHING)
 
 
 @triton.jit
-def _threshold(line, count, k, SAMPLES: tl.constexpr):
-    """A key that at least k of a row's are likely to reach, and not many more."""
+def _threshold(scores, count, k, SAMPLES: tl.constexpr):
+    """A key that at least k of a row's are likely to reach, and not many more.
+
+    ``scores`` points to the first of ``count``.
+    """
     number = tl.arange(0, SAMPLES)
     at = (number // _RUN).to(tl.int64) * (count // (SAMPLES // _RUN)) + number % _RUN
-    key = ordered(tl.load(line + at))
+    key = ordered(tl.load(scores + at))
     expected = k.to(tl.float32) * SAMPLES / count
     # Three and a half standard deviations above what k of count would be among the samples.
     rank = (expected + 3.5 * tl.sqrt(expected) + 4.0).to(tl.int32)
-    low = tl.full((), NOTHING, tl.int32)
+    low = tl.full((), NOTHING + 1, tl.int32)
     if rank < SAMPLES:
-        high = tl.max(key, 0)
-        low = tl.min(key, 0)
-        count_low = tl.full((), SAMPLES, tl.int32)
-        count_high, step = tl.full((), 0, tl.int32), 0
-        enough = rank + rank // 8 + 1
-        while low < high:
-            probe = next_probe(low, high, count_low, count_high, rank, step)
-            found = tl.sum((key >= probe).to(tl.int32), 0)
-            if found >= rank:
-                low = probe
-                count_low = found
-                if found <= enough:
-                    high = probe
-            else:
-                high = probe - 1
-                count_high = found
-            step += 1
+        every = tl.full((), SAMPLES, tl.int32)
+        low, _reach, _above = narrow(key, every, rank, rank // 8 + 1, True)
     return low
 
 
@@ -84,16 +69,11 @@ def _finish(
     k,
     start,
     out,
-    slots,
-    table,
-    table_stride,
-    table_pages,
-    slot_page,
     PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
     """Select from ``total`` candidates, at most CAPACITY; part p has found[p] from p * CAPACITY."""
-    element = tl.arange(0, CAPACITY)
+    element = tl.arange(0, CAPACITY // _EACH)[:, None] * _EACH + tl.arange(0, _EACH)[None, :]
     at = element
     if PARTS > 1:
         end = 0
@@ -107,55 +87,39 @@ def _finish(
     limit = tl.full((), NOTHING, tl.int32)
     above = k
     if total > k:
-        limit, above = kth_largest(key, total, k)
+        limit, above = kth_largest(key, total, k, False)
     place, taken = places(key, limit, k - above)
-    emit(
-        out, slots, table, table_stride, table_pages, slot_page, start + entry, start, place, taken
-    )
+    tl.store(out + place, entry - start, mask=taken)
 
 
 @triton.jit
-def _count_through(
-    line,
-    count,
-    k,
-    start,
-    out,
-    slots,
-    table,
-    table_stride,
-    table_pages,
-    slot_page,
-    TILE: tl.constexpr,
-):
+def _count_through(scores, start, end, k, out, TILE: tl.constexpr):
     """Select by halving the range of keys, reading the row every time: any row, slowly."""
     low = tl.full((), NOTHING + 1, tl.int32)
     high = tl.full((), _LARGEST, tl.int32)
+    begin = start // _EACH * _EACH
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)
         reach = 0
-        for at in range(0, count, TILE):
-            element, key = _load(line, at, count, TILE)
-            reach += tl.sum((key >= middle).to(tl.int32), 0)
+        for at in range(begin, end, TILE):
+            entry, key = _load(scores, at, start, end, TILE)
+            reach += tl.sum((key >= middle).to(tl.int32))
         if reach >= k:
             low = middle
         else:
             high = middle - 1
     above = 0
-    for at in range(0, count, TILE):
-        element, key = _load(line, at, count, TILE)
-        above += tl.sum((key > low).to(tl.int32), 0)
+    for at in range(begin, end, TILE):
+        entry, key = _load(scores, at, start, end, TILE)
+        above += tl.sum((key > low).to(tl.int32))
     need = k - above
     written = 0
-    for at in range(0, count, TILE):
-        element, key = _load(line, at, count, TILE)
+    for at in range(begin, end, TILE):
+        entry, key = _load(scores, at, start, end, TILE)
         place, taken = places(key, low, need)
-        emit(
-            out, slots, table, table_stride, table_pages, slot_page, start + element, start,
-            written + place, taken,
-        )  # fmt: skip
-        written += tl.sum(taken.to(tl.int32), 0)
-        need -= tl.minimum(tl.sum((key == low).to(tl.int32), 0), need)
+        tl.store(out + written + place, entry - start, mask=taken)
+        written += tl.sum(taken.to(tl.int32))
+        need -= tl.minimum(tl.sum((key == low).to(tl.int32)), need)
 
 
 @triton.jit(
@@ -191,15 +155,21 @@ def sample_collect_kernel(
     CAPACITY: tl.constexpr,
     SAMPLES: tl.constexpr,
     TILE: tl.constexpr,
-    EACH: tl.constexpr,
     KEPT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """A part of a row: EACH neighbouring scores a thread of TILE a step; ``found`` is unbounded."""
+    """A part of a row, TILE entries a step; ``found`` is unbounded.
+
+    EARLY: launched before the scores' kernel ended.
+    """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered
     )
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     count = end - start
     out += row * out_stride
     if slots is not None:
@@ -214,30 +184,26 @@ def sample_collect_kernel(
                 KEPT,
             )  # fmt: skip
     else:
-        line = scores + row * scores_stride + start
-        threshold = tl.full((), NOTHING, tl.int32)
+        scores += row * scores_stride
+        threshold = tl.full((), NOTHING + 1, tl.int32)
         if count > CAPACITY:
-            threshold = _threshold(line, count, k, SAMPLES)
-        LINES: tl.constexpr = TILE // EACH
-        step = tl.arange(0, LINES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-        share = tl.cdiv(tl.cdiv(count, PARTS), TILE) * TILE
-        first = part * share
-        last = tl.minimum(first + share, count)
+            threshold = _threshold(scores + start, count, k, SAMPLES)
+        begin = start // _EACH * _EACH
+        share = tl.cdiv(tl.cdiv(end - begin, PARTS), TILE) * TILE
+        first = begin + part * share
+        last = tl.minimum(first + share, end)
         keys += (row * PARTS + part) * CAPACITY
         entries += (row * PARTS + part) * CAPACITY
         collected = 0
         for at in range(first, last, TILE):
-            element = at + step
-            inside = element < last
-            key = ordered(tl.load(line + element, mask=inside, other=0))
-            passes = inside & (key >= threshold)
-            one = passes.to(tl.int32)
+            entry, key = _load(scores, at, start, last, TILE)
+            one = (key >= threshold).to(tl.int32)
             per_line = tl.sum(one, 1)
             if tl.max(per_line, 0) > 0:
                 before = collected + tl.cumsum(per_line, 0) - per_line
                 place = before[:, None] + tl.cumsum(one, 1) - 1
-                room = passes & (place < CAPACITY)
-                tl.store(entries + place, element, mask=room)
+                room = (one > 0) & (place < CAPACITY)
+                tl.store(entries + place, entry, mask=room)
                 tl.store(keys + place, key, mask=room)
                 collected += tl.sum(per_line, 0)
         if PARTS > 1:
@@ -246,14 +212,14 @@ def sample_collect_kernel(
             # Written by other threads of this program.
             tl.debug_barrier()
             if (collected >= k) & (collected <= CAPACITY):
-                _finish(
-                    keys, entries, found, collected, k, start, out, slots, table,
-                    table_column_stride, table_pages, slot_page, 1, CAPACITY,
-                )  # fmt: skip
+                _finish(keys, entries, found, collected, k, start, out, 1, CAPACITY)
             else:
-                _count_through(
-                    line, count, k, start, out, slots, table, table_column_stride, table_pages,
-                    slot_page, TILE,
+                _count_through(scores, start, end, k, out, TILE)
+            if slots is not None:
+                tl.debug_barrier()
+                emit_slots(
+                    out, slots, table, table_column_stride, table_pages, slot_page, start, k, k,
+                    KEPT,
                 )  # fmt: skip
 
 
@@ -288,12 +254,16 @@ def sample_finish_kernel(
     PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
+    KEPT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """A row that several programs have collected from."""
+    """A row that several programs have collected from; EARLY: and have not all ended."""
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered
     )
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     count = end - start
     if count > k:
         out += row * out_stride
@@ -305,15 +275,15 @@ def sample_finish_kernel(
         each = tl.load(found + row * PARTS + tl.arange(0, PARTS))
         total = tl.sum(each, 0)
         if (total >= k) & (total <= CAPACITY):
-            _finish(
-                keys, entries, found + row * PARTS, total, k, start, out, slots, table,
-                table_column_stride, table_pages, slot_page, PARTS, CAPACITY,
-            )  # fmt: skip
+            _finish(keys, entries, found + row * PARTS, total, k, start, out, PARTS, CAPACITY)
         else:
-            _count_through(
-                scores + row * scores_stride + start, count, k, start, out, slots, table,
-                table_column_stride, table_pages, slot_page, TILE,
-            )  # fmt: skip
+            _count_through(scores + row * scores_stride, start, end, k, out, TILE)
+        if slots is not None:
+            # Written by other threads of this program.
+            tl.debug_barrier()
+            emit_slots(
+                out, slots, table, table_column_stride, table_pages, slot_page, start, k, k, KEPT
+            )
 
 
 def tile_and_warps(rows: int, capacity: int, target: Target) -> tuple[int, int]:
@@ -333,7 +303,8 @@ def builds(target: Target) -> Iterator[Build]:
     cases = ((1, 4096, 2048, 512), (32, 4096, 1, 1024), (1, 8192, 2048, 2048), (32, 8192, 1, 2048))
     for parts, capacity, rows, kept in cases:
         tile, warps = tile_and_warps(rows, capacity, target)
-        shared = {"starts": None, "PARTS": parts, "CAPACITY": capacity, "TILE": tile}
+        shared = {"starts": None, "PARTS": parts, "CAPACITY": capacity, "TILE": tile, "KEPT": kept}
+        shared["EARLY"] = early(target)
         extra = ("slots", "table") if parts > 1 else ()
         missing = {} if parts > 1 else {"slots": None, "table": None}
         types = {**dict.fromkeys((*pointers, *extra), "*i32"), **dict.fromkeys(numbers, "i32")}
@@ -342,7 +313,7 @@ def builds(target: Target) -> Iterator[Build]:
             label,
             sample_collect_kernel,
             types,
-            {**shared, **missing, "counts": None, "SAMPLES": SAMPLES, "EACH": 4, "KEPT": kept},
+            {**shared, **missing, "counts": None, "SAMPLES": SAMPLES},
             num_warps=warps,
             spills=16,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from anymla.ops.indexer.selection_plan import (
     padded_entries,
     plan_selection,
 )
+from anymla.ops.indexer.triton_emit import early
 from anymla.ops.indexer.triton_group_select import group_select_kernel, options_of, warps_of
 from anymla.ops.indexer.triton_sample_select import (
     sample_collect_kernel,
@@ -34,6 +36,8 @@ from anymla.ops.workspace import scratch
 
 # Writes the scores of a round; arguments of ``triton_select_scores.select_scores``.
 Scorer = Callable[..., None]
+# Launches a backend's own selector: (plan, scores, maxima, what every selector's kernel is given).
+Selector = Callable[[SelectionPlan, Tensor, Tensor | None, tuple[Any, ...]], None]
 
 
 def select_topk(
@@ -83,8 +87,9 @@ def select_rounds(
     slot_page_size: int,
     slots: Tensor | None,
     counts: Tensor | None,
+    selector: Selector | None = None,
 ) -> Tensor:
-    """``select_topk`` with scores from ``scorer``."""
+    """``select_topk`` with scores from ``scorer``, and ``selector`` for rows that it can hold."""
     tokens, requests = len(q), len(block_table)
     cache = pages_of(index_cache)
     covered = block_table.shape[1] * cache.shape[1]
@@ -101,6 +106,7 @@ def select_rounds(
             k,
             multiprocessors=multiprocessors(q.device),
             scratch_bytes=scratch_bytes,
+            histograms=selector is not None,
         )
         q, weights = q.contiguous(), weights if weights.stride(1) == 1 else weights.contiguous()
         q_scales = None if q_scales is None else q_scales.contiguous()
@@ -140,7 +146,7 @@ def select_rounds(
             )
             _select(
                 plan, memory, lengths[part], begin, owner, results, slot_table, slot_page_size,
-                first, each, requests, covered, k, target,
+                first, each, requests, covered, k, target, selector,
             )  # fmt: skip
         if counts is not None and counted is not counts:
             counts.copy_(counted)
@@ -182,6 +188,7 @@ def _select(
     covered: int,
     k: int,
     target: _triton.Target,
+    selector: Selector | None,
 ) -> None:
     """Launch the selector of a round."""
     best, slots, counts = results
@@ -199,18 +206,25 @@ def _select(
         slot_page_size,
     )
     sizes = (first_row, max(per_request, 1), requests, covered, k)
+    if selector is not None and plan.form in ("whole", "groups"):
+        selector(plan, scores, memory.maxima, (*given, counts, *about_slots, *sizes))
+        return
+    soon = plan.form != "all" and early(target)
+    options: dict[str, int | bool] = {"launch_pdl": True} if soon else {}
+    options |= options_of(rows, target)
     if plan.form == "samples":
         tile, warps = tile_and_warps(rows, plan.capacity, target)
         found = (memory.keys, memory.entries, memory.found)
         sample_collect_kernel[(plan.parts, rows)](
             scores, scores.stride(0), *found, *given, counts, *about_slots, *sizes,
             PARTS=plan.parts, CAPACITY=plan.capacity, SAMPLES=triton_sample_select.SAMPLES,
-            TILE=tile, EACH=4, KEPT=plan.kept, num_warps=warps, **options_of(rows, target),
+            TILE=tile, KEPT=plan.kept, EARLY=soon, num_warps=warps, **options,
         )  # fmt: skip
         if plan.parts > 1:
             sample_finish_kernel[(rows,)](
                 scores, scores.stride(0), *found, *given, *about_slots, *sizes,
-                PARTS=plan.parts, CAPACITY=plan.capacity, TILE=tile, num_warps=warps,
+                PARTS=plan.parts, CAPACITY=plan.capacity, TILE=tile, KEPT=plan.kept,
+                EARLY=soon, num_warps=warps, **options,
             )  # fmt: skip
         return
     maxima = memory.maxima
@@ -220,8 +234,7 @@ def _select(
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0),
         memory.groups, *given, counts, *about_slots, *sizes,
         GROUPS=plan.groups, ELEMENTS=elements, KEPT=plan.kept, SCORED=plan.form != "all",
-        num_warps=warps_of(held, plan.groups, rows, target),
-        **options_of(rows, target),
+        EARLY=soon, num_warps=warps_of(held, plan.groups, rows, target), **options,
     )  # fmt: skip
 
 

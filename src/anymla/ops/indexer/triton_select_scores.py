@@ -21,16 +21,16 @@ from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_BF16_128
 from anymla.formats.triton_rows import cache_bytes, row_codec
 from anymla.ops._triton import Build, Target
 from anymla.ops.indexer.selection_plan import GROUP
+from anymla.ops.indexer.triton_emit import early, row_bounds
 from anymla.ops.indexer.triton_operands import (
     KIND_OF_CODEC,
     KIND_OF_DTYPE,
-    head_sums,
     load_queries,
     math_of,
     query_lines,
 )
-from anymla.ops.indexer.triton_order import NOTHING, ordered_result, row_bounds
-from anymla.ops.indexer.triton_paged import load_keys, locate
+from anymla.ops.indexer.triton_order import NOTHING, ordered_result
+from anymla.ops.indexer.triton_pages import tile_scores
 from anymla.ops.indexer.triton_scores import POINTER_OF_KIND, codes_of
 from anymla.ops.indexer.triton_tiles import Tile, paged_tile_of, span_of
 
@@ -80,8 +80,14 @@ def select_scores_kernel(
     NATIVE: tl.constexpr,
     CANONICAL_NAN: tl.constexpr,
     STAGES: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):
-    """ROWS tokens and ``span`` entries; rows are numbered from ``first_row``."""
+    """ROWS tokens and ``span`` entries; rows are numbered from ``first_row``.
+
+    FOLLOWED: the next kernel may be launched, and waits for this one's end by itself.
+    """
+    if FOLLOWED:
+        tl.extra.cuda.gdc_launch_dependents()
     member = tl.arange(0, ROWS)
     row = tl.program_id(0).to(tl.int64) * ROWS + member
     live = row < rows
@@ -94,13 +100,11 @@ def select_scores_kernel(
     reach = tl.minimum(tl.max(end, 0), first + span)
     if first < reach:
         line, weight, exists = query_lines(row, live, weights, weights_stride, HEADS, PADDED_HEADS)
+        queries = weight
         if PART == PADDED:
             queries = load_queries(
                 q, q_scales, line, exists, 0, Q_KIND, MATH, CODEC.channels, PADDED, PART, NATIVE
             )
-        # Every entry of the cache may be read; what is not meant is left out of the results, which
-        # costs less than a mask on every load.
-        everywhere = tl.full((KEYS,), 1, tl.int1)
         for turn in range(ROWS):
             mine = tl.sum(tl.where(member == turn, request, 0), 0)
             same = scored & (request == mine)
@@ -111,36 +115,12 @@ def select_scores_kernel(
             stop = tl.where(done > 0, 0, stop)
             pages_of_request = table + mine.to(tl.int64) * table_row_stride
             for at in tl.range(lowest, stop, KEYS, num_stages=STAGES):
-                key = at + tl.arange(0, KEYS)
-                page_at, place, there = locate(
-                    pages_of_request, table_column_stride, at, stop, pages, page_stride, KEYS,
-                    ENTRIES,
+                sums = tile_scores(
+                    cache, pages_of_request, table_column_stride, at, stop, pages, page_stride,
+                    queries, q, q_scales, line, weight, exists, HEADS, PADDED_HEADS, PADDED, PART,
+                    ROWS, KEYS, ENTRIES, CODEC, Q_KIND, MATH, NATIVE,
                 )  # fmt: skip
-                scales_at = page_at + ENTRIES * CODEC.data_bytes + place * CODEC.scale_bytes
-                values_at = page_at + place * CODEC.data_bytes
-                if PART == PADDED:
-                    tile = load_keys(
-                        cache, values_at, scales_at, everywhere, 0, CODEC, MATH, PADDED, PART,
-                        NATIVE,
-                    )  # fmt: skip
-                    dots = tl.dot(tile, tl.trans(queries))
-                else:
-                    dots = tl.zeros((KEYS, ROWS * PADDED_HEADS), tl.float32)
-                    for part in range(0, PADDED, PART):
-                        queries = load_queries(
-                            q, q_scales, line, exists, part, Q_KIND, MATH, CODEC.channels, PADDED,
-                            PART, NATIVE,
-                        )  # fmt: skip
-                        tile = load_keys(
-                            cache, values_at, scales_at, everywhere, part, CODEC, MATH, PADDED,
-                            PART, NATIVE,
-                        )  # fmt: skip
-                        dots = tl.dot(tile, tl.trans(queries), dots, input_precision="ieee")
-                sums = head_sums(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
-                if CODEC.kind == "row_fp8":
-                    pointers = (cache + scales_at).to(tl.pointer_type(tl.float32))
-                    sums = sums * tl.load(pointers)[:, None]
-                sums = tl.where(there[:, None], sums, float("-inf"))
+                key = at + tl.arange(0, KEYS)
                 seen = same[None, :] & (key[:, None] >= start[None, :])
                 seen = seen & (key[:, None] < end[None, :])
                 tl.store(scores + row[None, :] * scores_stride + key[:, None], sums, mask=seen)
@@ -244,6 +224,7 @@ def select_scores(
         NATIVE=target.native_e4m3,
         CANONICAL_NAN=target.backend == "cuda",
         STAGES=tile.stages,
+        FOLLOWED=early(target),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **registers_of(tile, math, target),
@@ -301,6 +282,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "NATIVE": target.native_e4m3,
                 "CANONICAL_NAN": target.backend == "cuda",
                 "STAGES": tile.stages,
+                "FOLLOWED": early(target),
             }
             optional = (
                 ("q_scales", "*u8", q_kind == "e2m1"),
