@@ -6,6 +6,7 @@ the copy engine, whose copies arrive at a barrier by their bytes.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import sys
 import types
@@ -22,12 +23,36 @@ from anymla.ops.indexer import device_support
 from anymla.ops.indexer.selection_plan import GROUP, hopper_scores_are_faster, padded_entries
 
 H, PAGE = 64, 64
-NAME = f"{family.__name__}.gluon_sm90_scores"
+NAMES = [f"{family.__name__}.gluon_sm90_{part}" for part in ("scores", "sums", "walk")]
 NOTHING = -(2**31)
 
 
 class Value(host.Value):
     type = property(lambda self: types.SimpleNamespace(layout=None))
+
+
+class Shared(host.Shared):
+    """Row after row, whatever the layout."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def index(self, i):
+        return Shared(self._tensor[int(i)])
+
+    def permute(self, order):
+        return Shared(self._tensor.permute(order))
+
+    def _reinterpret(self, dtype, shape, _):
+        whole = self._tensor.flatten().view(dtype)
+        return Shared(whole[: torch.Size(shape).numel()].view(shape))
+
+    def store(self, x):
+        assert (x.shape, x.dtype) == (self._tensor.shape, self._tensor.dtype)
+        self._tensor.copy_(x)
+
+    def load(self, _=None):
+        return host.value(self._tensor.clone())
 
 
 class Barrier(host.Barrier):
@@ -53,13 +78,23 @@ class Language(host.Language):
     def program_id(self, axis):
         return host.value(self.program[axis])
 
+    def reduce(self, x, axis, combine):
+        return functools.reduce(combine, x.unbind(axis))
+
+    def broadcast(self, a, b):
+        return torch.broadcast_tensors(a, b)
+
+    def fma(self, a, b, c):
+        return a * b + c
+
     def allocate_shared_memory(self, dtype, shape, layout):
         if layout is host.BARRIER:
             made = Barrier(shape[0])
             for part in made._parts:
                 part.__class__ = Barrier
             return made
-        return super().allocate_shared_memory(dtype, shape, layout)
+        filled = torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0xFF, dtype=torch.uint8)
+        return Shared(filled.view(dtype).view(shape))
 
 
 @dataclasses.dataclass
@@ -92,14 +127,15 @@ def kernel(monkeypatch):
     nan = types.SimpleNamespace(ALL=True)
     stand_ins["triton"].language = types.SimpleNamespace(PropagateNan=nan)
     monkeypatch.setattr(host, "Value", Value)
-    for name in [name for name in sys.modules if name.startswith("triton") or name == NAME]:
+    for name in [name for name in sys.modules if name.startswith("triton") or name in NAMES]:
         monkeypatch.delitem(sys.modules, name)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield importlib.import_module(NAME), language
-    sys.modules.pop(NAME, None)
-    with contextlib.suppress(AttributeError):
-        del family.gluon_sm90_scores
+    yield importlib.import_module(NAMES[0]), language
+    for name in NAMES:
+        sys.modules.pop(name, None)
+        with contextlib.suppress(AttributeError):
+            delattr(family, name.rpartition(".")[2])
 
 
 def score(kernel, q, cache, weights, lengths, table, k, *, starts, owners, together, span):

@@ -1,6 +1,8 @@
-"""Selection with scores from Hopper's own kernel; the selectors are the portable ones."""
+"""Selection with Hopper's own kernels: scores, and the k best of rows that registers hold."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -14,12 +16,13 @@ from anymla.ops._triton import Target
 from anymla.ops.indexer.gluon_sm90_scores import (
     BUFFERS,
     CONSUMER_REGISTERS,
-    PAGE,
     PRODUCER_REGISTERS,
     WIDTH,
     page_scores_kernel,
 )
-from anymla.ops.indexer.selection_plan import prefill_parts
+from anymla.ops.indexer.gluon_sm90_topk import held_of, topk_kernel
+from anymla.ops.indexer.gluon_sm90_walk import PAGE
+from anymla.ops.indexer.selection_plan import SelectionPlan, prefill_parts
 from anymla.ops.indexer.triton_select import multiprocessors, select_rounds
 
 
@@ -48,6 +51,27 @@ def select_topk(
         select_scores,
         q, index_cache, weights, lengths, block_table, k, max_context, token_to_req, starts,
         layout, q_scales, scratch_bytes, out, slot_table, slot_page_size, slots, counts,
+        select_best,
+    )  # fmt: skip
+
+
+def select_best(
+    plan: SelectionPlan, scores: Tensor, maxima: Tensor | None, given: tuple[Any, ...]
+) -> None:
+    """The k best of a round's rows, which are held whole or by groups.
+
+    Args:
+        plan: of the call.
+        scores: [rows, entries] bits of float32.
+        maxima: [rows, groups] or None.
+        given: further arguments of the kernel, from ``lengths`` on.
+    """
+    rows = len(given[0])
+    warps, groups, elements = held_of(plan, rows)
+    topk_kernel[(rows,)](
+        scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0), *given,
+        GROUPS=groups, ELEMENTS=elements, KEPT=plan.kept, EARLY=True, WARPS=warps,
+        num_warps=warps, launch_pdl=True,
     )  # fmt: skip
 
 

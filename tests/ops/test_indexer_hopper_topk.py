@@ -1,0 +1,150 @@
+"""Hopper's selecting kernel on the host: its own text, with torch tensors for Gluon's.
+
+See ``gluon_on_host``. Shared words are a tensor; instructions that reach them do what their text
+says.
+"""
+
+import contextlib
+import importlib
+import math
+import sys
+
+import gluon_on_host as host
+import pytest
+import torch
+from index_scores import i32
+
+import anymla.ops.indexer as family
+from anymla.ops.indexer.selection_plan import GROUP
+
+NAME = f"{family.__name__}.gluon_sm90_topk"
+
+
+class Language(host.Language):
+    """With the instructions on shared words, which are garbage at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.randint(-(2**31), 2**31 - 1, (28688 // 4,), dtype=torch.int32)
+
+    def inline_asm_elementwise(self, text, constraints, arguments, **_):
+        if "anymla_topk" in text:
+            return host.value(torch.tensor(0, dtype=torch.int32))
+        if "griddepcontrol" in text:
+            return None
+        given = torch.broadcast_tensors(*(torch.as_tensor(x) for x in arguments))
+        at, *rest = (x.as_subclass(torch.Tensor).flatten() for x in given)
+        at = at.long() // 4
+        if "red.shared" in text:
+            self.words.index_put_((at[rest[0] != 0],), i32([1]), accumulate=True)
+        elif "ld.shared.v4" in text:
+            return tuple(host.value(self.words[at + n].view(given[0].shape)) for n in range(4))
+        elif "ld.shared" in text:
+            return host.value(self.words[at].view(given[0].shape))
+        elif "{z, z, z, z}" in text:
+            for n in range(4):
+                self.words[at + n] = 0
+        elif "st.shared.v4" in text:
+            there = rest[3] != 0
+            assert there.sum() == 1, "one thread finds it"
+            for n in range(4):
+                self.words[at[there] + n] = rest[n][there].int()
+        else:
+            assert "st.shared.b32" in text, text
+            self.words[at[rest[1] != 0]] = rest[0][rest[1] != 0].int()
+        return None
+
+    def associative_scan(self, x, axis, combine):
+        return x.cumsum(axis, dtype=x.dtype)
+
+    def zeros_like(self, x):
+        return torch.zeros_like(x)
+
+    def to_tensor(self, x):
+        return host.value(torch.tensor(x, dtype=torch.int32))
+
+    def multiple_of(self, x, _):
+        return x
+
+    max_contiguous = multiple_of
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel's module and its language."""
+    language = Language()
+    for name in [name for name in sys.modules if name.startswith("triton") or name == NAME]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in host._stand_ins(language).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield importlib.import_module(NAME), language
+    sys.modules.pop(NAME, None)
+    with contextlib.suppress(AttributeError):
+        del family.gluon_sm90_topk
+
+
+def rows_of(kind, rows, covered):
+    if kind == "ties":
+        return torch.randint(-2, 3, (rows, covered)).float()
+    x = torch.randn(rows, covered)
+    if kind == "close":
+        return 1 + x * 2**-20
+    if kind == "odd":
+        x[:, ::5], x[:, 3], x[:, 70], x[:, 9] = -torch.inf, torch.nan, torch.inf, -0.0
+    return x
+
+
+def by_rule(scores, k):
+    """Places of the k best: higher, NaN highest, then earlier."""
+    order = sorted(
+        range(len(scores)),
+        key=lambda n: (not math.isnan(scores[n]), 0 if math.isnan(scores[n]) else -scores[n], n),
+    )
+    return sorted(order[:k])
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "close", "odd"])
+@pytest.mark.parametrize(("groups", "k"), [(0, 20), (128, 20), (128, 16), (128, 3)])
+@pytest.mark.parametrize("cut", [False, True])
+def test_selection(kernel, kind, groups, k, cut):
+    module, language = kernel
+    rows, covered, kept = 6, 600, 32 if k > 16 else 16
+    columns = -(-covered // 256) * 256
+    values = rows_of(kind, rows, covered)
+    scores = torch.full((rows, columns), torch.nan)
+    scores[:, :covered] = values
+    lengths = i32([covered, 0, k, k + 1, 355, covered])
+    starts = i32([0, 0, 0, 0, 17, 263]) if cut else i32([0] * rows)
+    entry = torch.arange(columns)
+    bits = (scores + 0.0).view(torch.int32)
+    rank = torch.where(scores.isnan(), 0x7F800001, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    seen = (entry >= starts.unsqueeze(1)) & (entry < lengths.unsqueeze(1))
+    maxima = torch.where(seen, rank, -(2**31)).view(rows, -1, GROUP).amax(2)
+    maxima = torch.where(maxima == -(2**31), 0x7FFFFFFF, maxima).int()
+    out, slots = (torch.full((rows, k), -7, dtype=torch.int32) for _ in range(2))
+    counts = torch.full((rows,), -7, dtype=torch.int32)
+    table = i32([[5, 0, -1, 2, 9, 30, 31, 8, 1, 4]] * rows)
+    pointer = language.memory.pointer
+    given = [
+        pointer(scores.view(torch.int32)), columns,
+        pointer(maxima) if groups else None, columns // GROUP,
+        pointer(lengths), pointer(starts) if cut else None, None, pointer(out), k,
+        pointer(slots), k, pointer(counts), pointer(table), *table.stride(), table.shape[1], 64,
+        0, 1, rows, covered, k,
+    ]  # fmt: skip
+    given = [host.value(each) if isinstance(each, int) else each for each in given]
+    for row in range(rows):
+        language.program = row
+        module.topk_kernel(
+            *given, GROUPS=groups, ELEMENTS=512 if groups else 1024, KEPT=kept, EARLY=True, WARPS=4
+        )
+        first, last = int(starts[row]), int(lengths[row])
+        want = by_rule(values[row, first:last].tolist(), k)
+        count = len(want)
+        assert out[row].tolist() == want + [-1] * (k - count)
+        assert counts[row] == count
+        places = first + out[row, :count].long()
+        page = table[row][places // 64]
+        slot = torch.where(page < 0, -1, page * 64 + places % 64)
+        assert slots[row, :count].tolist() == slot.tolist()
+        assert (slots[row, count:] == -1).all()
