@@ -2,15 +2,8 @@
 
 Grid: one axis of tokens x blocks of heads x splits, the splits of a token side by side.
 
-Each program walks blocks of ``BN`` columns of its token's lists, first those of one cache, then
-those of the other, and keeps a running maximum, sums of probabilities and five accumulators
-(128 + 128 + 128 + 64 + 64 channels for V4's rows), or four where the last tile is no value (V3.2's
-rows). Scores are sums of one product a tile. The slots of the next block are read while this one is
-computed. With ``SPLITS`` > 1 the programs of a token share its blocks and leave their sums for
-``triton_merge``.
-
-The products are either heads x rows, or rows x heads (``KEYS_FIRST``), which pads no heads where a
-matrix instruction wants 64 rows.
+Each program walks over its share of the token's lists, see ``triton_walk``. With ``SPLITS`` > 1
+the programs of a token share its blocks and leave their sums for ``triton_merge``.
 
 FP8 rows are computed in float16. What does not fit into it turns the sums into NaN, and then the
 program computes its range again in bfloat16; see ``triton_rows``.
@@ -27,231 +20,17 @@ import triton.language as tl
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
-from anymla.formats.triton_cast import exp2_int
 from anymla.ops._triton import Build, Target
 from anymla.ops.sparse_attention.tiles import MODES, Tile, tile
 from anymla.ops.sparse_attention.triton_merge import SUMS
-from anymla.ops.sparse_attention.triton_rows import (
-    LIFT,
-    coded_tile,
-    inline_tile,
-    narrow,
-    plain_tile,
-    tail_tile,
-)
+from anymla.ops.sparse_attention.triton_sides import across, store_heads
+from anymla.ops.sparse_attention.triton_walk import LOG2E, walk
 
 # What FP8 says of the rows: plain, scales in a plane of their own, or in the row.
 PLAIN, SPLIT_PLANES, INLINE = 0, 1, 2
 
 _SUMS = tl.constexpr(SUMS)
-_LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-_NO_MAXIMUM = tl.constexpr(-1e30)
-# float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
-_SHIFT = tl.constexpr(15.0)
-
-
-@triton.jit
-def _next_slots(
-    block, blocks0, n0, n1, list0, list1, limit0, limit1, BN: tl.constexpr, TWO: tl.constexpr
-):
-    """Slots of a block of columns, -1 where there is none."""
-    if TWO:
-        here = block < blocks0
-        column = tl.where(here, block, block - blocks0) * BN + tl.arange(0, BN)
-        slots = tl.load(
-            tl.where(here, list0, list1) + column, mask=column < tl.where(here, n0, n1), other=-1
-        )
-        limit = tl.where(here, limit0, limit1)
-    else:
-        column = block * BN + tl.arange(0, BN)
-        slots = tl.load(list0 + column, mask=column < n0, other=-1)
-        limit = limit0
-    return tl.where((slots >= 0) & (slots < limit), slots, -1)
-
-
-@triton.jit
-def _q_tile(
-    q, stride, heads, H, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Channels of q as float32: [heads, WIDTH], or [WIDTH, heads]."""
-    channel = FIRST + tl.arange(0, WIDTH)
-    if KEYS_FIRST:
-        at = channel[:, None] + heads[None, :] * stride
-        inside = (heads < H)[None, :] & (channel < CHANNELS)[:, None]
-    else:
-        at = heads[:, None] * stride + channel[None, :]
-        inside = (heads < H)[:, None] & (channel < CHANNELS)[None, :]
-    return tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _largest(x, KEYS_FIRST: tl.constexpr):
-    return tl.max(tl.abs(x), 0 if KEYS_FIRST else 1)
-
-
-@triton.jit
-def _across(x, KEYS_FIRST: tl.constexpr):
-    """Values of the heads, to be broadcast over the other axis."""
-    if KEYS_FIRST:
-        return x[None, :]
-    else:
-        return x[:, None]
-
-
-@triton.jit
-def _score(q, rows, scores, KEYS_FIRST: tl.constexpr):
-    if KEYS_FIRST:
-        return tl.dot(rows, q, scores, input_precision="ieee")
-    else:
-        return tl.dot(q, tl.trans(rows), scores, input_precision="ieee")
-
-
-@triton.jit
-def _weigh(p, rows, sums, decay, KEYS_FIRST: tl.constexpr):
-    if KEYS_FIRST:
-        return tl.dot(tl.trans(rows), p, sums * decay, input_precision="ieee")
-    else:
-        return tl.dot(p, rows, sums * decay, input_precision="ieee")
-
-
-@triton.jit
-def _zeros(BH: tl.constexpr, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    if KEYS_FIRST:
-        return tl.zeros([WIDTH, BH], tl.float32)
-    else:
-        return tl.zeros([BH, WIDTH], tl.float32)
-
-
-@triton.jit
-def _scan(
-    q, q_stride, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
-    kv0, kv1, page0, page1, entries0, entries1, row_stride,
-    BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
-    CHANNELS: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr, KEY: tl.constexpr,
-    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
-):  # fmt: skip
-    """Blocks first .. last: (highest score, its reference, sum of p, five sums of p times rows).
-
-    Scores are in units of log 2; ``KEY`` leaves the last sum at 0.
-    """
-    T3: tl.constexpr = 384 + W3
-    q0 = _q_tile(q, q_stride, heads, H, 0, 128, CHANNELS, KEYS_FIRST)
-    q1 = _q_tile(q, q_stride, heads, H, 128, 128, CHANNELS, KEYS_FIRST)
-    q2 = _q_tile(q, q_stride, heads, H, 256, 128, CHANNELS, KEYS_FIRST)
-    q3 = _q_tile(q, q_stride, heads, H, 384, W3, CHANNELS, KEYS_FIRST)
-    q4 = _q_tile(q, q_stride, heads, H, T3, W4, CHANNELS, KEYS_FIRST)
-    factor = tl.full([BH], 1.0, tl.float32) * (scale * _LOG2E)
-    if MODE == 0:
-        # A power of two brings each head's largest magnitude into [1, 2).
-        largest = tl.maximum(_largest(q0, KEYS_FIRST), _largest(q1, KEYS_FIRST))
-        largest = tl.maximum(largest, _largest(q2, KEYS_FIRST))
-        largest = tl.maximum(largest, _largest(q3, KEYS_FIRST))
-        largest = tl.maximum(largest, _largest(q4, KEYS_FIRST))
-        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
-        exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-        shrink = _across(exp2_int(-exponent), KEYS_FIRST)
-        q0, q1, q2, q3, q4 = q0 * shrink, q1 * shrink, q2 * shrink, q3 * shrink, q4 * shrink
-        factor = factor * exp2_int(exponent) * (1.0 / LIFT)
-        if KEY:
-            q4 = q4 * LIFT
-    q0, q1, q2 = narrow(q0, MODE), narrow(q1, MODE), narrow(q2, MODE)
-    q3, q4 = narrow(q3, MODE), narrow(q4, MODE)
-    factor = _across(factor, KEYS_FIRST)
-
-    shift = _SHIFT if MODE == 0 else 0.0
-    highest = tl.full([BH], _NO_MAXIMUM, tl.float32)
-    total = _zeros(BH, BN, KEYS_FIRST)
-    a0 = _zeros(BH, 128, KEYS_FIRST)
-    a1 = _zeros(BH, 128, KEYS_FIRST)
-    a2 = _zeros(BH, 128, KEYS_FIRST)
-    a3 = _zeros(BH, W3, KEYS_FIRST)
-    a4 = _zeros(BH, W4, KEYS_FIRST)
-    upcoming = _next_slots(first, blocks0, n0, n1, list0, list1, limit0, limit1, BN, TWO)
-    for block in range(first, last):
-        slots = upcoming
-        upcoming = _next_slots(block + 1, blocks0, n0, n1, list0, list1, limit0, limit1, BN, TWO)
-        ok = slots >= 0
-        slots = tl.maximum(slots, 0)
-        if TWO:
-            here = block < blocks0
-            kv = tl.where(here, kv0, kv1)
-            entries = tl.where(here, entries0, entries1)
-            page_stride = tl.where(here, page0, page1)
-        else:
-            kv = kv0
-            entries = entries0
-            page_stride = page0
-        page = slots // entries
-        offset = slots - page * entries
-        pages = kv + page.to(tl.int64) * page_stride
-        if FP8 == 2:
-            data = pages + offset.to(tl.int64) * DATA
-            marks = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.float32))
-            tail = (data + (CHANNELS - W4 + SCALES)).to(tl.pointer_type(tl.bfloat16))
-            k0 = inline_tile(data, marks, ok, 0, BLOCK, MODE, NATIVE, ONCE)
-            k1 = inline_tile(data, marks, ok, 1, BLOCK, MODE, NATIVE, ONCE)
-            k2 = inline_tile(data, marks, ok, 2, BLOCK, MODE, NATIVE, ONCE)
-            k3 = inline_tile(data, marks, ok, 3, BLOCK, MODE, NATIVE, ONCE)
-            k4 = tail_tile(tail, ok, W4, MODE, KEY)
-        elif FP8 == 1:
-            data = pages + offset.to(tl.int64) * DATA
-            marks = pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
-            tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
-            k0 = coded_tile(data, marks, ok, 0, 2, BLOCK, MODE, NATIVE, ONCE)
-            k1 = coded_tile(data, marks, ok, 2, 2, BLOCK, MODE, NATIVE, ONCE)
-            k2 = coded_tile(data, marks, ok, 4, 2, BLOCK, MODE, NATIVE, ONCE)
-            k3 = coded_tile(data, marks, ok, 6, 1, BLOCK, MODE, NATIVE, ONCE)
-            k4 = tail_tile(tail, ok, W4, MODE, KEY)
-        else:
-            rows = pages + offset.to(tl.int64) * row_stride
-            k0 = plain_tile(rows, ok, 0, 128, CHANNELS, MODE)
-            k1 = plain_tile(rows, ok, 128, 128, CHANNELS, MODE)
-            k2 = plain_tile(rows, ok, 256, 128, CHANNELS, MODE)
-            k3 = plain_tile(rows, ok, 384, W3, CHANNELS, MODE)
-            k4 = plain_tile(rows, ok, T3, W4, CHANNELS, MODE)
-        s = _zeros(BH, BN, KEYS_FIRST)
-        s = _score(q0, k0, s, KEYS_FIRST)
-        s = _score(q1, k1, s, KEYS_FIRST)
-        s = _score(q2, k2, s, KEYS_FIRST)
-        s = _score(q3, k3, s, KEYS_FIRST)
-        s = _score(q4, k4, s, KEYS_FIRST)
-        s = tl.where(_across(ok, not KEYS_FIRST), s * factor, float("-inf"))
-        peak = tl.maximum(highest, tl.max(s, 0 if KEYS_FIRST else 1))
-        decay = _across(tl.exp2(highest - peak), KEYS_FIRST)
-        highest = peak
-        p = tl.exp2(s - _across(peak - shift, KEYS_FIRST))
-        total = total * decay + p
-        p = narrow(p, MODE)
-        a0 = _weigh(p, k0, a0, decay, KEYS_FIRST)
-        a1 = _weigh(p, k1, a1, decay, KEYS_FIRST)
-        a2 = _weigh(p, k2, a2, decay, KEYS_FIRST)
-        a3 = _weigh(p, k3, a3, decay, KEYS_FIRST)
-        if not KEY:
-            a4 = _weigh(p, k4, a4, decay, KEYS_FIRST)
-    sums = tl.sum(total, 0 if KEYS_FIRST else 1)
-    if MODE == 0:
-        small = 1.0 / LIFT
-        a0, a1, a2, a3, a4 = a0 * small, a1 * small, a2 * small, a3 * small, a4 * small
-    return highest, highest - shift, sums, a0, a1, a2, a3, a4
-
-
-@triton.jit
-def _store(
-    to, stride, heads, H, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Write channels FIRST .. FIRST + WIDTH of the heads, as far as there are VALUES."""
-    channel = FIRST + tl.arange(0, WIDTH)
-    if KEYS_FIRST:
-        at = channel[:, None] + heads[None, :] * stride
-        inside = (heads < H)[None, :] & (channel < VALUES)[:, None]
-    else:
-        at = heads[:, None] * stride + channel[None, :]
-        inside = (heads < H)[:, None] & (channel < VALUES)[None, :]
-    tl.store(to + at, x.to(to.dtype.element_ty), mask=inside)
 
 
 # Numbers rather than constants, so that a call with lengths or a sink compiles nothing new.
@@ -299,7 +78,7 @@ def scan_kernel(
     last = tl.minimum(first + each, blocks)
     q = q_ptr + token * q_token
 
-    peak, top, sums, a0, a1, a2, a3, a4 = _scan(
+    peak, top, sums, a0, a1, a2, a3, a4 = walk(
         q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
         kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
         BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, KEY, MODE, NATIVE,
@@ -311,7 +90,7 @@ def scan_kernel(
         if not KEY:
             seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
         if seen != seen:
-            peak, top, sums, a0, a1, a2, a3, a4 = _scan(
+            peak, top, sums, a0, a1, a2, a3, a4 = walk(
                 q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1,
                 limit0, limit1, kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
                 BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, KEY, 1,
@@ -330,8 +109,8 @@ def scan_kernel(
     else:
         sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
         sink = tl.where(none < has_sink, sink, float("-inf"))
-        bottom = sums + tl.exp2(sink * _LOG2E - top)
-        share = _across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
+        bottom = sums + tl.exp2(sink * LOG2E - top)
+        share = across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
         a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
         lse = tl.where(sums == 0, empty, (top + tl.log2(sums)) * _LN2)
         tl.store(lse_ptr + token * H + heads, lse, mask=heads < H)
@@ -340,12 +119,12 @@ def scan_kernel(
             tl.store(peak_ptr + token * H + heads, peak, mask=heads < H)
         to = out_ptr + token * out_token
         stride = out_head
-    _store(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
-    _store(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
-    _store(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
-    _store(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
+    store_heads(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
+    store_heads(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
+    store_heads(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
+    store_heads(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
     if not KEY:
-        _store(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
+        store_heads(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
 
 
 _POINTERS = {"length0_ptr": "*i32", "length1_ptr": "*i32", "list0_ptr": "*i32", "list1_ptr": "*i32",
