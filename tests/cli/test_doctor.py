@@ -43,7 +43,7 @@ def test_it_works_without_triton_and_prints_a_row_to_share() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from anymla.cli.main import main\n"
-        "main(['doctor', '--device', 'cpu', '--no-speed', '--json', '-'])\n"
+        "main(['doctor', '--device', 'cpu', '--no-speed', '--json', '-', '--family', 'kv_cache'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
