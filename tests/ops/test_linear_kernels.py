@@ -134,7 +134,9 @@ def test_the_kernel_for_few_tokens(
 
     e4m3 = form != "float16"
     target = dataclasses.replace(_triton.CPU, dot_e4m3=e4m3)
-    tile = dataclasses.replace(triton_few.few_tile(3, target), together=form == "together")
+    tile = dataclasses.replace(
+        triton_few.few_tile(3, weight_format, target), together=form == "together"
+    )
     launched: list[object] = []
 
     def watched(*arguments: object, **options: object) -> Tensor:

@@ -39,12 +39,13 @@ class FewTile:
     together: bool
 
 
-def few_tile(tokens: int, target: Target) -> FewTile:
+def few_tile(tokens: int, weight_format: str, target: Target) -> FewTile:
     """The tile for so many tokens."""
     kind = tl.float8e4nv if target.dot_e4m3 else tl.float16
-    return FewTile(
-        64, 16 if tokens <= 16 else 32, 128, kind, 4, 4, tokens <= 16 and waits_together(target)
-    )
+    together = waits_together(target) and weight_format == "mxfp4"
+    # Registers for more sums of decoded rows are not everywhere.
+    wide = tokens > 16 and (weight_format == "fp8" or together)
+    return FewTile(64, 32 if wide else 16, 128, kind, 4, 4, together and not wide)
 
 
 def runs_of_split(tokens: int, groups: int, n: int, runs: int, chosen: FewTile) -> int:
@@ -128,7 +129,7 @@ def few_support(
     """
     if weight_format == "nvfp4" or tokens > MOST_TOKENS or target.narrow:
         return False
-    whole = width % 128 == 0 and w.shape[1] % few_tile(tokens, target).rows == 0
+    whole = width % 128 == 0 and w.shape[1] % few_tile(tokens, weight_format, target).rows == 0
     placed = w.data_ptr() % 16 == 0 and scales.data_ptr() % 4 == 0
     # An int32 of four scales lies at a multiple of four in every group and row.
     return whole and placed
@@ -197,10 +198,14 @@ def launch_few(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Both formats and heights, whole and split."""
+    """Both formats and heights, whole and split; RDNA has no registers for them."""
+    if target.narrow:
+        return
     for weight_format in ("fp8", "mxfp4"):
         for tokens in (1, MOST_TOKENS):
-            yield _build(target, weight_format, few_tile(tokens, target), tokens == 1)
+            yield _build(
+                target, weight_format, few_tile(tokens, weight_format, target), tokens == 1
+            )
 
 
 def _build(target: Target, weight_format: str, chosen: FewTile, splits: bool) -> Build:

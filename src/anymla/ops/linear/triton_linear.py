@@ -137,7 +137,7 @@ def launch_linear(
         return out
     target = target_of(x.device)
     if x_scales is not None and few_support(tokens, w, scales, weight_format, width, target):
-        few = few_tile(tokens, target)
+        few = few_tile(tokens, weight_format, target)
         if weight_format == "fp8" and few.operand == tl.float8e4nv:
             return launch_few(
                 x, x_scales, w, scales, few, weight_format=weight_format, out_dtype=out_dtype
@@ -189,7 +189,7 @@ def _few(rows: Tensor, weight: Tensor, scale: Tensor, weight_format: str) -> Ten
     w, scales = weight.unsqueeze(0), scale.unsqueeze(0)
     if not few_support(tokens, w, scales, weight_format, width, target):
         return None
-    chosen = few_tile(tokens, target)
+    chosen = few_tile(tokens, weight_format, target)
     operands, x_scales = operand_rows(
         rows, chosen.operand, weight_format=weight_format, quantize=True
     )

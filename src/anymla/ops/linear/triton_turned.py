@@ -33,7 +33,7 @@ from anymla.ops._triton import Target
 
 def waits_together(target: Target) -> bool:
     """Whether products are instructions that a group of warps issues and waits for."""
-    return target.name in ("sm_90", "sm_100")
+    return target.name == "sm_90"
 
 
 @triton.jit

@@ -205,8 +205,9 @@ def experts(
     coded = quantize_activations and weight_format != "plain"
     target = target_of(x.device)
     packed = None
-    if pairs and count and packed_support(x.dtype, matrices, scales, weight_format, coded):
-        packed = packed_tile(pairs, count, weight_format, coded, target)
+    if pairs and count and packed_support(x.dtype, matrices, scales, weight_format, coded, target):
+        sizes = (count, w1[0].shape[0], d)
+        packed = packed_tile(pairs, sizes, weight_format, coded, target)
     if packed is not None:
         packed_products(
             x.contiguous(),

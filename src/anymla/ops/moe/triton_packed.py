@@ -41,16 +41,27 @@ class PackedTile:
 
 
 def packed_tile(
-    pairs: int, experts: int, weight_format: str, coded: bool, target: Target
+    pairs: int, sizes: tuple[int, int, int], weight_format: str, coded: bool, target: Target
 ) -> PackedTile:
-    """The tile for pairs spread evenly over the experts."""
-    share = pairs / max(1, experts)
-    few = tl.float8e4nv if target.dot_e4m3 else tl.float16
-    if coded and (share <= 12 or weight_format == "fp8"):
-        together = waits_together(target) and weight_format == "mxfp4"
-        columns = 8 if share <= 3 and together else 16
-        return PackedTile(128, columns, 256, few, 4, 3, together)
-    return PackedTile(128, 128 if share > 48 else 64, 64, tl.bfloat16, 8, 3)
+    """The tile for pairs spread evenly over the experts.
+
+    Args:
+        pairs: how many.
+        sizes: experts, their inner size, hidden size.
+        weight_format: "mxfp4" or "fp8".
+        coded: activations are quantised.
+        target: what it runs on.
+    """
+    experts, inner, d = sizes
+    share = pairs / experts
+    if not coded or (share > 12 and weight_format == "mxfp4"):
+        columns = 128 if share > 48 and not target.narrow else 64
+        return PackedTile(128, columns, 64, tl.bfloat16, 8, 3)
+    kind = tl.float8e4nv if target.dot_e4m3 else tl.float16
+    if weight_format == "fp8" or not waits_together(target):
+        return PackedTile(64, 16, 128, kind, 4, 4)
+    channels = 128 if inner % 256 or d % 256 else 256
+    return PackedTile(128, 8 if share <= 3 else 16, channels, kind, 4, 3, True)
 
 
 @triton.jit(do_not_specialize=["count", "offset"])
@@ -179,6 +190,7 @@ def packed_support(
     scales: list[list[Tensor]],
     weight_format: str,
     coded: bool,
+    target: Target,
 ) -> bool:
     """Whether these kernels take the experts: whole runs and tiles, at addresses for wide loads.
 
@@ -188,16 +200,17 @@ def packed_support(
         scales: s1, s3, s2.
         weight_format: "plain", "fp8" or "mxfp4".
         coded: activations are quantised.
+        target: what they run on.
     """
-    if weight_format == "plain" or not (
-        coded or (weight_format == "mxfp4" and x is torch.bfloat16)
-    ):
+    if weight_format == "fp8":
+        # Wide rows of codes do not fit the registers of RDNA.
+        known, size = coded and not target.narrow, 1
+    else:
+        known, size = weight_format == "mxfp4" and (coded or x is torch.bfloat16), 4
+    if not known or matrices[0][0].shape[0] % 128 or matrices[2][0].shape[0] % 128:
         return False
-    inner, d = matrices[0][0].shape[0], matrices[2][0].shape[0]
-    if inner % 128 or d % 128:
-        return False
-    return all(aligned(each, 16) for each in matrices) and (
-        weight_format == "fp8" or all(aligned(each, 4) for each in scales)
+    return all(aligned(each, 16) for each in matrices) and all(
+        aligned(each, size) for each in scales
     )
 
 
@@ -304,9 +317,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def builds(target: Target) -> Iterator[Build]:
     """Every tile with lists and with stacks, for what the activations may be."""
     for weight_format, coded in (("mxfp4", True), ("mxfp4", False), ("fp8", True)):
+        if weight_format == "fp8" and target.narrow:
+            continue
         seen: set[PackedTile] = set()
-        for pairs in (6, 256 * 6, 4096 * 6):
-            chosen = packed_tile(pairs, 256, weight_format, coded, target)
+        for pairs, inner in ((6, 2048), (256 * 6, 2048), (6, 128), (4096 * 6, 2048)):
+            chosen = packed_tile(pairs, (256, inner, 4096), weight_format, coded, target)
             if chosen in seen:
                 continue
             for dtype in _DTYPES if coded and not seen else ("bf16",):
