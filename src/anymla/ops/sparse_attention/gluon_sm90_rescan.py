@@ -41,7 +41,8 @@ _CODED = gl.constexpr(NOPE.value // 64)
 
 
 @gluon.jit
-def _fetch_q(q_ptr, token, head0, H, token_stride, head_stride, to):
+def fetch_q(q_ptr, token, head0, H, token_stride, head_stride, to):
+    """The first 512 channels of 64 heads, to [8, 64, 64]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
@@ -72,6 +73,28 @@ def _fetch_rows(valid, data, marks, to, L: gl.constexpr):
 
 
 @gluon.jit
+def weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
+    """Add a block to the sums of a pass: its values in k_s, weighed by its scores."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    listed = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(0, S))
+    scores = gl.where(gl.expand_dims(listed, 0) != 0, scores, _MASKED)
+    peak = gl.maximum(highest, gl.max(scores, 1))
+    decay = gl.exp2((highest - peak) * factor)
+    p = gl.exp2(scores * factor - gl.expand_dims(peak * factor, 1))
+    sums = sums * decay + gl.sum(p, 1)
+    p_s.store(p.to(gl.bfloat16))
+    fence_async_shared()
+    warps_meet()
+    low = low * gl.expand_dims(decay, 1)
+    high = high * gl.expand_dims(decay, 1)
+    low = warpgroup_mma(p_s, k_s.index(quarter * 2), low, is_async=True)
+    high = warpgroup_mma(p_s, k_s.index(quarter * 2 + 1), high, is_async=True)
+    low, high = warpgroup_mma_wait(0, deps=[low, high])
+    warps_meet()
+    return low, high, peak, sums
+
+
+@gluon.jit
 def _pass(
     lists, token, n0, n1, blocks0, first, last, factor, q_s, k_s, p_s, quarter,
 ):  # fmt: skip
@@ -98,22 +121,9 @@ def _pass(
                 q_s.index(chunk), k_s.index(chunk).permute((1, 0)), scores, is_async=True
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
-        listed = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(0, S))
-        scores = gl.where(gl.expand_dims(listed, 0) != 0, scores, _MASKED)
-        peak = gl.maximum(highest, gl.max(scores, 1))
-        decay = gl.exp2((highest - peak) * factor)
-        p = gl.exp2(scores * factor - gl.expand_dims(peak * factor, 1))
-        sums = sums * decay + gl.sum(p, 1)
-        highest = peak
-        p_s.store(p.to(gl.bfloat16))
-        fence_async_shared()
-        warps_meet()
-        low = low * gl.expand_dims(decay, 1)
-        high = high * gl.expand_dims(decay, 1)
-        low = warpgroup_mma(p_s, k_s.index(quarter * 2), low, is_async=True)
-        high = warpgroup_mma(p_s, k_s.index(quarter * 2 + 1), high, is_async=True)
-        low, high = warpgroup_mma_wait(0, deps=[low, high])
-        warps_meet()
+        low, high, highest, sums = weigh(
+            scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter
+        )
     return low, high, highest * factor, sums
 
 
@@ -166,6 +176,30 @@ def any_marked(noticed, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def deliver(
+    out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, share, token, direct, slot, head, head0,
+    H, quarter, low, high, top, sums, empty, sink_ptr, ROWS: gl.constexpr, SINK: gl.constexpr,
+):  # fmt: skip
+    """A quarter of the channels of a piece, to where the piece's sums or results go."""
+    column = quarter * (2 * _CHUNK)
+    if not share.SPLIT:
+        _write(
+            out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top, sums,
+            empty, sink_ptr, SINK,
+        )  # fmt: skip
+    elif share.STREAM:
+        if direct:
+            _write(
+                out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top,
+                sums, empty, sink_ptr, SINK,
+            )  # fmt: skip
+        else:
+            _leave(part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS)
+    else:
+        _leave(part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS)
+
+
+@gluon.jit
 def rescan(
     lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
     q_token, q_head, out_token, out_head, scale, empty, q_memory, k_memory, p_memory,
@@ -189,30 +223,14 @@ def rescan(
         if marks != marks:
             head0 = tile * ROWS
             head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-            _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
+            fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
             for quarter in range(0, 4):
                 low, high, top, sums = _pass(
                     lists, token, n0, n1, blocks0, first, last, scale * LOG2E, q_s, k_s, p_s,
                     quarter,
                 )  # fmt: skip
-                column = quarter * (2 * _CHUNK)
-                if not share.SPLIT:
-                    _write(
-                        out, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
-                        high, top, sums, empty, sink_ptr, SINK,
-                    )  # fmt: skip
-                elif share.STREAM:
-                    if direct:
-                        _write(
-                            out, out_token, out_head, lse_ptr, token, head, head0, H, column,
-                            low, high, top, sums, empty, sink_ptr, SINK,
-                        )  # fmt: skip
-                    else:
-                        _leave(
-                            part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums,
-                            ROWS,
-                        )  # fmt: skip
-                else:
-                    _leave(
-                        part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS
-                    )
+                deliver(
+                    out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, share, token, direct,
+                    slot, head, head0, H, quarter, low, high, top, sums, empty, sink_ptr, ROWS,
+                    SINK,
+                )  # fmt: skip

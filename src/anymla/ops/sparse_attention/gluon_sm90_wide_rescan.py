@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, piece, slots_of
-from anymla.ops.sparse_attention.gluon_sm90_rescan import _leave, _write
+from anymla.ops.sparse_attention.gluon_sm90_rescan import deliver, fetch_q, weigh
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
@@ -18,22 +18,18 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
 )
 from anymla.ops.sparse_attention.gluon_sm90_wide_gather import CODES, TAIL, row_address
 
-_MASKED = gl.constexpr(-1e30)
 _CHUNK = gl.constexpr(64)
 _CHUNKS = gl.constexpr(8)
 
 
 @gluon.jit
-def _fetch_q(q_ptr, token, head0, H, token_stride, head_stride, to, to_tail):
+def _fetch_tail(q_ptr, token, head0, H, token_stride, head_stride, to):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
     row = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
-    at = q_ptr + gl.expand_dims(row, 1) + column
-    inside = gl.expand_dims(head < H, 1)
-    for chunk in range(0, _CHUNKS):
-        to.index(chunk).store(gl.load(at + chunk * _CHUNK, mask=inside, other=0.0))
-    to_tail.store(gl.load(at + _CHUNKS * _CHUNK, mask=inside, other=0.0))
+    at = q_ptr + gl.expand_dims(row, 1) + (column + _CHUNKS * _CHUNK)
+    to.store(gl.load(at, mask=gl.expand_dims(head < H, 1), other=0.0))
 
 
 @gluon.jit
@@ -81,22 +77,9 @@ def _pass(
             scores = warpgroup_mma_wait(0, deps=[scores])
         scores = warpgroup_mma(q_tail, k_tail.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        listed = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(0, S))
-        scores = gl.where(gl.expand_dims(listed, 0) != 0, scores, _MASKED)
-        peak = gl.maximum(highest, gl.max(scores, 1))
-        decay = gl.exp2((highest - peak) * factor)
-        p = gl.exp2(scores * factor - gl.expand_dims(peak * factor, 1))
-        sums = sums * decay + gl.sum(p, 1)
-        highest = peak
-        p_s.store(p.to(gl.bfloat16))
-        fence_async_shared()
-        warps_meet()
-        low = low * gl.expand_dims(decay, 1)
-        high = high * gl.expand_dims(decay, 1)
-        low = warpgroup_mma(p_s, k_s.index(quarter * 2), low, is_async=True)
-        high = warpgroup_mma(p_s, k_s.index(quarter * 2 + 1), high, is_async=True)
-        low, high = warpgroup_mma_wait(0, deps=[low, high])
-        warps_meet()
+        low, high, highest, sums = weigh(
+            scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter
+        )
     return low, high, highest * factor, sums
 
 
@@ -123,30 +106,15 @@ def rescan_wide(
         if wrong != 0:
             head0 = tile * ROWS
             head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-            _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s, q_tail)
+            fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
+            _fetch_tail(q_ptr, token, head0, H, q_token, q_head, q_tail)
             for quarter in range(0, 4):
                 low, high, top, sums = _pass(
                     lists, token, n0, n1, blocks0, first, last, scale * LOG2E, q_s, q_tail, k_s,
                     k_tail, p_s, quarter,
                 )  # fmt: skip
-                column = quarter * (2 * _CHUNK)
-                if share.STREAM:
-                    if direct:
-                        _write(
-                            out, out_token, out_head, lse_ptr, token, head, head0, H, column,
-                            low, high, top, sums, empty, sink_ptr, SINK,
-                        )  # fmt: skip
-                    else:
-                        _leave(
-                            part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums,
-                            ROWS,
-                        )  # fmt: skip
-                elif share.SPLIT:
-                    _leave(
-                        part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS
-                    )
-                else:
-                    _write(
-                        out, out_token, out_head, lse_ptr, token, head, head0, H, column, low,
-                        high, top, sums, empty, sink_ptr, SINK,
-                    )  # fmt: skip
+                deliver(
+                    out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, share, token, direct,
+                    slot, head, head0, H, quarter, low, high, top, sums, empty, sink_ptr, ROWS,
+                    SINK,
+                )  # fmt: skip
