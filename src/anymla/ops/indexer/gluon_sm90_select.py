@@ -67,11 +67,12 @@ def select_best(
         given: further arguments of the kernel, from ``lengths`` on.
     """
     rows = len(given[0])
-    warps, groups, elements = held_of(plan, rows)
+    held = held_of(plan, rows)
+    limits = {"maxnreg": held.registers} if held.registers else {}
     topk_kernel[(rows,)](
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0), *given,
-        GROUPS=groups, ELEMENTS=elements, KEPT=plan.kept, EARLY=True, WARPS=warps,
-        num_warps=warps, launch_pdl=True,
+        GROUPS=held.groups, ELEMENTS=held.elements, KEPT=plan.kept, EARLY=True, WARPS=held.warps,
+        num_warps=held.warps, launch_pdl=True, **limits,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ all keys of that digit are wanted, which the second digit nearly always shows.
 Counters lie in static shared memory that the kernel reserves beside what the compiler manages.
 """
 
+import dataclasses
 from collections.abc import Iterator
 
 import triton
@@ -335,14 +336,31 @@ def topk_kernel(
         gl.store(slots + place_of, slot.to(gl.int32), mask=place_of < k)
 
 
-def held_of(plan: SelectionPlan, rows: int) -> tuple[int, int, int]:
-    """(warps, GROUPS, ELEMENTS): 16 values a thread, 32 where there are many rows or values."""
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """How a program holds a row.
+
+    Attributes:
+        warps: of the program.
+        registers: of a thread, at most; 0 for as many as it likes.
+        groups: maxima, as many as threads at least; 0 of whole rows.
+        elements: entries, or candidates from groups, as many as threads at least.
+    """
+
+    warps: int
+    registers: int
+    groups: int
+    elements: int
+
+
+def held_of(plan: SelectionPlan, rows: int) -> Held:
+    """16 values a thread, 32 of many; of many rows two programs fit a multiprocessor."""
     elements = plan.elements or plan.kept * GROUP
     most = max(elements, plan.groups)
-    each = 32 if rows > _MANY_ROWS or most > 8192 else 16
-    warps = max(4, min(16, most // each // 32))
+    warps = max(4, min(16, most // 16 // 32))
     groups = max(plan.groups, 32 * warps) if plan.groups else 0
-    return warps, groups, max(elements, 32 * warps)
+    registers = 64 if rows > _MANY_ROWS and warps == 16 and most <= 8192 else 0
+    return Held(warps, registers, groups, max(elements, 32 * warps))
 
 
 def builds(target: Target) -> Iterator[Build]:
@@ -363,21 +381,22 @@ def builds(target: Target) -> Iterator[Build]:
     optional = ("maxima", "starts", "owners", "slots", "counts", "table")
     for plan in plans:
         for rows, given in ((1, ("owners", "slots", "counts", "table")), (2048, ("starts",))):
-            warps, groups, elements = held_of(plan, rows)
-            pointers = ("scores", "lengths", "out", *given, *(("maxima",) if groups else ()))
+            held = held_of(plan, rows)
+            pointers = ("scores", "lengths", "out", *given, *(("maxima",) if plan.groups else ()))
             yield Build(
-                f"{plan.kept} of {elements}, {groups} groups" + ", many rows" * (rows > 1),
+                f"{plan.kept} of {held.elements}, {held.groups} groups"
+                + ", many rows" * (rows > 1),
                 topk_kernel,
                 {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(numbers, "i32")},
                 {
                     **{name: None for name in optional if name not in pointers},
-                    "GROUPS": groups,
-                    "ELEMENTS": elements,
+                    "GROUPS": held.groups,
+                    "ELEMENTS": held.elements,
                     "KEPT": plan.kept,
                     "EARLY": True,
-                    "WARPS": warps,
+                    "WARPS": held.warps,
                 },
-                num_warps=warps,
+                num_warps=held.warps,
                 divisible=("scores_stride", "maxima_stride", "out_stride"),
                 # 32 values a thread, of maxima and of candidates after them.
                 spills=80,
