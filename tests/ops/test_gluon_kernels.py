@@ -22,8 +22,11 @@ def schedule_of(heads, tokens, way, processors):
     tiles = -(-heads // tile)
     if way == "aligned":
         return Schedule(tile, tiles, min(processors, tokens * tiles * 3), 3)
-    if way == "mixed":
-        return Schedule(tile, tiles, processors, 2, Stream.MIXED)
+    if way.startswith("mixed"):
+        stream = Stream.MIXED if way == "mixed" else Stream.MIXED_ORDERED
+        return Schedule(tile, tiles, processors, 2, stream)
+    if way == "ordered":
+        return Schedule(tile, tiles, min(processors, tokens * tiles), stream=Stream.ORDERED)
     if way in ("stream", "planned"):
         stream = Stream.YES if way == "stream" else Stream.PLANNED
         return Schedule(tile, tiles, processors, stream=stream)
@@ -105,14 +108,14 @@ def merge(schedule, part, sums, spans, sink, out, lse, empty, to=None):
     tile = merging.merge_tile(most)
     whole, some = schedule.first_cut(tokens), min(heads, rows)
     merging.merge_kernel[((tasks - whole) * some * (CHANNELS // tile.width),)](
-        part, sums, sinks, result, lse, heads, schedule.splits, whole, some,
+        part, sums, sinks, result, lse, spans, heads, schedule.splits, whole, some,
         result.stride(0), result.stride(1), empty, *turned.pointers(to, lse),
         ROWS=rows, CHANNELS=CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
-        SINK=sink is not None, EARLY=False, **turned.constants(to),
+        SINK=sink is not None, EARLY=False, ORDERED=schedule.ordered, **turned.constants(to),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["whole", "aligned", "mixed", "stream"])
+@pytest.mark.parametrize("way", ["ordered", "aligned", "mixed, ordered", "stream"])
 @pytest.mark.parametrize(("heads", "tokens"), [(3, 4), (20, 4), (36, 4), (66, 2)])
 def test_any_lists(heads, tokens, way):
     pytest.importorskip("triton")

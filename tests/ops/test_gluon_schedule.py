@@ -12,6 +12,7 @@ from anymla.ops.sparse_attention.schedule import (
     Stream,
     blocks_of,
     choose,
+    seen_tokens,
 )
 
 LISTS, PLAN, LANGUAGE = on_host("lists", "plan")
@@ -47,13 +48,13 @@ def plan_of(schedule, lengths, widths):
     return plan
 
 
-def pieces_of(schedule, tokens, lists, plan=NO_PLAN):
-    """All pieces of all programs: (program, task, first, last, direct, slot, mark)."""
+def pieces_of(schedule, tokens, lists, plan=NO_PLAN, programs=None):
+    """All pieces of all programs, or some: (program, task, first, last, direct, slot, mark)."""
     LANGUAGE.programs = schedule.programs
     plan = LANGUAGE.memory.pointer(plan)
-    for program in range(schedule.programs):
+    for program in range(schedule.programs) if programs is None else programs:
         LANGUAGE.program = program
-        size = max(128, 1 << (tokens - 1).bit_length())
+        size = max(128, 1 << (tokens - 1).bit_length(), seen_tokens(schedule, tokens))
         share = LISTS.share_of(
             lists, value(tokens), value(schedule.splits), plan, schedule.tiles, schedule.cut,
             schedule.stream, TASK_COST, size,
@@ -89,6 +90,8 @@ WAYS = {
     "planned for others": {"stream": Stream.PLANNED},
     "mixed": {"stream": Stream.MIXED, "splits": 3},
     "aligned": {"splits": 4},
+    "ordered": {"stream": Stream.ORDERED},
+    "mixed, ordered": {"stream": Stream.MIXED_ORDERED, "splits": 3},
 }
 
 
@@ -103,7 +106,7 @@ def test_every_block_has_one_program(call, processors, way):
     want = blocks_by_task(schedule.tiles, *lengths)
     seen = [[] for _ in want]
     slots, marks = set(), set()
-    plan = NO_PLAN
+    plan = torch.full((tokens,), -9, dtype=torch.int32)
     if schedule.stream == Stream.PLANNED:
         others = [[width - n for n in each] for each, width in zip(lengths, widths, strict=True)]
         plan = plan_of(schedule, others if way == "planned for others" else lengths, widths)
@@ -118,9 +121,18 @@ def test_every_block_has_one_program(call, processors, way):
             assert slot not in slots
             assert 0 <= slot < schedule.slots(tokens)
             slots.add(slot)
-    spans = plan[: 2 * (len(want) + schedule.programs)].view(-1, 2).tolist()
+    planned = schedule.stream == Stream.PLANNED
+    spans = plan[: 2 * (len(want) + schedule.programs)].view(-1, 2).tolist() if planned else []
     began_elsewhere = {}
-    for number, (blocks, task) in enumerate(zip(want, seen, strict=True)):
+    numbers = list(range(len(want)))
+    if schedule.ordered:
+        blocks = want[:: schedule.tiles]
+        order = sorted(range(tokens), key=lambda token: (-blocks[token], token))
+        assert plan.tolist() == order
+        numbers = [
+            order.index(n // schedule.tiles) * schedule.tiles + n % schedule.tiles for n in numbers
+        ]
+    for number, blocks, task in zip(numbers, want, seen, strict=True):
         task.sort()
         cut = schedule.cut and number >= schedule.first_cut(tokens)
         if schedule.stream in (Stream.YES, Stream.PLANNED):
@@ -146,6 +158,23 @@ def test_every_block_has_one_program(call, processors, way):
     if schedule.stream == Stream.PLANNED:
         elsewhere = [each[0] for each in spans[len(want) :]]
         assert elsewhere == [began_elsewhere.get(n, -1) for n in range(schedule.programs)]
+
+
+@pytest.mark.parametrize(("tokens", "tiles"), [(148, 1), (74, 2), (256, 1), (128, 2), (500, 1)])
+def test_ordered_tasks_are_balanced(tokens, tiles):
+    """Random lengths: hardly more than an even share, or than the longest task."""
+    torch.manual_seed(tokens)
+    lengths = [[128] * tokens, torch.randint(0, 1025, (tokens,)).tolist()]
+    schedule = choose(tokens, 64 * tiles, (128, 1024), 132, lengths=True)
+    assert schedule.ordered
+    work = [0] * 132
+    lists = lists_of(*lengths, (128, 1024))
+    room = torch.zeros(tokens, dtype=torch.int32)
+    some = range(0, 132, 5)
+    for program, _, first, last, *_ in pieces_of(schedule, tokens, lists, room, some):
+        work[program] += last - first + TASK_COST
+    units = [blocks + TASK_COST for blocks in blocks_by_task(tiles, *lengths)]
+    assert max(work) <= 1.12 * max(max(units), sum(units) / 132) + TASK_COST
 
 
 @given(calls(), st.sampled_from([20, 78, 132]))
@@ -199,10 +228,12 @@ def test_schedules_of_known_shapes():
     for tokens in (128, 132, 256, 264):
         whole = choose(tokens, 64, (128, 512), 132, lengths=True)
         assert not whole.cut
+        assert whole.ordered == (tokens > 132)
         assert whole.programs == min(tokens, 132)
     for tokens in (140, 148):
         mixed = choose(tokens, 64, (128, 512), 132, lengths=True)
-        assert mixed.stream == Stream.MIXED
+        assert mixed.stream == Stream.MIXED_ORDERED
+        assert choose(tokens, 64, (128, 512), 132).stream == Stream.MIXED
         assert mixed.first_cut(tokens) == 132
         assert (tokens - 132) * mixed.splits <= 132
     long = choose(64, 64, (128, 16384), 132, lengths=True)

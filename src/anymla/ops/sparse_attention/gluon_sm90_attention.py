@@ -29,7 +29,7 @@ from anymla.ops.sparse_attention.schedule import (
     Schedule,
     Stream,
     choose,
-    stream_size,
+    seen_tokens,
 )
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
 from anymla.ops.workspace import scratch
@@ -39,6 +39,7 @@ _LARGEST_INT32 = 2**31 - 1
 _WORKSPACE_BYTES = 256 << 20
 _CHANNELS = get_layout(MAIN_FP8).channels  # of values, in V3.2's rows as well
 _WIDE = get_layout(V32_FP8).channels
+ORDERS = False  # whether programs take the longest tokens first
 # Registers of a thread; the main warpgroup gets the rest of 512 (tiles) or 512 / 2 (columns).
 RIGHT_REGISTERS = 160
 TILE_PRODUCER_REGISTERS = 72
@@ -156,6 +157,7 @@ class Call:
             multiprocessors(q.device),
             lengths=first[2] is not None or second[2] is not None or plan is not None,
             batch_invariant=batch_invariant,
+            ordered=ORDERS,
             planned=plan is not None,
         )
         if plan is not None:
@@ -268,7 +270,7 @@ def _launch(
         first.indices.stride(0), second.indices.stride(0), schedule.splits,
         q.stride(0) // 2, out.stride(0), scale, empty, *turned.pointers(ends, lse),
         SPLIT=schedule.cut, STREAM=int(schedule.stream), COST=TASK_COST,
-        SIZE=stream_size(tokens) if schedule.stream == Stream.YES else 128,
+        SIZE=seen_tokens(schedule, tokens),
         TWO=len(scopes) > 1,
         LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
@@ -281,7 +283,7 @@ def _launch(
     tasks = tokens * schedule.tiles
     result = out if to is None else to.codes
     end = turned.pointers(to, lse)
-    if schedule.stream in (Stream.YES, Stream.PLANNED):
+    if schedule.ranged:
         merge_stream_kernel[(schedule.programs * (rows // STREAM_GROUP),)](
             part, sums, spans, _or(sink, lse), result, lse, heads, tasks, schedule.programs,
             result.stride(0), result.stride(1), empty, *end,
@@ -293,11 +295,11 @@ def _launch(
     tile = merge_tile(most)
     whole, some = schedule.first_cut(tokens), min(heads, rows)
     merge_kernel[((tasks - whole) * some * (_CHANNELS // tile.width),)](
-        part, sums, _or(sink, lse), result, lse, heads, schedule.splits, whole, some,
+        part, sums, _or(sink, lse), result, lse, spans, heads, schedule.splits, whole, some,
         result.stride(0), result.stride(1), empty, *end,
         ROWS=rows, CHANNELS=_CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
-        SINK=sink is not None, EARLY=True, **turned.constants(to), num_warps=tile.warps,
-        launch_pdl=True,
+        SINK=sink is not None, EARLY=True, ORDERED=schedule.ordered, **turned.constants(to),
+        num_warps=tile.warps, launch_pdl=True,
     )  # fmt: skip
 
 

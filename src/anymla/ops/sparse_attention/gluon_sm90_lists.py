@@ -10,6 +10,8 @@ range of a task's blocks. A launch hands out pieces in one of these ways:
     stream    all blocks of all tasks, in order, plus a fixed cost for each task, are cut into one
               range for every program. A program's first and last piece may be parts of a task;
               but where cutting costs more than it saves, cuts move to the nearest end of a task.
+    ordered   aligned without cuts, or mixed, but the longest tokens come first; in every second
+              round of whole tasks programs take them in the opposite order.
     planned   a stream whose ranges are read. Lists may be shorter or longer than those that it was
               made for: a task's last piece ends where the task does.
 """
@@ -20,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.sparse_attention.schedule import Stream
+from anymla.ops.sparse_attention.schedule import MOST_ORDERED_TOKENS, Stream
 
 _LAYOUT = get_layout(MAIN_FP8)
 KEYS = gl.constexpr(64)
@@ -37,7 +39,12 @@ _MERGE = gl.constexpr(6)
 # save.
 _SNAP = gl.constexpr(2)
 _MIXED = gl.constexpr(int(Stream.MIXED))
+_ORDERED = gl.constexpr(int(Stream.ORDERED))
+_MIXED_ORDERED = gl.constexpr(int(Stream.MIXED_ORDERED))
 _PLANNED = gl.constexpr(int(Stream.PLANNED))
+# Of keys that tokens are ordered by.
+_TOKENS = gl.constexpr(MOST_ORDERED_TOKENS)
+_MOST_BLOCKS = gl.constexpr((1 << 30) // MOST_ORDERED_TOKENS)
 SHARE = gl.constexpr(4)  # numbers of a program in a plan
 NEW_API = gl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 7))
 
@@ -108,6 +115,8 @@ class Share:
         STREAM: whether a piece is a whole task is known at run time.
         MIXED: see the file.
         PLANNED: likewise.
+        ORDERED: likewise.
+        order: int32 [T], tokens in the order in which they are taken, if ORDERED.
     """
 
     first: gl.tensor
@@ -121,11 +130,14 @@ class Share:
     STREAM: gl.constexpr
     MIXED: gl.constexpr
     PLANNED: gl.constexpr
+    ORDERED: gl.constexpr
+    order: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
-        self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM, MIXED, PLANNED=False
-    ):
+        self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM, MIXED, PLANNED,
+        ORDERED, order,
+    ):  # fmt: skip
         self.first = first
         self.count = count
         self.begin = begin
@@ -137,6 +149,8 @@ class Share:
         self.STREAM = gl.constexpr(STREAM)
         self.MIXED = gl.constexpr(MIXED)
         self.PLANNED = gl.constexpr(PLANNED)
+        self.ORDERED = gl.constexpr(ORDERED)
+        self.order = order
 
 
 @gluon.jit
@@ -173,18 +187,76 @@ def counts(lists, token):
 
 
 @gluon.jit
-def aligned_share(tasks, splits, TILES: gl.constexpr, SPLIT: gl.constexpr):
+def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory as another type and shape."""
+    if NEW_API:
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def place_of(k, program, programs):
+    """Which task of its round k a program takes, in an ordered launch."""
+    return gl.where(k % 2 == 1, programs - 1 - program, program)
+
+
+@gluon.jit
+def _rank_keys(lists, tokens, T):
+    """Numbers that are the larger, the earlier a token is taken: by blocks, then by number."""
+    there = tokens < T
+    n0 = _length(lists.length0, tokens, there, lists.width0, lists.LENGTH0)
+    blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
+    if lists.TWO:
+        n1 = _length(lists.length1, tokens, there, lists.width1, lists.LENGTH1)
+        blocks = blocks + (n1 + KEYS - 1) // KEYS
+    keys = gl.minimum(gl.maximum(blocks, 1), _MOST_BLOCKS) * _TOKENS + (_TOKENS - 1 - tokens)
+    return gl.where(there, keys, -1).to(gl.int32)
+
+
+@gluon.jit
+def order_tokens(lists, order, T, SIZE: gl.constexpr):
+    """Write down in which order tokens are taken; every program does, and all write the same.
+
+    SIZE: a power of two of at least T, 128 and at most 512.
+    """
+    K: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
+    L: gl.constexpr = gl.BlockedLayout([SIZE // 128, 32], [32, 1], [4, 1], [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    keys = gl.allocate_shared_memory(gl.int32, [SIZE], FLAT)
+    keys.store(_rank_keys(lists, gl.arange(0, SIZE, layout=K), T))
+    chunks = view(keys, gl.int32, [SIZE // 32, 32], FLAT)
+    tokens = gl.arange(0, SIZE, layout=gl.SliceLayout(1, L))
+    own = gl.expand_dims(_rank_keys(lists, tokens, T), 1)
+    rank = tokens * 0
+    for chunk in range(0, (T + 31) // 32):
+        others = gl.expand_dims(chunks.index(chunk).load(gl.SliceLayout(0, L)), 0)
+        rank += gl.sum((others > own).to(gl.int32), 1)
+    gl.store(order + rank, tokens, mask=tokens < T)
+
+
+@gluon.jit
+def aligned_share(
+    tasks, splits, order, TILES: gl.constexpr, SPLIT: gl.constexpr, ORDERED: gl.constexpr
+):
     """This program's share of an aligned launch."""
     total = tasks * splits
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     count = (total - program + programs - 1) // programs
+    if ORDERED:
+        rounds = total // programs
+        count = rounds + (place_of(rounds, program, programs) < total - rounds * programs).to(
+            gl.int32
+        )
     zero = program * 0
-    return Share(program, count, zero, zero, tasks, splits, TILES, SPLIT, False, False)
+    return Share(
+        program, count, zero, zero, tasks, splits, TILES, SPLIT, False, False, False, ORDERED, order
+    )
 
 
 @gluon.jit
-def mixed_share(tasks, splits, TILES: gl.constexpr):
+def mixed_share(tasks, splits, order, TILES: gl.constexpr, ORDERED: gl.constexpr):
     """This program's share of a mixed launch."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -192,7 +264,9 @@ def mixed_share(tasks, splits, TILES: gl.constexpr):
     total = whole + (tasks - whole) * splits
     count = (total - program + programs - 1) // programs
     zero = program * 0
-    return Share(program, count, zero, zero, tasks, splits, TILES, True, True, True)
+    return Share(
+        program, count, zero, zero, tasks, splits, TILES, True, True, True, False, ORDERED, order
+    )
 
 
 @gluon.jit
@@ -249,7 +323,10 @@ def stream_share(lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.con
     last, end = _cut(high, tokens, ends, cost, blocks, T, uncut, COST, TILES)
     count = last - first + gl.where(end > 0, 1, 0)
     count = gl.where((first == last) & (begin >= end), 0, count)
-    return Share(first, count, begin, end, T * TILES, T * 0 + 1, TILES, True, True, False)
+    return Share(
+        first, count, begin, end, T * TILES, T * 0 + 1, TILES, True, True, False, False, False,
+        lists.list0,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -259,7 +336,7 @@ def planned_share(plan, T, TILES: gl.constexpr):
     at = plan + (tasks + gl.num_programs(0)) * 2 + gl.program_id(0) * SHARE
     return Share(
         gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), tasks, T * 0 + 1, TILES,
-        True, True, False, True,
+        True, True, False, True, False, plan,
     )  # fmt: skip
 
 
@@ -268,15 +345,21 @@ def share_of(
     lists, T, splits, plan, TILES: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr,
     COST: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
-    """This program's share; SPLIT and STREAM are those of ``schedule.Schedule``."""
+    """This program's share; SPLIT and STREAM are those of ``schedule.Schedule``.
+
+    plan: int32; of a planned launch, or room for the order of tokens.
+    """
+    ORDERED: gl.constexpr = (STREAM == _ORDERED) | (STREAM == _MIXED_ORDERED)
+    if ORDERED:
+        order_tokens(lists, plan, T, SIZE)
     if STREAM == _PLANNED:
         return planned_share(plan, T, TILES)
-    elif STREAM == _MIXED:
-        return mixed_share(T * TILES, splits, TILES)
-    elif STREAM:
+    elif (STREAM == _MIXED) | (STREAM == _MIXED_ORDERED):
+        return mixed_share(T * TILES, splits, plan, TILES, ORDERED)
+    elif STREAM and not ORDERED:
         return stream_share(lists, T, TILES, COST, SIZE)
     else:
-        return aligned_share(T * TILES, splits, TILES, SPLIT)
+        return aligned_share(T * TILES, splits, plan, TILES, SPLIT, ORDERED)
 
 
 @gluon.jit
@@ -294,9 +377,13 @@ def piece(k, share, lists):
         mark = share.first + k * programs
         whole = share.tasks // programs * programs
         direct = mark < whole
+        if share.ORDERED:
+            mark = gl.where(direct, k * programs + place_of(k, program, programs), mark)
         slot = mark - whole
         task = gl.where(direct, mark, whole + slot // share.splits)
         token = task // share.TILES
+        if share.ORDERED:
+            token = gl.load(share.order + token)
         n0, n1, blocks0, blocks = counts(lists, token)
         each = gl.where(direct, blocks, (blocks + share.splits - 1) // share.splits)
         first = gl.where(direct, 0, (slot - (task - whole) * share.splits) * each)
@@ -326,8 +413,12 @@ def piece(k, share, lists):
         mark = slot
     else:
         slot = share.first + k * programs
+        if share.ORDERED:
+            slot = k * programs + place_of(k, program, programs)
         task = slot
         token = task // share.TILES
+        if share.ORDERED:
+            token = gl.load(share.order + token)
         n0, n1, blocks0, blocks = counts(lists, token)
         first = slot * 0
         last = blocks

@@ -29,10 +29,10 @@ _NO_PIECE = tl.constexpr(-1e30)
 
 @triton.jit(do_not_specialize=["H", "splits", "first_task", "rows", "angles"])
 def merge_kernel(
-    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, H, splits, first_task, rows,
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, order_ptr, H, splits, first_task, rows,
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
-    AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr, ORDERED: tl.constexpr,
     TURNED: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the file.
@@ -43,6 +43,7 @@ def merge_kernel(
         sink_ptr: float32 [H].
         out_ptr: [T, H, CHANNELS]; codes if TURNED is not 0.
         lse_ptr: float32 [T, H].
+        order_ptr: int32 [T], tokens; see ORDERED.
         H: heads.
         splits: pieces of a task.
         first_task: tasks before it were not cut.
@@ -61,6 +62,7 @@ def merge_kernel(
         AT_ONCE: pieces that are read at a time, a power of two.
         SINK: there is one.
         EARLY: launched before the attention kernel ended.
+        ORDERED: tasks are of the tokens in this order.
         TURNED: see above, or 0.
         TYPE: see above.
         NATIVE: see above.
@@ -75,6 +77,8 @@ def merge_kernel(
     task = first_task + number
     tiles = tl.cdiv(H, ROWS)
     token = task // tiles
+    if ORDERED:
+        token = tl.load(order_ptr + token).to(tl.int64)
     head = task % tiles * ROWS + row
     if head >= H:
         return
@@ -216,7 +220,12 @@ def builds(target: Target) -> Iterator[Build]:
 def _builds(turned: bool) -> Iterator[Build]:
     floats = ("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "scales_ptr", "table_ptr")
     types = {**dict.fromkeys(floats, "*fp32"), "positions_ptr": "*i64", "angles": "i32"}
-    types |= {"out_ptr": "*u8" if turned else "*bf16", "spans_ptr": "*i32", "empty": "fp32"}
+    types |= {
+        "out_ptr": "*u8" if turned else "*bf16",
+        "spans_ptr": "*i32",
+        "order_ptr": "*i32",
+        "empty": "fp32",
+    }
     end = {"TURNED": 64 if turned else 0, "TYPE": tl.bfloat16, "NATIVE": True}
     note = ", quantised" if turned else ""
     counts = ("H", "splits", "first_task", "rows", "tasks", "programs", "out_token", "out_head")
@@ -229,7 +238,7 @@ def _builds(turned: bool) -> Iterator[Build]:
             merge_kernel,
             types,
             {"ROWS": rows, "CHANNELS": channels, "WIDTH": tile.width, "MOST": most,
-             "AT_ONCE": tile.at_once, "SINK": True, "EARLY": True, **end},
+             "AT_ONCE": tile.at_once, "SINK": True, "EARLY": True, "ORDERED": most == 2, **end},
             num_warps=tile.warps,
             divisible=("out_token", "out_head"),
         )  # fmt: skip

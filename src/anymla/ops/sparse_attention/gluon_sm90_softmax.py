@@ -4,21 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anymla.ops.sparse_attention.gluon_sm90_lists import NEW_API, counts
+from anymla.ops.sparse_attention.gluon_sm90_lists import view as view
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NO_MAXIMUM = gl.constexpr(-1e29)
 # float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
 SHIFT = gl.constexpr(15.0)
-
-
-@gluon.jit
-def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory as another type and shape."""
-    if NEW_API:
-        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
-    else:
-        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit

@@ -9,6 +9,9 @@ kernels then cut every token's own blocks. The ways:
     stream    the blocks of all tasks are cut into one range for every program, which knows the
               lengths and cuts only where that pays
     planned   a stream that was cut up before, once for all layers of a step; see ``plan``
+
+Whole and mixed can be ordered: programs take the longest tokens first, and in every second round in
+the opposite order, so that who had a long one gets a short one.
 """
 
 from __future__ import annotations
@@ -30,18 +33,22 @@ _LONG = 32
 _LONG_PLANNED = 16
 MOST_STREAM_TOKENS = 2048
 _FEWEST_STREAM_TOKENS = 4
+# Programs compare each token with each to order them.
+MOST_ORDERED_TOKENS = 512
 # Blocks of a piece in a batch-invariant call, and the most pieces.
 _INVARIANT_BLOCKS = 4
 _MOST_INVARIANT = 8
 
 
 class Stream(enum.IntEnum):
-    """How a kernel finds its pieces: by their number, by a range of all blocks, or mixed."""
+    """How a kernel finds its pieces: by number, by a range of all blocks, or mixed; their order."""
 
     NO = 0
     YES = 1
     MIXED = 2
     PLANNED = 3
+    ORDERED = 4
+    MIXED_ORDERED = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,17 @@ class Schedule:
     @property
     def cut(self) -> bool:
         """Whether tasks may be cut, so that a merge has to follow."""
-        return self.stream != Stream.NO or self.splits > 1
+        return self.stream not in (Stream.NO, Stream.ORDERED) or self.splits > 1
+
+    @property
+    def ranged(self) -> bool:
+        """Whether programs have ranges of all blocks."""
+        return self.stream in (Stream.YES, Stream.PLANNED)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether programs take the longest tokens first."""
+        return self.stream in (Stream.ORDERED, Stream.MIXED_ORDERED)
 
     def first_cut(self, tokens: int) -> int:
         """Tasks before this one are whole."""
@@ -74,7 +91,7 @@ class Schedule:
     def pieces(self, tokens: int) -> int:
         """How many pieces have a number, so many tokens at a time."""
         tasks, whole = tokens * self.tiles, self.first_cut(tokens)
-        if self.stream and not self._mixed:
+        if self.ranged:
             return tasks + self.programs
         return whole + (tasks - whole) * self.splits
 
@@ -82,13 +99,13 @@ class Schedule:
         """How many pieces have room for their sums, so many tokens at a time."""
         if not self.cut:
             return 1
-        if self.stream and not self._mixed:
+        if self.ranged:
             return 2 * self.programs
         return self.pieces(tokens) - self.first_cut(tokens)
 
     @property
     def _mixed(self) -> bool:
-        return self.stream == Stream.MIXED
+        return self.stream in (Stream.MIXED, Stream.MIXED_ORDERED)
 
 
 def tile_heads(heads: int) -> int:
@@ -112,6 +129,7 @@ def choose(
     lengths: bool = False,
     batch_invariant: bool = False,
     planned: bool = False,
+    ordered: bool = True,
 ) -> Schedule:
     """The schedule of a call.
 
@@ -123,6 +141,7 @@ def choose(
         lengths: the lists have lengths of their own.
         batch_invariant: cut a token the same way in any batch.
         planned: a stream is, or can be, cut up before; see ``plan``.
+        ordered: the longest tokens may come first.
     """
     tile = tile_heads(heads)
     tiles = -(-heads // tile)
@@ -137,11 +156,24 @@ def choose(
         if even >= 2 * TASK_COST:
             stream = Stream.PLANNED if planned else Stream.YES
             return Schedule(tile, tiles, processors, stream=stream)
-    return _by_numbers(tile, tiles, tasks, blocks, processors)
+    chosen = _by_numbers(tile, tiles, tasks, blocks, processors)
+    if ordered and lengths and tasks > processors and tokens <= MOST_ORDERED_TOKENS:
+        stream = Stream.MIXED_ORDERED if chosen.stream == Stream.MIXED else Stream.ORDERED
+        return dataclasses.replace(chosen, stream=stream)
+    return chosen
+
+
+def seen_tokens(schedule: Schedule, tokens: int) -> int:
+    """Tokens that programs look at, at least; few sizes, because each is compiled."""
+    if schedule.ordered:
+        return 256 if tokens <= 256 else MOST_ORDERED_TOKENS
+    if schedule.stream == Stream.YES:
+        return stream_size(tokens)
+    return 128
 
 
 def stream_size(tokens: int) -> int:
-    """Tokens that a stream's programs look at; few sizes, because each is compiled."""
+    """Tokens that a stream's programs look at."""
     return 512 if tokens <= 512 else MOST_STREAM_TOKENS
 
 
