@@ -13,7 +13,14 @@ from anymla.bench.cpu import parts
 from anymla.bench.decode import PeerMissing
 from anymla.bench.environment import environment
 from anymla.bench.report import append_rows, table
-from anymla.cli import bench_attention, bench_gpu, bench_layer, bench_prefill, bench_report
+from anymla.cli import (
+    bench_attention,
+    bench_experts,
+    bench_gpu,
+    bench_layer,
+    bench_prefill,
+    bench_report,
+)
 from anymla.cli.bench_rows import json_option
 
 _PARTS = ("machine", "attention", "decode", "context", "memory")
@@ -68,6 +75,7 @@ command.add_command(bench_gpu.gpu)
 command.add_command(bench_gpu.indexer)
 command.add_command(bench_layer.layer)
 command.add_command(bench_layer.model)
+command.add_command(bench_experts.experts)
 command.add_command(bench_layer.traffic)
 command.add_command(bench_attention.attention)
 command.add_command(bench_prefill.prefill)

@@ -1,0 +1,144 @@
+"""Grouped experts and packed linear layers at a model's sizes, against the bytes they must read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.bench.gpu_timing import copies_for, copy_bandwidth, matmul_rate, time_us
+from anymla.bench.layer import kernel_times, sums
+from anymla.bench.report import Result
+from anymla.formats.fp8_block import quantize_fp8_weight
+from anymla.ops.linear import fp8_block_linear
+from anymla.ops.moe import experts
+from anymla.testing.published import FLASH, PRO
+
+MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
+TOKENS = (1, 8, 32, 128, 4096)
+LINEAR_TOKENS = (1, 8, 64)
+_LIMIT = 10.0
+_BATCHES = 4
+
+
+def run(models: Iterable[str], count: int, tokens: Iterable[int]) -> Iterator[Result]:
+    """Experts of every model and number of tokens, then the packed layers around attention.
+
+    Args:
+        models: "flash" or "pro".
+        count: experts that there are; tokens choose among them evenly.
+        tokens: of a call.
+    """
+    tokens = tuple(tokens)
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
+    yield Result("device", "bf16 product 8192^3", {"tflops": rate / 1e12})
+    with torch.inference_mode():
+        for model in models:
+            sizes = MODELS[model]
+            d, inner = sizes["hidden_size"], sizes["moe_intermediate_size"]
+            weights = random_experts(count, d, inner)
+            for batch in tokens:
+                chosen = sizes["num_experts_per_tok"]
+                yield _experts(model, weights, batch, chosen, bandwidth, rate)
+            del weights
+            for name, n, k in linear_shapes(sizes):
+                for batch in LINEAR_TOKENS:
+                    yield _linear(f"{model} {name} {k} -> {n}", batch, n, k, bandwidth)
+
+
+def random_experts(count: int, d: int, inner: int) -> dict[str, Any]:
+    """MXFP4 weights of random codes, with scales around those of released weights."""
+
+    def random(low: int, high: int, *shape: int) -> list[Tensor]:
+        made = torch.randint(low, high, (count, *shape), dtype=torch.uint8, device="cuda")
+        return list(made)
+
+    return {
+        "w1": random(0, 256, inner, d // 2),
+        "w3": random(0, 256, inner, d // 2),
+        "w2": random(0, 256, d, inner // 2),
+        "s1": random(116, 121, inner, d // 32),
+        "s3": random(116, 121, inner, d // 32),
+        "s2": random(116, 121, d, inner // 32),
+    }
+
+
+def linear_shapes(sizes: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """Packed layers of a decode step that read most: name, rows, channels."""
+    d, rank = sizes["hidden_size"], sizes["q_lora_rank"]
+    heads, dim = sizes["num_attention_heads"], sizes["head_dim"]
+    return [
+        ("wq_a", rank, d),
+        ("wq_b", heads * dim, rank),
+        ("wo_b", d, sizes["o_groups"] * sizes["o_lora_rank"]),
+        ("shared w1", sizes["moe_intermediate_size"], d),
+    ]
+
+
+def _experts(
+    model: str,
+    weights: dict[str, Any],
+    tokens: int,
+    chosen: int,
+    bandwidth: float,
+    rate: float,
+) -> Result:
+    count, (inner, packed) = len(weights["w1"]), weights["w1"][0].shape
+    d = 2 * packed
+    calls, read = [], 0
+    for _ in range(_BATCHES if tokens <= 512 else 2):
+        ids = torch.rand(tokens, count, device="cuda").argsort(1)[:, :chosen].int()
+        read += len(ids.unique())
+        call = functools.partial(
+            experts,
+            torch.randn(tokens, d, device="cuda").bfloat16(),
+            ids,
+            torch.rand(tokens, chosen, device="cuda"),
+            **weights,
+            weight_format="mxfp4",
+            swiglu_limit=_LIMIT,
+            quantize_activations=True,
+        )
+        calls.append(call)
+    microseconds = time_us(calls)
+    visited = read / len(calls)
+    matrices = 3 * inner * d
+    moved = visited * (matrices // 2 + matrices // 32)
+    flops = 2 * tokens * chosen * matrices
+    return Result(
+        "experts",
+        f"{model} experts, mxfp4, {count} of them, {tokens} tokens",
+        {
+            "us": round(microseconds, 1),
+            "visited_experts": round(visited, 1),
+            "bytes_us": round(moved / bandwidth * 1e6, 1),
+            "share_of_copy": round(moved / microseconds * 1e6 / bandwidth, 3),
+            "tflops": round(flops / microseconds * 1e-6, 1),
+            "share_of_product": round(flops / microseconds * 1e6 / rate, 3),
+            "kernels_us": sums(kernel_times(calls[0])),
+        },
+    )
+
+
+def _linear(label: str, tokens: int, n: int, k: int, bandwidth: float) -> Result:
+    x = torch.randn(tokens, k, device="cuda").bfloat16()
+    calls = []
+    for _ in range(copies_for(n * k)):
+        stored = quantize_fp8_weight(torch.randn(n, k, device="cuda"))
+        calls.append(functools.partial(fp8_block_linear, x, *stored, quantize_activations=True))
+    microseconds = time_us(calls)
+    read = n * k / bandwidth * 1e6
+    return Result(
+        "packed linear",
+        f"{label}, {tokens} tokens",
+        {
+            "us": round(microseconds, 1),
+            "bytes_us": round(read, 1),
+            "share_of_copy": round(read / microseconds, 3),
+            "kernels_us": sums(kernel_times(calls[0])),
+        },
+    )

@@ -1,0 +1,32 @@
+"""``anymla bench experts``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+
+
+@click.command()
+@json_option
+@click.option(
+    "--model", "models", multiple=True, type=click.Choice(["flash", "pro"]), default=("flash",)
+)
+@click.option("--experts", "count", default=32, show_default=True, type=click.IntRange(min=6))
+@click.option("--tokens", "tokens", multiple=True, type=click.IntRange(min=1), help="Repeatable.")
+def experts(
+    json_file: Path | None, models: tuple[str, ...], count: int, tokens: tuple[int, ...]
+) -> None:
+    """Time grouped MXFP4 experts of DeepSeek-V4's sizes, and the FP8 layers around attention.
+
+    Weights are random and more than the device's cache holds; calls are replayed as a CUDA graph,
+    each with other tokens. ``share_of_copy`` is the bytes of the visited experts over the time,
+    as a share of the measured copy bandwidth; without options 1 to 4096 tokens.
+    """
+    from anymla.bench.experts import TOKENS, run
+
+    require_gpu()
+    facts = gpu_facts("anymla bench experts")
+    tell(run(models, count, tokens or TOKENS), json_file, facts, ("kernels_us",))
