@@ -9,6 +9,7 @@ import torch
 from anymla.layers import compressor, indexer
 from anymla.layers.side_stream import Inline
 from anymla.model.load import load_model
+from anymla.ops.late import wait_for_arguments, waits_inside
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
@@ -86,3 +87,14 @@ def test_a_second_queue_changes_no_bit(checkpoint):
         done = Engine(model, options).run(requests)
         results.append([(each.token_ids, each.logprobs) for each in done])
     assert results[0] == results[1]
+
+
+def test_an_operation_that_does_not_wait_is_found_out():
+    waited = []
+    with waits_inside(lambda: waited.append(1)):
+        wait_for_arguments()
+        wait_for_arguments()
+    assert waited == [1]
+    with pytest.raises(AssertionError, match="has not waited"), waits_inside(print):
+        pass
+    wait_for_arguments()  # for nothing

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.step import Step
+from anymla.ops.late import waits_inside
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu
 
 
@@ -134,29 +135,30 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Map [T, hidden] to [T, hidden]; needs the step's token ids where routing does.
 
-        The shared expert may run beside the router (``step.side``).
+        The shared expert may run beside the router and the others (``step.side``), which wait for
+        it where they add it.
         """
         with step.side.beside():
             shared = None if self.shared is None else self.shared(x)
         ids, weights = self.router(x, step, self.backend)
         if step.recorder is not None:
             step.recorder("experts", self.index, ids)
-        step.side.join()
-        out: Tensor = experts(
-            x,
-            ids,
-            weights,
-            self.w1.weights,
-            self.w3.weights,
-            self.w2.weights,
-            self.w1.scales,
-            self.w3.scales,
-            self.w2.scales,
-            weight_format=self.w1.kind,
-            swiglu_limit=self.limit,
-            quantize_activations=self.quantize_activations,
-            expert_offset=self.expert_offset,
-            shared=shared,
-            backend=self.backend,
-        )
+        with waits_inside(step.side.join):
+            out: Tensor = experts(
+                x,
+                ids,
+                weights,
+                self.w1.weights,
+                self.w3.weights,
+                self.w2.weights,
+                self.w1.scales,
+                self.w3.scales,
+                self.w2.scales,
+                weight_format=self.w1.kind,
+                swiglu_limit=self.limit,
+                quantize_activations=self.quantize_activations,
+                expert_offset=self.expert_offset,
+                shared=shared,
+                backend=self.backend,
+            )
         return self.ranks.total(out)

@@ -11,6 +11,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.ops.late import wait_for_arguments
 
 # Keeps the weights of a token whose every score underflows at 0 instead of 0 / 0.
 SUM_FLOOR = 1e-20
@@ -87,6 +88,7 @@ def experts(
     shared: Tensor | None = None,
 ) -> Tensor:
     """See interface.experts."""
+    wait_for_arguments()
     dtype = wide(x.dtype)
     quantized = quantize_activations and weight_format != "plain"
 

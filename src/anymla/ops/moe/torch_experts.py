@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.ops.late import wait_for_arguments
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear
 from anymla.ops.linear.torch_activations import rounded_to_fp8
 from anymla.ops.linear.torch_product import is_row, product, row_products
@@ -137,6 +138,7 @@ def experts(
     shared: Tensor | None = None,
 ) -> Tensor:
     """See interface.experts."""
+    wait_for_arguments()
     quantized = quantize_activations and weight_format != "plain"
     bank = _Bank(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
     if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_row(x):

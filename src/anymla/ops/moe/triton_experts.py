@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.late import wait_for_arguments
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
 from anymla.ops.moe.triton_packed import packed_products, packed_support, packed_tile
@@ -194,8 +195,8 @@ def experts(
     """See ``interface.experts``."""
     (tokens, d), k = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
-    shared = None if shared is None else shared.contiguous()
     if not tokens:
+        wait_for_arguments()
         return out
     pairs, count = tokens * k, len(w1)
     ids = ids.contiguous()
@@ -285,6 +286,8 @@ def experts(
             d,
             **options,
         )
+    wait_for_arguments()
+    shared = None if shared is None else shared.contiguous()
     # Tokens first: only the first axis of a grid holds more than 65,535 programs.
     combine_kernel[(tokens, triton.cdiv(d, _COMBINED))](
         results, ids, shared, out, expert_offset, count, d, K=k, BLOCK=_COMBINED
