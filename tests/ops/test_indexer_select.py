@@ -482,9 +482,17 @@ def test_nothing_waits_for_a_device():
     k=st.integers(1, 2048),
     multiprocessors=st.integers(1, 200),
     scratch=st.integers(LEAST, 1 << 34),
+    histograms=st.booleans(),
 )
-def test_plans_stay_within_their_scratch(rows, entries, k, multiprocessors, scratch):
-    plan = plan_selection(rows, entries, k, multiprocessors=multiprocessors, scratch_bytes=scratch)
+def test_plans_stay_within_their_scratch(rows, entries, k, multiprocessors, scratch, histograms):
+    plan = plan_selection(
+        rows,
+        entries,
+        k,
+        multiprocessors=multiprocessors,
+        scratch_bytes=scratch,
+        histograms=histograms,
+    )
     assert 1 <= plan.rows <= rows
     assert plan.rows * plan.row_bytes(entries) <= scratch
     assert plan.kept >= k
@@ -504,24 +512,26 @@ def test_plans_stay_within_their_scratch(rows, entries, k, multiprocessors, scra
 
 
 @pytest.mark.parametrize(
-    ("rows", "entries", "k", "form", "parts"),
+    ("rows", "entries", "k", "form", "parts", "by_histograms"),
     [
-        (128, 512, 512, "all", 1),
-        (128, 8192, 512, "whole", 1),
-        (2048, 4096, 512, "whole", 1),
-        (128, 32_768, 512, "groups", 1),
-        (1, 32_768, 1024, "groups", 1),
-        (1, 262_144, 512, "samples", 32),
-        (8, 262_144, 512, "groups", 1),
-        (2048, 8192, 512, "samples", 1),
-        (2048, 65_536, 512, "groups", 1),
-        (128, 32_768, 2048, "samples", 1),
-        (64, 1_000_000, 512, "samples", 1),
+        (128, 512, 512, "all", 1, "all"),
+        (128, 8192, 512, "whole", 1, "whole"),
+        (2048, 4096, 512, "whole", 1, "whole"),
+        (128, 32_768, 512, "groups", 1, "groups"),
+        (1, 32_768, 1024, "groups", 1, "groups"),
+        (1, 262_144, 512, "samples", 32, "groups"),
+        (8, 262_144, 512, "groups", 1, "groups"),
+        (2048, 8192, 512, "samples", 1, "whole"),
+        (2048, 65_536, 512, "groups", 1, "groups"),
+        (128, 32_768, 2048, "samples", 1, "samples"),
+        (64, 1_000_000, 512, "samples", 1, "samples"),
     ],
 )
-def test_shapes_take_the_form_that_was_measured(rows, entries, k, form, parts):
-    plan = plan_selection(rows, entries, k, multiprocessors=132, scratch_bytes=1 << 30)
+def test_shapes_take_the_form_that_was_measured(rows, entries, k, form, parts, by_histograms):
+    limits = {"multiprocessors": 132, "scratch_bytes": 1 << 30}
+    plan = plan_selection(rows, entries, k, **limits)
     assert (plan.form, plan.parts) == (form, parts)
+    assert plan_selection(rows, entries, k, histograms=True, **limits).form == by_histograms
 
 
 def test_a_million_tokens_go_in_whole_waves():
