@@ -43,11 +43,17 @@ def _decoded(words, OPERAND: tl.constexpr):
 
 @triton.jit
 def _factor(scale, BYTE: tl.constexpr):
-    """Byte BYTE of each scale as float32; NaN (255) is looked for elsewhere."""
+    """Byte BYTE of each scale as float32; NaN (255) is looked for by ``_has_nan``."""
     SHIFT: tl.constexpr = 23 - 8 * BYTE
     bits = scale << SHIFT if SHIFT >= 0 else scale >> -SHIFT
     # Byte 0 stands for 2^-127, which is subnormal.
     return tl.maximum(bits & 0x7F800000, 0x00400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _has_nan(scale):
+    """Whether one of four bytes is 255, which adding one makes overflow into bit 7."""
+    return (((scale & 0x7F7F7F7F) + 0x01010101) & scale & -0x7F7F7F80) != 0
 
 
 @triton.jit
@@ -58,7 +64,8 @@ def _nibbles_apart(words, scale, x, inside, OPERAND: tl.constexpr):
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     a, b = _decoded(first, OPERAND), tl.load(x, inside, other=0.0)
-    part = tl.dot(a, b) * _factor(scale, 0)[:, None]
+    factor = tl.where(_has_nan(scale), float("nan"), _factor(scale, 0))
+    part = tl.dot(a, b) * factor[:, None]
     a, b = _decoded(second, OPERAND), tl.load(x + 32, inside, other=0.0)
     part += tl.dot(a, b) * _factor(scale, 1)[:, None]
     a, b = _decoded(third, OPERAND), tl.load(x + 64, inside, other=0.0)
@@ -74,6 +81,9 @@ def _nibbles_together(words, scale, x, inside, OPERAND: tl.constexpr):
     product = tl.dot(_decoded(words, OPERAND), tl.load(x, inside, other=0.0))
     bits = (scale[:, None] >> (tl.arange(0, 4) * 8)[None, :]) << 23
     factor = tl.maximum(bits & 0x7F800000, 0x00400000).to(tl.float32, bitcast=True)
+    # One of the four is enough.
+    spoiled = _has_nan(scale)[:, None] & (tl.arange(0, 4) == 0)[None, :]
+    factor = tl.where(spoiled, float("nan"), factor)
     part = tl.reshape(product, (ROWS, 4, x.shape[1] // 4))
     return tl.sum(part * factor[:, :, None], 1)
 
@@ -120,10 +130,8 @@ def _nibbles(
                 part = _nibbles_together(words, scale, x + 128 * run, inside, OPERAND)
             else:
                 part = _nibbles_apart(words, scale, x + 128 * run, inside, OPERAND)
-            # A byte 255 among the four, which adding one makes overflow into bit 7.
-            bad = ((scale & 0x7F7F7F7F) + 0x01010101) & scale & -0x7F7F7F80
             factor = tl.load(x_scales + run, x_inside, other=0.0) * UNIT
-            total += part * tl.where((bad != 0)[:, None], float("nan"), factor[None, :])
+            total += part * factor[None, :]
         w += 16 * UNROLL
         scales += UNROLL
         x += 128 * UNROLL
