@@ -33,6 +33,7 @@ class _Watched(Inline):
     """Notes forks and joins, and what is launched in between."""
 
     def __init__(self):
+        super().__init__(apart=True)
         self.events = []
 
     @contextlib.contextmanager
@@ -46,7 +47,7 @@ class _Watched(Inline):
 
 
 def test_everything_written_beside_is_waited_for(checkpoint, monkeypatch):
-    """Compressors and index queries are launched beside; selection and attention after the join."""
+    """Compressors and the indexer are launched beside, attention after the join."""
     model = load_model(checkpoint, dtype=torch.float32, progress=False)
     side = _Watched()
     for module, name in (
@@ -71,8 +72,8 @@ def test_everything_written_beside_is_waited_for(checkpoint, monkeypatch):
     writes, shared = "compress_norm_rope_insert", ("fork", "forked", "join")
     assert side.events == [
         "join", *shared,  # a window only
-        "fork", writes, writes, "forked", "fork", "indexer_q_rope_quant", "forked",
-        "join", "select_topk", *shared,
+        "fork", writes, writes, "forked", "fork", "indexer_q_rope_quant", "select_topk", "forked",
+        "join", *shared,
         "fork", writes, "forked", "join", *shared,
     ]  # fmt: skip
 
@@ -82,8 +83,8 @@ def test_a_second_queue_changes_no_bit(checkpoint):
     model = load_model(checkpoint, dtype=torch.bfloat16, device="cuda", progress=False)
     requests = [Request(str(n), tuple(range(3, 90 + 40 * n)), 20) for n in range(3)]
     results = []
-    for beside in (False, True):
-        options = EngineOptions(max_requests=3, max_seq_len=260, side_stream=beside)
+    for decode in ("graph", "fixed"):
+        options = EngineOptions(max_requests=3, max_seq_len=260, side_stream=True, decode=decode)
         done = Engine(model, options).run(requests)
         results.append([(each.token_ids, each.logprobs) for each in done])
     assert results[0] == results[1]

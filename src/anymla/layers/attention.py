@@ -103,9 +103,13 @@ class AttentionLayer(nn.Module):
         latent, kv = fused_q_kv_rmsnorm(
             latent, kv, self.q_norm, self.kv_norm, self.eps, backend=self.backend
         )
-        # The projected ones live on: what runs beside may still be reading them.
-        projected, queries = self._all_queries(x, latent, weights, step, cache)
-        projected = projected.unflatten(-1, (len(self.sink), -1))
+        chosen = None
+        if step.side.apart and self._chooses(step):
+            # What is chosen takes longer than the heads' queries, and needs nothing of theirs.
+            with step.side.beside():
+                queries = self._index_queries(x, latent, None, weights, step, cache)
+                chosen = self._choice(queries, step, cache)
+        projected, index_q = self._project_queries(latent, step)
         q = qnorm_rope_kv_insert(
             projected,
             kv,
@@ -119,7 +123,10 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
         )
         step.side.join()
-        selected, entries = self._choice(queries, step, cache)
+        if chosen is None:
+            queries = self._index_queries(x, latent, index_q, weights, step, cache)
+            chosen = self._choice(queries, step, cache)
+        selected, entries = chosen
         chunk = step.chunks.get(self.spec.compressed_group or WINDOW_GROUP)
         if self.output.quantize_heads:
             codes, scales = self._attend_quantised(
@@ -319,28 +326,28 @@ class AttentionLayer(nn.Module):
             )
         return weights
 
-    def _all_queries(
-        self, x: Tensor, latent: Tensor, weights: Tensor | None, step: Step, cache: LayerCache
-    ) -> tuple[Tensor, IndexQueries | None]:
-        """The heads' queries [T, H * D] as projected, and the indexer's.
+    def _project_queries(self, latent: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """The heads' queries [T, H, D] of this rank, and the indexer's if they come along."""
+        pair, few = self.queries, len(latent) <= _FEW_TOKENS
+        if pair is None or step.side.apart or not few or not self._chooses(step):
+            projected, index_q = self.wq_b(latent), None
+        else:
+            projected, index_q = pair(latent)
+        return projected.unflatten(-1, (len(self.sink), -1)), index_q
 
-        Args:
-            x: the layer's input.
-            latent: what queries are projected from.
-            weights: of the index heads, if they are known.
-            step: the batch.
-            cache: of the layer.
-        """
+    def _index_queries(
+        self,
+        x: Tensor,
+        latent: Tensor,
+        q: Tensor | None,
+        weights: Tensor | None,
+        step: Step,
+        cache: LayerCache,
+    ) -> IndexQueries | None:
+        """The indexer's queries; what is known of them is given."""
         if self.indexer is None or not self._chooses(step):
-            return self.wq_b(latent), None
-        q = index_q = None
-        if self.queries is not None and len(latent) <= _FEW_TOKENS:
-            q, index_q = self.queries(latent)
-        with step.side.beside():
-            queries = self.indexer.queries(
-                x, latent, step, cache.format.index, q=index_q, weights=weights
-            )
-        return self.wq_b(latent) if q is None else q, queries
+            return None
+        return self.indexer.queries(x, latent, step, cache.format.index, q=q, weights=weights)
 
     def _chooses(self, step: Step) -> bool:
         """Whether entries are scored in this step."""

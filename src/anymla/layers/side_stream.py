@@ -16,9 +16,13 @@ class SideStream:
     Forking waits for all earlier work, and joining makes later work wait, so that memory freed on
     either side is not used again too early: tensors made before the fork must live until the join.
     Inside a CUDA graph the two become parallel branches.
+
+    Attributes:
+        apart: work is cut as two queues want it, rather than into the fewest launches.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.apart = True
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
@@ -37,8 +41,9 @@ class SideStream:
 class Inline(SideStream):
     """No second queue: everything runs in the order of its launches."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, *, apart: bool = False) -> None:
+        """With ``apart``, the calls are those that two queues would have."""
+        self.apart = apart
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -50,3 +55,5 @@ class Inline(SideStream):
 
 
 INLINE = Inline()
+# What two queues compute, to the bit, on one.
+IN_TURN = Inline(apart=True)
