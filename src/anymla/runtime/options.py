@@ -28,8 +28,8 @@ class EngineOptions:
             sizes, each recorded once as a CUDA graph and replayed; "fixed": the same steps at the
             same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
             NVIDIA devices and "plain" elsewhere.
-        side_stream: in graphs, compress and index beside the projections, and run the shared
-            expert beside the router. None: for as few rows as gain by it.
+        side_stream: in graphs, compress and index beside the query's projections, and run the
+            shared expert beside the routed ones. None: for as few rows as gain by it.
         pages: usable pages by cache group, for groups that shall not have the default size.
             The default lets ``max_requests`` requests of ``max_seq_len`` run at once.
     """
