@@ -23,18 +23,23 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.apart = True
+        self._forked = False
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """Launch on the second queue, after all that has been launched so far."""
+        self._forked = True
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), second_lane():
             yield
 
     def join(self) -> None:
-        """Let what follows wait for the second queue."""
+        """Let what follows wait for the second queue, if anything has been launched there."""
+        if not self._forked:  # a graph knows nothing of a queue that has not been forked from it
+            return
+        self._forked = False
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
