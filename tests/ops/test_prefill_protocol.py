@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import pathlib
@@ -40,6 +41,7 @@ def run(
     table: Tensor | None = None,
     late: bool = False,
     peaks: Tensor | None = None,
+    empty: float = -torch.inf,
 ):
     """Output and lse; with positions the codes, two at a time, and scales."""
     tokens, heads, dim = case.q.shape
@@ -68,6 +70,7 @@ def run(
         Pointer(lse.view(-1)),
         Pointer((lse if peaks is None else peaks).view(-1)),
         dim**-0.5 * _LOG2E,
+        empty,
         listed.stride(0),
         case.window,
         case.entries if case.lists is None else listed.shape[1],
@@ -80,6 +83,7 @@ def run(
         changed=changed,
         HEAD_BLOCKS=blocks,
         LISTED=case.lists is not None,
+        BARE=case.runs.dim() == 1,
         SINK=case.sink is not None,
         WHOLE=heads % 64 == 0,
         QUANTISED=table is not None,
@@ -118,11 +122,15 @@ def test_maxima_left_behind(listed):
     check(case, *run(case, grid=1, seed=1, late=True))
 
 
-def test_largest_scores():
+def test_lists_alone_and_largest_scores():
     case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=True, entries=300, window=0)
+    case.runs[:, 2] = 0
     case.runs[2, 3] = 0
     peaks = torch.full((7, 64), torch.nan)
-    check(case, *run(case, grid=1, seed=1, late=True, peaks=peaks))
+    alone = dataclasses.replace(case, runs=case.runs[:, 3].contiguous())
+    out, lse = run(alone, grid=1, seed=1, late=True, peaks=peaks, empty=torch.inf)
+    assert bool((lse[2] == torch.inf).all())
+    check(case, out, lse.masked_fill(lse == torch.inf, -torch.inf))
     want = torch.empty_like(peaks)
     indices, lengths = named_rows(case.runs, case.lists, 0, 0)
     sparse_attention_rows(

@@ -90,8 +90,8 @@ def sparse_attention_rows(
     """See ``sparse_attention.interface``: queries without windows, whose entries are all rows."""
     tokens, heads, _ = q.shape
     lists = indices.flatten(1)
-    runs = torch.zeros((tokens, 4), dtype=torch.int32, device=q.device)
-    runs[:, 3] = lists.shape[1] if lengths is None else lengths
+    if lengths is None:
+        lengths = torch.full((tokens,), lists.shape[1], dtype=torch.int32, device=q.device)
     given = out
     if out is None or not out.is_contiguous():
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -99,9 +99,8 @@ def sparse_attention_rows(
     peaks = max_logits
     if peaks is not None and not peaks.is_contiguous():
         peaks = torch.empty_like(lse)
-    _launch(q, kv.flatten(1), runs, lists, 0, 0, sink, scale, out, lse, None, peaks)
-    if empty_lse is not None:
-        lse.masked_fill_(lse == -torch.inf, empty_lse)
+    empty = -torch.inf if empty_lse is None else empty_lse
+    _launch(q, kv.flatten(1), lengths, lists, 0, 0, sink, scale, out, lse, None, peaks, empty)
     if max_logits is not None and peaks is not max_logits:
         max_logits.copy_(peaks)
     return (out if given is None or given is out else given.copy_(out)), lse
@@ -135,7 +134,9 @@ def _launch(
     lse: Tensor,
     turned: Turned | None,
     peaks: Tensor | None = None,
+    empty: float = -torch.inf,
 ) -> None:
+    """``runs`` [T, 4], or the lengths [T] of lists that are all there is."""
     tokens, heads, channels = q.shape
     blocks = -(-heads // HEADS)
     tasks = tokens * blocks
@@ -158,9 +159,9 @@ def _launch(
         rows, runs, listed, lse if sink is None else sink, out,
         *((lse, runs, lse, 0) if turned is None else _of(turned)),
         lse, lse if peaks is None else peaks,
-        scale * _LOG2E, listed.stride(0), window, entries if lists is None else lists.shape[1],
-        len(rows), tasks, heads,
-        HEAD_BLOCKS=blocks, LISTED=lists is not None, SINK=sink is not None,
+        scale * _LOG2E, empty, listed.stride(0), window,
+        entries if lists is None else lists.shape[1], len(rows), tasks, heads,
+        HEAD_BLOCKS=blocks, LISTED=lists is not None, BARE=runs.dim() == 1, SINK=sink is not None,
         WHOLE=heads % HEADS == 0, QUANTISED=turned is not None,
         TURNED=0 if turned is None else turned.table.shape[1],
         COPIED=copied, LATE=LATE[rows.dtype], PEAKS=peaks is not None,
@@ -181,7 +182,7 @@ def builds(target: Target) -> Iterator[Build]:
         ("runs", "bf16", {}),
         ("lists", "bf16", {"LISTED": True}),
         ("lists, fp16", "fp16", {"LISTED": True}),
-        ("lists, largest scores", "bf16", {"LISTED": True, "PEAKS": True}),
+        ("lists alone, largest scores", "bf16", {"LISTED": True, "BARE": True, "PEAKS": True}),
         ("runs, 100 heads, no sink", "bf16", {"HEAD_BLOCKS": 2, "WHOLE": False, "SINK": False}),
         ("runs, quantised", "bf16", {"QUANTISED": True, "TURNED": 64}),
         ("lists, quantised", "bf16", {"LISTED": True, "QUANTISED": True, "TURNED": 64}),
@@ -199,7 +200,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "kv": f"*{dtype}",
                 "out": "*i16" if quantised else f"*{dtype}",
                 "positions": "*i64" if quantised else "*i32",
-                "scale": "fp32",
+                **dict.fromkeys(("scale", "empty"), "fp32"),
                 **dict.fromkeys(("runs", "lists"), "*i32"),
                 **dict.fromkeys(("sink", "scales", "table", "lse", "peaks"), "*fp32"),
                 **dict.fromkeys(integers, "i32"),
@@ -207,6 +208,7 @@ def builds(target: Target) -> Iterator[Build]:
             {
                 "HEAD_BLOCKS": 1,
                 "LISTED": False,
+                "BARE": False,
                 "SINK": True,
                 "WHOLE": True,
                 "QUANTISED": False,

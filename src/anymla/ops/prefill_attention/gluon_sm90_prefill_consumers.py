@@ -61,6 +61,7 @@ def left(
     q_rdy,
     q_free,
     scale,
+    empty,
     tasks,
     heads,
     HEAD_BLOCKS: gl.constexpr,
@@ -161,7 +162,7 @@ def left(
         factor_s.index(number % 2).store(factor)
         mbarrier.arrive(last.index(number % 2), count=1)
         natural = (m * scale + gl.log2(sums)) * _LN2
-        natural = gl.where(sums == 0, float("-inf"), natural)
+        natural = gl.where(sums == 0, empty, natural)
         at = token.to(gl.int64) * heads + head + r
         gl.store(lse + at, natural, mask=head + r < heads)
         if PEAKS:

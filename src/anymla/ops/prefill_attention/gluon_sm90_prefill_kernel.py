@@ -39,6 +39,7 @@ def prefill_kernel(
     lse,
     peaks,
     scale,
+    empty,
     stride,
     window,
     width,
@@ -47,6 +48,7 @@ def prefill_kernel(
     heads,
     HEAD_BLOCKS: gl.constexpr,
     LISTED: gl.constexpr,
+    BARE: gl.constexpr,
     SINK: gl.constexpr,
     WHOLE: gl.constexpr,
     QUANTISED: gl.constexpr,
@@ -75,6 +77,7 @@ def prefill_kernel(
         lse: float32 [T, H].
         peaks: float32 [T, H], the largest scores; used if PEAKS.
         scale: of the scores, times log2(e).
+        empty: lse of a query without rows.
         stride: of ``lists``.
         window: the most rows of a window.
         width: columns of ``lists``, or the most entries.
@@ -83,6 +86,7 @@ def prefill_kernel(
         heads: H.
         HEAD_BLOCKS: ceil(H / 64).
         LISTED: the second scope is listed, not a run.
+        BARE: there is nothing but lists; ``runs`` are their lengths, int32 [T].
         SINK: there is a sink.
         WHOLE: H is a multiple of 64.
         QUANTISED: heads are rotated back and quantised.
@@ -133,7 +137,7 @@ def prefill_kernel(
                 (
                     kv, kdesc, qdesc, runs, lists, stride, window, width, rows, tasks, heads,
                     q_s, k_l, k_r, valid_s, masked_s, blocks_s,
-                    rdy_l, rdy_r, free_l, free_r, q_rdy, q_free, HEAD_BLOCKS, LISTED,
+                    rdy_l, rdy_r, free_l, free_r, q_rdy, q_free, HEAD_BLOCKS, LISTED, BARE,
                 ),
             ),
             (
@@ -142,7 +146,7 @@ def prefill_kernel(
                     sink, odesc, out, scales, lse, peaks,
                     q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s, blocks_s,
                     rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
-                    scale, tasks, heads,
+                    scale, empty, tasks, heads,
                     HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, COPIED, LATE, PEAKS,
                 ),
             ),

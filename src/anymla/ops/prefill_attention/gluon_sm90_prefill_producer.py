@@ -71,6 +71,7 @@ def producer(
     q_free,
     HEAD_BLOCKS: gl.constexpr,
     LISTED: gl.constexpr,
+    BARE: gl.constexpr,
 ):
     """Fill Q and the K buffers, task after task."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -80,10 +81,14 @@ def producer(
     number = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         token = task // HEAD_BLOCKS
-        run = runs + token * 4
-        start0, count0 = _inside(gl.load(run), gl.minimum(gl.load(run + 1), window), rows)
-        start1 = gl.load(run + 2)
-        count1 = gl.minimum(gl.load(run + 3), width)
+        if BARE:
+            count1 = gl.minimum(gl.load(runs + token), width)
+            start0, count0, start1 = count1 * 0, count1 * 0, count1 * 0
+        else:
+            run = runs + token * 4
+            start0, count0 = _inside(gl.load(run), gl.minimum(gl.load(run + 1), window), rows)
+            start1 = gl.load(run + 2)
+            count1 = gl.minimum(gl.load(run + 3), width)
         if LISTED:
             count1 = gl.maximum(count1, 0)
         else:
