@@ -140,24 +140,46 @@ def _nibbles(
 
 
 @triton.jit
-def _values(w, scales, x, x_inside, runs, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
+def _values(
+    w,
+    scales,
+    x,
+    x_inside,
+    runs,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
     """Scales multiplied into the operand: for many tokens, or tokens that have none."""
     ROWS: tl.constexpr = w.shape[0]
+    COLUMNS: tl.constexpr = x.shape[0]
     SCALES: tl.constexpr = BLOCK_K // 32
-    total = tl.zeros((ROWS, x_inside.shape[0]), tl.float32)
     w = w[:, None] + tl.arange(0, BLOCK_K // 8)[None, :]
     scales = scales[:, None] + tl.arange(0, SCALES)[None, :]
-    x = x[None, :] + tl.arange(0, BLOCK_K)[:, None]
+    channel = tl.arange(0, BLOCK_K)
+    if TOGETHER:
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+        x = x[:, None] + channel[None, :]
+        mask = x_inside[:, None]
+    else:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        x = x[None, :] + channel[:, None]
+        mask = x_inside[None, :]
     for _ in tl.range(0, runs * 128, BLOCK_K, num_stages=STAGES):
         factor = ue8m0_to_fp32(tl.load(scales)).to(tl.bfloat16)
         # Two products, because their factors' product may be no number.
         value = words_to_bf16(tl.load(w)) * tl.full((), BFLOAT16_UNIT, tl.bfloat16)
         value = tl.reshape(value, (ROWS, SCALES, 32)) * factor[:, :, None]
-        b = tl.load(x, x_inside[None, :], other=0.0)
-        total = tl.dot(tl.reshape(value, (ROWS, BLOCK_K)), b, total)
+        a, b = tl.reshape(value, (ROWS, BLOCK_K)), tl.load(x, mask, other=0.0)
+        if TOGETHER:
+            total = tl.dot(b, tl.trans(a), total)
+        else:
+            total = tl.dot(a, b, total)
         w += BLOCK_K // 8
         scales += SCALES
         x += BLOCK_K
+    if TOGETHER:
+        total = tl.trans(total)
     return total
 
 
@@ -227,7 +249,7 @@ def turned_product(
         if x_scales is not None:
             scales = scales.to(tl.pointer_type(tl.int32))
     if x_scales is None:
-        total = _values(w, scales, x, x_inside, runs, BLOCK_K, STAGES)
+        total = _values(w, scales, x, x_inside, runs, BLOCK_K, STAGES, TOGETHER)
     elif FORMAT == "mxfp4":
         total = _nibbles(
             w, scales, x, x_scales, x_inside, runs, OPERAND, TOGETHER, BLOCK_K // 128, STAGES
