@@ -69,6 +69,7 @@ def merge_kernel(
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     slices: tl.constexpr = CHANNELS // WIDTH
     program = tl.program_id(0).to(tl.int64)
     part = program % slices
@@ -140,6 +141,7 @@ def merge_stream_kernel(
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     groups: tl.constexpr = ROWS // GROUP
     program = tl.program_id(0) // groups
     task = tl.load(spans_ptr + (tasks + program) * 2).to(tl.int64)

@@ -23,8 +23,21 @@ def warps_meet():
 
 
 @gluon.jit
+def predecessors_done():
+    """If this grid was launched early, wait for those before it."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;",
+        "=r,r",
+        [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def dependents_may_start():
-    """Let the merge kernel be launched; it waits for this grid's end by itself."""
+    """Let the next grid be launched, which waits for this one's end by itself."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
         "=r,r",
