@@ -35,7 +35,7 @@ class Router:
         """Expert ids int32 [T, k] and weights float32 [T, k].
 
         Padding goes to no expert: for few tokens, every further expert costs its weights. It has
-        no token ids.
+        no token ids. Kernels are told even where there is none, so that there is one of them.
         """
         if self.token_experts is not None:
             ids, weights = route_hash(
@@ -48,7 +48,7 @@ class Router:
                 self.bias,
                 k=self.experts_per_token,
                 scale=self.scale,
-                is_valid=step.is_valid if step.padded else None,
+                is_valid=step.is_valid if step.padded or backend or not x.is_cpu else None,
                 backend=backend,
             )
         return ids, weights

@@ -99,7 +99,7 @@ def _ordered(score):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit(do_not_specialize=["tokens", "vocabulary"])
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "splits"])
 def route_kernel(
     partial,
     bias,
