@@ -53,7 +53,7 @@ def select_topk(
     starts: Tensor | None = None,
     layout: str = INDEX_FP8,
     q_scales: Tensor | None = None,
-    scratch_bytes: int = 1 << 28,
+    scratch_bytes: int = 9 << 25,
     out: Tensor | None = None,
     slot_table: Tensor | None = None,
     slot_page_size: int = 64,
