@@ -10,8 +10,8 @@ from anymla.ops.indexer import device_support, reference_select, torch_select
 from anymla.ops.indexer.checks import CODED_Q, check_queries
 from anymla.ops.kv_cache.checks import check_cache
 
-# What a call takes for itself unless told otherwise (a wave of an H200 at a million tokens), and the
-# least it can be told.
+# What a call takes for itself unless told otherwise (a wave of an H200 at a million tokens), and
+# the least it can be told.
 SCRATCH_BYTES = 9 << 25
 LEAST_SCRATCH_BYTES = 1 << 24
 
