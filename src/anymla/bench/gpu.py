@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from anymla.bench import kernels
-from anymla.bench.gpu_timing import copies_for, copy_bandwidth, matmul_rate, time_us
+from anymla.bench.gpu_timing import (
+    copies_for,
+    copy_bandwidth,
+    copy_us,
+    matmul_rate,
+    time_us,
+)
 from anymla.bench.kernels import Case
 from anymla.bench.report import Result
 
@@ -67,6 +73,8 @@ def _measure(family: str, case: Case, bandwidth: float, rate: float) -> Result:
         met = microseconds <= case.most_us
         return Result(family, case.label, values, f"<= {case.most_us} us", met)
     if case.share is not None:
+        values["copy_us"] = round(copy_us(case.bytes_moved), 2)
+        values["share_of_same_copy"] = round(values["copy_us"] / values["us"], 3)
         met = values["share_of_copy"] >= case.share
         return Result(family, case.label, values, f"share_of_copy >= {case.share}", met)
     return Result(family, case.label, values)

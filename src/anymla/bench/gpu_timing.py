@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -57,6 +58,23 @@ def copy_bandwidth() -> float:
     ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
     microseconds = min(time_us([way] * 2, repetitions=10) for way in ways)
     return 2 * source.nbytes / microseconds * 1e6
+
+
+@functools.cache
+def copy_us(bytes_moved: int) -> float:
+    """Measured microseconds of a copy that reads and writes ``bytes_moved`` bytes together.
+
+    Of the same size as a case and timed in the same way, its launch included, where the bandwidth
+    of ``copy_bandwidth`` is that of a copy so large that a launch does not count.
+    """
+    elements = max(1, bytes_moved // 4)
+
+    def ready() -> Callable[[], object]:
+        source = torch.zeros(elements, dtype=torch.bfloat16, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: torch.neg(source, out=target)
+
+    return time_us([ready() for _ in range(copies_for(bytes_moved))])
 
 
 def matmul_rate() -> float:
