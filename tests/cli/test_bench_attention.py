@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from anymla.bench.flash_mla_decode import Decode
-from anymla.cli.bench_attention import as_result
+from anymla.cli.bench_attention import as_result, end_result, v32_result
 from anymla.cli.main import main
 
 
@@ -29,3 +29,20 @@ def test_it_needs_a_gpu(monkeypatch) -> None:
     result = CliRunner().invoke(main, ["bench", "attention"])
     assert result.exit_code == 2
     assert "torch sees no GPU" in result.output
+
+
+def test_rows_of_other_benchmarks_say_whether_they_reach_what_was_asked():
+    row = {"label": "V3.2 h128", "ratio": 0.95}
+    assert v32_result(row).met
+    assert v32_result({**row, "ratio": 0.89}).met is False
+    assert v32_result({"label": "V3.2 h128"}).met is None
+    end = {"label": "h64", "same_bytes": True, "microseconds": 2.0, "apart_microseconds": 2.0}
+    assert end_result(end).met
+    assert end_result({**end, "same_bytes": False}).met is False
+    assert end_result({**end, "microseconds": 2.1}).met is False
+
+
+def test_one_benchmark_at_a_time():
+    result = CliRunner().invoke(main, ["bench", "attention", "--v32", "--fused-end"])
+    assert result.exit_code == 2
+    assert "one of" in result.output

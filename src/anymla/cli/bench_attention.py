@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,10 +14,13 @@ from anymla.bench.report import Result
 from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
 
 PART = "decode attention beside FlashMLA"
+V32 = "decode attention over V3.2's rows beside FlashMLA"
+END = "decode attention with FP8 heads"
 # What the label says of a shape.
-_HIDDEN = ("batch", "rows", "heads", "extra", "page", "ragged", "lengths", "backend")
+_HIDDEN = ("batch", "rows", "heads", "extra", "page", "ragged", "lengths", "backend", "width")
 # What was asked of a shape, by heads: times as fast as FlashMLA.
 _LEAST = {8: 1.6, 16: 1.6, 32: 1.6}
+_LEAST_V32 = 0.9
 
 
 @click.command()
@@ -24,28 +30,80 @@ _LEAST = {8: 1.6, 16: 1.6, 32: 1.6}
 @click.option(
     "--vllm-xpu", is_flag=True, help="Instead: portable Triton next to vLLM's path for Intel XPU."
 )
+@click.option("--v32", is_flag=True, help="Instead: over the rows of DeepSeek-V3.2.")
+@click.option("--fused-end", is_flag=True, help="Instead: with FP8 heads, fused and apart.")
+@click.option("--planned", is_flag=True, help="With work shared out once for all calls.")
 @click.option("--heads", type=click.IntRange(min=1), multiple=True, help="Only these; repeatable.")
 def attention(
-    json_file: Path | None, backend: str, flash_mla: bool, vllm_xpu: bool, heads: tuple[int, ...]
+    json_file: Path | None,
+    backend: str,
+    flash_mla: bool,
+    vllm_xpu: bool,
+    v32: bool,
+    fused_end: bool,
+    planned: bool,
+    heads: tuple[int, ...],
 ) -> None:
     """Time attention during decoding on the GPU, over the paged FP8 caches."""
+    from anymla.bench import decode_end, flash_mla_v32, portable_decode
     from anymla.bench import flash_mla_decode as decode
-    from anymla.bench import portable_decode
     from anymla.bench.layer_rival import flash_mla_module
 
+    if vllm_xpu + v32 + fused_end > 1:
+        raise click.UsageError("one of --vllm-xpu, --v32 and --fused-end")
     require_gpu()
+    module = flash_mla_module(importlib.import_module) if flash_mla else None
+    shapes: Iterable[Any]
+    compare: Callable[..., Result]
     if vllm_xpu:
         rival = portable_decode.xpu_module(importlib.import_module)
-        shapes = tuple(portable_decode.shapes())
+        shapes, compare = portable_decode.shapes(), partial(portable_decode.compare, module=rival)
+    elif v32:
+        shapes = flash_mla_v32.production()
+        compare = partial(_v32, module=module, backend=backend)
+    elif fused_end:
+        shapes, compare = decode_end.shapes(), partial(_end, module=module, backend=backend)
     else:
-        module = flash_mla_module(importlib.import_module) if flash_mla else None
         shapes = (*decode.single(), *decode.shards(), *decode.production(), *decode.others())
+        compare = partial(_v4, module=module, backend=backend, planned=planned)
     chosen = [shape for shape in shapes if not heads or shape.heads in heads]
-    if vllm_xpu:
-        results = (portable_decode.compare(shape, rival) for shape in chosen)
-    else:
-        results = (as_result(each, decode.compare(each, module, backend)) for each in chosen)
+    results = (compare(shape) for shape in chosen)
     tell(results, json_file, gpu_facts("anymla bench attention"), _HIDDEN)
+
+
+def _v4(shape: Any, module: Any, backend: str, planned: bool) -> Result:
+    from anymla.bench.flash_mla_decode import compare
+
+    return as_result(shape, compare(shape, module, backend, planned=planned))
+
+
+def _v32(shape: Any, module: Any, backend: str) -> Result:
+    from anymla.bench.flash_mla_v32 import compare
+
+    return v32_result(compare(shape, module, backend))
+
+
+def _end(shape: Any, module: Any, backend: str) -> Result:
+    from anymla.bench.decode_end import compare
+
+    return end_result(compare(shape, module, backend))
+
+
+def v32_result(row: dict[str, Any]) -> Result:
+    """A row of ``flash_mla_v32`` with what was asked of it."""
+    values = {name: value for name, value in row.items() if name != "label"}
+    if "ratio" not in row:
+        return Result(V32, row["label"], values)
+    target = f"at least {_LEAST_V32:g} times FlashMLA's speed"
+    return Result(V32, row["label"], values, target=target, met=row["ratio"] >= _LEAST_V32)
+
+
+def end_result(row: dict[str, Any]) -> Result:
+    """A row of ``decode_end``: fused is to be no slower than apart, with the same bytes."""
+    values = {name: value for name, value in row.items() if name != "label"}
+    met = row["same_bytes"] and row["microseconds"] <= row["apart_microseconds"]
+    target = "the bytes of separate kernels, in no more time"
+    return Result(END, row["label"], values, target=target, met=met)
 
 
 def as_result(shape: object, row: dict[str, object]) -> Result:
