@@ -147,6 +147,12 @@ def test_every_block_has_one_program(call, processors, way):
                 began_elsewhere |= dict.fromkeys(range(start + 1, end + 1), number)
             cut = len(task) > 1
             task = [each for each in task if each[0] < blocks]
+        elif schedule.stream == Stream.SINGLE:
+            # By the widths: a block of the lists is one, wherever they end.
+            blocks = blocks_of(widths)
+            assert all(not each[4] for each in task)
+            assert [each[0] for each in task] == list(range(blocks))
+            continue
         elif cut:
             at = (number - schedule.first_cut(tokens)) * schedule.splits
             assert sorted(each[3] for each in task) == list(range(at, at + schedule.splits))
@@ -223,7 +229,8 @@ def test_programs_fit_the_machine(heads, processors):
 
 
 def test_schedules_of_known_shapes():
-    assert choose(1, 64, (128, 512), 132).splits == 10
+    alone = choose(1, 64, (128, 512), 132)
+    assert (alone.splits, alone.stream) == (10, Stream.SINGLE)
     assert choose(64, 64, (128, 512), 132).splits == 2
     for tokens in (128, 132, 256, 264):
         whole = choose(tokens, 64, (128, 512), 132, lengths=True)

@@ -169,8 +169,22 @@ def _put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
 def _first_slots(
     block, last, token, n0, n1, blocks0, lists, share, r, TURNS: gl.constexpr
 ):  # fmt: skip
-    """Slots of a piece's first block; for a whole task without waiting for its lengths."""
-    if share.SPLIT or TURNS != 1:
+    """Slots of a piece's first block; if it is known, without waiting for the lengths."""
+    if share.SINGLE:
+        width, column = lists.width0, block * KEYS + r
+        row = lists.list0.to(gl.int64) + token * lists.stride0.to(gl.int64) * 4
+        n = n0
+        if lists.TWO:
+            here = block < blocks0
+            second = lists.list1.to(gl.int64) + token * lists.stride1.to(gl.int64) * 4
+            row = gl.where(here, row, second)
+            width = gl.where(here, width, lists.width1)
+            column = gl.where(here, column, column - blocks0 * KEYS)
+            n = gl.where(here, n, n1)
+        there = (column < width) & (block < last)
+        slots = gl.load(row.to(gl.pointer_type(gl.int32)) + column, mask=there, other=-1)
+        return gl.where(column < n, slots, -1)
+    elif share.SPLIT or TURNS != 1:
         return slots_of(block, last, token, n0, n1, blocks0, lists, r)
     else:
         row = lists.list0 + token * lists.stride0.to(gl.int64)

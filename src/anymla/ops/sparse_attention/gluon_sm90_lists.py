@@ -10,6 +10,8 @@ range of a task's blocks. A launch hands out pieces in one of these ways:
     stream    all blocks of all tasks, in order, plus a fixed cost for each task, are cut into one
               range for every program. A program's first and last piece may be parts of a task;
               but where cutting costs more than it saves, cuts move to the nearest end of a task.
+    single    aligned with as many pieces as full lists have blocks: blocks are those of full lists,
+              so that nothing waits for lengths before it reads the list.
     ordered   aligned without cuts, or mixed, but the longest tokens come first; in every second
               round of whole tasks programs take them in the opposite order.
     planned   a stream whose ranges are read. Lists may be shorter or longer than those that it was
@@ -41,6 +43,7 @@ _SNAP = gl.constexpr(2)
 _MIXED = gl.constexpr(int(Stream.MIXED))
 _ORDERED = gl.constexpr(int(Stream.ORDERED))
 _MIXED_ORDERED = gl.constexpr(int(Stream.MIXED_ORDERED))
+_SINGLE = gl.constexpr(int(Stream.SINGLE))
 _PLANNED = gl.constexpr(int(Stream.PLANNED))
 # Of keys that tokens are ordered by.
 _TOKENS = gl.constexpr(MOST_ORDERED_TOKENS)
@@ -116,6 +119,7 @@ class Share:
         MIXED: see the file.
         PLANNED: likewise.
         ORDERED: likewise.
+        SINGLE: likewise.
         order: int32 [T], tokens in the order in which they are taken, if ORDERED.
     """
 
@@ -132,11 +136,12 @@ class Share:
     PLANNED: gl.constexpr
     ORDERED: gl.constexpr
     order: gl.tensor
+    SINGLE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM, MIXED, PLANNED,
-        ORDERED, order,
+        ORDERED, order, SINGLE=False,
     ):  # fmt: skip
         self.first = first
         self.count = count
@@ -151,6 +156,7 @@ class Share:
         self.PLANNED = gl.constexpr(PLANNED)
         self.ORDERED = gl.constexpr(ORDERED)
         self.order = order
+        self.SINGLE = gl.constexpr(SINGLE)
 
 
 @gluon.jit
@@ -237,8 +243,9 @@ def order_tokens(lists, order, T, SIZE: gl.constexpr):
 
 @gluon.jit
 def aligned_share(
-    tasks, splits, order, TILES: gl.constexpr, SPLIT: gl.constexpr, ORDERED: gl.constexpr
-):
+    tasks, splits, order, TILES: gl.constexpr, SPLIT: gl.constexpr, ORDERED: gl.constexpr,
+    SINGLE: gl.constexpr,
+):  # fmt: skip
     """This program's share of an aligned launch."""
     total = tasks * splits
     program = gl.program_id(0)
@@ -251,8 +258,9 @@ def aligned_share(
         )
     zero = program * 0
     return Share(
-        program, count, zero, zero, tasks, splits, TILES, SPLIT, False, False, False, ORDERED, order
-    )
+        program, count, zero, zero, tasks, splits, TILES, SPLIT, False, False, False, ORDERED,
+        order, SINGLE,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -356,10 +364,10 @@ def share_of(
         return planned_share(plan, T, TILES)
     elif (STREAM == _MIXED) | (STREAM == _MIXED_ORDERED):
         return mixed_share(T * TILES, splits, plan, TILES, ORDERED)
-    elif STREAM and not ORDERED:
+    elif STREAM and not ORDERED and STREAM != _SINGLE:
         return stream_share(lists, T, TILES, COST, SIZE)
     else:
-        return aligned_share(T * TILES, splits, plan, TILES, SPLIT, ORDERED)
+        return aligned_share(T * TILES, splits, plan, TILES, SPLIT, ORDERED, STREAM == _SINGLE)
 
 
 @gluon.jit
@@ -405,10 +413,15 @@ def piece(k, share, lists):
         task = slot // share.splits
         token = task // share.TILES
         n0, n1, blocks0, blocks = counts(lists, token)
-        each = (blocks + share.splits - 1) // share.splits
-        first = (slot - task * share.splits) * each
+        first = slot - task * share.splits
         # A piece without blocks still takes one, whose columns are past the end of the lists.
-        last = gl.maximum(gl.minimum(blocks, first + each), first + 1)
+        if share.SINGLE:
+            blocks0 = blocks0 * 0 + (lists.width0 + KEYS - 1) // KEYS
+            last = first + 1
+        else:
+            each = (blocks + share.splits - 1) // share.splits
+            first = first * each
+            last = gl.maximum(gl.minimum(blocks, first + each), first + 1)
         direct = False
         mark = slot
     else:

@@ -8,6 +8,7 @@ kernels then cut every token's own blocks. The ways:
     mixed     whole tasks as long as there is one for every program, the rest cut as above
     stream    the blocks of all tasks are cut into one range for every program, which knows the
               lengths and cuts only where that pays
+    single    aligned, pieces are blocks of full lists, and the kernel need not wait for lengths
     planned   a stream that was cut up before, once for all layers of a step; see ``plan``
 
 Whole and mixed can be ordered: programs take the longest tokens first, and in every second round in
@@ -49,6 +50,7 @@ class Stream(enum.IntEnum):
     PLANNED = 3
     ORDERED = 4
     MIXED_ORDERED = 5
+    SINGLE = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Schedule:
     def cut(self) -> bool:
         """Whether tasks may be cut, so that a merge has to follow."""
         return self.stream not in (Stream.NO, Stream.ORDERED) or self.splits > 1
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all tasks are cut into as many pieces, or none is."""
+        return self.stream in (Stream.NO, Stream.ORDERED, Stream.SINGLE)
 
     @property
     def ranged(self) -> bool:
@@ -130,6 +137,7 @@ def choose(
     batch_invariant: bool = False,
     planned: bool = False,
     ordered: bool = True,
+    single: bool = True,
 ) -> Schedule:
     """The schedule of a call.
 
@@ -142,6 +150,7 @@ def choose(
         batch_invariant: cut a token the same way in any batch.
         planned: a stream is, or can be, cut up before; see ``plan``.
         ordered: the longest tokens may come first.
+        single: pieces of one block may be those of full lists.
     """
     tile = tile_heads(heads)
     tiles = -(-heads // tile)
@@ -160,6 +169,8 @@ def choose(
     if ordered and lengths and tasks > processors and tokens <= MOST_ORDERED_TOKENS:
         stream = Stream.MIXED_ORDERED if chosen.stream == Stream.MIXED else Stream.ORDERED
         return dataclasses.replace(chosen, stream=stream)
+    if single and chosen.stream == Stream.NO and chosen.splits == blocks > 1:
+        return dataclasses.replace(chosen, stream=Stream.SINGLE)
     return chosen
 
 
