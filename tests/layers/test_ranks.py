@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from anymla.layers.linear import PackedWeight
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.model.config import ConfigError
 from anymla.model.load import load_model
+from anymla.runtime import launch
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 OPTIONS = TinyOptions(
@@ -100,6 +102,25 @@ def test_alone_nothing_is_exchanged():
     x = torch.randn(3)
     assert ALONE.total(x) is x
     assert ALONE.agree([1, 2], x.device) == [1, 2]
+
+
+def test_what_was_recorded_is_gone_before_the_others_are_left(monkeypatch):
+    class Step:
+        def __init__(self):
+            self.run = self.__str__  # as recorded steps do, which know what they run
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(launch.distributed, "init_process_group", lambda *_, **__: None)
+    alive = []
+    monkeypatch.setattr(
+        launch.distributed, "destroy_process_group", lambda: alive.append(kept[0]() is not None)
+    )
+    kept = []
+    with launch.joined(torch.device("cpu")) as ranks:
+        assert ranks == Ranks(1, 2)
+        kept.append(weakref.ref(Step()))
+    assert alive == [False]
 
 
 _ARGUMENTS = ["--dtype", "fp32", "--kv-cache", "fp32", "--max-new-tokens", "8", "--ignore-eos"]

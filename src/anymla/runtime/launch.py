@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
@@ -29,6 +30,8 @@ def local_device(device: str) -> torch.device:
 def joined(device: torch.device) -> Iterator[Ranks]:
     """Join the other processes, and leave them at the end; nothing to do when alone.
 
+    Nothing may keep an engine with recorded graphs beyond that.
+
     Args:
         device: of this process; NCCL serves CUDA devices, gloo the CPU.
     """
@@ -45,4 +48,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     try:
         yield ranks
     finally:
+        # NCCL's communicator lives until the last graph that calls it is gone, and leaving waits
+        # for that; recorded steps and what they run refer to each other.
+        gc.collect()
         distributed.destroy_process_group()
