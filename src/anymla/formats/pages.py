@@ -172,7 +172,7 @@ class PageLayout(ABC):
         data_plane, scale_plane = self.planes(cache)
         scales = None if scale_plane is None else scale_plane[page, offset]
         rows = self.decode(data_plane[page, offset], scales, dtype)
-        return torch.where(valid.unsqueeze(1), rows, torch.zeros((), dtype=dtype))
+        return torch.where(valid.unsqueeze(1), rows, rows.new_zeros(()))
 
 
 def pages_of(cache: Tensor) -> Tensor:

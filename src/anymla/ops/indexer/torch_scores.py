@@ -22,10 +22,9 @@ from anymla.ops.indexer.torch_keys import PagedKeys, decode_e4m3_bulk
 # None if all do.
 KeyReader = Callable[[int, int], tuple[Tensor, Tensor | None]]
 
-# Elements of a tile of head scores: 4 MiB of float32 stay in a core's cache; a GPU wants few, large
-# launches.
+# Elements of a tile of head scores: 4 MiB of float32 stay in a core's cache, 16 MiB in a GPU's.
 _CPU_TILE = 1 << 20
-_DEVICE_TILE = 1 << 26
+_DEVICE_TILE = 1 << 22
 # Keys decoded at a time, and rows scored together; rows see nearly the same keys if they are few.
 _CPU_KEYS = 4096
 _CPU_ROWS = 64

@@ -80,7 +80,7 @@ class TensorRows:
             return self.tensor.new_zeros(*slots.shape, self.tensor.shape[1], dtype=dtype)
         at = torch.where(valid, slots, 0).flatten()
         rows = self.tensor.index_select(0, at).view(*slots.shape, self.tensor.shape[1]).to(dtype)
-        return torch.where(valid.unsqueeze(-1), rows, torch.zeros((), dtype=dtype))
+        return torch.where(valid.unsqueeze(-1), rows, rows.new_zeros(()))
 
 
 @dataclasses.dataclass(frozen=True)
