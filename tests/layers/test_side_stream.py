@@ -72,8 +72,8 @@ def test_everything_written_beside_is_waited_for(checkpoint, monkeypatch):
     writes, shared = "compress_norm_rope_insert", ("fork", "forked", "join")
     assert side.events == [
         "join", *shared,  # a window only
-        "fork", writes, writes, "forked", "fork", "indexer_q_rope_quant", "select_topk", "forked",
-        "join", *shared,
+        "fork", writes, "forked", "fork", "indexer_q_rope_quant", "select_topk", "forked",
+        writes, "join", *shared,  # entries are not on the longer way
         "fork", writes, "forked", "join", *shared,
     ]  # fmt: skip
 
@@ -99,3 +99,10 @@ def test_an_operation_that_does_not_wait_is_found_out():
     with pytest.raises(AssertionError, match="has not waited"), waits_inside(print):
         pass
     wait_for_arguments()  # for nothing
+
+
+def test_an_engine_uses_two_queues_for_few_rows():
+    assert EngineOptions().runs_beside(8)
+    assert not EngineOptions().runs_beside(1024)
+    assert EngineOptions(side_stream=True).runs_beside(1024)
+    assert not EngineOptions(side_stream=False).runs_beside(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -95,17 +96,22 @@ class AttentionLayer(nn.Module):
         input and the latent, and may run beside the projections (``step.side``).
         """
         cos_sin = self.rope.upto(step.max_seq_len)
-        weights = None
-        if self.compressor is not None:
-            with step.side.beside():
-                weights = self._write_entries(x, step, cache)
+        apart = step.side.apart and self._chooses(step)
+        own, index, weights, projected_at = x, x, None, None
+        with step.side.beside() if self.compressor is not None else contextlib.nullcontext():
+            if self.projections is not None:
+                own, index, weights = self.projections(x)
+                projected_at = step.side.mark()
+            if not apart:
+                self._write_entries(own, step, cache)
+            self._write_keys(index, step, cache)
         latent, kv = self.wq_a_wkv(x)
         latent, kv = fused_q_kv_rmsnorm(
             latent, kv, self.q_norm, self.kv_norm, self.eps, backend=self.backend
         )
         chosen = None
-        if step.side.apart and self._chooses(step):
-            # What is chosen takes longer than the heads' queries, and needs nothing of theirs.
+        if apart:
+            # From the input to what is chosen is the longer way; entries are not on it.
             with step.side.beside():
                 queries = self._index_queries(x, latent, None, weights, step, cache)
                 chosen = self._choice(queries, step, cache)
@@ -122,6 +128,9 @@ class AttentionLayer(nn.Module):
             out=projected if projected.is_contiguous() else None,
             backend=self.backend,
         )
+        if apart:
+            step.side.reach(projected_at)
+            self._write_entries(own, step, cache)
         step.side.join()
         if chosen is None:
             queries = self._index_queries(x, latent, index_q, weights, step, cache)
@@ -287,44 +296,40 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
         )
 
-    def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor | None:
-        """Write the step's compressed entries and index keys.
-
-        Returns:
-            The index heads' weights, if they are a by-product.
-        """
-        assert self.compressor is not None
+    def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
+        """Write the step's compressed entries, of the input or of its projection."""
+        if self.compressor is None:
+            return
         spec = self.spec
         assert spec.compressed_group is not None
         assert spec.state_group is not None
         assert cache.compressed is not None
         assert cache.state is not None
-        own, index, weights = x, x, None
-        projected = self.projections is not None
-        if self.projections is not None:
-            own, index, weights = self.projections(x)
         self.compressor(
-            own,
+            x,
             step,
             cache.state,
             step.groups[spec.state_group],
             cache.compressed,
             step.groups[spec.compressed_group],
             cache.format.main,
-            projected=projected,
+            projected=self.projections is not None,
         )
-        if self.indexer is not None:
-            assert cache.index is not None
-            assert cache.index_state is not None
-            self.indexer.write_keys(
-                index,
-                step,
-                cache.index,
-                cache.index_state,
-                cache.format.index,
-                projected=projected,
-            )
-        return weights
+
+    def _write_keys(self, x: Tensor, step: Step, cache: LayerCache) -> None:
+        """Write the step's index keys, of the input or of its projection."""
+        if self.indexer is None:
+            return
+        assert cache.index is not None
+        assert cache.index_state is not None
+        self.indexer.write_keys(
+            x,
+            step,
+            cache.index,
+            cache.index_state,
+            cache.format.index,
+            projected=self.projections is not None,
+        )
 
     def _project_queries(self, latent: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """The heads' queries [T, H, D] of this rank, and the indexer's if they come along."""

@@ -35,6 +35,17 @@ class SideStream:
         with torch.cuda.stream(self._stream), second_lane():
             yield
 
+    def mark(self) -> torch.cuda.Event | None:
+        """The point that the second queue has come to."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def reach(self, mark: torch.cuda.Event | None) -> None:
+        """Let what follows wait for a point of the second queue; None is behind everybody."""
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)
+
     def join(self) -> None:
         """Let what follows wait for the second queue, if anything has been launched there."""
         if not self._forked:  # a graph knows nothing of a queue that has not been forked from it
@@ -54,6 +65,12 @@ class Inline(SideStream):
     def beside(self) -> Iterator[None]:
         """Launch as everywhere else."""
         yield
+
+    def mark(self) -> None:
+        """All there is has been launched."""
+
+    def reach(self, mark: torch.cuda.Event | None) -> None:
+        """Nothing to wait for."""
 
     def join(self) -> None:
         """Nothing to wait for."""
