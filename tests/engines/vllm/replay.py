@@ -13,7 +13,7 @@ import gzip
 import json
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,17 @@ from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 
 Measures = dict[str, dict[str, float]]  # of each part
 
+# Of each part of a step, what goes in; the rest of the record is what comes out.
+INPUTS = {
+    "query": ("q", "kv", "positions"),
+    "index rows": ("kv_score",),
+    "index query": ("raw", "raw_weights"),
+    "selection": ("q", "weights"),
+    "compressed rows": ("kv_score",),
+    "attention": ("chosen",),
+    "projection": ("o", "positions"),
+    "metadata": ("fields",),
+}
 LONGEST = 4096  # tokens of a request that a captured step has to serve
 
 stand_ins.install()
@@ -227,7 +238,9 @@ class Layer:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 found = self.run(first)
-            _copy(first, second)
+            for part, names in INPUTS.items():
+                for name in names if part in first else ():
+                    _copy(first[part], {name: second[part][name]})
             self._put(before)
             graph.replay()
         stream.synchronize()
@@ -244,7 +257,7 @@ class Layer:
 
 
 def _copy(target: Any, source: Any) -> None:
-    """The values of every tensor of a step into those of another."""
+    """The values of every tensor of a dictionary into those of another."""
     for name, value in source.items():
         if isinstance(value, dict):
             _copy(target[name], value)
@@ -277,9 +290,17 @@ def _put_on(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
+def _told(count: Callable[[], int]) -> dict[str, Any]:
+    """What a count gives; a failure must not hide what else was found."""
+    try:
+        return {"bytes_that_differ": count()}
+    except RuntimeError as error:
+        return {"failed": " ".join(str(error).split())[:300]}
+
+
 def replay(path: Path, device: torch.device) -> list[dict[str, Any]]:
     """The worst of every part, as ``compare.report``."""
-    worst: dict[tuple[str, int, str], dict[str, float]] = collections.defaultdict(dict)
+    worst: dict[tuple[str, int, str], dict[str, Any]] = collections.defaultdict(dict)
     with gzip.open(path) as file:
         kept = torch.load(file, weights_only=True)
     for each in kept:
@@ -293,7 +314,7 @@ def replay(path: Path, device: torch.device) -> list[dict[str, Any]]:
                     known = seen.get(name, 0.0)
                     seen[name] = value if value != value or value > known else known
         if device.type == "cuda":
-            worst["captured", layer.ratio, "decode"] = {"bytes_that_differ": layer.captured()}
+            worst["captured", layer.ratio, "decode"] = _told(layer.captured)
     worst["hyper-connections", 0, "decode"] = stream_functions(device)
     keys = ("part", "ratio", "phase")
     return [dict(zip(keys, key, strict=True)) | values for key, values in sorted(worst.items())]

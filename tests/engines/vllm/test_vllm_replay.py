@@ -44,3 +44,4 @@ def assert_as_vllms_own(found: list[dict[str, Any]]) -> None:
             assert row["share_changed"] <= (0.01 if row["phase"] == "decode" else 0.001), row
         assert row.get("missed", 0) < 1e-5, row
         assert row.get("bytes_that_differ", 0) == 0, row
+        assert "failed" not in row, row
