@@ -24,7 +24,7 @@ from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 PART = "random traffic"
 _LONGEST = 320
-_PROMPTS, _OUTPUTS = (1, 3, 17, 64, 130, 250), (1, 6, 30, 60)
+_PROMPTS, _OUTPUTS = (1, 3, 17, 64, 130), (1, 8, 60, 180)
 _MIB = 1 << 20
 
 
