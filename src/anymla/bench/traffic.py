@@ -54,7 +54,7 @@ def run(
         directory: where the checkpoint is written.
         device: where it runs.
         steps: of the engine, at least so many.
-        seconds: stop earlier after so long.
+        seconds: stop earlier after so long, warm-up included.
 
     Yields:
         A result every thousand steps, and the last one.
@@ -75,7 +75,7 @@ def run(
     engine.warm_up()
     warmed = time.perf_counter() - start
     with _compilations() as compiled:
-        yield from _served(engine, device, steps, seconds, warmed, compiled)
+        yield from _served(engine, device, steps, seconds - warmed, warmed, compiled)
 
 
 def _served(
