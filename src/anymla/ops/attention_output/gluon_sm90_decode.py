@@ -10,11 +10,10 @@ from anymla.ops.attention_output.support import TURNED
 from anymla.ops.output_projection.triton_rotate import rotate_quantise
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.gluon_sm90_attention import Call, attend
-from anymla.ops.sparse_attention.schedule import Stream
 from anymla.ops.workspace import scratch
 
 # Whether tasks that are not cut leave as FP8 from the kernel itself, and not only from merges.
-FUSED_WHOLE = False
+FUSED_WHOLE = True
 
 
 def sparse_attention_fp8_quant(
@@ -51,7 +50,7 @@ def sparse_attention_fp8_quant(
         )
         numbers = (call.q, call.scopes, call.sink, call.scale, float("-inf"), call.schedule)
         whole = FUSED_WHOLE and cos_sin_cache.shape[1] == TURNED
-        if whole or (call.schedule.cut and call.schedule.stream == Stream.NO):
+        if whole or (call.schedule.cut and call.schedule.aligned):
             attend(*numbers, call.q, lse, to, call.plan)
         else:
             out = scratch(tuple(q.shape), q.dtype, q.device)

@@ -61,12 +61,13 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     dependents_may_start,
     load_sink,
     log_sum,
+    predecessors_done,
     record_cut,
     record_span,
     view,
     warps_meet,
 )
-from anymla.ops.sparse_attention.gluon_sm90_turned import Output, store_tile
+from anymla.ops.sparse_attention.gluon_sm90_turned import Output, store_chunks
 from anymla.ops.sparse_attention.schedule import Stream
 
 HEADS = gl.constexpr(64)
@@ -118,12 +119,12 @@ def _finish_right(
     y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD: gl.constexpr
 ):
     if out.TURNED > 0:
-        mbarrier.arrive(free.index(buffer), count=1)
-        store_tile(y, out, token, tile * HEADS, H, 1)
+        stage.index(buffer).store(y.to(out.TYPE))
+        store_chunks(chunks, buffer * CHUNKS, out, token, tile * HEADS, H, 1)
     else:
         _store_out(y, stage, chunks, buffer, out, token, tile, H, out_token, OUT_HEAD, 1)
-        fence_async_shared()
-        mbarrier.arrive(free.index(buffer), count=1)
+    fence_async_shared()
+    mbarrier.arrive(free.index(buffer), count=1)
 
 
 @gluon.jit
@@ -138,12 +139,12 @@ def _finish_main(
     OUT_HEAD: gl.constexpr,
 ):  # fmt: skip
     if out.TURNED > 0:
-        mbarrier.arrive(free.index(buffer), count=1)
-        store_tile(y, out, token, tile * HEADS, H, 0)
+        stage.index(buffer).store(y.to(out.TYPE))
+        store_chunks(chunks, buffer * CHUNKS, out, token, tile * HEADS, H, 0)
     else:
         _store_out(y, stage, chunks, buffer, out, token, tile, H, out_token, OUT_HEAD, 0)
-        fence_async_shared()
-        mbarrier.arrive(free.index(buffer), count=1)
+    fence_async_shared()
+    mbarrier.arrive(free.index(buffer), count=1)
     gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
 
 
@@ -354,8 +355,8 @@ def tiles_kernel(
     words, limit0 and limit1 rows, STEP0 and STEP1 bytes. What comes after ``empty``, and TURNED, is
     as in ``gluon_sm90_turned.Output``.
     """
-    if SPLIT:
-        dependents_may_start()
+    predecessors_done()
+    dependents_may_start()
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,

@@ -130,41 +130,6 @@ def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constex
 
 
 @gluon.jit
-def _store_codes(
-    low, high, to, row, valid, L: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr
-):
-    """Codes [ROWS, 64] of either run, two each, as int16."""
-    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), 1)
-    pair = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, L))
-    mask = (r < valid) & (gl.expand_dims(pair, 0) >= 0)
-    at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
-    gl.store(at + gl.expand_dims(pair, 0), low.to(gl.int16), mask=mask)
-    if PART == 1:
-        pair = _stored_pair(pair)
-    gl.store(at + gl.expand_dims(_PAIRS + pair, 0), high.to(gl.int16), mask=mask)
-
-
-@gluon.jit
-def store_tile(y, to, token, head, H, PART: gl.constexpr):
-    """Half of the heads ``head`` .. ``head`` + 63 of a token, as their sums left them: [64, 256].
-
-    PART: 0 for channels 0 .. 255, 1 for the others, the tail in ``tail_order``.
-    """
-    codes, exponent = _runs(y, to, token, 64, PART)
-    row = token.to(gl.int64) * H + head
-    low, high = gl.split(gl.permute(codes, (0, 2, 1)))
-    # Four neighbouring pairs to a thread, which four threads have one of each.
-    L: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 64],
-    )  # fmt: skip
-    words = gl.convert_layout(low | (high << 16), L)
-    _store_codes(words & 0xFFFF, (words >> 16) & 0xFFFF, to, row, H - head, L, 64, PART)
-    _store_scales(exponent, to, row, H - head, 64, PART)
-
-
-@gluon.jit
 def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr, HEAD0: gl.constexpr = 0):
     """The same for heads HEAD0 .. that lie in registers eight channels to a thread: [ROWS, 256]."""
     codes, exponent = _runs(x, to, token, ROWS, PART)
@@ -185,31 +150,68 @@ def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr, HEAD0: g
 
 
 @gluon.jit
-def store_quarter(low, high, to, token, head, row, H, quarter):
-    """A run of a tile's heads in two tiles [64, 64], in the order of the channels.
+def store_run(low, high, to, token, row, there, quarter, TAIL: gl.constexpr, ORDERED: gl.constexpr):
+    """A run of 64 heads in two tiles [64, 64].
 
-    head: int32 [64]; row: of the first, as int64; quarter: which run.
+    Args:
+        low: the first 64 channels.
+        high: the others.
+        to: see ``Output``.
+        token: of which token.
+        row: of the first head among all heads of all tokens, as int64.
+        there: whether there is a head, [64].
+        quarter: which run.
+        TAIL: it may be the last.
+        ORDERED: the tail, which is the last tile, is in ``tail_order``.
     """
     a, b = gl.split(gl.reshape(low.to(to.TYPE).to(gl.float32), [64, _PAIRS // 2, 2]))
     c, d = gl.split(gl.reshape(high.to(to.TYPE).to(gl.float32), [64, _PAIRS // 2, 2]))
     P: gl.constexpr = a.type.layout
-    pair = gl.expand_dims(gl.arange(0, _PAIRS // 2, layout=gl.SliceLayout(0, P)), 0)
-    last = quarter == CHANNELS // _RUN - 1
-    e, f = turn_back(c, d, angles_of(to, token), pair, (pair >= 0) & last)
-    c = gl.where(last, e, c)
-    d = gl.where(last, f, d)
-    e, f = turn_back(a, b, angles_of(to, token), pair, pair < 0)
-    a = gl.where(last, e, a)
-    b = gl.where(last, f, b)
+    place = gl.arange(0, _PAIRS // 2, layout=gl.SliceLayout(0, P))
+    beyond = gl.expand_dims(place, 0)
+    if TAIL:
+        last = quarter == CHANNELS // _RUN - 1
+        if ORDERED:
+            beyond = gl.expand_dims(gl.where(last, tail_order(place, 4), place), 0)
+        angles = angles_of(to, token)
+        e, f = turn_back(c, d, angles, beyond, (beyond >= 0) & last)
+        c = gl.where(last, e, c)
+        d = gl.where(last, f, d)
+        # As if turned by nothing: a zero's sign may be lost.
+        e, f = a + b * 0.0, b - a * 0.0
+        a = gl.where(last, e, a)
+        b = gl.where(last, f, b)
     largest = gl.maximum(gl.maximum(gl.abs(a), gl.abs(b)), gl.maximum(gl.abs(c), gl.abs(d)))
     exponent = exponent_of(gl.max(largest, 1))
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, P))
-    there = gl.convert_layout(head, gl.SliceLayout(1, P)) < H
+    there = gl.convert_layout(there.to(gl.int32), gl.SliceLayout(1, P)) != 0
     at = to.heads + row * (CHANNELS // 2) + quarter * _PAIRS
-    at = at + (gl.expand_dims(r, 1) * (CHANNELS // 2) + pair)
-    mask = gl.expand_dims(there, 1) & (pair >= 0)
+    at = at + gl.expand_dims(r, 1) * (CHANNELS // 2)
+    mask = gl.expand_dims(there, 1) & (beyond >= 0)
     wide = gl.expand_dims(exponent, 1)
-    gl.store(at, codes_of(a, b, wide).to(gl.int16), mask=mask)
-    gl.store(at + _PAIRS // 2, codes_of(c, d, wide).to(gl.int16), mask=mask)
+    gl.store(at + gl.expand_dims(place, 0), codes_of(a, b, wide).to(gl.int16), mask=mask)
+    gl.store(at + (beyond + _PAIRS // 2), codes_of(c, d, wide).to(gl.int16), mask=mask)
     scales = to.scales + row * (CHANNELS // _RUN) + quarter
     gl.store(scales + r * (CHANNELS // _RUN), power_of(exponent), mask=there)
+
+
+@gluon.jit
+def store_chunks(chunks, first, to, token, head, H, PART: gl.constexpr):
+    """Half of the heads ``head`` .. ``head`` + 63 of a token, from shared memory.
+
+    Args:
+        chunks: [.., 64, 64] of ``to.TYPE``.
+        first: the first of four chunks, 64 channels each.
+        to: see ``Output``.
+        token: of which token.
+        head: the first of the heads.
+        H: heads.
+        PART: 0 for channels 0 .. 255, 1 for the others, the tail in ``tail_order``.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = token.to(gl.int64) * H + head
+    there = gl.arange(0, 64, layout=gl.SliceLayout(1, L)) < H - head
+    for run in range(0, 2):
+        low = chunks.index(first + run * 2).load(L)
+        high = chunks.index(first + run * 2 + 1).load(L)
+        store_run(low, high, to, token, row, there, PART * 2 + run, PART == 1, True)
