@@ -17,7 +17,7 @@ from anymla.ops.sparse_attention.schedule import FEW_HEADS
 LARGEST_CHANNELS = 640
 # Whether the Hopper kernels are chosen without having been named.
 AUTOMATIC = True
-AUTOMATIC_WIDE = False  # likewise, for V3.2's rows
+AUTOMATIC_WIDE = True  # likewise, for V3.2's rows
 PLANS = False  # whether there are plans for them
 _LARGEST_PAGE = 1 << 30
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
