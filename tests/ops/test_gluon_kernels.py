@@ -86,7 +86,7 @@ def plan_of(schedule, lists):
     launch(
         LANGUAGE, PLAN.plan_kernel, schedule.programs, lengths, lengths, plan, len(lengths),
         lists.indices.shape[1], 0, TILES=schedule.tiles, COST=TASK_COST, SIZE=128, TWO=False,
-        LENGTH0=True, LENGTH1=False,
+        LENGTH0=True, LENGTH1=False, ORDERED=False,
     )  # fmt: skip
     return plan
 

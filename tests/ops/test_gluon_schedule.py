@@ -40,10 +40,10 @@ def plan_of(schedule, lengths, widths):
     tokens = len(lengths[0])
     plan = torch.full((PLAN.plan_numbers(schedule, tokens),), -9, dtype=torch.int32)
     launch(
-        LANGUAGE, PLAN.plan_kernel, schedule.programs,
+        LANGUAGE, PLAN.plan_kernel, 1 if schedule.ordered else schedule.programs,
         *(torch.tensor([*each, 0], dtype=torch.int32) for each in lengths), plan,
         tokens, *widths, TILES=schedule.tiles, COST=TASK_COST, SIZE=128, TWO=widths[1] > 0,
-        LENGTH0=True, LENGTH1=True,
+        LENGTH0=True, LENGTH1=True, ORDERED=schedule.ordered,
     )  # fmt: skip
     return plan
 
@@ -92,6 +92,8 @@ WAYS = {
     "aligned": {"splits": 4},
     "ordered": {"stream": Stream.ORDERED},
     "mixed, ordered": {"stream": Stream.MIXED_ORDERED, "splits": 3},
+    "ordered before": {"stream": Stream.ORDERED_BEFORE},
+    "mixed, ordered before": {"stream": Stream.MIXED_ORDERED_BEFORE, "splits": 3},
 }
 
 
@@ -107,7 +109,7 @@ def test_every_block_has_one_program(call, processors, way):
     seen = [[] for _ in want]
     slots, marks = set(), set()
     plan = torch.full((tokens,), -9, dtype=torch.int32)
-    if schedule.stream == Stream.PLANNED:
+    if schedule.planned:
         others = [[width - n for n in each] for each, width in zip(lengths, widths, strict=True)]
         plan = plan_of(schedule, others if way == "planned for others" else lengths, widths)
     for program, task, first, last, direct, slot, mark in pieces_of(schedule, tokens, lists, plan):

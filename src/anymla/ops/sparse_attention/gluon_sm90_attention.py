@@ -27,7 +27,6 @@ from anymla.ops.sparse_attention.gluon_sm90_wide import wide_kernel
 from anymla.ops.sparse_attention.schedule import (
     TASK_COST,
     Schedule,
-    Stream,
     choose,
     seen_tokens,
 )
@@ -161,13 +160,12 @@ class Call:
             multiprocessors(q.device),
             lengths=first[2] is not None or second[2] is not None or plan is not None,
             batch_invariant=batch_invariant,
-            ordered=ORDERS,
+            ordered=ORDERS or plan is not None,
             single=SINGLES,
             planned=plan is not None,
         )
         if plan is not None:
-            planned = schedule.stream == Stream.PLANNED
-            numbers = plan_numbers(schedule, tokens) if planned else 0
+            numbers = plan_numbers(schedule, tokens) if schedule.planned else 0
             require(len(plan) == numbers, "sparse_attention", "plan", f"[{numbers}]", len(plan))
         return cls(
             q if _aligned(q) else q.clone(memory_format=torch.contiguous_format),

@@ -43,6 +43,8 @@ _SNAP = gl.constexpr(2)
 _MIXED = gl.constexpr(int(Stream.MIXED))
 _ORDERED = gl.constexpr(int(Stream.ORDERED))
 _MIXED_ORDERED = gl.constexpr(int(Stream.MIXED_ORDERED))
+_ORDERED_BEFORE = gl.constexpr(int(Stream.ORDERED_BEFORE))
+_MIXED_ORDERED_BEFORE = gl.constexpr(int(Stream.MIXED_ORDERED_BEFORE))
 _SINGLE = gl.constexpr(int(Stream.SINGLE))
 _PLANNED = gl.constexpr(int(Stream.PLANNED))
 # Of keys that tokens are ordered by.
@@ -357,12 +359,15 @@ def share_of(
 
     plan: int32; of a planned launch, or room for the order of tokens.
     """
-    ORDERED: gl.constexpr = (STREAM == _ORDERED) | (STREAM == _MIXED_ORDERED)
-    if ORDERED:
+    NOW: gl.constexpr = (STREAM == _ORDERED) | (STREAM == _MIXED_ORDERED)
+    BEFORE: gl.constexpr = (STREAM == _ORDERED_BEFORE) | (STREAM == _MIXED_ORDERED_BEFORE)
+    MIXED: gl.constexpr = (STREAM == _MIXED_ORDERED) | (STREAM == _MIXED_ORDERED_BEFORE)
+    ORDERED: gl.constexpr = NOW | BEFORE
+    if NOW:
         order_tokens(lists, plan, T, SIZE)
     if STREAM == _PLANNED:
         return planned_share(plan, T, TILES)
-    elif (STREAM == _MIXED) | (STREAM == _MIXED_ORDERED):
+    elif (STREAM == _MIXED) | MIXED:
         return mixed_share(T * TILES, splits, plan, TILES, ORDERED)
     elif STREAM and not ORDERED and STREAM != _SINGLE:
         return stream_share(lists, T, TILES, COST, SIZE)

@@ -1,12 +1,13 @@
-"""Cut a stream into ranges once, for all layers of a step whose lists are as long.
+"""What programs would work out of the lists' lengths, once for all layers of a step.
 
+Of an ordered launch that is the order of tokens, int32 [T]. Of a stream it is
     int32 [tasks + programs, 2]    what ``merge_stream_kernel`` reads: first and last program of
                                    every task that is cut; for every program the task that its
                                    range begins in the middle of, or -1
     int32 [programs, 4]            first task, pieces, first block of the first piece, end block
                                    of the last piece or 0
 
-Grid: the programs of the attention kernel.
+Grid: the programs of the attention kernel; one for the order.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anymla.ops._triton import Build, Target
-from anymla.ops.sparse_attention.gluon_sm90_lists import SHARE, Lists, stream_share
+from anymla.ops.sparse_attention.gluon_sm90_lists import (
+    SHARE,
+    Lists,
+    order_tokens,
+    stream_share,
+)
 from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, stream_size
 
 
@@ -25,13 +31,21 @@ from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, stream_siz
 def plan_kernel(
     length0_ptr, length1_ptr, plan_ptr, T, width0, width1,
     TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr, TWO: gl.constexpr,
-    LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
+    LENGTH0: gl.constexpr, LENGTH1: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """See the file. The arguments are those of ``tiles_kernel``."""
     lists = Lists(
         length0_ptr, length1_ptr, length0_ptr, length1_ptr, length0_ptr, length1_ptr,
         width0, width1, width0, width1, width0, width1, TWO, LENGTH0, LENGTH1, 1, 1, 0, 0,
     )  # fmt: skip
+    if ORDERED:
+        order_tokens(lists, plan_ptr, T, SIZE)
+    else:
+        _cut_stream(lists, plan_ptr, T, TILES, COST, SIZE)
+
+
+@gluon.jit
+def _cut_stream(lists, plan_ptr, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr):
     share = stream_share(lists, T, TILES, COST, SIZE)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -52,6 +66,8 @@ def plan_kernel(
 
 def plan_numbers(schedule: Schedule, tokens: int) -> int:
     """How many numbers a plan has."""
+    if schedule.ordered:
+        return tokens
     return (tokens * schedule.tiles + schedule.programs) * 2 + schedule.programs * SHARE.value
 
 
@@ -66,18 +82,20 @@ def make_plan(
     some = lengths if lengths is not None else extra_lengths
     assert some is not None
     plan = torch.empty(plan_numbers(schedule, tokens), dtype=torch.int32, device=some.device)
-    plan_kernel[(schedule.programs,)](
+    ordered = schedule.ordered
+    plan_kernel[(1 if ordered else schedule.programs,)](
         some if lengths is None else lengths.contiguous(),
         some if extra_lengths is None else extra_lengths.contiguous(),
         plan, tokens, widths[0], widths[-1],
         TILES=schedule.tiles, COST=TASK_COST, SIZE=stream_size(tokens), TWO=len(widths) > 1,
-        LENGTH0=lengths is not None, LENGTH1=extra_lengths is not None, num_warps=4,
+        LENGTH0=lengths is not None, LENGTH1=extra_lengths is not None, ORDERED=ordered,
+        num_warps=4,
     )  # fmt: skip
     return plan
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Both sizes of a stream."""
+    """Both sizes of a stream, and the order."""
     if target.name != "sm_90":
         return
     types = dict.fromkeys(("length0_ptr", "length1_ptr", "plan_ptr"), "*i32")
@@ -88,5 +106,12 @@ def builds(target: Target) -> Iterator[Build]:
             plan_kernel,
             types,
             {"TILES": 2, "COST": TASK_COST, "SIZE": size, "TWO": True, "LENGTH0": True,
-             "LENGTH1": True},
+             "LENGTH1": True, "ORDERED": False},
         )  # fmt: skip
+    yield Build(
+        "order of 512 tokens",
+        plan_kernel,
+        types,
+        {"TILES": 1, "COST": TASK_COST, "SIZE": 512, "TWO": True, "LENGTH0": True,
+         "LENGTH1": True, "ORDERED": True},
+    )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymla.ops._check import INT32, check
 from anymla.ops.sparse_attention import support
-from anymla.ops.sparse_attention.schedule import Stream, choose
+from anymla.ops.sparse_attention.schedule import choose
 
 
 def sparse_attention_plan(
@@ -36,7 +36,7 @@ def sparse_attention_plan(
 
     Returns:
         For ``plan`` of ``sparse_attention``: int32 on the lengths' device. None where a plan gains
-        nothing (other devices, full lists, few or short ones), and under torch.compile.
+        nothing (other devices, full lists, few tokens), and under torch.compile.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device of lengths.
@@ -53,7 +53,7 @@ def sparse_attention_plan(
     widths = (width,) if extra_width is None else (width, extra_width)
     processors = multiprocessors(some.device)
     schedule = choose(len(some), heads, widths, processors, lengths=True, planned=True)
-    if schedule.stream != Stream.PLANNED:
+    if not schedule.planned:
         return None
     kernel = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_plan")
     made: Tensor = kernel.make_plan(schedule, len(some), lengths, extra_lengths, widths)

@@ -30,8 +30,6 @@ _MERGE_COST = 1.5
 # Lists of so many blocks that have lengths may differ in length from token to token by more than
 # a stream costs; with 18 blocks it was slower on an H200 even where lengths were random.
 _LONG = 32
-# Likewise if a stream was cut up before.
-_LONG_PLANNED = 16
 MOST_STREAM_TOKENS = 2048
 _FEWEST_STREAM_TOKENS = 4
 # Programs compare each token with each to order them.
@@ -51,6 +49,12 @@ class Stream(enum.IntEnum):
     ORDERED = 4
     MIXED_ORDERED = 5
     SINGLE = 6
+    ORDERED_BEFORE = 7
+    MIXED_ORDERED_BEFORE = 8
+
+
+_ORDERED = (Stream.ORDERED, Stream.ORDERED_BEFORE)
+_MIXED_ORDERED = (Stream.MIXED_ORDERED, Stream.MIXED_ORDERED_BEFORE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +78,12 @@ class Schedule:
     @property
     def cut(self) -> bool:
         """Whether tasks may be cut, so that a merge has to follow."""
-        return self.stream not in (Stream.NO, Stream.ORDERED) or self.splits > 1
+        return self.stream not in (Stream.NO, *_ORDERED) or self.splits > 1
 
     @property
     def aligned(self) -> bool:
         """Whether all tasks are cut into as many pieces, or none is."""
-        return self.stream in (Stream.NO, Stream.ORDERED, Stream.SINGLE)
+        return self.stream in (Stream.NO, *_ORDERED, Stream.SINGLE)
 
     @property
     def ranged(self) -> bool:
@@ -89,7 +93,13 @@ class Schedule:
     @property
     def ordered(self) -> bool:
         """Whether programs take the longest tokens first."""
-        return self.stream in (Stream.ORDERED, Stream.MIXED_ORDERED)
+        return self.stream in (*_ORDERED, *_MIXED_ORDERED)
+
+    @property
+    def planned(self) -> bool:
+        """Whether ranges or order are worked out before."""
+        before = (Stream.PLANNED, Stream.ORDERED_BEFORE, Stream.MIXED_ORDERED_BEFORE)
+        return self.stream in before
 
     def first_cut(self, tokens: int) -> int:
         """Tasks before this one are whole."""
@@ -112,7 +122,7 @@ class Schedule:
 
     @property
     def _mixed(self) -> bool:
-        return self.stream in (Stream.MIXED, Stream.MIXED_ORDERED)
+        return self.stream in (Stream.MIXED, *_MIXED_ORDERED)
 
 
 def tile_heads(heads: int) -> int:
@@ -148,7 +158,7 @@ def choose(
         processors: multiprocessors of the device.
         lengths: the lists have lengths of their own.
         batch_invariant: cut a token the same way in any batch.
-        planned: a stream is, or can be, cut up before; see ``plan``.
+        planned: ranges of a stream, or the order, are or can be worked out before; see ``plan``.
         ordered: the longest tokens may come first.
         single: pieces of one block may be those of full lists.
     """
@@ -159,16 +169,15 @@ def choose(
     if batch_invariant:
         splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
         return Schedule(tile, tiles, min(tasks * splits, processors), splits)
-    long = _LONG_PLANNED if planned else _LONG
-    if lengths and blocks >= long and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
+    if lengths and blocks >= _LONG and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
         even = tasks * (blocks + TASK_COST) / processors
         if even >= 2 * TASK_COST:
             stream = Stream.PLANNED if planned else Stream.YES
             return Schedule(tile, tiles, processors, stream=stream)
     chosen = _by_numbers(tile, tiles, tasks, blocks, processors)
     if ordered and lengths and tasks > processors and tokens <= MOST_ORDERED_TOKENS:
-        stream = Stream.MIXED_ORDERED if chosen.stream == Stream.MIXED else Stream.ORDERED
-        return dataclasses.replace(chosen, stream=stream)
+        kinds = _MIXED_ORDERED if chosen.stream == Stream.MIXED else _ORDERED
+        return dataclasses.replace(chosen, stream=kinds[planned])
     if single and chosen.stream == Stream.NO and chosen.splits == blocks > 1:
         return dataclasses.replace(chosen, stream=Stream.SINGLE)
     return chosen
@@ -176,7 +185,7 @@ def choose(
 
 def seen_tokens(schedule: Schedule, tokens: int) -> int:
     """Tokens that programs look at, at least; few sizes, because each is compiled."""
-    if schedule.ordered:
+    if schedule.stream in (Stream.ORDERED, Stream.MIXED_ORDERED):
         return 256 if tokens <= 256 else MOST_ORDERED_TOKENS
     if schedule.stream == Stream.YES:
         return stream_size(tokens)
