@@ -393,6 +393,20 @@ def _first(rows: Rows | None, tokens: int) -> Rows | None:
     return None if rows is None else rows.first(tokens)
 
 
+_ENDS: dict[tuple[object, ...], bool] = {}
+
+
 def _at_once(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether ``sparse_attention_fp8_quant`` would be one kernel's, not two operations'."""
-    return sparse_attention_fp8_quant.explain(*given, **named)[0] == "gluon_sm90"
+    """Whether ``sparse_attention_fp8_quant`` would be one kernel's, not two operations'.
+
+    Asked once for tensors of the same kind: steps that are launched one by one wait for the host.
+    """
+    tensors = (*given[:3], named["extra_cache"], named["extra_indices"])
+    key = (
+        named["n_groups"],
+        *((t.shape, t.stride(), t.dtype, t.device) for t in tensors if t is not None),
+    )
+    if key not in _ENDS:
+        found = sparse_attention_fp8_quant.explain(*given, **named)[0]
+        _ENDS[key] = found == "gluon_sm90"
+    return _ENDS[key]
