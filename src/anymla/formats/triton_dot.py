@@ -28,12 +28,17 @@ def split_in_three(x):
 
 
 @triton.jit
-def _add_products(a, w, total):
-    """Add a @ w^T of 16-bit a and float32 w, the least of its products first."""
-    high, middle, low = split_in_three(w)
-    total = tl.dot(a, tl.trans(low), total)
-    total = tl.dot(a, tl.trans(middle), total)
-    return tl.dot(a, tl.trans(high), total)
+def _bf16_parts(x):
+    """bfloat16, the least first, whose sum is x."""
+    if x.dtype == tl.float32:
+        high, middle, low = split_in_three(x)
+        return low, middle, high
+    elif x.dtype == tl.float16:
+        upper = x.to(tl.float32).to(tl.bfloat16)
+        lower = x.to(tl.float32) - upper.to(tl.float32)
+        return lower.to(tl.bfloat16), upper
+    else:
+        return (x,)
 
 
 @triton.jit
@@ -51,15 +56,14 @@ def exact_dot(a, w, total):
     """
     if a.dtype == w.dtype and a.dtype != tl.float32:
         total = tl.dot(a, tl.trans(w), total)
-    elif a.dtype == tl.float16 and w.dtype == tl.float32:
-        # The products of bfloat16 are tensor-core ones.
-        upper = a.to(tl.float32).to(tl.bfloat16)
-        lower = (a.to(tl.float32) - upper.to(tl.float32)).to(tl.bfloat16)
-        part = _add_products(lower, w, tl.zeros_like(total))
-        total += _add_products(upper, w, part)
-    elif a.dtype == tl.bfloat16 and w.dtype == tl.float32:
-        total += _add_products(a, w, tl.zeros_like(total))
+    elif a.dtype == w.dtype:
+        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     else:
-        wide = tl.trans(w.to(tl.float32))
-        total = tl.dot(a.to(tl.float32), wide, total, input_precision="ieee")
+        # The products of bfloat16 are tensor-core ones.
+        left, right = _bf16_parts(a), _bf16_parts(w)
+        part = tl.zeros_like(total)
+        for i in tl.static_range(len(left)):
+            for j in tl.static_range(len(right)):
+                part = tl.dot(left[i], tl.trans(right[j]), part)
+        total += part
     return total
