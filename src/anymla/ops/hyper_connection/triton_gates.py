@@ -4,12 +4,24 @@ Sinkhorn's forty normalisations of a token's N x N matrix then need no communica
 every thread has every gate without a change of layout.
 
     partial [T, slices, P] -> sum over slices -> N pre, N post, N x N comb
+
+A token by itself has slices in the lanes of a warp while they are summed. Of many tokens, which
+have a kernel for their gates, each is a lane and sums its slices alone:
+
+Grid: blocks of 32 tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from anymla.ops._triton import Build, Target
+
+_TOKENS = 32
 
 
 @triton.jit
@@ -29,9 +41,14 @@ def store_columns(table, rows, inside, columns, FIRST: tl.constexpr, COUNT: tl.c
 
 
 @triton.jit
-def _summed(partial, slice_stride, SLICES: tl.constexpr, BLOCK_S: tl.constexpr):
-    slices = tl.arange(0, BLOCK_S)
-    return tl.sum(tl.load(partial + slices * slice_stride, slices < SLICES, other=0.0), 0)
+def summed(partial, slice_stride, SLICES: tl.constexpr, LANES: tl.constexpr):
+    """The sum of a token's slices, LANES of them at a time."""
+    lane = tl.arange(0, LANES)
+    total = tl.load(partial + lane * slice_stride, lane < SLICES, other=0.0)
+    for first in tl.static_range(LANES, SLICES, LANES):
+        there = first + lane < SLICES
+        total += tl.load(partial + (first + lane) * slice_stride, there, other=0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -40,17 +57,19 @@ def mixes_of_one(
     slice_stride,
     mix_stride,
     norm_eps,
-    COUNT: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    MIXES: tl.constexpr,
     CHANNELS: tl.constexpr,
     SLICES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """COUNT mixes of the token at ``partial``, scalars, over its streams' root mean square."""
-    square = _summed(partial + COUNT * mix_stride, slice_stride, SLICES, BLOCK_S)
+    """Mixes FIRST to END of the token at ``partial``, scalars, over its streams' RMS."""
+    square = summed(partial + MIXES * mix_stride, slice_stride, SLICES, LANES)
     inverse = tl.rsqrt(square / CHANNELS + norm_eps)
     mixes = ()
-    for i in tl.static_range(COUNT):
-        mixes += (_summed(partial + i * mix_stride, slice_stride, SLICES, BLOCK_S) * inverse,)
+    for i in tl.static_range(FIRST, END):
+        mixes += (summed(partial + i * mix_stride, slice_stride, SLICES, LANES) * inverse,)
     return mixes
 
 
@@ -69,7 +88,7 @@ def _post_gates(mixes, base, scale, N: tl.constexpr):
     factor = tl.load(scale + 1)
     gates = ()
     for i in tl.static_range(N):
-        gates += (2.0 * tl.sigmoid(mixes[N + i] * factor + tl.load(base + N + i)),)
+        gates += (2.0 * tl.sigmoid(mixes[i] * factor + tl.load(base + N + i)),)
     return gates
 
 
@@ -80,7 +99,7 @@ def _comb_gates(mixes, base, scale, hc_eps, iters, N: tl.constexpr):
     for i in tl.static_range(N):
         logits = ()
         for j in tl.static_range(N):
-            logit = mixes[2 * N + i * N + j] * factor + tl.load(base + 2 * N + i * N + j)
+            logit = mixes[N + i * N + j] * factor + tl.load(base + 2 * N + i * N + j)
             logits += (logit,)
         comb += _softmax(logits, hc_eps, N)
     comb = _divided_by_columns(comb, hc_eps, N)
@@ -149,7 +168,99 @@ def store_gates(
     iters,
     N: tl.constexpr,
 ):
-    """Finish post [T, N] and comb [T, N, N] of tokens ``rows`` from their mixes."""
+    """Finish post [T, N] and comb [T, N, N] of tokens ``rows`` from all their mixes but N pre's."""
     store_columns(post, rows, inside, _post_gates(mixes, base, scale, N), 0, N)
     gates = _comb_gates(mixes, base, scale, hc_eps, iters, N)
     store_columns(comb, rows, inside, gates, 0, N * N)
+
+
+@triton.jit(do_not_specialize=["tokens", "iters", "token_stride", "slice_stride", "mix_stride"])
+def gates_kernel(
+    partial,
+    squares,
+    base,
+    scale,
+    post,
+    comb,
+    tokens,
+    norm_eps,
+    hc_eps,
+    iters,
+    token_stride,
+    slice_stride,
+    mix_stride,
+    N: tl.constexpr,
+    MIXES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SLICES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Post and comb of TOKENS tokens; ``squares`` [T] are sums over CHANNELS."""
+    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = rows < tokens
+    square = tl.load(squares + rows, inside, other=1.0)
+    inverse = tl.rsqrt(square / CHANNELS + norm_eps)
+    partial += rows * token_stride
+    mixes = ()
+    for i in tl.static_range(N, MIXES):
+        total = tl.load(partial + i * mix_stride, inside, other=0.0)
+        for slice in tl.static_range(1, SLICES):
+            total += tl.load(partial + slice * slice_stride + i * mix_stride, inside, other=0.0)
+        mixes += (total * inverse,)
+    store_gates(mixes, base, scale, post, comb, rows, inside, hc_eps, iters, N)
+
+
+def launch_gates(
+    partial: Tensor,
+    squares: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    *,
+    mixes: int,
+    channels: int,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> None:
+    """Fill post [T, N] and comb [T, N, N] from partial mixes and the streams' sums of squares."""
+    tokens, n = post.shape
+    gates_kernel[(triton.cdiv(tokens, _TOKENS),)](
+        partial,
+        squares,
+        base,
+        scale,
+        post,
+        comb,
+        tokens,
+        norm_eps,
+        hc_eps,
+        iters,
+        *partial.stride(),
+        N=n,
+        MIXES=mixes,
+        CHANNELS=channels,
+        SLICES=partial.shape[1],
+        TOKENS=_TOKENS,
+        num_warps=1,
+    )
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Flash and Pro, from few slices and from more."""
+    tensors = ("partial", "squares", "base", "scale", "post", "comb")
+    numbers = ("tokens", "iters", "token_stride", "slice_stride", "mix_stride")
+    for d in (4096, 7168):
+        for slices in (2, 8):
+            yield Build(
+                f"D {d}, {slices} slices",
+                gates_kernel,
+                {
+                    **dict.fromkeys(tensors, "*fp32"),
+                    **dict.fromkeys(numbers, "i32"),
+                    **dict.fromkeys(("norm_eps", "hc_eps"), "fp32"),
+                },
+                {"N": 4, "MIXES": 24, "CHANNELS": 4 * d, "SLICES": slices, "TOKENS": _TOKENS},
+                num_warps=1,
+            )

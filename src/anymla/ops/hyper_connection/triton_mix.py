@@ -1,20 +1,18 @@
 """The 2N + N^2 mixes of a site: streams times weights, and the sum of the streams' squares.
 
 Every mix depends on all N D channels of a token, and the weights (1.5 MiB at D 4096) are needed for
-every token. So a program takes many tokens and a slice of D, and what it found is added up later:
+every token. So a program takes some tokens and a slice of D, and what it found is added up later:
 tokens share the weights they read, and one token alone still keeps many programs busy.
 
 Grid: (blocks of tokens, slices of D).
 
             D ->  | slice | slice | ...
-    ROWS tokens   |  N streams of ROWS x SLICE, in chunks of COLUMNS -> partial [T, slice, P]
+    ROWS tokens   |  N streams of ROWS x SLICE, in chunks of COLUMNS -> partial [T, P, slices]
 
 With EXPAND the program first leaves the site before: it makes the N streams h' of its slice from u,
-h and that site's gates, stores them, and goes on with them as rounded.
-
-Streams go to the tensor cores through registers. Multiplied from where they are loaded to, as
-Hopper can, they are lost: their squares are a second use, for which Triton 3.6 keeps one buffer
-too few, and what is loaded next arrives while the product before is still being formed.
+h and that site's gates, stores them, and goes on with them as rounded. Products and sums are not
+made one there: the compiler computes the streams twice, in the layout to be stored and in the one
+to be multiplied, and must round both alike.
 """
 
 from __future__ import annotations
@@ -28,15 +26,17 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
-from anymla.ops._triton import Build, Target
+from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.hyper_connection.triton_gates import load_columns
 from anymla.ops.hyper_connection.triton_tiles import expand, load_streams
 from anymla.ops.workspace import scratch
 
+_ROWS = 16
 _FEW_TOKENS = 128
-# Channels of a slice. With few tokens many slices, but at D 4096 no more than a warp's lanes.
-FEW_SLICE = 128
-MANY_SLICE = 512
+# Channels of a slice: of one block of tokens, of some, of many. One has few programs otherwise.
+SLICES = (32, 64, 512)
+# Whether the kernel that collapses one block is launched before this one has ended.
+_CHAINED = True
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -55,14 +55,22 @@ def config(tokens: int, d: int, dtype: torch.dtype) -> MixConfig:
 
     Only bfloat16 streams are multiplied as they are; other dtypes need more registers a channel.
     """
-    few = tokens <= _FEW_TOKENS
+    width = SLICES[(tokens > _ROWS) + (tokens > _FEW_TOKENS)]
     whole = dtype == torch.bfloat16
     columns = min(32 if whole else 16, max(16, triton.next_power_of_2(d)))
-    chunks = min((FEW_SLICE if few else MANY_SLICE) // columns, triton.cdiv(d, columns))
-    return MixConfig(16, columns, chunks, 8 if whole else 4)
+    chunks = min(width // columns, triton.cdiv(d, columns))
+    return MixConfig(_ROWS, columns, chunks, 4)
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks"])
+def chained(tokens: int, target: Target) -> bool:
+    """Whether the kernel that collapses these tokens is launched early, and waits by itself.
+
+    With more tokens than a block it would be in the way of programs that it waits for.
+    """
+    return _CHAINED and tokens <= _ROWS and target.name == "sm_90"
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks", "token_stride", "slice_stride", "mix_stride"])
 def mix_kernel(
     u,
     h,
@@ -73,6 +81,9 @@ def mix_kernel(
     partial,
     tokens,
     chunks,
+    token_stride,
+    slice_stride,
+    mix_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     MIXES: tl.constexpr,
@@ -80,8 +91,11 @@ def mix_kernel(
     EXPAND: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):
     """A block of tokens and a slice of D: partial mixes, and with EXPAND the streams."""
+    if FOLLOWED:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = token.to(tl.int64)
@@ -112,10 +126,10 @@ def mix_kernel(
                 other=0.0,
             )
             total = exact_dot(stream, weights, total)
+    at = partial + rows * token_stride + tl.program_id(1) * slice_stride
     there = inside[:, None] & (mix < MIXES)[None, :]
-    at = partial + (rows * tl.num_programs(1) + tl.program_id(1)) * P
-    tl.store(at[:, None] + mix[None, :], total, there)
-    tl.store(at + MIXES, tl.sum(square, 1), inside)
+    tl.store(at[:, None] + (mix * mix_stride)[None, :], total, there)
+    tl.store(at + MIXES * mix_stride, tl.sum(square, 1), inside)
 
 
 def launch_mix(
@@ -131,14 +145,14 @@ def launch_mix(
 
     Returns:
         float32 [T, slices, P]: a slice's share of the mixes, in column len(fn) its sum of squares,
-        and nothing beyond.
+        and nothing beyond. Slices are next to each other in memory.
     """
     tokens, n, d = h.shape
     chosen = config(tokens, d, h.dtype)
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
-    partial = scratch((tokens, slices, width), fn.dtype, fn.device)
+    partial = scratch((tokens, width, slices), fn.dtype, fn.device).transpose(1, 2)
     mix_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
         u,
         h,
@@ -149,6 +163,7 @@ def launch_mix(
         partial,
         tokens,
         chosen.chunks,
+        *partial.stride(),
         N=n,
         D=d,
         MIXES=mixes,
@@ -156,7 +171,9 @@ def launch_mix(
         EXPAND=out is not None,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
+        FOLLOWED=chained(1, target_of(h.device)),
         num_warps=chosen.num_warps,
+        enable_fp_fusion=out is None,
     )
     return partial
 
@@ -171,7 +188,8 @@ def builds(target: Target) -> Iterator[Build]:
 
 def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool) -> Build:
     chosen = config(1, d, _DTYPES[dtype])
-    types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", "tokens": "i32", "chunks": "i32"}
+    numbers = ("tokens", "chunks", "token_stride", "slice_stride", "mix_stride")
+    types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", **dict.fromkeys(numbers, "i32")}
     absent = {}
     before = {"u": f"*{dtype}", "out": f"*{dtype}", "post": "*fp32", "comb": "*fp32"}
     if expands:
@@ -186,6 +204,7 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool) -> Bui
         "EXPAND": expands,
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
+        "FOLLOWED": chained(1, target),
     }
     return Build(
         f"{dtype} D {d}, {mixes} mixes{', expand' * expands}",
@@ -194,12 +213,6 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool) -> Bui
         absent | sizes,
         num_warps=chosen.num_warps,
         matrix=dtype != "fp32" and "bf16",
-        spills=_spills(target),
+        fp_fusion=not expands,
+        spills=16,
     )
-
-
-def _spills(target: Target) -> int:
-    """Spills that are accepted: in the 256 registers of RDNA a tile of streams is a tight fit."""
-    if not target.name.startswith("gfx1"):
-        return 16
-    return 128

@@ -1,7 +1,7 @@
-"""Sites of hyper-connections, in two launches.
+"""Sites of hyper-connections, in two launches, and two more for many tokens.
 
     mix       slices of D: h' (where a site is left before) and its partial mixes
-    collapse  a token: its gates, and y or RMSNorm(y)
+    collapse  tokens: y or RMSNorm(y), and side by side the other gates
 
 All gates of a token depend on its whole row, so one launch would have to be one program a token,
 which for few tokens is slow (one processor would read all weights) and for many reads the weights
@@ -10,11 +10,17 @@ once a token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from anymla.ops.hyper_connection.triton_collapse import launch_collapse
+from anymla.ops.hyper_connection.triton_expand import hc_post
+from anymla.ops.hyper_connection.triton_gates import launch_gates
+from anymla.ops.hyper_connection.triton_many import MANY_TOKENS, launch_many, takes
 from anymla.ops.hyper_connection.triton_mix import launch_mix
+from anymla.ops.workspace import scratch
 
 
 def _enter(
@@ -31,20 +37,16 @@ def _enter(
     y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
     post = torch.empty((tokens, n), dtype=torch.float32, device=h.device)
     comb = torch.empty((tokens, n, n), dtype=torch.float32, device=h.device)
-    launch_collapse(
-        h,
-        y,
-        partial,
-        base.contiguous(),
-        scale.contiguous(),
-        norm_weight=norm_weight,
-        post=post,
-        comb=comb,
-        mixes=(2 + n) * n,
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-        iters=iters,
-    )
+    base, scale = base.contiguous(), scale.contiguous()
+    numbers: dict[str, Any] = {"mixes": (2 + n) * n, "norm_eps": norm_eps, "hc_eps": hc_eps}
+    numbers["iters"] = iters
+    given = (h, y, partial, base, scale)
+    if tokens >= MANY_TOKENS:
+        squares = scratch((tokens,), torch.float32, h.device)
+        launch_collapse(*given, norm_weight=norm_weight, squares=squares, **numbers)
+        launch_gates(partial, squares, base, scale, post, comb, channels=n * d, **numbers)
+    else:
+        launch_collapse(*given, norm_weight=norm_weight, post=post, comb=comb, **numbers)
     return y, post, comb
 
 
@@ -68,7 +70,7 @@ def hc_pre(
     if not h.numel():
         return _nothing(h)
     h = h.contiguous()
-    partial = launch_mix(h, fn.contiguous())
+    partial = launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn.contiguous())
     return _enter(h, partial, base, scale, None, norm_eps, hc_eps, iters)
 
 
@@ -87,17 +89,21 @@ def hc_post_pre_norm(
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``interface.hc_post_pre_norm``."""
-    streams = torch.empty_like(h, memory_format=torch.contiguous_format)
-    if not h.numel():
-        return streams, *_nothing(h)
-    partial = launch_mix(
-        h.contiguous(),
-        fn.contiguous(),
-        u=u.contiguous(),
-        post=post.contiguous(),
-        comb=comb.contiguous(),
-        out=streams,
-    )
+    if takes(h) and h.numel():
+        streams = hc_post(u, h, post, comb)
+        partial = launch_many(streams, fn.contiguous())
+    else:
+        streams = torch.empty_like(h, memory_format=torch.contiguous_format)
+        if not h.numel():
+            return streams, *_nothing(h)
+        partial = launch_mix(
+            h.contiguous(),
+            fn.contiguous(),
+            u=u.contiguous(),
+            post=post.contiguous(),
+            comb=comb.contiguous(),
+            out=streams,
+        )
     weight = norm_weight.contiguous()
     return streams, *_enter(streams, partial, base, scale, weight, norm_eps, hc_eps, iters)
 
@@ -111,12 +117,15 @@ def hc_head(
     if not h.numel():
         return y
     h = h.contiguous()
+    many = tokens >= MANY_TOKENS
+    squares = scratch((tokens,), torch.float32, h.device) if many else None
     launch_collapse(
         h,
         y,
-        launch_mix(h, fn.contiguous()),
+        launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn.contiguous()),
         base.contiguous(),
         scale.contiguous(),
+        squares=squares,
         mixes=n,
         norm_eps=norm_eps,
         hc_eps=hc_eps,

@@ -1,0 +1,179 @@
+"""The mixes of many tokens of bfloat16.
+
+As ``triton_mix``, but what is multiplied goes from shared memory to the tensor cores as it is: a
+kernel before splits the float32 weights into three planes of bfloat16 whose sum they are. Streams
+that leave a site are made and stored by ``triton_expand`` before: one kernel for both took longer
+on an H200 (131 to 174 us for 4,096 tokens, where the two take 127).
+
+Grid: (blocks of tokens, slices of D).
+
+            D ->  | slice | slice | ...
+    ROWS tokens   |  N streams of ROWS x SLICE times 3 planes, in chunks -> partial [slice, P, T]
+
+The sums of a step are added to the total with rounding, see ``formats.triton_dot``; and a step
+waits for its products, or Triton 3.6 fills a buffer again that is still being multiplied from.
+Squares are left to the kernel that collapses: a second use of the streams would read them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.triton_dot import split_in_three
+from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.workspace import scratch
+
+# From here on tokens are enough for these tiles, and for larger ones.
+MANY_TOKENS = 512
+_MORE_TOKENS = 2048
+_COLUMNS = 64
+_PLANES = 3
+_SPLIT = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyConfig:
+    """Tokens and channels of a tile; warps; pipeline depth; channels of a slice."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    slice: int
+
+
+def config(tokens: int, d: int) -> ManyConfig:
+    """Large tiles, and as few slices as leave a program to every multiprocessor of an H200."""
+    rows, warps = (128, 8) if tokens >= _MORE_TOKENS else (64, 4)
+    slices = max(1, 132 * rows // triton.next_power_of_2(tokens))
+    width = max(_COLUMNS, triton.next_power_of_2(triton.cdiv(d, slices)))
+    return ManyConfig(rows, _COLUMNS, warps, 4, min(width, 1024))
+
+
+def takes(h: Tensor) -> bool:
+    """Whether these tokens are for this kernel rather than ``triton_mix``."""
+    target = target_of(h.device)
+    large = target.backend == "cuda" and target.shared_bytes > 200 << 10
+    return large and h.dtype == torch.bfloat16 and h.shape[0] >= MANY_TOKENS
+
+
+@triton.jit
+def split_kernel(fn, planes, MIXES: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """SPLIT weights of a mix -> three of planes [3, P, WIDTH]; mixes beyond MIXES are zeros."""
+    mix = tl.program_id(0)
+    at = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
+    weights = tl.load(fn + mix * WIDTH + at, at < tl.where(mix < MIXES, WIDTH, 0), other=0.0)
+    parts = split_in_three(weights)
+    plane = tl.num_programs(0) * WIDTH
+    for i in tl.static_range(3):
+        tl.store(planes + i * plane + mix * WIDTH + at, parts[i], at < WIDTH)
+
+
+@triton.jit
+def _load_plane(planes, plane, stream, d, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Channels d [c] of a stream's weights in one plane, [c, P]."""
+    mix = tl.arange(0, P)
+    at = planes + plane * (P * N * D) + (mix * (N * D) + stream * D)[None, :] + d[:, None]
+    return tl.load(at, (d < D)[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def many_kernel(
+    h,
+    planes,
+    partial,
+    tokens,
+    chunks,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    MIXES: tl.constexpr,
+    P: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A block of tokens and a slice of D: partial mixes."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = token < tokens
+    rows = token.to(tl.int64)
+    first = tl.program_id(1) * (chunks * COLUMNS)
+    total = tl.zeros((ROWS, P), tl.float32)
+    for step in tl.range(chunks * N, num_stages=STAGES):
+        d = first + step // N * COLUMNS + tl.arange(0, COLUMNS)
+        mask = inside[:, None] & (d < D)[None, :]
+        stream = tl.load(h + (rows * (N * D) + step % N * D)[:, None] + d[None, :], mask, 0.0)
+        part = tl.dot(stream, _load_plane(planes, 2, step % N, d, N, D, P))
+        part = tl.dot(stream, _load_plane(planes, 1, step % N, d, N, D, P), part)
+        total += tl.dot(stream, _load_plane(planes, 0, step % N, d, N, D, P), part)
+    mix = tl.arange(0, P)
+    at = partial + tl.program_id(1).to(tl.int64) * P * tokens + token
+    there = inside[:, None] & (mix < MIXES)[None, :]
+    tl.store(at[:, None] + (mix * tokens)[None, :], total, there)
+
+
+def launch_many(h: Tensor, fn: Tensor) -> Tensor:
+    """Partial mixes of contiguous streams h [T, N, D], float32 [T, slices, P], T last in memory."""
+    tokens, n, d = h.shape
+    chosen = config(tokens, d)
+    mixes = fn.shape[0]
+    width = max(16, triton.next_power_of_2(mixes))
+    slices = triton.cdiv(d, chosen.slice)
+    partial = scratch((slices, width, tokens), fn.dtype, fn.device)
+    planes = scratch((_PLANES, width, n * d), h.dtype, h.device)
+    split_kernel[(width, triton.cdiv(n * d, _SPLIT))](
+        fn, planes, MIXES=mixes, WIDTH=n * d, SPLIT=_SPLIT
+    )
+    many_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
+        h,
+        planes,
+        partial,
+        tokens,
+        chosen.slice // chosen.columns,
+        N=n,
+        D=d,
+        MIXES=mixes,
+        P=width,
+        ROWS=chosen.rows,
+        COLUMNS=chosen.columns,
+        STAGES=chosen.num_stages,
+        num_warps=chosen.num_warps,
+    )
+    return partial.permute(2, 0, 1)
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Flash and Pro, a site and the head."""
+    if target.backend != "cuda" or target.shared_bytes <= 200 << 10:
+        return
+    for d in (4096, 7168):
+        for mixes in (24, 4):
+            width = max(16, triton.next_power_of_2(mixes))
+            sizes = {"MIXES": mixes, "WIDTH": 4 * d, "SPLIT": _SPLIT}
+            types = {"fn": "*fp32", "planes": "*bf16"}
+            yield Build(f"D {d}, {mixes} mixes", split_kernel, types, sizes)
+            for tokens in (MANY_TOKENS, _MORE_TOKENS):
+                chosen = config(tokens, d)
+                types = {"h": "*bf16", "planes": "*bf16", "partial": "*fp32"}
+                sizes = {
+                    "N": 4,
+                    "D": d,
+                    "MIXES": mixes,
+                    "P": width,
+                    "ROWS": chosen.rows,
+                    "COLUMNS": chosen.columns,
+                    "STAGES": chosen.num_stages,
+                }
+                yield Build(
+                    f"D {d}, {mixes} mixes, {chosen.rows} tokens",
+                    many_kernel,
+                    types | {"tokens": "i32", "chunks": "i32"},
+                    sizes,
+                    num_warps=chosen.num_warps,
+                    matrix="bf16",
+                )
