@@ -110,6 +110,27 @@ def _comb_gates(mixes, base, scale, hc_eps, iters, N: tl.constexpr):
 
 
 @triton.jit
+def _inverse(x):
+    """1 / x of a positive x: division checks for ranges that do not occur here."""
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@triton.jit
+def _sum(values, FIRST: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):
+    """The sum of N of the values, those at even places and at odd ones apart."""
+    total = values[FIRST]
+    for i in tl.static_range(2, N, 2):
+        total += values[FIRST + i * STEP]
+    if N > 1:
+        odd = values[FIRST + STEP]
+        for i in tl.static_range(3, N, 2):
+            odd += values[FIRST + i * STEP]
+        total += odd
+    return total
+
+
+@triton.jit
 def _softmax(logits, hc_eps, N: tl.constexpr):
     top = logits[0]
     for j in tl.static_range(1, N):
@@ -117,10 +138,7 @@ def _softmax(logits, hc_eps, N: tl.constexpr):
     powers = ()
     for j in tl.static_range(N):
         powers += (tl.exp(logits[j] - top),)
-    total = powers[0]
-    for j in tl.static_range(1, N):
-        total += powers[j]
-    inverse = 1.0 / total
+    inverse = _inverse(_sum(powers, 0, 1, N))
     shares = ()
     for j in tl.static_range(N):
         shares += (powers[j] * inverse + hc_eps,)
@@ -131,10 +149,7 @@ def _softmax(logits, hc_eps, N: tl.constexpr):
 def _divided_by_rows(comb, hc_eps, N: tl.constexpr):
     divided = ()
     for i in tl.static_range(N):
-        total = comb[i * N]
-        for j in tl.static_range(1, N):
-            total += comb[i * N + j]
-        inverse = 1.0 / (total + hc_eps)
+        inverse = _inverse(_sum(comb, i * N, 1, N) + hc_eps)
         for j in tl.static_range(N):
             divided += (comb[i * N + j] * inverse,)
     return divided
@@ -144,10 +159,7 @@ def _divided_by_rows(comb, hc_eps, N: tl.constexpr):
 def _divided_by_columns(comb, hc_eps, N: tl.constexpr):
     inverses = ()
     for j in tl.static_range(N):
-        total = comb[j]
-        for i in tl.static_range(1, N):
-            total += comb[i * N + j]
-        inverses += (1.0 / (total + hc_eps),)
+        inverses += (_inverse(_sum(comb, j, N, N) + hc_eps),)
     divided = ()
     for i in tl.static_range(N):
         for j in tl.static_range(N):
