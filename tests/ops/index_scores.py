@@ -43,7 +43,7 @@ def score_bound(heads: int, dtype: torch.dtype = torch.float32, *, fp8: bool = F
 def multiplies_fp8(run: str) -> bool:
     """Whether a backend, as ``use_backend`` has set it up, gives FP8 operands to the hardware."""
     return (
-        run == "triton"
+        run in ("triton", "gluon_sm90")
         and torch.cuda.is_available()
         and _triton.target_of(torch.device("cuda")).dot_e4m3
     )

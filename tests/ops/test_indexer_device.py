@@ -83,15 +83,21 @@ def test_a_captured_step_follows_its_inputs():
         assert torch.equal(got, want)
 
 
+SCORING = [name for name in ("gluon_sm90", "triton") if name in mqa_logits.backends]
+
+
+@pytest.mark.parametrize("backend", SCORING)
 @pytest.mark.parametrize("rows", [1, 2048])
-def test_scores_at_full_size(rows):
+def test_scores_at_full_size(rows, backend):
     device = a_device()
     q = torch.randn(rows, 64, D, device=device).to(torch.float8_e4m3fn)
     k = torch.randn(4096, D, device=device).to(torch.float8_e4m3fn)
     scale, weights = torch.rand(4096, device=device) + 0.5, torch.randn(rows, 64, device=device)
     ends = torch.randint(0, 4097, (rows,), device=device).int()
     starts = torch.zeros_like(ends)
-    got = mqa_logits(q, k, scale, weights, starts, ends, backend="triton")
+    if not mqa_logits.supports(q, k, scale, weights, starts, ends, backend=backend):
+        pytest.skip(f"not {backend}")
+    got = mqa_logits(q, k, scale, weights, starts, ends, backend=backend)
     some = slice(0, rows, max(1, rows // 16))
     dots = q[some].double() @ (k.double() * scale[:, None]).T
     want = torch.einsum("mh,mhn->mn", weights[some].double(), dots.relu())
@@ -99,7 +105,28 @@ def test_scores_at_full_size(rows):
     magnitude = torch.einsum("mh,mhn->mn", weights[some].double().abs(), sizes)
     hidden = torch.arange(4096, device=device) >= ends[some, None]
     want = want.masked_fill(hidden, -torch.inf)
-    assert_scores(got[some], want, magnitude, 64, fp8=multiplies_fp8("triton"))
+    assert_scores(got[some], want, magnitude, 64, fp8=multiplies_fp8(backend))
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_hopper_scores_pages_as_others_do(each):
+    device, layout = a_device(), get_layout(INDEX_FP8)
+    cache = layout.allocate(40, 64, device=device, fill=0xFF)
+    table = torch.randperm(40, device=device)[:38].view(2, 19).int()
+    table[1, 3] = -1
+    slots = torch.arange(40 * 64, device=device)
+    layout.write(cache, slots, torch.randn(len(slots), D, device=device))
+    q = torch.randn(2, each, 64, D, device=device).to(torch.float8_e4m3fn)
+    weights = torch.randn(2 * each, 64, device=device)
+    lens = torch.randint(0, 1217, (2, each), device=device).int()
+    given = (q, cache, weights, lens, table)
+    if not paged_mqa_logits.supports(*given, max_context=1300, backend="gluon_sm90"):
+        pytest.skip("not on this machine")
+    got, want = (
+        paged_mqa_logits(*given, max_context=1300, backend=name)
+        for name in ("gluon_sm90", "triton")
+    )
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("shape", [(1, 262_144), (128, 32_768), (2048, 8192)])

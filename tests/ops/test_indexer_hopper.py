@@ -20,10 +20,10 @@ from paged import make_cache
 import anymla.ops.indexer as family
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.ops.indexer import device_support
-from anymla.ops.indexer.selection_plan import GROUP, hopper_scores_are_faster, padded_entries
+from anymla.ops.indexer.selection_plan import GROUP, padded_entries
 
 H, PAGE = 64, 64
-NAMES = [f"{family.__name__}.gluon_sm90_{part}" for part in ("scores", "sums", "walk")]
+NAMES = [f"{family.__name__}.gluon_sm90_{part}" for part in ("scores", "sums", "walk", "words")]
 NOTHING = -(2**31)
 
 
@@ -77,6 +77,30 @@ class Language(host.Language):
 
     def program_id(self, axis):
         return host.value(self.program[axis])
+
+    def inline_asm_elementwise(self, text, constraints, arguments, **_):
+        """On shared words: barriers, which threads of a warp share here, and partial sums."""
+        if "anymla_scores" in text:
+            self.words, self.barriers = torch.full((9216 // 4,), torch.nan), {}
+            return host.value(torch.tensor(0, dtype=torch.int32))
+        at = None if not arguments else torch.as_tensor(arguments[0])
+        if "mbarrier.init" in text:
+            self.barriers[int(at)] = Barrier()
+            self.barriers[int(at)].init(1)
+        elif "mbarrier.try_wait" in text:
+            self.barriers[int(at)].wait(int(arguments[1]))
+        elif "mbarrier.arrive" in text:
+            self.barriers[int(at.flatten()[0])].arrive()
+            return arguments[1]
+        elif "st.shared" in text:
+            at, x = torch.broadcast_tensors(at, arguments[1])
+            self.words[at.long() // 4] = x.as_subclass(torch.Tensor)
+        elif "ld.shared" in text:
+            return tuple(host.value(self.words[at.long() // 4 + n]) for n in range(4))
+        return None
+
+    def zeros_like(self, x):
+        return host.value(torch.zeros_like(x))
 
     def reduce(self, x, axis, combine):
         return functools.reduce(combine, x.unbind(axis))
@@ -138,24 +162,35 @@ def kernel(monkeypatch):
             delattr(family, name.rpartition(".")[2])
 
 
-def score(kernel, q, cache, weights, lengths, table, k, *, starts, owners, together, span):
-    """Scores and maxima as the kernel leaves them: NaN and 77 where it wrote nothing."""
-    module, language = kernel
-    rows, covered = len(q), table.shape[1] * PAGE
-    columns = padded_entries(covered)
-    scores = torch.full((rows, columns), torch.nan)
-    maxima = torch.full((rows, columns // GROUP), 77, dtype=torch.int32)
+def in_pages(cache):
+    """Keys and words of FP8 pages."""
     pages, stride = len(cache), cache.stride(0)
     flat = cache.as_strided((pages, stride), (stride, 1))
     keys = flat.view(torch.float8_e4m3fn).as_strided((pages, PAGE, D), (stride, D, 1))
-    words = flat[:, : PAGE * (D + 4)].view(torch.float32)
+    return keys, flat[:, : PAGE * (D + 4)].view(torch.float32)
+
+
+def score(
+    kernel, q, keys, words, weights, lengths, table, k, *, starts, owners, together, span, context=0
+):
+    """Scores and maxima as the kernel leaves them: NaN and 77 where it wrote nothing.
+
+    With a context there are no maxima; without a table pages are in order.
+    """
+    module, language = kernel
+    rows, pages = len(q), len(keys)
+    covered = PAGE * (pages if table is None else table.shape[1])
+    columns = padded_entries(max(covered, context))
+    scores = torch.full((rows, columns), torch.nan)
+    maxima = torch.full((rows, columns // GROUP), 77, dtype=torch.int32)
     pointer = language.memory.pointer
+    requests = 1 if table is None else len(table)
     given = [
         pointer(q.view(torch.uint8)),
         Descriptor(keys, (1, PAGE, D)),
         Descriptor(words, (1, PAGE)),
-        pointer(table),
-        *table.stride(),
+        None if table is None else pointer(table),
+        *((0, 0) if table is None else table.stride()),
         pointer(lengths),
         None if starts is None else pointer(starts),
         None if owners is None else pointer(owners),
@@ -163,20 +198,21 @@ def score(kernel, q, cache, weights, lengths, table, k, *, starts, owners, toget
         weights.stride(0),
         pointer(scores),
         scores.stride(0),
-        pointer(maxima),
+        None if context else pointer(maxima),
         maxima.stride(0),
         0,
         rows,
-        max(rows // len(table), 1),
-        len(table),
+        max(rows // requests, 1),
+        requests,
         pages,
         covered,
         k,
         span,
+        context,
     ]
     given = [host.value(each) if isinstance(each, int) else each for each in given]
     for pair in range(-(-rows // together)):
-        for part in range(-(-covered // span)):
+        for part in range(-(-max(covered, context) // span)):
             language.program = (pair, part)
             module.page_scores_kernel(
                 *given,
@@ -184,6 +220,7 @@ def score(kernel, q, cache, weights, lengths, table, k, *, starts, owners, toget
                 BUFFERS=4,
                 CONSUMER_REGISTERS=112,
                 PRODUCER_REGISTERS=24,
+                FILL=context > 0,
             )
     return scores, maxima
 
@@ -229,7 +266,7 @@ def test_scores_and_maxima(kernel, stride, together, owners, span):
     got, maxima = score(
         kernel,
         q,
-        cache,
+        *in_pages(cache),
         weights,
         lengths,
         table,
@@ -257,12 +294,36 @@ def test_scores_and_maxima(kernel, stride, together, owners, span):
         assert torch.equal(maxima[row, :16], torch.where(rank == NOTHING, 77, rank))
 
 
-@pytest.mark.parametrize(
-    ("rows", "requests", "faster"),
-    [(2048, 1, True), (256, 128, True), (1, 1, False), (8, 8, False)],
-)
-def test_hopper_takes_tokens_that_share_keys(rows, requests, faster):
-    assert hopper_scores_are_faster(rows, requests) is faster
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("table", [i32([[2, 0, 5]]), i32([[2, 0, 5], [4, -1, 1]]), None])
+def test_what_is_not_seen_is_filled(kernel, together, table):
+    requests, rows = 1 if table is None else len(table), 4
+    context = 192 if table is None else 300
+    codes = torch.randint(-2, 3, (6, PAGE, D)).to(torch.float8_e4m3fn)
+    scales = torch.randint(1, 4, (6, PAGE)).float()
+    words = scales if table is None else torch.cat((torch.zeros(6, PAGE * D // 4), scales), 1)
+    if table is None:
+        codes, scales, words = codes[:3], scales[:3], words[:3]
+    q = torch.randint(-2, 3, (rows, H, D)).to(torch.float8_e4m3fn)
+    weights = torch.randint(-2, 3, (rows, H)).float()
+    lengths, starts = i32([192, 130, 0, 60]), i32([0, 70, 0, 7]) if table is None else None
+    got, _ = score(
+        kernel, q, codes, words, weights, lengths, table, 0,
+        starts=starts, owners=None, together=together, span=128, context=context,
+    )  # fmt: skip
+    for row in range(rows):
+        pages = [0, 1, 2] if table is None else table[row * requests // rows].tolist()
+        want = torch.full((context,), -torch.inf)
+        for number, page in enumerate(pages):
+            dots = q[row].float() @ codes[page].float().T
+            if page >= 0:
+                want[number * PAGE : (number + 1) * PAGE] = (
+                    weights[row] @ dots.relu() * scales[page]
+                )
+        want[lengths[row] :] = -torch.inf
+        want[: 0 if starts is None else starts[row]] = -torch.inf
+        assert torch.equal(got[row, :context], want)
+        assert got[row, context:].isnan().all()
 
 
 def test_other_machines_are_refused():

@@ -14,7 +14,6 @@ from anymla.formats.pages import pages_of
 from anymla.formats.records import SplitFp8Layout
 from anymla.ops._operation import Support
 from anymla.ops._triton import float32_support, target_of
-from anymla.ops.indexer.selection_plan import hopper_scores_are_faster
 
 _WIDEST = 512
 _MOST_HEADS = 256
@@ -82,22 +81,66 @@ def hopper_support(
     **kwargs: Any,
 ) -> Support:
     """Of ``select_topk`` with Hopper's own scores: FP8 queries of 64 heads, pages of 64 keys."""
-    if q.device.type != "cuda" or target_of(q.device).name != "sm_90":
+    support = _hopper(q.device)
+    if support:
+        support = select_support(q, index_cache, weights, lengths, block_table, k, **kwargs)
+    if support:
+        support = _hopper_pages(q, index_cache, kwargs.get("layout", INDEX_FP8))
+    return support
+
+
+def hopper_paged_support(
+    q: Tensor, index_cache: Tensor, *args: Any, layout: str = INDEX_FP8, **kwargs: Any
+) -> Support:
+    """Of ``paged_mqa_logits`` by Hopper's own kernel."""
+    support = _hopper(q.device)
+    if support:
+        support = paged_support(q, index_cache, *args, layout=layout, **kwargs)
+    if support:
+        support = _hopper_pages(q.flatten(0, 1), index_cache, layout)
+    return support
+
+
+def hopper_dense_support(
+    q: Tensor, k: Tensor, k_scale: Tensor | None, *args: Any, **kwargs: Any
+) -> Support:
+    """Of ``mqa_logits`` by Hopper's own kernel: FP8 keys, a multiple of 64 of them."""
+    support = _hopper(q.device)
+    if support:
+        support = _hopper_queries(q)
+    if not support:
+        return support
+    if k.dtype != torch.float8_e4m3fn or k_scale is None or len(k) % 64 or not len(k):
+        return Support(False, f"FP8 keys with scales, a multiple of 64, got {list(k.shape)}")
+    if not (k.is_contiguous() and k_scale.is_contiguous()):
+        return Support(False, "keys and scales that are contiguous")
+    if k.data_ptr() % 16 or k_scale.data_ptr() % 16:
+        return Support(False, "keys and scales must lie at multiples of 16 bytes")
+    return Support(True, automatic=_HOPPER_AUTOMATIC)
+
+
+def _hopper(device: torch.device) -> Support:
+    if device.type != "cuda" or target_of(device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
-    if not _has_gluon():
-        return Support(False, "needs triton 3.6 or newer")
-    support = select_support(q, index_cache, weights, lengths, block_table, k, **kwargs)
+    return Support(True) if _has_gluon() else Support(False, "needs triton 3.6 or newer")
+
+
+def _hopper_queries(q: Tensor) -> Support:
+    if q.dtype != torch.float8_e4m3fn or tuple(q.shape[1:]) != (64, 128):
+        return Support(False, f"FP8 queries of 64 heads of 128, got {q.dtype} {list(q.shape)}")
+    return Support(True)
+
+
+def _hopper_pages(q: Tensor, index_cache: Tensor, layout: str) -> Support:
+    support = _hopper_queries(q)
     if not support:
         return support
     cache = pages_of(index_cache)
-    if kwargs.get("layout", INDEX_FP8) != INDEX_FP8 or q.dtype != torch.float8_e4m3fn:
-        return Support(False, f"FP8 queries and keys, got {q.dtype}")
-    if tuple(q.shape[1:]) != (64, 128) or cache.shape[1] != 64:
-        return Support(False, f"64 heads of 128 channels and pages of 64, got {list(q.shape)}")
+    if layout != INDEX_FP8 or cache.shape[1] != 64:
+        return Support(False, f"FP8 keys in pages of 64, got {layout}, {cache.shape[1]}")
     if cache.stride(0) % 16 or cache.data_ptr() % 16:
         return Support(False, "pages must lie at multiples of 16 bytes")
-    chosen = hopper_scores_are_faster(len(q), len(block_table))
-    return Support(True, automatic=_HOPPER_AUTOMATIC and chosen)
+    return Support(True, automatic=_HOPPER_AUTOMATIC)
 
 
 @functools.cache

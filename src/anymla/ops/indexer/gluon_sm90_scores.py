@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anymla.ops._triton import Build, Target
 from anymla.ops.indexer.gluon_sm90_sums import CONSUMERS, HEADS, consume, view
 from anymla.ops.indexer.gluon_sm90_walk import PAGE, page_of, walk
+from anymla.ops.indexer.gluon_sm90_words import begin, reserve, wait
 
 WIDTH = 128
 BUFFERS = 8
@@ -51,89 +52,85 @@ def dependents_may_start():
 
 @gluon.jit
 def _produce(
-    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
-    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, free,
-    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+    keys_desc, scales_desc, table, table_row_stride, table_column_stride, walked, page, pages, keys,
+    scales, full, words, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    q0, low0, tiles0, q1, low1, tiles1, _s0, _e0, _s1, _e1, _shared = walk(
-        lengths, starts, owners, first_row, rows, per_request, requests, covered, k, span, ROWS
-    )
+    q0, low0, tiles0, q1, low1, tiles1, _s0, _e0, _s1, _e1, _shared = walked
     L3: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=3)
+    # Of a page, behind its codes.
+    SCALES: gl.constexpr = 0 if table is None else _P * _D // 4
     tiles = tiles0 + tiles1
-    page, _at = page_of(
-        table, table_row_stride, table_column_stride, q0, low0, tiles0, q1, low1, 0, tiles
-    )
     for i in range(tiles):
         ahead, _at = page_of(
             table, table_row_stride, table_column_stride, q0, low0, tiles0, q1, low1, i + 1, tiles
         )
         b = i % BUFFERS
-        mbarrier.wait(free.index(b), ((i // BUFFERS) & 1) ^ 1)
+        wait(words, b, ((i // BUFFERS) & 1) ^ 1)
         mbarrier.expect(full.index(b), _P * _D + _P * 4)
         # Any page will do where there is none; its scores are not used.
         there = (page >= 0) & (page < pages)
         source = gl.where(there, page, 0)
         tile = view(keys.index(b), gl.float8e4nv, [1, _P, _D], L3)
         _copy(keys_desc, [source, 0, 0], full.index(b), tile)
-        _copy(scales_desc, [source, _P * _D // 4], full.index(b), scales.index(b))
+        _copy(scales_desc, [source, SCALES], full.index(b), scales.index(b))
         page = ahead
 
 
 @gluon.jit
 def _consumer0(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, queries, keys, scales, full, free, BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
+    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     consume(
-        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
-        requests, pages, covered, k, span, queries, keys, scales, full, free, BUFFERS, ROWS, 0,
+        table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+        scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales,
+        full, words, BUFFERS, ROWS, FILL, 0,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer1(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, queries, keys, scales, full, free, BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
+    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     consume(
-        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
-        requests, pages, covered, k, span, queries, keys, scales, full, free, BUFFERS, ROWS, 1,
+        table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+        scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales,
+        full, words, BUFFERS, ROWS, FILL, 1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer2(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, queries, keys, scales, full, free, BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
+    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     consume(
-        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
-        requests, pages, covered, k, span, queries, keys, scales, full, free, BUFFERS, ROWS, 2,
+        table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+        scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales,
+        full, words, BUFFERS, ROWS, FILL, 2,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer3(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, queries, keys, scales, full, free, BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
+    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     consume(
-        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
-        requests, pages, covered, k, span, queries, keys, scales, full, free, BUFFERS, ROWS, 3,
+        table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+        scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales,
+        full, words, BUFFERS, ROWS, FILL, 3,
     )  # fmt: skip
 
 
 @gluon.jit(
     do_not_specialize=[
-        "first_row", "rows", "per_request", "requests", "pages", "covered", "k", "span"
+        "first_row", "rows", "per_request", "requests", "pages", "covered", "k", "span", "context"
     ]
 )  # fmt: skip
 def page_scores_kernel(
@@ -160,12 +157,17 @@ def page_scores_kernel(
     covered,
     k,
     span,
+    context,
     ROWS: gl.constexpr,
     BUFFERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    FILL: gl.constexpr,
 ):
-    """ROWS tokens and ``span`` entries; arguments as of ``select_scores_kernel``."""
+    """ROWS tokens and ``span`` entries; arguments as of ``select_scores_kernel``.
+
+    FILL: entries that a token does not see are -inf, up to ``context``.
+    """
     # A consumer meets the same buffers again, so it never waits for a fill two turns ahead, which
     # a barrier's parity could not tell from the last.
     gl.static_assert(BUFFERS % _CONSUMERS == 0)
@@ -176,10 +178,10 @@ def page_scores_kernel(
     scales = gl.allocate_shared_memory(gl.float32, [BUFFERS, 1, _P], WORDS)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    words = reserve()
+    begin(words, BUFFERS)
     for i in gl.static_range(BUFFERS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     line = gl.arange(0, ROWS * _H, layout=gl.SliceLayout(1, LOAD))
     channel = gl.arange(0, _D, layout=gl.SliceLayout(0, LOAD))
@@ -189,6 +191,15 @@ def page_scores_kernel(
         mask=gl.expand_dims(first + line < rows.to(gl.int64) * _H, 1),
         other=0,
     )
+    # Lengths and the first page are on their way while queries are.
+    walked = walk(
+        lengths, starts, owners, first_row, rows, per_request, requests, covered, k, span, ROWS
+    )
+    q0, low0, tiles0, q1, low1, tiles1, _s0, _e0, _s1, _e1, _shared = walked
+    page, _at = page_of(
+        table, table_row_stride, table_column_stride, q0, low0, tiles0, q1, low1, 0,
+        tiles0 + tiles1,
+    )  # fmt: skip
     queries.store(codes.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
     dependents_may_start()
@@ -196,33 +207,28 @@ def page_scores_kernel(
     gl.warp_specialize(
         [
             (_consumer0, (
-                table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-                weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
-                per_request, requests, pages, covered, k, span, queries, keys, scales, full, free,
-                BUFFERS, ROWS,
+                table, table_row_stride, table_column_stride, walked, weights, weights_stride,
+                scores, scores_stride, maxima, maxima_stride, rows, pages, span, context, queries,
+                keys, scales, full, words, BUFFERS, ROWS, FILL,
             )),
             (_consumer1, (
-                table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-                weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
-                per_request, requests, pages, covered, k, span, queries, keys, scales, full, free,
-                BUFFERS, ROWS,
+                table, table_row_stride, table_column_stride, walked, weights, weights_stride,
+                scores, scores_stride, maxima, maxima_stride, rows, pages, span, context, queries,
+                keys, scales, full, words, BUFFERS, ROWS, FILL,
             )),
             (_consumer2, (
-                table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-                weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
-                per_request, requests, pages, covered, k, span, queries, keys, scales, full, free,
-                BUFFERS, ROWS,
+                table, table_row_stride, table_column_stride, walked, weights, weights_stride,
+                scores, scores_stride, maxima, maxima_stride, rows, pages, span, context, queries,
+                keys, scales, full, words, BUFFERS, ROWS, FILL,
             )),
             (_consumer3, (
-                table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-                weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
-                per_request, requests, pages, covered, k, span, queries, keys, scales, full, free,
-                BUFFERS, ROWS,
+                table, table_row_stride, table_column_stride, walked, weights, weights_stride,
+                scores, scores_stride, maxima, maxima_stride, rows, pages, span, context, queries,
+                keys, scales, full, words, BUFFERS, ROWS, FILL,
             )),
             (_produce, (
-                keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
-                starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
-                keys, scales, full, free, BUFFERS, ROWS,
+                keys_desc, scales_desc, table, table_row_stride, table_column_stride, walked, page,
+                pages, keys, scales, full, words, BUFFERS,
             )),
         ],
         [4, 4, 4, 1],
@@ -231,13 +237,13 @@ def page_scores_kernel(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """A token and two, with maxima and without."""
+    """A token and two, with maxima and without; pages and keys in one list."""
     if target.name != "sm_90":
         return
     numbers = (
         "table_row_stride", "table_column_stride", "weights_stride", "scores_stride",
         "maxima_stride", "first_row", "rows", "per_request", "requests", "pages", "covered", "k",
-        "span",
+        "span", "context",
     )  # fmt: skip
     keys, scales = gl.NVMMASharedLayout(128, 8, rank=3), gl.NVMMASharedLayout(0, 32, rank=2)
     types = {
@@ -246,14 +252,20 @@ def builds(target: Target) -> Iterator[Build]:
         "scales_desc": f"tensordesc<fp32[1, {PAGE}],{scales!r}>",
         "weights": "*fp32",
         "scores": "*fp32",
-        **dict.fromkeys(("table", "lengths"), "*i32"),
+        "lengths": "*i32",
         **dict.fromkeys(numbers, "i32"),
     }
+    choices = (
+        ("table",),
+        ("table", "maxima"),
+        ("table", "maxima", "owners", "starts"),
+        ("starts",),
+    )
     for rows in (1, 2):
-        for given in ((), ("maxima",), ("maxima", "owners", "starts")):
-            optional = ("maxima", "owners", "starts")
+        for given in choices:
+            optional = ("table", "maxima", "owners", "starts")
             yield Build(
-                f"{rows} rows" + "".join(f", {name}" for name in given),
+                ", ".join((f"{rows} rows", *given)),
                 page_scores_kernel,
                 types | dict.fromkeys(given, "*i32"),
                 {
@@ -262,6 +274,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "BUFFERS": BUFFERS,
                     "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
                     "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+                    "FILL": "maxima" not in given,
                 },
                 divisible=("weights_stride", "scores_stride"),
                 matrix="e4m3",

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.page_layout import INDEX_FP8
-from anymla.formats.pages import pages_of
 from anymla.ops._triton import Target
-from anymla.ops.indexer.gluon_sm90_scores import (
-    BUFFERS,
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    WIDTH,
-    page_scores_kernel,
-)
+from anymla.ops.indexer.gluon_sm90_launch import keys_in_pages, score
 from anymla.ops.indexer.gluon_sm90_topk import held_of, topk_kernel
-from anymla.ops.indexer.gluon_sm90_walk import PAGE
-from anymla.ops.indexer.selection_plan import SelectionPlan, prefill_parts
-from anymla.ops.indexer.triton_select import multiprocessors, select_rounds
+from anymla.ops.indexer.selection_plan import SelectionPlan
+from anymla.ops.indexer.triton_select import select_rounds
 
 
 def select_topk(
@@ -96,51 +84,19 @@ def select_scores(
     target: Target,
 ) -> None:
     """``triton_select_scores.select_scores`` for what ``hopper_support`` lets through."""
-    rows = len(q)
-    cache = pages_of(index_cache)
-    pages, entries = cache.shape[:2]
-    stride = cache.stride(0)
-    codes = cache.view(torch.float8_e4m3fn)
-    keys = TensorDescriptor(
-        codes, [pages, PAGE, WIDTH], [stride, WIDTH, 1], [1, PAGE, WIDTH],
-        NVMMASharedLayout(128, 8, rank=3),
-    )  # fmt: skip
-    scales = TensorDescriptor(
-        cache.view(torch.float32), [pages, entries * (WIDTH + 4) // 4], [stride // 4, 1],
-        [1, PAGE], NVMMASharedLayout(0, 32, rank=2),
-    )  # fmt: skip
-    # Neighbours share keys unless every request has one token.
-    shared = per_request > 1 if owners is None else rows > len(block_table)
-    together = 2 if shared else 1
-    pairs = triton.cdiv(rows, together)
-    tiles = triton.cdiv(covered, PAGE)
-    span = triton.cdiv(tiles, prefill_parts(pairs, tiles, multiprocessors(q.device))) * PAGE
-    page_scores_kernel[(pairs, triton.cdiv(covered, span))](
-        q.view(torch.uint8),
-        keys,
-        scales,
+    score(
+        q,
+        keys_in_pages(index_cache),
+        weights,
         block_table,
-        *block_table.stride(),
         lengths,
         starts,
         owners,
-        weights,
-        weights.stride(0),
         scores,
-        scores.stride(0),
         maxima,
-        0 if maxima is None else maxima.stride(0),
-        first_row,
-        rows,
-        max(per_request, 1),
-        len(block_table),
-        pages,
-        covered,
-        k,
-        span,
-        ROWS=together,
-        BUFFERS=BUFFERS,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        num_warps=4,
+        first_row=first_row,
+        per_request=per_request,
+        requests=len(block_table),
+        covered=covered,
+        k=k,
     )

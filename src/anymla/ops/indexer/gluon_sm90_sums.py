@@ -16,7 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops.indexer.gluon_sm90_walk import PAGE, page_of, walk
+from anymla.ops.indexer.gluon_sm90_walk import PAGE, page_of
+from anymla.ops.indexer.gluon_sm90_words import (
+    exchange,
+    give_back,
+    place_of_sum,
+    places_of_sums,
+)
 from anymla.ops.indexer.selection_plan import GROUP
 
 HEADS, CONSUMERS = 64, 4
@@ -77,13 +83,6 @@ def _add_pair(total, x, weight):
 
 
 @gluon.jit
-def _sums(parts, ROWS: gl.constexpr):
-    """[64, ROWS] of [64, ROWS, 4], added as a butterfly of threads would."""
-    halves = gl.sum(gl.reshape(parts, [_P, ROWS, 2, 2]), 2)
-    return gl.sum(halves, 2)
-
-
-@gluon.jit
 def _store(sums, out, best_out, at, start, end, there, MASKED: gl.constexpr, ROWS: gl.constexpr):
     """Write the scores [64, ROWS] of a tile, and the best of each 16; all are seen unless MASKED.
 
@@ -112,27 +111,31 @@ def _store(sums, out, best_out, at, start, end, there, MASKED: gl.constexpr, ROW
 
 
 @gluon.jit
+def _fill(out, low, high, live, WHO: gl.constexpr):
+    """-inf for entries [low, high) of a row, if it is live; WHO takes every fourth part of them."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lane = gl.arange(0, 128, layout=ONE)
+    nothing = gl.full([128], float("-inf"), gl.float32, ONE)
+    for at in range(low + WHO * 128, gl.where(live, high, low), _C * 128):
+        gl.store(out + at + lane, nothing, mask=at + lane < high)
+
+
+@gluon.jit
 def consume(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, queries, keys, scales, full, free, BUFFERS: gl.constexpr,
-    ROWS: gl.constexpr, WHO: gl.constexpr,
+    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
+    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
+    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """Every fourth tile of a program, from tile WHO on."""
+    """Every fourth tile of a program, from tile WHO on; with FILL, -inf around them."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS * _H, 32])
     # 16 threads take the keys of a token; with one token, the other 16 the same. Triton reduces
     # wrongly over threads that are no neighbours.
-    OTHER: gl.constexpr = [0, ROWS - 1, 0]
-    OWN: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2]], [[1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0], OTHER],
-        [[16, 0, 0], [32, 0, 0]], [], [_P, ROWS, 4],
-    )  # fmt: skip
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    zero = _sums(gl.zeros([_P, ROWS, 4], gl.float32, OWN), ROWS)
-    L: gl.constexpr = zero.type.layout
-    q0, low0, tiles0, q1, low1, tiles1, s0, e0, s1, e1, shared = walk(
-        lengths, starts, owners, first_row, rows, per_request, requests, covered, k, span, ROWS
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        [], [[1, 0], [2, 0], [4, 0], [8, 0], [0, ROWS - 1]], [[16, 0], [32, 0]], [], [_P, ROWS]
     )
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    zero = gl.zeros([_P, ROWS], gl.float32, L)
+    q0, low0, tiles0, q1, low1, tiles1, s0, e0, s1, e1, shared = walked
     tiles = tiles0 + tiles1
     row = (gl.program_id(0) * ROWS).to(gl.int64)
     column = gl.arange(0, ROWS * _H, layout=gl.SliceLayout(0, ACC))
@@ -143,6 +146,8 @@ def consume(
     )
     weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([_P, ROWS * _H], gl.float32, ACC))
     weight = _columns(weight, ROWS)
+    places = places_of_sums(words, weight[0][0], WHO, ROWS)
+    place_of = place_of_sum(words, WHO, ROWS, L)
     member = gl.arange(0, ROWS, layout=gl.SliceLayout(0, L))
     place = gl.arange(0, _P, layout=gl.SliceLayout(1, L))
     out = scores + row * scores_stride + gl.expand_dims(member * scores_stride, 0)
@@ -156,6 +161,15 @@ def consume(
         best_out = maxima + row * maxima_stride + gl.expand_dims(pair, 0)
         best_out = best_out + gl.expand_dims(group, 1)
     start = gl.where(member == 0, s0, s1)
+    if FILL:
+        low = gl.program_id(1) * span
+        high = gl.minimum(low + span, context)
+        _fill(scores + row * scores_stride, low, gl.minimum(s0, high), row < rows, WHO)
+        _fill(scores + row * scores_stride, gl.maximum(e0, low), high, row < rows, WHO)
+        if ROWS > 1:
+            other = scores + (row + 1) * scores_stride
+            _fill(other, low, gl.minimum(s1, high), row + 1 < rows, WHO)
+            _fill(other, gl.maximum(e1, low), high, row + 1 < rows, WHO)
     # Tiles between these are seen whole by all rows, which is all but a few of them.
     inner_low = gl.maximum(s0, s1)
     inner_high = gl.where(shared, gl.minimum(e0, e1), 0)
@@ -180,7 +194,7 @@ def consume(
             )  # fmt: skip
             scale = view(scales.index(b), gl.float32, [_P], FLAT).load(gl.SliceLayout(1, L))
             dots = warpgroup_mma_wait(0, deps=[dots])
-            mbarrier.arrive(free.index(b), count=1)
+            scale = give_back(words, b, scale)
             x = _columns(gl.maximum(dots, 0.0, propagate_nan=_KEEP_NAN), ROWS)
             # Spelled out, since compilers contract a sum of products in one way or another.
             parts = gl.fma(x[0][0], weight[0][0], x[0][1] * weight[0][1])
@@ -191,7 +205,7 @@ def consume(
             parts = _add_pair(parts, x[5], weight[5])
             parts = _add_pair(parts, x[6], weight[6])
             parts = _add_pair(parts, x[7], weight[7])
-            sums = _sums(gl.convert_layout(parts, OWN), ROWS) * gl.expand_dims(scale, 1)
+            sums = exchange(parts, places, place_of) * gl.expand_dims(scale, 1)
             if (at >= inner_low) & (at + _P <= whole_below):
                 _store(sums, out, best_out, at, start, start, True, False, ROWS)
             else:

@@ -58,9 +58,14 @@ def walk(
 
 @gluon.jit
 def page_of(table, table_row_stride, table_column_stride, q0, low0, tiles0, q1, low1, tile, tiles):
-    """Page id of a tile, and its first entry; -1 past the last tile."""
+    """Page id of a tile, -1 past the last, and its first entry; pages in order without a table."""
     second = tile >= tiles0
     request = gl.where(second, q1, q0)
     at = gl.where(second, low1 + (tile - tiles0) * _P, low0 + tile * _P)
-    cell = request.to(gl.int64) * table_row_stride + (at // _P).to(gl.int64) * table_column_stride
-    return gl.load(table + cell, mask=tile < tiles, other=-1), at
+    if table is None:
+        page = gl.where(tile < tiles, at // _P, -1)
+    else:
+        cell = request.to(gl.int64) * table_row_stride
+        cell += (at // _P).to(gl.int64) * table_column_stride
+        page = gl.load(table + cell, mask=tile < tiles, other=-1)
+    return page, at

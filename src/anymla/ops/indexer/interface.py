@@ -294,4 +294,14 @@ indexer_q_rope_quant.register_lazy(
 )
 mqa_logits.register_lazy("triton", f"{_TRITON}scores", supports=device_support.dense_support)
 paged_mqa_logits.register_lazy("triton", f"{_TRITON}paged", supports=device_support.paged_support)
+mqa_logits.register_lazy(
+    "gluon_sm90",
+    "anymla.ops.indexer.gluon_sm90_logits",
+    supports=device_support.hopper_dense_support,
+)
+paged_mqa_logits.register_lazy(
+    "gluon_sm90",
+    "anymla.ops.indexer.gluon_sm90_logits",
+    supports=device_support.hopper_paged_support,
+)
 topk_per_row.register_lazy("triton", f"{_TRITON}topk", supports=float32_support)

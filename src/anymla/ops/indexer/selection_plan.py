@@ -127,15 +127,6 @@ def plan_selection(
     return dataclasses.replace(plan, rows=min(rows, most))
 
 
-def hopper_scores_are_faster(rows: int, requests: int) -> bool:
-    """Whether Hopper's own kernel scores a call in less time than the portable one.
-
-    Where tokens share keys, two to a tile, the portable kernel is short of issue slots. Tokens
-    alone wait for memory in both.
-    """
-    return rows > requests
-
-
 def prefill_parts(pairs: int, tiles: int, multiprocessors: int) -> int:
     """Parts of the context for a kernel of which a multiprocessor holds one program.
 
