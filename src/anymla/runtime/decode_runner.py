@@ -105,7 +105,7 @@ class DecodeRunner:
                 record=self._record,
                 backend=self._model.backend,
                 pool=self._pool,
-                side=self._side if self._options.runs_beside(bucket.rows) else INLINE,
+                side=self._queue(bucket),
             )
         return self._steps[bucket]
 
@@ -124,5 +124,9 @@ class DecodeRunner:
                 bucket,
                 record=self._record,
                 pool=self._pool,
+                side=self._queue(bucket),
             )
         return self._drafts[bucket]
+
+    def _queue(self, bucket: Bucket) -> SideStream:
+        return self._side if self._options.runs_beside(bucket.rows) else INLINE

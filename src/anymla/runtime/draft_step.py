@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anymla.layers.caches import LayerCache
+from anymla.layers.side_stream import INLINE, SideStream
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
 from anymla.runtime.bucket import Bucket
@@ -30,6 +31,7 @@ class DraftStep:
         *,
         record: bool,
         pool: Any = None,
+        side: SideStream = INLINE,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -45,6 +47,7 @@ class DraftStep:
             window_only=True,
             backend=model.backend,
             pool=pool,
+            side=side,
         )
 
     def prepare(self) -> None:
