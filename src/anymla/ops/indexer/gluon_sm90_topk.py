@@ -32,10 +32,12 @@ _MANY_ROWS = 264  # two waves of an H200
 _G = gl.constexpr(GROUP)
 _NOTHING = gl.constexpr(-0x80000000)
 _NAN_KEY = gl.constexpr(0x7F800001)  # as of triton_order
-# Shared words: counters of three digits, chosen groups, and what a scan has found.
+# Shared words: counters of three digits, chosen groups, what a scan has found, and a counter for
+# what is not counted.
 _DIGITS = gl.constexpr(2048)
 _LIST = gl.constexpr(3 * 2048)
 _FOUND = gl.constexpr(3 * 2048 + MOST_GROUP_K)
+_REST = gl.constexpr(3 * 2048 + MOST_GROUP_K + 4)
 _NEW = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
 
 
@@ -52,7 +54,7 @@ def _meet():
 def _reserve():
     """Where the shared words begin."""
     return gl.inline_asm_elementwise(
-        "{ .shared .align 16 .b8 anymla_topk[28688]; mov.u32 $0, anymla_topk; }",
+        "{ .shared .align 16 .b8 anymla_topk[28704]; mov.u32 $0, anymla_topk; }",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -67,10 +69,10 @@ def _clear(at):
 
 
 @gluon.jit
-def _increment(at, there):
+def _increment(at):
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }",
-        "=r,r,r", [at, there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+        "red.shared.add.u32 [$1], 1; mov.b32 $0, 0;",
+        "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -155,35 +157,38 @@ def _scan(words, first, wanted, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def kth_largest(words, key, there, wanted, WARPS: gl.constexpr):
+def kth_largest(words, key, wanted, WARPS: gl.constexpr):
     """(limit, above): the ``above`` keys > limit and ``wanted - above`` of those == limit are best.
 
     Counters are zeros, which all threads know, and are not afterwards.
 
     Args:
         words: of ``_reserve``.
-        key: int32.
-        there: which keys count; more than ``wanted``.
+        key: int32, NOTHING where there is none; more than ``wanted`` are there. NOTHING is counted
+            without harm, as no key begins with its first digit.
         wanted: at least 1.
         WARPS: of the program.
     """
     # As unsigned numbers in the same order.
     number = key ^ _NOTHING
-    _increment(words + ((number >> 21) & 2047) * 4, there)
+    _increment(words + ((number >> 21) & 2047) * 4)
     _meet()
     prefix, above, hits = _scan(words, 0, wanted, WARPS)
     shift = 21
     if above + hits > wanted:
-        same = there & (((number >> 21) & 2047) == prefix)
-        _increment(words + (_DIGITS + ((number >> 10) & 2047)) * 4, same)
+        # What does not begin so is counted where nobody looks: cheaper than leaving it out.
+        digit = gl.where(((number >> 21) & 2047) == prefix, (number >> 10) & 2047, _REST - _DIGITS)
+        _increment(words + (_DIGITS + digit) * 4)
         _meet()
         digit, more, hits = _scan(words, _DIGITS, wanted - above, WARPS)
         above += more
         prefix = (prefix << 11) | digit
         shift = 10
         if above + hits > wanted:
-            same = there & (((number >> 10) & 0x3FFFFF) == prefix)
-            _increment(words + (2 * _DIGITS + (number & 1023)) * 4, same)
+            digit = gl.where(
+                ((number >> 10) & 0x3FFFFF) == prefix, number & 1023, _REST - 2 * _DIGITS
+            )
+            _increment(words + (2 * _DIGITS + digit) * 4)
             _meet()
             digit, more, hits = _scan(words, 2 * _DIGITS, wanted - above, WARPS)
             above += more
@@ -195,10 +200,10 @@ def kth_largest(words, key, there, wanted, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def places(key, there, limit, need):
-    """``triton_emit.places`` of keys in one dimension, ``there`` telling which count."""
-    beyond = there & (key > limit)
-    same = there & (key == limit)
+def places(key, limit, need):
+    """``triton_emit.places`` of keys in one dimension."""
+    beyond = key > limit
+    same = (key == limit) & (key != _NOTHING)
     # Two counts side by side.
     running = gl.associative_scan(beyond.to(gl.int32) + (same.to(gl.int32) << 16), 0, _add)
     equal = running >> 16
@@ -283,8 +288,7 @@ def topk_kernel(
             # Whole lines are read, which rows are padded to.
             entry = start // 4 * 4 + element
             bits = gl.load(scores + entry, mask=entry < (end + 3) // 4 * 4, other=0)
-            key = _ordered(bits)
-            there = (entry >= start) & (entry < end)
+            key = gl.where((entry >= start) & (entry < end), _ordered(bits), _NOTHING)
             candidates = count
         else:
             SOME: gl.constexpr = gl.BlockedLayout([GROUPS // (32 * WARPS)], [32], [WARPS], [0])
@@ -293,14 +297,14 @@ def topk_kernel(
             best = gl.load(
                 maxima + row * maxima_stride + number, mask=number < (last + 3) // 4 * 4, other=0
             )
-            exists = (number >= first) & (number < last)
+            best = gl.where((number >= first) & (number < last), best, _NOTHING)
             groups = last - first
             at_least = _NOTHING + 1
             limit, above = gl.to_tensor(_NOTHING), gl.to_tensor(0)
             if groups > k:
-                limit, above = kth_largest(words, best, exists, k, WARPS)
+                limit, above = kth_largest(words, best, k, WARPS)
             at_least = gl.where(above == k, limit + 1, gl.maximum(limit, _NOTHING + 1))
-            place, taken = places(best, exists, limit, k - above)
+            place, taken = places(best, limit, k - above)
             _put(words + (_LIST + place) * 4, number, taken)
             _clear_counters(words, WARPS)
             _meet()
@@ -311,12 +315,13 @@ def topk_kernel(
             entry = gl.max_contiguous(gl.multiple_of(entry, 4), 4)
             key = _ordered(gl.load(scores + entry, mask=inside, other=0))
             there = inside & (entry >= start) & (entry < end) & (key >= at_least)
+            key = gl.where(there, key, _NOTHING)
             candidates = gl.sum(there.to(gl.int32), 0)
         limit, above = gl.to_tensor(_NOTHING), gl.to_tensor(0)
         above += k
         if candidates > k:
-            limit, above = kth_largest(words, key, there, k, WARPS)
-        place, taken = places(key, there, limit, k - above)
+            limit, above = kth_largest(words, key, k, WARPS)
+        place, taken = places(key, limit, k - above)
         gl.store(out + place, entry - start, mask=taken)
     if slots is not None:
         # Written by other threads of this program.
