@@ -40,12 +40,11 @@ class FewTile:
 
 
 def few_tile(tokens: int, weight_format: str, target: Target) -> FewTile:
-    """The tile for so many tokens."""
-    kind = tl.float8e4nv if target.dot_e4m3 else tl.float16
+    """The tile for so many tokens. Operands are float16, whose products are exact everywhere."""
     together = waits_together(target) and weight_format == "mxfp4"
     # Registers for more sums of decoded rows are not everywhere.
     wide = tokens > 16 and (weight_format == "fp8" or together)
-    return FewTile(64, 32 if wide else 16, 128, kind, 4, 4, together and not wide)
+    return FewTile(64, 32 if wide else 16, 128, tl.float16, 4, 4, together and not wide)
 
 
 def runs_of_split(tokens: int, groups: int, n: int, runs: int, chosen: FewTile) -> int:
@@ -107,6 +106,7 @@ def few_linear_kernel(
         BLOCK_K,
         STAGES,
         TOGETHER,
+        False,
     )
     if SPLITS:
         at += part.to(tl.int64) * tokens * groups
@@ -148,7 +148,7 @@ def launch_few(
     """Multiply every group's activations by its weight.
 
     Args:
-        x: contiguous operands [T, G, K] as ``triton_operands`` makes them.
+        x: contiguous [T, G, K]: e4m3 codes ("fp8") or operands of ``triton_operands``.
         x_scales: float32 [T, G, K / 128].
         w: contiguous [G, N, bytes of a row].
         scales: contiguous [G, ...].
@@ -211,7 +211,7 @@ def builds(target: Target) -> Iterator[Build]:
 def _build(target: Target, weight_format: str, chosen: FewTile, splits: bool) -> Build:
     integers = ("tokens", "n", "width", "groups", "split", "w_row", "s_row", "w_group", "s_group")
     types = {
-        "x": "*u8" if chosen.operand == tl.float8e4nv else "*fp16",
+        "x": "*u8" if weight_format == "fp8" else "*fp16",
         "x_scales": "*fp32",
         "w": "*u8",
         "scales": "*fp32" if weight_format == "fp8" and splits else "*u8",

@@ -136,12 +136,12 @@ def launch_linear(
     if not out.numel():
         return out
     target = target_of(x.device)
-    if x_scales is not None and few_support(tokens, w, scales, weight_format, width, target):
+    coded = x_scales is not None and weight_format == "fp8"
+    if coded and few_support(tokens, w, scales, weight_format, width, target):
         few = few_tile(tokens, weight_format, target)
-        if weight_format == "fp8" and few.operand == tl.float8e4nv:
-            return launch_few(
-                x, x_scales, w, scales, few, weight_format=weight_format, out_dtype=out_dtype
-            )
+        return launch_few(
+            x, x_scales, w, scales, few, weight_format=weight_format, out_dtype=out_dtype
+        )
     kind = operand(x_dtype, weight_format, w.dtype, x_scales is not None, target)
     chosen = tile(tokens, kind, target)
     split = split_length(tokens, groups, n, width, chosen)
@@ -182,17 +182,15 @@ def launch_linear(
     return out
 
 
-def _few(rows: Tensor, weight: Tensor, scale: Tensor, weight_format: str) -> Tensor | None:
-    """Quantised rows [T, K] times the weight, if the kernel for few tokens takes them."""
+def _few(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor | None:
+    """Quantised rows [T, K] times an mxfp4 weight, if the kernel for few tokens takes them."""
     tokens, width = rows.shape
     target = target_of(rows.device)
     w, scales = weight.unsqueeze(0), scale.unsqueeze(0)
-    if not few_support(tokens, w, scales, weight_format, width, target):
+    if not few_support(tokens, w, scales, "mxfp4", width, target):
         return None
-    chosen = few_tile(tokens, weight_format, target)
-    operands, x_scales = operand_rows(
-        rows, chosen.operand, weight_format=weight_format, quantize=True
-    )
+    chosen = few_tile(tokens, "mxfp4", target)
+    operands, x_scales = operand_rows(rows, chosen.operand, weight_format="mxfp4", quantize=True)
     assert x_scales is not None
     return launch_few(
         operands.unsqueeze(1),
@@ -200,7 +198,7 @@ def _few(rows: Tensor, weight: Tensor, scale: Tensor, weight_format: str) -> Ten
         w,
         scales,
         chosen,
-        weight_format=weight_format,
+        weight_format="mxfp4",
         out_dtype=rows.dtype,
     )
 
@@ -209,8 +207,8 @@ def _packed(
     x: Tensor, weight: Tensor, scale: Tensor, weight_format: str, quantize: bool, **options: Any
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if quantize:
-        few = _few(rows, weight.contiguous(), scale.contiguous(), weight_format)
+    if quantize and weight_format == "mxfp4":
+        few = _few(rows, weight.contiguous(), scale.contiguous())
         if few is not None:
             return few.view(*x.shape[:-1], weight.shape[0])
     codes, x_scales = quantize_rows(rows) if quantize else (rows, None)

@@ -106,7 +106,7 @@ def operand_rows(
 def builds(target: Target) -> Iterator[Build]:
     """Every operand that the target's products have, from every dtype."""
     kinds = [("fp16", 2, True), ("bf16", 2, True), ("bf16", 2, False)]
-    kinds += [("u8", 1, True), ("u8", 0, True)] if target.dot_e4m3 else [("fp16", 0, True)]
+    kinds += [("u8", 1, True), ("fp16", 0, True)] if target.dot_e4m3 else [("fp16", 0, True)]
     for stored, order, quantize in kinds:
         for dtype in ("bf16", "fp16", "fp32") if quantize else ("bf16",):
             for runs in (FEW_RUNS, RUNS) if dtype == "bf16" else (RUNS,):

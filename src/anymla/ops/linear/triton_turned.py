@@ -5,13 +5,13 @@
 Matrix instructions have many rows and few columns, so rows are the weight's, of which there are
 many, and columns the tokens. A weight of packed e2m1 is read by the word and goes from registers
 into the instruction (``formats.triton_words``); for that its activations come in the order of the
-decoded values. Products are exact and add up in float32 (on Hopper, whose e4m3 instructions keep
-fewer bits, 32 of mxfp4 at a time, 128 of fp8); scales are factors in float32:
+decoded values. Products are exact and add up in float32, except that Hopper's e4m3 instructions
+keep 13 bits below the largest of 32 products; scales are factors in float32:
 
     weight   operands            scale of the weight      scale of the activations
     mxfp4    e4m3 or float16     rows, every 32 channels  tokens, every 128 channels
     mxfp4    bfloat16            in the operand           in the operand
-    fp8      e4m3 or float16     128 x 128 blocks         tokens, every 128 channels
+    fp8      float16             128 x 128 blocks         tokens, every 128 channels
 """
 
 from __future__ import annotations
@@ -107,6 +107,24 @@ def _columns(x, x_inside, TOGETHER: tl.constexpr):
 
 
 @triton.jit
+def _part(tile, PART: tl.constexpr, PARTS: tl.constexpr):
+    """Columns PART of PARTS (1, 2 or 4) equal ones of a tile [n, c]."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1] // PARTS
+    if PARTS == 1:
+        part = tile
+    elif PARTS == 2:
+        lower, upper = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+        part = upper if PART else lower
+    else:
+        halves = tl.permute(tl.reshape(tile, (ROWS, 2, 2, COLUMNS)), (0, 3, 2, 1))
+        lower, upper = tl.split(halves)
+        even, odd = tl.split(upper if PART >= 2 else lower)
+        part = odd if PART % 2 else even
+    return part
+
+
+@triton.jit
 def _nibbles(
     w,
     scales,
@@ -116,16 +134,28 @@ def _nibbles(
     runs,
     OPERAND: tl.constexpr,
     TOGETHER: tl.constexpr,
+    WIDE: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     UNIT: tl.constexpr = E4M3_UNIT if OPERAND == tl.float8e4nv else FLOAT16_UNIT
     total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
-    w = w[:, None] + tl.arange(0, 16)[None, :]
+    if WIDE:
+        # A row's bytes of all runs of a step at once: longer accesses, and fewer.
+        w = w[:, None] + tl.arange(0, 16 * UNROLL)[None, :]
+        scales = scales[:, None] + tl.arange(0, UNROLL)[None, :]
+    else:
+        w = w[:, None] + tl.arange(0, 16)[None, :]
     x, inside = _columns(x, x_inside, TOGETHER)
     for _ in tl.range(0, runs, UNROLL, num_stages=STAGES):
+        if WIDE:
+            step_words, step_scale = tl.load(w), tl.load(scales)
         for run in tl.static_range(UNROLL):
-            words, scale = tl.load(w + 16 * run), tl.load(scales + run)
+            if WIDE:
+                words = _part(step_words, run, UNROLL)
+                scale = tl.reshape(_part(step_scale, run, UNROLL), (w.shape[0],))
+            else:
+                words, scale = tl.load(w + 16 * run), tl.load(scales + run)
             if TOGETHER:
                 part = _nibbles_together(words, scale, x + 128 * run, inside, OPERAND)
             else:
@@ -171,10 +201,7 @@ def _values(
         value = words_to_bf16(tl.load(w)) * tl.full((), BFLOAT16_UNIT, tl.bfloat16)
         value = tl.reshape(value, (ROWS, SCALES, 32)) * factor[:, :, None]
         a, b = tl.reshape(value, (ROWS, BLOCK_K)), tl.load(x, mask, other=0.0)
-        if TOGETHER:
-            total = tl.dot(b, tl.trans(a), total)
-        else:
-            total = tl.dot(a, b, total)
+        total = tl.dot(b, tl.trans(a), total) if TOGETHER else tl.dot(a, b, total)
         w += BLOCK_K // 8
         scales += SCALES
         x += BLOCK_K
@@ -185,7 +212,7 @@ def _values(
 
 @triton.jit
 def _codes(
-    w, scales, x, x_scales, x_inside, runs, OPERAND: tl.constexpr, NATIVE: tl.constexpr,
+    w, scales, x, x_scales, x_inside, runs, NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
@@ -195,9 +222,11 @@ def _codes(
         factor = tl.load(scales)
         if factor.dtype == tl.uint8:
             factor = ue8m0_to_fp32(factor)
-        stored = tl.load(w)
-        a = stored if OPERAND == tl.float8e4nv else e4m3_to_fp16(stored, NATIVE)
-        part = tl.dot(a, tl.load(x, x_inside[None, :], other=0.0)) * factor[:, None]
+        a = e4m3_to_fp16(tl.load(w), NATIVE)
+        b = tl.load(x, x_inside[None, :], other=0.0)
+        if b.dtype == tl.uint8:
+            b = e4m3_to_fp16(b, NATIVE)
+        part = tl.dot(a, b) * factor[:, None]
         total += part * tl.load(x_scales, x_inside, other=0.0)[None, :]
         w += 128
         scales += 1
@@ -220,30 +249,32 @@ def turned_product(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     TOGETHER: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Rows of w times rows of x.
 
     Args:
         w: uint8 pointers [n] to the first of a row's channels, at multiples of 16 bytes.
         scales: pointers [n] to the row's first scale, at multiples of 4 bytes for "mxfp4".
-        x: pointers [m] to the rows of activations, as ``triton_operands`` makes them.
+        x: pointers [m] to the rows of activations, as ``triton_operands`` makes them; for "fp8"
+            also their e4m3 codes.
         x_scales: pointers [m] to the scales of their runs of 128, or None.
         x_inside: bool [m], rows of x to read.
         runs: runs of 128 channels.
         FORMAT: "mxfp4" or "fp8".
-        OPERAND: float8e4nv or float16 with x_scales, else bfloat16.
+        OPERAND: float16 or for "mxfp4" float8e4nv with x_scales, else bfloat16.
         NATIVE: convert e4m3 by instructions.
         BLOCK_K: channels of a step, a multiple of 128 with x_scales.
         STAGES: of the loop's pipeline.
-        TOGETHER: how mxfp4 is scaled, see ``_columns``; takes four times as many columns.
+        TOGETHER: how mxfp4 is scaled, see ``_columns``; takes four times as many columns. Without
+            x_scales: tokens become the rows of the product.
+        WIDE: read all of a step's weights at once; a step is 1, 2 or 4 runs.
 
     Returns:
         float32 [n, m].
     """
     if OPERAND == tl.float8e4nv:
         x = x.to(tl.pointer_type(tl.float8e4nv))
-        if FORMAT == "fp8":
-            w = w.to(tl.pointer_type(tl.float8e4nv))
     if FORMAT == "mxfp4":
         w = w.to(tl.pointer_type(tl.int32))
         if x_scales is not None:
@@ -252,8 +283,18 @@ def turned_product(
         total = _values(w, scales, x, x_inside, runs, BLOCK_K, STAGES, TOGETHER)
     elif FORMAT == "mxfp4":
         total = _nibbles(
-            w, scales, x, x_scales, x_inside, runs, OPERAND, TOGETHER, BLOCK_K // 128, STAGES
+            w,
+            scales,
+            x,
+            x_scales,
+            x_inside,
+            runs,
+            OPERAND,
+            TOGETHER,
+            WIDE,
+            BLOCK_K // 128,
+            STAGES,
         )
     else:
-        total = _codes(w, scales, x, x_scales, x_inside, runs, OPERAND, NATIVE, STAGES)
+        total = _codes(w, scales, x, x_scales, x_inside, runs, NATIVE, STAGES)
     return total

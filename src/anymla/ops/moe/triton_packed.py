@@ -38,6 +38,7 @@ class PackedTile:
     num_warps: int
     stages: int
     together: bool = False
+    wide: bool = False
 
 
 def packed_tile(
@@ -54,14 +55,21 @@ def packed_tile(
     """
     experts, inner, d = sizes
     share = pairs / experts
-    if not coded or (share > 12 and weight_format == "mxfp4"):
+    if weight_format == "fp8":
+        # Hopper's sums of 128 products of e4m3 would keep 13 bits.
+        return PackedTile(64, 16, 128, tl.float16, 4, 4)
+    if not coded or share > 12:
+        if share <= 32:
+            return PackedTile(128, 32, 128, tl.bfloat16, 8, 3)
         columns = 128 if share > 48 and not target.narrow else 64
         return PackedTile(128, columns, 64, tl.bfloat16, 8, 3)
     kind = tl.float8e4nv if target.dot_e4m3 else tl.float16
-    if weight_format == "fp8" or not waits_together(target):
+    if not waits_together(target):
         return PackedTile(64, 16, 128, kind, 4, 4)
     channels = 128 if inner % 256 or d % 256 else 256
-    return PackedTile(128, 8 if share <= 3 else 16, channels, kind, 4, 3, True)
+    if share <= 3:
+        return PackedTile(64, 8, channels, kind, 4, 3, together=True)
+    return PackedTile(128, 16, channels, kind, 4, 3)
 
 
 @triton.jit(do_not_specialize=["count", "offset"])
@@ -103,6 +111,7 @@ def packed_up_kernel(
     W_UNIT: tl.constexpr,
     STAGES: tl.constexpr,
     TOGETHER: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """A tile of w2's input."""
     expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, COLUMNS)
@@ -122,7 +131,7 @@ def packed_up_kernel(
             tl.where(lane < HALF, s1, s3) + block * s_row,
             x + token * width,
             None if x_scales is None else x_scales + token * runs,
-            inside, runs, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, TOGETHER,
+            inside, runs, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, TOGETHER, WIDE,
         )  # fmt: skip
         halves = tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0))
         gate, up = tl.split(halves)
@@ -164,6 +173,7 @@ def packed_down_kernel(
     W_UNIT: tl.constexpr,
     STAGES: tl.constexpr,
     TOGETHER: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """A tile of the pairs' results."""
     expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, COLUMNS)
@@ -178,7 +188,7 @@ def packed_down_kernel(
             s2 + block * s_row,
             inner + pair * width,
             None if inner_scales is None else inner_scales + pair * runs,
-            inside, runs, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, TOGETHER,
+            inside, runs, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, TOGETHER, WIDE,
         )  # fmt: skip
         at = row[:, None] + (pair * n)[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), inside[None, :])
@@ -263,6 +273,7 @@ def packed_products(
         "W_UNIT": unit,
         "STAGES": chosen.stages,
         "TOGETHER": chosen.together,
+        "WIDE": chosen.wide,
         "num_warps": chosen.num_warps,
     }
     given = {"weight_format": weight_format, "quantize": coded}
@@ -320,7 +331,7 @@ def builds(target: Target) -> Iterator[Build]:
         if weight_format == "fp8" and target.narrow:
             continue
         seen: set[PackedTile] = set()
-        for pairs, inner in ((6, 2048), (256 * 6, 2048), (6, 128), (4096 * 6, 2048)):
+        for pairs, inner in ((6, 2048), (1536, 2048), (6, 128), (4096, 2048), (24576, 2048)):
             chosen = packed_tile(pairs, (256, inner, 4096), weight_format, coded, target)
             if chosen in seen:
                 continue
@@ -363,6 +374,7 @@ def _build(
         "W_UNIT": 16,
         "STAGES": chosen.stages,
         "TOGETHER": chosen.together,
+        "WIDE": chosen.wide,
     }
     absent = {name: None for name in kernel.arg_names if name not in types and name not in sizes}
     strides = tuple(name for name in types if name.endswith("_stride"))
