@@ -55,7 +55,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
     form = (
         {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0}
         if tiled
-        else {"HEADS": 16, "CONSUMERS": rows // 16, "BUFFERS": 2 + heads % 2, "SECOND_REGISTERS": 0}
+        else {"HEADS": rows, "BUFFERS": 2 + heads % 2}
     )
     launch(
         LANGUAGE, TILES.tiles_kernel if tiled else COLUMNS.columns_kernel, schedule.programs,

@@ -245,6 +245,8 @@ def test_schedules_of_known_shapes():
         assert choose(tokens, 64, (128, 512), 132).stream == Stream.MIXED
         assert mixed.first_cut(tokens) == 132
         assert (tokens - 132) * mixed.splits <= 132
+    assert [choose(n, 32, (128, 512), 132).heads for n in (1, 32, 33, 128)] == [32, 32, 64, 64]
+    assert choose(128, 32, (128, 512), 132, batch_invariant=True).heads == 32
     long = choose(64, 64, (128, 16384), 132, lengths=True)
     assert long.stream == Stream.YES
     assert choose(64, 64, (128, 16384), 132).stream == Stream.NO

@@ -38,17 +38,12 @@ _LARGEST_INT32 = 2**31 - 1
 _WORKSPACE_BYTES = 256 << 20
 _CHANNELS = get_layout(MAIN_FP8).channels  # of values, in V3.2's rows as well
 _WIDE = get_layout(V32_FP8).channels
-EARLY = False  # whether kernels are launched before those before them have ended
-ORDERS = False  # whether programs take the longest tokens first
-SINGLES = False  # whether pieces of one block do not wait for lengths
 # Registers of a thread; the main warpgroup gets the rest of 512 (tiles) or 512 / 2 (columns).
 RIGHT_REGISTERS = 160
 TILE_PRODUCER_REGISTERS = 72
 COLUMN_PRODUCER_REGISTERS = 136
-COLUMN_SECOND_REGISTERS = 120
-# Heads of a consumer, consumers, and blocks of rows in shared memory: three where heads leave the
-# room.
-COLUMN_FORMS = {16: (16, 1, 3), 32: (32, 1, 2)}
+# Blocks of rows in shared memory: three where 32 heads leave the room.
+COLUMN_BUFFERS = {16: 3, 32: 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +155,6 @@ class Call:
             multiprocessors(q.device),
             lengths=first[2] is not None or second[2] is not None or plan is not None,
             batch_invariant=batch_invariant,
-            ordered=ORDERS or plan is not None,
-            single=SINGLES,
             planned=plan is not None,
         )
         if plan is not None:
@@ -280,7 +273,7 @@ def _launch(
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
         TURNED=0 if ends is None else ends.table.shape[1], **_form(schedule), num_warps=4,
-        launch_pdl=EARLY and q.shape[2] != _WIDE,
+        launch_pdl=kernel is not wide_kernel,
     )  # fmt: skip
     if not schedule.cut:
         return
@@ -315,12 +308,9 @@ def _form(schedule: Schedule) -> dict[str, Any]:
             "RIGHT_REGISTERS": RIGHT_REGISTERS,
             "PRODUCER_REGISTERS": TILE_PRODUCER_REGISTERS,
         }
-    heads, consumers, buffers = COLUMN_FORMS[schedule.heads]
     return {
-        "HEADS": heads,
-        "CONSUMERS": consumers,
-        "BUFFERS": buffers,
-        "SECOND_REGISTERS": COLUMN_SECOND_REGISTERS,
+        "HEADS": schedule.heads,
+        "BUFFERS": COLUMN_BUFFERS[schedule.heads],
         "PRODUCER_REGISTERS": COLUMN_PRODUCER_REGISTERS,
     }
 

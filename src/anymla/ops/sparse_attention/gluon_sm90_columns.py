@@ -3,15 +3,14 @@
 Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm90_lists``.
 
     main       S^T = K Q^T, softmax, O^T = V^T P^T    heads are the columns, 16 or 32
-    second     the same for 16 more heads, if there are two consumers
     producers  the blocks of a piece in turn, so that two blocks are on their way
 
 A matrix instruction takes 64 rows, which 64 keys or 64 channels fill, however few the heads. The
 softmax runs over rows, that is across the warps: the maximum is exchanged once a block through
 shared memory, the sums stay with the threads until the piece ends.
 
-Barriers: ready[b] producers -> consumers, free[b] consumers -> producers; BUFFERS blocks of 64
-rows. The proxy fence stands on the reading side, as in ``gluon_sm90_tiles``.
+Barriers: ready[b] producers -> main, free[b] main -> producers; BUFFERS blocks of 64 rows. The
+proxy fence stands on the reading side, as in ``gluon_sm90_tiles``.
 """
 
 from collections.abc import Iterator
@@ -81,15 +80,12 @@ def _largest(scores, exchange, HEADS: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _store_columns(
-    y, to, row_stride, H, PART: gl.constexpr, HEADS: gl.constexpr, HEAD0: gl.constexpr,
-    L: gl.constexpr,
-):  # fmt: skip
-    """Write y [256, HEADS] to rows HEAD0 .. of ``to``, at channels 256 PART .. 256 PART + 255."""
+def _store_columns(y, to, row_stride, H, PART: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr):
+    """Write y [256, HEADS] to the rows of ``to``, at channels 256 PART .. 256 PART + 255."""
     channel = gl.arange(0, HALF, layout=gl.SliceLayout(1, L))
     if PART == 1:
         channel = stored(channel, 1)
-    head = gl.expand_dims(HEAD0 + gl.arange(0, HEADS, layout=gl.SliceLayout(0, L)), 0)
+    head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, L)), 0)
     at = to + head * row_stride + gl.expand_dims(channel, 1) + PART * HALF
     gl.store(at, y.to(to.dtype.element_ty), mask=(head < H) & (gl.expand_dims(channel, 1) >= 0))
 
@@ -97,16 +93,16 @@ def _store_columns(
 @gluon.jit
 def _store_rows(
     y, stage, out, token, H, token_stride,
-    HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr, HEAD0: gl.constexpr,
+    HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Write y [256, HEADS] as rows of heads, turned over in shared memory [HEADS, 256]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     stage.permute((1, 0)).store(y.to(out.TYPE))
     result = stage.load(L)
     if out.TURNED > 0:
-        store_rows(result, out, token, H, HEADS, PART, HEAD0)
+        store_rows(result, out, token, H, HEADS, PART)
     else:
-        head = gl.expand_dims(HEAD0 + gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)), 1)
+        head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)), 1)
         channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
         if PART == 1:
             channel = stored(channel, 1)
@@ -118,28 +114,27 @@ def _store_rows(
 @gluon.jit
 def _finish(
     left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H, out_token,
-    OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, HEAD0: gl.constexpr, L: gl.constexpr,
+    OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Write the result of a whole task."""
-    head = HEAD0 + gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
     bottom = bottom_of(sums, top, sink)
     share = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
-    _store_rows(left * share, stage.index(0), out, token, H, out_token, OUT_HEAD, 0, HEADS, HEAD0)
-    _store_rows(right * share, stage.index(1), out, token, H, out_token, OUT_HEAD, 1, HEADS, HEAD0)
+    _store_rows(left * share, stage.index(0), out, token, H, out_token, OUT_HEAD, 0, HEADS)
+    _store_rows(right * share, stage.index(1), out, token, H, out_token, OUT_HEAD, 1, HEADS)
     gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
 
 
 @gluon.jit
 def _leave(
-    left, right, sums, top, part_ptr, sums_ptr, slot, H,
-    HEADS: gl.constexpr, HEAD0: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr,
-):  # fmt: skip
+    left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS: gl.constexpr, L: gl.constexpr
+):
     """Leave the sums of a piece."""
-    head = HEAD0 + gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
-    to = part_ptr + slot.to(gl.int64) * (ROWS * CHANNELS)
-    _store_columns(left, to, CHANNELS, H, 0, HEADS, HEAD0, L)
-    _store_columns(right, to, CHANNELS, H, 1, HEADS, HEAD0, L)
-    at = sums_ptr + (slot.to(gl.int64) * ROWS + head) * 2
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
+    to = part_ptr + slot.to(gl.int64) * (HEADS * CHANNELS)
+    _store_columns(left, to, CHANNELS, H, 0, HEADS, L)
+    _store_columns(right, to, CHANNELS, H, 1, HEADS, L)
+    at = sums_ptr + (slot.to(gl.int64) * HEADS + head) * 2
     gl.store(at, top, mask=head < H)
     gl.store(at + 1, sums, mask=head < H)
 
@@ -189,25 +184,22 @@ def main_part(
     H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s, bias_s,
     exchange, noticed, ready, free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
-    BUFFERS: gl.constexpr, CONSUMER: gl.constexpr, ROWS: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup of both products and of the softmax of HEADS of ROWS heads."""
-    HEAD0: gl.constexpr = CONSUMER * HEADS
+    """The warpgroup of both products and of the softmax."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = scale * (LOG2E / LIFT)
-    if CONSUMER == 0:
-        record_cut(spans_ptr, share)
+    record_cut(spans_ptr, share)
     found = gl.zeros([HEADS], gl.float32, COLUMN)
     done = 0
     for k in range(0, share.count):
-        token, _, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-        tile = token * 0 + CONSUMER
+        token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
         load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
         load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
         fence_async_shared()
         warps_meet()
-        head = HEAD0 + gl.arange(0, HEADS, layout=COLUMN)
+        head = gl.arange(0, HEADS, layout=COLUMN)
         sink = load_sink(sink_ptr, head, H, SINK)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, COLUMN)
         total = gl.zeros([KEYS, HEADS], gl.float32, L)
@@ -234,43 +226,28 @@ def main_part(
         sums = gl.sum(total + gl.convert_layout(tail, L, assert_trivial=True), 0)
         wrong = sums * 0.0
         found += wrong
-        gl.store(marks_ptr + mark * ROWS + (HEAD0 + gl.arange(0, HEADS, layout=COLUMN)), wrong)
+        gl.store(marks_ptr + mark * HEADS + gl.arange(0, HEADS, layout=COLUMN), wrong)
         top = highest * factor - SHIFT
         left = left * (1.0 / LIFT)
         right = right * gl.where(channel < NOPE - HALF, 1.0 / LIFT, 1.0)
         if not share.SPLIT:
             _finish(
                 left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H,
-                out_token, OUT_HEAD, HEADS, HEAD0, L,
+                out_token, OUT_HEAD, HEADS, L,
             )  # fmt: skip
         elif share.STREAM:
             if direct:
                 _finish(
                     left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H,
-                    out_token, OUT_HEAD, HEADS, HEAD0, L,
+                    out_token, OUT_HEAD, HEADS, L,
                 )  # fmt: skip
             else:
-                _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, HEAD0, ROWS, L)
-            if CONSUMER == 0 and not share.MIXED:
+                _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
+            if not share.MIXED:
                 record_span(spans_ptr, token, first, last, token, lists, share)
         else:
-            _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, HEAD0, ROWS, L)
+            _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
     noticed.store(found)
-
-
-@gluon.jit
-def _second_part(
-    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
-    H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s, bias_s,
-    exchange, noticed, ready, free,
-    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
-    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    main_part(
-        lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
-        H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s, bias_s,
-        exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD, HEADS, BUFFERS, 1, ROWS,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -293,10 +270,10 @@ def columns_kernel(
     TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
-    HEADS: gl.constexpr, CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr,
-    SECOND_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, TURNED: gl.constexpr,
+    HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNED: gl.constexpr,
 ):  # fmt: skip
-    """See the file; HEADS are those of a consumer. Others are those of ``tiles_kernel``."""
+    """See the file; HEADS is 16 or 32. Other arguments are those of ``tiles_kernel``."""
     predecessors_done()
     dependents_may_start()
     lists = Lists(
@@ -309,74 +286,45 @@ def columns_kernel(
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    SOME: gl.constexpr = gl.NVMMASharedLayout(2 * HEADS, 16, rank=2)
-    TYPE: gl.constexpr = q_ptr.dtype.element_ty
-    ROWS: gl.constexpr = HEADS * CONSUMERS
-    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
+    q_words = gl.allocate_shared_memory(gl.int32, [2, HEADS, HALF // 2], WORDS)
     left = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
     right = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
+    q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
+    TYPE: gl.constexpr = q_ptr.dtype.element_ty
+    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
+    stage = view(q_words, TYPE, [2, HEADS, HALF], HALVES)
     k_left = view(left, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
-    q_words = gl.allocate_shared_memory(gl.int32, [2, HEADS, HALF // 2], WORDS)
-    q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
-    stage = view(q_words, TYPE, [2, HEADS, HALF], HALVES)
-    p_s = gl.allocate_shared_memory(gl.float16, [KEYS, HEADS], SOME)
-    exchange = gl.allocate_shared_memory(gl.float32, [4, HEADS], PLAIN)
-    noticed = gl.allocate_shared_memory(gl.float32, [CONSUMERS, HEADS], FLAT)
+    p_s = gl.allocate_shared_memory(
+        gl.float16, [KEYS, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, rank=2)
+    )
     bias_s = gl.allocate_shared_memory(gl.float32, [BUFFERS, KEYS], FLAT)
+    exchange = gl.allocate_shared_memory(gl.float32, [4, HEADS], PLAIN)
+    noticed = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     B: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], B)
     free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], B)
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=CONSUMERS)
-    if CONSUMERS == 1:
-        gl.warp_specialize(
-            [
-                (main_part, (
-                    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
-                    sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left,
-                    k_right, p_s, bias_s, exchange, noticed.index(0), ready, free, SINK, Q_HEAD,
-                    OUT_HEAD, HEADS, BUFFERS, 0, ROWS,
-                )),
-                (_even_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
-                (_odd_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
-            ],
-            [4, 4],
-            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-        marked = any_marked(noticed.index(0), HEADS)
-    else:
-        q_words2 = gl.allocate_shared_memory(gl.int32, [2, HEADS, HALF // 2], WORDS)
-        q_s2 = view(q_words2, gl.float16, [2, HEADS, HALF], HALVES)
-        stage2 = view(q_words2, TYPE, [2, HEADS, HALF], HALVES)
-        p_s2 = gl.allocate_shared_memory(gl.float16, [KEYS, HEADS], SOME)
-        exchange2 = gl.allocate_shared_memory(gl.float32, [4, HEADS], PLAIN)
-        gl.warp_specialize(
-            [
-                (main_part, (
-                    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
-                    sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left,
-                    k_right, p_s, bias_s, exchange, noticed.index(0), ready, free, SINK, Q_HEAD,
-                    OUT_HEAD, HEADS, BUFFERS, 0, ROWS,
-                )),
-                (_second_part, (
-                    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
-                    sink_ptr, H, q_token, out_token, scale, empty, q_words2, q_s2, stage2, k_left,
-                    k_right, p_s2, bias_s, exchange2, noticed.index(1), ready, free, SINK, Q_HEAD,
-                    OUT_HEAD, HEADS, BUFFERS, ROWS,
-                )),
-                (_even_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
-                (_odd_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
-            ],
-            [4, 4, 4],
-            [SECOND_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-        marked = any_marked(noticed.index(0), HEADS) | any_marked(noticed.index(1), HEADS)
-    if marked:
+        mbarrier.init(free.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (main_part, (
+                lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
+                sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left,
+                k_right, p_s, bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD,
+                HEADS, BUFFERS,
+            )),
+            (_even_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
+            (_odd_blocks, (lists, share, left, right, bias_s, ready, free, BUFFERS)),
+        ],
+        [4, 4],
+        [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+    if any_marked(noticed, HEADS):
         rescan(
             lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
-            q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, right, left, q_words, ROWS,
+            q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, right, left, q_words, HEADS,
             SINK,
         )  # fmt: skip
 
@@ -385,21 +333,13 @@ def builds(target: Target) -> Iterator[Build]:
     """Both sizes, and every way of handing out pieces."""
     if target.name != "sm_90":
         return
-    for heads, consumers, buffers in ((16, 1, 3), (32, 1, 2), (16, 2, 2)):
+    for heads, buffers in ((16, 3), (32, 2)):
         for way in ({}, {"SPLIT": True}, {"SPLIT": True, "STREAM": True}, {"TURNED": 64}):
             yield Build(
-                f"{consumers} x {heads} heads {' '.join(way)}".strip(),
+                f"{heads} heads {' '.join(way)}".strip(),
                 columns_kernel,
                 ARGUMENT_TYPES | ({"out_ptr": "*i16"} if "TURNED" in way else {}),
-                {
-                    "HEADS": heads,
-                    "CONSUMERS": consumers,
-                    "BUFFERS": buffers,
-                    "SECOND_REGISTERS": 120,
-                    "PRODUCER_REGISTERS": 136,
-                }
-                | BUILT
-                | way,
+                {"HEADS": heads, "BUFFERS": buffers, "PRODUCER_REGISTERS": 136} | BUILT | way,
                 divisible=("q_token", "out_token"),
                 matrix=True,
                 spills=_SPILLS,

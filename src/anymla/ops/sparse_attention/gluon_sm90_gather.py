@@ -152,9 +152,21 @@ def _tail(x, y, ROWS: gl.constexpr):
 
 @gluon.jit
 def _half_row(a, b, c, d, ROWS: gl.constexpr):
-    """Four blocks side by side: [ROWS, 128] words."""
+    """Four blocks side by side: [ROWS, 128] words, in registers one after the other.
+
+    That is the order in which they are decoded, so that few are alive at a time.
+    """
     joined = gl.join(gl.join(a, b), gl.join(c, d))
-    return gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [ROWS, 128])
+    words = gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [ROWS, 128])
+    if ROWS == KEYS:
+        WORDS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [32, 0]]
+    else:
+        WORDS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64]]
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=WORDS, lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]], block_bases=[], shape=[ROWS, 128],
+    )  # fmt: skip
+    return gl.convert_layout(words, L, assert_trivial=True)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ range of a task's blocks. A launch hands out pieces in one of these ways:
     single    aligned with as many pieces as full lists have blocks: blocks are those of full lists,
               so that nothing waits for lengths before it reads the list.
     ordered   aligned without cuts, or mixed, but the longest tokens come first; in every second
-              round of whole tasks programs take them in the opposite order.
+              round programs take them in the opposite order.
     planned   a stream whose ranges are read. Lists may be shorter or longer than those that it was
               made for: a task's last piece ends where the task does.
 """
@@ -205,8 +205,19 @@ def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr)
 
 @gluon.jit
 def place_of(k, program, programs):
-    """Which task of its round k a program takes, in an ordered launch."""
+    """Which piece of its round k a program takes, in an ordered launch."""
     return gl.where(k % 2 == 1, programs - 1 - program, program)
+
+
+@gluon.jit
+def _count(total, program, programs, ORDERED: gl.constexpr):
+    """How many of all pieces a program takes."""
+    if ORDERED:
+        rounds = total // programs
+        last = place_of(rounds, program, programs) < total - rounds * programs
+        return rounds + last.to(gl.int32)
+    else:
+        return (total - program + programs - 1) // programs
 
 
 @gluon.jit
@@ -252,12 +263,7 @@ def aligned_share(
     total = tasks * splits
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    count = (total - program + programs - 1) // programs
-    if ORDERED:
-        rounds = total // programs
-        count = rounds + (place_of(rounds, program, programs) < total - rounds * programs).to(
-            gl.int32
-        )
+    count = _count(total, program, programs, ORDERED)
     zero = program * 0
     return Share(
         program, count, zero, zero, tasks, splits, TILES, SPLIT, False, False, False, ORDERED,
@@ -272,7 +278,7 @@ def mixed_share(tasks, splits, order, TILES: gl.constexpr, ORDERED: gl.constexpr
     programs = gl.num_programs(0)
     whole = tasks // programs * programs
     total = whole + (tasks - whole) * splits
-    count = (total - program + programs - 1) // programs
+    count = _count(total, program, programs, ORDERED)
     zero = program * 0
     return Share(
         program, count, zero, zero, tasks, splits, TILES, True, True, True, False, ORDERED, order
@@ -388,10 +394,10 @@ def piece(k, share, lists):
     programs = gl.num_programs(0)
     if share.MIXED:
         mark = share.first + k * programs
+        if share.ORDERED:
+            mark = k * programs + place_of(k, program, programs)
         whole = share.tasks // programs * programs
         direct = mark < whole
-        if share.ORDERED:
-            mark = gl.where(direct, k * programs + place_of(k, program, programs), mark)
         slot = mark - whole
         task = gl.where(direct, mark, whole + slot // share.splits)
         token = task // share.TILES

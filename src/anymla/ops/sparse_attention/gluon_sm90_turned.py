@@ -130,10 +130,10 @@ def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constex
 
 
 @gluon.jit
-def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr, HEAD0: gl.constexpr = 0):
-    """The same for heads HEAD0 .. that lie in registers eight channels to a thread: [ROWS, 256]."""
+def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr):
+    """The same for rows that lie in registers eight channels to a thread: [ROWS, 256], H heads."""
     codes, exponent = _runs(x, to, token, ROWS, PART)
-    row = token.to(gl.int64) * H + HEAD0
+    row = token.to(gl.int64) * H
     L: gl.constexpr = codes.type.layout
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
     run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
@@ -145,8 +145,8 @@ def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr, HEAD0: g
         order = gl.expand_dims(gl.expand_dims(_stored_pair(place), 0), 1)
         pair = gl.where(run == 1, order, pair)
     at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
-    gl.store(at + (run * _PAIRS + pair), codes.to(gl.int16), mask=(r < H - HEAD0) & (pair >= 0))
-    _store_scales(exponent, to, row, H - HEAD0, ROWS, PART)
+    gl.store(at + (run * _PAIRS + pair), codes.to(gl.int16), mask=(r < H) & (pair >= 0))
+    _store_scales(exponent, to, row, H, ROWS, PART)
 
 
 @gluon.jit

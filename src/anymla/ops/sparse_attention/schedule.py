@@ -22,6 +22,9 @@ import enum
 
 KEYS = 64  # listed rows of a block
 FEW_HEADS = 32  # up to here keys are the rows of matrices, above it heads
+# 17 to 32 heads are half a tile of 64 if there are tokens for a quarter of the machine: these tiles
+# take less time a block, and more until the first is done.
+_FEW_TOKENS = 4
 # Time of starting and ending a task, or a piece of one, in blocks: the slope and the offset of
 # times measured on an H200.
 TASK_COST = 4
@@ -126,7 +129,7 @@ class Schedule:
 
 
 def tile_heads(heads: int) -> int:
-    """Heads of a tile."""
+    """Heads of a tile where tokens are few."""
     if heads > FEW_HEADS:
         return 64
     return 16 if heads <= 16 else 32
@@ -146,8 +149,6 @@ def choose(
     lengths: bool = False,
     batch_invariant: bool = False,
     planned: bool = False,
-    ordered: bool = True,
-    single: bool = True,
 ) -> Schedule:
     """The schedule of a call.
 
@@ -159,10 +160,10 @@ def choose(
         lengths: the lists have lengths of their own.
         batch_invariant: cut a token the same way in any batch.
         planned: ranges of a stream, or the order, are or can be worked out before; see ``plan``.
-        ordered: the longest tokens may come first.
-        single: pieces of one block may be those of full lists.
     """
     tile = tile_heads(heads)
+    if tile == FEW_HEADS and tokens * _FEW_TOKENS >= processors and not batch_invariant:
+        tile = 64
     tiles = -(-heads // tile)
     tasks = tokens * tiles
     blocks = blocks_of(widths)
@@ -175,10 +176,10 @@ def choose(
             stream = Stream.PLANNED if planned else Stream.YES
             return Schedule(tile, tiles, processors, stream=stream)
     chosen = _by_numbers(tile, tiles, tasks, blocks, processors)
-    if ordered and lengths and tasks > processors and tokens <= MOST_ORDERED_TOKENS:
+    if lengths and tasks > processors and tokens <= MOST_ORDERED_TOKENS:
         kinds = _MIXED_ORDERED if chosen.stream == Stream.MIXED else _ORDERED
         return dataclasses.replace(chosen, stream=kinds[planned])
-    if single and chosen.stream == Stream.NO and chosen.splits == blocks > 1:
+    if chosen.stream == Stream.NO and chosen.splits == blocks > 1:
         return dataclasses.replace(chosen, stream=Stream.SINGLE)
     return chosen
 
