@@ -214,5 +214,5 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool) -> Bui
         num_warps=chosen.num_warps,
         matrix=dtype != "fp32" and "bf16",
         fp_fusion=not expands,
-        spills=16,
+        spills=64 if target.narrow else 16,
     )
