@@ -31,7 +31,6 @@ from anymla.ops.indexer.selection_plan import (
 _MANY_ROWS = 264  # two waves of an H200
 _G = gl.constexpr(GROUP)
 _NOTHING = gl.constexpr(-0x80000000)
-_NAN_KEY = gl.constexpr(0x7F800001)  # as of triton_order
 # Shared words: counters of three digits, chosen groups, what a scan has found, and a counter for
 # what is not counted.
 _DIGITS = gl.constexpr(2048)
@@ -115,10 +114,9 @@ def _add(a, b):
 
 @gluon.jit
 def _ordered(bits):
-    """``triton_order.ordered``."""
-    magnitude = bits & 0x7FFFFFFF
-    key = gl.where(magnitude == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return gl.where(magnitude > 0x7F800000, _NAN_KEY, key)
+    """Keys of scores: ``triton_order.ordered_result``, where arithmetic makes one NaN only."""
+    bits = (bits.to(gl.float32, bitcast=True) + 0.0).to(gl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @gluon.jit
