@@ -24,6 +24,8 @@ def schedule_of(heads, tokens, way, processors):
         return Schedule(tile, tiles, min(processors, tokens * tiles * 3), 3)
     if way == "single":
         return Schedule(tile, tiles, min(processors, tokens * tiles * 7), 7, Stream.SINGLE)
+    if way == "widths":
+        return Schedule(tile, tiles, min(processors, tokens * tiles * 3), 3, Stream.WIDTHS)
     if way.startswith("mixed"):
         stream = Stream.MIXED if way == "mixed" else Stream.MIXED_ORDERED
         return Schedule(tile, tiles, processors, 2, stream)
@@ -117,7 +119,7 @@ def merge(schedule, part, sums, spans, sink, out, lse, empty, to=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["ordered", "single", "mixed, ordered", "stream"])
+@pytest.mark.parametrize("way", ["ordered", "single", "widths", "mixed, ordered", "stream"])
 @pytest.mark.parametrize(("heads", "tokens"), [(3, 4), (20, 4), (36, 4), (66, 2)])
 def test_any_lists(heads, tokens, way):
     pytest.importorskip("triton")

@@ -90,6 +90,7 @@ WAYS = {
     "planned for others": {"stream": Stream.PLANNED},
     "mixed": {"stream": Stream.MIXED, "splits": 3},
     "aligned": {"splits": 4},
+    "widths": {"stream": Stream.WIDTHS, "splits": 4},
     "ordered": {"stream": Stream.ORDERED},
     "mixed, ordered": {"stream": Stream.MIXED_ORDERED, "splits": 3},
     "ordered before": {"stream": Stream.ORDERED_BEFORE},
@@ -106,7 +107,7 @@ def test_every_block_has_one_program(call, processors, way):
         schedule = Schedule(schedule.heads, schedule.tiles, processors, **WAYS[way])
     lists = lists_of(*lengths, widths)
     want = blocks_by_task(schedule.tiles, *lengths)
-    seen = [[] for _ in want]
+    seen, whole = ([[] for _ in want] for _ in range(2))
     slots, marks = set(), set()
     plan = torch.full((tokens,), -9, dtype=torch.int32)
     if schedule.planned:
@@ -118,6 +119,7 @@ def test_every_block_has_one_program(call, processors, way):
         assert 0 <= mark < schedule.pieces(tokens)
         marks.add(mark)
         seen[task].append((first, min(last, want[task]), program, slot, direct))
+        whole[task].append((first, last))
         if not direct:
             assert schedule.cut
             assert slot not in slots
@@ -149,11 +151,17 @@ def test_every_block_has_one_program(call, processors, way):
                 began_elsewhere |= dict.fromkeys(range(start + 1, end + 1), number)
             cut = len(task) > 1
             task = [each for each in task if each[0] < blocks]
-        elif schedule.stream == Stream.SINGLE:
-            # By the widths: a block of the lists is one, wherever they end.
-            blocks = blocks_of(widths)
-            assert all(not each[4] for each in task)
-            assert [each[0] for each in task] == list(range(blocks))
+        elif schedule.stream in (Stream.SINGLE, Stream.WIDTHS):
+            # Blocks are those of full lists: the used ones are each in one piece.
+            token = number // schedule.tiles
+            first, second = (-(-each[token] // 64) for each in lengths)
+            wide = -(-widths[0] // 64)
+            each_ = -(-blocks_of(widths) // schedule.splits)
+            assert all(not piece[4] for piece in task)
+            assert [piece[0] for piece in task] == [n * each_ for n in range(schedule.splits)]
+            taken = [b for piece in whole[number] for b in range(*piece)]
+            assert len(taken) == len(set(taken))
+            assert {*range(first), *range(wide, wide + second)} <= set(taken)
             continue
         elif cut:
             at = (number - schedule.first_cut(tokens)) * schedule.splits
@@ -234,6 +242,8 @@ def test_schedules_of_known_shapes():
     alone = choose(1, 64, (128, 512), 132)
     assert (alone.splits, alone.stream) == (10, Stream.SINGLE)
     assert choose(64, 64, (128, 512), 132).splits == 2
+    assert choose(8, 128, (128, 1024), 132).stream == Stream.WIDTHS
+    assert choose(8, 128, (128, 16384), 132).stream == Stream.NO
     for tokens in (128, 132, 256, 264):
         whole = choose(tokens, 64, (128, 512), 132, lengths=True)
         assert not whole.cut

@@ -182,7 +182,7 @@ def _first_slots(
     block, last, token, n0, n1, blocks0, lists, share, r, TURNS: gl.constexpr
 ):  # fmt: skip
     """Slots of a piece's first block; if it is known, without waiting for the lengths."""
-    if share.SINGLE:
+    if share.WIDTHS:
         width, column = lists.width0, block * KEYS + r
         row = lists.list0.to(gl.int64) + token * lists.stride0.to(gl.int64) * 4
         n = n0
@@ -193,9 +193,9 @@ def _first_slots(
             width = gl.where(here, width, lists.width1)
             column = gl.where(here, column, column - blocks0 * KEYS)
             n = gl.where(here, n, n1)
-        there = (column < width) & (block < last)
-        slots = gl.load(row.to(gl.pointer_type(gl.int32)) + column, mask=there, other=-1)
-        return gl.where(column < n, slots, -1)
+        row = row.to(gl.pointer_type(gl.int32))
+        slots = gl.load(row + column, mask=column < width, other=-1)
+        return gl.where((column < n) & (block < last), slots, -1)
     elif share.SPLIT or TURNS != 1:
         return slots_of(block, last, token, n0, n1, blocks0, lists, r)
     else:

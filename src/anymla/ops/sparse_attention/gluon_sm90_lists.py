@@ -10,8 +10,9 @@ range of a task's blocks. A launch hands out pieces in one of these ways:
     stream    all blocks of all tasks, in order, plus a fixed cost for each task, are cut into one
               range for every program. A program's first and last piece may be parts of a task;
               but where cutting costs more than it saves, cuts move to the nearest end of a task.
-    single    aligned with as many pieces as full lists have blocks: blocks are those of full lists,
-              so that nothing waits for lengths before it reads the list.
+    widths    aligned, but a piece is a range of the blocks of full lists, so that nothing waits for
+              lengths before it reads the list.
+    single    likewise, with as many pieces as there are blocks.
     ordered   aligned without cuts, or mixed, but the longest tokens come first; in every second
               round programs take them in the opposite order.
     planned   a stream whose ranges are read. Lists may be shorter or longer than those that it was
@@ -46,6 +47,7 @@ _MIXED_ORDERED = gl.constexpr(int(Stream.MIXED_ORDERED))
 _ORDERED_BEFORE = gl.constexpr(int(Stream.ORDERED_BEFORE))
 _MIXED_ORDERED_BEFORE = gl.constexpr(int(Stream.MIXED_ORDERED_BEFORE))
 _SINGLE = gl.constexpr(int(Stream.SINGLE))
+_WIDTHS = gl.constexpr(int(Stream.WIDTHS))
 _PLANNED = gl.constexpr(int(Stream.PLANNED))
 # Of keys that tokens are ordered by.
 _TOKENS = gl.constexpr(MOST_ORDERED_TOKENS)
@@ -121,6 +123,7 @@ class Share:
         MIXED: see the file.
         PLANNED: likewise.
         ORDERED: likewise.
+        WIDTHS: likewise.
         SINGLE: likewise.
         order: int32 [T], tokens in the order in which they are taken, if ORDERED.
     """
@@ -138,12 +141,13 @@ class Share:
     PLANNED: gl.constexpr
     ORDERED: gl.constexpr
     order: gl.tensor
+    WIDTHS: gl.constexpr
     SINGLE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, first, count, begin, end, tasks, splits, TILES, SPLIT, STREAM, MIXED, PLANNED,
-        ORDERED, order, SINGLE=False,
+        ORDERED, order, WIDTHS=False, SINGLE=False,
     ):  # fmt: skip
         self.first = first
         self.count = count
@@ -158,6 +162,7 @@ class Share:
         self.PLANNED = gl.constexpr(PLANNED)
         self.ORDERED = gl.constexpr(ORDERED)
         self.order = order
+        self.WIDTHS = gl.constexpr(WIDTHS)
         self.SINGLE = gl.constexpr(SINGLE)
 
 
@@ -257,7 +262,7 @@ def order_tokens(lists, order, T, SIZE: gl.constexpr):
 @gluon.jit
 def aligned_share(
     tasks, splits, order, TILES: gl.constexpr, SPLIT: gl.constexpr, ORDERED: gl.constexpr,
-    SINGLE: gl.constexpr,
+    WIDTHS: gl.constexpr, SINGLE: gl.constexpr,
 ):  # fmt: skip
     """This program's share of an aligned launch."""
     total = tasks * splits
@@ -267,7 +272,7 @@ def aligned_share(
     zero = program * 0
     return Share(
         program, count, zero, zero, tasks, splits, TILES, SPLIT, False, False, False, ORDERED,
-        order, SINGLE,
+        order, WIDTHS, SINGLE,
     )  # fmt: skip
 
 
@@ -369,16 +374,19 @@ def share_of(
     BEFORE: gl.constexpr = (STREAM == _ORDERED_BEFORE) | (STREAM == _MIXED_ORDERED_BEFORE)
     MIXED: gl.constexpr = (STREAM == _MIXED_ORDERED) | (STREAM == _MIXED_ORDERED_BEFORE)
     ORDERED: gl.constexpr = NOW | BEFORE
+    WIDTHS: gl.constexpr = (STREAM == _WIDTHS) | (STREAM == _SINGLE)
     if NOW:
         order_tokens(lists, plan, T, SIZE)
     if STREAM == _PLANNED:
         return planned_share(plan, T, TILES)
     elif (STREAM == _MIXED) | MIXED:
         return mixed_share(T * TILES, splits, plan, TILES, ORDERED)
-    elif STREAM and not ORDERED and STREAM != _SINGLE:
+    elif STREAM and not ORDERED and not WIDTHS:
         return stream_share(lists, T, TILES, COST, SIZE)
     else:
-        return aligned_share(T * TILES, splits, plan, TILES, SPLIT, ORDERED, STREAM == _SINGLE)
+        return aligned_share(
+            T * TILES, splits, plan, TILES, SPLIT, ORDERED, WIDTHS, STREAM == _SINGLE
+        )
 
 
 @gluon.jit
@@ -426,9 +434,19 @@ def piece(k, share, lists):
         n0, n1, blocks0, blocks = counts(lists, token)
         first = slot - task * share.splits
         # A piece without blocks still takes one, whose columns are past the end of the lists.
-        if share.SINGLE:
-            blocks0 = blocks0 * 0 + (lists.width0 + KEYS - 1) // KEYS
-            last = first + 1
+        if share.WIDTHS:
+            wide0 = blocks0 * 0 + (lists.width0 + KEYS - 1) // KEYS
+            end = gl.where(n1 > 0, wide0 + (n1 + KEYS - 1) // KEYS, blocks0)
+            blocks0 = wide0
+            if share.SINGLE:
+                last = first + 1
+            else:
+                wide = wide0
+                if lists.TWO:
+                    wide = wide + (lists.width1 + KEYS - 1) // KEYS
+                each = (gl.maximum(wide, 1) + share.splits - 1) // share.splits
+                first = first * each
+                last = gl.maximum(gl.minimum(end, first + each), first + 1)
         else:
             each = (blocks + share.splits - 1) // share.splits
             first = first * each

@@ -8,7 +8,8 @@ kernels then cut every token's own blocks. The ways:
     mixed     whole tasks as long as there is one for every program, the rest cut as above
     stream    the blocks of all tasks are cut into one range for every program, which knows the
               lengths and cuts only where that pays
-    single    aligned, pieces are blocks of full lists, and the kernel need not wait for lengths
+    widths    aligned, pieces are those of full lists, and the kernel need not wait for lengths
+    single    likewise, a block each
     planned   a stream that was cut up before, once for all layers of a step; see ``plan``
 
 Whole and mixed can be ordered: programs take the longest tokens first, and in every second round in
@@ -25,6 +26,9 @@ FEW_HEADS = 32  # up to here keys are the rows of matrices, above it heads
 # 17 to 32 heads are half a tile of 64 if there are tokens for a quarter of the machine: these tiles
 # take less time a block, and more until the first is done.
 _FEW_TOKENS = 4
+# Pieces of so few blocks may be those of full lists: a token with short ones takes no longer than
+# one with full ones.
+_FEW_BLOCKS = 3
 # Time of starting and ending a task, or a piece of one, in blocks: the slope and the offset of
 # times measured on an H200.
 TASK_COST = 4
@@ -54,6 +58,7 @@ class Stream(enum.IntEnum):
     SINGLE = 6
     ORDERED_BEFORE = 7
     MIXED_ORDERED_BEFORE = 8
+    WIDTHS = 9
 
 
 _ORDERED = (Stream.ORDERED, Stream.ORDERED_BEFORE)
@@ -86,7 +91,7 @@ class Schedule:
     @property
     def aligned(self) -> bool:
         """Whether all tasks are cut into as many pieces, or none is."""
-        return self.stream in (Stream.NO, *_ORDERED, Stream.SINGLE)
+        return self.stream in (Stream.NO, *_ORDERED, Stream.SINGLE, Stream.WIDTHS)
 
     @property
     def ranged(self) -> bool:
@@ -179,8 +184,11 @@ def choose(
     if lengths and tasks > processors and tokens <= MOST_ORDERED_TOKENS:
         kinds = _MIXED_ORDERED if chosen.stream == Stream.MIXED else _ORDERED
         return dataclasses.replace(chosen, stream=kinds[planned])
-    if chosen.stream == Stream.NO and chosen.splits == blocks > 1:
-        return dataclasses.replace(chosen, stream=Stream.SINGLE)
+    if chosen.stream == Stream.NO and chosen.splits > 1:
+        if chosen.splits == blocks:
+            return dataclasses.replace(chosen, stream=Stream.SINGLE)
+        if -(-blocks // chosen.splits) <= _FEW_BLOCKS:
+            return dataclasses.replace(chosen, stream=Stream.WIDTHS)
     return chosen
 
 
