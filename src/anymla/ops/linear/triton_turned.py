@@ -170,51 +170,29 @@ def _nibbles(
 
 
 @triton.jit
-def _values(
-    w,
-    scales,
-    x,
-    x_inside,
-    runs,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
+def _values(w, scales, x, x_inside, runs, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
     """Scales multiplied into the operand: for many tokens, or tokens that have none."""
     ROWS: tl.constexpr = w.shape[0]
-    COLUMNS: tl.constexpr = x.shape[0]
     SCALES: tl.constexpr = BLOCK_K // 32
+    total = tl.zeros((ROWS, x_inside.shape[0]), tl.float32)
     w = w[:, None] + tl.arange(0, BLOCK_K // 8)[None, :]
     scales = scales[:, None] + tl.arange(0, SCALES)[None, :]
-    channel = tl.arange(0, BLOCK_K)
-    if TOGETHER:
-        total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        x = x[:, None] + channel[None, :]
-        mask = x_inside[:, None]
-    else:
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        x = x[None, :] + channel[:, None]
-        mask = x_inside[None, :]
+    x = x[None, :] + tl.arange(0, BLOCK_K)[:, None]
     for _ in tl.range(0, runs * 128, BLOCK_K, num_stages=STAGES):
         factor = ue8m0_to_fp32(tl.load(scales)).to(tl.bfloat16)
         # Two products, because their factors' product may be no number.
         value = words_to_bf16(tl.load(w)) * tl.full((), BFLOAT16_UNIT, tl.bfloat16)
         value = tl.reshape(value, (ROWS, SCALES, 32)) * factor[:, :, None]
-        a, b = tl.reshape(value, (ROWS, BLOCK_K)), tl.load(x, mask, other=0.0)
-        total = tl.dot(b, tl.trans(a), total) if TOGETHER else tl.dot(a, b, total)
+        b = tl.load(x, x_inside[None, :], other=0.0)
+        total = tl.dot(tl.reshape(value, (ROWS, BLOCK_K)), b, total)
         w += BLOCK_K // 8
         scales += SCALES
         x += BLOCK_K
-    if TOGETHER:
-        total = tl.trans(total)
     return total
 
 
 @triton.jit
-def _codes(
-    w, scales, x, x_scales, x_inside, runs, NATIVE: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
+def _codes(w, scales, x, x_scales, x_inside, runs, NATIVE: tl.constexpr, STAGES: tl.constexpr):
     total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
     w = w[:, None] + tl.arange(0, 128)[None, :]
     x = x[None, :] + tl.arange(0, 128)[:, None]
@@ -266,8 +244,7 @@ def turned_product(
         NATIVE: convert e4m3 by instructions.
         BLOCK_K: channels of a step, a multiple of 128 with x_scales.
         STAGES: of the loop's pipeline.
-        TOGETHER: how mxfp4 is scaled, see ``_columns``; takes four times as many columns. Without
-            x_scales: tokens become the rows of the product.
+        TOGETHER: how mxfp4 is scaled, see ``_columns``; takes four times as many columns.
         WIDE: read all of a step's weights at once; a step is 1, 2 or 4 runs.
 
     Returns:
@@ -280,7 +257,7 @@ def turned_product(
         if x_scales is not None:
             scales = scales.to(tl.pointer_type(tl.int32))
     if x_scales is None:
-        total = _values(w, scales, x, x_inside, runs, BLOCK_K, STAGES, TOGETHER)
+        total = _values(w, scales, x, x_inside, runs, BLOCK_K, STAGES)
     elif FORMAT == "mxfp4":
         total = _nibbles(
             w,
