@@ -23,6 +23,7 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     KEYS,
     NOPE,
     address,
+    anew,
     piece,
     slots_of,
 )
@@ -300,5 +301,8 @@ def produce(
             mbarrier.arrive(ready.index(buffer), count=1)
             valid = next_valid
             scales = next_scales
-            upcoming = slots_of(block + 2 * TURNS, last, token, n0, n1, blocks0, lists, r)
+            again = token
+            if not EARLY:
+                again = anew(token)  # or addresses of both lists are kept, and rows are spilled
+            upcoming = slots_of(block + 2 * TURNS, last, again, n0, n1, blocks0, lists, r)
         before += last - first
