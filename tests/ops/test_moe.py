@@ -377,7 +377,9 @@ def use_packed_tile(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     operands = {"float16": tl.float16, "bfloat16": tl.bfloat16}
     operand = operands.get(form, tl.float8e4nv)
-    tile = PackedTile(64, 16, 128, operand, 4, 2, form == "together", form == "wide")
+    tile = PackedTile(
+        64, 16, 128, operand, 4, 2, form == "together", form == "wide", form != "e4m3"
+    )
     monkeypatch.setattr(triton_experts, "packed_tile", lambda *_: tile)
 
 

@@ -100,6 +100,7 @@ def few_linear_kernel(
         x_scales + at * runs + first,
         inside,
         tl.minimum(split, runs - first),
+        None,
         FORMAT,
         OPERAND,
         NATIVE,

@@ -132,6 +132,7 @@ def _nibbles(
     x_scales,
     x_inside,
     runs,
+    begin,
     OPERAND: tl.constexpr,
     TOGETHER: tl.constexpr,
     WIDE: tl.constexpr,
@@ -147,7 +148,12 @@ def _nibbles(
     else:
         w = w[:, None] + tl.arange(0, 16)[None, :]
     x, inside = _columns(x, x_inside, TOGETHER)
-    for _ in tl.range(0, runs, UNROLL, num_stages=STAGES):
+    if begin is not None:
+        w += 16 * begin
+        scales += begin
+        x += 128 * begin
+        x_scales += begin
+    for step in tl.range(0, runs, UNROLL, num_stages=STAGES):
         if WIDE:
             step_words, step_scale = tl.load(w), tl.load(scales)
         for run in tl.static_range(UNROLL):
@@ -162,10 +168,14 @@ def _nibbles(
                 part = _nibbles_apart(words, scale, x + 128 * run, inside, OPERAND)
             factor = tl.load(x_scales + run, x_inside, other=0.0) * UNIT
             total += part * factor[None, :]
-        w += 16 * UNROLL
-        scales += UNROLL
-        x += 128 * UNROLL
-        x_scales += UNROLL
+        ahead = UNROLL
+        if begin is not None:
+            # After the last run comes the first.
+            ahead = tl.where(begin + step + UNROLL == runs, UNROLL - runs, UNROLL)
+        w += 16 * ahead
+        scales += ahead
+        x += 128 * ahead
+        x_scales += ahead
     return total
 
 
@@ -221,6 +231,7 @@ def turned_product(
     x_scales,
     x_inside,
     runs,
+    begin,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -239,6 +250,9 @@ def turned_product(
         x_scales: pointers [m] to the scales of their runs of 128, or None.
         x_inside: bool [m], rows of x to read.
         runs: runs of 128 channels.
+        begin: for "mxfp4" with x_scales the run to begin with, a multiple of a step's, or None;
+            after the last comes the first. Programs that read the same x at the same time wait
+            for each other.
         FORMAT: "mxfp4" or "fp8".
         OPERAND: float16 or for "mxfp4" float8e4nv with x_scales, else bfloat16.
         NATIVE: convert e4m3 by instructions.
@@ -266,6 +280,7 @@ def turned_product(
             x_scales,
             x_inside,
             runs,
+            begin,
             OPERAND,
             TOGETHER,
             WIDE,
