@@ -8,9 +8,9 @@ Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm9
 
 A block is 64 listed rows in float16, its halves of 256 channels in two allocations, double
 buffered. Keys and values are the same memory. main hands P, and by how much the sums decay, to
-right through shared memory; after the last block it hands over the factor of the result. Both
-write their half of the result through the buffer that the last block left, which they hold back
-from the producers.
+right through shared memory; after the last block of what may be a whole task it hands over the
+factor of the result. Both write their half of the result through the buffer that the last block
+left, which they hold back from the producers.
 
 Barriers: ready[b] producers -> main (right learns through p_ready); free[b] main and right ->
 producers; p_ready[s] main -> right; p_free[s] right -> main; q_ready right -> main (q's right
@@ -184,19 +184,25 @@ def right_part(
             s = handed % 2
             mbarrier.wait(p_ready.index(s), (handed // 2) & 1)
             fence_async_shared()
-            acc = acc * gl.expand_dims(decay_s.index(s).load(R), 1)
-            acc = warpgroup_mma(p_s.index(s), k_right.index(buffer), acc, is_async=True)
+            if not share.SINGLE:
+                acc = acc * gl.expand_dims(decay_s.index(s).load(R), 1)
+            acc = warpgroup_mma(
+                p_s.index(s), k_right.index(buffer), acc, use_acc=not share.SINGLE, is_async=True
+            )
             acc = warpgroup_mma_wait(0, deps=[acc])
             if block + 1 < last:
                 mbarrier.arrive(free.index(buffer), count=1)
             mbarrier.arrive(p_free.index(s), count=1)
             done += 1
             handed += 1
-        s = handed % 2
-        mbarrier.wait(p_ready.index(s), (handed // 2) & 1)
-        factor = decay_s.index(s).load(R)
-        mbarrier.arrive(p_free.index(s), count=1)
-        handed += 1
+        if share.SPLIT and not share.STREAM:
+            factor = gl.full([HEADS], 1.0, gl.float32, R)
+        else:
+            s = handed % 2
+            mbarrier.wait(p_ready.index(s), (handed // 2) & 1)
+            factor = decay_s.index(s).load(R)
+            mbarrier.arrive(p_free.index(s), count=1)
+            handed += 1
         column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, L)), 0)
         # NaN of the sums is in all channels; infinities of the tail do not always reach the sums.
         wrong = gl.sum(gl.where(column < NOPE - HALF, 0.0, acc * 0.0), 1)
@@ -277,9 +283,12 @@ def main_part(
             mbarrier.wait(p_free.index(s), ((handed // 2) & 1) ^ 1)
             p_s.index(s).store(p)
             decay_s.index(s).store(decay)
-            acc = acc * gl.expand_dims(gl.convert_layout(decay, R), 1)
+            if not share.SINGLE:
+                acc = acc * gl.expand_dims(gl.convert_layout(decay, R), 1)
             own = gl.convert_layout(p, A, assert_trivial=True)
-            acc = warpgroup_mma(own, k_left.index(buffer), acc, is_async=True)
+            acc = warpgroup_mma(
+                own, k_left.index(buffer), acc, use_acc=not share.SINGLE, is_async=True
+            )
             # What only right needs is done while main's product runs.
             fence_async_shared()
             mbarrier.arrive(p_ready.index(s), count=1)
@@ -292,16 +301,16 @@ def main_part(
         top = highest * factor - SHIFT
         bottom = bottom_of(sums, top, sink)
         scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)
-        if share.SPLIT:
-            if share.STREAM:
+        if share.SPLIT and not share.STREAM:
+            scaled = gl.full([HEADS], 1.0, gl.float32, ROW)
+        else:
+            if share.SPLIT:
                 scaled = gl.where(direct, scaled, 1.0)
-            else:
-                scaled = gl.full([HEADS], 1.0, gl.float32, ROW)
-        s = handed % 2
-        mbarrier.wait(p_free.index(s), ((handed // 2) & 1) ^ 1)
-        decay_s.index(s).store(scaled)
-        mbarrier.arrive(p_ready.index(s), count=1)
-        handed += 1
+            s = handed % 2
+            mbarrier.wait(p_free.index(s), ((handed // 2) & 1) ^ 1)
+            decay_s.index(s).store(scaled)
+            mbarrier.arrive(p_ready.index(s), count=1)
+            handed += 1
         y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * (1.0 / LIFT), 1)
         buffer = (done + 1) % 2
         if not share.SPLIT:
