@@ -76,7 +76,7 @@ def packed_tile(
 @triton.jit
 def begin_of(runs, BLOCK_K: tl.constexpr):
     """Another run to begin with for every tile: a multiple of a step's."""
-    STEP: tl.constexpr = BLOCK_K // 128
+    STEP: tl.constexpr = (BLOCK_K + 127) // 128
     return tl.program_id(0) % (runs // STEP) * STEP
 
 
