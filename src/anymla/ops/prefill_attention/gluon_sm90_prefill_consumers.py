@@ -111,6 +111,10 @@ def left(
         for i in range(1, blocks):
             b = done % 2
             acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
+            p_s.index(b).store(Ph)
+            past_s.index(b).store(past)
+            fence_async_shared()
+            mbarrier.arrive(p_rdy.index(b), count=1)
             phase = ((done + 1) // 2) & 1
             S, masked = scores(
                 q_s,
@@ -129,11 +133,6 @@ def left(
             )
             acc, S = warpgroup_mma_wait(2, deps=[acc, S])
             mbarrier.arrive(free_l.index(b), count=1)
-            # Not before the scores are under way: the fence takes as long as a product.
-            p_s.index(b).store(Ph)
-            past_s.index(b).store(past)
-            fence_async_shared()
-            mbarrier.arrive(p_rdy.index(b), count=1)
             S = warpgroup_mma_wait(1, deps=[S])
             if i + 1 == blocks:
                 mbarrier.arrive(q_free.index(0), count=1)
