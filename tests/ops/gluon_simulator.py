@@ -444,6 +444,9 @@ def _cast(x, dtype, bitcast=False):
 
 
 def _assembly(text, constraints, args, dtype, is_pure, pack):
+    if text.startswith("prefetch"):
+        load(args[0])  # inside of the tensor
+        return args[0]
     if "vote.sync.all" in text:
         return args[0] * args[1]
     assert "cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1;" in text

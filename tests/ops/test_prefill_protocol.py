@@ -58,6 +58,7 @@ def run(
     sink = torch.zeros(heads) if case.sink is None else case.sink
     simulate(
         kernel,
+        Pointer(case.q.flatten()),
         Descriptor(case.q.view(-1, dim), (64, dim // 2)),
         Descriptor(case.rows, (64, dim // 2)),
         Descriptor(out.view(tokens * heads, -1), (64, dim // 2)),

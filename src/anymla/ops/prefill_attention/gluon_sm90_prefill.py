@@ -154,7 +154,7 @@ def _launch(
     copied = COPIED and turned is None and heads % HEADS == 0 and out.dtype == rows.dtype
     outputs = out.view(tokens * heads, channels) if copied else out
     prefill_kernel[(min(tasks, multiprocessors(q.device)),)](
-        queries, TensorDescriptor.from_tensor(rows, box, tile),
+        q, queries, TensorDescriptor.from_tensor(rows, box, tile),
         TensorDescriptor.from_tensor(outputs, box, tile) if copied else queries,
         rows, runs, listed, lse if sink is None else sink, out,
         *((lse, runs, lse, 0) if turned is None else _of(turned)),
@@ -197,7 +197,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "qdesc": tile,
                 "kdesc": tile,
                 "odesc": tile,
-                "kv": f"*{dtype}",
+                **dict.fromkeys(("q", "kv"), f"*{dtype}"),
                 "out": "*i16" if quantised else f"*{dtype}",
                 "positions": "*i64" if quantised else "*i32",
                 **dict.fromkeys(("scale", "empty"), "fp32"),

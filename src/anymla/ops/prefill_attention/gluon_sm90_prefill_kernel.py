@@ -24,6 +24,7 @@ from anymla.ops.prefill_attention.gluon_sm90_prefill_producer import producer
 
 @gluon.jit(do_not_specialize=["length", "stride", "window", "width", "rows", "tasks", "heads"])
 def prefill_kernel(
+    q,
     qdesc,
     kdesc,
     odesc,
@@ -62,6 +63,7 @@ def prefill_kernel(
     """Attention of ``tasks`` = queries x blocks of heads.
 
     Args:
+        q: [T, H, 512].
         qdesc: of q as [T * H, 512], boxes of 64 x 256.
         kdesc: of the rows [N, 512], boxes of 64 x 256.
         odesc: of ``out`` as [T * H, 512], boxes of 64 x 256; used if COPIED.
@@ -135,7 +137,7 @@ def prefill_kernel(
             (
                 producer,
                 (
-                    kv, kdesc, qdesc, runs, lists, stride, window, width, rows, tasks, heads,
+                    q, kv, kdesc, qdesc, runs, lists, stride, window, width, rows, tasks, heads,
                     q_s, k_l, k_r, valid_s, masked_s, blocks_s,
                     rdy_l, rdy_r, free_l, free_r, q_rdy, q_free, HEAD_BLOCKS, LISTED, BARE,
                 ),

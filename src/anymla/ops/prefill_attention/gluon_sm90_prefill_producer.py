@@ -45,7 +45,25 @@ def _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free):
 
 
 @gluon.jit
+def _prefetch(q, token, head, heads):
+    """Bring 64 heads of a query into the second-level cache."""
+    PL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    line = gl.arange(0, 512, layout=PL)
+    row = token.to(gl.int64) * heads + head + gl.minimum(line // 8, heads - head - 1)
+    line = row * 512 + line % 8 * 64
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [q + line],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def producer(
+    q,
     kv,
     kdesc,
     qdesc,
@@ -104,6 +122,11 @@ def producer(
         for i in range(blocks):
             b = done % 2
             phase = ((done // 2) & 1) ^ 1
+            if i == 1:
+                # Programs begin their queries together and would all wait for memory together.
+                later = task + gl.num_programs(0)
+                if later < tasks:
+                    _prefetch(q, later // HEAD_BLOCKS, (later % HEAD_BLOCKS) * 64, heads)
             first = i < blocks0
             left = gl.where(first, count0 - i * 64, count1 - (i - blocks0) * 64)
             at = gl.where(first, start0 + i * 64, start1 + (i - blocks0) * 64)
