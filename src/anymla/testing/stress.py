@@ -16,6 +16,7 @@ from torch import Tensor
 
 _REPEATS = 8  # of a call in its graph
 _LOAD_BYTES = 64 << 20
+_TELL_SECONDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +51,35 @@ class Outcome:
     different: dict[str, int]
 
 
-def repeat(calls: Sequence[Repeated], blocks: int, *, seed: int = 0, limit: float = 60) -> Outcome:
-    """Repeat calls until they have read as many blocks, or for as many seconds."""
+def repeat(
+    calls: Sequence[Repeated],
+    blocks: int,
+    *,
+    seed: int = 0,
+    limit: float = 60,
+    tell: Callable[[Outcome], None] | None = None,
+) -> Outcome:
+    """Repeat calls.
+
+    Args:
+        calls: what to repeat.
+        blocks: until they have read as many,
+        limit: or for as many seconds.
+        seed: of their order.
+        tell: called every few seconds with what came of it so far.
+    """
     counters = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in calls]
     graphs = [_recorded(call, counter) for call, counter in zip(calls, counters, strict=True)]
     load = torch.zeros(_LOAD_BYTES, dtype=torch.uint8, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(3)]
     order, done, launched = random.Random(seed), 0, 0
-    started = time.perf_counter()
+    started = told = time.perf_counter()
+
+    def outcome() -> Outcome:
+        counts = [(call.label, int(counter)) for call, counter in zip(calls, counters, strict=True)]
+        found = {label: count for label, count in counts if count}
+        return Outcome(launched, done, time.perf_counter() - started, found)
+
     while done < blocks and time.perf_counter() - started < limit:
         for _ in range(16):
             # A graph's memory is its own, so it must not run beside itself.
@@ -74,12 +96,10 @@ def repeat(calls: Sequence[Repeated], blocks: int, *, seed: int = 0, limit: floa
             with torch.cuda.stream(streams[2]):
                 load[: order.randrange(1, _LOAD_BYTES)].add_(1)
         torch.cuda.synchronize()
-    found = {
-        call.label: int(counter)
-        for call, counter in zip(calls, counters, strict=True)
-        if int(counter)
-    }
-    return Outcome(launched, done, time.perf_counter() - started, found)
+        if tell is not None and time.perf_counter() - told > _TELL_SECONDS:
+            told = time.perf_counter()
+            tell(outcome())
+    return outcome()
 
 
 def _recorded(call: Repeated, counter: Tensor) -> torch.cuda.CUDAGraph:
