@@ -23,7 +23,6 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     KEYS,
     NOPE,
     address,
-    anew,
     piece,
     slots_of,
 )
@@ -153,21 +152,9 @@ def _tail(x, y, ROWS: gl.constexpr):
 
 @gluon.jit
 def _half_row(a, b, c, d, ROWS: gl.constexpr):
-    """Four blocks side by side: [ROWS, 128] words, in registers one after the other.
-
-    That is the order in which they are decoded, so that few are alive at a time.
-    """
+    """Four blocks side by side: [ROWS, 128] words."""
     joined = gl.join(gl.join(a, b), gl.join(c, d))
-    words = gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [ROWS, 128])
-    if ROWS == KEYS:
-        WORDS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [32, 0]]
-    else:
-        WORDS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64]]
-    L: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=WORDS, lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]], block_bases=[], shape=[ROWS, 128],
-    )  # fmt: skip
-    return gl.convert_layout(words, L, assert_trivial=True)
+    return gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [ROWS, 128])
 
 
 @gluon.jit
@@ -301,8 +288,5 @@ def produce(
             mbarrier.arrive(ready.index(buffer), count=1)
             valid = next_valid
             scales = next_scales
-            again = token
-            if not EARLY:
-                again = anew(token)  # or addresses of both lists are kept, and rows are spilled
-            upcoming = slots_of(block + 2 * TURNS, last, again, n0, n1, blocks0, lists, r)
+            upcoming = slots_of(block + 2 * TURNS, last, token, n0, n1, blocks0, lists, r)
         before += last - first
