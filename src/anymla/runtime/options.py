@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 # Rows up to which a second queue has been seen to gain (H200).
-_MOST_ROWS_BESIDE = 16
+_MOST_ROWS_BESIDE = 128
 
 DecodeMode = Literal["auto", "graph", "fixed", "plain"]
 
