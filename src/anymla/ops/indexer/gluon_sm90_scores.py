@@ -4,11 +4,12 @@ Grid: (tokens, or pairs of neighbours, parts of the context). A program keeps it
 shared memory, [ROWS x 64 heads, 128], and walks the pages that they see; tokens of two requests
 take their pages one request after the other.
 
-    producer     pages -> ring of BUFFERS tiles, keys [64, 128] and 64 scales        24 registers
-    4 consumers  every fourth tile each: keys . queries, relu, weights, sums        112 each
+    4 producers  every fourth tile each: pages -> ring of BUFFERS tiles, keys [64, 128] and 64
+                 scales; a warp and 24 registers
+    4 consumers  the same tiles: keys . queries, relu, weights, sums; 4 warps and 112 registers
 
 One consumer works on its sums while others use the tensor cores. Barriers: full[b] producer ->
-consumer, free[b] consumer -> producer.
+consumer, and in shared words of the kernel's own consumer -> producer.
 """
 
 from collections.abc import Iterator
@@ -52,18 +53,26 @@ def dependents_may_start():
 
 @gluon.jit
 def _produce(
-    keys_desc, scales_desc, table, table_row_stride, table_column_stride, walked, page, pages, keys,
-    scales, full, words, BUFFERS: gl.constexpr,
+    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
+    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
+    BUFFERS: gl.constexpr, ROWS: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    q0, low0, tiles0, q1, low1, tiles1, _s0, _e0, _s1, _e1, _shared = walked
+    """The tiles of one consumer, page ids a tile ahead."""
+    q0, low0, tiles0, q1, low1, tiles1, _s0, _e0, _s1, _e1, _shared = walk(
+        lengths, starts, owners, first_row, rows, per_request, requests, covered, k, span, ROWS
+    )
     L3: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=3)
     # Of a page, behind its codes.
     SCALES: gl.constexpr = 0 if table is None else _P * _D // 4
     tiles = tiles0 + tiles1
-    for i in range(tiles):
+    page, _at = page_of(
+        table, table_row_stride, table_column_stride, q0, low0, tiles0, q1, low1, WHO, tiles
+    )
+    for i in range(WHO, tiles, _CONSUMERS):
         ahead, _at = page_of(
-            table, table_row_stride, table_column_stride, q0, low0, tiles0, q1, low1, i + 1, tiles
-        )
+            table, table_row_stride, table_column_stride, q0, low0, tiles0, q1, low1,
+            i + _CONSUMERS, tiles,
+        )  # fmt: skip
         b = i % BUFFERS
         wait(words, b, ((i // BUFFERS) & 1) ^ 1)
         mbarrier.expect(full.index(b), _P * _D + _P * 4)
@@ -77,54 +86,114 @@ def _produce(
 
 
 @gluon.jit
+def _producer0(
+    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
+    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
+    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    _produce(
+        keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts,
+        owners, first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full,
+        words, BUFFERS, ROWS, 0,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _producer1(
+    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
+    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
+    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    _produce(
+        keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts,
+        owners, first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full,
+        words, BUFFERS, ROWS, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _producer2(
+    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
+    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
+    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    _produce(
+        keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts,
+        owners, first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full,
+        words, BUFFERS, ROWS, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _producer3(
+    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
+    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
+    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    _produce(
+        keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts,
+        owners, first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full,
+        words, BUFFERS, ROWS, 3,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _consumer0(
-    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
-    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr,
+    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
+    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
+    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
+    ROWS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     consume(
-        table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-        scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales,
-        full, words, BUFFERS, ROWS, FILL, 0,
+        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
+        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
+        requests, pages, covered, k, span, context, queries, keys, scales, full, words, BUFFERS,
+        ROWS, FILL, 0,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer1(
-    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
-    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr,
+    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
+    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
+    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
+    ROWS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     consume(
-        table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-        scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales,
-        full, words, BUFFERS, ROWS, FILL, 1,
+        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
+        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
+        requests, pages, covered, k, span, context, queries, keys, scales, full, words, BUFFERS,
+        ROWS, FILL, 1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer2(
-    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
-    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr,
+    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
+    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
+    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
+    ROWS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     consume(
-        table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-        scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales,
-        full, words, BUFFERS, ROWS, FILL, 2,
+        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
+        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
+        requests, pages, covered, k, span, context, queries, keys, scales, full, words, BUFFERS,
+        ROWS, FILL, 2,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer3(
-    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
-    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr,
+    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
+    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
+    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
+    ROWS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     consume(
-        table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-        scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales,
-        full, words, BUFFERS, ROWS, FILL, 3,
+        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
+        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
+        requests, pages, covered, k, span, context, queries, keys, scales, full, words, BUFFERS,
+        ROWS, FILL, 3,
     )  # fmt: skip
 
 
@@ -191,15 +260,6 @@ def page_scores_kernel(
         mask=gl.expand_dims(first + line < rows.to(gl.int64) * _H, 1),
         other=0,
     )
-    # Lengths and the first page are on their way while queries are.
-    walked = walk(
-        lengths, starts, owners, first_row, rows, per_request, requests, covered, k, span, ROWS
-    )
-    q0, low0, tiles0, q1, low1, tiles1, _s0, _e0, _s1, _e1, _shared = walked
-    page, _at = page_of(
-        table, table_row_stride, table_column_stride, q0, low0, tiles0, q1, low1, 0,
-        tiles0 + tiles1,
-    )  # fmt: skip
     queries.store(codes.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
     dependents_may_start()
@@ -207,32 +267,55 @@ def page_scores_kernel(
     gl.warp_specialize(
         [
             (_consumer0, (
-                table, table_row_stride, table_column_stride, walked, weights, weights_stride,
-                scores, scores_stride, maxima, maxima_stride, rows, pages, span, context, queries,
-                keys, scales, full, words, BUFFERS, ROWS, FILL,
+                table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
+                weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
+                per_request, requests, pages, covered, k, span, context, queries, keys, scales,
+                full, words, BUFFERS, ROWS, FILL,
             )),
             (_consumer1, (
-                table, table_row_stride, table_column_stride, walked, weights, weights_stride,
-                scores, scores_stride, maxima, maxima_stride, rows, pages, span, context, queries,
-                keys, scales, full, words, BUFFERS, ROWS, FILL,
+                table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
+                weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
+                per_request, requests, pages, covered, k, span, context, queries, keys, scales,
+                full, words, BUFFERS, ROWS, FILL,
             )),
             (_consumer2, (
-                table, table_row_stride, table_column_stride, walked, weights, weights_stride,
-                scores, scores_stride, maxima, maxima_stride, rows, pages, span, context, queries,
-                keys, scales, full, words, BUFFERS, ROWS, FILL,
+                table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
+                weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
+                per_request, requests, pages, covered, k, span, context, queries, keys, scales,
+                full, words, BUFFERS, ROWS, FILL,
             )),
             (_consumer3, (
-                table, table_row_stride, table_column_stride, walked, weights, weights_stride,
-                scores, scores_stride, maxima, maxima_stride, rows, pages, span, context, queries,
-                keys, scales, full, words, BUFFERS, ROWS, FILL,
+                table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
+                weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
+                per_request, requests, pages, covered, k, span, context, queries, keys, scales,
+                full, words, BUFFERS, ROWS, FILL,
             )),
-            (_produce, (
-                keys_desc, scales_desc, table, table_row_stride, table_column_stride, walked, page,
-                pages, keys, scales, full, words, BUFFERS,
+            (_producer0, (
+                keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
+                starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
+                keys, scales, full, words, BUFFERS, ROWS,
+            )),
+            (_producer1, (
+                keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
+                starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
+                keys, scales, full, words, BUFFERS, ROWS,
+            )),
+            (_producer2, (
+                keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
+                starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
+                keys, scales, full, words, BUFFERS, ROWS,
+            )),
+            (_producer3, (
+                keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
+                starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
+                keys, scales, full, words, BUFFERS, ROWS,
             )),
         ],
-        [4, 4, 4, 1],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 4, 4, 1, 1, 1, 1],
+        [
+            CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+            PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+        ],
     )  # fmt: skip
 
 

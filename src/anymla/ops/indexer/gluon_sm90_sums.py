@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops.indexer.gluon_sm90_walk import PAGE, page_of
+from anymla.ops.indexer.gluon_sm90_walk import PAGE, page_of, walk
 from anymla.ops.indexer.gluon_sm90_words import (
     exchange,
     give_back,
@@ -122,9 +122,10 @@ def _fill(out, low, high, live, WHO: gl.constexpr):
 
 @gluon.jit
 def consume(
-    table, table_row_stride, table_column_stride, walked, weights, weights_stride, scores,
-    scores_stride, maxima, maxima_stride, rows, pages, span, context, queries, keys, scales, full,
-    words, BUFFERS: gl.constexpr, ROWS: gl.constexpr, FILL: gl.constexpr, WHO: gl.constexpr,
+    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
+    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
+    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
+    ROWS: gl.constexpr, FILL: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """Every fourth tile of a program, from tile WHO on; with FILL, -inf around them."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS * _H, 32])
@@ -135,7 +136,9 @@ def consume(
     )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     zero = gl.zeros([_P, ROWS], gl.float32, L)
-    q0, low0, tiles0, q1, low1, tiles1, s0, e0, s1, e1, shared = walked
+    q0, low0, tiles0, q1, low1, tiles1, s0, e0, s1, e1, shared = walk(
+        lengths, starts, owners, first_row, rows, per_request, requests, covered, k, span, ROWS
+    )
     tiles = tiles0 + tiles1
     row = (gl.program_id(0) * ROWS).to(gl.int64)
     column = gl.arange(0, ROWS * _H, layout=gl.SliceLayout(0, ACC))
