@@ -303,7 +303,7 @@ class Language(types.ModuleType):
     def inline_asm_elementwise(self, text, constraints, arguments, **_):
         if text.startswith("mov"):
             return arguments[0]
-        if "griddepcontrol" in text or "bar.warp" in text:
+        if any(word in text for word in ("griddepcontrol", "bar.warp", "prefetch")):
             return None
         if "ld.global" in text:
             address, there = torch.broadcast_tensors(*arguments)

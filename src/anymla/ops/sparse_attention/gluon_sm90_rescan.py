@@ -32,7 +32,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     view,
     warps_meet,
 )
-from anymla.ops.sparse_attention.gluon_sm90_turned import store_run
+from anymla.ops.sparse_attention.gluon_sm90_turned import angles_of, store_run
 
 _MASKED = gl.constexpr(-1e30)
 _CHUNK = gl.constexpr(64)
@@ -146,7 +146,8 @@ def _write(
     if out.TURNED > 0:
         row = token.to(gl.int64) * H + head0
         quarter = column // (2 * _CHUNK)
-        store_run(low * share, high * share, out, token, row, head < H, quarter, True, False)
+        angles = angles_of(out, token)
+        store_run(low * share, high * share, out, angles, row, head < H, quarter, True, False)
     else:
         to = out.heads + token.to(gl.int64) * out_token + head0.to(gl.int64) * out_head
         _store(to, out_head, head, head0, H, column, low * share, S)

@@ -67,7 +67,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     view,
     warps_meet,
 )
-from anymla.ops.sparse_attention.gluon_sm90_turned import Output, store_chunks
+from anymla.ops.sparse_attention.gluon_sm90_turned import Output, ask_for_angles, store_chunks
 from anymla.ops.sparse_attention.schedule import Stream
 
 HEADS = gl.constexpr(64)
@@ -116,11 +116,11 @@ def _store_part(y, part_ptr, slot, tile, H, L: gl.constexpr, PART: gl.constexpr)
 
 @gluon.jit
 def _finish_right(
-    y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD: gl.constexpr
+    y, stage, chunks, buffer, free, out, angles, token, tile, H, out_token, OUT_HEAD: gl.constexpr
 ):
     if out.TURNED > 0:
         stage.index(buffer).store(y.to(out.TYPE))
-        store_chunks(chunks, buffer * CHUNKS, out, token, tile * HEADS, H, 1)
+        store_chunks(chunks, buffer * CHUNKS, out, angles, token, tile * HEADS, H, 1)
     else:
         _store_out(y, stage, chunks, buffer, out, token, tile, H, out_token, OUT_HEAD, 1)
     fence_async_shared()
@@ -140,7 +140,7 @@ def _finish_main(
 ):  # fmt: skip
     if out.TURNED > 0:
         stage.index(buffer).store(y.to(out.TYPE))
-        store_chunks(chunks, buffer * CHUNKS, out, token, tile * HEADS, H, 0)
+        store_chunks(chunks, buffer * CHUNKS, out, out.table, token, tile * HEADS, H, 0)
     else:
         _store_out(y, stage, chunks, buffer, out, token, tile, H, out_token, OUT_HEAD, 0)
     fence_async_shared()
@@ -178,6 +178,9 @@ def right_part(
             fetch_query(q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, CHUNKS, CHUNKS)
         fence_async_shared()
         mbarrier.arrive(q_ready, count=1)
+        angles = out.table
+        if out.TURNED > 0:
+            angles = ask_for_angles(out, token)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         for block in range(first, last):
             buffer = done % 2
@@ -212,11 +215,13 @@ def right_part(
         y = acc * gl.where(column < NOPE - HALF, low, gl.expand_dims(factor, 1))
         buffer = (done + 1) % 2
         if not share.SPLIT:
-            _finish_right(y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD)
+            _finish_right(
+                y, stage, chunks, buffer, free, out, angles, token, tile, H, out_token, OUT_HEAD
+            )
         elif share.STREAM:
             if direct:
                 _finish_right(
-                    y, stage, chunks, buffer, free, out, token, tile, H, out_token, OUT_HEAD
+                    y, stage, chunks, buffer, free, out, angles, token, tile, H, out_token, OUT_HEAD
                 )
             else:
                 _leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L)

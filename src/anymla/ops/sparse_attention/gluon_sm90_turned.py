@@ -63,6 +63,19 @@ def angles_of(to, token):
 
 
 @gluon.jit
+def ask_for_angles(to, token):
+    """The same, long before the angles are needed, which are then near."""
+    angles = angles_of(to, token)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    words = gl.arange(0, 128, layout=L) % to.TURNED
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [angles + words],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return angles
+
+
+@gluon.jit
 def turn_back(a, b, angles, pair, turns):
     """Pairs of channels turned back where ``turns``; ``pair`` counts those that do."""
     cos = gl.load(angles + pair, mask=turns, other=1.0)
@@ -150,14 +163,16 @@ def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def store_run(low, high, to, token, row, there, quarter, TAIL: gl.constexpr, ORDERED: gl.constexpr):
+def store_run(
+    low, high, to, angles, row, there, quarter, TAIL: gl.constexpr, ORDERED: gl.constexpr
+):
     """A run of 64 heads in two tiles [64, 64].
 
     Args:
         low: the first 64 channels.
         high: the others.
         to: see ``Output``.
-        token: of which token.
+        angles: of the token; see ``angles_of``.
         row: of the first head among all heads of all tokens, as int64.
         there: whether there is a head, [64].
         quarter: which run.
@@ -173,7 +188,6 @@ def store_run(low, high, to, token, row, there, quarter, TAIL: gl.constexpr, ORD
         last = quarter == CHANNELS // _RUN - 1
         if ORDERED:
             beyond = gl.expand_dims(gl.where(last, tail_order(place, 4), place), 0)
-        angles = angles_of(to, token)
         e, f = turn_back(c, d, angles, beyond, (beyond >= 0) & last)
         c = gl.where(last, e, c)
         d = gl.where(last, f, d)
@@ -196,13 +210,14 @@ def store_run(low, high, to, token, row, there, quarter, TAIL: gl.constexpr, ORD
 
 
 @gluon.jit
-def store_chunks(chunks, first, to, token, head, H, PART: gl.constexpr):
+def store_chunks(chunks, first, to, angles, token, head, H, PART: gl.constexpr):
     """Half of the heads ``head`` .. ``head`` + 63 of a token, from shared memory.
 
     Args:
         chunks: [.., 64, 64] of ``to.TYPE``.
         first: the first of four chunks, 64 channels each.
         to: see ``Output``.
+        angles: of the token, if PART is 1.
         token: of which token.
         head: the first of the heads.
         H: heads.
@@ -214,4 +229,4 @@ def store_chunks(chunks, first, to, token, head, H, PART: gl.constexpr):
     for run in range(0, 2):
         low = chunks.index(first + run * 2).load(L)
         high = chunks.index(first + run * 2 + 1).load(L)
-        store_run(low, high, to, token, row, there, PART * 2 + run, PART == 1, True)
+        store_run(low, high, to, angles, row, there, PART * 2 + run, PART == 1, True)
