@@ -11,6 +11,7 @@ pairs, by programs of which there are several a multiprocessor even for one toke
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -68,9 +69,9 @@ def packed_tile(
     if not waits_together(target):
         return PackedTile(64, 16, 128, kind, 4, 4)
     channels = 128 if inner % 256 or d % 256 else 256
-    if share <= 3:
+    if pairs <= 12:
         return PackedTile(64, 8, channels, kind, 4, 3, together=True)
-    return PackedTile(128, 16, channels, kind, 4, 3)
+    return PackedTile(64 if share <= 3 else 128, 16, channels, kind, 4, 3, wide=True)
 
 
 @triton.jit
@@ -344,7 +345,8 @@ def builds(target: Target) -> Iterator[Build]:
         if weight_format == "fp8" and target.narrow:
             continue
         seen: set[PackedTile] = set()
-        for pairs, inner in ((6, 2048), (1536, 2048), (6, 128), (4096, 2048), (24576, 2048)):
+        shares = itertools.product((6, 48, 1536, 4096, 24576), (2048, 128))
+        for pairs, inner in shares:
             chosen = packed_tile(pairs, (256, inner, 4096), weight_format, coded, target)
             if chosen in seen:
                 continue
