@@ -258,7 +258,8 @@ def builds(target: Target) -> Iterator[Build]:
                 # How many slices there are is of no consequence for the tile.
                 for width in SLICES if dtype == "bf16" else SLICES[:1]:
                     early = width == SLICES[0] and chained(1, target)
-                    yield _build(d, dtype, mixes, norm, d // width, early)
+                    for soon in sorted({False, early}):
+                        yield _build(d, dtype, mixes, norm, d // width, soon)
                 if dtype == "bf16":
                     yield _build(d, dtype, mixes, norm, 4, False, many=True)
 
@@ -293,10 +294,12 @@ def _build(
         "GATES": "post" in types,
         "EARLY": early,
     }
+    marks = ", norm" * norm + ", squares" * many + ", early" * early
     return Build(
-        f"{dtype} D {d}, {mixes} mixes of {slices} slices{', norm' * norm}{', squares' * many}",
+        f"{dtype} D {d}, {mixes} mixes of {slices} slices{marks}",
         collapse_kernel,
         types,
         {name: None for name in pointers if name not in types} | sizes,
         num_warps=num_warps,
+        spills=4 if dtype == "fp32" else 0,
     )

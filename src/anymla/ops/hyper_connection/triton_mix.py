@@ -34,8 +34,8 @@ from anymla.ops.workspace import scratch
 _ROWS = 16
 _FEW_TOKENS = 128
 # Channels of a slice: of one block of tokens, of some, of many. One has few programs otherwise.
-SLICES = (32, 64, 512)
-# Whether the kernel that collapses one block is launched before this one has ended.
+SLICES = (32, 128, 512)
+# Whether the kernel that collapses a single token is launched before this one has ended.
 _CHAINED = True
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -65,9 +65,9 @@ def config(tokens: int, d: int, dtype: torch.dtype) -> MixConfig:
 def chained(tokens: int, target: Target) -> bool:
     """Whether the kernel that collapses these tokens is launched early, and waits by itself.
 
-    With more tokens than a block it would be in the way of programs that it waits for.
+    With more tokens (measured: 16 and 64) it is in the way of programs that it waits for.
     """
-    return _CHAINED and tokens <= _ROWS and target.name == "sm_90"
+    return _CHAINED and tokens == 1 and target.name == "sm_90"
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "token_stride", "slice_stride", "mix_stride"])
