@@ -13,7 +13,12 @@ from paged import ALL_BACKENDS, BACKENDS, INDEX_LAYOUTS, make_cache, runnable, u
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_FP32_128, get_layout
 from anymla.ops.indexer import paged_mqa_logits, select_topk, topk_per_row, torch_select
-from anymla.ops.indexer.selection_plan import SelectionPlan, plan_selection, prefill_parts
+from anymla.ops.indexer.selection_plan import (
+    SelectionPlan,
+    plan_selection,
+    portable_scores_are_faster,
+    prefill_parts,
+)
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.testing.allocation import LargestAllocation
 
@@ -532,6 +537,21 @@ def test_shapes_take_the_form_that_was_measured(rows, entries, k, form, parts, b
     plan = plan_selection(rows, entries, k, **limits)
     assert (plan.form, plan.parts) == (form, parts)
     assert plan_selection(rows, entries, k, histograms=True, **limits).form == by_histograms
+
+
+@pytest.mark.parametrize(
+    ("rows", "entries", "shared", "portable"),
+    [
+        (1, 8192, False, True),
+        (32, 2048, False, True),
+        (8, 32_768, False, False),
+        (2, 8192, True, True),
+        (2, 32_768, True, False),
+        (2048, 8192, True, False),
+    ],
+)
+def test_small_calls_are_scored_by_the_portable_kernel(rows, entries, shared, portable):
+    assert portable_scores_are_faster(rows, entries, shared) is portable
 
 
 def test_a_million_tokens_go_in_whole_waves():

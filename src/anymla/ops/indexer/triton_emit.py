@@ -8,13 +8,10 @@ import triton.language as tl
 from anymla.ops._triton import Target
 from anymla.ops.indexer.triton_order import NOTHING
 
-# Whether selectors are launched before the scores' kernel has ended.
-_CHAINED = False
-
 
 def early(target: Target) -> bool:
     """Whether a selector is launched before the scores' kernel has ended, and waits by itself."""
-    return _CHAINED and target.name == "sm_90"
+    return target.name == "sm_90"
 
 
 @triton.jit
