@@ -431,6 +431,24 @@ def test_kernels_take_lists_and_stacks(
 
 
 @no_triton
+def test_tiles_divide_what_they_cover() -> None:
+    from anymla.ops._triton import TARGETS, XPU
+    from anymla.ops.moe.triton_packed import packed_tile
+
+    # Rows and channels are not masked: a tile's rows and a step's runs must be whole.
+    kinds = (("mxfp4", True), ("mxfp4", False), ("fp8", True))
+    for target in (*TARGETS.values(), XPU):
+        for pairs in (1, 12, 13, 48, 800, 3000, 30000):
+            for experts_, inner, d in ((256, 2048, 4096), (384, 3072, 7168), (8, 128, 640)):
+                for weight_format, coded in kinds:
+                    sizes = (experts_, inner, d)
+                    tile = packed_tile(pairs, sizes, weight_format, coded, target)
+                    assert inner % (tile.rows // 2) == d % tile.rows == 0
+                    assert inner % tile.channels == d % tile.channels == 0
+                    assert not tile.wide or tile.channels in (128, 256, 512)
+
+
+@no_triton
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_packed_experts_of_plain_activations(tokens: int) -> None:
     bank, (ids, weights) = Bank("mxfp4", 3, d=128, inner=128), routing(tokens, 2, 3)
