@@ -98,7 +98,8 @@ def command(
     place = device or default_device()
     running = _run(cases, subject, (backend, against, place), jobs, timeout)
     if json_file is not None:
-        running = _recorded(running, json_file, subject)
+        words = f"--against {against}" if against else f"--backend {backend}" if backend else ""
+        running = _recorded(running, json_file, subject, words)
     outcomes = list(_shown(running, cases))
     counts = dict.fromkeys(("passed", "failed", "not applicable"), 0)
     for outcome in outcomes:
@@ -154,12 +155,12 @@ def _shown(outcomes: Iterable[Outcome], cases: list[Case]) -> Iterator[Outcome]:
             yield outcome
 
 
-def _recorded(outcomes: Iterable[Outcome], path: Path, subject: Subject) -> Iterator[Outcome]:
+def _recorded(
+    outcomes: Iterable[Outcome], path: Path, subject: Subject, words: str
+) -> Iterator[Outcome]:
     """Append a row for each outcome as it comes."""
     from anymla.bench.environment import environment
 
-    flag = "--backend" if subject.adapter is None else "--against"
-    words = f"{flag} {subject.name}" if subject.adapter or subject.backend else ""
     facts: dict[str, Any] = environment(f"anymla conformance {words}".rstrip())
     if subject.device.type == "cuda":
         from anymla.bench.gpu import device_facts

@@ -113,9 +113,10 @@ class _Worker:
 
     def _how_it_ended(self) -> str:
         code = self._process.returncode
-        return (
-            f"the process died of signal {-code}" if code < 0 else f"the process ended with {code}"
-        )
+        how = f"died of signal {-code}" if code < 0 else f"ended with {code}"
+        said = self._errors.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        return f"the process {how}" + (f": {last[:200]}" if last else "")
 
     def _lines(self) -> list[dict[str, Any]]:
         with self._place.open(encoding="utf-8") as file:
