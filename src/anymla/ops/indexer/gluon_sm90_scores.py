@@ -362,5 +362,5 @@ def builds(target: Target) -> Iterator[Build]:
                 divisible=("weights_stride", "scores_stride"),
                 matrix="e4m3",
                 # Addresses that consumers need for tiles at the ends of rows.
-                spills=100 if rows > 1 else 4,
+                spills=100 if rows > 1 else 16,
             )
