@@ -12,7 +12,7 @@ from anymla.bench.page.figure import Bars, Figure, Point, Series, Stacks, axis, 
 from anymla.bench.page.figures import figures
 from anymla.bench.page.html import page
 from anymla.bench.page.reading import batch_of, latest, own_us, peer_us, series_of
-from anymla.bench.page.rows import load_rows, source
+from anymla.bench.page.rows import case_of, load_rows, source
 from anymla.bench.page.svg import NARROW, svg
 from anymla.bench.page.tables import tables
 from anymla.cli.main import main
@@ -113,6 +113,13 @@ def test_every_recorded_miss_is_on_it() -> None:
     missed = [row for row in latest(rows) if row.get("met") is False]
     table = next(each for each in tables(rows, RESULTS) if each.key == "missed")
     assert len(table.body) == len(missed) > 0
+
+
+def test_every_row_says_what_made_it() -> None:
+    for row in load_rows(RESULTS):
+        if row["file"] != "build_matrix.jsonl":  # whose rows have digests of what they built
+            missing = {"date", "commit", "command", "device", "torch"} - {k for k in row if row[k]}
+            assert not missing, (row["file"], case_of(row), missing)
 
 
 def test_every_figure_says_where_it_comes_from() -> None:

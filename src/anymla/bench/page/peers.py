@@ -48,7 +48,7 @@ def peer_figure(rows: list[Row]) -> Figure | None:
         "as fast as the other", (Point(min(xs), 1, ""), Point(max(xs), 1, "")), limit=True
     )
     part = part_of(compared[0])
-    shown, than = part.replace(f" beside {others[0]}", ""), others[0]
+    shown, than = re.sub(r" beside [^,]+", "", part), others[0]
     if len(others) > 1:
         shown, than = part, "others"
     return Figure(

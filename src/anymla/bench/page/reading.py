@@ -65,6 +65,7 @@ def group_of(row: Row) -> str:
         return f"prefill attention, {row.get('backend')}"
     name = operation_of(row)
     known = {
+        "sparse_attention": "decode attention, triton",
         " linear": "linear layers",
         "grouped_output_projection": "output projection",
         "mqa_logits and": "index scores and top-k",
