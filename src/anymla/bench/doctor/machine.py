@@ -52,6 +52,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "anymla": facts["anymla"],
         "commit": facts["commit"],
         "date": facts["date"],
+        "command": facts["command"],
     }
 
 
