@@ -19,7 +19,7 @@ _WIDEST = 512
 _MOST_HEADS = 256
 _MOST_SELECTED = 2048
 # Whether Hopper's own scores are chosen without having been named.
-_HOPPER_AUTOMATIC = False
+_HOPPER_AUTOMATIC = True
 
 
 def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
