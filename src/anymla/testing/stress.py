@@ -89,7 +89,7 @@ def repeat(
                 continue
             number = mine[order.randrange(len(mine))]
             with torch.cuda.stream(streams[side]):
-                graphs[number].replay()
+                graphs[number][0].replay()
             done += calls[number].blocks * _REPEATS
             launched += _REPEATS
         if order.random() < 0.5:
@@ -102,8 +102,11 @@ def repeat(
     return outcome()
 
 
-def _recorded(call: Repeated, counter: Tensor) -> torch.cuda.CUDAGraph:
-    """A graph of the call and of its comparison with its first results, some times over."""
+def _recorded(call: Repeated, counter: Tensor) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of the call and of its comparison with its first results, some times over.
+
+    The graph knows those results by their address: they must live as long.
+    """
     first = [each.clone() for each in call.run()]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -112,4 +115,4 @@ def _recorded(call: Repeated, counter: Tensor) -> torch.cuda.CUDAGraph:
             for result, want in zip(call.run(), first, strict=True):
                 same = result.view(torch.uint8) == want.view(torch.uint8)
                 counter.add_(~same.all())
-    return graph
+    return graph, first
