@@ -122,10 +122,11 @@ def producer(
         for i in range(blocks):
             b = done % 2
             phase = ((done // 2) & 1) ^ 1
-            if i == 1:
-                # Programs begin their queries together and would all wait for memory together.
+            if not LISTED:
+                # Programs begin their queries together and would all wait for memory together. To
+                # threads that copy listed rows this is in the way.
                 later = task + gl.num_programs(0)
-                if later < tasks:
+                if (i == 1) & (later < tasks):
                     _prefetch(q, later // HEAD_BLOCKS, (later % HEAD_BLOCKS) * 64, heads)
             first = i < blocks0
             left = gl.where(first, count0 - i * 64, count1 - (i - blocks0) * 64)
