@@ -26,6 +26,8 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> flo
         repetitions: replays that are timed.
     """
     stream = torch.cuda.Stream()
+    # Inputs may still be on their way.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
