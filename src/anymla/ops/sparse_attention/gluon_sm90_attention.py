@@ -27,6 +27,7 @@ from anymla.ops.sparse_attention.gluon_sm90_wide import wide_kernel
 from anymla.ops.sparse_attention.schedule import (
     TASK_COST,
     Schedule,
+    Stream,
     choose,
     seen_tokens,
 )
@@ -157,6 +158,9 @@ class Call:
             batch_invariant=batch_invariant,
             planned=plan is not None,
         )
+        if channels == _WIDE and schedule.stream == Stream.WIDTHS:
+            # Its producers ask for the lengths all the same.
+            schedule = dataclasses.replace(schedule, stream=Stream.NO)
         if plan is not None:
             numbers = plan_numbers(schedule, tokens) if schedule.planned else 0
             require(len(plan) == numbers, "sparse_attention", "plan", f"[{numbers}]", len(plan))

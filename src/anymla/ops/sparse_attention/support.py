@@ -18,7 +18,7 @@ LARGEST_CHANNELS = 640
 # Whether the Hopper kernels are chosen without having been named.
 AUTOMATIC = True
 AUTOMATIC_WIDE = True  # likewise, for V3.2's rows
-PLANS = False  # whether there are plans for them
+PLANS = True  # whether there are plans for them
 _LARGEST_PAGE = 1 << 30
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
 # Queries that float16 rounds to a multiple of 2^-24 must not matter either.
