@@ -377,9 +377,7 @@ def use_packed_tile(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     operands = {"float16": tl.float16, "bfloat16": tl.bfloat16}
     operand = operands.get(form, tl.float8e4nv)
-    tile = PackedTile(
-        64, 16, 128, operand, 4, 2, form == "together", form == "wide", form != "e4m3"
-    )
+    tile = PackedTile(64, 16, 128, operand, 4, 2, wide=form == "wide")
     monkeypatch.setattr(triton_experts, "packed_tile", lambda *_: tile)
 
 
@@ -392,7 +390,6 @@ def use_packed_tile(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mxfp4", torch.float16, ""),
         ("mxfp4", torch.float16, "float16"),
         ("mxfp4", torch.float32, "e4m3"),
-        ("mxfp4", torch.bfloat16, "together"),
         ("mxfp4", torch.bfloat16, "bfloat16"),
         ("mxfp4", torch.bfloat16, "wide"),
         ("fp8-fp32", torch.bfloat16, "float16"),

@@ -103,7 +103,6 @@ def few_linear_kernel(
         x_scales + at * runs + first,
         inside,
         tl.minimum(split, runs - first),
-        None,
         FORMAT,
         OPERAND,
         NATIVE,
@@ -241,4 +240,6 @@ def _build(target: Target, weight_format: str, chosen: FewTile, splits: bool) ->
         num_warps=chosen.num_warps,
         divisible=("n", "width", "w_row", "w_group"),
         matrix=True,
+        # Operands that pass through registers: a few are short where programs have 99 KiB.
+        spills=10 if target.shared_bytes < 100 << 10 else 0,
     )

@@ -132,7 +132,6 @@ def _nibbles(
     x_scales,
     x_inside,
     runs,
-    begin,
     OPERAND: tl.constexpr,
     TOGETHER: tl.constexpr,
     WIDE: tl.constexpr,
@@ -148,12 +147,7 @@ def _nibbles(
     else:
         w = w[:, None] + tl.arange(0, 16)[None, :]
     x, inside = _columns(x, x_inside, TOGETHER)
-    if begin is not None:
-        w += 16 * begin
-        scales += begin
-        x += 128 * begin
-        x_scales += begin
-    for step in tl.range(0, runs, UNROLL, num_stages=STAGES):
+    for _ in tl.range(0, runs, UNROLL, num_stages=STAGES):
         if WIDE:
             step_words, step_scale = tl.load(w), tl.load(scales)
         for run in tl.static_range(UNROLL):
@@ -168,19 +162,15 @@ def _nibbles(
                 part = _nibbles_apart(words, scale, x + 128 * run, inside, OPERAND)
             factor = tl.load(x_scales + run, x_inside, other=0.0) * UNIT
             total += part * factor[None, :]
-        ahead = UNROLL
-        if begin is not None:
-            # After the last run comes the first.
-            ahead = tl.where(begin + step + UNROLL == runs, UNROLL - runs, UNROLL)
-        w += 16 * ahead
-        scales += ahead
-        x += 128 * ahead
-        x_scales += ahead
+        w += 16 * UNROLL
+        scales += UNROLL
+        x += 128 * UNROLL
+        x_scales += UNROLL
     return total
 
 
 @triton.jit
-def _values(w, scales, x, x_inside, runs, begin, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
+def _values(w, scales, x, x_inside, runs, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
     """Scales multiplied into the operand: for many tokens, or tokens that have none."""
     ROWS: tl.constexpr = w.shape[0]
     SCALES: tl.constexpr = BLOCK_K // 32
@@ -188,24 +178,16 @@ def _values(w, scales, x, x_inside, runs, begin, BLOCK_K: tl.constexpr, STAGES: 
     w = w[:, None] + tl.arange(0, BLOCK_K // 8)[None, :]
     scales = scales[:, None] + tl.arange(0, SCALES)[None, :]
     x = x[None, :] + tl.arange(0, BLOCK_K)[:, None]
-    if begin is not None:
-        w += 16 * begin
-        scales += 4 * begin
-        x += 128 * begin
-    for step in tl.range(0, runs * 128, BLOCK_K, num_stages=STAGES):
+    for _ in tl.range(0, runs * 128, BLOCK_K, num_stages=STAGES):
         factor = ue8m0_to_fp32(tl.load(scales)).to(tl.bfloat16)
         # Two products, because their factors' product may be no number.
         value = words_to_bf16(tl.load(w)) * tl.full((), BFLOAT16_UNIT, tl.bfloat16)
         value = tl.reshape(value, (ROWS, SCALES, 32)) * factor[:, :, None]
         b = tl.load(x, x_inside[None, :], other=0.0)
         total = tl.dot(tl.reshape(value, (ROWS, BLOCK_K)), b, total)
-        ahead = SCALES
-        if begin is not None:
-            last = begin * 128 + step + BLOCK_K == runs * 128
-            ahead = tl.where(last, SCALES - 4 * runs, SCALES)
-        w += 4 * ahead
-        scales += ahead
-        x += 32 * ahead
+        w += BLOCK_K // 8
+        scales += SCALES
+        x += BLOCK_K
     return total
 
 
@@ -239,7 +221,6 @@ def turned_product(
     x_scales,
     x_inside,
     runs,
-    begin,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -258,9 +239,6 @@ def turned_product(
         x_scales: pointers [m] to the scales of their runs of 128, or None.
         x_inside: bool [m], rows of x to read.
         runs: runs of 128 channels.
-        begin: for "mxfp4" the run to begin with, a multiple of a step's, or None for the first;
-            after the last comes the first. Programs that read the same x at the same time wait
-            for each other.
         FORMAT: "mxfp4" or "fp8".
         OPERAND: float16 or for "mxfp4" float8e4nv with x_scales, else bfloat16.
         NATIVE: convert e4m3 by instructions.
@@ -279,7 +257,7 @@ def turned_product(
         if x_scales is not None:
             scales = scales.to(tl.pointer_type(tl.int32))
     if x_scales is None:
-        total = _values(w, scales, x, x_inside, runs, begin, BLOCK_K, STAGES)
+        total = _values(w, scales, x, x_inside, runs, BLOCK_K, STAGES)
     elif FORMAT == "mxfp4":
         total = _nibbles(
             w,
@@ -288,7 +266,6 @@ def turned_product(
             x_scales,
             x_inside,
             runs,
-            begin,
             OPERAND,
             TOGETHER,
             WIDE,
