@@ -90,7 +90,8 @@ def builds(target: Target) -> Iterator[Build]:
                 merge_kernel,
                 types | {"out_ptr": out, "empty": "fp32"},
                 {"S": count, "VALUES": get_layout(MAIN_FP8).channels, "BV": MERGE_VALUES,
-                 "PEAK": out == "*fp32", "SUMS": SUMS},
+                 "PEAK": out == "*fp32", "SUMS": SUMS, "TURNED": 0, "TYPE": tl.float32,
+                 "NATIVE": False},
                 num_warps=merge_warps(count),
                 divisible=("out_token", "out_head"),
             )  # fmt: skip
