@@ -19,7 +19,7 @@ from anymla.ops._operation import Support
 from anymla.ops._triton import target_of, triton_support
 
 # Chosen without being named from so many tokens on.
-_FEWEST_TOKENS = 65
+_FEWEST_TOKENS = 64
 TOKEN_STEP = 16
 # The scales of a row of blocks are read as 16 bytes.
 _CHANNEL_STEP = 4 * FP8_BLOCK
