@@ -121,6 +121,7 @@ def _experts(
             "us": round(microseconds, 1),
             "visited_experts": round(visited, 1),
             "bytes_us": round(moved / bandwidth * 1e6, 1),
+            "gb_per_s": round(moved / microseconds * 1e-3, 1),
             "share_of_copy": round(moved / microseconds * 1e6 / bandwidth, 3),
             "tflops": round(flops / microseconds * 1e-6, 1),
             "share_of_product": round(flops / microseconds * 1e6 / rate, 3),
@@ -143,7 +144,9 @@ def _linear(label: str, tokens: int, n: int, k: int, bandwidth: float) -> Result
         {
             "us": round(microseconds, 1),
             "bytes_us": round(read, 1),
+            "gb_per_s": round(n * k / microseconds * 1e-3, 1),
             "share_of_copy": round(read / microseconds, 3),
+            "tflops": round(2 * tokens * n * k / microseconds * 1e-6, 1),
             "kernels_us": _kernels(calls[0]),
         },
     )
