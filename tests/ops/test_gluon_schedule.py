@@ -15,7 +15,7 @@ from anymla.ops.sparse_attention.schedule import (
     seen_tokens,
 )
 
-LISTS, PLAN, LANGUAGE = on_host("lists", "plan")
+LISTS, SHARES, PLAN, LANGUAGE = on_host("lists", "shares", "plan")
 NO_PLAN = torch.zeros(0, dtype=torch.int32)
 
 
@@ -55,12 +55,12 @@ def pieces_of(schedule, tokens, lists, plan=NO_PLAN, programs=None):
     for program in range(schedule.programs) if programs is None else programs:
         LANGUAGE.program = program
         size = max(128, 1 << (tokens - 1).bit_length(), seen_tokens(schedule, tokens))
-        share = LISTS.share_of(
+        share = SHARES.share_of(
             lists, value(tokens), value(schedule.splits), plan, schedule.tiles, schedule.cut,
             schedule.stream, TASK_COST, size,
         )  # fmt: skip
         for k in range(int(share.count)):
-            token, tile, _, _, _, first, last, direct, slot, mark = LISTS.piece(k, share, lists)
+            token, tile, _, _, _, first, last, direct, slot, mark = SHARES.piece(k, share, lists)
             task = int(token) * schedule.tiles + int(tile)
             yield program, task, int(first), int(last), bool(direct), int(slot), int(mark)
 

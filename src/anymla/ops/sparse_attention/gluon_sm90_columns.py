@@ -1,6 +1,6 @@
 """Attention over FP8 rows for at most 32 heads on Hopper: rows of matrices are keys.
 
-Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm90_lists``.
+Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm90_shares``.
 
     main       S^T = K Q^T, softmax, O^T = V^T P^T    heads are the columns, 16 or 32
     producers  the blocks of a piece in turn, so that two blocks are on their way
@@ -34,11 +34,10 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     KEYS,
     NOPE,
     Lists,
-    piece,
-    share_of,
 )
 from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
 from anymla.ops.sparse_attention.gluon_sm90_rescan import any_marked, rescan
+from anymla.ops.sparse_attention.gluon_sm90_shares import piece, share_of
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,

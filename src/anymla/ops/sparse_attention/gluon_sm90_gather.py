@@ -19,13 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anymla.ops.sparse_attention.float16_range import LIFT as LIFT_EXPONENT
 from anymla.ops.sparse_attention.float16_range import exact_scale_bytes
-from anymla.ops.sparse_attention.gluon_sm90_lists import (
-    KEYS,
-    NOPE,
-    address,
-    piece,
-    slots_of,
-)
+from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, NOPE, address, slots_of
+from anymla.ops.sparse_attention.gluon_sm90_shares import piece
 
 LIFT = gl.constexpr(2.0**LIFT_EXPONENT)
 assert exact_scale_bytes(LIFT_EXPONENT) == (105, 127)  # what ``_inexact`` looks for

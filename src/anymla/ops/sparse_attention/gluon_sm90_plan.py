@@ -18,12 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anymla.ops._triton import Build, Target
-from anymla.ops.sparse_attention.gluon_sm90_lists import (
-    SHARE,
-    Lists,
-    order_tokens,
-    stream_share,
-)
+from anymla.ops.sparse_attention.gluon_sm90_lists import Lists
+from anymla.ops.sparse_attention.gluon_sm90_shares import SHARE, order_tokens, stream_share
 from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, stream_size
 
 

@@ -15,14 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops.sparse_attention.gluon_sm90_lists import (
-    CHANNELS,
-    KEYS,
-    NOPE,
-    address,
-    piece,
-    slots_of,
-)
+from anymla.ops.sparse_attention.gluon_sm90_lists import CHANNELS, KEYS, NOPE, address, slots_of
+from anymla.ops.sparse_attention.gluon_sm90_shares import piece
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,

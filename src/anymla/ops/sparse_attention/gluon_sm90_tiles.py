@@ -1,6 +1,6 @@
 """Attention over FP8 rows for tiles of 64 heads on Hopper.
 
-Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm90_lists``.
+Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm90_shares``.
 
     main       QK, softmax, P V of channels 0 .. 255        208 registers
     right      P V of channels 256 .. 511                   160
@@ -42,8 +42,6 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     NOPE,
     Lists,
     anew,
-    piece,
-    share_of,
 )
 from anymla.ops.sparse_attention.gluon_sm90_query import (
     CHUNK,
@@ -53,6 +51,7 @@ from anymla.ops.sparse_attention.gluon_sm90_query import (
     stored,
 )
 from anymla.ops.sparse_attention.gluon_sm90_rescan import any_marked, rescan
+from anymla.ops.sparse_attention.gluon_sm90_shares import piece, share_of
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,

@@ -20,16 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anymla.formats.page_layout import V32_FP8, get_layout
 from anymla.ops._triton import Build, Target
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, tail_order
-from anymla.ops.sparse_attention.gluon_sm90_lists import (
-    ARGUMENT_TYPES,
-    BUILT,
-    COUNTS,
-    KEYS,
-    Lists,
-    piece,
-    share_of,
-)
+from anymla.ops.sparse_attention.gluon_sm90_lists import ARGUMENT_TYPES, BUILT, COUNTS, KEYS, Lists
 from anymla.ops.sparse_attention.gluon_sm90_query import CHUNK, CHUNKS, load_query, misfit
+from anymla.ops.sparse_attention.gluon_sm90_shares import piece, share_of
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,

@@ -22,7 +22,8 @@ from anymla.ops.sparse_attention.gluon_sm90_gather import (
     _row_of_eight,
     _tail,
 )
-from anymla.ops.sparse_attention.gluon_sm90_lists import piece, slots_of
+from anymla.ops.sparse_attention.gluon_sm90_lists import slots_of
+from anymla.ops.sparse_attention.gluon_sm90_shares import piece
 
 _LAYOUT = get_layout(V32_FP8)
 ROW = gl.constexpr(_LAYOUT.data_bytes)

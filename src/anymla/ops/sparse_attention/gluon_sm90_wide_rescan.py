@@ -8,8 +8,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, piece, slots_of
+from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, slots_of
 from anymla.ops.sparse_attention.gluon_sm90_rescan import deliver, fetch_q, weigh
+from anymla.ops.sparse_attention.gluon_sm90_shares import piece
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
