@@ -54,11 +54,12 @@ def test_gather_then_attend_does_the_same(case):
     assert call.error(other.attend()) < 3e-3
     codes, scales = other.quantised()
     mine, factors = ours(call, "torch", "fp8")()
+    # Both round bfloat16 heads to e4m3, where neighbouring codes are up to an eighth apart.
     torch.testing.assert_close(
         dequantize_fp8_rows(codes.view(torch.uint8), scales, torch.float32),
         dequantize_fp8_rows(mine.view(torch.uint8), factors, torch.float32),
         atol=0.05,
-        rtol=0.15,
+        rtol=0.125,
     )
 
 
