@@ -32,7 +32,7 @@ from anymla.ops._triton import Target, target_of
 
 
 def launches_early(target: Target) -> bool:
-    """Whether kernels are launched early; only where this has run (sm_90 was the first to know)."""
+    """Whether kernels are launched early: where they have run that way."""
     return target.name == "sm_90"
 
 

@@ -1,0 +1,40 @@
+"""Results that an operation also gives quantised: what all such contracts and backends share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.fp8_block import FP8_BLOCK, quantize_fp8_rows
+from anymla.ops._check import check, require
+
+
+def check_codes(name: str, x: Tensor, codes: Tensor | None, code_scales: Tensor | None) -> None:
+    """Check memory for the quantised rows of x [T, K]; see ``formats.quantized_rows``.
+
+    Raises:
+        TypeError, ValueError: one without the other, or wrong dtype, shape, strides or device.
+    """
+    if codes is None and code_scales is None:
+        return
+    both = codes is not None and code_scales is not None
+    require(both, name, "codes, code_scales", "given together", "one of them")
+    assert codes is not None
+    rows, width = x.shape
+    check(
+        name,
+        dims={"T": rows, "K": width, "S": -(-width // FP8_BLOCK)},
+        codes=(codes, "T+ K", torch.uint8),
+        code_scales=(code_scales, "T+ S", torch.float32),
+    )
+    require(codes.is_contiguous(), name, "codes", "contiguous", codes.stride())
+    require(codes.device == x.device, name, "codes", f"on {x.device}", codes.device)
+
+
+def fill_codes(x: Tensor, codes: Tensor | None, code_scales: Tensor | None) -> None:
+    """Quantise x [T, K] into the first T rows of both, where they are given."""
+    if codes is None or code_scales is None:
+        return
+    found, scales = quantize_fp8_rows(x)
+    codes[: len(x)] = found
+    code_scales[: len(x)] = scales
