@@ -1,7 +1,7 @@
 import torch
 
 from anymla.layers import plans
-from anymla.layers.step import Rows
+from anymla.layers.rows import Rows
 
 
 def rows(tokens: int, width: int) -> Rows:

@@ -5,7 +5,8 @@ import torch
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.layers.prefill_rows import prefill_rows
-from anymla.layers.step import GroupStep, Rows, Step
+from anymla.layers.rows import GroupStep, Rows
+from anymla.layers.step import Step
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.selection import (
     compressed_rows,

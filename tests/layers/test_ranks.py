@@ -84,8 +84,8 @@ def test_ranks_have_all_of_the_model_between_them(checkpoint):
         for rank in range(2)
     ]
     for layer, *shared in zip(whole.layers, *(part.layers for part in parts), strict=True):
-        sinks = torch.cat([each.attention.sink for each in shared])
-        assert torch.equal(sinks, layer.attention.sink)
+        sinks = torch.cat([each.attention.heads.sink for each in shared])
+        assert torch.equal(sinks, layer.attention.heads.sink)
         assert [len(each.ffn.w1.weights) for each in shared] == [3, 4]
         assert [each.ffn.expert_offset for each in shared] == [0, 3]
         # 256 channels come apart in two whole blocks of scales.

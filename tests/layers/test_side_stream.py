@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from anymla.layers import compressor, indexer
+from anymla.layers import compressor, indexer, selection
 from anymla.layers.side_stream import Inline
 from anymla.model.load import load_model
 from anymla.ops.late import wait_for_arguments, waits_inside
@@ -53,7 +53,7 @@ def test_everything_written_beside_is_waited_for(checkpoint, monkeypatch):
     for module, name in (
         (compressor, "compress_norm_rope_insert"),
         (indexer, "indexer_q_rope_quant"),
-        (indexer, "select_topk"),
+        (selection, "select_topk"),
     ):
         original = getattr(module, name)
 

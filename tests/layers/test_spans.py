@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anymla.layers.indexer import SelectionCall, all_entries, selection_calls
+from anymla.layers.selection import SelectionCall, all_entries, selection_calls
 from anymla.layers.spec import LayerSpec
 
 

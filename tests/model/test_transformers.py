@@ -249,7 +249,7 @@ def test_reference_backend(flash: Pair) -> None:
 
 def no_sink(model: Transformer) -> None:
     for layer in model.layers:
-        layer.attention.sink.fill_(-torch.inf)
+        layer.attention.heads.sink.fill_(-torch.inf)
 
 
 def transposed_mix(model: Transformer) -> None:

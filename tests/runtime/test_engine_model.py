@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anymla.formats.fp8_block import dequantize_fp8_rows
-from anymla.layers import attention
+from anymla.layers import heads
 from anymla.layers.output_projection import OutputProjection
 from anymla.model.load import load_model
 from anymla.ops.attention_output import prefill_attention_fp8_quant
@@ -87,7 +87,7 @@ def test_workspaces_do_not_change_the_tokens(tiny_model, alone, draft_tokens, mo
     """Prefill reads runs of one workspace, as it does on Hopper, beside decoding neighbours."""
     calls = []
     monkeypatch.setattr(
-        attention,
+        heads,
         "prefill_attention",
         lambda *args, **more: calls.append(1) or prefill_attention(*args, **more),
     )
@@ -119,7 +119,7 @@ def test_workspaces_with_quantised_heads(tiny_model, monkeypatch):
         if isinstance(module, OutputProjection):
             monkeypatch.setattr(module, "quantize_heads", True)
     monkeypatch.setattr(
-        attention,
+        heads,
         "prefill_attention_fp8_quant",
         lambda *args, **more: calls.append(1) or prefill_attention_fp8_quant(*args, **more),
     )

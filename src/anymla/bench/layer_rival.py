@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from anymla.layers import attention, hyper_connection, indexer
+from anymla.layers import attention, heads, hyper_connection, selection
 from anymla.layers.hyper_connection import HyperConnection, Streams
 from anymla.ops._operation import Backend, Operation
 from anymla.ops.hyper_connection import hc_post, hc_pre
@@ -50,7 +50,7 @@ def rival_kernels(flash_mla: Any, deep_gemm: Any = None) -> Iterator[None]:
             product = functools.partial(_product, deep_gemm)
             vendor = Backend("deep_gemm", product, vendor.supports)
             select = functools.partial(_select, deep_gemm, {})
-            patches.enter_context(mock.patch.object(indexer, "select_topk", select))
+            patches.enter_context(mock.patch.object(selection, "select_topk", select))
         choose = fp8_block_linear._choose
 
         def library(name: str | None, args: Any, kwargs: Any) -> Backend:
@@ -62,7 +62,7 @@ def rival_kernels(flash_mla: Any, deep_gemm: Any = None) -> Iterator[None]:
             (hyper_connection, "hc_post_pre_norm", _post_pre_norm),
             (attention, "fused_q_kv_rmsnorm", _q_kv_norms),
             (attention, "qnorm_rope_kv_insert", _heads_and_row),
-            (attention, "_at_once", lambda *_: False),
+            (heads, "_at_once", lambda *_: False),
         ):
             patches.enter_context(mock.patch.object(module, name, unfused))
         yield

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from anymla.layers.caches import LayerCache
 from anymla.layers.compressor import Compressor, SharedProjection
+from anymla.layers.heads import Heads, Seen
 from anymla.layers.indexer import Indexer, IndexQueries
 from anymla.layers.linear import Linear, LinearPair
 from anymla.layers.output_projection import OutputProjection
-from anymla.layers.plans import Plans
-from anymla.layers.prefill_rows import PrefillRows
 from anymla.layers.rope_table import RopeTable
+from anymla.layers.rows import Rows
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
-from anymla.layers.step import Rows, Step
-from anymla.ops.attention_output import prefill_attention_fp8_quant, sparse_attention_fp8_quant
+from anymla.layers.step import Step
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
-from anymla.ops.output_projection import inverse_rope_fp8_quant
-from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.sparse_attention import sparse_attention
-from anymla.ops.workspace import scratch_scope
 
 # Up to here a product takes as long as it takes to read the weight, and a launch less is a gain.
 _FEW_TOKENS = 256
@@ -41,7 +34,7 @@ class AttentionLayer(nn.Module):
             heads share, which is the value as well.
         wq_b: query projection from the latent up to the heads.
         q_norm, kv_norm: RMSNorm weights [q_lora_rank] and [D].
-        sink: float32 [H], a logit in every softmax that carries no value.
+        heads: what the heads do with the rows that are chosen for them.
         compressor, indexer: None where the spec has none.
         projections: of both compressors and of the index heads' weights, where there are two.
         queries: ``wq_b`` and the indexer's, for few tokens; None on a CPU, where weights stay in
@@ -72,7 +65,7 @@ class AttentionLayer(nn.Module):
         self.wq_b = wq_b
         self.q_norm = q_norm
         self.kv_norm = kv_norm
-        self.sink = sink
+        self.heads = Heads(sink, output.groups, backend)
         self.compressor = compressor
         self.indexer = indexer
         self.projections = SharedProjection.of(
@@ -136,165 +129,12 @@ class AttentionLayer(nn.Module):
             queries = self._index_queries(x, latent, index_q, weights, step, cache)
             chosen = self._choice(queries, step, cache)
         selected, entries = chosen
-        chunk = step.chunks.get(self.spec.compressed_group or WINDOW_GROUP)
+        seen = Seen.of(self.spec, step, cache, entries, selected)
         if self.output.quantize_heads:
-            codes, scales = self._attend_quantised(
-                q, selected, entries, chunk, step, cache, cos_sin
-            )
+            codes, scales = self.heads.quantised(q, seen, step.positions, cos_sin)
             return self.output.of_quantized(codes, scales, q.dtype)
-        out: Tensor = self.output(
-            self._attend(q, selected, entries, chunk, step, cache), step.positions, cos_sin
-        )
+        out: Tensor = self.output(self.heads.attend(q, seen), step.positions, cos_sin)
         return out
-
-    def _attend(
-        self,
-        q: Tensor,
-        selected: Tensor | None,
-        entries: Rows | None,
-        chunk: PrefillRows | None,
-        step: Step,
-        cache: LayerCache,
-    ) -> Tensor:
-        """Attention outputs [T, H, D]: by slots, and from one workspace where the step has one."""
-        if chunk is None:
-            return self._attend_slots(q, step.window, entries, cache, step.plans, None)
-        out = torch.empty_like(q)
-        before = chunk.first_token
-        if before:
-            window, some = step.window.first(before), _first(entries, before)
-            self._attend_slots(q[:before], window, some, cache, step.plans, out[:before])
-        with scratch_scope():
-            prefill_attention(
-                q[before:],
-                self._chunk_rows(chunk, cache, q.dtype),
-                chunk.runs,
-                None if selected is None else selected[before:],
-                window=chunk.window,
-                entries=chunk.entries,
-                sink=self.sink,
-                out=out[before:],
-                backend=self.backend,
-            )
-        return out
-
-    def _attend_slots(
-        self,
-        q: Tensor,
-        window: Rows,
-        entries: Rows | None,
-        cache: LayerCache,
-        plans: Plans,
-        out: Tensor | None,
-    ) -> Tensor:
-        output: Tensor = sparse_attention(
-            q,
-            cache.window,
-            window.indices,
-            window.lengths,
-            sink=self.sink,
-            extra_cache=None if entries is None else cache.compressed,
-            extra_indices=None if entries is None else entries.indices,
-            extra_lengths=None if entries is None else entries.lengths,
-            layout=cache.format.main,
-            extra_layout=cache.format.main,
-            plan=self._plan(q, window, entries, plans),
-            out=out,
-            backend=self.backend,
-        )[0]
-        return output
-
-    def _attend_quantised(
-        self,
-        q: Tensor,
-        selected: Tensor | None,
-        entries: Rows | None,
-        chunk: PrefillRows | None,
-        step: Step,
-        cache: LayerCache,
-        cos_sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """As ``_attend``, then rotated back and quantised: codes and scales by group."""
-        if chunk is None:
-            return self._slots_quantised(
-                q, step.window, entries, cache, step.plans, step.positions, cos_sin
-            )
-        before = chunk.first_token
-        with scratch_scope():
-            quantised: tuple[Tensor, Tensor] = prefill_attention_fp8_quant(
-                q[before:],
-                self._chunk_rows(chunk, cache, q.dtype),
-                chunk.runs,
-                None if selected is None else selected[before:],
-                step.positions[before:],
-                cos_sin,
-                n_groups=self.output.groups,
-                window=chunk.window,
-                entries=chunk.entries,
-                sink=self.sink,
-                backend=self.backend,
-            )
-        if not before:
-            return quantised
-        codes, scales = self._slots_quantised(
-            q[:before],
-            step.window.first(before),
-            _first(entries, before),
-            cache,
-            step.plans,
-            step.positions[:before],
-            cos_sin,
-        )
-        # Not every device joins tensors of float8.
-        together = torch.cat((codes.view(torch.uint8), quantised[0].view(torch.uint8)))
-        return together.view(codes.dtype), torch.cat((scales, quantised[1]))
-
-    def _slots_quantised(
-        self,
-        q: Tensor,
-        window: Rows,
-        entries: Rows | None,
-        cache: LayerCache,
-        plans: Plans,
-        positions: Tensor,
-        cos_sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """In one operation where a kernel does it at once."""
-        given = (q, cache.window, window.indices, window.lengths, positions, cos_sin)
-        named: dict[str, Any] = {
-            "n_groups": self.output.groups,
-            "sink": self.sink,
-            "extra_cache": None if entries is None else cache.compressed,
-            "extra_indices": None if entries is None else entries.indices,
-            "extra_lengths": None if entries is None else entries.lengths,
-            "layout": cache.format.main,
-            "extra_layout": cache.format.main,
-        }
-        if q.is_cuda and self.backend is None and _at_once(given, named):
-            plan = self._plan(q, window, entries, plans)
-            quantised = sparse_attention_fp8_quant(*given, **named, plan=plan)
-        else:
-            o = self._attend_slots(q, window, entries, cache, plans, None)
-            quantised = inverse_rope_fp8_quant(
-                o, positions, cos_sin, n_groups=self.output.groups, backend=self.backend
-            )
-        codes, scales = quantised
-        return codes, scales
-
-    def _plan(self, q: Tensor, window: Rows, entries: Rows | None, plans: Plans) -> Tensor | None:
-        """How the kernels share out what all layers of this kind list."""
-        if self.backend is not None:
-            return None
-        return plans.of(self.spec.compressed_group, q.shape[1], window, entries)
-
-    def _chunk_rows(self, chunk: PrefillRows, cache: LayerCache, dtype: torch.dtype) -> Tensor:
-        return chunk.decode(
-            cache.window,
-            cache.compressed,
-            layout=cache.format.main,
-            dtype=dtype,
-            backend=self.backend,
-        )
 
     def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
         """Write the step's compressed entries, of the input or of its projection."""
@@ -338,7 +178,7 @@ class AttentionLayer(nn.Module):
             projected, index_q = self.wq_b(latent), None
         else:
             projected, index_q = pair(latent)
-        return projected.unflatten(-1, (len(self.sink), -1)), index_q
+        return projected.unflatten(-1, (self.heads.count, -1)), index_q
 
     def _index_queries(
         self,
@@ -387,26 +227,3 @@ class AttentionLayer(nn.Module):
         if step.recorder is not None:
             step.recorder("topk", self.spec.index, selected)
         return selected, rows
-
-
-def _first(rows: Rows | None, tokens: int) -> Rows | None:
-    return None if rows is None else rows.first(tokens)
-
-
-_ENDS: dict[tuple[object, ...], bool] = {}
-
-
-def _at_once(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether ``sparse_attention_fp8_quant`` would be one kernel's, not two operations'.
-
-    Asked once for tensors of the same kind: steps that are launched one by one wait for the host.
-    """
-    tensors = (*given[:3], named["extra_cache"], named["extra_indices"])
-    key = (
-        named["n_groups"],
-        *((t.shape, t.stride(), t.dtype, t.device) for t in tensors if t is not None),
-    )
-    if key not in _ENDS:
-        found = sparse_attention_fp8_quant.explain(*given, **named)[0]
-        _ENDS[key] = found == "gluon_sm90"
-    return _ENDS[key]

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.rope_table import RopeTable
-from anymla.layers.step import GroupStep, Step
+from anymla.layers.rows import GroupStep
+from anymla.layers.step import Step
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.linear import linear_float32
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +11,11 @@ from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
 from anymla.layers.compressor import Compressor
 from anymla.layers.linear import Linear
 from anymla.layers.rope_table import RopeTable
+from anymla.layers.rows import GroupStep, Rows
+from anymla.layers.selection import SlotTarget, all_entries, select_entries
 from anymla.layers.spec import INDEX_GROUP, INDEX_STATE_GROUP
-from anymla.layers.step import GroupStep, Rows, Step
-from anymla.ops.indexer import indexer_q_rope_quant, select_topk
-from anymla.ops.indexer.interface_select import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
+from anymla.layers.step import Step
+from anymla.ops.indexer import indexer_q_rope_quant
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 
 
@@ -34,32 +32,6 @@ class IndexQueries:
     q: Tensor
     scales: Tensor | None
     weights: Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotTarget:
-    """Where the slots of chosen entries go.
-
-    Attributes:
-        block_table: int32 [R, P], pages of the entries.
-        page_size: entries of a page.
-        slots: int32 [T, width], written.
-        counts: int32 [T], written.
-    """
-
-    block_table: Tensor
-    page_size: int
-    slots: Tensor
-    counts: Tensor
-
-    def arguments(self, requests: slice, tokens: slice) -> dict[str, Any]:
-        """What ``select_topk`` is told for some of them."""
-        return {
-            "slot_table": self.block_table[requests],
-            "slot_page_size": self.page_size,
-            "slots": self.slots[tokens],
-            "counts": self.counts[tokens],
-        }
 
 
 class Indexer(nn.Module):
@@ -254,123 +226,3 @@ class Indexer(nn.Module):
     def _most(self, step: Step) -> int:
         """Entries that the longest request has."""
         return step.max_seq_len // self.compressor.ape.shape[0]
-
-
-def select_entries(
-    q: Tensor,
-    q_scales: Tensor | None,
-    weights: Tensor,
-    visible: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    *,
-    query_lens: tuple[int, ...],
-    num_decodes: int,
-    max_context: int,
-    layout: str,
-    out: Tensor,
-    target: SlotTarget | None = None,
-    token_to_req: Tensor | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
-    backend: str | None = None,
-) -> Tensor:
-    """Score every visible entry of every token and keep the best.
-
-    Args:
-        q: [T, H, 128] (or packed) index queries, from ``indexer_q_rope_quant``.
-        q_scales: of packed queries, from there.
-        weights: [T, H] float32, from there.
-        visible: int32 [T], entries that each token may select.
-        cache: index pages of ``layout``.
-        block_table: int32 [R, P], pages of each request.
-        query_lens: tokens of each request, in batch order.
-        num_decodes: how many of the first requests are decodes.
-        max_context: at least the largest of ``visible``.
-        layout: layout id of ``cache``.
-        out: int32 [T or more, width] to write into.
-        target: also write where the entries lie in another cache.
-        token_to_req: int32 [T], request of each token; without it, requests of unequal lengths
-            take a call each.
-        scratch_bytes: bound of the memory that scores take; raised to what one token needs.
-        backend: of the operations.
-
-    Returns:
-        ``out``: request-local entries, ascending, then -1.
-    """
-    scratch_bytes = max(scratch_bytes, LEAST_SCRATCH_BYTES, 8 * max_context)
-    for call in selection_calls(query_lens, num_decodes, ragged=token_to_req is not None):
-        tokens = slice(call.first_token, call.end_token)
-        # Ragged calls name the requests of the whole batch.
-        requests = slice(None) if call.ragged else slice(call.first_request, call.end_request)
-        more = {} if target is None else target.arguments(requests, tokens)
-        select_topk(
-            q[tokens],
-            cache,
-            weights[tokens],
-            visible[tokens],
-            block_table[requests],
-            out.shape[1],
-            max_context=max_context,
-            token_to_req=token_to_req[tokens] if call.ragged and token_to_req is not None else None,
-            layout=layout,
-            q_scales=None if q_scales is None else q_scales[tokens],
-            scratch_bytes=scratch_bytes,
-            out=out[tokens],
-            backend=backend,
-            **more,
-        )
-    return out
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectionCall:
-    """Consecutive requests whose tokens select in one call.
-
-    Attributes:
-        first_request, end_request: the requests.
-        first_token, end_token: their tokens.
-        ragged: the requests have different numbers of tokens.
-    """
-
-    first_request: int
-    end_request: int
-    first_token: int
-    end_token: int
-    ragged: bool
-
-
-def selection_calls(
-    query_lens: tuple[int, ...], num_decodes: int, *, ragged: bool
-) -> Iterator[SelectionCall]:
-    """Cut a step into calls: decodes of equal lengths, and everything else.
-
-    Decodes have a call to themselves because their tokens share no keys, or few, and are scored in
-    other tiles than prefills.
-
-    Args:
-        query_lens: tokens of each request, in batch order.
-        num_decodes: how many of the first requests are decodes.
-        ragged: a call may take requests of different lengths.
-    """
-    starts = [0, *accumulate(query_lens)]
-    edges = [0] if len(set(query_lens[:num_decodes])) != 1 else [0, num_decodes]
-    if not ragged:
-        edges += range(edges[-1] + 1, len(query_lens))
-    for first, end in pairwise((*edges, len(query_lens))):
-        if starts[first] < starts[end]:
-            uneven = len(set(query_lens[first:end])) > 1
-            yield SelectionCall(first, end, starts[first], starts[end], uneven)
-
-
-def all_entries(visible: Tensor, width: int) -> Tensor:
-    """The selection where every visible entry fits: 0, 1, ... then -1.
-
-    Args:
-        visible: int32 [T], entries visible to each token, at most ``width``.
-        width: columns of the result.
-
-    Returns:
-        int32 [T, width].
-    """
-    entry = torch.arange(width, dtype=torch.int32, device=visible.device)
-    return torch.where(entry < visible.unsqueeze(1), entry, -1)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from anymla.layers.rows import Rows
 from anymla.ops.sparse_attention import sparse_attention_plan
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from anymla.layers.step import Rows
 
 
 class Plans:

@@ -7,60 +7,14 @@ are decoded anew for every layer, while what is computed here serves all layers 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import get_layout
-from anymla.layers.step import GroupStep, Step
-from anymla.ops.kv_cache import dequant_gather_slots
-from anymla.ops.workspace import scratch
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefillRows:
-    """Rows of one workspace.
-
-    Attributes:
-        first_token: of the step's tokens, the first that the workspace serves.
-        window: the most rows of a token's window.
-        window_slots: int32 [Nw], slots of the window cache.
-        entry_slots: int32 [Ne], slots of the compressed cache, or None.
-        runs: int32 [T - first_token, 4], as ``prefill_attention`` takes them.
-        entries: the most entries that a token sees.
-    """
-
-    first_token: int
-    window: int
-    window_slots: Tensor
-    entry_slots: Tensor | None
-    runs: Tensor
-    entries: int
-
-    def decode(
-        self,
-        window_cache: Tensor,
-        compressed_cache: Tensor | None,
-        *,
-        layout: str,
-        dtype: torch.dtype,
-        backend: str | None = None,
-    ) -> Tensor:
-        """The workspace [Nw + Ne, D] of a layer's caches, in scratch memory."""
-        count = len(self.window_slots)
-        more = 0 if self.entry_slots is None else len(self.entry_slots)
-        channels = get_layout(layout).channels
-        rows = scratch((count + more, channels), dtype, window_cache.device)
-        parts = [(rows[:count], window_cache, self.window_slots)]
-        if self.entry_slots is not None:
-            assert compressed_cache is not None
-            parts.append((rows[count:], compressed_cache, self.entry_slots))
-        for part, cache, slots in parts:
-            dequant_gather_slots(part, cache, slots, layout=layout, backend=backend)
-        return rows
+from anymla.layers.rows import GroupStep, PrefillRows
+from anymla.layers.step import Step
 
 
 def prefill_rows(

@@ -4,49 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from anymla.layers.plans import Plans
+from anymla.layers.rows import GroupStep, PrefillRows, Rows
 from anymla.layers.side_stream import INLINE, SideStream
 
-if TYPE_CHECKING:
-    from anymla.layers.prefill_rows import PrefillRows
-
 Recorder = Callable[[str, int, Tensor], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupStep:
-    """One cache group's view of the step.
-
-    Attributes:
-        block_table: int32 [R, pages], page ids of each request; unused entries are 0 or negative.
-        slot_mapping: int64 [T], where each token's row (or the entry it closes) goes; -1 for none.
-        page_size: entries a page holds.
-    """
-
-    block_table: Tensor
-    slot_mapping: Tensor
-    page_size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Cache rows each token attends to.
-
-    Attributes:
-        indices: int32 [T, K], global slots, valid ones first, then -1.
-        lengths: int32 [T], how many are valid.
-    """
-
-    indices: Tensor
-    lengths: Tensor
-
-    def first(self, tokens: int) -> Rows:
-        """Those of the first tokens."""
-        return Rows(self.indices[:tokens], self.lengths[:tokens])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from anymla.layers.step import GroupStep, Rows, Step
+from anymla.layers.rows import GroupStep, Rows
+from anymla.layers.step import Step
 from anymla.ops.selection import compressed_rows, slot_mapping, token_to_request, window_rows
 from anymla.runtime.cache_groups import CacheGroup
 

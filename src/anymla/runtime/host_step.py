@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anymla.layers.step import GroupStep, Rows, Step
+from anymla.layers.rows import GroupStep, Rows
+from anymla.layers.step import Step
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.span import Span

@@ -14,7 +14,7 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4Index
 
 from anymla.engines.vllm.metadata import INDEXER_BACKEND
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
-from anymla.layers.indexer import all_entries
+from anymla.layers.selection import all_entries
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
 
 

@@ -1,0 +1,227 @@
+"""The heads of attention over the rows that are chosen for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.layers.caches import LayerCache
+from anymla.layers.plans import Plans
+from anymla.layers.rows import PrefillRows, Rows
+from anymla.layers.spec import WINDOW_GROUP, LayerSpec
+from anymla.layers.step import Step
+from anymla.ops.attention_output import prefill_attention_fp8_quant, sparse_attention_fp8_quant
+from anymla.ops.output_projection import inverse_rope_fp8_quant
+from anymla.ops.prefill_attention import prefill_attention
+from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.workspace import scratch_scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a step's tokens attend to in one layer.
+
+    Attributes:
+        cache: the layer's caches.
+        window: rows of the window.
+        entries: rows of compressed entries, or None.
+        plans: of the step.
+        kind: what the lists have in common with those of other layers.
+        chunk: the workspace of the step's prefill, or None: all is attended to by slots.
+        selected: int32 [T, K], what the indexer chose of the workspace's entries; None for all.
+    """
+
+    cache: LayerCache
+    window: Rows
+    entries: Rows | None
+    plans: Plans
+    kind: str | None
+    chunk: PrefillRows | None = None
+    selected: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: LayerSpec,
+        step: Step,
+        cache: LayerCache,
+        entries: Rows | None,
+        selected: Tensor | None,
+    ) -> Seen:
+        """Of all tokens of a step; see the attributes."""
+        group = spec.compressed_group
+        chunk = step.chunks.get(group or WINDOW_GROUP)
+        return cls(cache, step.window, entries, step.plans, group, chunk, selected)
+
+    @property
+    def decodes(self) -> int:
+        """Tokens in front of the workspace's."""
+        return 0 if self.chunk is None else self.chunk.first_token
+
+    def by_slots(self) -> Seen:
+        """What is left to those tokens."""
+        before = self.decodes
+        entries = None if self.entries is None else self.entries.first(before)
+        return dataclasses.replace(
+            self, window=self.window.first(before), entries=entries, chunk=None, selected=None
+        )
+
+    def prefilled(self, dtype: torch.dtype, backend: str | None) -> tuple[Any, ...]:
+        """What follows the queries among the arguments of attention to the workspace.
+
+        The rows lie in scratch memory.
+        """
+        assert self.chunk is not None
+        rows = self.chunk.decode(
+            self.cache.window,
+            self.cache.compressed,
+            layout=self.cache.format.main,
+            dtype=dtype,
+            backend=backend,
+        )
+        chosen = None if self.selected is None else self.selected[self.decodes :]
+        return rows, self.chunk.runs, chosen
+
+
+class Heads:
+    """Query heads that share one key, which is their value as well.
+
+    Attributes:
+        sink: float32 [H], a logit in every softmax that carries no value.
+        groups: the groups in which outputs are quantised.
+        backend: of every operation.
+    """
+
+    def __init__(self, sink: Tensor, groups: int, backend: str | None) -> None:
+        """See the attributes."""
+        self.sink = sink
+        self.groups = groups
+        self.backend = backend
+
+    @property
+    def count(self) -> int:
+        """How many heads there are."""
+        return len(self.sink)
+
+    def attend(self, q: Tensor, seen: Seen) -> Tensor:
+        """Outputs [T, H, D]: by slots, and from one workspace where the step has one."""
+        chunk = seen.chunk
+        if chunk is None:
+            return self._by_slots(q, seen, None)
+        out = torch.empty_like(q)
+        before = seen.decodes
+        if before:
+            self._by_slots(q[:before], seen.by_slots(), out[:before])
+        with scratch_scope():
+            prefill_attention(
+                q[before:],
+                *seen.prefilled(q.dtype, self.backend),
+                window=chunk.window,
+                entries=chunk.entries,
+                sink=self.sink,
+                out=out[before:],
+                backend=self.backend,
+            )
+        return out
+
+    def quantised(
+        self, q: Tensor, seen: Seen, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As ``attend``, then rotated back and quantised: codes and scales by group."""
+        chunk = seen.chunk
+        if chunk is None:
+            return self._quantised_by_slots(q, seen, positions, cos_sin)
+        before = seen.decodes
+        with scratch_scope():
+            quantised: tuple[Tensor, Tensor] = prefill_attention_fp8_quant(
+                q[before:],
+                *seen.prefilled(q.dtype, self.backend),
+                positions[before:],
+                cos_sin,
+                n_groups=self.groups,
+                window=chunk.window,
+                entries=chunk.entries,
+                sink=self.sink,
+                backend=self.backend,
+            )
+        if not before:
+            return quantised
+        codes, scales = self._quantised_by_slots(
+            q[:before], seen.by_slots(), positions[:before], cos_sin
+        )
+        # Not every device joins tensors of float8.
+        together = torch.cat((codes.view(torch.uint8), quantised[0].view(torch.uint8)))
+        return together.view(codes.dtype), torch.cat((scales, quantised[1]))
+
+    def _by_slots(self, q: Tensor, seen: Seen, out: Tensor | None) -> Tensor:
+        attended: Tensor = sparse_attention(
+            q,
+            seen.cache.window,
+            seen.window.indices,
+            seen.window.lengths,
+            **self._given(seen),
+            plan=self._plan(seen),
+            out=out,
+            backend=self.backend,
+        )[0]
+        return attended
+
+    def _quantised_by_slots(
+        self, q: Tensor, seen: Seen, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """In one operation where a kernel does it at once."""
+        window = seen.window
+        given = (q, seen.cache.window, window.indices, window.lengths, positions, cos_sin)
+        named = {"n_groups": self.groups, **self._given(seen)}
+        if q.is_cuda and self.backend is None and _at_once(given, named):
+            quantised = sparse_attention_fp8_quant(*given, **named, plan=self._plan(seen))
+        else:
+            quantised = inverse_rope_fp8_quant(
+                self._by_slots(q, seen, None),
+                positions,
+                cos_sin,
+                n_groups=self.groups,
+                backend=self.backend,
+            )
+        codes, scales = quantised
+        return codes, scales
+
+    def _given(self, seen: Seen) -> dict[str, Any]:
+        """What attention by slots is told by name."""
+        entries, layout = seen.entries, seen.cache.format.main
+        return {
+            "sink": self.sink,
+            "extra_cache": None if entries is None else seen.cache.compressed,
+            "extra_indices": None if entries is None else entries.indices,
+            "extra_lengths": None if entries is None else entries.lengths,
+            "layout": layout,
+            "extra_layout": layout,
+        }
+
+    def _plan(self, seen: Seen) -> Tensor | None:
+        """How the kernels share out what all layers of this kind list."""
+        if self.backend is not None:
+            return None
+        return seen.plans.of(seen.kind, self.count, seen.window, seen.entries)
+
+
+_ENDS: dict[tuple[object, ...], bool] = {}
+
+
+def _at_once(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether ``sparse_attention_fp8_quant`` would be one kernel's, not two operations'.
+
+    Asked once for tensors of the same kind: steps that are launched one by one wait for the host.
+    """
+    tensors = (*given[:3], named["extra_cache"], named["extra_indices"])
+    key = (
+        named["n_groups"],
+        *((t.shape, t.stride(), t.dtype, t.device) for t in tensors if t is not None),
+    )
+    if key not in _ENDS:
+        found = sparse_attention_fp8_quant.explain(*given, **named)[0]
+        _ENDS[key] = found == "gluon_sm90"
+    return _ENDS[key]

@@ -1,0 +1,87 @@
+"""Rows of a cache: where a step's tokens write them, and which ones they attend to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import get_layout
+from anymla.ops.kv_cache import dequant_gather_slots
+from anymla.ops.workspace import scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStep:
+    """One cache group's view of the step.
+
+    Attributes:
+        block_table: int32 [R, pages], page ids of each request; unused entries are 0 or negative.
+        slot_mapping: int64 [T], where each token's row (or the entry it closes) goes; -1 for none.
+        page_size: entries a page holds.
+    """
+
+    block_table: Tensor
+    slot_mapping: Tensor
+    page_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Cache rows each token attends to.
+
+    Attributes:
+        indices: int32 [T, K], global slots, valid ones first, then -1.
+        lengths: int32 [T], how many are valid.
+    """
+
+    indices: Tensor
+    lengths: Tensor
+
+    def first(self, tokens: int) -> Rows:
+        """Those of the first tokens."""
+        return Rows(self.indices[:tokens], self.lengths[:tokens])
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillRows:
+    """Rows that a chunk of prefill attends to, in one workspace; ``prefill_rows`` makes them.
+
+    Attributes:
+        first_token: of the step's tokens, the first that the workspace serves.
+        window: the most rows of a token's window.
+        window_slots: int32 [Nw], slots of the window cache.
+        entry_slots: int32 [Ne], slots of the compressed cache, or None.
+        runs: int32 [T - first_token, 4], as ``prefill_attention`` takes them.
+        entries: the most entries that a token sees.
+    """
+
+    first_token: int
+    window: int
+    window_slots: Tensor
+    entry_slots: Tensor | None
+    runs: Tensor
+    entries: int
+
+    def decode(
+        self,
+        window_cache: Tensor,
+        compressed_cache: Tensor | None,
+        *,
+        layout: str,
+        dtype: torch.dtype,
+        backend: str | None = None,
+    ) -> Tensor:
+        """The workspace [Nw + Ne, D] of a layer's caches, in scratch memory."""
+        count = len(self.window_slots)
+        more = 0 if self.entry_slots is None else len(self.entry_slots)
+        channels = get_layout(layout).channels
+        rows = scratch((count + more, channels), dtype, window_cache.device)
+        parts = [(rows[:count], window_cache, self.window_slots)]
+        if self.entry_slots is not None:
+            assert compressed_cache is not None
+            parts.append((rows[count:], compressed_cache, self.entry_slots))
+        for part, cache, slots in parts:
+            dequant_gather_slots(part, cache, slots, layout=layout, backend=backend)
+        return rows
