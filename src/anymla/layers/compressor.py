@@ -159,7 +159,7 @@ class SharedProjection:
         return cls(first, second, heads if joins else None)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Float32 [T, 2 * width] of each compressor; head weights, in x's dtype, or None."""
+        """Float32 [T, 2 * width] of each compressor; head weights [T, heads], or None."""
         both: Tensor = linear_float32(x, self._weight, backend=self._backend)
         first, second, *more = both.split(self._sizes, dim=-1)
-        return first, second, more[0].to(x.dtype) if more else None
+        return first, second, more[0] if more else None
