@@ -85,118 +85,6 @@ def _produce(
         page = ahead
 
 
-@gluon.jit
-def _producer0(
-    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
-    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
-    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    _produce(
-        keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts,
-        owners, first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full,
-        words, BUFFERS, ROWS, 0,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _producer1(
-    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
-    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
-    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    _produce(
-        keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts,
-        owners, first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full,
-        words, BUFFERS, ROWS, 1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _producer2(
-    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
-    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
-    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    _produce(
-        keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts,
-        owners, first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full,
-        words, BUFFERS, ROWS, 2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _producer3(
-    keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts, owners,
-    first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full, words,
-    BUFFERS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    _produce(
-        keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths, starts,
-        owners, first_row, rows, per_request, requests, pages, covered, k, span, keys, scales, full,
-        words, BUFFERS, ROWS, 3,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consumer0(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
-    ROWS: gl.constexpr, FILL: gl.constexpr,
-):  # fmt: skip
-    consume(
-        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
-        requests, pages, covered, k, span, context, queries, keys, scales, full, words, BUFFERS,
-        ROWS, FILL, 0,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consumer1(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
-    ROWS: gl.constexpr, FILL: gl.constexpr,
-):  # fmt: skip
-    consume(
-        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
-        requests, pages, covered, k, span, context, queries, keys, scales, full, words, BUFFERS,
-        ROWS, FILL, 1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consumer2(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
-    ROWS: gl.constexpr, FILL: gl.constexpr,
-):  # fmt: skip
-    consume(
-        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
-        requests, pages, covered, k, span, context, queries, keys, scales, full, words, BUFFERS,
-        ROWS, FILL, 2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consumer3(
-    table, table_row_stride, table_column_stride, lengths, starts, owners, weights, weights_stride,
-    scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request, requests, pages,
-    covered, k, span, context, queries, keys, scales, full, words, BUFFERS: gl.constexpr,
-    ROWS: gl.constexpr, FILL: gl.constexpr,
-):  # fmt: skip
-    consume(
-        table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
-        weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows, per_request,
-        requests, pages, covered, k, span, context, queries, keys, scales, full, words, BUFFERS,
-        ROWS, FILL, 3,
-    )  # fmt: skip
-
-
 @gluon.jit(
     do_not_specialize=[
         "first_row", "rows", "per_request", "requests", "pages", "covered", "k", "span", "context"
@@ -266,49 +154,49 @@ def page_scores_kernel(
     # Spelled out for each: constexprs would not survive in a variable.
     gl.warp_specialize(
         [
-            (_consumer0, (
+            (consume, (
                 table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
                 weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
                 per_request, requests, pages, covered, k, span, context, queries, keys, scales,
-                full, words, BUFFERS, ROWS, FILL,
+                full, words, BUFFERS, ROWS, FILL, 0,
             )),
-            (_consumer1, (
+            (consume, (
                 table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
                 weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
                 per_request, requests, pages, covered, k, span, context, queries, keys, scales,
-                full, words, BUFFERS, ROWS, FILL,
+                full, words, BUFFERS, ROWS, FILL, 1,
             )),
-            (_consumer2, (
+            (consume, (
                 table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
                 weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
                 per_request, requests, pages, covered, k, span, context, queries, keys, scales,
-                full, words, BUFFERS, ROWS, FILL,
+                full, words, BUFFERS, ROWS, FILL, 2,
             )),
-            (_consumer3, (
+            (consume, (
                 table, table_row_stride, table_column_stride, lengths, starts, owners, weights,
                 weights_stride, scores, scores_stride, maxima, maxima_stride, first_row, rows,
                 per_request, requests, pages, covered, k, span, context, queries, keys, scales,
-                full, words, BUFFERS, ROWS, FILL,
+                full, words, BUFFERS, ROWS, FILL, 3,
             )),
-            (_producer0, (
+            (_produce, (
                 keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
                 starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
-                keys, scales, full, words, BUFFERS, ROWS,
+                keys, scales, full, words, BUFFERS, ROWS, 0,
             )),
-            (_producer1, (
+            (_produce, (
                 keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
                 starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
-                keys, scales, full, words, BUFFERS, ROWS,
+                keys, scales, full, words, BUFFERS, ROWS, 1,
             )),
-            (_producer2, (
+            (_produce, (
                 keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
                 starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
-                keys, scales, full, words, BUFFERS, ROWS,
+                keys, scales, full, words, BUFFERS, ROWS, 2,
             )),
-            (_producer3, (
+            (_produce, (
                 keys_desc, scales_desc, table, table_row_stride, table_column_stride, lengths,
                 starts, owners, first_row, rows, per_request, requests, pages, covered, k, span,
-                keys, scales, full, words, BUFFERS, ROWS,
+                keys, scales, full, words, BUFFERS, ROWS, 3,
             )),
         ],
         [4, 4, 4, 1, 1, 1, 1],
