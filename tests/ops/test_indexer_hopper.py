@@ -24,6 +24,7 @@ from anymla.ops.indexer.selection_plan import GROUP, padded_entries
 
 H, PAGE = 64, 64
 NAMES = [f"{family.__name__}.gluon_sm90_{part}" for part in ("scores", "sums", "walk", "words")]
+NAMES += ["anymla.ops.gluon_early"]
 NOTHING = -(2**31)
 
 
@@ -159,7 +160,8 @@ def kernel(monkeypatch):
     for name in NAMES:
         sys.modules.pop(name, None)
         with contextlib.suppress(AttributeError):
-            delattr(family, name.rpartition(".")[2])
+            package, _, part = name.rpartition(".")
+            delattr(sys.modules[package], part)
 
 
 def in_pages(cache):
@@ -221,6 +223,7 @@ def score(
                 CONSUMER_REGISTERS=112,
                 PRODUCER_REGISTERS=24,
                 FILL=context > 0,
+                EARLY=True,
             )
     return scores, maxima
 

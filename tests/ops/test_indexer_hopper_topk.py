@@ -73,14 +73,17 @@ class Language(host.Language):
 def kernel(monkeypatch):
     """The kernel's module and its language."""
     language = Language()
-    for name in [name for name in sys.modules if name.startswith("triton") or name == NAME]:
+    names = (NAME, "anymla.ops.gluon_early")
+    for name in [name for name in sys.modules if name.startswith("triton") or name in names]:
         monkeypatch.delitem(sys.modules, name)
     for name, module in host._stand_ins(language).items():
         monkeypatch.setitem(sys.modules, name, module)
     yield importlib.import_module(NAME), language
-    sys.modules.pop(NAME, None)
-    with contextlib.suppress(AttributeError):
-        del family.gluon_sm90_topk
+    for name in names:
+        sys.modules.pop(name, None)
+        with contextlib.suppress(AttributeError):
+            package, _, part = name.rpartition(".")
+            delattr(sys.modules[package], part)
 
 
 def rows_of(kind, rows, covered):

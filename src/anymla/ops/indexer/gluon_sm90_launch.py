@@ -9,6 +9,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.pages import pages_of
+from anymla.ops.early import early_launch
 from anymla.ops.indexer.gluon_sm90_scores import (
     BUFFERS,
     CONSUMER_REGISTERS,
@@ -115,4 +116,5 @@ def score(
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         FILL=context > 0,
         num_warps=4,
+        **early_launch(q.device),
     )

@@ -23,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import launches_early
+from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.indexer.gluon_sm90_sums import CONSUMERS, HEADS, consume, view
 from anymla.ops.indexer.gluon_sm90_walk import PAGE, page_of, walk
 from anymla.ops.indexer.gluon_sm90_words import begin, reserve, wait
@@ -36,19 +38,6 @@ _P = gl.constexpr(PAGE)
 _CONSUMERS = gl.constexpr(CONSUMERS)
 # The name changed after triton 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def dependents_may_start():
-    """Let the selector be launched; it waits for this grid's end by itself."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-        "=r,r",
-        [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -120,14 +109,18 @@ def page_scores_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     FILL: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """ROWS tokens and ``span`` entries; arguments as of ``select_scores_kernel``.
 
-    FILL: entries that a token does not see are -inf, up to ``context``.
+    FILL: entries that a token does not see are -inf, up to ``context``. EARLY: see
+    ``early_launch``.
     """
     # A consumer meets the same buffers again, so it never waits for a fill two turns ahead, which
     # a barrier's parity could not tell from the last.
     gl.static_assert(BUFFERS % _CONSUMERS == 0)
+    if EARLY:
+        let_dependents_start()
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
     queries = gl.allocate_shared_memory(gl.float8e4nv, [ROWS * _H, _D], CODES)
@@ -139,6 +132,9 @@ def page_scores_kernel(
     begin(words, BUFFERS)
     for i in gl.static_range(BUFFERS):
         mbarrier.init(full.index(i), count=1)
+    if EARLY:
+        # Partitions begin behind this.
+        wait_for_predecessors()
     LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     line = gl.arange(0, ROWS * _H, layout=gl.SliceLayout(1, LOAD))
     channel = gl.arange(0, _D, layout=gl.SliceLayout(0, LOAD))
@@ -150,7 +146,6 @@ def page_scores_kernel(
     )
     queries.store(codes.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
-    dependents_may_start()
     # Spelled out for each: constexprs would not survive in a variable.
     gl.warp_specialize(
         [
@@ -246,6 +241,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
                     "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
                     "FILL": "maxima" not in given,
+                    "EARLY": launches_early(target),
                 },
                 divisible=("weights_stride", "scores_stride"),
                 matrix="e4m3",

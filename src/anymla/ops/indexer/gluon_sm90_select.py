@@ -8,6 +8,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.ops._triton import Target
+from anymla.ops.early import early_launch
 from anymla.ops.indexer import triton_select_scores
 from anymla.ops.indexer.gluon_sm90_launch import keys_in_pages, score
 from anymla.ops.indexer.gluon_sm90_topk import held_of, topk_kernel
@@ -60,8 +61,8 @@ def select_best(
     limits = {"maxnreg": held.registers} if held.registers else {}
     topk_kernel[(rows,)](
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0), *given,
-        GROUPS=held.groups, ELEMENTS=held.elements, KEPT=plan.kept, EARLY=True, WARPS=held.warps,
-        num_warps=held.warps, launch_pdl=True, **limits,
+        GROUPS=held.groups, ELEMENTS=held.elements, KEPT=plan.kept, WARPS=held.warps,
+        num_warps=held.warps, **limits, **early_launch(scores.device),
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import launches_early
+from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.indexer.selection_plan import (
     GROUP,
     MOST_GROUP_K,
@@ -261,15 +263,34 @@ def topk_kernel(
     """One row; arguments as of ``group_select_kernel``. GROUPS and ELEMENTS fill the threads."""
     ALL: gl.constexpr = gl.BlockedLayout([ELEMENTS // (32 * WARPS)], [32], [WARPS], [0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    if EARLY:
+        let_dependents_start()
+    words = _reserve()
+    _clear_counters(words, WARPS)
+    if EARLY:
+        wait_for_predecessors()
     row = gl.program_id(0).to(gl.int64)
     request, start, end = _bounds(
         lengths, starts, owners, row, first_row, per_request, requests, covered
     )
-    words = _reserve()
-    _clear_counters(words, WARPS)
-    if EARLY:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    # Whole lines are read, which rows are padded to; where rows begin at 0, without having waited
+    # for their lengths.
+    seen = covered if starts is None else end
+    scores += row * scores_stride
+    element = gl.arange(0, ELEMENTS, layout=ALL)
+    if GROUPS == 0:
+        entry = start // 4 * 4 + element
+        if starts is None:
+            entry = element
+        bits = gl.load(scores + entry, mask=entry < (seen + 3) // 4 * 4, other=0)
+    else:
+        SOME: gl.constexpr = gl.BlockedLayout([GROUPS // (32 * WARPS)], [32], [WARPS], [0])
+        number = gl.arange(0, GROUPS, layout=SOME)
+        if starts is not None:
+            number += start // _G // 4 * 4
+        groups = (seen + _G - 1) // _G
+        best = gl.load(
+            maxima + row * maxima_stride + number, mask=number < (groups + 3) // 4 * 4, other=0
         )
     _meet()
     count = end - start
@@ -280,21 +301,11 @@ def topk_kernel(
     if count <= k:
         gl.store(out + place_of, gl.where(place_of < count, place_of, -1), mask=place_of < k)
     else:
-        scores += row * scores_stride
-        element = gl.arange(0, ELEMENTS, layout=ALL)
         if GROUPS == 0:
-            # Whole lines are read, which rows are padded to.
-            entry = start // 4 * 4 + element
-            bits = gl.load(scores + entry, mask=entry < (end + 3) // 4 * 4, other=0)
             key = gl.where((entry >= start) & (entry < end), _ordered(bits), _NOTHING)
             candidates = count
         else:
-            SOME: gl.constexpr = gl.BlockedLayout([GROUPS // (32 * WARPS)], [32], [WARPS], [0])
             first, last = start // _G, (end + _G - 1) // _G
-            number = gl.arange(0, GROUPS, layout=SOME) + first // 4 * 4
-            best = gl.load(
-                maxima + row * maxima_stride + number, mask=number < (last + 3) // 4 * 4, other=0
-            )
             best = gl.where((number >= first) & (number < last), best, _NOTHING)
             groups = last - first
             at_least = _NOTHING + 1
@@ -396,7 +407,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "GROUPS": held.groups,
                     "ELEMENTS": held.elements,
                     "KEPT": plan.kept,
-                    "EARLY": True,
+                    "EARLY": launches_early(target),
                     "WARPS": held.warps,
                 },
                 num_warps=held.warps,

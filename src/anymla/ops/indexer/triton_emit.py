@@ -5,13 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anymla.ops._triton import Target
 from anymla.ops.indexer.triton_order import NOTHING
-
-
-def early(target: Target) -> bool:
-    """Whether a selector is launched before the scores' kernel has ended, and waits by itself."""
-    return target.name == "sm_90"
 
 
 @triton.jit

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import launches_early
 from anymla.ops.indexer.selection_plan import GROUP, MOST_GROUP_K, MOST_GROUPS, MOST_WHOLE
-from anymla.ops.indexer.triton_emit import early, emit_all, emit_slots, places, row_bounds
+from anymla.ops.indexer.triton_emit import emit_all, emit_slots, places, row_bounds
 from anymla.ops.indexer.triton_order import NOTHING, kth_largest, ordered
 
 _GROUP = tl.constexpr(GROUP)
@@ -67,14 +68,15 @@ def group_select_kernel(
     With 0 GROUPS the row has no maxima, and at most ELEMENTS entries; else ELEMENTS is KEPT * 16.
 
     Without SCORED the first entries are chosen: all there are, unless no score could be had. EARLY:
-    launched before the scores' kernel ended.
+    see ``early_launch``.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered
     )
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     count = end - start
     if counts is not None:
         tl.store(counts + row, tl.minimum(count, k))
@@ -174,7 +176,7 @@ def builds(target: Target) -> Iterator[Build]:
             "ELEMENTS": 512,
             "KEPT": 512,
             "SCORED": False,
-            "EARLY": False,
+            "EARLY": launches_early(target),
         },
         num_warps=warps_of(512, 0, 1, target),
     )
@@ -192,7 +194,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "ELEMENTS": elements,
                 "KEPT": 512,
                 "SCORED": True,
-                "EARLY": early(target),
+                "EARLY": launches_early(target),
             },
             num_warps=warps_of(elements, 0, 1, target),
             # A few where programs of Ada have no more registers; many in the widest rows.
@@ -217,7 +219,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "ELEMENTS": kept * GROUP,
                         "KEPT": kept,
                         "SCORED": True,
-                        "EARLY": early(target),
+                        "EARLY": launches_early(target),
                     },
                     num_warps=warps_of(kept * GROUP, groups, rows, target),
                     # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.

@@ -28,6 +28,7 @@ from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import block_exponent
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
 
 # Channels of a program's tile: 16 for each thread.
@@ -91,8 +92,12 @@ def query_kernel(
     HADAMARD: tl.constexpr,
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """A token and HEADS of its heads."""
+    """A token and HEADS of its heads; EARLY: see ``early_launch``."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     exists = head < heads
@@ -204,6 +209,7 @@ def indexer_q_rope_quant(
             HEADS=together,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
+            **early_launch(device),
         )
     return out.view(torch.float8_e4m3fn) if quant == "fp8" else out, scales, out_weights
 
@@ -243,6 +249,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "HADAMARD": hadamard,
                         "NATIVE": target.native_e4m3,
                         "HEADS": heads_of(64, width),
+                        "EARLY": launches_early(target),
                     },
                     num_warps=_NUM_WARPS,
                     fp_fusion=False,

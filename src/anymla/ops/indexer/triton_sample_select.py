@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from anymla.ops._triton import Build, Target
-from anymla.ops.indexer.triton_emit import early, emit_all, emit_slots, places, row_bounds
+from anymla.ops.early import launches_early
+from anymla.ops.indexer.triton_emit import emit_all, emit_slots, places, row_bounds
 from anymla.ops.indexer.triton_order import NOTHING, kth_largest, narrow, ordered
 
 SAMPLES = 2048
@@ -160,16 +161,16 @@ def sample_collect_kernel(
 ):
     """A part of a row, TILE entries a step; ``found`` is unbounded.
 
-    EARLY: launched before the scores' kernel ended.
+    EARLY: see ``early_launch``.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered
     )
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     count = end - start
     out += row * out_stride
     if slots is not None:
@@ -257,13 +258,14 @@ def sample_finish_kernel(
     KEPT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A row that several programs have collected from; EARLY: and have not all ended."""
+    """A row that several programs have collected from."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered
     )
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     count = end - start
     if count > k:
         out += row * out_stride
@@ -304,7 +306,7 @@ def builds(target: Target) -> Iterator[Build]:
     for parts, capacity, rows, kept in cases:
         tile, warps = tile_and_warps(rows, capacity, target)
         shared = {"starts": None, "PARTS": parts, "CAPACITY": capacity, "TILE": tile, "KEPT": kept}
-        shared["EARLY"] = early(target)
+        shared["EARLY"] = launches_early(target)
         extra = ("slots", "table") if parts > 1 else ()
         missing = {} if parts > 1 else {"slots": None, "table": None}
         types = {**dict.fromkeys((*pointers, *extra), "*i32"), **dict.fromkeys(numbers, "i32")}

@@ -17,6 +17,7 @@ from torch import Tensor
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
 from anymla.ops import _triton
+from anymla.ops.early import early_launch
 from anymla.ops.indexer import triton_sample_select
 from anymla.ops.indexer.selection_plan import (
     GROUP,
@@ -24,7 +25,6 @@ from anymla.ops.indexer.selection_plan import (
     padded_entries,
     plan_selection,
 )
-from anymla.ops.indexer.triton_emit import early
 from anymla.ops.indexer.triton_group_select import group_select_kernel, options_of, warps_of
 from anymla.ops.indexer.triton_sample_select import (
     sample_collect_kernel,
@@ -209,22 +209,20 @@ def _select(
     if selector is not None and plan.form in ("whole", "groups"):
         selector(plan, scores, memory.maxima, (*given, counts, *about_slots, *sizes))
         return
-    soon = plan.form != "all" and early(target)
-    options: dict[str, int | bool] = {"launch_pdl": True} if soon else {}
-    options |= options_of(rows, target)
+    options = early_launch(best.device) | options_of(rows, target)
     if plan.form == "samples":
         tile, warps = tile_and_warps(rows, plan.capacity, target)
         found = (memory.keys, memory.entries, memory.found)
         sample_collect_kernel[(plan.parts, rows)](
             scores, scores.stride(0), *found, *given, counts, *about_slots, *sizes,
             PARTS=plan.parts, CAPACITY=plan.capacity, SAMPLES=triton_sample_select.SAMPLES,
-            TILE=tile, KEPT=plan.kept, EARLY=soon, num_warps=warps, **options,
+            TILE=tile, KEPT=plan.kept, num_warps=warps, **options,
         )  # fmt: skip
         if plan.parts > 1:
             sample_finish_kernel[(rows,)](
                 scores, scores.stride(0), *found, *given, *about_slots, *sizes,
                 PARTS=plan.parts, CAPACITY=plan.capacity, TILE=tile, KEPT=plan.kept,
-                EARLY=soon, num_warps=warps, **options,
+                num_warps=warps, **options,
             )  # fmt: skip
         return
     maxima = memory.maxima
@@ -234,7 +232,7 @@ def _select(
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0),
         memory.groups, *given, counts, *about_slots, *sizes,
         GROUPS=plan.groups, ELEMENTS=elements, KEPT=plan.kept, SCORED=plan.form != "all",
-        EARLY=soon, num_warps=warps_of(held, plan.groups, rows, target), **options,
+        num_warps=warps_of(held, plan.groups, rows, target), **options,
     )  # fmt: skip
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_BF16_128
 from anymla.formats.triton_rows import cache_bytes, row_codec
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.indexer.selection_plan import GROUP
-from anymla.ops.indexer.triton_emit import early, row_bounds
+from anymla.ops.indexer.triton_emit import row_bounds
 from anymla.ops.indexer.triton_operands import (
     KIND_OF_CODEC,
     KIND_OF_DTYPE,
@@ -80,14 +81,15 @@ def select_scores_kernel(
     NATIVE: tl.constexpr,
     CANONICAL_NAN: tl.constexpr,
     STAGES: tl.constexpr,
-    FOLLOWED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ROWS tokens and ``span`` entries; rows are numbered from ``first_row``.
 
-    FOLLOWED: the next kernel may be launched, and waits for this one's end by itself.
+    EARLY: see ``early_launch``.
     """
-    if FOLLOWED:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     member = tl.arange(0, ROWS)
     row = tl.program_id(0).to(tl.int64) * ROWS + member
     live = row < rows
@@ -224,10 +226,10 @@ def select_scores(
         NATIVE=target.native_e4m3,
         CANONICAL_NAN=target.backend == "cuda",
         STAGES=tile.stages,
-        FOLLOWED=early(target),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **registers_of(tile, math, target),
+        **early_launch(q.device),
     )
 
 
@@ -282,7 +284,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "NATIVE": target.native_e4m3,
                 "CANONICAL_NAN": target.backend == "cuda",
                 "STAGES": tile.stages,
-                "FOLLOWED": early(target),
+                "EARLY": launches_early(target),
             }
             optional = (
                 ("q_scales", "*u8", q_kind == "e2m1"),
