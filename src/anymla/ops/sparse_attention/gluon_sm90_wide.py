@@ -32,6 +32,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     load_sink,
     not_finite,
     note,
+    predecessors_done,
     record_cut,
     record_span,
     view,
@@ -277,8 +278,8 @@ def wide_kernel(
     """See the file. The arguments are those of ``tiles_kernel``; TWO is false, TURNED 0."""
     gl.static_assert(not TWO)
     gl.static_assert(TURNED == 0)
-    if SPLIT:
-        dependents_may_start()
+    predecessors_done()
+    dependents_may_start()
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
