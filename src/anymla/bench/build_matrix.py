@@ -3,8 +3,9 @@
 Each specialisation that a kernel's ``builds(target)`` names is compiled in its own process with
 a time limit, because a combination that the compiler does not like may abort it. A build passes if
 it compiles (or fails, where that is expected), its shared memory fits the target, it spills no more
-than it declares, and matrix-multiply instructions are in the code where they are meant to be. What
-passes here fits and builds; only a run on the device shows that it computes right, and how fast.
+than it declares, matrix-multiply instructions are in the code where they are meant to be, and warps
+meet before one thread arrives at a barrier for them. What passes here fits and builds; only a run
+on the device shows that it computes right, and how fast.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import anymla.ops
+from anymla.bench.hand_overs import unmet_arrivals
 from anymla.ops._triton import TARGETS, Build, Target
 
 TIME_LIMIT_S = 240
@@ -219,6 +221,8 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
         problem = "no instruction could be read from the code"
     elif row["spills"] > build.spills:
         problem = f"{row['spills']} spills, {build.spills} declared"
+    elif row.get("unmet_arrivals"):
+        problem = f"{row['unmet_arrivals']} arrivals at barriers for warps that have not met"
     elif build.matrix and not _multiplies(row["matrix"], build.matrix):
         operands = "" if build.matrix is True else f" of {build.matrix}"
         problem = f"no matrix-multiply instruction{operands}"
@@ -262,6 +266,7 @@ def _cuda_code(compiled: Any) -> dict[str, Any]:
         "spills": kinds["STL"] + kinds["LDL"],
         "matrix": sorted({name for name in found if "MMA" in name.split(".")[0]}),
         "registers": int(registers[1]) if registers else None,
+        "unmet_arrivals": len(unmet_arrivals(compiled.asm["ptx"])),
     }
 
 
