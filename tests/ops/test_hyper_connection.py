@@ -14,6 +14,8 @@ from paged import a_device, skip_float64, without_waiting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anymla.formats.fp8_block import quantize_fp8_rows
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _host
 from anymla.ops._triton import has_triton
 from anymla.ops.hyper_connection import (
@@ -208,6 +210,12 @@ def test_head_is_the_pre_gate_alone(backend: str, dtype: torch.dtype) -> None:
     assert_close(head, y, atol=ulps(gate, 64), rtol=ulps(dtype, 1))
 
 
+def assert_quantised(quantised: QuantizedRows, y: Tensor) -> None:
+    codes, scales = quantize_fp8_rows(y)
+    assert_identical(quantised.codes[: len(y)], codes, name="codes")
+    assert_identical(quantised.scales[: len(y)], scales, name="scales")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [0, 1, 9])
@@ -218,11 +226,15 @@ def test_fusion_is_the_parts(backend: str, tokens: int, dtype: torch.dtype) -> N
     u = torch.randn_like(y)
     norm_weight = (1 + 0.1 * torch.randn(y.shape[1])).to(dtype)
     weights = {name: after[name] for name in ("fn", "base", "scale")}
+    quantised = QuantizedRows.empty(tokens, y.shape[1], y.device)
+    options = {**OPTIONS, "codes": quantised.codes, "code_scales": quantised.scales}
     h1, normed, post1, comb1 = hc_post_pre_norm(
-        u, before["h"], post, comb, **weights, norm_weight=norm_weight, **OPTIONS, backend=backend
+        u, before["h"], post, comb, **weights, norm_weight=norm_weight, **options, backend=backend
     )
+    assert_quantised(quantised, normed)
     h2 = hc_post(u, before["h"], post, comb, backend=backend)
     y2, post2, comb2 = hc_pre(h2, **weights, **OPTIONS, backend=backend)
+    again, _, _ = hc_pre(h2, **weights, **OPTIONS, norm_weight=norm_weight, backend=backend)
     if backend == "triton":
         # A compiler joins products and sums into one rounding in one kernel and not in another.
         gates = ulps(torch.float32, 64)
@@ -237,7 +249,8 @@ def test_fusion_is_the_parts(backend: str, tokens: int, dtype: torch.dtype) -> N
     want = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm_weight.double()
     gate = torch.float64 if dtype == torch.float64 else torch.float32
     assert normed.dtype == dtype
-    assert_close(normed, want, atol=ulps(gate, 16), rtol=ulps(dtype, 0.5), name="normed y")
+    for got in (normed, again):
+        assert_close(got, want, atol=ulps(gate, 16), rtol=ulps(dtype, 0.5), name="normed y")
 
 
 def test_many_tokens_equal_few() -> None:
@@ -287,7 +300,10 @@ def test_long_rows_and_many_tokens_by_triton(
     before, after = site(37, d=200, dtype=dtype), site(37, d=200, dtype=dtype)
     weights = {name: after[name] for name in ("fn", "base", "scale")}
     norm_weight = 1 + 0.1 * torch.randn(200)
-    y, post, comb = hc_pre(**before, **OPTIONS, backend="triton")
+    quantised = QuantizedRows.empty(37, 200, norm_weight.device)
+    coded = {"codes": quantised.codes, "code_scales": quantised.scales}
+    y, post, comb = hc_pre(**before, **OPTIONS, **coded, backend="triton")
+    assert_quantised(quantised, y)
     want = hc_pre(**before, **OPTIONS, backend="reference")
     slack = ulps(torch.float32, 64)
     for name, a, b in zip(("y", "post", "comb"), (y, post, comb), want, strict=True):
@@ -378,6 +394,21 @@ def test_strided_streams(backend: str) -> None:
         hc_post(y, spaced[:, :, ::2], post, comb, backend=backend),
         hc_post(y, given_site["h"], post, comb, backend=backend),
     )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_streams_may_be_one(backend: str) -> None:
+    given_site = site(3, dtype=torch.float32)
+    one = given_site["h"][:, :1].expand(-1, 4, -1)
+    weights = {name: given_site[name] for name in ("fn", "base", "scale")}
+    got = [hc_pre(h, **weights, **OPTIONS, backend=backend) for h in (one, one.contiguous())]
+    for h, (y, post, comb) in zip((one, one.contiguous()), tuple(got), strict=True):
+        got.append((hc_post(y, h, post, comb, backend=backend),))
+        norm = {"norm_weight": torch.ones(48), "backend": backend}
+        got.append(hc_post_pre_norm(y, h, post, comb, **weights, **OPTIONS, **norm))
+    for a, b in ((got[0], got[1]), (got[2], got[4]), (got[3], got[5])):
+        for each, other in zip(a, b, strict=True):
+            assert_identical(each, other)
 
 
 class Calls(TorchDispatchMode):

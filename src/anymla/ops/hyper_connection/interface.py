@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
+from anymla.ops._quantized import check_codes
 from anymla.ops._triton import float32_support
 from anymla.ops.hyper_connection import reference, torch_streams
 
@@ -38,7 +39,7 @@ def _check_gates(name: str, tensors: dict[str, tuple[object, str, object]], iter
     require(iters >= 1, name, "iters", "at least 1", iters)
 
 
-@operation(outputs=_gates_like)
+@operation(mutates=("codes", "code_scales"), outputs=_gates_like)
 def hc_pre(
     h: Tensor,
     fn: Tensor,
@@ -48,6 +49,9 @@ def hc_pre(
     norm_eps: float,
     hc_eps: float,
     iters: int,
+    norm_weight: Tensor | None = None,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> None:
     """Collapse the streams to a sublayer's input, and compute the gates that expand it again.
 
@@ -61,16 +65,20 @@ def hc_pre(
         y    = sum_i pre_i h_i, rounded once to h's dtype
 
     Args:
-        h: [T, N, D] any float dtype.
+        h: [T, N, D] any float dtype; tokens and streams anywhere, so that equal streams can be one.
         fn: [(2 + N) N, N D] float32 (float64 allowed), rows pre, post, comb.
         base: [(2 + N) N] like fn.
         scale: [3] like fn: of pre, post and comb.
-        norm_eps: added to the mean square of f.
+        norm_eps: added to the mean square of f, and to that of y.
         hc_eps: added to pre, to the softmax and to every sum of the Sinkhorn iteration.
         iters: Sinkhorn iterations, at least 1 (20 in the released models).
+        norm_weight: [D] any float dtype, weight of the sublayer's RMSNorm, or None for y as it is.
+        codes: the y that is returned, quantised (see ``formats.quantized_rows``), or None.
+        code_scales: its scales, with ``codes``.
 
     Returns:
-        y [T, D] in h's dtype; post [T, N] and comb [T, N, N] in float32 (float64 if h is).
+        y or RMSNorm(y) [T, D] in h's dtype, rounded once each; post [T, N] and comb [T, N, N] in
+        float32 (float64 if h is).
 
     Raises:
         TypeError: a dtype differs from the above.
@@ -83,9 +91,11 @@ def hc_pre(
             "fn": (fn, "G F", FLOAT32_UP),
             "base": (base, "G", FLOAT32_UP),
             "scale": (scale, "3", FLOAT32_UP),
+            "norm_weight": (norm_weight, "D", FLOATS),
         },
         iters,
     )
+    check_codes("hc_pre", h[:, 0], codes, code_scales)
 
 
 def _stream_like(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> tuple[Tensor, ...]:
@@ -162,7 +172,7 @@ def _fused_like(u: Tensor, h: Tensor, *args: object, **kwargs: object) -> tuple[
     return (*_stream_like(u, h, u, u), *_gates_like(h, u))
 
 
-@operation(outputs=_fused_like)
+@operation(mutates=("codes", "code_scales"), outputs=_fused_like)
 def hc_post_pre_norm(
     u: Tensor,
     h: Tensor,
@@ -176,6 +186,8 @@ def hc_post_pre_norm(
     norm_eps: float,
     hc_eps: float,
     iters: int,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> None:
     """Leave one site and enter the next: hc_post, then hc_pre and the sublayer's RMSNorm.
 
@@ -183,7 +195,7 @@ def hc_post_pre_norm(
 
     Args:
         u: [T, D] output of the sublayer of the site that is left.
-        h: [T, N, D] streams before that sublayer.
+        h: [T, N, D] streams before that sublayer, as in hc_pre.
         post: [T, N] gates of that site.
         comb: [T, N, N] gates of that site.
         fn: [(2 + N) N, N D] weights of the site that is entered, as in hc_pre.
@@ -193,6 +205,8 @@ def hc_post_pre_norm(
         norm_eps: of both the stream norm and that RMSNorm.
         hc_eps: as in hc_pre.
         iters: as in hc_pre.
+        codes: as in hc_pre, of the normed y.
+        code_scales: likewise.
 
     Returns:
         h' [T, N, D] and RMSNorm(y) [T, D] in h's dtype, post' [T, N], comb' [T, N, N].
@@ -215,6 +229,7 @@ def hc_post_pre_norm(
         },
         iters,
     )
+    check_codes("hc_post_pre_norm", u, codes, code_scales)
 
 
 for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm):

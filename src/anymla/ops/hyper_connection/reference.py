@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anymla.ops._quantized import fill_codes
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Dtype of the gates for streams of ``dtype``."""
@@ -40,6 +42,9 @@ def hc_pre(
     norm_eps: float,
     hc_eps: float,
     iters: int,
+    norm_weight: Tensor | None = None,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See interface.hc_pre."""
     n = h.shape[1]
@@ -49,7 +54,13 @@ def hc_pre(
     pre = torch.sigmoid(pre * scale[0] + pre_base) + hc_eps
     post = 2 * torch.sigmoid(post * scale[1] + post_base)
     comb = sinkhorn((comb * scale[2] + comb_base).unflatten(1, (n, n)), eps=hc_eps, iters=iters)
-    return _collapse(h, pre), post, comb
+    y = _collapse(h, pre)
+    if norm_weight is not None:
+        x = y.to(post.dtype)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+        y = (x * norm_weight.to(x.dtype)).to(h.dtype)
+    fill_codes(y, codes, code_scales)
+    return y, post, comb
 
 
 def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -80,10 +91,20 @@ def hc_post_pre_norm(
     norm_eps: float,
     hc_eps: float,
     iters: int,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See interface.hc_post_pre_norm."""
     streams = hc_post(u, h, post, comb)
-    y, post, comb = hc_pre(streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters)
-    x = y.to(post.dtype)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
-    return streams, (x * norm_weight.to(x.dtype)).to(h.dtype), post, comb
+    return streams, *hc_pre(
+        streams,
+        fn,
+        base,
+        scale,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+        iters=iters,
+        norm_weight=norm_weight,
+        codes=codes,
+        code_scales=code_scales,
+    )

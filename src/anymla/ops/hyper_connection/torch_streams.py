@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from anymla.ops._quantized import fill_codes
 from anymla.ops.hyper_connection import torch_few
 from anymla.ops.hyper_connection.reference import wide
 from anymla.ops.hyper_connection.torch_sinkhorn import sinkhorn
@@ -83,17 +84,9 @@ def _pre_block(
     return _collapse(f, pre, h.dtype), post, comb
 
 
-def hc_pre(
-    h: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    iters: int,
+def _pre(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See interface.hc_pre."""
     if torch_few.suits(h, norm_eps, hc_eps):
         return _pre_few(h, fn, base, scale, norm_eps, hc_eps, iters)
     tokens, n, d = h.shape
@@ -111,6 +104,28 @@ def hc_pre(
         y[part], post[part], comb[part] = _pre_block(
             h[part], fn, base, scale_rows, norm_eps, hc_eps, iters
         )
+    return y, post, comb
+
+
+def hc_pre(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    norm_weight: Tensor | None = None,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See interface.hc_pre."""
+    y, post, comb = _pre(h, fn, base, scale, norm_eps, hc_eps, iters)
+    if norm_weight is not None:
+        x = y.to(post.dtype)
+        y = (x * _inverse_rms(x, norm_eps)).mul_(norm_weight).to(h.dtype)
+    fill_codes(y, codes, code_scales)
     return y, post, comb
 
 
@@ -161,10 +176,20 @@ def hc_post_pre_norm(
     norm_eps: float,
     hc_eps: float,
     iters: int,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See interface.hc_post_pre_norm."""
     streams = hc_post(u, h, post, comb)
-    y, post, comb = hc_pre(streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters)
-    x = y.to(post.dtype)
-    normed = (x * _inverse_rms(x, norm_eps)).mul_(norm_weight)
-    return streams, normed.to(h.dtype), post, comb
+    return streams, *hc_pre(
+        streams,
+        fn,
+        base,
+        scale,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+        iters=iters,
+        norm_weight=norm_weight,
+        codes=codes,
+        code_scales=code_scales,
+    )

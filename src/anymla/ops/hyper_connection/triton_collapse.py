@@ -3,7 +3,7 @@
 Grid: a program for every token's other gates, with GATES, and one for its y, the last token first:
 what a kernel before wrote last is still cached.
 
-    COLUMNS of each of the N streams -> y; all of D at once up to 8192 channels
+    COLUMNS of each of the N streams -> y, and its codes; all of D at once up to 8192 channels
 
 Gates are a long chain of operations on little, and y is memory: side by side they hide each other.
 All threads of a program have its token's gates, and none waits for another. Of many tokens the
@@ -18,18 +18,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.hyper_connection.triton_gates import (
-    mixes_of_one,
+    comb_gates,
+    entries,
+    entry,
+    load_constants,
+    post_gates,
     pre_gates,
-    store_gates,
+    slice_sums,
+    store_columns,
     summed,
 )
-from anymla.ops.hyper_connection.triton_mix import SLICES, chained
+from anymla.ops.hyper_connection.triton_mix import SLICES
+from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
+from anymla.ops.linear.triton_quantize import quantize_runs
 
 _WIDEST = 8192
-# Slices of a token that are summed at a time.
-_LANES = 32
+# Slices of a token that are summed at a time, of few tokens and of many.
+_FEW_LANES, _MANY_LANES = 128, 32
+_TRIGGER = 1
 
 
 def columns_of(d: int) -> tuple[int, int]:
@@ -38,14 +48,26 @@ def columns_of(d: int) -> tuple[int, int]:
     return columns, 4 if columns <= 4096 else 8
 
 
+def lanes_of(slices: int, many: bool) -> int:
+    """How many slices of a token are summed at a time."""
+    return min(_MANY_LANES if many else _FEW_LANES, triton.next_power_of_2(slices))
+
+
 @triton.jit
-def _load(h, first, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+def _load(h, first, stream_stride, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
     """Channels first..first + C of the N streams."""
     d = first + tl.arange(0, C)
     streams = ()
     for i in tl.static_range(N):
-        streams += (tl.load(h + i * D + d, d < D, other=0.0),)
+        streams += (tl.load(h + i * stream_stride + d, d < D, other=0.0),)
     return streams
+
+
+@triton.jit
+def _load_weight(weight, first, D: tl.constexpr, C: tl.constexpr):
+    """Channels of the norm's weight."""
+    d = first + tl.arange(0, C)
+    return tl.load(weight + d, d < D, other=0.0)
 
 
 @triton.jit
@@ -58,79 +80,119 @@ def _collapsed(streams, pre, N: tl.constexpr):
 
 
 @triton.jit
-def _store_normed(y, out, weight, first, inverse, D: tl.constexpr, C: tl.constexpr):
+def _store_normed(
+    y, out, weight, codes, code_scales, run_stride, first, inverse,
+    D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Store C channels of y, normed if there is a weight, and what they are quantised."""
     d = first + tl.arange(0, C)
     if weight is not None:
-        factor = tl.load(weight + d, d < D, other=0.0).to(tl.float32)
-        y = (y.to(tl.float32) * inverse * factor).to(y.dtype)
+        y = (y.to(tl.float32) * inverse * weight.to(tl.float32)).to(y.dtype)
     tl.store(out + d, y, d < D)
+    if codes is not None:
+        width: tl.constexpr = min(C, 128)
+        runs = tl.reshape(y.to(tl.float32), (C // width, width))
+        encoded, scale = quantize_runs(runs, FLOOR, NATIVE)
+        tl.store(codes + d, tl.reshape(encoded, (C,)), d < D)
+        run = first // width + tl.arange(0, C // width)
+        tl.store(code_scales + run * run_stride, scale, run * width < D)
 
 
 @triton.jit
 def _collapse(
-    h,
-    partial,
-    base,
-    scale,
-    norm_weight,
-    y,
-    squares,
-    norm_eps,
-    hc_eps,
-    token_stride,
-    slice_stride,
-    mix_stride,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    MIXES: tl.constexpr,
-    SLICES: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    h, partial, base, scale, norm_weight, y, squares, codes, code_scales, norm_eps, hc_eps,
+    token_stride, stream_stride, partial_token, partial_slice, partial_mix, row_stride, run_stride,
+    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """Collapse a token to its y."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    h += row * (N * D)
+    h += row * token_stride
     y += row * D
+    if codes is not None:
+        codes += row * D
+        code_scales += row * row_stride
+    constants = load_constants(base, scale, 0, 0, N)
+    weight = norm_weight
+    if norm_weight is not None:
+        weight = _load_weight(norm_weight, 0, D, COLUMNS)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if COLUMNS >= D:
         # Under way while the gates are finished.
-        streams = _load(h, 0, N, D, COLUMNS)
-    partial += row * token_stride
+        streams = _load(h, 0, stream_stride, N, D, COLUMNS)
     if squares is None:
-        square = summed(partial + MIXES * mix_stride, slice_stride, SLICES, LANES)
+        sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
+        square = entry(sums, MIXES, P)
+        mixes = entries(sums, 0, N, P)
     else:
+        partial += row * partial_token
+        mixes = ()
+        for i in tl.static_range(N):
+            mixes += (summed(partial + i * partial_mix, partial_slice, SLICES, LANES),)
         parts = tl.zeros((COLUMNS,), tl.float32)
         for first in range(0, D, COLUMNS):
             if COLUMNS < D:
-                streams = _load(h, first, N, D, COLUMNS)
+                streams = _load(h, first, stream_stride, N, D, COLUMNS)
             for i in tl.static_range(N):
                 wide = streams[i].to(tl.float32)
                 parts += wide * wide
         square = tl.sum(parts, 0)
         tl.store(squares + row, square)
     inverse = tl.rsqrt(square / (N * D) + norm_eps)
-    mixes = ()
+    scaled = ()
     for i in tl.static_range(N):
-        mixes += (summed(partial + i * mix_stride, slice_stride, SLICES, LANES) * inverse,)
-    gates = pre_gates(mixes, base, scale, hc_eps, N)
+        scaled += (mixes[i] * inverse,)
+    gates = pre_gates(scaled, constants, hc_eps, N)
     if COLUMNS >= D:
         value = _collapsed(streams, gates, N)
         wide = value.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + norm_eps)
-        _store_normed(value, y, norm_weight, 0, inverse, D, COLUMNS)
+        _store_normed(
+            value, y, weight, codes, code_scales, run_stride, 0, inverse, D, COLUMNS, FLOOR, NATIVE
+        )
     else:
         square = tl.zeros((COLUMNS,), tl.float32)
         if norm_weight is not None:
             for first in range(0, D, COLUMNS):
-                streams = _load(h, first, N, D, COLUMNS)
+                streams = _load(h, first, stream_stride, N, D, COLUMNS)
                 wide = _collapsed(streams, gates, N).to(tl.float32)
                 square += wide * wide
         inverse = tl.rsqrt(tl.sum(square, 0) / D + norm_eps)
         for first in range(0, D, COLUMNS):
-            value = _collapsed(_load(h, first, N, D, COLUMNS), gates, N)
-            _store_normed(value, y, norm_weight, first, inverse, D, COLUMNS)
+            value = _collapsed(_load(h, first, stream_stride, N, D, COLUMNS), gates, N)
+            if norm_weight is not None:
+                weight = _load_weight(norm_weight, first, D, COLUMNS)
+            _store_normed(
+                value, y, weight, codes, code_scales, run_stride, first, inverse,
+                D, COLUMNS, FLOOR, NATIVE,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "iters", "token_stride", "slice_stride", "mix_stride"])
+@triton.jit
+def _finish_gates(
+    partial, base, scale, post, comb, norm_eps, hc_eps, iters,
+    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
+    LANES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Post and comb of a token."""
+    row = tl.program_id(0).to(tl.int64)
+    of_post = load_constants(base, scale, 1, N, N)
+    of_comb = load_constants(base, scale, 2, 2 * N, N * N)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
+    sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + norm_eps)
+    store_columns(post, row, row >= 0, post_gates(entries(sums, N, N, P), of_post, N), N)
+    mixes = entries(sums, 2 * N, N * N, P)
+    store_columns(comb, row, row >= 0, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "iters", "partial_token", "partial_slice", "partial_mix",
+                       "row_stride", "run_stride"]
+)  # fmt: skip
 def collapse_kernel(
     h,
     partial,
@@ -141,61 +203,47 @@ def collapse_kernel(
     post,
     comb,
     squares,
+    codes,
+    code_scales,
     tokens,
     norm_eps,
     hc_eps,
     iters,
     token_stride,
-    slice_stride,
-    mix_stride,
+    stream_stride,
+    partial_token,
+    partial_slice,
+    partial_mix,
+    row_stride,
+    run_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     MIXES: tl.constexpr,
+    P: tl.constexpr,
     SLICES: tl.constexpr,
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GATES: tl.constexpr,
+    FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TRIGGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A token's other gates with GATES, or its y, normalised if there is a norm_weight."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    if EARLY and TRIGGER == 1:
+        tl.extra.cuda.gdc_launch_dependents()
     if GATES and tl.program_id(0) < tokens:
-        row = tl.program_id(0).to(tl.int64)
-        mixes = mixes_of_one(
-            partial + row * token_stride,
-            slice_stride,
-            mix_stride,
-            norm_eps,
-            N,
-            MIXES,
-            MIXES,
-            N * D,
-            SLICES,
-            LANES,
-        )
-        store_gates(mixes, base, scale, post, comb, row, row >= 0, hc_eps, iters, N)
+        _finish_gates(
+            partial, base, scale, post, comb, norm_eps, hc_eps, iters,
+            N, D, MIXES, P, SLICES, LANES, EARLY,
+        )  # fmt: skip
     else:
         _collapse(
-            h,
-            partial,
-            base,
-            scale,
-            norm_weight,
-            y,
-            squares,
-            norm_eps,
-            hc_eps,
-            token_stride,
-            slice_stride,
-            mix_stride,
-            N,
-            D,
-            MIXES,
-            SLICES,
-            LANES,
-            COLUMNS,
-        )
+            h, partial, base, scale, norm_weight, y, squares, codes, code_scales,
+            norm_eps, hc_eps, token_stride, stream_stride,
+            partial_token, partial_slice, partial_mix, row_stride, run_stride,
+            N, D, MIXES, P, SLICES, LANES, COLUMNS, FLOOR, NATIVE, EARLY,
+        )  # fmt: skip
 
 
 def launch_collapse(
@@ -212,16 +260,17 @@ def launch_collapse(
     post: Tensor | None = None,
     comb: Tensor | None = None,
     squares: Tensor | None = None,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
     iters: int = 1,
 ) -> None:
-    """Fill y [T, D], and what else is given, from contiguous h [T, N, D] and mixes.
+    """Fill y [T, D], and what else is given, from ``placed`` h [T, N, D] and partial mixes.
 
     Post and comb are filled or, for many tokens, ``squares`` [T].
     """
     tokens, n, d = h.shape
     columns, num_warps = columns_of(d)
     slices = partial.shape[1]
-    soon = squares is None and chained(tokens, target_of(h.device))
     collapse_kernel[(tokens if post is None else 2 * tokens,)](
         h,
         partial,
@@ -232,21 +281,28 @@ def launch_collapse(
         post,
         comb,
         squares,
+        codes,
+        code_scales,
         tokens,
         norm_eps,
         hc_eps,
         iters,
+        *h.stride()[:2],
         *partial.stride(),
+        *((0, 0) if code_scales is None else code_scales.stride()),
         N=n,
         D=d,
         MIXES=mixes,
+        P=partial.shape[2],
         SLICES=slices,
-        LANES=min(_LANES, triton.next_power_of_2(slices)),
+        LANES=lanes_of(slices, squares is not None),
         COLUMNS=columns,
         GATES=post is not None,
-        EARLY=soon,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
+        NATIVE=target_of(h.device).native_e4m3,
+        TRIGGER=_TRIGGER,
         num_warps=num_warps,
-        **({"launch_pdl": True} if soon else {}),
+        **early_launch(h.device),
     )
 
 
@@ -257,23 +313,32 @@ def builds(target: Target) -> Iterator[Build]:
             for mixes, norm in ((24, False), (24, True), (4, False)):
                 # How many slices there are is of no consequence for the tile.
                 for width in SLICES if dtype == "bf16" else SLICES[:1]:
-                    early = width == SLICES[0] and chained(1, target)
-                    for soon in sorted({False, early}):
-                        yield _build(d, dtype, mixes, norm, d // width, soon)
+                    yield _build(target, d, dtype, mixes, norm, d // width)
                 if dtype == "bf16":
-                    yield _build(d, dtype, mixes, norm, 4, False, many=True)
+                    yield _build(target, d, dtype, mixes, norm, 4, many=True)
+        for many in (False, True):
+            slices = 4 if many else d // SLICES[0]
+            yield _build(target, d, "bf16", 24, True, slices, many=many, coded=True)
 
 
 def _build(
-    d: int, dtype: str, mixes: int, norm: bool, slices: int, early: bool, many: bool = False
+    target: Target,
+    d: int,
+    dtype: str,
+    mixes: int,
+    norm: bool,
+    slices: int,
+    *,
+    many: bool = False,
+    coded: bool = False,
 ) -> Build:
     columns, num_warps = columns_of(d)
-    strides = ("tokens", "token_stride", "slice_stride", "mix_stride")
+    strides = ("partial_token", "partial_slice", "partial_mix", "row_stride", "run_stride")
     numbers = {
         "norm_eps": "fp32",
         "hc_eps": "fp32",
         "iters": "i32",
-        **dict.fromkeys(strides, "i32"),
+        **dict.fromkeys(("tokens", *STREAM_STRIDES, *strides), "i32"),
     }
     types = {"h": f"*{dtype}", "y": f"*{dtype}", **numbers}
     if norm:
@@ -283,23 +348,31 @@ def _build(
     if many:
         results = ("squares",)
     types |= dict.fromkeys((*given, *results), "*fp32")
+    if coded:
+        types |= {"codes": "*u8", "code_scales": "*fp32"}
     pointers = ("partial", "base", "scale", "norm_weight", "post", "comb", "squares")
+    pointers += ("codes", "code_scales")
     sizes = {
         "N": 4,
         "D": d,
         "MIXES": mixes,
+        "P": max(16, triton.next_power_of_2(mixes + (not many))),
         "SLICES": slices,
-        "LANES": min(_LANES, triton.next_power_of_2(slices)),
+        "LANES": lanes_of(slices, many),
         "COLUMNS": columns,
         "GATES": "post" in types,
-        "EARLY": early,
+        "FLOOR": ACTIVATION_AMAX_FLOOR,
+        "NATIVE": target.native_e4m3,
+        "TRIGGER": _TRIGGER,
+        "EARLY": launches_early(target),
     }
-    marks = ", norm" * norm + ", squares" * many + ", early" * early
+    marks = ", norm" * norm + ", squares" * many + ", codes" * coded
     return Build(
         f"{dtype} D {d}, {mixes} mixes of {slices} slices{marks}",
         collapse_kernel,
         types,
         {name: None for name in pointers if name not in types} | sizes,
         num_warps=num_warps,
+        divisible=STREAM_STRIDES,
         spills=4 if dtype == "fp32" else 0,
     )

@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.hyper_connection.triton_gates import load_columns
-from anymla.ops.hyper_connection.triton_tiles import expand, load_streams
+from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams, placed
 
 # Channels of a tile: 16 bytes a thread of each tensor for 16-bit streams.
 _ELEMENTS = 1024
@@ -44,18 +45,24 @@ def expand_kernel(
     comb,
     out,
     tokens,
+    token_stride,
+    stream_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """A tile of channels in all N streams."""
+    """A tile of channels in all N streams; strides are those of h."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = token.to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = inside[:, None] & (d < D)[None, :]
-    streams = load_streams(h, rows, d, mask, N, D)
+    streams = load_streams(h, rows, d, mask, token_stride, stream_stride, N)
     before = tl.load(u + (rows * D)[:, None] + d[None, :], mask, other=0.0)
     post_gates = load_columns(post, rows, inside, N)
     comb_gates = load_columns(comb, rows, inside, N * N)
@@ -70,33 +77,38 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     out = torch.empty((tokens, n, d), dtype=h.dtype, device=h.device)
     if not out.numel():
         return out
-    chosen = config(d)
+    chosen, h = config(d), placed(h)
     expand_kernel[(triton.cdiv(tokens, chosen.rows), triton.cdiv(d, chosen.columns))](
         u.contiguous(),
-        h.contiguous(),
+        h,
         post.contiguous(),
         comb.contiguous(),
         out,
         tokens,
+        *h.stride()[:2],
         N=n,
         D=d,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         num_warps=_WARPS,
+        **early_launch(h.device),
     )
     return out
 
 
 def builds(target: Target) -> Iterator[Build]:
     """Flash and Pro."""
+    numbers = dict.fromkeys(("tokens", *STREAM_STRIDES), "i32")
     for d in (4096, 7168):
         chosen = config(d)
+        sizes = {"N": 4, "D": d, "EARLY": launches_early(target)}
         for dtype in ("bf16", "fp16", "fp32"):
             streams = dict.fromkeys(("u", "h", "out"), f"*{dtype}")
             yield Build(
                 f"{dtype} D {d}",
                 expand_kernel,
-                {**streams, "post": "*fp32", "comb": "*fp32", "tokens": "i32"},
-                {"N": 4, "D": d, "ROWS": chosen.rows, "COLUMNS": chosen.columns},
+                {**streams, "post": "*fp32", "comb": "*fp32", **numbers},
+                sizes | {"ROWS": chosen.rows, "COLUMNS": chosen.columns},
                 num_warps=_WARPS,
+                divisible=STREAM_STRIDES,
             )

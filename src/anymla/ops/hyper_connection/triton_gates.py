@@ -5,7 +5,7 @@ every thread has every gate without a change of layout.
 
     partial [T, slices, P] -> sum over slices -> N pre, N post, N x N comb
 
-A token by itself has slices in the lanes of a warp while they are summed. Of many tokens, which
+A token by itself has its slices read as one tile, whose sum is taken apart. Of many tokens, which
 have a kernel for their gates, each is a lane and sums its slices alone:
 
 Grid: blocks of 32 tokens.
@@ -34,15 +34,24 @@ def load_columns(table, rows, inside, COUNT: tl.constexpr):
 
 
 @triton.jit
-def store_columns(table, rows, inside, columns, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Store COUNT of the vectors ``columns``, from FIRST on, as rows of a [T, COUNT] table."""
+def store_columns(table, rows, inside, columns, COUNT: tl.constexpr):
+    """Store COUNT vectors as rows of a [T, COUNT] table."""
     for i in tl.static_range(COUNT):
-        tl.store(table + rows * COUNT + i, columns[FIRST + i], mask=inside)
+        tl.store(table + rows * COUNT + i, columns[i], mask=inside)
+
+
+@triton.jit
+def load_constants(base, scale, PART: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """A part's scale (0 pre, 1 post, 2 comb), and COUNT of the bases, from FIRST on; scalars."""
+    bases = ()
+    for i in tl.static_range(COUNT):
+        bases += (tl.load(base + FIRST + i),)
+    return tl.load(scale + PART), bases
 
 
 @triton.jit
 def summed(partial, slice_stride, SLICES: tl.constexpr, LANES: tl.constexpr):
-    """The sum of a token's slices, LANES of them at a time."""
+    """The sum of a token's slices of a mix, LANES of them at a time."""
     lane = tl.arange(0, LANES)
     total = tl.load(partial + lane * slice_stride, lane < SLICES, other=0.0)
     for first in tl.static_range(LANES, SLICES, LANES):
@@ -52,55 +61,58 @@ def summed(partial, slice_stride, SLICES: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def mixes_of_one(
-    partial,
-    slice_stride,
-    mix_stride,
-    norm_eps,
-    FIRST: tl.constexpr,
-    END: tl.constexpr,
-    MIXES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SLICES: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Mixes FIRST to END of the token at ``partial``, scalars, over its streams' RMS."""
-    square = summed(partial + MIXES * mix_stride, slice_stride, SLICES, LANES)
-    inverse = tl.rsqrt(square / CHANNELS + norm_eps)
-    mixes = ()
-    for i in tl.static_range(FIRST, END):
-        mixes += (summed(partial + i * mix_stride, slice_stride, SLICES, LANES) * inverse,)
-    return mixes
+def slice_sums(partial, SLICES: tl.constexpr, LANES: tl.constexpr, P: tl.constexpr):
+    """The sums of a token's mixes, and after them of its squares: a vector [P]."""
+    mix = tl.arange(0, P)
+    total = tl.zeros((P,), tl.float32)
+    for first in tl.static_range(0, SLICES, LANES):
+        slice = first + tl.arange(0, LANES)
+        there = (slice < SLICES)[:, None]
+        total += tl.sum(tl.load(partial + slice[:, None] * P + mix[None, :], there, other=0.0), 0)
+    return total
 
 
 @triton.jit
-def pre_gates(mixes, base, scale, hc_eps, N: tl.constexpr):
+def entry(vector, place, P: tl.constexpr):
+    """The scalar at a place of a vector [P]."""
+    return tl.sum(tl.where(tl.arange(0, P) == place, vector, 0.0), 0)
+
+
+@triton.jit
+def entries(vector, FIRST: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr):
+    """COUNT scalars of a vector [P], from FIRST on."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found += (entry(vector, FIRST + i, P),)
+    return found
+
+
+@triton.jit
+def pre_gates(mixes, constants, hc_eps, N: tl.constexpr):
     """N gates that collapse the streams."""
-    factor = tl.load(scale)
     gates = ()
     for i in tl.static_range(N):
-        gates += (tl.sigmoid(mixes[i] * factor + tl.load(base + i)) + hc_eps,)
+        gates += (tl.sigmoid(mixes[i] * constants[0] + constants[1][i]) + hc_eps,)
     return gates
 
 
 @triton.jit
-def _post_gates(mixes, base, scale, N: tl.constexpr):
-    factor = tl.load(scale + 1)
+def post_gates(mixes, constants, N: tl.constexpr):
+    """N gates of what a sublayer returns."""
     gates = ()
     for i in tl.static_range(N):
-        gates += (2.0 * tl.sigmoid(mixes[i] * factor + tl.load(base + N + i)),)
+        gates += (2.0 * tl.sigmoid(mixes[i] * constants[0] + constants[1][i]),)
     return gates
 
 
 @triton.jit
-def _comb_gates(mixes, base, scale, hc_eps, iters, N: tl.constexpr):
-    factor = tl.load(scale + 2)
+def comb_gates(mixes, constants, hc_eps, iters, N: tl.constexpr):
+    """N x N gates of the streams."""
     comb = ()
     for i in tl.static_range(N):
         logits = ()
         for j in tl.static_range(N):
-            logit = mixes[N + i * N + j] * factor + tl.load(base + 2 * N + i * N + j)
-            logits += (logit,)
+            logits += (mixes[i * N + j] * constants[0] + constants[1][i * N + j],)
         comb += _softmax(logits, hc_eps, N)
     comb = _divided_by_columns(comb, hc_eps, N)
     for _ in range(iters - 1):
@@ -168,22 +180,19 @@ def _divided_by_columns(comb, hc_eps, N: tl.constexpr):
 
 
 @triton.jit
-def store_gates(
-    mixes,
-    base,
-    scale,
-    post,
-    comb,
-    rows,
-    inside,
-    hc_eps,
-    iters,
-    N: tl.constexpr,
-):
-    """Finish post [T, N] and comb [T, N, N] of tokens ``rows`` from all their mixes but N pre's."""
-    store_columns(post, rows, inside, _post_gates(mixes, base, scale, N), 0, N)
-    gates = _comb_gates(mixes, base, scale, hc_eps, iters, N)
-    store_columns(comb, rows, inside, gates, 0, N * N)
+def _lane_sums(
+    partial, inside, inverse, mix_stride, slice_stride,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """COUNT mixes, from FIRST on, of the tokens at ``partial``, times ``inverse``: vectors."""
+    mixes = ()
+    for i in tl.static_range(COUNT):
+        at = partial + (FIRST + i) * mix_stride
+        total = tl.load(at, inside, other=0.0)
+        for slice in tl.static_range(1, SLICES):
+            total += tl.load(at + slice * slice_stride, inside, other=0.0)
+        mixes += (total * inverse,)
+    return mixes
 
 
 @triton.jit(do_not_specialize=["tokens", "iters", "token_stride", "slice_stride", "mix_stride"])
@@ -202,7 +211,6 @@ def gates_kernel(
     slice_stride,
     mix_stride,
     N: tl.constexpr,
-    MIXES: tl.constexpr,
     CHANNELS: tl.constexpr,
     SLICES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -213,13 +221,12 @@ def gates_kernel(
     square = tl.load(squares + rows, inside, other=1.0)
     inverse = tl.rsqrt(square / CHANNELS + norm_eps)
     partial += rows * token_stride
-    mixes = ()
-    for i in tl.static_range(N, MIXES):
-        total = tl.load(partial + i * mix_stride, inside, other=0.0)
-        for slice in tl.static_range(1, SLICES):
-            total += tl.load(partial + slice * slice_stride + i * mix_stride, inside, other=0.0)
-        mixes += (total * inverse,)
-    store_gates(mixes, base, scale, post, comb, rows, inside, hc_eps, iters, N)
+    mixes = _lane_sums(partial, inside, inverse, mix_stride, slice_stride, N, N, SLICES)
+    constants = load_constants(base, scale, 1, N, N)
+    store_columns(post, rows, inside, post_gates(mixes, constants, N), N)
+    mixes = _lane_sums(partial, inside, inverse, mix_stride, slice_stride, 2 * N, N * N, SLICES)
+    constants = load_constants(base, scale, 2, 2 * N, N * N)
+    store_columns(comb, rows, inside, comb_gates(mixes, constants, hc_eps, iters, N), N * N)
 
 
 def launch_gates(
@@ -230,7 +237,6 @@ def launch_gates(
     post: Tensor,
     comb: Tensor,
     *,
-    mixes: int,
     channels: int,
     norm_eps: float,
     hc_eps: float,
@@ -251,7 +257,6 @@ def launch_gates(
         iters,
         *partial.stride(),
         N=n,
-        MIXES=mixes,
         CHANNELS=channels,
         SLICES=partial.shape[1],
         TOKENS=_TOKENS,
@@ -273,6 +278,6 @@ def builds(target: Target) -> Iterator[Build]:
                     **dict.fromkeys(numbers, "i32"),
                     **dict.fromkeys(("norm_eps", "hc_eps"), "fp32"),
                 },
-                {"N": 4, "MIXES": 24, "CHANNELS": 4 * d, "SLICES": slices, "TOKENS": _TOKENS},
+                {"N": 4, "CHANNELS": 4 * d, "SLICES": slices, "TOKENS": _TOKENS},
                 num_warps=1,
             )

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from anymla.formats.triton_dot import split_in_three
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
 from anymla.ops.workspace import scratch
 
 # From here on tokens are enough for these tiles, and for larger ones.
@@ -90,6 +91,8 @@ def many_kernel(
     partial,
     tokens,
     chunks,
+    token_stride,
+    stream_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     MIXES: tl.constexpr,
@@ -98,16 +101,16 @@ def many_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A block of tokens and a slice of D: partial mixes."""
+    """A block of tokens and a slice of D: partial mixes; strides are those of h."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
-    rows = token.to(tl.int64)
+    rows = (token.to(tl.int64) * token_stride)[:, None]
     first = tl.program_id(1) * (chunks * COLUMNS)
     total = tl.zeros((ROWS, P), tl.float32)
     for step in tl.range(chunks * N, num_stages=STAGES):
         d = first + step // N * COLUMNS + tl.arange(0, COLUMNS)
         mask = inside[:, None] & (d < D)[None, :]
-        stream = tl.load(h + (rows * (N * D) + step % N * D)[:, None] + d[None, :], mask, 0.0)
+        stream = tl.load(h + rows + (step % N * stream_stride + d)[None, :], mask, 0.0)
         part = tl.dot(stream, _load_plane(planes, 2, step % N, d, N, D, P))
         part = tl.dot(stream, _load_plane(planes, 1, step % N, d, N, D, P), part)
         total += tl.dot(stream, _load_plane(planes, 0, step % N, d, N, D, P), part)
@@ -118,7 +121,7 @@ def many_kernel(
 
 
 def launch_many(h: Tensor, fn: Tensor) -> Tensor:
-    """Partial mixes of contiguous streams h [T, N, D], float32 [T, slices, P], T last in memory."""
+    """Partial mixes of ``placed`` streams h [T, N, D], float32 [T, slices, P], T last in memory."""
     tokens, n, d = h.shape
     chosen = config(tokens, d)
     mixes = fn.shape[0]
@@ -135,6 +138,7 @@ def launch_many(h: Tensor, fn: Tensor) -> Tensor:
         partial,
         tokens,
         chosen.slice // chosen.columns,
+        *h.stride()[:2],
         N=n,
         D=d,
         MIXES=mixes,
@@ -172,8 +176,9 @@ def builds(target: Target) -> Iterator[Build]:
                 yield Build(
                     f"D {d}, {mixes} mixes, {chosen.rows} tokens",
                     many_kernel,
-                    types | {"tokens": "i32", "chunks": "i32"},
+                    types | dict.fromkeys(("tokens", "chunks", *STREAM_STRIDES), "i32"),
                     sizes,
+                    divisible=STREAM_STRIDES,
                     num_warps=chosen.num_warps,
                     matrix="bf16",
                 )

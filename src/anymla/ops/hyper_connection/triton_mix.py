@@ -7,12 +7,14 @@ tokens share the weights they read, and one token alone still keeps many program
 Grid: (blocks of tokens, slices of D).
 
             D ->  | slice | slice | ...
-    ROWS tokens   |  N streams of ROWS x SLICE, in chunks of COLUMNS -> partial [T, P, slices]
+    ROWS tokens   |  N streams of ROWS x SLICE, in chunks of COLUMNS -> partial [T, slices, P]
 
 With EXPAND the program first leaves the site before: it makes the N streams h' of its slice from u,
-h and that site's gates, stores them, and goes on with them as rounded. Products and sums are not
-made one there: the compiler computes the streams twice, in the layout to be stored and in the one
-to be multiplied, and must round both alike.
+h and that site's gates, stores them, and goes on with them as rounded. Four streams are an operand,
+side by side, and pass ``_settled`` on their way. The compiler would else compute them twice, in the
+layout to be stored and in the one to be multiplied, and move every gate from one to the other.
+
+A slice of one chunk has its weights under way before the program waits for the kernel before.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.hyper_connection.triton_gates import load_columns
-from anymla.ops.hyper_connection.triton_tiles import expand, load_streams
+from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams
 from anymla.ops.workspace import scratch
 
 _ROWS = 16
 _FEW_TOKENS = 128
 # Channels of a slice: of one block of tokens, of some, of many. One has few programs otherwise.
 SLICES = (32, 128, 512)
-# Whether the kernel that collapses a single token is launched before this one has ended.
-_CHAINED = True
+# Where four blocks of tokens fit into a program.
+LARGE_SLICES = (32, 32, 128)
+_TRIGGER = 1
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -50,27 +54,80 @@ class MixConfig:
     num_warps: int
 
 
-def config(tokens: int, d: int, dtype: torch.dtype) -> MixConfig:
+def config(tokens: int, d: int, dtype: torch.dtype, target: Target) -> MixConfig:
     """Tiles for a call; of the number of tokens only its order of magnitude matters.
 
     Only bfloat16 streams are multiplied as they are; other dtypes need more registers a channel.
     """
-    width = SLICES[(tokens > _ROWS) + (tokens > _FEW_TOKENS)]
     whole = dtype == torch.bfloat16
+    magnitude = (tokens > _ROWS) + (tokens > _FEW_TOKENS)
+    large = whole and magnitude > 0 and target.backend == "cuda"
+    large = large and target.shared_bytes > 200 << 10
+    width = (LARGE_SLICES if large else SLICES)[magnitude]
     columns = min(32 if whole else 16, max(16, triton.next_power_of_2(d)))
     chunks = min(width // columns, triton.cdiv(d, columns))
-    return MixConfig(_ROWS, columns, chunks, 4)
+    return (
+        MixConfig(4 * _ROWS, columns, chunks, 8) if large else MixConfig(_ROWS, columns, chunks, 4)
+    )
 
 
-def chained(tokens: int, target: Target) -> bool:
-    """Whether the kernel that collapses these tokens is launched early, and waits by itself.
+@triton.jit
+def _load_weights(fn, d, N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr):
+    """Channels d [c] of the N streams' weights, N tiles [P, c]."""
+    mix = tl.arange(0, P)
+    there = (mix < MIXES)[:, None] & (d < D)[None, :]
+    weights = ()
+    for j in tl.static_range(N):
+        at = fn + (mix * (N * D) + j * D)[:, None] + d[None, :]
+        weights += (tl.load(at, there, other=0.0),)
+    return weights
 
-    With more tokens (measured: 16 and 64) it is in the way of programs that it waits for.
-    """
-    return _CHAINED and tokens == 1 and target.name == "sm_90"
+
+@triton.jit
+def _joined(a, b, c, d):
+    """Four tiles [r, c] side by side, [r, 4 c]."""
+    together = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 3, 2, 1))
+    return tl.reshape(together, (a.shape[0], 4 * a.shape[1]))
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "token_stride", "slice_stride", "mix_stride"])
+@triton.jit
+def _settled(x):
+    """What is given, in one layout: the compiler carries none through a sum, even of one."""
+    return tl.sum(tl.expand_dims(x.to(tl.float32), 0), 0).to(x.dtype)
+
+
+@triton.jit
+def _add_chunk(
+    total, square, u, h, out, weights, rows, d, inside, post, comb, token_stride, stream_stride,
+    N: tl.constexpr, D: tl.constexpr, EXPAND: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Add what channels d [c] of the streams are worth, and store them with EXPAND."""
+    mask = inside[:, None] & (d < D)[None, :]
+    streams = load_streams(h, rows, d, mask, token_stride, stream_stride, N)
+    if EXPAND:
+        before = tl.load(u + (rows * D)[:, None] + d[None, :], mask, other=0.0)
+        streams = expand(before, streams, post, comb, N)
+    for j in tl.static_range(N):
+        if EXPAND:
+            tl.store(out + (rows * (N * D) + j * D)[:, None] + d[None, :], streams[j], mask)
+        wide = streams[j].to(tl.float32)
+        square += wide * wide
+    if JOINED:
+        left = _joined(streams[0], streams[1], streams[2], streams[3])
+        if EXPAND:
+            left = _settled(left)
+        right = _joined(weights[0], weights[1], weights[2], weights[3])
+        total = exact_dot(left, right, total)
+    else:
+        for j in tl.static_range(N):
+            left = streams[j]
+            if EXPAND:
+                left = _settled(left)
+            total = exact_dot(left, weights[j], total)
+    return total, square
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
 def mix_kernel(
     u,
     h,
@@ -82,8 +139,7 @@ def mix_kernel(
     tokens,
     chunks,
     token_stride,
-    slice_stride,
-    mix_stride,
+    stream_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     MIXES: tl.constexpr,
@@ -91,45 +147,50 @@ def mix_kernel(
     EXPAND: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLLOWED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    JOINED: tl.constexpr,
+    TRIGGER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A block of tokens and a slice of D: partial mixes, and with EXPAND the streams."""
-    if FOLLOWED:
+    if EARLY and TRIGGER == 1:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = token.to(tl.int64)
     first = tl.program_id(1) * (chunks * COLUMNS)
-    mix = tl.arange(0, P)
+    if SINGLE:
+        weights = _load_weights(fn, first + tl.arange(0, COLUMNS), N, D, MIXES, P)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if EARLY and TRIGGER == 2:
+        tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((ROWS, P), tl.float32)
     square = tl.zeros((ROWS, COLUMNS), tl.float32)
+    post_gates = None
+    comb_gates = None
     if EXPAND:
         post_gates = load_columns(post, rows, inside, N)
         comb_gates = load_columns(comb, rows, inside, N * N)
-    # A number of chunks that the compiler knew would be unrolled, at the price of spills.
-    for chunk in range(chunks):
-        d = first + chunk * COLUMNS + tl.arange(0, COLUMNS)
-        mask = inside[:, None] & (d < D)[None, :]
-        streams = load_streams(h, rows, d, mask, N, D)
-        if EXPAND:
-            before = tl.load(u + (rows * D)[:, None] + d[None, :], mask, other=0.0)
-            streams = expand(before, streams, post_gates, comb_gates, N)
-        for j in tl.static_range(N):
-            stream = streams[j]
-            if EXPAND:
-                tl.store(out + (rows * (N * D) + j * D)[:, None] + d[None, :], stream, mask)
-            wide = stream.to(tl.float32)
-            square += wide * wide
-            weights = tl.load(
-                fn + (mix * (N * D) + j * D)[:, None] + d[None, :],
-                (mix < MIXES)[:, None] & (d < D)[None, :],
-                other=0.0,
-            )
-            total = exact_dot(stream, weights, total)
-    at = partial + rows * token_stride + tl.program_id(1) * slice_stride
-    there = inside[:, None] & (mix < MIXES)[None, :]
-    tl.store(at[:, None] + (mix * mix_stride)[None, :], total, there)
-    tl.store(at + MIXES * mix_stride, tl.sum(square, 1), inside)
+    if SINGLE:
+        total, square = _add_chunk(
+            total, square, u, h, out, weights, rows, first + tl.arange(0, COLUMNS), inside,
+            post_gates, comb_gates, token_stride, stream_stride, N, D, EXPAND, JOINED,
+        )  # fmt: skip
+    else:
+        # A number of chunks that the compiler knew would be unrolled, at the price of spills.
+        for chunk in range(chunks):
+            d = first + chunk * COLUMNS + tl.arange(0, COLUMNS)
+            total, square = _add_chunk(
+                total, square, u, h, out, _load_weights(fn, d, N, D, MIXES, P), rows, d, inside,
+                post_gates, comb_gates, token_stride, stream_stride, N, D, EXPAND, JOINED,
+            )  # fmt: skip
+    if EARLY and TRIGGER == 3:
+        tl.extra.cuda.gdc_launch_dependents()
+    mix = tl.arange(0, P)
+    at = (rows * tl.num_programs(1) + tl.program_id(1)) * P
+    result = tl.where((mix == MIXES)[None, :], tl.sum(square, 1)[:, None], total)
+    tl.store(partial + at[:, None] + mix[None, :], result, inside[:, None])
 
 
 def launch_mix(
@@ -141,18 +202,18 @@ def launch_mix(
     comb: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Partial mixes of contiguous streams h [T, N, D], or of those that replace them in ``out``.
+    """Partial mixes of ``placed`` streams h [T, N, D], or of those that replace them in ``out``.
 
     Returns:
         float32 [T, slices, P]: a slice's share of the mixes, in column len(fn) its sum of squares,
-        and nothing beyond. Slices are next to each other in memory.
+        and zeros beyond.
     """
     tokens, n, d = h.shape
-    chosen = config(tokens, d, h.dtype)
+    chosen = config(tokens, d, h.dtype, target_of(h.device))
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
-    partial = scratch((tokens, width, slices), fn.dtype, fn.device).transpose(1, 2)
+    partial = scratch((tokens, slices, width), fn.dtype, fn.device)
     mix_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
         u,
         h,
@@ -163,7 +224,7 @@ def launch_mix(
         partial,
         tokens,
         chosen.chunks,
-        *partial.stride(),
+        *h.stride()[:2],
         N=n,
         D=d,
         MIXES=mixes,
@@ -171,9 +232,12 @@ def launch_mix(
         EXPAND=out is not None,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
-        FOLLOWED=chained(1, target_of(h.device)),
+        SINGLE=chosen.chunks == 1,
+        JOINED=n == 4,
+        TRIGGER=_TRIGGER,
         num_warps=chosen.num_warps,
         enable_fp_fusion=out is None,
+        **early_launch(h.device),
     )
     return partial
 
@@ -183,12 +247,17 @@ def builds(target: Target) -> Iterator[Build]:
     for d in (4096, 7168):
         for dtype in ("bf16", "fp16", "fp32") if d == 4096 else ("bf16",):
             for mixes, expands in ((24, False), (24, True), (4, False)):
-                yield _build(target, d, dtype, mixes, expands)
+                seen = set()
+                for tokens in (1, _ROWS + 1, _FEW_TOKENS + 1):
+                    made = _build(target, d, dtype, mixes, expands, tokens)
+                    if made.label not in seen:
+                        seen.add(made.label)
+                        yield made
 
 
-def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool) -> Build:
-    chosen = config(1, d, _DTYPES[dtype])
-    numbers = ("tokens", "chunks", "token_stride", "slice_stride", "mix_stride")
+def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens: int) -> Build:
+    chosen = config(tokens, d, _DTYPES[dtype], target)
+    numbers = ("tokens", "chunks", *STREAM_STRIDES)
     types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", **dict.fromkeys(numbers, "i32")}
     absent = {}
     before = {"u": f"*{dtype}", "out": f"*{dtype}", "post": "*fp32", "comb": "*fp32"}
@@ -204,14 +273,19 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool) -> Bui
         "EXPAND": expands,
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
-        "FOLLOWED": chained(1, target),
+        "SINGLE": chosen.chunks == 1,
+        "JOINED": True,
+        "TRIGGER": _TRIGGER,
+        "EARLY": launches_early(target),
     }
+    chunks = "one chunk" if chosen.chunks == 1 else "chunks"
     return Build(
-        f"{dtype} D {d}, {mixes} mixes{', expand' * expands}",
+        f"{dtype} D {d}, {mixes} mixes of {chosen.rows} tokens, {chunks}{', expand' * expands}",
         mix_kernel,
         types,
         absent | sizes,
         num_warps=chosen.num_warps,
+        divisible=STREAM_STRIDES,
         matrix=dtype != "fp32" and "bf16",
         fp_fusion=not expands,
         spills=64 if target.narrow else 16,

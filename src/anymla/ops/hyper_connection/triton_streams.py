@@ -10,6 +10,7 @@ once a token.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from anymla.ops.hyper_connection.triton_expand import hc_post
 from anymla.ops.hyper_connection.triton_gates import launch_gates
 from anymla.ops.hyper_connection.triton_many import MANY_TOKENS, launch_many, takes
 from anymla.ops.hyper_connection.triton_mix import launch_mix
+from anymla.ops.hyper_connection.triton_tiles import placed
 from anymla.ops.workspace import scratch
 
 
@@ -32,6 +34,8 @@ def _enter(
     norm_eps: float,
     hc_eps: float,
     iters: int,
+    codes: Tensor | None,
+    code_scales: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, n, d = h.shape
     y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
@@ -40,13 +44,19 @@ def _enter(
     base, scale = base.contiguous(), scale.contiguous()
     numbers: dict[str, Any] = {"mixes": (2 + n) * n, "norm_eps": norm_eps, "hc_eps": hc_eps}
     numbers["iters"] = iters
-    given = (h, y, partial, base, scale)
+    if norm_weight is not None:
+        norm_weight = norm_weight.contiguous()
+    given = functools.partial(
+        launch_collapse, h, y, partial, base, scale,
+        norm_weight=norm_weight, codes=codes, code_scales=code_scales, **numbers,
+    )  # fmt: skip
     if tokens >= MANY_TOKENS:
         squares = scratch((tokens,), torch.float32, h.device)
-        launch_collapse(*given, norm_weight=norm_weight, squares=squares, **numbers)
+        given(squares=squares)
+        numbers.pop("mixes")
         launch_gates(partial, squares, base, scale, post, comb, channels=n * d, **numbers)
     else:
-        launch_collapse(*given, norm_weight=norm_weight, post=post, comb=comb, **numbers)
+        given(post=post, comb=comb)
     return y, post, comb
 
 
@@ -65,13 +75,16 @@ def hc_pre(
     norm_eps: float,
     hc_eps: float,
     iters: int,
+    norm_weight: Tensor | None = None,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``interface.hc_pre``."""
     if not h.numel():
         return _nothing(h)
-    h = h.contiguous()
+    h = placed(h)
     partial = launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn.contiguous())
-    return _enter(h, partial, base, scale, None, norm_eps, hc_eps, iters)
+    return _enter(h, partial, base, scale, norm_weight, norm_eps, hc_eps, iters, codes, code_scales)
 
 
 def hc_post_pre_norm(
@@ -87,6 +100,8 @@ def hc_post_pre_norm(
     norm_eps: float,
     hc_eps: float,
     iters: int,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``interface.hc_post_pre_norm``."""
     if takes(h) and h.numel():
@@ -97,15 +112,16 @@ def hc_post_pre_norm(
         if not h.numel():
             return streams, *_nothing(h)
         partial = launch_mix(
-            h.contiguous(),
+            placed(h),
             fn.contiguous(),
             u=u.contiguous(),
             post=post.contiguous(),
             comb=comb.contiguous(),
             out=streams,
         )
-    weight = norm_weight.contiguous()
-    return streams, *_enter(streams, partial, base, scale, weight, norm_eps, hc_eps, iters)
+    return streams, *_enter(
+        streams, partial, base, scale, norm_weight, norm_eps, hc_eps, iters, codes, code_scales
+    )
 
 
 def hc_head(
@@ -116,7 +132,7 @@ def hc_head(
     y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
     if not h.numel():
         return y
-    h = h.contiguous()
+    h = placed(h)
     many = tokens >= MANY_TOKENS
     squares = scratch((tokens,), torch.float32, h.device) if many else None
     launch_collapse(

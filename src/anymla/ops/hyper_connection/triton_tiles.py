@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+# What kernels call the strides of streams [T, N, D].
+STREAM_STRIDES = ("token_stride", "stream_stride")
 
 
 @triton.jit
-def load_streams(h, rows, d, mask, N: tl.constexpr, D: tl.constexpr):
+def load_streams(h, rows, d, mask, token_stride, stream_stride, N: tl.constexpr):
     """Channels d [c] of the N streams of tokens rows [r]: N tiles [r, c] as stored."""
+    at = (rows * token_stride)[:, None] + d[None, :]
     streams = ()
     for i in tl.static_range(N):
-        streams += (tl.load(h + (rows * (N * D) + i * D)[:, None] + d[None, :], mask, other=0.0),)
+        streams += (tl.load(h + i * stream_stride + at, mask, other=0.0),)
     return streams
 
 
@@ -26,3 +31,8 @@ def expand(u, streams, post, comb, N: tl.constexpr):
             total += comb[i * N + j][:, None] * streams[i].to(tl.float32)
         expanded += (total.to(u.dtype),)
     return expanded
+
+
+def placed(h: Tensor) -> Tensor:
+    """Streams [T, N, D] whose channels are next to each other; the rest may be anywhere."""
+    return h if h.stride(2) == 1 else h.contiguous()
