@@ -91,7 +91,8 @@ class Transformer(nn.Module):
         Returns:
             [T, N, hidden], the streams after the last layer.
         """
-        h = self.embed(step.token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        # All streams begin as the same rows, which are there once.
+        h = self.embed(step.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         streams = Streams(h)
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if only is None or index in only:
