@@ -17,6 +17,7 @@ from anymla.formats.fp8_block import (
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _triton
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
@@ -88,6 +89,22 @@ def test_quantised_activations(backend: str, weight_format: str, dtype: torch.dt
     x = torch.randn(3, 160).to(dtype)
     x[0, :128], x[1, 5] = 0, 300  # a run at the floor, and one whose others nearly vanish
     check_product(weight_format, x, 136, backend, quantize=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "torch", *BACKENDS])
+def test_activations_that_come_quantised(backend: str, dtype: torch.dtype) -> None:
+    stored, _ = packed("fp8-ue8m0", 136, 300)
+    x = torch.randn(2, 3, 300).to(dtype)
+    rows = QuantizedRows.empty(6, 300, torch.device("cpu"))
+    rows.codes[:6], rows.scales[:6] = quantize_fp8_rows(x.view(6, 300))
+    given = {"codes": rows.codes, "code_scales": rows.scales}
+    want = fp8_block_linear(x, *stored, quantize_activations=True, backend=backend)
+    anything = torch.full_like(x, torch.nan)
+    got = fp8_block_linear(anything, *stored, quantize_activations=True, backend=backend, **given)
+    assert_identical(got, want)
+    with pytest.raises(ValueError, match="codes"):
+        fp8_block_linear(x, *stored, backend=backend, **given)
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (20,), (2, 3)])

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
+from anymla.ops._quantized import check_codes
 from anymla.ops._triton import float32_support, triton_support
 from anymla.ops.linear import reference, torch_linear, vendor_linear
+from anymla.ops.linear.hopper_support import hopper_support
 from anymla.ops.linear.scaled_support import scaled_support
 
 _BYTES = torch.uint8
@@ -84,7 +86,13 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 @operation(outputs=_packed_result)
 def fp8_block_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> Tensor:
     """Multiply by an e4m3 weight with one scale for 128 x 128 values.
 
@@ -97,12 +105,16 @@ def fp8_block_linear(
         weight: uint8 e4m3 codes [N, K].
         scale: [ceil(N/128), ceil(K/128)], uint8 (ue8m0) or float32.
         quantize_activations: as the checkpoint's ``activation_scheme`` asks.
+        codes: x quantised by whoever made it (``formats.quantized_rows``), for those who would
+            quantise it again; x itself may then be anything.
+        code_scales: the scales of ``codes``.
 
     Returns:
         [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: wrong dtype, shape or device; codes of activations that are not to
+            be quantised.
 
     Source: DeepSeek-V4 inference/kernel.py (fp8_gemm, act_quant).
     """
@@ -114,6 +126,9 @@ def fp8_block_linear(
         scale=(scale, "_ _", (_BYTES, *FLOAT32_UP)),
     )
     _require_scales(name, scale, -(-dims["N"] // 128), -(-dims["K"] // 128))
+    check_codes(name, x.reshape(-1, x.shape[-1]), codes, code_scales)
+    wanted = quantize_activations or codes is None
+    require(wanted, name, "codes", "None for activations that are not quantised", "codes")
 
 
 @operation(outputs=_packed_result)
@@ -196,6 +211,10 @@ nvfp4_linear.register("torch", torch_linear.nvfp4_linear)
 
 fp8_block_linear.register(
     "vendor", vendor_linear.fp8_block_linear, supports=vendor_linear.vendor_support
+)
+
+fp8_block_linear.register_lazy(
+    "gluon_sm90", "anymla.ops.linear.gluon_sm90_linear", supports=hopper_support
 )
 
 _TRITON = "anymla.ops.linear.triton_linear"

@@ -12,6 +12,7 @@ from anymla.formats.fp8_block import (
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4
+from anymla.formats.quantized_rows import QuantizedRows
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -27,10 +28,20 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def fp8_block_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> Tensor:
     """Return x (codes * scale)^T."""
-    return _product(x, dequantize_fp8_weight(weight, scale, _wide(x)), quantize_activations)
+    dense = dequantize_fp8_weight(weight, scale, _wide(x))
+    if codes is None or code_scales is None:
+        return _product(x, dense, quantize_activations)
+    rows = QuantizedRows(codes, code_scales).decoded(x[..., 0].numel(), dense.dtype)
+    return _product(rows.view(x.shape), dense, False).to(x.dtype)
 
 
 def mxfp4_linear(

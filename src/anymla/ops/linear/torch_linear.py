@@ -15,6 +15,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops.linear.torch_activations import rounded_to_fp8
 from anymla.ops.linear.torch_product import product
 
@@ -42,10 +43,18 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def fp8_block_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
-    rows, columns = weight.shape
+    given, rows, columns = x, *weight.shape
+    if codes is not None and code_scales is not None:
+        given = QuantizedRows(codes, code_scales).decoded(x[..., 0].numel()).view(x.shape)
     dtype = _product_dtype(x, scale)
     step = max(1, _DECODED_ELEMENTS // max(1, columns * FP8_BLOCK)) * FP8_BLOCK
 
@@ -53,7 +62,8 @@ def fp8_block_linear(
         scales = scale[start // FP8_BLOCK : -(-min(start + step, rows) // FP8_BLOCK)]
         return dequantize_fp8_weight(weight[start : start + step], scales, dtype)
 
-    return _product(x, decode, rows, step, dtype, quantize_activations)
+    quantize = quantize_activations and codes is None
+    return _product(given, decode, rows, step, dtype, quantize).to(x.dtype)
 
 
 def mxfp4_linear(

@@ -204,14 +204,24 @@ def _few(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor | None:
 
 
 def _packed(
-    x: Tensor, weight: Tensor, scale: Tensor, weight_format: str, quantize: bool, **options: Any
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    weight_format: str,
+    quantize: bool,
+    coded: tuple[Tensor | None, Tensor | None] = (None, None),
+    **options: Any,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
+    codes, x_scales = coded
     if quantize and weight_format == "mxfp4":
         few = _few(rows, weight.contiguous(), scale.contiguous())
         if few is not None:
             return few.view(*x.shape[:-1], weight.shape[0])
-    codes, x_scales = quantize_rows(rows) if quantize else (rows, None)
+    if codes is not None and x_scales is not None:
+        codes, x_scales = codes[: len(rows)], x_scales[: len(rows)].contiguous()
+    else:
+        codes, x_scales = quantize_rows(rows) if quantize else (rows, None)
     out = launch_linear(
         codes.unsqueeze(1),
         x_scales,
@@ -236,10 +246,16 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def fp8_block_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
-    return _packed(x, weight, scale, "fp8", quantize_activations)
+    return _packed(x, weight, scale, "fp8", quantize_activations, (codes, code_scales))
 
 
 def mxfp4_linear(

@@ -31,6 +31,8 @@ def vendor_support(
     scale: Tensor,
     *,
     quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> Support:
     """``supports`` of ``fp8_block_linear``; ``dtype`` is what x must be, None for codes."""
@@ -46,6 +48,8 @@ def vendor_support(
     rows, width = weight.shape
     if rows % FP8_BLOCK or width % _CHANNEL_STEP:
         return Support(False, f"whole blocks, K a multiple of {_CHANNEL_STEP}; got {rows, width}")
+    if codes is not None and len(codes) % TOKEN_STEP:
+        return Support(False, f"codes of {TOKEN_STEP} rows and multiples, got {len(codes)}")
     tokens = x.numel() // width
     return Support(True, automatic=tokens >= _FEWEST_TOKENS)
 
@@ -79,14 +83,21 @@ def scaled_product(codes: Tensor, x_scales: Tensor, weight: Tensor, scale: Tenso
 
 
 def fp8_block_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
     from anymla.ops.linear.triton_quantize import quantize_rows_by_run
 
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
         return x.new_empty((*x.shape[:-1], len(weight)))
-    codes, x_scales = quantize_rows_by_run(rows, TOKEN_STEP)
-    out = scaled_product(codes.view(torch.float8_e4m3fn), x_scales, weight, scale)
+    if codes is None or code_scales is None:
+        codes, code_scales = quantize_rows_by_run(rows.contiguous(), TOKEN_STEP)
+    out = scaled_product(codes.view(torch.float8_e4m3fn), code_scales, weight, scale)
     return out[: len(rows)].view(*x.shape[:-1], -1)

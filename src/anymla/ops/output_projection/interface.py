@@ -7,7 +7,12 @@ from torch import Tensor
 
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, Support, check, operation, require
 from anymla.ops._triton import float32_support
-from anymla.ops.output_projection import reference, torch_projection, vendor_projection
+from anymla.ops.output_projection import (
+    hopper_projection,
+    reference,
+    torch_projection,
+    vendor_projection,
+)
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
 _FP8 = torch.float8_e4m3fn
@@ -176,6 +181,12 @@ grouped_output_projection_fp8.register(
     "vendor",
     vendor_projection.grouped_output_projection_fp8,
     supports=vendor_projection.vendor_grouped_support,
+)
+
+grouped_output_projection_fp8.register(
+    "gluon_sm90",
+    hopper_projection.grouped_output_projection_fp8,
+    supports=hopper_projection.hopper_grouped_support,
 )
 
 _TRITON = "anymla.ops.output_projection.triton_"

@@ -1,0 +1,50 @@
+"""Calls that the kernels for Hopper take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._operation import Support
+from anymla.ops._triton import triton_support
+from anymla.ops.sparse_attention.support import runs_gluon
+
+# Whether the kernels are chosen without having been named.
+AUTOMATIC = False
+MOST_TOKENS = 128
+# Rows of the smallest tiles that every kernel has.
+ROW_STEP = 64
+
+
+def hopper_support(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Support:
+    """``supports`` of ``fp8_block_linear``."""
+    support = triton_support(x)
+    if not support:
+        return support
+    if not quantize_activations or x.dtype == torch.float64:
+        return Support(False, "only activations of up to 32 bits that are quantised")
+    return product_support(x.numel() // max(1, x.shape[-1]), weight, scale)
+
+
+def product_support(tokens: int, weight: Tensor, scale: Tensor) -> Support:
+    """Of codes by weights [..., N, K]."""
+    rows, width = weight.shape[-2:]
+    device = weight.device
+    if not runs_gluon(device):
+        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
+    if not 1 <= tokens <= MOST_TOKENS:
+        return Support(False, f"1 to {MOST_TOKENS} tokens, got {tokens}")
+    if rows % ROW_STEP or width % FP8_BLOCK or (weight.ndim > 2 and rows % FP8_BLOCK):
+        return Support(False, f"whole tiles of rows and runs of channels, got {rows, width}")
+    if not (weight.is_contiguous() and scale.is_contiguous()) or weight.data_ptr() % 16:
+        return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
+    return Support(True, automatic=AUTOMATIC)

@@ -1,0 +1,29 @@
+"""The grouped projection from FP8 heads by the linear layer's kernels for Hopper."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.ops._operation import Support
+from anymla.ops.linear.hopper_support import product_support
+from anymla.ops.output_projection.dtypes import OUT_DTYPES
+
+
+def hopper_grouped_support(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Support:
+    """``supports`` of ``grouped_output_projection_fp8``."""
+    if out_dtype == "fp64":
+        return Support(False, "computes in float32, but out_dtype is fp64")
+    return product_support(len(o), wo_a, wo_a_scale)
+
+
+def grouped_output_projection_fp8(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Tensor:
+    """See ``interface.grouped_output_projection_fp8``."""
+    from anymla.ops.linear.gluon_sm90_linear import product
+
+    codes, scales = o.contiguous().view(torch.uint8), o_scale.contiguous()
+    return product(codes, scales, wo_a, wo_a_scale, OUT_DTYPES[out_dtype]).flatten(1)

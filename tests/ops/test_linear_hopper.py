@@ -1,0 +1,114 @@
+"""Hopper's FP8 products: the text of their kernels on the host, against float64."""
+
+import pytest
+import torch
+from gluon_straight import Descriptor, run
+
+from anymla.formats.e4m3 import decode_e4m3
+from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
+from anymla.formats.ue8m0 import decode_ue8m0
+from anymla.testing.tolerance import accumulation, assert_close
+
+pytest.importorskip("triton")
+
+
+def made(tokens, groups, n, runs, scale_format):
+    """Activations, their scales, a weight, its scales; the product and its terms' magnitude."""
+    width = runs * 128
+    x, x_scales = quantize_fp8_rows(torch.randn(tokens * groups, width))
+    w = torch.randint(0, 256, (groups, n, width), dtype=torch.uint8)
+    w[(w & 127) == 127] = 1
+    scales = torch.randint(120, 130, (groups, -(-n // 128), runs), dtype=torch.uint8)
+    factors = decode_ue8m0(scales, torch.float64)
+    if scale_format == "fp32":
+        scales = factors.float() * 1.25
+        factors = scales.double()
+    factors = factors.repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)
+    weight = decode_e4m3(w, torch.float64) * factors
+    given = dequantize_fp8_rows(x, x_scales, torch.float64).view(tokens, groups, width)
+    want = torch.einsum("tgk,gnk->tgn", given, weight)
+    scale = torch.einsum("tgk,gnk->tgn", given.abs(), weight.abs())
+    return (
+        x.view(tokens, groups, width),
+        x_scales.view(tokens, groups, runs),
+        w,
+        scales,
+        want,
+        scale,
+    )
+
+
+def words(codes, lines):
+    return codes.view(torch.int32).view(lines, -1)
+
+
+def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
+    from anymla.ops.linear.gluon_sm90_few import few_kernel
+
+    (tokens, groups, width), n = x.shape, w.shape[1]
+    out = torch.full((tokens, groups, n), torch.nan)
+    tiles = groups * n // rows
+    box = (warps, rows, 32)
+    weight = Descriptor(words(w, groups * n).view(-1, width // 128, 32).transpose(0, 1), box)
+    run(
+        few_kernel, (min(programs, tiles), 1), x, x_scales, weight, scales, out, tokens, n,
+        width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
+        COLUMNS=columns, WARPS=warps, STAGES=stages, EARLY=True,
+    )  # fmt: skip
+    return out
+
+
+def many(x, x_scales, w, scales, splits, programs, exact, columns=32, rows=64, stages=2):
+    from anymla.ops.linear.gluon_sm90_many import many_kernel
+
+    (tokens, groups, width), n = x.shape, w.shape[1]
+    out = torch.full((tokens, groups, n), torch.nan)
+    tiles, blocks = groups * n // rows, -(-tokens // columns)
+    drawn = torch.zeros(blocks * tiles, dtype=torch.int32)
+    part = torch.full((blocks * tiles * splits * rows * columns,), torch.nan)
+    kind, channels = (torch.int32, 32) if exact else (torch.float8_e4m3fn, 128)
+    w_desc = Descriptor(w.view(kind).view(groups * n, -1), (rows, channels))
+    x_desc = Descriptor(x.contiguous().view(kind).view(tokens, -1), (columns, channels))
+    run(
+        many_kernel, (min(programs, tiles * splits), blocks), x_desc, x_scales, w_desc, scales, out,
+        part, drawn, tokens, n, width // 128, tiles, splits, groups, x_scales.stride(0),
+        x_scales.stride(2), ROWS=rows, COLUMNS=columns, STAGES=stages, EXACT=exact, EARLY=False,
+    )  # fmt: skip
+    assert not drawn.any()
+    return out
+
+
+def check(got, want, scale, width):
+    bound = accumulation(width, torch.float32)
+    assert_close(got, want, atol=bound, rtol=0.0, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "n", "runs", "rows", "warps", "programs"),
+    [(1, 1, 96, 4, 32, 4, 2), (5, 2, 128, 6, 16, 4, 3), (8, 1, 256, 1, 64, 4, 9)],
+)
+@pytest.mark.parametrize("scale_format", ["ue8m0", "fp32"])
+def test_few_tokens(tokens, groups, n, runs, rows, warps, programs, scale_format):
+    x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, scale_format)
+    got = few(x, x_scales, w, scales, rows, warps, programs)
+    check(got, want, scale, runs * 128)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "groups", "n", "runs", "splits", "programs"),
+    [(3, 1, 128, 6, 3, 4), (40, 2, 64, 4, 2, 9), (32, 1, 192, 2, 1, 2)],
+)
+def test_tens_of_tokens(tokens, groups, n, runs, splits, programs, exact):
+    x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
+    x_scales = x_scales.permute(1, 2, 0).contiguous().permute(2, 0, 1)  # a run after the other
+    got = many(x, x_scales, w, scales, splits, programs, exact)
+    check(got, want, scale, runs * 128)
+
+
+def test_a_scale_that_is_no_number_spoils_its_rows():
+    x, x_scales, w, scales, _, _ = made(2, 1, 256, 4, "ue8m0")
+    scales[0, 1, 2] = 255
+    for got in (few(x, x_scales, w, scales, 32, 4, 3), many(x, x_scales, w, scales, 2, 4, True)):
+        assert got[..., 128:].isnan().all()
+        assert got[..., :128].isfinite().all()
