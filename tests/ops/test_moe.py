@@ -20,6 +20,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_weight,
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops._triton import has_triton
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu, torch_experts
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
@@ -124,7 +125,11 @@ def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype
     # units as it is large.
     exponential = ulps(wide, 30 * math.log2(math.e)) if backend == "triton" else 0.0
     assert_close(got, want64, rtol=ulps(dtype, 0.5) + ulps(wide, 4) + exponential)
-    free = swiglu(gate, up, math.inf, backend=backend)
+    quantised = QuantizedRows.empty(1, 6, gate.device)
+    coded = {"codes": quantised.codes, "code_scales": quantised.scales}
+    free = swiglu(gate, up, math.inf, **coded, backend=backend)
+    for each, expected in zip(coded.values(), quantize_fp8_rows(free), strict=True):
+        assert torch.equal(each[:1], expected)
     unclamped = gate.double() * gate.double().sigmoid() * up.double()
     assert_close(free, unclamped, rtol=ulps(dtype, 4) + exponential)
 

@@ -21,6 +21,8 @@ from paged import (
 )
 from torch import Tensor
 
+from anymla.formats.fp8_block import quantize_fp8_rows
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops._operation import BackendUnavailable
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.norm_rope import (
@@ -175,11 +177,18 @@ def test_rms_norm_of_zeros_and_of_tiny_rows(backend):
 
 
 def test_norms_take_slices_of_a_fused_projection(backend):
-    fused = torch.randn(6, 96 + 512).bfloat16()
-    qr, kv = fused.split((96, 512), dim=1)
-    q_weight, kv_weight = torch.randn(96).bfloat16(), torch.randn(512).bfloat16()
+    fused = torch.randn(6, 160 + 512).bfloat16()
+    qr, kv = fused.split((160, 512), dim=1)
+    q_weight, kv_weight = torch.randn(160).bfloat16(), torch.randn(512).bfloat16()
     before = fused.clone()
-    got_q, got_kv = fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, 1e-6, backend=backend)
+    quantised = QuantizedRows.empty(6, 160, qr.device)
+    got_q, got_kv = fused_q_kv_rmsnorm(
+        qr, kv, q_weight, kv_weight, 1e-6,
+        codes=quantised.codes, code_scales=quantised.scales, backend=backend,
+    )  # fmt: skip
+    codes, scales = quantize_fp8_rows(got_q)
+    assert torch.equal(quantised.codes[:6], codes)
+    assert torch.equal(quantised.scales[:6], scales)
     assert torch.equal(fused, before)
     assert torch.equal(got_q, rms_norm(qr.contiguous(), q_weight, 1e-6, backend=backend))
     assert torch.equal(got_kv, rms_norm(kv.contiguous(), kv_weight, 1e-6, backend=backend))
@@ -189,7 +198,7 @@ def test_norms_take_slices_of_a_fused_projection(backend):
     empty_q, empty_kv = fused_q_kv_rmsnorm(
         qr[:0], kv[:0], q_weight, kv_weight, 1e-6, backend=backend
     )
-    assert empty_q.shape == (0, 96)
+    assert empty_q.shape == (0, 160)
     assert empty_kv.shape == (0, 512)
 
 

@@ -34,7 +34,7 @@ from anymla.ops.hyper_connection.triton_gates import (
 )
 from anymla.ops.hyper_connection.triton_mix import SLICES
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
-from anymla.ops.linear.triton_quantize import quantize_runs
+from anymla.ops.linear.triton_quantize import store_codes
 
 _WIDEST = 8192
 # Slices of a token that are summed at a time, of few tokens and of many.
@@ -90,12 +90,10 @@ def _store_normed(
         y = (y.to(tl.float32) * inverse * weight.to(tl.float32)).to(y.dtype)
     tl.store(out + d, y, d < D)
     if codes is not None:
-        width: tl.constexpr = min(C, 128)
-        runs = tl.reshape(y.to(tl.float32), (C // width, width))
-        encoded, scale = quantize_runs(runs, FLOOR, NATIVE)
-        tl.store(codes + d, tl.reshape(encoded, (C,)), d < D)
-        run = first // width + tl.arange(0, C // width)
-        tl.store(code_scales + run * run_stride, scale, run * width < D)
+        row = tl.zeros((1,), tl.int64)
+        store_codes(
+            y[None, :], codes, code_scales, row, row == 0, first, 0, run_stride, D, FLOOR, NATIVE
+        )
 
 
 @triton.jit

@@ -38,6 +38,31 @@ def quantize_runs(x, FLOOR: tl.constexpr, NATIVE: tl.constexpr):
     return fp32_to_e4m3(x * inverse[:, None], NATIVE), exp2_int(exponent)
 
 
+@triton.jit
+def store_codes(
+    y, codes, code_scales, rows, inside, first, row_stride, run_stride, width,
+    FLOOR: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Store a tile y [n, c], zero past ``width``, of channels ``first`` .. of rows [n] as codes.
+
+    ``first`` is a multiple of 128, or of c where it is less; strides are those of ``code_scales``.
+    """
+    COUNT: tl.constexpr = y.shape[0]
+    CHANNELS: tl.constexpr = y.shape[1]
+    RUN: tl.constexpr = min(CHANNELS, 128)
+    RUNS: tl.constexpr = CHANNELS // RUN
+    wide = tl.reshape(y.to(tl.float32), (COUNT * RUNS, RUN))
+    encoded, scale = quantize_runs(wide, FLOOR, NATIVE)
+    channel = first + tl.arange(0, CHANNELS)
+    mask = inside[:, None] & (channel < width)[None, :]
+    at = codes + (rows * width)[:, None] + channel[None, :]
+    tl.store(at, tl.reshape(encoded, (COUNT, CHANNELS)), mask)
+    run = first // RUN + tl.arange(0, RUNS)
+    mask = inside[:, None] & (run * RUN < width)[None, :]
+    at = code_scales + (rows * row_stride)[:, None] + (run * run_stride)[None, :]
+    tl.store(at, tl.reshape(scale, (COUNT, RUNS)), mask)
+
+
 @triton.jit(do_not_specialize=["rows", "column"])
 def quantize_rows_kernel(
     x,

@@ -17,6 +17,7 @@ from anymla.ops._operation import (
     operation,
     require,
 )
+from anymla.ops._quantized import check_codes
 from anymla.ops._triton import float32_support
 from anymla.ops.moe import reference, torch_experts, torch_router
 
@@ -103,14 +104,23 @@ def route_biased(
     require(1 <= k <= sizes["E"], "route_biased", "k", f"within 1..{sizes['E']}", k)
 
 
-@operation(outputs=lambda gate, **rest: (torch.empty_like(gate),))
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> None:
+@operation(mutates=("codes", "code_scales"), outputs=lambda gate, **rest: (torch.empty_like(gate),))
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> None:
     """Clamped SwiGLU: silu(min(gate, limit)) * clamp(up, -limit, limit).
 
     Args:
         gate: [T, I] any float dtype; clamped from above only.
         up: [T, I] like gate.
         limit: positive; infinity for no clamp.
+        codes: the result, quantised (see ``formats.quantized_rows``), or None.
+        code_scales: its scales, with ``codes``.
 
     Returns:
         [T, I] in gate's dtype, computed in float32 (float64 for float64) and rounded once.
@@ -121,6 +131,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> None:
     """
     check("swiglu", gate=(gate, "T I", FLOATS), up=(up, "T I", gate.dtype))
     require(limit > 0, "swiglu", "limit", "positive", limit)
+    check_codes("swiglu", gate, codes, code_scales)
 
 
 @operation(outputs=lambda x, **rest: (torch.empty_like(x),))

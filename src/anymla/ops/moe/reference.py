@@ -11,6 +11,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.ops._quantized import fill_codes
 from anymla.ops.late import wait_for_arguments
 
 # Keeps the weights of a token whose every score underflows at 0 instead of 0 / 0.
@@ -63,11 +64,20 @@ def route_biased(
     return torch.where(known, ids, -1).int(), torch.where(known, weights, 0.0)
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Tensor:
     """See interface.swiglu."""
     g = gate.to(wide(gate.dtype)).clamp(max=limit)
     u = up.to(wide(up.dtype)).clamp(-limit, limit)
-    return (g * torch.sigmoid(g) * u).to(gate.dtype)
+    out = (g * torch.sigmoid(g) * u).to(gate.dtype)
+    fill_codes(out, codes, code_scales)
+    return out
 
 
 def experts(

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.ops._quantized import fill_codes
 from anymla.ops.late import wait_for_arguments
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear
 from anymla.ops.linear.torch_activations import rounded_to_fp8
@@ -26,9 +27,18 @@ _DECODED_ELEMENTS = 1 << 22
 _COPIED_ELEMENTS = 1 << 20
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Tensor:
     """See interface.swiglu."""
-    return _swiglu(gate, up, limit).to(gate.dtype)
+    out = _swiglu(gate, up, limit).to(gate.dtype)
+    fill_codes(out, codes, code_scales)
+    return out
 
 
 def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:

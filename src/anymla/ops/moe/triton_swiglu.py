@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
+from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
+from anymla.ops.linear.triton_quantize import store_codes
 
 BLOCK = 2048
 
@@ -23,15 +26,41 @@ def gated(gate, up, limit):
     return gate * tl.sigmoid(gate) * up
 
 
-@triton.jit
-def swiglu_kernel(gate, up, out, gate_stride, up_stride, width, limit, BLOCK: tl.constexpr):
-    """BLOCK values of a row."""
+@triton.jit(do_not_specialize=["code_row_stride", "code_run_stride"])
+def swiglu_kernel(
+    gate,
+    up,
+    out,
+    codes,
+    code_scales,
+    gate_stride,
+    up_stride,
+    width,
+    limit,
+    code_row_stride,
+    code_run_stride,
+    BLOCK: tl.constexpr,
+    FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BLOCK values of a row, and their codes if there are to be any."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
     g = tl.load(gate + row * gate_stride + at, mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, mask, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, gated(g, u, limit).to(out.dtype.element_ty), mask)
+    value = gated(g, u, limit).to(out.dtype.element_ty)
+    tl.store(out + row * width + at, value, mask)
+    if codes is not None:
+        rows = row + tl.zeros((1,), tl.int64)
+        store_codes(
+            value[None, :], codes, code_scales, rows, rows >= 0, tl.program_id(1) * BLOCK,
+            code_row_stride, code_run_stride, width, FLOOR, NATIVE,
+        )  # fmt: skip
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -40,14 +69,34 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Tensor:
     """See ``interface.swiglu``."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         gates, ups = _rows(gate), _rows(up)
         rows, width = gates.shape
         swiglu_kernel[(rows, triton.cdiv(width, BLOCK))](
-            gates, ups, out, gates.stride(0), ups.stride(0), width, float(limit), BLOCK=BLOCK
+            gates,
+            ups,
+            out,
+            codes,
+            code_scales,
+            gates.stride(0),
+            ups.stride(0),
+            width,
+            float(limit),
+            *((0, 0) if code_scales is None else code_scales.stride()),
+            BLOCK=BLOCK,
+            FLOOR=ACTIVATION_AMAX_FLOOR,
+            NATIVE=target_of(gate.device).native_e4m3,
+            **early_launch(gate.device),
         )
     return out
 
@@ -55,11 +104,22 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 def builds(target: Target) -> Iterator[Build]:
     """Every dtype; rows of whole groups of 16 values, and others."""
     sizes = dict.fromkeys(("gate_stride", "up_stride", "width"), "i32")
+    code_strides = dict.fromkeys(("code_row_stride", "code_run_stride"), "i32")
+    constants = {
+        "BLOCK": BLOCK,
+        "FLOOR": ACTIVATION_AMAX_FLOOR,
+        "NATIVE": target.native_e4m3,
+        "EARLY": launches_early(target),
+    }
     for dtype in ("bf16", "fp16", "fp32"):
         pointers = dict.fromkeys(("gate", "up", "out"), f"*{dtype}")
-        types = {**pointers, **sizes, "limit": "fp32"}
+        types = {**pointers, **sizes, **code_strides, "limit": "fp32"}
         for divisible in (tuple(sizes), ()):
             words = "16 together" if divisible else "any width"
+            given = constants | {"codes": None, "code_scales": None}
+            yield Build(f"{dtype}, {words}", swiglu_kernel, types, given, divisible=divisible)
+        if dtype == "bf16":
+            coded = {"codes": "*u8", "code_scales": "*fp32"}
             yield Build(
-                f"{dtype}, {words}", swiglu_kernel, types, {"BLOCK": BLOCK}, divisible=divisible
+                "bf16, codes", swiglu_kernel, types | coded, constants, divisible=tuple(sizes)
             )

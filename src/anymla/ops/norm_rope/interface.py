@@ -5,6 +5,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, check, operation, require
+from anymla.ops._quantized import check_codes
 from anymla.ops._triton import float32_support
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.norm_rope import reference, torch_insert, torch_norm, torch_rope
@@ -61,9 +62,16 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
     _check_table("rope", cos_sin_cache, dims["D"], x)
 
 
-@operation(outputs=lambda qr, kv, q_weight, kv_weight, eps: (_like(qr), _like(kv)))
+@operation(mutates=("codes", "code_scales"), outputs=lambda qr, kv, **rest: (_like(qr), _like(kv)))
 def fused_q_kv_rmsnorm(
-    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
+    qr: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    eps: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply ``rms_norm`` to the two slices of the fused query/key-value projection.
 
@@ -73,6 +81,8 @@ def fused_q_kv_rmsnorm(
         q_weight: [Q] floating point.
         kv_weight: [D] floating point.
         eps: added to the mean squares.
+        codes: the first result, quantised (see ``formats.quantized_rows``), or None.
+        code_scales: its scales, with ``codes``.
 
     Returns:
         ([T, Q] of qr's dtype, [T, D] of kv's dtype), contiguous; rounded once each.
@@ -89,6 +99,7 @@ def fused_q_kv_rmsnorm(
         q_weight=(q_weight, "Q", FLOATS),
         kv_weight=(kv_weight, "D", FLOATS),
     )
+    check_codes("fused_q_kv_rmsnorm", qr, codes, code_scales)
 
 
 @operation(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops._quantized import fill_codes
 from anymla.ops.kv_cache.reference import quantize_and_insert_k_cache
 
 
@@ -34,10 +35,19 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
 
 
 def fused_q_kv_rmsnorm(
-    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
+    qr: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    eps: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``interface.fused_q_kv_rmsnorm``."""
-    return rms_norm(qr, q_weight, eps), rms_norm(kv, kv_weight, eps)
+    latent = rms_norm(qr, q_weight, eps)
+    fill_codes(latent, codes, code_scales)
+    return latent, rms_norm(kv, kv_weight, eps)
 
 
 def qnorm_rope_kv_insert(

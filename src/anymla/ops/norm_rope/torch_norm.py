@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymla.ops import _host
+from anymla.ops._quantized import fill_codes
 
 # Elements in flight on the host: 1 MiB of float32, which a core's own cache holds.
 BLOCK_ELEMENTS = 1 << 18
@@ -27,10 +28,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_q_kv_rmsnorm(
-    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
+    qr: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    eps: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``interface.fused_q_kv_rmsnorm``."""
-    return rms_norm(qr, q_weight, eps), rms_norm(kv, kv_weight, eps)
+    latent = rms_norm(qr, q_weight, eps)
+    fill_codes(latent, codes, code_scales)
+    return latent, rms_norm(kv, kv_weight, eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
+from anymla.ops.linear.triton_quantize import store_codes
 
 _TILE = 4096
 _MOST_ROWS = 64
@@ -53,21 +56,34 @@ def norm_rows(
     rows,
     row_stride,
     column_stride,
+    codes,
+    code_scales,
+    code_row_stride,
+    code_run_stride,
     eps,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Norm rows ``first`` .. of x [rows, WIDTH] into contiguous ``out``."""
+    """Norm rows ``first`` .. of x [rows, WIDTH] into contiguous ``out``, and ``codes`` if any."""
     row = first + tl.arange(0, ROWS)
     channel = tl.arange(0, PADDED)
     there = (row < rows)[:, None] & (channel < WIDTH)[None, :]
     at = x_at + row[:, None] * row_stride + (channel * column_stride)[None, :]
     scale = tl.load(weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    y = x * inverse_rms(x, eps, WIDTH) * scale[None, :]
-    at = out + row[:, None] * WIDTH + channel[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), mask=there)
+    y = (x * inverse_rms(x, eps, WIDTH) * scale[None, :]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * WIDTH + channel[None, :], y, mask=there)
+    if codes is not None:
+        store_codes(
+            y, codes, code_scales, row, row < rows, 0, code_row_stride, code_run_stride,
+            WIDTH, FLOOR, NATIVE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -82,15 +98,19 @@ def rms_norm_kernel(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Norm the rows of x [rows, WIDTH] into ``out``."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0).to(tl.int64) * ROWS
     norm_rows(
-        x, weight, out, first, rows, row_stride, column_stride, eps, WIDTH, PADDED, ROWS
+        x, weight, out, first, rows, row_stride, column_stride, None, None, 0, 0, eps,
+        WIDTH, PADDED, ROWS, 0.0, False, EARLY,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "q_programs"])
+@triton.jit(do_not_specialize=["rows", "q_programs", "code_row_stride", "code_run_stride"])
 def fused_kernel(
     qr,
     kv,
@@ -98,12 +118,16 @@ def fused_kernel(
     kv_weight,
     q_out,
     kv_out,
+    codes,
+    code_scales,
     rows,
     q_programs,
     q_row_stride,
     q_column_stride,
     kv_row_stride,
     kv_column_stride,
+    code_row_stride,
+    code_run_stride,
     eps,
     Q_WIDTH: tl.constexpr,
     Q_PADDED: tl.constexpr,
@@ -111,8 +135,13 @@ def fused_kernel(
     KV_WIDTH: tl.constexpr,
     KV_PADDED: tl.constexpr,
     KV_ROWS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Norm the rows of qr [rows, Q_WIDTH] and of kv [rows, KV_WIDTH]."""
+    """Norm the rows of qr [rows, Q_WIDTH], whose ``codes`` there may be, and of kv."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if program < q_programs:
         norm_rows(
@@ -123,10 +152,17 @@ def fused_kernel(
             rows,
             q_row_stride,
             q_column_stride,
+            codes,
+            code_scales,
+            code_row_stride,
+            code_run_stride,
             eps,
             Q_WIDTH,
             Q_PADDED,
             Q_ROWS,
+            FLOOR,
+            NATIVE,
+            EARLY,
         )
     else:
         norm_rows(
@@ -137,10 +173,17 @@ def fused_kernel(
             rows,
             kv_row_stride,
             kv_column_stride,
+            None,
+            None,
+            0,
+            0,
             eps,
             KV_WIDTH,
             KV_PADDED,
             KV_ROWS,
+            FLOOR,
+            NATIVE,
+            EARLY,
         )
 
 
@@ -164,12 +207,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(x.device),
     )
     return out
 
 
 def fused_q_kv_rmsnorm(
-    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
+    qr: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    eps: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``interface.fused_q_kv_rmsnorm``."""
     q_out = torch.empty(qr.shape, dtype=qr.dtype, device=qr.device)
@@ -187,12 +238,15 @@ def fused_q_kv_rmsnorm(
         kv_weight.contiguous(),
         q_out,
         kv_out,
+        codes,
+        code_scales,
         tokens,
         q_programs,
         qr.stride(0),
         qr.stride(1),
         kv.stride(0),
         kv.stride(1),
+        *((0, 0) if code_scales is None else code_scales.stride()),
         eps,
         qr.shape[1],
         q_config.padded,
@@ -200,8 +254,11 @@ def fused_q_kv_rmsnorm(
         kv.shape[1],
         kv_config.padded,
         kv_config.rows,
+        ACTIVATION_AMAX_FLOOR,
+        target.native_e4m3,
         num_warps=max(q_config.num_warps, kv_config.num_warps),
         enable_fp_fusion=False,
+        **early_launch(qr.device),
     )
     return q_out, kv_out
 
@@ -212,6 +269,8 @@ _WIDTHS = (128, 512, 1024, 1536, 4096, 7168)
 
 def builds(target: Target) -> Iterator[Build]:
     """Rows of every width of the models, in bfloat16 and float32."""
+    strides = ("q_row_stride", "kv_row_stride")
+    code_strides = ("code_row_stride", "code_run_stride")
     for dtype in ("bf16", "fp32"):
         for width in _WIDTHS:
             chosen = config(width, target)
@@ -231,26 +290,29 @@ def builds(target: Target) -> Iterator[Build]:
                     "WIDTH": width,
                     "PADDED": chosen.padded,
                     "ROWS": chosen.rows,
+                    "EARLY": launches_early(target),
                 },
                 num_warps=chosen.num_warps,
                 fp_fusion=False,
                 divisible=("row_stride",),
             )
-        for rank in (1024, 1536):
+        for rank, coded in ((1024, False), (1536, False), (1024, True), (1536, True)):
+            if coded and dtype == "fp32":
+                continue
             q_config, kv_config = config(rank, target), config(512, target)
+            codes = {"codes": "*u8", "code_scales": "*fp32"} if coded else {}
             pointers = ("qr", "kv", "q_weight", "kv_weight", "q_out", "kv_out")
             yield Build(
-                label=f"{rank} and 512 {dtype}",
+                label=f"{rank} and 512 {dtype}{', codes' * coded}",
                 kernel=fused_kernel,
                 types={
                     **dict.fromkeys(pointers, f"*{dtype}"),
-                    "rows": "i32",
-                    "q_programs": "i32",
-                    "q_row_stride": "i32",
-                    "kv_row_stride": "i32",
+                    **codes,
+                    **dict.fromkeys(("rows", "q_programs", *strides, *code_strides), "i32"),
                     "eps": "fp32",
                 },
                 constants={
+                    **({} if coded else {"codes": None, "code_scales": None}),
                     "q_column_stride": 1,
                     "kv_column_stride": 1,
                     "Q_WIDTH": rank,
@@ -259,8 +321,11 @@ def builds(target: Target) -> Iterator[Build]:
                     "KV_WIDTH": 512,
                     "KV_PADDED": kv_config.padded,
                     "KV_ROWS": kv_config.rows,
+                    "FLOOR": ACTIVATION_AMAX_FLOOR,
+                    "NATIVE": target.native_e4m3,
+                    "EARLY": launches_early(target),
                 },
                 num_warps=max(q_config.num_warps, kv_config.num_warps),
                 fp_fusion=False,
-                divisible=("q_row_stride", "kv_row_stride"),
+                divisible=strides,
             )
