@@ -157,7 +157,7 @@ def _namespace(program, programs):
         arange=lambda a, b, layout: value(torch.arange(a, b)),
         zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
         where=lambda c, a, b: value(torch.where(*(torch.as_tensor(x) for x in (c, a, b)))),
-        load=lambda at, mask=True, other=0: value(load(at, mask, other)),
+        load=lambda at, mask=True, other=0, cache_modifier="": value(load(at, mask, other)),
         store=lambda at, x, mask=True: store(at, torch.as_tensor(x), mask),
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         reshape=lambda x, shape: x.reshape(shape),

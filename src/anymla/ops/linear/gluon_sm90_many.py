@@ -264,7 +264,7 @@ def many_kernel(
                 _meet()
                 sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=SUMS)
                 for _ in range(splits):
-                    sums += gl.load(mine + place)
+                    sums += gl.load(mine + place, cache_modifier=".cg")
                     mine += ROWS * COLUMNS
         if last:
             to = gl.expand_dims((token0 + column) * groups + group, 0) * n
