@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from anymla.layers import attention, heads, hyper_connection, selection
+from anymla.layers import attention, codes, heads, hyper_connection, selection
 from anymla.layers.hyper_connection import HyperConnection, Streams
 from anymla.ops._operation import Backend, Operation
 from anymla.ops.hyper_connection import hc_post, hc_pre
@@ -63,6 +63,7 @@ def rival_kernels(flash_mla: Any, deep_gemm: Any = None) -> Iterator[None]:
             (attention, "fused_q_kv_rmsnorm", _q_kv_norms),
             (attention, "qnorm_rope_kv_insert", _heads_and_row),
             (heads, "_at_once", lambda *_: False),
+            (codes, "travel", lambda _: False),
         ):
             patches.enter_context(mock.patch.object(module, name, unfused))
         yield

@@ -6,6 +6,8 @@ import contextlib
 
 from torch import Tensor, nn
 
+from anymla.formats.quantized_rows import QuantizedRows
+from anymla.layers import codes
 from anymla.layers.caches import LayerCache
 from anymla.layers.compressor import Compressor, SharedProjection
 from anymla.layers.heads import Heads, Seen
@@ -81,7 +83,14 @@ class AttentionLayer(nn.Module):
         self.eps = eps
         self.backend = backend
 
-    def forward(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
+    @property
+    def reads_codes(self) -> bool:
+        """Whether it saves a launch to give it its input quantised as well."""
+        return self.wq_a_wkv.reads_codes
+
+    def forward(
+        self, x: Tensor, step: Step, cache: LayerCache, quantised: QuantizedRows | None = None
+    ) -> Tensor:
         """Attend [T, hidden] -> [T, hidden]; the step's own rows are written to the caches first.
 
         A query may read its own window row, and an entry that its own token closes, so every write
@@ -98,17 +107,24 @@ class AttentionLayer(nn.Module):
             if not apart:
                 self._write_entries(own, step, cache)
             self._write_keys(index, step, cache)
-        latent, kv = self.wq_a_wkv(x)
+        latent, kv = self.wq_a_wkv(x, quantised)
+        coded = codes.memory(self.wq_b.reads_codes, latent)
         latent, kv = fused_q_kv_rmsnorm(
-            latent, kv, self.q_norm, self.kv_norm, self.eps, backend=self.backend
+            latent,
+            kv,
+            self.q_norm,
+            self.kv_norm,
+            self.eps,
+            backend=self.backend,
+            **codes.named(coded),
         )
         chosen = None
         if apart:
             # From the input to what is chosen is the longer way; entries are not on it.
             with step.side.beside():
-                queries = self._index_queries(x, latent, None, weights, step, cache)
+                queries = self._index_queries(x, latent, coded, None, weights, step, cache)
                 chosen = self._choice(queries, step, cache)
-        projected, index_q = self._project_queries(latent, step)
+        projected, index_q = self._project_queries(latent, coded, step)
         q = qnorm_rope_kv_insert(
             projected,
             kv,
@@ -126,13 +142,13 @@ class AttentionLayer(nn.Module):
             self._write_entries(own, step, cache)
         step.side.join()
         if chosen is None:
-            queries = self._index_queries(x, latent, index_q, weights, step, cache)
+            queries = self._index_queries(x, latent, coded, index_q, weights, step, cache)
             chosen = self._choice(queries, step, cache)
         selected, entries = chosen
         seen = Seen.of(self.spec, step, cache, entries, selected)
         if self.output.quantize_heads:
-            codes, scales = self.heads.quantised(q, seen, step.positions, cos_sin)
-            return self.output.of_quantized(codes, scales, q.dtype)
+            attended = self.heads.quantised(q, seen, step.positions, cos_sin)
+            return self.output.of_quantized(*attended, q.dtype)
         out: Tensor = self.output(self.heads.attend(q, seen), step.positions, cos_sin)
         return out
 
@@ -171,19 +187,22 @@ class AttentionLayer(nn.Module):
             projected=self.projections is not None,
         )
 
-    def _project_queries(self, latent: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    def _project_queries(
+        self, latent: Tensor, coded: QuantizedRows | None, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
         """The heads' queries [T, H, D] of this rank, and the indexer's if they come along."""
         pair, few = self.queries, len(latent) <= _FEW_TOKENS
         if pair is None or step.side.apart or not few or not self._chooses(step):
-            projected, index_q = self.wq_b(latent), None
+            projected, index_q = self.wq_b(latent, coded), None
         else:
-            projected, index_q = pair(latent)
+            projected, index_q = pair(latent, coded)
         return projected.unflatten(-1, (self.heads.count, -1)), index_q
 
     def _index_queries(
         self,
         x: Tensor,
         latent: Tensor,
+        coded: QuantizedRows | None,
         q: Tensor | None,
         weights: Tensor | None,
         step: Step,
@@ -192,7 +211,9 @@ class AttentionLayer(nn.Module):
         """The indexer's queries; what is known of them is given."""
         if self.indexer is None or not self._chooses(step):
             return None
-        return self.indexer.queries(x, latent, step, cache.format.index, q=q, weights=weights)
+        return self.indexer.queries(
+            x, latent, step, cache.format.index, coded=coded, q=q, weights=weights
+        )
 
     def _chooses(self, step: Step) -> bool:
         """Whether entries are scored in this step."""

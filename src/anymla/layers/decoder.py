@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
         The output of the second one is left for the next site to return to the streams, which is
         one operation there; ``settled`` returns it after the last layer.
         """
-        h, x, mix = self.attention_site.enter(streams)
-        u = self.attention(x, step, cache)
-        h, x, mix = self.ffn_site.enter(Streams(h, u, mix))
-        return Streams(h, self.ffn(x, step), mix)
+        at = self.attention_site.enter(streams, quantises=self.attention.reads_codes)
+        streams = at.left(self.attention(at.x, step, cache, at.quantised))
+        at = self.ffn_site.enter(streams, quantises=self.ffn.reads_codes)
+        return at.left(self.ffn(at.x, step, at.quantised))

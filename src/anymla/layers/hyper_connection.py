@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from anymla.formats.quantized_rows import QuantizedRows
+from anymla.layers import codes
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
 from anymla.ops.norm_rope import rms_norm
 
@@ -40,6 +42,27 @@ class Streams:
         assert self.mix is not None
         h: Tensor = hc_post(self.output, self.h, self.mix.post, self.mix.comb, backend=backend)
         return h
+
+
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """What comes out of the streams where a sub-layer begins.
+
+    Attributes:
+        h: [T, N, hidden], streams.
+        x: [T, hidden], the sub-layer's normalised input.
+        quantised: x in FP8, or None.
+        mix: how its output returns.
+    """
+
+    h: Tensor
+    x: Tensor
+    quantised: QuantizedRows | None
+    mix: Mix
+
+    def left(self, output: Tensor) -> Streams:
+        """The streams behind the sub-layer, whose output has yet to return to them."""
+        return Streams(self.h, output, self.mix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +106,17 @@ class HyperConnection(_Collapse):
         norm: [hidden], RMSNorm weight of the sub-layer's input.
     """
 
-    def enter(self, streams: Streams) -> tuple[Tensor, Tensor, Mix]:
+    def enter(self, streams: Streams, *, quantises: bool = False) -> Entered:
         """Collapse the streams to the sub-layer's normalised input.
 
         What the sub-layer before has yet to return is returned first, in the same operation.
 
-        Returns:
-            The streams [T, N, hidden], the input [T, hidden], and this site's mix.
+        Args:
+            streams: the streams.
+            quantises: give the input in FP8 as well.
         """
-        options: dict[str, Any] = {
+        quantised = codes.memory(quantises, streams.h)
+        options: dict[str, Any] = codes.named(quantised) | {
             "norm_eps": self.options.norm_eps,
             "hc_eps": self.options.eps,
             "iters": self.options.iterations,
@@ -110,10 +135,11 @@ class HyperConnection(_Collapse):
                 self.norm,
                 **options,
             )
-            return h, x, Mix(post, comb)
-        y, post, comb = hc_pre(streams.h, self.fn, self.base, self.scale, **options)
-        x = rms_norm(y, self.norm, self.options.norm_eps, backend=self.backend)
-        return streams.h, x, Mix(post, comb)
+            return Entered(h, x, quantised, Mix(post, comb))
+        x, post, comb = hc_pre(
+            streams.h, self.fn, self.base, self.scale, norm_weight=self.norm, **options
+        )
+        return Entered(streams.h, x, quantised, Mix(post, comb))
 
 
 class HyperConnectionHead(_Collapse):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.layers.compressor import Compressor
 from anymla.layers.linear import Linear
 from anymla.layers.rope_table import RopeTable
@@ -98,6 +99,7 @@ class Indexer(nn.Module):
         step: Step,
         layout: str,
         *,
+        coded: QuantizedRows | None = None,
         q: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> IndexQueries | None:
@@ -108,13 +110,14 @@ class Indexer(nn.Module):
             latent: as there.
             step: as there.
             layout: as there.
+            coded: the latent in FP8, if it is known.
             q: ``wq_b`` of the latent, if it is known.
             weights: ``weights_proj`` of x, if it is known.
         """
         if not self.chooses(step):
             return None
         weights = self.weights_proj(x) if weights is None else weights
-        q = self.wq_b(latent) if q is None else q
+        q = self.wq_b(latent, coded) if q is None else q
         q = q.unflatten(-1, (self.heads, -1))
         quant = {INDEX_FP8: "fp8", INDEX_MXFP4: "mxfp4"}.get(layout, "none")
         q, q_scales, weights = indexer_q_rope_quant(

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import MXFP4_BLOCK, dequantize_mxfp4
 from anymla.formats.nvfp4 import NVFP4_BLOCK, dequantize_nvfp4
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import decode_ue8m0
+from anymla.layers import codes
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
 
 WeightKind = Literal["plain", "fp8", "mxfp4", "nvfp4"]
@@ -114,11 +116,16 @@ class LinearPair(nn.Module):
             first.packed = whole.rows(range(self.rows[0]))
             second.packed = whole.rows(range(self.rows[0], sum(self.rows)))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def reads_codes(self) -> bool:
+        """As of a linear layer, for either."""
+        return self.first.reads_codes or self.second.reads_codes
+
+    def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> tuple[Tensor, Tensor]:
         """Map [..., K] to [..., N] of the first and [..., M] of the second."""
         if self.merged is None:
-            return self.first(x), self.second(x)
-        first, second = self.merged(x).split(self.rows, dim=-1)
+            return self.first(x, quantised), self.second(x, quantised)
+        first, second = self.merged(x, quantised).split(self.rows, dim=-1)
         return first, second
 
 
@@ -144,8 +151,20 @@ class Linear(nn.Module):
         self.quantize_activations = quantize_activations
         self.backend = backend
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., K] to [..., N], same dtype."""
+    @property
+    def reads_codes(self) -> bool:
+        """Whether it saves a launch to give it its input quantised as well."""
+        packed = self.packed
+        quantizes = self.quantize_activations and packed.kind == "fp8"
+        return quantizes and codes.travel(packed.weight.device)
+
+    def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> Tensor:
+        """Map [..., K] to [..., N], same dtype.
+
+        Args:
+            x: the input.
+            quantised: the same [T, K] in FP8, if it is there; for layers that read it so.
+        """
         packed = self.packed
         if packed.kind == "plain":
             out: Tensor = linear(x, packed.weight, backend=self.backend)
@@ -156,6 +175,7 @@ class Linear(nn.Module):
                 packed.scale,
                 quantize_activations=self.quantize_activations,
                 backend=self.backend,
+                **codes.named(quantised if self.reads_codes else None),
             )
         elif packed.kind == "mxfp4":
             out = mxfp4_linear(

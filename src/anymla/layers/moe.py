@@ -6,6 +6,8 @@ import dataclasses
 
 from torch import Tensor, nn
 
+from anymla.formats.quantized_rows import QuantizedRows
+from anymla.layers import codes
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.step import Step
@@ -84,11 +86,12 @@ class SharedExpert(nn.Module):
         self.limit = limit
         self.backend = backend
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [T, hidden] to [T, hidden]."""
-        gate, up = self.w1_w3(x)
-        inner = swiglu(gate, up, self.limit, backend=self.backend)
-        out: Tensor = self.w2(inner)
+    def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> Tensor:
+        """Map [T, hidden] to [T, hidden]; x may be there in FP8 as well."""
+        gate, up = self.w1_w3(x, quantised)
+        coded = codes.memory(self.w2.reads_codes, gate)
+        inner = swiglu(gate, up, self.limit, backend=self.backend, **codes.named(coded))
+        out: Tensor = self.w2(inner, coded)
         return out
 
 
@@ -132,14 +135,19 @@ class MixtureOfExperts(nn.Module):
         self.ranks = ranks
         self.backend = backend
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    @property
+    def reads_codes(self) -> bool:
+        """Whether it saves a launch to give it its input quantised as well."""
+        return self.shared is not None and self.shared.w1_w3.reads_codes
+
+    def forward(self, x: Tensor, step: Step, quantised: QuantizedRows | None = None) -> Tensor:
         """Map [T, hidden] to [T, hidden]; needs the step's token ids where routing does.
 
         The shared expert may run beside the router and the others (``step.side``), which wait for
         it where they add it.
         """
         with step.side.beside():
-            shared = None if self.shared is None else self.shared(x)
+            shared = None if self.shared is None else self.shared(x, quantised)
         ids, weights = self.router(x, step, self.backend)
         if step.recorder is not None:
             step.recorder("experts", self.index, ids)

@@ -1,0 +1,28 @@
+"""Activations that travel quantised, beside their rows, from who makes them to who multiplies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.formats.quantized_rows import QuantizedRows
+
+
+def travel(device: torch.device) -> bool:
+    """Whether a launch can be saved: kernels quantise what they make, and read what is quantised.
+
+    On a CPU every product quantises what it reads.
+    """
+    return device.type != "cpu"
+
+
+def memory(wanted: bool, x: Tensor) -> QuantizedRows | None:
+    """Memory for activations like x [T, ..., K] in quantised form, or None if it is not wanted."""
+    return QuantizedRows.empty(len(x), x.shape[-1], x.device) if wanted else None
+
+
+def named(quantised: QuantizedRows | None) -> dict[str, Tensor]:
+    """The arguments by which operations fill them, or read them."""
+    if quantised is None:
+        return {}
+    return {"codes": quantised.codes, "code_scales": quantised.scales}
