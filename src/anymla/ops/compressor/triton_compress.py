@@ -27,6 +27,7 @@ from anymla.ops.compressor.triton_pool import (
     next_of,
     pool_window,
 )
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.kv_cache.triton_builds import INDEX_LAYOUTS, MAIN_LAYOUTS
 from anymla.ops.norm_rope.triton_norm import inverse_rms
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
@@ -66,12 +67,16 @@ def compress_kernel(
     HADAMARD_LOG: tl.constexpr,
     LOOKED: tl.constexpr,
     SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """SPAN tokens; the state's page stride in elements, the cache's in bytes, capacity in slots.
 
     The windows are pooled here if there is no ``pooled``. HADAMARD_LOG is the transform's log2, or
     0 for none.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     WIDTH: tl.constexpr = CODEC.channels
     channel = tl.arange(0, WIDTH)
     one = tl.full((1,), True, tl.int1)
@@ -216,6 +221,7 @@ def compress_norm_rope_insert(
         chosen.span,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(positions.device),
     )
 
 
@@ -280,6 +286,7 @@ def _build(
             "HADAMARD_LOG": codec.channels.bit_length() - 1 if transformed else 0,
             "LOOKED": chosen.looked,
             "SPAN": chosen.span,
+            "EARLY": launches_early(target),
         },
         num_warps=chosen.num_warps,
         fp_fusion=False,

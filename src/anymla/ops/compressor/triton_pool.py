@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.workspace import scratch
 
 # Enough loads under way for one program a multiprocessor.
@@ -206,8 +207,12 @@ def pool_kernel(
     LOOKED: tl.constexpr,
     SLICE: tl.constexpr,
     SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """SLICE channels of the windows that SPAN tokens close, to their rows of ``pooled``."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     which = closing(
         state_slots,
@@ -284,6 +289,7 @@ def launch_pool(
         chosen.span,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(slots.device),
     )
     return pooled
 
@@ -314,6 +320,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "LOOKED": chosen.looked,
                 "SLICE": chosen.slice,
                 "SPAN": chosen.span,
+                "EARLY": launches_early(target),
             },
             num_warps=chosen.num_warps,
             fp_fusion=False,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 
 _TILE = 2048
 
@@ -57,8 +58,12 @@ def save_partial_states_kernel(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Store ``count`` rows; strides in elements, capacity in slots."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, PADDED)
     given = row < count
@@ -120,6 +125,7 @@ def save_partial_states(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(kv.device),
     )
 
 
@@ -145,6 +151,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "WIDTH": width,
                 "PADDED": chosen.padded,
                 "ROWS": chosen.rows,
+                "EARLY": launches_early(target),
             },
             num_warps=chosen.num_warps,
             fp_fusion=False,

@@ -22,6 +22,7 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, load_rows, row_codec
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.kv_cache.triton_builds import KINDS
 
 _TILE = 2048
@@ -54,8 +55,12 @@ def gather_slots_kernel(
     CODEC: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Decode ``count`` slots; page stride in bytes, capacity in slots, the others in elements."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     wanted = row < count
     slot = tl.load(slots + row, mask=wanted, other=-1)
@@ -88,11 +93,15 @@ def gather_sequences_kernel(
     CODEC: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Decode the last ``lengths[r]`` rows before ``stops[r]`` to out[r, first:first + room].
 
     ``tables`` is [R, columns] with contiguous columns; a request has ``tiles`` programs.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     request = tl.program_id(0).to(tl.int64) // tiles
     start = (tl.program_id(0) % tiles) * ROWS
     row = start + tl.arange(0, ROWS)
@@ -138,6 +147,7 @@ def dequant_gather_slots(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(out.device),
     )
 
 
@@ -182,6 +192,7 @@ def dequantize_and_gather_k_cache(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(out.device),
     )
 
 
@@ -206,6 +217,7 @@ def _common(layout: str, entries: int, target: Target) -> dict[str, Any]:
         "CODEC": codec,
         "NATIVE": target.native_e4m3,
         "ROWS": chosen.rows,
+        "EARLY": launches_early(target),
     }
     return {"constants": constants, "num_warps": chosen.num_warps, "fp_fusion": False}
 

@@ -26,6 +26,7 @@ from anymla.formats.triton_rows import (
 )
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.kv_cache.triton_builds import KINDS
 
 _TILE = 2048
@@ -58,8 +59,12 @@ def insert_kernel(
     CODEC: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Store ``count`` rows of k; page stride in bytes, capacity in slots."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CODEC.channels)
     given = row < count
@@ -102,6 +107,7 @@ def quantize_and_insert_k_cache(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(k.device),
     )
 
 
@@ -128,6 +134,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "CODEC": codec,
                 "NATIVE": target.native_e4m3,
                 "ROWS": chosen.rows,
+                "EARLY": launches_early(target),
             },
             num_warps=chosen.num_warps,
             fp_fusion=False,

@@ -22,6 +22,7 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.kv_cache.triton_builds import MAIN_LAYOUTS
 from anymla.ops.norm_rope.triton_norm import inverse_rms
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
@@ -173,8 +174,12 @@ def qnorm_rope_kv_insert_kernel(
     ROPE: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Query heads to ``out``, ``inserted`` key-value rows to the cache."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     if program < kv_programs:
         insert_rows(
@@ -281,6 +286,7 @@ def qnorm_rope_kv_insert(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(q.device),
     )
     return result
 
@@ -330,6 +336,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "ROPE": 64,
                         "HEADS": chosen.heads,
                         "ROWS": chosen.rows,
+                        "EARLY": launches_early(target),
                     },
                     num_warps=chosen.num_warps,
                     fp_fusion=False,

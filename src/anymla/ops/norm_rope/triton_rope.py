@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
 
 _TILE = 2048
@@ -58,8 +59,12 @@ def rope_kernel(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     INVERSE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rotate the rows of x [T, heads, WIDTH] into contiguous ``out``; rows = T * heads."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, PADDED)
     given = row < rows
@@ -114,6 +119,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
         inverse,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
+        **early_launch(x.device),
     )
     return out
 
@@ -147,6 +153,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "PADDED": chosen.padded,
                         "ROWS": chosen.rows,
                         "INVERSE": inverse,
+                        "EARLY": launches_early(target),
                     },
                     num_warps=chosen.num_warps,
                     fp_fusion=False,

@@ -18,6 +18,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.output_projection.reference import AMAX_FLOOR
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.workspace import scratch
@@ -75,8 +76,12 @@ def rotate_quantise_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One run of WIDTH channels of ROWS of the ``count`` heads."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
     PAIRS: tl.constexpr = WIDTH // 2
     head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -123,8 +128,12 @@ def rotate_kernel(
     TURNED: tl.constexpr,
     WIDTH: tl.constexpr,
     RUNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """RUNS runs of WIDTH channels."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
     PAIRS: tl.constexpr = WIDTH // 2
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
@@ -179,6 +188,7 @@ def rotate_quantise(o: Tensor, to: Turned) -> None:
         WIDTH=FP8_BLOCK,
         ROWS=rows,
         NATIVE=to.native,
+        **early_launch(o.device),
     )
 
 
@@ -206,6 +216,7 @@ def _rotate(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, out: Tensor) ->
         TURNED=cos_sin_cache.shape[1],
         WIDTH=FP8_BLOCK,
         RUNS=block,
+        **early_launch(o.device),
     )
 
 
@@ -231,6 +242,7 @@ def builds(target: Target) -> Iterator[Build]:
         for rows in (FEW_RUNS, RUNS):
             inputs = {"o": f"*{dtype}", "positions": "*i64", "table": "*fp32", "angles": "i32"}
             sizes = {"HEADS": 64, "D": 512, "TURNED": 64, "WIDTH": FP8_BLOCK}
+            sizes["EARLY"] = launches_early(target)
             for native in {False, target.native_e4m3}:
                 yield Build(
                     f"{dtype}, {rows} heads, {'native' if native else 'bits'}",
