@@ -90,6 +90,10 @@ class _StandIn:
 class _Scores:
     """This package's index scores, which read the same arguments as DeepGEMM's."""
 
+    def __init__(self):
+        self.early = []
+        self.set_pdl = self.early.append
+
     def get_num_sms(self):
         return 1
 
@@ -108,10 +112,11 @@ def test_others_kernels_compute_the_same_layer(ratio):
     setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
     batch = setup.batch(BATCH, CONTEXT)
     want = batch.run(setup.layers[0]).settled()
-    module = _StandIn()
-    with rival_kernels(module, _Scores()):
+    module, scores = _StandIn(), _Scores()
+    with rival_kernels(module, scores):
         got = batch.run(setup.layers[0]).settled()
     assert module.calls == 1
+    assert scores.early == [True, False]
     # The same bytes and roundings; sums of padded lists may be taken in another order.
     error = (got - want).float().norm() / want.float().norm()
     assert error < 0.02

@@ -51,6 +51,9 @@ def rival_kernels(flash_mla: Any, deep_gemm: Any = None) -> Iterator[None]:
             vendor = Backend("deep_gemm", product, vendor.supports)
             select = functools.partial(_select, deep_gemm, {})
             patches.enter_context(mock.patch.object(selection, "select_topk", select))
+            if hasattr(deep_gemm, "set_pdl"):  # its kernels can be launched early as well
+                deep_gemm.set_pdl(True)
+                patches.callback(deep_gemm.set_pdl, False)
         choose = fp8_block_linear._choose
 
         def library(name: str | None, args: Any, kwargs: Any) -> Backend:
