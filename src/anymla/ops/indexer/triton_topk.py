@@ -3,7 +3,7 @@
 Scores become integers of the same order. A program finds the k-th largest of its part of a row
 digit by digit, from histograms of 256 bins, and keeps the k best in the order of their columns;
 few long rows are cut into parts whose winners are selected from once more. The winners are sorted
-last. Nothing depends on the order in which programs run.
+last (``triton_winners``). Nothing depends on the order in which programs run.
 
     select   row | part | part | ..    ->  k candidates a part       grid (rows, parts)
     merge    candidates of a row       ->  k winners                 grid (rows,)
@@ -23,16 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.indexer.triton_order import ordered
+from anymla.ops.indexer.triton_winners import columns_in_sight, order_winners
 from anymla.ops.workspace import scratch
 
 _SMALL_TILE, _TILE = 1024, 4096
 # Parts of a row: enough programs for a GPU, and candidates that are few against the row.
 _PROGRAMS = 512
 _MOST_CANDIDATES = 2 * _TILE
-# More winners than this are ordered by counting, because a sorting network grows too large.
-_MOST_SORTED = 2048
-_RANKED, _COMPARED = 32, 256
-_NAN_KEY = tl.constexpr(0x7F800001)  # just above +inf's bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Plan:
         merge_tile: the same among candidates.
         part_resident: a part fits one tile.
         merge_resident: the candidates of a row fit one tile.
-        order_tile: winners that are sorted together, 0 to rank them by counting.
     """
 
     parts: int
@@ -53,7 +50,6 @@ class Plan:
     merge_tile: int
     part_resident: bool
     merge_resident: bool
-    order_tile: int
 
 
 def plan_of(rows: int, columns: int, kept: int) -> Plan:
@@ -67,26 +63,7 @@ def plan_of(rows: int, columns: int, kept: int) -> Plan:
     parts = max(parts, 1)
     part, candidates = triton.cdiv(columns, parts), parts * kept
     part_tile, merge_tile = (_TILE if n > _SMALL_TILE else _SMALL_TILE for n in (part, candidates))
-    order_tile = max(triton.next_power_of_2(kept), 64) if kept <= _MOST_SORTED else 0
-    return Plan(
-        parts, part_tile, merge_tile, part <= part_tile, candidates <= merge_tile, order_tile
-    )
-
-
-@triton.jit
-def _ordered(bits):
-    """Signed integers that order as the float32 with these bits: -0 is 0, NaN is the largest."""
-    negative = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where((bits & 0x7FFFFFFF) == 0, 0, negative)
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN_KEY, key)
-
-
-@triton.jit
-def _bounds(starts, ends, row, columns):
-    """First column in sight and number of columns in sight of a row."""
-    first = tl.maximum(tl.load(starts + row), 0)
-    length = tl.maximum(tl.minimum(tl.load(ends + row), columns).to(tl.int64) - first, 0)
-    return first, length.to(tl.int32)
+    return Plan(parts, part_tile, merge_tile, part <= part_tile, candidates <= merge_tile)
 
 
 @triton.jit
@@ -99,7 +76,7 @@ def _load(line, candidates, first, at, count, MERGE: tl.constexpr, TILE: tl.cons
         inside = column >= 0
     else:
         column = first + element
-    key = _ordered(tl.load(line + column, mask=inside, other=0))
+    key = ordered(tl.load(line + column, mask=inside, other=0))
     return column, inside, key.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
@@ -133,7 +110,7 @@ def select_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    first, length = _bounds(starts, ends, row, columns)
+    first, length = columns_in_sight(starts, ends, row, columns)
     line = logits + row * row_stride
     if MERGE:
         count = parts * kept
@@ -194,70 +171,6 @@ def select_kernel(
         tl.store(out + rest, tl.full((TILE,), -1, tl.int32), mask=rest < kept)
 
 
-@triton.jit
-def _composite(line, winners, place, kept):
-    """int64 of (score, lower column first) of winners, the lowest number where there is none."""
-    column = tl.load(winners + place, mask=place < kept, other=-1)
-    key = _ordered(tl.load(line + column, mask=column >= 0, other=0)).to(tl.int64)
-    order = (key << 32) | (0x7FFFFFFF - column).to(tl.int64)
-    return tl.where(column >= 0, order, -0x8000000000000000)
-
-
-@triton.jit
-def _column_of(order, start):
-    """Inverse of ``_composite``, relative to ``start``; -1 where there is none."""
-    column = 0x7FFFFFFF - (order & 0x7FFFFFFF)
-    return tl.where(order == -0x8000000000000000, -1, column - start).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["k", "kept"])
-def sort_kernel(logits, row_stride, starts, winners, out, out_stride, k, kept, TILE: tl.constexpr):
-    """A row's winners, best first, and -1 up to k."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, TILE)
-    order = _composite(logits + row * row_stride, winners + row * kept, place, kept)
-    order = tl.sort(order, descending=True)
-    start = tl.load(starts + row).to(tl.int64)
-    out += row * out_stride
-    tl.store(out + place, _column_of(order, start), mask=place < k)
-    for at in range(TILE, k, TILE):
-        tl.store(out + at + place, tl.full((TILE,), -1, tl.int32), mask=at + place < k)
-
-
-@triton.jit(do_not_specialize=["k", "kept", "columns"])
-def rank_kernel(
-    logits,
-    row_stride,
-    starts,
-    ends,
-    winners,
-    out,
-    out_stride,
-    columns,
-    k,
-    kept,
-    RANKED: tl.constexpr,
-    COMPARED: tl.constexpr,
-):
-    """RANKED of a row's winners: each goes where as many are better than it; -1 up to k."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
-    line = logits + row * row_stride
-    winners += row * kept
-    _, length = _bounds(starts, ends, row, columns)
-    mine = _composite(line, winners, place, kept)
-    rank = tl.full((RANKED,), 0, tl.int32)
-    for at in range(0, kept, COMPARED):
-        others = _composite(line, winners, at + tl.arange(0, COMPARED), kept)
-        rank += tl.sum((others[None, :] > mine[:, None]).to(tl.int32), 1)
-    exists = mine != -0x8000000000000000
-    start = tl.load(starts + row).to(tl.int64)
-    out += row * out_stride
-    tl.store(out + rank, _column_of(mine, start), mask=exists)
-    beyond = (place >= tl.minimum(length, kept)) & (place < k)
-    tl.store(out + place, tl.full((RANKED,), -1, tl.int32), mask=beyond)
-
-
 def topk_per_row(
     logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
 ) -> Tensor:
@@ -290,16 +203,7 @@ def topk_per_row(
             MERGE=True, RESIDENT=plan.merge_resident, TILE=plan.merge_tile,
             num_warps=_warps(plan.merge_tile),
         )  # fmt: skip
-    if plan.order_tile:
-        sort_kernel[(rows,)](
-            bits, stride, starts, winners, best, best.stride(0), k, kept,
-            TILE=plan.order_tile, num_warps=_sort_warps(plan.order_tile),
-        )  # fmt: skip
-    else:
-        rank_kernel[(rows, triton.cdiv(k, _RANKED))](
-            bits, stride, starts, ends, winners, best, best.stride(0), columns, k, kept,
-            RANKED=_RANKED, COMPARED=_COMPARED,
-        )  # fmt: skip
+    order_winners(bits, starts, ends, winners, best)
     return best if out is None or out is best else out.copy_(best)
 
 
@@ -307,12 +211,8 @@ def _warps(tile: int) -> int:
     return 8 if tile > _SMALL_TILE else 4
 
 
-def _sort_warps(tile: int) -> int:
-    return max(1, min(tile // 256, 8))
-
-
 def builds(target: Target) -> Iterator[Build]:
-    """Every tile: resident or not, parts and merging, and every size that is sorted."""
+    """Every tile: resident or not, parts and merging."""
     pointers = {"logits": "*i32", "starts": "*i32", "out": "*i32", "row_stride": "i32"}
     for tile in (_SMALL_TILE, _TILE):
         for resident in (True, False):
@@ -333,20 +233,3 @@ def builds(target: Target) -> Iterator[Build]:
                     # sm_80 puts some of a tile's keys aside during a histogram.
                     spills=40,
                 )
-    numbers = dict.fromkeys(("out_stride", "k", "kept"), "i32")
-    tile = 64
-    while tile <= _MOST_SORTED:
-        yield Build(
-            f"tile {tile}",
-            sort_kernel,
-            {**pointers, **numbers, "winners": "*i32"},
-            {"TILE": tile},
-            num_warps=_sort_warps(tile),
-        )
-        tile *= 2
-    yield Build(
-        "",
-        rank_kernel,
-        {**pointers, **numbers, "ends": "*i32", "winners": "*i32", "columns": "i32"},
-        {"RANKED": _RANKED, "COMPARED": _COMPARED},
-    )
