@@ -45,6 +45,7 @@ def test_a_graph_of_layers_has_the_bits_of_single_launches(ratio):
     setup = LayerSetup("flash", ratio, torch.device("cuda"), experts=8)
     with torch.inference_mode():
         chain = LayerChain(setup, 8, 8192)
+        chain.compile_ahead(INLINE, IN_TURN)
         graphs = [chain.graph(side) for side in (INLINE, SideStream(setup.device))]
         for _ in range(20):
             chain.shuffle()

@@ -18,6 +18,7 @@ from anymla.bench.random_caches import fill_randomly
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.hyper_connection import Mix, Streams
 from anymla.layers.side_stream import INLINE, SideStream
+from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.cache_groups import CacheGroup, cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
@@ -84,14 +85,24 @@ class LayerChain:
         for tensor in (self._mix.post, self._mix.comb):
             tensor.uniform_(0, 1 / self._setup.config.hc_mult)
 
+    def compile_ahead(self, *sides: SideStream) -> None:
+        """Compile the layers' kernels in parallel, where there are any to compile."""
+        with compiled_together() as only_compiled:
+            for side in sides if only_compiled else ():
+                # Rows and slots are what tensors are indexed with: they must be right.
+                self._run(side, "torch")
+
     def run(self, side: SideStream = INLINE) -> tuple[Tensor, ...]:
         """Launch everything once; streams [T, N, hidden] of the requests that are there."""
+        return self._run(side, self._setup.backend)
+
+    def _run(self, side: SideStream, selection: str | None) -> tuple[Tensor, ...]:
         batch = len(self._starts)
         step = device_step(
             Batch(self._rows[:-1], self._rows, self._counts, self._starts, self._tables),
             self._groups,
             BatchSizes((1,) * batch, batch, self._context),
-            backend=self._setup.backend,
+            backend=selection,
         )
         step = dataclasses.replace(step, side=side)
         streams = Streams(self._h, self._u, self._mix)
