@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.linear.triton_splits import sum_splits
 from anymla.ops.linear.triton_turned import turned_product, waits_together
 from anymla.ops.workspace import scratch
@@ -82,8 +83,12 @@ def few_linear_kernel(
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
     TOGETHER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A tile of results, or of one split's sums."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     group = (tl.program_id(2) % groups).to(tl.int64)
     part = tl.program_id(2) // groups
     token = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
@@ -195,6 +200,7 @@ def launch_few(
         STAGES=chosen.stages,
         TOGETHER=chosen.together,
         num_warps=chosen.num_warps,
+        **early_launch(x.device),
     )
     if splits > 1:
         sum_splits(result, out)
@@ -236,6 +242,7 @@ def _build(target: Target, weight_format: str, chosen: FewTile, splits: bool) ->
             "NATIVE": target.native_e4m3,
             "STAGES": chosen.stages,
             "TOGETHER": chosen.together,
+            "EARLY": launches_early(target),
         },
         num_warps=chosen.num_warps,
         divisible=("n", "width", "w_row", "w_group"),

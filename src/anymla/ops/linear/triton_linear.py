@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.linear import torch_linear
 from anymla.ops.linear.triton_few import few_support, few_tile, launch_few
 from anymla.ops.linear.triton_operands import operand_rows
@@ -65,8 +66,12 @@ def linear_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A tile of results, or of one split's sums."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.program_id(2) % groups
@@ -176,6 +181,7 @@ def launch_linear(
         NATIVE=target.native_e4m3,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
+        **early_launch(x.device),
     )
     if splits > 1:
         sum_splits(result, out)
@@ -327,6 +333,7 @@ def _build(target: Target, weight_format: str, dtype: str, coded: bool, tokens: 
             "COLUMNS": chosen.columns,
             "BLOCK_K": chosen.channels,
             "NATIVE": native,
+            "EARLY": launches_early(target),
         },
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,

@@ -21,6 +21,7 @@ from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_cast import e4m3_to_fp16
 from anymla.formats.triton_words import channel_at
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.linear.triton_quantize import FEW_RUNS, RUNS, quantize_runs, runs_of_program
 from anymla.ops.workspace import scratch
 
@@ -40,8 +41,12 @@ def operand_rows_kernel(
     BYTES: tl.constexpr,
     QUANTIZE: tl.constexpr,
     NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """RUNS runs, in the order of decoded values of BYTES bytes (0: as they are)."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     row = run // per_row
     place = tl.arange(0, 128)
@@ -99,6 +104,7 @@ def operand_rows(
         BYTES=operands.element_size() if weight_format == "mxfp4" else 0,
         QUANTIZE=quantize,
         NATIVE=target_of(x.device).native_e4m3,
+        **early_launch(x.device),
     )
     return operands, scales
 
@@ -132,6 +138,7 @@ def _build(target: Target, dtype: str, stored: str, order: int, quantize: bool, 
             "BYTES": order,
             "QUANTIZE": quantize,
             "NATIVE": target.native_e4m3,
+            "EARLY": launches_early(target),
         },
         divisible=("width",),
     )

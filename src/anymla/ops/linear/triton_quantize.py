@@ -17,6 +17,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.workspace import scratch
 
 # Runs of a program: 16 to 32 values a thread.
@@ -77,8 +78,12 @@ def quantize_rows_kernel(
     RUNS: tl.constexpr,
     NATIVE: tl.constexpr,
     SCALES_BY_RUN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """RUNS runs of WIDTH channels; scales a row after the other, or columns of ``column`` rows."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     row = run // per_row
     channel = (run - row * per_row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -133,6 +138,7 @@ def _launch(x: Tensor, codes: Tensor, scales: Tensor, column: int) -> None:
         RUNS=runs,
         NATIVE=target_of(x.device).native_e4m3,
         SCALES_BY_RUN=column > 0,
+        **early_launch(x.device),
     )
 
 
@@ -141,11 +147,11 @@ def builds(target: Target) -> Iterator[Build]:
     for dtype in ("bf16", "fp16", "fp32"):
         for runs in (FEW_RUNS, RUNS):
             for native in {False, target.native_e4m3}:
-                yield _build(dtype, runs, native, False)
-    yield _build("bf16", RUNS, target.native_e4m3, True)
+                yield _build(target, dtype, runs, native, False)
+    yield _build(target, "bf16", RUNS, target.native_e4m3, True)
 
 
-def _build(dtype: str, runs: int, native: bool, scales_by_run: bool) -> Build:
+def _build(target: Target, dtype: str, runs: int, native: bool, scales_by_run: bool) -> Build:
     label = f"{dtype}, {runs} runs, {'native' if native else 'bits'}"
     return Build(
         label + ", scales by run" * scales_by_run,
@@ -165,6 +171,7 @@ def _build(dtype: str, runs: int, native: bool, scales_by_run: bool) -> Build:
             "RUNS": runs,
             "NATIVE": native,
             "SCALES_BY_RUN": scales_by_run,
+            "EARLY": launches_early(target),
         },
         divisible=("width",),
     )

@@ -14,13 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 
 _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["count", "splits"])
-def sum_splits_kernel(parts, out, count, splits, BLOCK: tl.constexpr):
+def sum_splits_kernel(parts, out, count, splits, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """BLOCK results: the splits' sums added in order."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     total = tl.zeros((BLOCK,), tl.float32)
@@ -35,7 +39,7 @@ def sum_splits(parts: Tensor, out: Tensor) -> None:
     """Add float32 parts [splits, ...] into contiguous ``out`` [...]."""
     count = out.numel()
     sum_splits_kernel[(triton.cdiv(count, _BLOCK),)](
-        parts, out, count, parts.shape[0], BLOCK=_BLOCK
+        parts, out, count, parts.shape[0], BLOCK=_BLOCK, **early_launch(out.device)
     )
 
 
@@ -46,5 +50,5 @@ def builds(target: Target) -> Iterator[Build]:
             f"to {dtype}",
             sum_splits_kernel,
             {"parts": "*fp32", "out": f"*{dtype}", "count": "i32", "splits": "i32"},
-            {"BLOCK": _BLOCK},
+            {"BLOCK": _BLOCK, "EARLY": launches_early(target)},
         )
