@@ -3,15 +3,15 @@
 Every conversion exists twice: by the target's own instruction (``NATIVE``) and by integer bits,
 which is exact everywhere and needs no FP8 type. The bits of an e4m3 code ``s eeee mmm``, shifted
 into a wider float's exponent and mantissa, are that code's value times a power of two, subnormals
-included; one multiplication restores it.
+included; one multiplication restores it. What is encoded is rounded to the nearest code, of two the
+even one, and saturates; a NaN stays one in e4m3 and becomes the largest code in e2m1, which has no
+NaN.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-E4M3_MAX = tl.constexpr(448.0)
 
 
 @triton.jit

@@ -8,6 +8,9 @@ In float16 every row is multiplied by ``LIFT``; ``float16_range`` says which sca
 The tail is for magnitudes below 512, or any that float16 holds if it is part of the key alone: then
 the query is multiplied instead. Whatever lies outside becomes NaN or infinite on purpose: the
 caller sees it in the sums and computes again in bfloat16.
+
+MODE is the precision of the products in kernels: 0 for float16, 1 for bfloat16, 2 for float32; the
+order is that of ``tiles.MODES``.
 """
 
 from __future__ import annotations
@@ -18,9 +21,6 @@ import triton.language as tl
 from anymla.formats.triton_cast import e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
 from anymla.ops.sparse_attention import float16_range
 
-FLOAT16 = tl.constexpr(0)
-BFLOAT16 = tl.constexpr(1)
-FLOAT32 = tl.constexpr(2)
 _LIFT_EXPONENT = tl.constexpr(float16_range.LIFT)
 LIFT = tl.constexpr(2.0**float16_range.LIFT)
 _LEAST_BYTE = tl.constexpr(float16_range.exact_scale_bytes(float16_range.LIFT)[0])
