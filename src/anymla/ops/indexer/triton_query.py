@@ -218,16 +218,16 @@ def builds(target: Target) -> Iterator[Build]:
     """Every quantisation of queries of 64 heads of 128 channels, of which 64 turn."""
     width = 128
     for quant in ("fp8", "mxfp4", "none"):
-        for dtype in ("bf16", "fp32"):
+        for dtype, weights in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
             for hadamard in (False, True):
                 yield Build(
-                    f"{quant} {dtype}" + (" hadamard" if hadamard else ""),
+                    f"{quant} {dtype}, weights {weights}" + (" hadamard" if hadamard else ""),
                     query_kernel,
                     {
                         "q": f"*{dtype}",
                         "q_token_stride": "i32",
                         "q_head_stride": "i32",
-                        "weights": f"*{dtype}",
+                        "weights": f"*{weights}",
                         "weights_stride": "i32",
                         "positions": "*i64",
                         "table": "*fp32",
