@@ -34,7 +34,7 @@ from anymla.ops.hyper_connection.triton_gates import (
 )
 from anymla.ops.hyper_connection.triton_mix import SLICES
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
-from anymla.ops.linear.triton_quantize import store_codes
+from anymla.ops.linear.triton_quantize import store_row_codes
 
 _WIDEST = 8192
 # Slices of a token that are summed at a time, of few tokens and of many.
@@ -90,10 +90,7 @@ def _store_normed(
         y = (y.to(tl.float32) * inverse * weight.to(tl.float32)).to(y.dtype)
     tl.store(out + d, y, d < D)
     if codes is not None:
-        row = tl.zeros((1,), tl.int64)
-        store_codes(
-            y[None, :], codes, code_scales, row, row == 0, first, 0, run_stride, D, FLOOR, NATIVE
-        )
+        store_row_codes(y, codes, code_scales, first, run_stride, D, FLOOR, NATIVE)
 
 
 @triton.jit

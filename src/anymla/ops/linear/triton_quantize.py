@@ -64,6 +64,21 @@ def store_codes(
     tl.store(at, tl.reshape(scale, (COUNT, RUNS)), mask)
 
 
+@triton.jit
+def store_row_codes(
+    y, codes, code_scales, first, run_stride, width, FLOOR: tl.constexpr, NATIVE: tl.constexpr
+):
+    """As ``store_codes`` for channels y [c] of the one row at ``codes`` and ``code_scales``."""
+    CHANNELS: tl.constexpr = y.shape[0]
+    RUN: tl.constexpr = min(CHANNELS, 128)
+    wide = tl.reshape(y.to(tl.float32), (CHANNELS // RUN, RUN))
+    encoded, scale = quantize_runs(wide, FLOOR, NATIVE)
+    channel = first + tl.arange(0, CHANNELS)
+    tl.store(codes + channel, tl.reshape(encoded, (CHANNELS,)), channel < width)
+    run = first // RUN + tl.arange(0, CHANNELS // RUN)
+    tl.store(code_scales + run * run_stride, scale, run * RUN < width)
+
+
 @triton.jit(do_not_specialize=["rows", "column"])
 def quantize_rows_kernel(
     x,

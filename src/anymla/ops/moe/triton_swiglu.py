@@ -12,7 +12,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.linear.triton_quantize import store_codes
+from anymla.ops.linear.triton_quantize import store_row_codes
 
 BLOCK = 2048
 
@@ -56,11 +56,16 @@ def swiglu_kernel(
     value = gated(g, u, limit).to(out.dtype.element_ty)
     tl.store(out + row * width + at, value, mask)
     if codes is not None:
-        rows = row + tl.zeros((1,), tl.int64)
-        store_codes(
-            value[None, :], codes, code_scales, rows, rows >= 0, tl.program_id(1) * BLOCK,
-            code_row_stride, code_run_stride, width, FLOOR, NATIVE,
-        )  # fmt: skip
+        store_row_codes(
+            value,
+            codes + row * width,
+            code_scales + row * code_row_stride,
+            tl.program_id(1) * BLOCK,
+            code_run_stride,
+            width,
+            FLOOR,
+            NATIVE,
+        )
 
 
 def _rows(x: Tensor) -> Tensor:
