@@ -1,0 +1,128 @@
+"""Kernels that are launched early keep the rules of ``ops/early.py``, read from their source."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import anymla.ops
+from anymla.ops._triton import CPU, TARGETS, has_triton
+from anymla.ops.early import early_launch, launches_early
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+
+_WRITES = ("store", "atomic", "copy", "async", "tma", "arrive")
+
+
+def early_kernels() -> Iterator[Any]:
+    """Every Triton kernel of the operations that is launched early on sm_90."""
+    seen = set()
+    for found in pkgutil.walk_packages(anymla.ops.__path__, "anymla.ops."):
+        if not found.name.rsplit(".", 1)[-1].startswith("triton_"):
+            continue
+        module = importlib.import_module(found.name)
+        for build in getattr(module, "builds", lambda target: ())(TARGETS["sm_90"]):
+            if build.constants.get("EARLY") is True and build.kernel not in seen:
+                seen.add(build.kernel)
+                yield build.kernel
+
+
+def source(function: Any) -> ast.FunctionDef:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(function, "fn", function))))
+    body = tree.body[0]
+    assert isinstance(body, ast.FunctionDef)
+    return body
+
+
+class Reader:
+    """Follows the statements of a kernel, or of one of its helpers, in order."""
+
+    def __init__(self, function: Any, *, helper: bool = False) -> None:
+        self.body = source(function).body
+        self.names = getattr(function, "fn", function).__globals__
+        self.title = function.__name__
+        self.helper = helper
+
+    def statements(self, body: list[ast.stmt], waited: bool) -> bool:
+        """Whether every way through has waited; AssertionError where one may not go on."""
+        for statement in body:
+            waited = self.statement(statement, waited)
+        return waited
+
+    def statement(self, statement: ast.stmt, waited: bool) -> bool:
+        if isinstance(statement, ast.If):
+            if ast.unparse(statement.test) == "EARLY":
+                return self.statements(statement.body, waited)
+            ways = [self.statements(statement.body, waited)]
+            ways.append(self.statements(statement.orelse, waited))
+            return all(ways)
+        if isinstance(statement, ast.For | ast.While):
+            self.statements(statement.body, waited)
+            return waited
+        if isinstance(statement, ast.Return):
+            at = f"line {statement.lineno}"
+            assert waited or self.helper, f"{self.title} ends before it has waited, {at}"
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                waited = self.call(node, waited)
+        return waited
+
+    def call(self, call: ast.Call, waited: bool) -> bool:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if name == "gdc_wait":
+            return True
+        wrote = any(name.startswith(word) for word in _WRITES)
+        assert waited or not wrote, f"{self.title} writes before it waits, line {call.lineno}"
+        if isinstance(call.func, ast.Name) and not waited:
+            helper = self.names.get(call.func.id)
+            if hasattr(helper, "fn"):
+                inside = Reader(helper, helper=True)
+                return inside.statements(inside.body, waited)
+        return waited
+
+
+def test_every_program_waits_before_it_writes_or_ends() -> None:
+    kernels = list(early_kernels())
+    assert len(kernels) > 10
+    for kernel in kernels:
+        reader = Reader(kernel)
+        assert reader.statements(reader.body, False), f"{kernel} may end without waiting"
+
+
+def leaves(count: int, EARLY: bool) -> None:
+    if count > 0:
+        return
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # noqa: F821
+
+
+def waits_on_one_way(count: int, EARLY: bool) -> None:
+    if count > 0 and EARLY:
+        print(count)
+    elif EARLY:
+        tl.extra.cuda.gdc_wait()  # noqa: F821
+
+
+def writes_first(at: int, EARLY: bool) -> None:
+    tl.store(at, 1)  # noqa: F821
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # noqa: F821
+
+
+@pytest.mark.parametrize("wrong", [leaves, waits_on_one_way, writes_first])
+def test_what_is_wrong_is_seen(wrong: Any) -> None:
+    with pytest.raises(AssertionError):
+        assert Reader(wrong).statements(Reader(wrong).body, False)
+
+
+def test_only_where_it_has_run() -> None:
+    assert [name for name, target in TARGETS.items() if launches_early(target)] == ["sm_90"]
+    assert not launches_early(CPU)
+    assert early_launch(importlib.import_module("torch").device("cpu")) == {"EARLY": False}
