@@ -55,7 +55,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     tiled = rows == 64
     form = (
-        {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0}
+        {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0, "WIDE": False}
         if tiled
         else {"HEADS": rows, "BUFFERS": 2 + heads % 2}
     )

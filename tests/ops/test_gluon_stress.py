@@ -4,8 +4,10 @@
 132 programs with ten blocks each.
 """
 
+import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,8 +143,8 @@ def test_the_same_bits_every_time(hopper):
     assert not found.different
 
 
-READS_EARLY = "            mbarrier.wait(p_ready.index(s), (handed // 2) & 1)\n"
-# Names of kernels that are wrong, and what makes them so in gluon_sm90_tiles. None waits longer, or
+READS_EARLY = "            mbarrier.wait(p_ready.index(s), (handed // P) & 1)\n"
+# Names of kernels that are wrong, and what makes them so in gluon_sm90_parts. None waits longer, or
 # arrives less often, than the one that is right.
 MUTANTS = {
     "right reads what main hands over before it has waited": [
@@ -153,20 +155,27 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def mutant(name, folder):
-    """The kernel of tiles with its text changed."""
-    from anymla.ops.sparse_attention import gluon_sm90_tiles as tiles
-
-    text = Path(tiles.__file__).read_text()
-    for old, new in MUTANTS[name]:
+def changed(module, replacements, folder):
+    """A module of the family with its text changed."""
+    real = importlib.import_module(f"anymla.ops.sparse_attention.gluon_sm90_{module}")
+    text = Path(real.__file__).read_text()
+    for old, new in replacements:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    path = folder / "mutant_tiles.py"
+    path = folder / f"changed_{module}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.tiles_kernel
+    sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[path.stem])
+    return sys.modules[path.stem]
+
+
+def mutant(name, folder):
+    """The kernel of tiles with a warpgroup's text changed."""
+    changed("parts", MUTANTS[name], folder)
+    imported = "from anymla.ops.sparse_attention.gluon_sm90_parts import"
+    tiles = changed("tiles", [(imported, "from changed_parts import")], folder)
+    return tiles.tiles_kernel
 
 
 @pytest.mark.gpu

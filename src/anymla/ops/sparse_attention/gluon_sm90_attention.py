@@ -23,7 +23,6 @@ from anymla.ops.sparse_attention.gluon_sm90_merge import (
 )
 from anymla.ops.sparse_attention.gluon_sm90_plan import plan_numbers
 from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
-from anymla.ops.sparse_attention.gluon_sm90_wide import wide_kernel
 from anymla.ops.sparse_attention.schedule import (
     TASK_COST,
     Schedule,
@@ -259,9 +258,6 @@ def _launch(
     # Where all tasks are cut, their merge alone writes heads.
     ends = None if schedule.cut and schedule.aligned else to
     kernel = tiles_kernel if schedule.heads == 64 else columns_kernel
-    if q.shape[2] == _WIDE:
-        kernel = wide_kernel
-        marks = marks.view(torch.int32)
     kernel[(schedule.programs,)](
         q, first.cache, second.cache, first.indices, second.indices,
         _or(first.lengths, first.indices), _or(second.lengths, second.indices), _or(sink, lse),
@@ -276,7 +272,8 @@ def _launch(
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
-        TURNED=0 if ends is None else ends.table.shape[1], **_form(schedule), num_warps=4,
+        TURNED=0 if ends is None else ends.table.shape[1],
+        **_form(schedule, q.shape[2] == _WIDE), num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
     if not schedule.cut:
@@ -304,13 +301,14 @@ def _launch(
     )  # fmt: skip
 
 
-def _form(schedule: Schedule) -> dict[str, Any]:
+def _form(schedule: Schedule, wide: bool) -> dict[str, Any]:
     """Constants of the kernel's form."""
     if schedule.heads == 64:
         return {
             "TILES": schedule.tiles,
             "RIGHT_REGISTERS": RIGHT_REGISTERS,
             "PRODUCER_REGISTERS": TILE_PRODUCER_REGISTERS,
+            "WIDE": wide,
         }
     return {
         "HEADS": schedule.heads,

@@ -194,8 +194,8 @@ def main_part(
     done = 0
     for k in range(0, share.count):
         token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-        load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0)
-        load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1)
+        load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0, False)
+        load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1, True)
         fence_async_shared()
         warps_meet()
         head = gl.arange(0, HEADS, layout=COLUMN)

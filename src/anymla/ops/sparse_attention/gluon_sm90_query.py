@@ -18,11 +18,6 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE, anew
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 HALF = gl.constexpr(256)
 _TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
-# Added to the magnitude's bits of two numbers, these set the bits above where one is 2^16 or more,
-# or 2^9 (the tail); bfloat16 and float16.
-_REACH = gl.constexpr(0x38803880)
-_REACH_TAIL = gl.constexpr(0x3C003C00)
-_REACH_TAIL_HALF = gl.constexpr(0x20002000)
 _LIFT_HALVES = gl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 _LIFTED = gl.constexpr(0x58005800)  # LIFT as two float16
 _ONES = gl.constexpr(0x3C003C00)
@@ -58,7 +53,7 @@ def stored(column, WORD: gl.constexpr):
 @gluon.jit
 def load_query(
     q_ptr, token, tile, H, token_stride, to,
-    HEADS: gl.constexpr, HEAD: gl.constexpr, PART: gl.constexpr,
+    HEADS: gl.constexpr, HEAD: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Half the channels of a tile of heads, into shared memory.
 
@@ -71,52 +66,41 @@ def load_query(
         to: int32 [HEADS, 128] in shared memory.
         HEADS: heads of a tile.
         HEAD: stride of a head, in words.
-        PART: 0 for channels 0 .. 255, 1 for the others.
-
-    Returns:
-        What was read, for ``misfit``.
+        PART: 0 for channels 0 .. 255, 1 for 256 .. 511.
+        TAIL: the last 64 of these are the tail.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     zero = anew(tile * 0)
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + zero
     word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
-    if PART == 1:
+    if TAIL:
         word = stored(word, 2)
     start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + PART * (HALF // 2)
     at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(word, 0)
     inside = gl.expand_dims(tile * HEADS + row < H, 1)
     words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
     tail = gl.expand_dims(word, 0) >= _TAIL // 2
-    to.store(_factored(words, tail, q_ptr.dtype.element_ty == gl.float16, PART == 1))
-    return words
+    to.store(_factored(words, tail, q_ptr.dtype.element_ty == gl.float16, TAIL))
 
 
 @gluon.jit
-def misfit(words, HALVES: gl.constexpr, PART: gl.constexpr):
-    """Not 0 if float16 does not hold what ``load_query`` has read (HALVES: as float16).
-
-    That is numbers that are too large. What is too small is off by 2^-25 at most, and a score by no
-    more than a thousandth for the scales that the kernels take.
-    """
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    if HALVES and PART == 0:
-        return gl.max(gl.max(words * 0, 1), 0)
-    else:
-        reach = _REACH
-        if PART == 1:
-            word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
-            tail = gl.expand_dims(word, 0) >= _TAIL // 2
-            reach = gl.where(
-                tail, _REACH_TAIL_HALF if HALVES else _REACH_TAIL, 0 if HALVES else _REACH
-            )
-        found = (((words & 0x7FFF7FFF) + reach) >> 1) & 0x40004000
-        return gl.max(gl.max(found, 1), 0)
+def load_tail(q_ptr, token, tile, H, token_stride, to, HEADS: gl.constexpr, HEAD: gl.constexpr):
+    """The last 64 of 576 channels of a tile of heads, to int32 [HEADS, CHUNK] in shared memory."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + anew(tile * 0)
+    word = tail_order(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 4)
+    start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + 2 * CHUNKS * CHUNK
+    at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(word, 0)
+    inside = gl.expand_dims(tile * HEADS + row < H, 1)
+    words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
+    to.store(_factored(words, words == words, q_ptr.dtype.element_ty == gl.float16, True))
 
 
 @gluon.jit
 def fetch_query(
     q_ptr, token, tile, H, token_stride, chunks,
     HEADS: gl.constexpr, HEAD: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    TAIL: gl.constexpr,
 ):  # fmt: skip
     """What ``load_query`` does, in loops.
 
@@ -133,10 +117,10 @@ def fetch_query(
         HEADS: heads of a tile.
         HEAD: stride of a head, in words.
         FIRST: first chunk.
-        COUNT: how many. The last of all is the tail.
+        COUNT: how many.
+        TAIL: the last of all is the tail, and among these.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    TAIL: gl.constexpr = FIRST + COUNT == 2 * CHUNKS
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
     word = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 0)
     base = q_ptr.to(gl.pointer_type(gl.int32)) + token.to(gl.int64) * token_stride

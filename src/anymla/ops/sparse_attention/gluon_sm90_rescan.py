@@ -27,6 +27,8 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     warps_meet,
 )
 from anymla.ops.sparse_attention.gluon_sm90_turned import angles_of, store_run
+from anymla.ops.sparse_attention.gluon_sm90_wide_gather import row_address
+from anymla.ops.sparse_attention.gluon_sm90_wide_rescan import fetch_tail, fetch_wide_rows
 
 _MASKED = gl.constexpr(-1e30)
 _CHUNK = gl.constexpr(64)
@@ -35,7 +37,7 @@ _CODED = gl.constexpr(NOPE.value // 64)
 
 
 @gluon.jit
-def fetch_q(q_ptr, token, head0, H, token_stride, head_stride, to):
+def _fetch_q(q_ptr, token, head0, H, token_stride, head_stride, to):
     """The first 512 channels of 64 heads, to [8, 64, 64]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
@@ -67,7 +69,7 @@ def _fetch_rows(valid, data, marks, to, L: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
+def _weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
     """Add a block to the sums of a pass: its values in k_s, weighed by its scores."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     listed = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(0, S))
@@ -90,7 +92,8 @@ def weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
 
 @gluon.jit
 def _pass(
-    lists, token, n0, n1, blocks0, first, last, factor, q_s, k_s, p_s, quarter,
+    lists, token, n0, n1, blocks0, first, last, factor, q_s, k_s, p_s, quarter, q_tail, k_tail,
+    WIDE: gl.constexpr,
 ):  # fmt: skip
     """Scores of all blocks, and sums of one quarter of the channels, as two tiles of 64."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -103,8 +106,12 @@ def _pass(
     sums = gl.zeros([64], gl.float32, ROW)
     for block in range(first, last):
         slots = slots_of(block, last, token, n0, n1, blocks0, lists, r)
-        valid, data, marks = address(slots, block < blocks0, lists)
-        _fetch_rows(valid, data, marks, k_s, L)
+        if WIDE:
+            valid, data = row_address(slots, lists)
+            fetch_wide_rows(valid, data, k_s, k_tail, L)
+        else:
+            valid, data, marks = address(slots, block < blocks0, lists)
+            _fetch_rows(valid, data, marks, k_s, L)
         fence_async_shared()
         warps_meet()
         scores = gl.zeros([64, KEYS], gl.float32, S)
@@ -115,7 +122,10 @@ def _pass(
                 q_s.index(chunk), k_s.index(chunk).permute((1, 0)), scores, is_async=True
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
-        low, high, highest, sums = weigh(
+        if WIDE:
+            scores = warpgroup_mma(q_tail, k_tail.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        low, high, highest, sums = _weigh(
             scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter
         )
     return low, high, highest * factor, sums
@@ -172,7 +182,7 @@ def any_marked(noticed, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def deliver(
+def _deliver(
     out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, share, token, direct, slot, head, head0,
     H, quarter, low, high, top, sums, empty, sink_ptr, ROWS: gl.constexpr, SINK: gl.constexpr,
 ):  # fmt: skip
@@ -199,19 +209,25 @@ def deliver(
 def rescan(
     lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, marks_ptr, sink_ptr, H,
     q_token, q_head, out_token, out_head, scale, empty, q_memory, k_memory, p_memory,
-    ROWS: gl.constexpr, SINK: gl.constexpr,
+    ROWS: gl.constexpr, SINK: gl.constexpr, q_tail_memory=None, k_tail_memory=None,
+    WIDE: gl.constexpr = False,
 ):  # fmt: skip
     """Overwrite the results of the program's marked pieces.
 
     q_memory and k_memory are shared memory of at least 64 KiB each, p_memory of 8 KiB, that nobody
-    uses any more. ROWS: heads of a tile, as in part and sums. Strides are in elements; the other
-    arguments are the kernels'.
+    uses any more; if WIDE (rows are those of V3.2), so are the tails' memories, of at least 8 KiB.
+    ROWS: heads of a tile, as in part and sums. Strides are in elements; the other arguments are the
+    kernels'.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_s = view(q_memory, gl.bfloat16, [_CHUNKS, 64, _CHUNK], SHARED)
     k_s = view(k_memory, gl.bfloat16, [_CHUNKS, KEYS, _CHUNK], SHARED)
     p_s = view(p_memory, gl.bfloat16, [1, 64, KEYS], SHARED).index(0)
+    q_tail, k_tail = None, None
+    if WIDE:
+        q_tail = view(q_tail_memory, gl.bfloat16, [1, 64, _CHUNK], SHARED).index(0)
+        k_tail = view(k_tail_memory, gl.bfloat16, [1, KEYS, _CHUNK], SHARED).index(0)
     for k in range(0, share.count):
         token, tile, n0, n1, blocks0, first, last, direct, slot, mark = piece(k, share, lists)
         L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -219,13 +235,15 @@ def rescan(
         if marks != marks:
             head0 = tile * ROWS
             head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-            fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
+            _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
+            if WIDE:
+                fetch_tail(q_ptr, token, head0, H, q_token, q_head, q_tail)
             for quarter in range(0, 4):
                 low, high, top, sums = _pass(
                     lists, token, n0, n1, blocks0, first, last, scale * LOG2E, q_s, k_s, p_s,
-                    quarter,
+                    quarter, q_tail, k_tail, WIDE,
                 )  # fmt: skip
-                deliver(
+                _deliver(
                     out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, share, token, direct,
                     slot, head, head0, H, quarter, low, high, top, sums, empty, sink_ptr, ROWS,
                     SINK,

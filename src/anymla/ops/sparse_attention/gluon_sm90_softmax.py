@@ -49,33 +49,6 @@ def dependents_may_start():
 
 
 @gluon.jit
-def not_finite(x):
-    """Whether a vector or tile has an element that is not finite, as 0 or 1."""
-    total = x * 0.0
-    if len(x.shape) > 1:
-        total = gl.sum(total, 1)
-    total = gl.sum(total, 0)
-    return gl.where(total == total, 0, 1)
-
-
-@gluon.jit
-def note(marks, piece, wrong, noticed, PART: gl.constexpr):
-    """Record for ``gluon_sm90_rescan`` whether this partition found the piece to be wrong.
-
-    Args:
-        marks: int32 [pieces, 2] in memory.
-        piece: number of the piece.
-        wrong: 0 or 1.
-        noticed: int32 [2, 1] in shared memory: whether any piece of the program was wrong.
-        PART: which of the two partitions reports.
-    """
-    gl.store(marks + piece * 2 + PART, wrong)
-    if wrong != 0:
-        one = gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-        noticed.index(PART).store(one)
-
-
-@gluon.jit
 def load_sink(sink_ptr, heads, H, SINK: gl.constexpr):
     """The sink of each head in units of log 2, or -inf. Asked for long before it is needed."""
     if SINK:
