@@ -37,8 +37,8 @@ class _Watched(Inline):
         self.events = []
 
     @contextlib.contextmanager
-    def beside(self):
-        self.events.append("fork")
+    def beside(self, *, first=False, after=None):
+        self.events.append("first" if first else "fork")
         yield
         self.events.append("forked")
 
@@ -72,8 +72,8 @@ def test_everything_written_beside_is_waited_for(checkpoint, monkeypatch):
     writes, shared = "compress_norm_rope_insert", ("fork", "forked", "join")
     assert side.events == [
         "join", *shared,  # a window only
-        "fork", writes, "forked", "fork", "indexer_q_rope_quant", "select_topk", "forked",
-        writes, "join", *shared,  # entries are not on the longer way
+        "first", writes, "forked", "fork", writes, "forked",  # keys, and entries
+        "first", "indexer_q_rope_quant", "select_topk", "forked", "join", *shared,
         "fork", writes, "forked", "join", *shared,
     ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.moe import experts
-from anymla.ops.workspace import Workspace, active_workspace, scratch, second_lane
+from anymla.ops.workspace import Workspace, active_workspace, lane, scratch
 
 CPU = torch.device("cpu")
 
@@ -48,16 +48,18 @@ def test_what_does_not_fit_is_allocated_and_counted_until_reserved():
     assert workspace.num_bytes == workspace.needed_bytes == 4096
 
 
-def test_a_second_queue_shares_nothing():
+def test_other_queues_share_nothing():
     workspace = Workspace(CPU)
     for _ in range(2):
         with workspace.active(), workspace.scope():
             main = scratch((4,), torch.float32, CPU)
-            with second_lane(), workspace.scope():
-                beside = scratch((4,), torch.float32, CPU)
+            beside = []
+            for number in (1, 2):
+                with lane(number), workspace.scope():
+                    beside.append(scratch((4,), torch.float32, CPU))
         workspace.reserve()
-    assert main.data_ptr() != beside.data_ptr()
-    assert workspace.num_bytes == 512
+    assert len({part.data_ptr() for part in (main, *beside)}) == 3
+    assert workspace.num_bytes == 768
 
 
 def _cases():

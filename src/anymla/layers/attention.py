@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from torch import Tensor, nn
 
 from anymla.formats.quantized_rows import QuantizedRows
@@ -100,13 +98,16 @@ class AttentionLayer(nn.Module):
         cos_sin = self.rope.upto(step.max_seq_len)
         apart = step.side.apart and self._chooses(step)
         own, index, weights, projected_at = x, x, None, None
-        with step.side.beside() if self.compressor is not None else contextlib.nullcontext():
-            if self.projections is not None:
-                own, index, weights = self.projections(x)
-                projected_at = step.side.mark()
-            if not apart:
+        if self.indexer is not None:
+            # From the input to what is chosen is the longest way; entries are not on it.
+            with step.side.beside(first=True):
+                if self.projections is not None:
+                    own, index, weights = self.projections(x)
+                    projected_at = step.side.mark()
+                self._write_keys(index, step, cache)
+        if self.compressor is not None:
+            with step.side.beside(after=projected_at):
                 self._write_entries(own, step, cache)
-            self._write_keys(index, step, cache)
         latent, kv = self.wq_a_wkv(x, quantised)
         coded = codes.memory(self.wq_b.reads_codes, latent)
         latent, kv = fused_q_kv_rmsnorm(
@@ -120,8 +121,7 @@ class AttentionLayer(nn.Module):
         )
         chosen = None
         if apart:
-            # From the input to what is chosen is the longer way; entries are not on it.
-            with step.side.beside():
+            with step.side.beside(first=True):
                 queries = self._index_queries(x, latent, coded, None, weights, step, cache)
                 chosen = self._choice(queries, step, cache)
         projected, index_q = self._project_queries(latent, coded, step)
@@ -137,9 +137,6 @@ class AttentionLayer(nn.Module):
             out=projected if projected.is_contiguous() else None,
             backend=self.backend,
         )
-        if apart:
-            step.side.reach(projected_at)
-            self._write_entries(own, step, cache)
         step.side.join()
         if chosen is None:
             queries = self._index_queries(x, latent, coded, index_q, weights, step, cache)
@@ -154,9 +151,8 @@ class AttentionLayer(nn.Module):
 
     def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
         """Write the step's compressed entries, of the input or of its projection."""
-        if self.compressor is None:
-            return
         spec = self.spec
+        assert self.compressor is not None
         assert spec.compressed_group is not None
         assert spec.state_group is not None
         assert cache.compressed is not None
@@ -174,8 +170,7 @@ class AttentionLayer(nn.Module):
 
     def _write_keys(self, x: Tensor, step: Step, cache: LayerCache) -> None:
         """Write the step's index keys, of the input or of its projection."""
-        if self.indexer is None:
-            return
+        assert self.indexer is not None
         assert cache.index is not None
         assert cache.index_state is not None
         self.indexer.write_keys(

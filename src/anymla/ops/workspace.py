@@ -19,6 +19,8 @@ from torch import Tensor
 
 # Every part begins at a multiple: what kernels may assume of torch's allocations, and a line.
 _ALIGNMENT = 256
+# That operations may run on at a time.
+QUEUES = 3
 
 
 @dataclasses.dataclass
@@ -47,7 +49,8 @@ class Workspace:
         """
         self.device = torch.device(device)
         self.overflows = 0
-        self._lanes = [_Lane(self._allocate(num_bytes)), _Lane(self._allocate(0))]
+        sizes = (num_bytes, *(0 for _ in range(1, QUEUES)))
+        self._lanes = [_Lane(self._allocate(size)) for size in sizes]
 
     @property
     def num_bytes(self) -> int:
@@ -115,7 +118,7 @@ def active_workspace() -> Workspace | None:
 
 
 def queue() -> int:
-    """The number of the queue that operations run on now: 1 inside ``second_lane``."""
+    """The number of the queue that operations run on now: that of ``lane``, or 0."""
     return _lane.get()
 
 
@@ -139,9 +142,10 @@ def scratch_scope() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def second_lane() -> Iterator[None]:
-    """Operations inside run on a second queue, and share nothing with those outside."""
-    token = _lane.set(1)
+def lane(number: int) -> Iterator[None]:
+    """Operations inside run on another queue, 1 or 2, and share nothing with those outside."""
+    assert 0 < number < QUEUES
+    token = _lane.set(number)
     try:
         yield
     finally:
