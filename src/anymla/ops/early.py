@@ -2,11 +2,11 @@
 
 What a launch costs then passes while the kernel before is still at work, and so does what a kernel
 does before it waits. A launcher gives its kernel ``**early_launch(device)``, the kernel has a
-constexpr EARLY and begins
+constexpr EARLY and, after what it can do beforehand,
 
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # as early as is useful
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 Where ``EARLY`` is False, nothing of it is compiled. What has to hold for every such kernel:
 
@@ -14,8 +14,10 @@ Where ``EARLY`` is False, nothing of it is compiled. What has to hold for every 
   that all kernels before it have ended, and waiting for one is waiting for all.
 - Before it waits, a program writes nothing, and reads only its arguments and what stays as it is
   while kernels are being launched: weights, their scales, tables.
-- ``gdc_launch_dependents`` promises nothing, so its place is free. The next kernel starts once all
-  programs have come by it (or ended), takes the room that they leave, and waits there.
+- It lets the next kernel begin after it has waited. That is a matter of speed: the other way round
+  each kernel's start lets the next one start, many of them stand on the multiprocessors, and blocks
+  meant for one multiprocessor each are put where there is room, several on one. Chains of
+  hyper-connections on an H200, us a site: 5.5 against 5.0 for one token, 7.0 against 5.9 for 16.
 
 A kernel that is launched without this may follow or go before: it begins when all before it has
 ended, and what follows it begins when it has ended, unless it says otherwise itself.

@@ -75,8 +75,8 @@ def compress_kernel(
     0 for none.
     """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     WIDTH: tl.constexpr = CODEC.channels
     channel = tl.arange(0, WIDTH)
     one = tl.full((1,), True, tl.int1)

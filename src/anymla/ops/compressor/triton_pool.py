@@ -211,8 +211,8 @@ def pool_kernel(
 ):
     """SLICE channels of the windows that SPAN tokens close, to their rows of ``pooled``."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     which = closing(
         state_slots,

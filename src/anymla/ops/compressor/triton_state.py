@@ -62,8 +62,8 @@ def save_partial_states_kernel(
 ):
     """Store ``count`` rows; strides in elements, capacity in slots."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, PADDED)
     given = row < count

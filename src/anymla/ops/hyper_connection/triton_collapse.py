@@ -39,7 +39,7 @@ from anymla.ops.linear.triton_quantize import store_row_codes
 _WIDEST = 8192
 # Slices of a token that are summed at a time, of few tokens and of many.
 _FEW_LANES, _MANY_LANES = 128, 32
-_TRIGGER = 1
+_LATE = False
 
 
 def columns_of(d: int) -> tuple[int, int]:
@@ -99,7 +99,7 @@ def _collapse(
     token_stride, stream_stride, partial_token, partial_slice, partial_mix, row_stride, run_stride,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
     LANES: tl.constexpr, COLUMNS: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    LATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Collapse a token to its y."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -114,6 +114,8 @@ def _collapse(
         weight = _load_weight(norm_weight, 0, D, COLUMNS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     if COLUMNS >= D:
         # Under way while the gates are finished.
         streams = _load(h, 0, stream_stride, N, D, COLUMNS)
@@ -169,7 +171,7 @@ def _collapse(
 def _finish_gates(
     partial, base, scale, post, comb, norm_eps, hc_eps, iters,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
-    LANES: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Post and comb of a token."""
     row = tl.program_id(0).to(tl.int64)
@@ -177,6 +179,8 @@ def _finish_gates(
     of_comb = load_constants(base, scale, 2, 2 * N, N * N)
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
     sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + norm_eps)
     store_columns(post, row, row >= 0, post_gates(entries(sums, N, N, P), of_post, N), N)
@@ -221,23 +225,21 @@ def collapse_kernel(
     GATES: tl.constexpr,
     FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
-    TRIGGER: tl.constexpr,
+    LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A token's other gates with GATES, or its y, normalised if there is a norm_weight."""
-    if EARLY and TRIGGER == 1:
-        tl.extra.cuda.gdc_launch_dependents()
     if GATES and tl.program_id(0) < tokens:
         _finish_gates(
             partial, base, scale, post, comb, norm_eps, hc_eps, iters,
-            N, D, MIXES, P, SLICES, LANES, EARLY,
+            N, D, MIXES, P, SLICES, LANES, LATE, EARLY,
         )  # fmt: skip
     else:
         _collapse(
             h, partial, base, scale, norm_weight, y, squares, codes, code_scales,
             norm_eps, hc_eps, token_stride, stream_stride,
             partial_token, partial_slice, partial_mix, row_stride, run_stride,
-            N, D, MIXES, P, SLICES, LANES, COLUMNS, FLOOR, NATIVE, EARLY,
+            N, D, MIXES, P, SLICES, LANES, COLUMNS, FLOOR, NATIVE, LATE, EARLY,
         )  # fmt: skip
 
 
@@ -295,7 +297,7 @@ def launch_collapse(
         GATES=post is not None,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         NATIVE=target_of(h.device).native_e4m3,
-        TRIGGER=_TRIGGER,
+        LATE=_LATE,
         num_warps=num_warps,
         **early_launch(h.device),
     )
@@ -358,7 +360,7 @@ def _build(
         "GATES": "post" in types,
         "FLOOR": ACTIVATION_AMAX_FLOOR,
         "NATIVE": target.native_e4m3,
-        "TRIGGER": _TRIGGER,
+        "LATE": _LATE,
         "EARLY": launches_early(target),
     }
     marks = ", norm" * norm + ", squares" * many + ", codes" * coded

@@ -55,8 +55,8 @@ def expand_kernel(
 ):
     """A tile of channels in all N streams; strides are those of h."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = token.to(tl.int64)

@@ -40,7 +40,7 @@ _FEW_TOKENS = 128
 SLICES = (32, 128, 512)
 # Where four blocks of tokens fit into a program.
 LARGE_SLICES = (32, 32, 128)
-_TRIGGER = 1
+_LATE = False
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -72,14 +72,24 @@ def config(tokens: int, d: int, dtype: torch.dtype, target: Target) -> MixConfig
 
 
 @triton.jit
-def _load_weights(fn, d, N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr):
-    """Channels d [c] of the N streams' weights, N tiles [P, c]."""
+def _load_weights(
+    fn, first, N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr,
+    COLUMNS: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Weights of COLUMNS channels of the N streams: one tile [P, N COLUMNS], or N [P, COLUMNS]."""
     mix = tl.arange(0, P)
-    there = (mix < MIXES)[:, None] & (d < D)[None, :]
     weights = ()
-    for j in tl.static_range(N):
-        at = fn + (mix * (N * D) + j * D)[:, None] + d[None, :]
-        weights += (tl.load(at, there, other=0.0),)
+    if JOINED:
+        # One load, so that none waits for another to be moved to where it is multiplied.
+        place = tl.arange(0, N * COLUMNS)
+        d = first + place % COLUMNS
+        at = fn + (mix * (N * D))[:, None] + (place // COLUMNS * D + d)[None, :]
+        weights += (tl.load(at, (mix < MIXES)[:, None] & (d < D)[None, :], other=0.0),)
+    else:
+        d = first + tl.arange(0, COLUMNS)
+        for j in tl.static_range(N):
+            at = fn + (mix * (N * D) + j * D)[:, None] + d[None, :]
+            weights += (tl.load(at, (mix < MIXES)[:, None] & (d < D)[None, :], other=0.0),)
     return weights
 
 
@@ -98,10 +108,12 @@ def _settled(x):
 
 @triton.jit
 def _add_chunk(
-    total, square, u, h, out, weights, rows, d, inside, post, comb, token_stride, stream_stride,
-    N: tl.constexpr, D: tl.constexpr, EXPAND: tl.constexpr, JOINED: tl.constexpr,
+    total, square, u, h, out, weights, rows, first, inside, post, comb, token_stride, stream_stride,
+    N: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EXPAND: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Add what channels d [c] of the streams are worth, and store them with EXPAND."""
+    """Add what COLUMNS channels of the streams are worth, and store them with EXPAND."""
+    d = first + tl.arange(0, COLUMNS)
     mask = inside[:, None] & (d < D)[None, :]
     streams = load_streams(h, rows, d, mask, token_stride, stream_stride, N)
     if EXPAND:
@@ -113,17 +125,12 @@ def _add_chunk(
         wide = streams[j].to(tl.float32)
         square += wide * wide
     if JOINED:
-        left = _joined(streams[0], streams[1], streams[2], streams[3])
-        if EXPAND:
-            left = _settled(left)
-        right = _joined(weights[0], weights[1], weights[2], weights[3])
-        total = exact_dot(left, right, total)
-    else:
-        for j in tl.static_range(N):
-            left = streams[j]
-            if EXPAND:
-                left = _settled(left)
-            total = exact_dot(left, weights[j], total)
+        streams = (_settled(_joined(streams[0], streams[1], streams[2], streams[3])),)
+    for j in tl.static_range(len(weights)):
+        operand = streams[j]
+        if EXPAND and not JOINED:
+            operand = _settled(operand)
+        total = exact_dot(operand, weights[j], total)
     return total, square
 
 
@@ -149,22 +156,20 @@ def mix_kernel(
     COLUMNS: tl.constexpr,
     SINGLE: tl.constexpr,
     JOINED: tl.constexpr,
-    TRIGGER: tl.constexpr,
+    LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A block of tokens and a slice of D: partial mixes, and with EXPAND the streams."""
-    if EARLY and TRIGGER == 1:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = token.to(tl.int64)
     first = tl.program_id(1) * (chunks * COLUMNS)
     if SINGLE:
-        weights = _load_weights(fn, first + tl.arange(0, COLUMNS), N, D, MIXES, P)
+        weights = _load_weights(fn, first, N, D, MIXES, P, COLUMNS, JOINED)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    if EARLY and TRIGGER == 2:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((ROWS, P), tl.float32)
     square = tl.zeros((ROWS, COLUMNS), tl.float32)
     post_gates = None
@@ -174,18 +179,19 @@ def mix_kernel(
         comb_gates = load_columns(comb, rows, inside, N * N)
     if SINGLE:
         total, square = _add_chunk(
-            total, square, u, h, out, weights, rows, first + tl.arange(0, COLUMNS), inside,
-            post_gates, comb_gates, token_stride, stream_stride, N, D, EXPAND, JOINED,
+            total, square, u, h, out, weights, rows, first, inside, post_gates, comb_gates,
+            token_stride, stream_stride, N, D, COLUMNS, EXPAND, JOINED,
         )  # fmt: skip
     else:
         # A number of chunks that the compiler knew would be unrolled, at the price of spills.
         for chunk in range(chunks):
-            d = first + chunk * COLUMNS + tl.arange(0, COLUMNS)
+            at = first + chunk * COLUMNS
+            weights = _load_weights(fn, at, N, D, MIXES, P, COLUMNS, JOINED)
             total, square = _add_chunk(
-                total, square, u, h, out, _load_weights(fn, d, N, D, MIXES, P), rows, d, inside,
-                post_gates, comb_gates, token_stride, stream_stride, N, D, EXPAND, JOINED,
+                total, square, u, h, out, weights, rows, at, inside, post_gates, comb_gates,
+                token_stride, stream_stride, N, D, COLUMNS, EXPAND, JOINED,
             )  # fmt: skip
-    if EARLY and TRIGGER == 3:
+    if EARLY and LATE:
         tl.extra.cuda.gdc_launch_dependents()
     mix = tl.arange(0, P)
     at = (rows * tl.num_programs(1) + tl.program_id(1)) * P
@@ -234,7 +240,7 @@ def launch_mix(
         COLUMNS=chosen.columns,
         SINGLE=chosen.chunks == 1,
         JOINED=n == 4,
-        TRIGGER=_TRIGGER,
+        LATE=_LATE,
         num_warps=chosen.num_warps,
         enable_fp_fusion=out is None,
         **early_launch(h.device),
@@ -275,7 +281,7 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
         "COLUMNS": chosen.columns,
         "SINGLE": chosen.chunks == 1,
         "JOINED": True,
-        "TRIGGER": _TRIGGER,
+        "LATE": _LATE,
         "EARLY": launches_early(target),
     }
     chunks = "one chunk" if chosen.chunks == 1 else "chunks"

@@ -59,8 +59,8 @@ def gather_slots_kernel(
 ):
     """Decode ``count`` slots; page stride in bytes, capacity in slots, the others in elements."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     wanted = row < count
     slot = tl.load(slots + row, mask=wanted, other=-1)
@@ -100,8 +100,8 @@ def gather_sequences_kernel(
     ``tables`` is [R, columns] with contiguous columns; a request has ``tiles`` programs.
     """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     request = tl.program_id(0).to(tl.int64) // tiles
     start = (tl.program_id(0) % tiles) * ROWS
     row = start + tl.arange(0, ROWS)

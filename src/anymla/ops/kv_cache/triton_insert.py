@@ -63,8 +63,8 @@ def insert_kernel(
 ):
     """Store ``count`` rows of k; page stride in bytes, capacity in slots."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CODEC.channels)
     given = row < count

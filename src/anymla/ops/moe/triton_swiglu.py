@@ -46,8 +46,8 @@ def swiglu_kernel(
 ):
     """BLOCK values of a row, and their codes if there are to be any."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width

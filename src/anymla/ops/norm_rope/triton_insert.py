@@ -178,8 +178,8 @@ def qnorm_rope_kv_insert_kernel(
 ):
     """Query heads to ``out``, ``inserted`` key-value rows to the cache."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if program < kv_programs:
         insert_rows(

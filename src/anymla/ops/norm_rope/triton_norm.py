@@ -76,6 +76,7 @@ def norm_rows(
     scale = tl.load(weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(at, mask=there, other=0.0).to(tl.float32)
     y = (x * inverse_rms(x, eps, WIDTH) * scale[None, :]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * WIDTH + channel[None, :], y, mask=there)
@@ -101,8 +102,6 @@ def rms_norm_kernel(
     EARLY: tl.constexpr,
 ):
     """Norm the rows of x [rows, WIDTH] into ``out``."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0).to(tl.int64) * ROWS
     norm_rows(
         x, weight, out, first, rows, row_stride, column_stride, None, None, 0, 0, eps,
@@ -140,8 +139,6 @@ def fused_kernel(
     EARLY: tl.constexpr,
 ):
     """Norm the rows of qr [rows, Q_WIDTH], whose ``codes`` there may be, and of kv."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if program < q_programs:
         norm_rows(

@@ -63,8 +63,8 @@ def rope_kernel(
 ):
     """Rotate the rows of x [T, heads, WIDTH] into contiguous ``out``; rows = T * heads."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, PADDED)
     given = row < rows

@@ -80,8 +80,8 @@ def rotate_quantise_kernel(
 ):
     """One run of WIDTH channels of ROWS of the ``count`` heads."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
     PAIRS: tl.constexpr = WIDTH // 2
     head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -132,8 +132,8 @@ def rotate_kernel(
 ):
     """RUNS runs of WIDTH channels."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
     PAIRS: tl.constexpr = WIDTH // 2
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
