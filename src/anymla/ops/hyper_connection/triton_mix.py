@@ -242,7 +242,6 @@ def launch_mix(
         JOINED=n == 4,
         LATE=_LATE,
         num_warps=chosen.num_warps,
-        enable_fp_fusion=out is None,
         **early_launch(h.device),
     )
     return partial
@@ -293,6 +292,5 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
         num_warps=chosen.num_warps,
         divisible=STREAM_STRIDES,
         matrix=dtype != "fp32" and "bf16",
-        fp_fusion=not expands,
         spills=64 if target.narrow else 16,
     )
