@@ -120,9 +120,10 @@ class AttentionLayer(nn.Module):
             **codes.named(coded),
         )
         chosen = None
-        if apart:
+        if self.indexer is not None and apart:
+            index_q = self.indexer.wq_b(latent, coded)  # while keys are compressed
             with step.side.beside(first=True):
-                queries = self._index_queries(x, latent, coded, None, weights, step, cache)
+                queries = self._index_queries(x, latent, coded, index_q, weights, step, cache)
                 chosen = self._choice(queries, step, cache)
         projected, index_q = self._project_queries(latent, coded, step)
         q = qnorm_rope_kv_insert(
