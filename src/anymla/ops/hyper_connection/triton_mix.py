@@ -103,7 +103,7 @@ def _joined(a, b, c, d):
 @triton.jit
 def _settled(x):
     """What is given, in one layout: the compiler carries none through a sum, even of one."""
-    return tl.sum(tl.expand_dims(x.to(tl.float32), 0), 0).to(x.dtype)
+    return tl.sum(tl.reshape(x.to(tl.float32), (1, x.shape[0], x.shape[1])), 0).to(x.dtype)
 
 
 @triton.jit
