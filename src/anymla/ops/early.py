@@ -29,6 +29,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anymla.ops._triton import Target, target_of
 
@@ -38,9 +39,22 @@ def launches_early(target: Target) -> bool:
     return target.name == "sm_90"
 
 
+def early_launch(device: torch.device, *read_first: Tensor | None) -> dict[str, Any]:
+    """Arguments of a launch: ``EARLY`` and the option that goes with it; not to be changed.
+
+    Args:
+        device: where.
+        read_first: what the kernel reads before it waits. A launcher makes such a tensor contiguous
+            if it is not, by a kernel that then has to be waited for.
+    """
+    for tensor in read_first:
+        if tensor is not None and not tensor.is_contiguous():
+            return {"EARLY": False}
+    return _early_launch(device)
+
+
 @functools.cache
-def early_launch(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch, ``EARLY`` and the option that goes with it; not to be changed."""
+def _early_launch(device: torch.device) -> dict[str, Any]:
     if launches_early(target_of(device)):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}

@@ -271,9 +271,9 @@ def launch_collapse(
     collapse_kernel[(tokens if post is None else 2 * tokens,)](
         h,
         partial,
-        base,
-        scale,
-        norm_weight,
+        base.contiguous(),
+        scale.contiguous(),
+        None if norm_weight is None else norm_weight.contiguous(),
         y,
         post,
         comb,
@@ -299,7 +299,7 @@ def launch_collapse(
         NATIVE=target_of(h.device).native_e4m3,
         LATE=_LATE,
         num_warps=num_warps,
-        **early_launch(h.device),
+        **early_launch(h.device, base, scale, norm_weight),
     )
 
 

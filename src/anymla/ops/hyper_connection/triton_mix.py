@@ -226,7 +226,7 @@ def launch_mix(
         post,
         comb,
         out,
-        fn,
+        fn.contiguous(),
         partial,
         tokens,
         chosen.chunks,
@@ -242,7 +242,7 @@ def launch_mix(
         JOINED=n == 4,
         LATE=_LATE,
         num_warps=chosen.num_warps,
-        **early_launch(h.device),
+        **early_launch(h.device, fn),
     )
     return partial
 

@@ -41,11 +41,8 @@ def _enter(
     y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
     post = torch.empty((tokens, n), dtype=torch.float32, device=h.device)
     comb = torch.empty((tokens, n, n), dtype=torch.float32, device=h.device)
-    base, scale = base.contiguous(), scale.contiguous()
     numbers: dict[str, Any] = {"mixes": (2 + n) * n, "norm_eps": norm_eps, "hc_eps": hc_eps}
     numbers["iters"] = iters
-    if norm_weight is not None:
-        norm_weight = norm_weight.contiguous()
     given = functools.partial(
         launch_collapse, h, y, partial, base, scale,
         norm_weight=norm_weight, codes=codes, code_scales=code_scales, **numbers,
@@ -54,7 +51,16 @@ def _enter(
         squares = scratch((tokens,), torch.float32, h.device)
         given(squares=squares)
         numbers.pop("mixes")
-        launch_gates(partial, squares, base, scale, post, comb, channels=n * d, **numbers)
+        launch_gates(
+            partial,
+            squares,
+            base.contiguous(),
+            scale.contiguous(),
+            post,
+            comb,
+            channels=n * d,
+            **numbers,
+        )
     else:
         given(post=post, comb=comb)
     return y, post, comb
@@ -83,7 +89,7 @@ def hc_pre(
     if not h.numel():
         return _nothing(h)
     h = placed(h)
-    partial = launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn.contiguous())
+    partial = launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn)
     return _enter(h, partial, base, scale, norm_weight, norm_eps, hc_eps, iters, codes, code_scales)
 
 
@@ -113,7 +119,7 @@ def hc_post_pre_norm(
             return streams, *_nothing(h)
         partial = launch_mix(
             placed(h),
-            fn.contiguous(),
+            fn,
             u=u.contiguous(),
             post=post.contiguous(),
             comb=comb.contiguous(),
@@ -138,9 +144,9 @@ def hc_head(
     launch_collapse(
         h,
         y,
-        launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn.contiguous()),
-        base.contiguous(),
-        scale.contiguous(),
+        launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn),
+        base,
+        scale,
         squares=squares,
         mixes=n,
         norm_eps=norm_eps,

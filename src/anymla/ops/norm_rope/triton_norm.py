@@ -204,7 +204,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(x.device),
+        **early_launch(x.device, weight),
     )
     return out
 
@@ -255,7 +255,7 @@ def fused_q_kv_rmsnorm(
         target.native_e4m3,
         num_warps=max(q_config.num_warps, kv_config.num_warps),
         enable_fp_fusion=False,
-        **early_launch(qr.device),
+        **early_launch(qr.device, q_weight, kv_weight),
     )
     return q_out, kv_out
 
