@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 
 _TOKENS = 32
 
@@ -214,19 +215,23 @@ def gates_kernel(
     CHANNELS: tl.constexpr,
     SLICES: tl.constexpr,
     TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Post and comb of TOKENS tokens; ``squares`` [T] are sums over CHANNELS."""
+    of_post = load_constants(base, scale, 1, N, N)
+    of_comb = load_constants(base, scale, 2, 2 * N, N * N)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = rows < tokens
     square = tl.load(squares + rows, inside, other=1.0)
     inverse = tl.rsqrt(square / CHANNELS + norm_eps)
     partial += rows * token_stride
     mixes = _lane_sums(partial, inside, inverse, mix_stride, slice_stride, N, N, SLICES)
-    constants = load_constants(base, scale, 1, N, N)
-    store_columns(post, rows, inside, post_gates(mixes, constants, N), N)
+    store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
     mixes = _lane_sums(partial, inside, inverse, mix_stride, slice_stride, 2 * N, N * N, SLICES)
-    constants = load_constants(base, scale, 2, 2 * N, N * N)
-    store_columns(comb, rows, inside, comb_gates(mixes, constants, hc_eps, iters, N), N * N)
+    store_columns(comb, rows, inside, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
 
 
 def launch_gates(
@@ -247,8 +252,8 @@ def launch_gates(
     gates_kernel[(triton.cdiv(tokens, _TOKENS),)](
         partial,
         squares,
-        base,
-        scale,
+        base.contiguous(),
+        scale.contiguous(),
         post,
         comb,
         tokens,
@@ -261,6 +266,7 @@ def launch_gates(
         SLICES=partial.shape[1],
         TOKENS=_TOKENS,
         num_warps=1,
+        **early_launch(post.device, base, scale),
     )
 
 
@@ -268,6 +274,7 @@ def builds(target: Target) -> Iterator[Build]:
     """Flash and Pro, from few slices and from more."""
     tensors = ("partial", "squares", "base", "scale", "post", "comb")
     numbers = ("tokens", "iters", "token_stride", "slice_stride", "mix_stride")
+    early = {"EARLY": launches_early(target)}
     for d in (4096, 7168):
         for slices in (2, 8):
             yield Build(
@@ -278,6 +285,6 @@ def builds(target: Target) -> Iterator[Build]:
                     **dict.fromkeys(numbers, "i32"),
                     **dict.fromkeys(("norm_eps", "hc_eps"), "fp32"),
                 },
-                {"N": 4, "CHANNELS": 4 * d, "SLICES": slices, "TOKENS": _TOKENS},
+                {"N": 4, "CHANNELS": 4 * d, "SLICES": slices, "TOKENS": _TOKENS} | early,
                 num_warps=1,
             )

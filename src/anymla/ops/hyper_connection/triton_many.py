@@ -27,6 +27,7 @@ from torch import Tensor
 
 from anymla.formats.triton_dot import split_in_three
 from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
 from anymla.ops.workspace import scratch
 
@@ -65,12 +66,22 @@ def takes(h: Tensor) -> bool:
 
 
 @triton.jit
-def split_kernel(fn, planes, MIXES: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+def split_kernel(
+    fn,
+    planes,
+    MIXES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """SPLIT weights of a mix -> three of planes [3, P, WIDTH]; mixes beyond MIXES are zeros."""
     mix = tl.program_id(0)
     at = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     weights = tl.load(fn + mix * WIDTH + at, at < tl.where(mix < MIXES, WIDTH, 0), other=0.0)
     parts = split_in_three(weights)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     plane = tl.num_programs(0) * WIDTH
     for i in tl.static_range(3):
         tl.store(planes + i * plane + mix * WIDTH + at, parts[i], at < WIDTH)
@@ -100,8 +111,12 @@ def many_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A block of tokens and a slice of D: partial mixes; strides are those of h."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = (token.to(tl.int64) * token_stride)[:, None]
@@ -130,7 +145,12 @@ def launch_many(h: Tensor, fn: Tensor) -> Tensor:
     partial = scratch((slices, width, tokens), fn.dtype, fn.device)
     planes = scratch((_PLANES, width, n * d), h.dtype, h.device)
     split_kernel[(width, triton.cdiv(n * d, _SPLIT))](
-        fn, planes, MIXES=mixes, WIDTH=n * d, SPLIT=_SPLIT
+        fn.contiguous(),
+        planes,
+        MIXES=mixes,
+        WIDTH=n * d,
+        SPLIT=_SPLIT,
+        **early_launch(h.device, fn),
     )
     many_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
         h,
@@ -147,6 +167,7 @@ def launch_many(h: Tensor, fn: Tensor) -> Tensor:
         COLUMNS=chosen.columns,
         STAGES=chosen.num_stages,
         num_warps=chosen.num_warps,
+        **early_launch(h.device),
     )
     return partial.permute(2, 0, 1)
 
@@ -155,10 +176,11 @@ def builds(target: Target) -> Iterator[Build]:
     """Flash and Pro, a site and the head."""
     if target.backend != "cuda" or target.shared_bytes <= 200 << 10:
         return
+    early = launches_early(target)
     for d in (4096, 7168):
         for mixes in (24, 4):
             width = max(16, triton.next_power_of_2(mixes))
-            sizes = {"MIXES": mixes, "WIDTH": 4 * d, "SPLIT": _SPLIT}
+            sizes = {"MIXES": mixes, "WIDTH": 4 * d, "SPLIT": _SPLIT, "EARLY": early}
             types = {"fn": "*fp32", "planes": "*bf16"}
             yield Build(f"D {d}, {mixes} mixes", split_kernel, types, sizes)
             for tokens in (MANY_TOKENS, _MORE_TOKENS):
@@ -172,6 +194,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "ROWS": chosen.rows,
                     "COLUMNS": chosen.columns,
                     "STAGES": chosen.num_stages,
+                    "EARLY": early,
                 }
                 yield Build(
                     f"D {d}, {mixes} mixes, {chosen.rows} tokens",

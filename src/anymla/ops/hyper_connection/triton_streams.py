@@ -51,16 +51,7 @@ def _enter(
         squares = scratch((tokens,), torch.float32, h.device)
         given(squares=squares)
         numbers.pop("mixes")
-        launch_gates(
-            partial,
-            squares,
-            base.contiguous(),
-            scale.contiguous(),
-            post,
-            comb,
-            channels=n * d,
-            **numbers,
-        )
+        launch_gates(partial, squares, base, scale, post, comb, channels=n * d, **numbers)
     else:
         given(post=post, comb=comb)
     return y, post, comb
@@ -89,7 +80,7 @@ def hc_pre(
     if not h.numel():
         return _nothing(h)
     h = placed(h)
-    partial = launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn)
+    partial = launch_many(h, fn) if takes(h) else launch_mix(h, fn)
     return _enter(h, partial, base, scale, norm_weight, norm_eps, hc_eps, iters, codes, code_scales)
 
 
@@ -112,7 +103,7 @@ def hc_post_pre_norm(
     """See ``interface.hc_post_pre_norm``."""
     if takes(h) and h.numel():
         streams = hc_post(u, h, post, comb)
-        partial = launch_many(streams, fn.contiguous())
+        partial = launch_many(streams, fn)
     else:
         streams = torch.empty_like(h, memory_format=torch.contiguous_format)
         if not h.numel():
@@ -144,7 +135,7 @@ def hc_head(
     launch_collapse(
         h,
         y,
-        launch_many(h, fn.contiguous()) if takes(h) else launch_mix(h, fn),
+        launch_many(h, fn) if takes(h) else launch_mix(h, fn),
         base,
         scale,
         squares=squares,
