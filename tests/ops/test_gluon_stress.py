@@ -178,6 +178,12 @@ def mutant(name, folder):
     return tiles.tiles_kernel
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_texts_are_there_to_be_changed(name, tmp_path):
+    pytest.importorskip("triton")
+    assert mutant(name, tmp_path).fn.__module__ == "changed_tiles"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wait_that_is_missing_is_noticed(name, hopper, monkeypatch, tmp_path):
