@@ -21,20 +21,9 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.hyper_connection.triton_gates import (
-    comb_gates,
-    entries,
-    entry,
-    load_constants,
-    post_gates,
-    pre_gates,
-    slice_sums,
-    store_columns,
-    summed,
-)
 from anymla.ops.hyper_connection.triton_mix import SLICES
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
-from anymla.ops.linear.triton_quantize import store_row_codes
+from anymla.ops.hyper_connection.triton_token import collapse_token, finish_gates
 
 _WIDEST = 8192
 # Slices of a token that are summed at a time, of few tokens and of many.
@@ -51,141 +40,6 @@ def columns_of(d: int) -> tuple[int, int]:
 def lanes_of(slices: int, many: bool) -> int:
     """How many slices of a token are summed at a time."""
     return min(_MANY_LANES if many else _FEW_LANES, triton.next_power_of_2(slices))
-
-
-@triton.jit
-def _load(h, first, stream_stride, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """Channels first..first + C of the N streams."""
-    d = first + tl.arange(0, C)
-    streams = ()
-    for i in tl.static_range(N):
-        streams += (tl.load(h + i * stream_stride + d, d < D, other=0.0),)
-    return streams
-
-
-@triton.jit
-def _load_weight(weight, first, D: tl.constexpr, C: tl.constexpr):
-    """Channels of the norm's weight."""
-    d = first + tl.arange(0, C)
-    return tl.load(weight + d, d < D, other=0.0)
-
-
-@triton.jit
-def _collapsed(streams, pre, N: tl.constexpr):
-    """The streams' weighted sum, rounded to their dtype."""
-    total = pre[0] * streams[0].to(tl.float32)
-    for i in tl.static_range(1, N):
-        total += pre[i] * streams[i].to(tl.float32)
-    return total.to(streams[0].dtype)
-
-
-@triton.jit
-def _store_normed(
-    y, out, weight, codes, code_scales, run_stride, first, inverse,
-    D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Store C channels of y, normed if there is a weight, and what they are quantised."""
-    d = first + tl.arange(0, C)
-    if weight is not None:
-        y = (y.to(tl.float32) * inverse * weight.to(tl.float32)).to(y.dtype)
-    tl.store(out + d, y, d < D)
-    if codes is not None:
-        store_row_codes(y, codes, code_scales, first, run_stride, D, FLOOR, NATIVE)
-
-
-@triton.jit
-def _collapse(
-    h, partial, base, scale, norm_weight, y, squares, codes, code_scales, norm_eps, hc_eps,
-    token_stride, stream_stride, partial_token, partial_slice, partial_mix, row_stride, run_stride,
-    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
-    LATE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Collapse a token to its y."""
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    h += row * token_stride
-    y += row * D
-    if codes is not None:
-        codes += row * D
-        code_scales += row * row_stride
-    constants = load_constants(base, scale, 0, 0, N)
-    weight = norm_weight
-    if norm_weight is not None:
-        weight = _load_weight(norm_weight, 0, D, COLUMNS)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        if not LATE:
-            tl.extra.cuda.gdc_launch_dependents()
-    if COLUMNS >= D:
-        # Under way while the gates are finished.
-        streams = _load(h, 0, stream_stride, N, D, COLUMNS)
-    if squares is None:
-        sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
-        square = entry(sums, MIXES, P)
-        mixes = entries(sums, 0, N, P)
-    else:
-        partial += row * partial_token
-        mixes = ()
-        for i in tl.static_range(N):
-            mixes += (summed(partial + i * partial_mix, partial_slice, SLICES, LANES),)
-        parts = tl.zeros((COLUMNS,), tl.float32)
-        for first in range(0, D, COLUMNS):
-            if COLUMNS < D:
-                streams = _load(h, first, stream_stride, N, D, COLUMNS)
-            for i in tl.static_range(N):
-                wide = streams[i].to(tl.float32)
-                parts += wide * wide
-        square = tl.sum(parts, 0)
-        tl.store(squares + row, square)
-    inverse = tl.rsqrt(square / (N * D) + norm_eps)
-    scaled = ()
-    for i in tl.static_range(N):
-        scaled += (mixes[i] * inverse,)
-    gates = pre_gates(scaled, constants, hc_eps, N)
-    if COLUMNS >= D:
-        value = _collapsed(streams, gates, N)
-        wide = value.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + norm_eps)
-        _store_normed(
-            value, y, weight, codes, code_scales, run_stride, 0, inverse, D, COLUMNS, FLOOR, NATIVE
-        )
-    else:
-        square = tl.zeros((COLUMNS,), tl.float32)
-        if norm_weight is not None:
-            for first in range(0, D, COLUMNS):
-                streams = _load(h, first, stream_stride, N, D, COLUMNS)
-                wide = _collapsed(streams, gates, N).to(tl.float32)
-                square += wide * wide
-        inverse = tl.rsqrt(tl.sum(square, 0) / D + norm_eps)
-        for first in range(0, D, COLUMNS):
-            value = _collapsed(_load(h, first, stream_stride, N, D, COLUMNS), gates, N)
-            if norm_weight is not None:
-                weight = _load_weight(norm_weight, first, D, COLUMNS)
-            _store_normed(
-                value, y, weight, codes, code_scales, run_stride, first, inverse,
-                D, COLUMNS, FLOOR, NATIVE,
-            )  # fmt: skip
-
-
-@triton.jit
-def _finish_gates(
-    partial, base, scale, post, comb, norm_eps, hc_eps, iters,
-    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
-    LANES: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Post and comb of a token."""
-    row = tl.program_id(0).to(tl.int64)
-    of_post = load_constants(base, scale, 1, N, N)
-    of_comb = load_constants(base, scale, 2, 2 * N, N * N)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        if not LATE:
-            tl.extra.cuda.gdc_launch_dependents()
-    sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
-    sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + norm_eps)
-    store_columns(post, row, row >= 0, post_gates(entries(sums, N, N, P), of_post, N), N)
-    mixes = entries(sums, 2 * N, N * N, P)
-    store_columns(comb, row, row >= 0, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
 
 
 @triton.jit(
@@ -230,12 +84,12 @@ def collapse_kernel(
 ):
     """A token's other gates with GATES, or its y, normalised if there is a norm_weight."""
     if GATES and tl.program_id(0) < tokens:
-        _finish_gates(
+        finish_gates(
             partial, base, scale, post, comb, norm_eps, hc_eps, iters,
             N, D, MIXES, P, SLICES, LANES, LATE, EARLY,
         )  # fmt: skip
     else:
-        _collapse(
+        collapse_token(
             h, partial, base, scale, norm_weight, y, squares, codes, code_scales,
             norm_eps, hc_eps, token_stride, stream_stride,
             partial_token, partial_slice, partial_mix, row_stride, run_stride,
