@@ -1,11 +1,12 @@
-"""Run Gluon kernels without partitions on the host: the text of the kernel, with torch tensors.
+"""Run Gluon kernels beside the copy engine on the host: the kernel's text, with torch tensors.
 
-For kernels whose programs are one flow of instructions beside the copy engine. A copy that is under
-way leaves NaN where it goes, and lands when its barrier is waited for; so what is read too early,
-or overwritten too soon, is seen. Matrix instructions read shared memory when they are waited for.
-Layouts are not modelled, programs run one after the other.
+A copy that is under way leaves NaN where it goes, and lands when its barrier is waited for; so what
+is read too early, or overwritten too soon, is seen. Matrix instructions read shared memory when
+they are waited for. Partitions are threads. Layouts are not modelled, programs run one after the
+other.
 """
 
+import threading
 import types
 
 import gluon_simulator
@@ -14,9 +15,13 @@ from gluon_simulator import Pointer, load, store
 
 from anymla.formats.e4m3 import decode_e4m3
 
+_PATIENCE_S = 20
+
 
 class Value(torch.Tensor):
     """A tensor with Gluon's casts."""
+
+    type = types.SimpleNamespace(layout=None)
 
     def __iadd__(self, other):
         return self + other
@@ -46,23 +51,47 @@ class Address(Pointer):
 
 
 class Barrier:
-    """Bytes that are awaited, and copies that bring them."""
+    """Arrivals, or bytes and the copies that bring them."""
+
+    turn = threading.Condition()
 
     def __init__(self):
         self.phase, self.awaited, self.flights = 0, 0, []
 
     def expect(self, size, pred=True):
         if pred:
-            assert not self.awaited, "expected twice"
-            self.awaited = size
+            with self.turn:
+                assert not self.awaited, "expected twice"
+                self.awaited = size
+                self.turn.notify_all()
+
+    def bring(self, place, part):
+        with self.turn:
+            place.view(torch.uint8).fill_(0xFF)
+            self.flights.append((place, part))
+            self.turn.notify_all()
+
+    def arrive(self):
+        with self.turn:
+            self.phase += 1
+            self.turn.notify_all()
 
     def wait(self, parity):
-        assert self.phase & 1 == int(parity), "waits for another phase"
-        assert self.flights, "waits for ever"
-        assert sum(part.numel() * part.element_size() for _, part in self.flights) == self.awaited
+        with self.turn:
+            done = self.turn.wait_for(lambda: self._complete(int(parity)), _PATIENCE_S)
+        assert done, "waits for ever"
+
+    def _complete(self, parity):
+        if self.phase & 1 != parity:
+            return True
+        size = sum(part.numel() * part.element_size() for _, part in self.flights)
+        if not self.awaited or size < self.awaited:
+            return False
+        assert size == self.awaited
         for place, part in self.flights:
             place.copy_(part)
         self.phase, self.awaited, self.flights = self.phase + 1, 0, []
+        return True
 
 
 class Shared:
@@ -109,8 +138,7 @@ class Descriptor:
 
 def _copy(descriptor, at, barrier, shared, pred=True):
     if pred:
-        shared.tensor.view(torch.uint8).fill_(0xFF)
-        barrier.flights.append((shared.tensor, descriptor.read(at)))
+        barrier.bring(shared.tensor, descriptor.read(at))
 
 
 def _decoded_words(text, constraints, arguments, **_):
@@ -137,6 +165,26 @@ def _atomic_add(pointer, x, sem, scope):
     before = pointer.flat[at].item()
     pointer.flat[at] += x
     return before
+
+
+def _partitions(functions, warps, registers):
+    """Each in a thread of its own."""
+    failed = []
+
+    def partition(function, arguments):
+        torch.set_num_threads(1)  # a thread of its own has forgotten what was set
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=partition, args=each, daemon=True) for each in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _namespace(program, programs):
@@ -168,6 +216,8 @@ def _namespace(program, programs):
         static_range=range,
         inline_asm_elementwise=_decoded_words,
         atomic_add=_atomic_add,
+        thread_barrier=lambda: None,
+        warp_specialize=_partitions,
         allocate_shared_memory=lambda dtype, shape, layout: Shared(
             [Barrier() for _ in range(shape[0])]
             if dtype == torch.int64
@@ -181,6 +231,7 @@ def _namespace(program, programs):
         init=lambda barrier, count: None,
         wait=lambda barrier, parity: barrier.wait(parity),
         expect=lambda barrier, size, pred=True: barrier.expect(size, pred),
+        arrive=lambda barrier: barrier.arrive(),
     )
     return {
         "gl": gl,

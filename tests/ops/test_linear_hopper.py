@@ -38,6 +38,14 @@ def made(tokens, groups, n, runs, scale_format):
     )
 
 
+def by_run(x_scales):
+    """A run after the other, with memory for rows in sixteens."""
+    tokens, groups, runs = x_scales.shape
+    memory = torch.full((groups, runs, -(-tokens // 16) * 16), torch.nan).permute(2, 0, 1)
+    memory[:tokens] = x_scales
+    return memory[:tokens]
+
+
 def words(codes, lines):
     return codes.view(torch.int32).view(lines, -1)
 
@@ -54,6 +62,24 @@ def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
         few_kernel, (min(programs, tiles), 1), x, x_scales, weight, scales, out, tokens, n,
         width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
         COLUMNS=columns, WARPS=warps, STAGES=stages, EARLY=True,
+    )  # fmt: skip
+    return out
+
+
+def in_runs(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
+    from anymla.ops.linear.gluon_sm90_runs import runs_kernel
+
+    (tokens, groups, width), n = x.shape, w.shape[1]
+    out = torch.full((tokens, groups, n), torch.nan)
+    tiles = groups * n // rows
+    weight, given = (
+        Descriptor(words(each, lines).view(lines, -1, 32).transpose(0, 1), (warps, box, 32))
+        for each, lines, box in ((w, groups * n, rows), (x.contiguous(), tokens, columns))
+    )
+    run(
+        runs_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out, tokens, n,
+        width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
+        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, EARLY=True,
     )  # fmt: skip
     return out
 
@@ -78,6 +104,27 @@ def many(x, x_scales, w, scales, splits, programs, exact, columns=32, rows=64, s
     return out
 
 
+def tens(x, x_scales, w, scales, splits, programs, exact, pairs, columns=32, rows=64, stages=3):
+    from anymla.ops.linear.gluon_sm90_tens import tens_kernel
+
+    (tokens, groups, width), n = x.shape, w.shape[1]
+    out = torch.full((tokens, groups, n), torch.nan)
+    tiles, blocks = groups * n // rows, -(-tokens // columns)
+    drawn = torch.zeros(blocks * tiles, dtype=torch.int32)
+    part = torch.full((blocks * tiles * splits * rows * columns,), torch.nan)
+    kind, channels = (torch.int32, 32) if exact else (torch.float8_e4m3fn, 128)
+    w_desc = Descriptor(w.view(kind).view(groups * n, -1), (rows, channels))
+    x_desc = Descriptor(x.contiguous().view(kind).view(tokens, -1), (columns, channels))
+    run(
+        tens_kernel, (min(programs, tiles * splits), blocks), x_desc, x_scales, w_desc, scales, out,
+        part, drawn, tokens, n, width // 128, tiles, splits, groups, x_scales.stride(0),
+        x_scales.stride(2), ROWS=rows, COLUMNS=columns, STAGES=stages, PAIRS=pairs,
+        BY_RUN=x_scales.stride(0) == 1, EXACT=exact, EARLY=True,
+    )  # fmt: skip
+    assert not drawn.any()
+    return out
+
+
 def check(got, want, scale, width):
     bound = accumulation(width, torch.float32)
     assert_close(got, want, atol=bound, rtol=0.0, scale=scale)
@@ -92,6 +139,9 @@ def test_few_tokens(tokens, groups, n, runs, rows, warps, programs, scale_format
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, scale_format)
     got = few(x, x_scales, w, scales, rows, warps, programs)
     check(got, want, scale, runs * 128)
+    for given in (x_scales, by_run(x_scales)):
+        got = in_runs(x, given, w, scales, rows, warps, programs)
+        check(got, want, scale, runs * 128)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -101,7 +151,7 @@ def test_few_tokens(tokens, groups, n, runs, rows, warps, programs, scale_format
 )
 def test_tens_of_tokens(tokens, groups, n, runs, splits, programs, exact):
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
-    x_scales = x_scales.permute(1, 2, 0).contiguous().permute(2, 0, 1)  # a run after the other
+    x_scales = by_run(x_scales)
     got = many(x, x_scales, w, scales, splits, programs, exact)
     check(got, want, scale, runs * 128)
 
@@ -112,3 +162,17 @@ def test_a_scale_that_is_no_number_spoils_its_rows():
     for got in (few(x, x_scales, w, scales, 32, 4, 3), many(x, x_scales, w, scales, 2, 4, True)):
         assert got[..., 128:].isnan().all()
         assert got[..., :128].isfinite().all()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "groups", "n", "runs", "splits", "programs"),
+    [(3, 1, 128, 12, 3, 4), (40, 2, 64, 4, 2, 9), (32, 1, 192, 2, 1, 2)],
+)
+def test_tens_of_tokens_in_partitions(tokens, groups, n, runs, splits, programs, exact, pairs):
+    x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
+    if pairs:
+        x_scales = by_run(x_scales)
+    got = tens(x, x_scales, w, scales, splits, programs, exact, pairs)
+    check(got, want, scale, runs * 128)

@@ -18,6 +18,8 @@ from anymla.ops._triton import Build, Target
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.linear.gluon_sm90_few import few_kernel
 from anymla.ops.linear.gluon_sm90_many import many_kernel
+from anymla.ops.linear.gluon_sm90_runs import runs_kernel
+from anymla.ops.linear.gluon_sm90_tens import tens_kernel
 from anymla.ops.linear.tickets import tickets
 from anymla.ops.linear.triton_quantize import quantize_rows_by_run
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
@@ -50,21 +52,21 @@ class Form:
     programs: int = 2
     splits: int = 1
     registers: int | None = None
+    pairs: bool = False
 
 
 def form(tokens: int, groups: int, n: int, runs: int, processors: int, exact: bool) -> Form:
     """The one for so many tokens; ``exact``: products must not be rounded."""
     columns = max(8, triton.next_power_of_2(tokens))
     if columns <= 32:
-        few = Form("few", 32, columns, 8 if columns == 8 else 4, 3 if columns == 8 else 6)
-        return (
-            few if groups * n // few.rows >= processors // 2 else dataclasses.replace(few, rows=16)
-        )
+        chosen = Form("few", 32, columns, 8, 3, programs=1 if columns == 32 else 2)
+        if groups * n // chosen.rows < processors // 2:
+            chosen = dataclasses.replace(chosen, rows=16)
+        return chosen
     stages = {64: 6, 128: 4}[columns] - exact
-    many = Form("exact" if exact else "codes", 64, columns, 4, stages)
-    return dataclasses.replace(
-        many, splits=_splits(groups * n // many.rows, runs, many, processors)
-    )
+    chosen = Form("exact" if exact else "codes", 64, columns, 4, stages)
+    splits = _splits(groups * n // chosen.rows, runs, chosen, processors)
+    return dataclasses.replace(chosen, splits=splits)
 
 
 def _splits(tiles: int, runs: int, chosen: Form, processors: int) -> int:
@@ -149,6 +151,25 @@ def multiply(
     if form.registers:
         options["maxnreg"] = form.registers
     numbers = (groups, x_scales.stride(0), x_scales.stride(2))
+    by_run = x_scales.stride(0) == 1
+    if form.kernel == "runs":
+        layout = NVMMASharedLayout(128, 32, rank=3)
+        w_desc, x_desc = (
+            TensorDescriptor(
+                each.view(torch.int32), [lines[1], lines[0], 32], [32, lines[1] * 32, 1],
+                [form.warps, box, 32], layout,
+            )
+            for each, lines, box in (
+                (w.view(-1), (groups * n, runs), form.rows),
+                (x.view(-1), (tokens, groups * runs), form.columns),
+            )
+        )  # fmt: skip
+        runs_kernel[(min(tiles, form.programs * processors),)](
+            x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, *numbers,
+            ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
+            BY_RUN=by_run, num_warps=form.warps, **options,
+        )  # fmt: skip
+        return out
     if form.kernel == "few":
         box = [form.warps, form.rows, 32]
         words = w.view(torch.int32).view(groups * n, width // 4)
@@ -162,7 +183,7 @@ def multiply(
             num_warps=form.warps, **options,
         )  # fmt: skip
         return out
-    exact = form.kernel == "exact"
+    exact = form.kernel.endswith("exact")
     kind, channels = (torch.int32, 32) if exact else (torch.float8_e4m3fn, 128)
     layout = NVMMASharedLayout(128, 32 if exact else 8, rank=2)
     w_desc, x_desc = (
@@ -175,6 +196,15 @@ def multiply(
         shape = (blocks, tiles, form.splits, form.rows, form.columns)
         part, drawn = scratch(shape, torch.float32, x.device), tickets(x.device)
     programs = min(tiles * form.splits, max(1, form.programs * processors // blocks))
+    if form.kernel.startswith("tens"):
+        tens_kernel[(programs, blocks)](
+            x_desc, x_scales, w_desc, scales, out, part, drawn.view(torch.int32), tokens, n, runs,
+            tiles, form.splits, *numbers,
+            ROWS=form.rows, COLUMNS=form.columns, STAGES=form.stages, EXACT=exact,
+            PAIRS=form.pairs and runs // form.splits % 2 == 0, BY_RUN=by_run,
+            num_warps=form.warps, **options,
+        )  # fmt: skip
+        return out
     many_kernel[(programs, blocks)](
         x_desc, x_scales, w_desc, scales, out, part, drawn.view(torch.int32), tokens, n, runs,
         tiles, form.splits, *numbers,

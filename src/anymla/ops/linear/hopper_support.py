@@ -11,8 +11,10 @@ from anymla.ops._triton import triton_support
 from anymla.ops.sparse_attention.support import runs_gluon
 
 # Whether the kernels are chosen without having been named.
-AUTOMATIC = False
+AUTOMATIC = True
 MOST_TOKENS = 128
+# Up to here products are exact; from there on others use the FP8 instruction too.
+MOST_EXACT, FEWEST_ROUNDED = 32, 64
 # Rows of the smallest tiles that every kernel has.
 ROW_STEP = 64
 
@@ -47,4 +49,5 @@ def product_support(tokens: int, weight: Tensor, scale: Tensor) -> Support:
         return Support(False, f"whole tiles of rows and runs of channels, got {rows, width}")
     if not (weight.is_contiguous() and scale.is_contiguous()) or weight.data_ptr() % 16:
         return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
-    return Support(True, automatic=AUTOMATIC)
+    chosen = tokens <= MOST_EXACT or tokens >= FEWEST_ROUNDED
+    return Support(True, automatic=AUTOMATIC and chosen)

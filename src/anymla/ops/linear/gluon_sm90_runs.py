@@ -1,0 +1,244 @@
+"""Products of FP8 weights and few FP8 activations on Hopper, as fast as the weight can be read.
+
+Grid: as many programs as run at once, each with every so-many-th tile of ROWS rows of the weight.
+
+    w [groups x n, K]  .  x [tokens, group, K]^T  ->  y [tokens, group, n]
+
+    producer    1 warp: WARPS runs of 128 channels of both operands at a time, by the copy engine,
+                into a ring of STAGES; weights as early as the program starts
+    consumer    a run a warp, which share nothing before the end of a tile, where their sums are
+                added in the order of the runs
+
+Barriers: full[i] copies -> consumer, empty[i] consumer -> producer.
+
+Codes are decoded to float16 in registers, whose products are exact, and summed in float32; each
+run's sum is then scaled. Channels go into the matrix instruction in another order, the same for
+both operands: a thread has 32 neighbours of every row, which it reads 16 at a time.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
+
+_RUN = gl.constexpr(128)
+# int32 words of a run.
+_WORDS = gl.constexpr(32)
+# Names changed after triton 3.6.
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_meet = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.constexpr_function
+def words_layout(warps, rows):
+    """[warps, rows, 32] words as matrix operands: warps, rows of eight, four threads a row."""
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    registers += [[0, 1 << bit, 0] for bit in range(3, rows.bit_length() - 1)]
+    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    shared = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, shared, [], [warps, rows, 32])
+
+
+@gluon.jit
+def decoded(words):
+    """e4m3 words [.., 32] to float16 [.., 128], in the order of ``words_layout``."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; .reg .b32 u, v; mov.b32 {l, h}, $4;"
+        " cvt.rn.f16x2.e4m3x2 u, l; cvt.rn.f16x2.e4m3x2 v, h;"
+        " mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v; }",
+        "=h,=h,=h,=h,r", [words],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+    W: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    value = gl.join(gl.join(a, c), gl.join(b, d))
+    value = gl.reshape(value, (W, ROWS, 4, 8, 4))
+    return gl.reshape(gl.permute(value, (0, 1, 3, 2, 4)), (W, ROWS, _RUN))
+
+
+@gluon.jit
+def factors(scale):
+    """Scales as float32, from ue8m0 or as they are."""
+    if scale.dtype == gl.uint8:
+        wide = scale.to(gl.int32)
+        bits = gl.where(wide == 0, 0x00400000, wide << 23)
+        scale = gl.where(wide == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    return scale
+
+
+@gluon.jit
+def _produce(
+    x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, groups,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    BYTES: gl.constexpr = (ROWS + COLUMNS) * WARPS * 128
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    steps_of_tile = (runs + WARPS - 1) // WARPS
+    steps = ((tiles - first + programs - 1) // programs) * steps_of_tile
+    tile = first
+    run = 0
+    for i in gl.static_range(STAGES):
+        there = i < steps
+        mbarrier.expect(full.index(i), BYTES, pred=there)
+        _copy(w_desc, [run, tile * ROWS, 0], full.index(i), ring.index(i), pred=there)
+        run += WARPS
+        if run >= runs:
+            run = 0
+            tile += programs
+    if EARLY:
+        wait_for_predecessors()
+    tile = first
+    run = 0
+    for i in gl.static_range(STAGES):
+        group = tile * ROWS // n
+        _copy(x_desc, [group * runs + run, 0, 0], full.index(i), x_ring.index(i), pred=i < steps)
+        run += WARPS
+        if run >= runs:
+            run = 0
+            tile += programs
+    group = tile * ROWS // n
+    for step in range(STAGES, steps):
+        slot = step % STAGES
+        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), BYTES)
+        _copy(w_desc, [run, tile * ROWS, 0], full.index(slot), ring.index(slot))
+        _copy(x_desc, [group * runs + run, 0, 0], full.index(slot), x_ring.index(slot))
+        run += WARPS
+        if run >= runs:
+            run = 0
+            tile += programs
+            group = tile * ROWS // n
+
+
+@gluon.jit
+def _consume(
+    ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
+    x_scale_token, x_scale_run,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    BY_RUN: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
+    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
+    FACTORS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    LAST: gl.constexpr = gl.BlockedLayout(
+        [WARPS, 1, 1], [1, min(ROWS, 32), 32 // min(ROWS, 32)], [1, 1, WARPS], [1, 2, 0]
+    )
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    blocks = (n + 127) // 128
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, FACTORS))
+    run = gl.arange(0, WARPS, layout=gl.SliceLayout(1, FACTORS))
+    last_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(0, LAST)))
+    last_token = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAST)))
+    x_group = first * ROWS // n
+    s_at = scales + (x_group * blocks + (first * ROWS - x_group * n) // 128) * runs + run
+    w_scale = gl.load(s_at, mask=run < runs, other=0)
+    if EARLY:
+        wait_for_predecessors()
+    if BY_RUN:
+        # Rows come in sixteens where their scales lie side by side.
+        x_scale_run = x_scale_run // 16 * 16
+    f_at = gl.expand_dims(column if BY_RUN else column * x_scale_token, 0)
+    f_at = x_scales + (f_at + gl.expand_dims(run * x_scale_run, 1))
+    inside = gl.expand_dims((column // 16 * 16 if BY_RUN else column) < tokens, 0)
+    # Of the step after the one that is multiplied.
+    x_tile = first
+    x_run = 0
+    scale = gl.load(
+        f_at + x_group * runs * x_scale_run, mask=gl.expand_dims(run < runs, 1) & inside, other=0.0
+    )
+    step = 0
+    for tile in range(first, tiles, programs):
+        group = tile * ROWS // n
+        sums = gl.zeros([WARPS, ROWS, COLUMNS], gl.float32, layout=SUMS)
+        for _ in range(0, runs, WARPS):
+            factor = scale * gl.expand_dims(factors(w_scale), 1)
+            x_run += WARPS
+            if x_run >= runs:
+                x_run = 0
+                x_tile += programs
+                x_group = x_tile * ROWS // n
+                block = (x_tile * ROWS - x_group * n) // 128
+                s_at = scales + (x_group * blocks + block) * runs + run
+            left = gl.where(x_tile < tiles, runs - x_run, 0)
+            scale = gl.load(
+                f_at + (x_group * runs + x_run) * x_scale_run,
+                mask=gl.expand_dims(run < left, 1) & inside, other=0.0,
+            )  # fmt: skip
+            w_scale = gl.load(s_at + x_run, mask=run < left, other=0)
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            words = ring.index(slot).load(words_layout(WARPS, ROWS))
+            x_words = x_ring.index(slot).load(words_layout(WARPS, COLUMNS))
+            mbarrier.arrive(empty.index(slot))
+            a = gl.convert_layout(decoded(words), A)
+            b = gl.convert_layout(gl.permute(decoded(x_words), (0, 2, 1)), B)
+            part = mma_v2(a, b, gl.zeros([WARPS, ROWS, COLUMNS], gl.float32, layout=SUMS))
+            sums += part * gl.expand_dims(factor, 1)
+            step += 1
+        total = gl.sum(gl.convert_layout(sums, LAST), 0)
+        at = gl.expand_dims(last_token * groups + group, 0) * n
+        at += gl.expand_dims(tile * ROWS - group * n + last_row, 1)
+        gl.store(
+            out + at, total.to(out.dtype.element_ty), mask=gl.expand_dims(last_token < tokens, 0)
+        )
+
+
+@gluon.jit(do_not_specialize=["tokens", "runs", "tiles", "groups", "x_scale_token", "x_scale_run"])
+def runs_kernel(
+    x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, groups, x_scale_token,
+    x_scale_run,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    BY_RUN: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """See the file.
+
+    Args:
+        x_desc: int32 [groups * K / 128, T, 32], e4m3 codes; boxes [WARPS, COLUMNS, 32].
+        x_scales: float32, of run r of row t and group g at t * x_scale_token + (g * runs + r)
+            * x_scale_run.
+        w_desc: int32 [K / 128, groups * n, 32], the weight's codes; boxes [WARPS, ROWS, 32].
+        scales: uint8 (ue8m0) or float32 [groups, ceil(n / 128), K / 128].
+        out: [T, groups, n].
+        tokens: T, at most COLUMNS.
+        n: rows of a group, a multiple of ROWS.
+        runs: K / 128.
+        tiles: groups * n / ROWS.
+        groups: see above.
+        x_scale_token: see above.
+        x_scale_run: see above.
+        ROWS: 16, 32 or 64.
+        COLUMNS: tokens of the tile, at least 8.
+        WARPS: of the consumer.
+        STAGES: of the ring.
+        BY_RUN: x_scale_token is 1, and there are scales of as many rows as ``QuantizedRows`` has.
+        EARLY: launched before what makes x has ended.
+    """
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, ROWS, 32], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, COLUMNS, 32], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    if EARLY:
+        let_dependents_start()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
+                x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, EARLY,
+            )),
+            (_produce, (
+                x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, groups, ROWS, COLUMNS,
+                WARPS, STAGES, EARLY,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
