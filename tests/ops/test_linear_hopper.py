@@ -6,10 +6,15 @@ from gluon_straight import Descriptor, run
 
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import decode_ue8m0
-from anymla.testing.tolerance import accumulation, assert_close
+from anymla.ops.linear import fp8_block_linear
+from anymla.ops.output_projection import grouped_output_projection_fp8
+from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 
 pytest.importorskip("triton")
+# Of a run: four instructions of 32 products, whose errors are independent.
+FP8_SUMS = Bound(2 * (128 / 32) ** 0.5 * 2.0**-13, "2 * sqrt(128 / 32) * 2^-13, FP8 instructions")
 
 
 def made(tokens, groups, n, runs, scale_format):
@@ -176,3 +181,32 @@ def test_tens_of_tokens_in_partitions(tokens, groups, n, runs, splits, programs,
         x_scales = by_run(x_scales)
     got = tens(x, x_scales, w, scales, splits, programs, exact, pairs)
     check(got, want, scale, runs * 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 31, 40, 64, 65, 128])
+@pytest.mark.parametrize(("groups", "n", "runs"), [(1, 576, 12), (1, 4096, 8), (8, 256, 4)])
+def test_on_a_gpu(tokens, groups, n, runs):
+    x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
+    given = [each.cuda() for each in (x, x_scales, w, scales)]
+    if groups == 1:
+        rows = QuantizedRows.empty(tokens, runs * 128, given[0].device)
+        rows.codes[:tokens], rows.scales[:tokens] = given[0][:, 0], given[1][:, 0]
+        weight = (given[2][0], given[3][0])
+        how = {"quantize_activations": True, "backend": "gluon_sm90"}
+        how |= {"codes": rows.codes, "code_scales": rows.scales}
+        anything = torch.full((tokens, runs * 128), torch.nan, device="cuda").bfloat16()
+        if not fp8_block_linear.supports(anything, *weight, **how):
+            pytest.skip("needs Hopper")
+        got = [fp8_block_linear(anything, *weight, **how) for _ in range(2)]
+        wide = fp8_block_linear(anything.float(), *weight, **how)
+        check(wide.cpu(), want[:, 0], scale[:, 0], runs * 128)
+    else:
+        given[0] = given[0].view(torch.float8_e4m3fn)
+        if not grouped_output_projection_fp8.supports(*given, backend="gluon_sm90"):
+            pytest.skip("needs Hopper")
+        got = [grouped_output_projection_fp8(*given, backend="gluon_sm90") for _ in range(2)]
+    assert torch.equal(*got)
+    bound = accumulation(runs * 128, torch.float32) if tokens <= 32 else FP8_SUMS
+    got = got[0].cpu().view(tokens, groups, n)
+    assert_close(got, want, atol=bound, rtol=ulps(torch.bfloat16, 0.5), scale=scale)
