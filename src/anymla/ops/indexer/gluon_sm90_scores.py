@@ -119,8 +119,6 @@ def page_scores_kernel(
     # A consumer meets the same buffers again, so it never waits for a fill two turns ahead, which
     # a barrier's parity could not tell from the last.
     gl.static_assert(BUFFERS % _CONSUMERS == 0)
-    if EARLY:
-        let_dependents_start()
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
     queries = gl.allocate_shared_memory(gl.float8e4nv, [ROWS * _H, _D], CODES)
@@ -135,6 +133,7 @@ def page_scores_kernel(
     if EARLY:
         # Partitions begin behind this.
         wait_for_predecessors()
+        let_dependents_start()
     LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     line = gl.arange(0, ROWS * _H, layout=gl.SliceLayout(1, LOAD))
     channel = gl.arange(0, _D, layout=gl.SliceLayout(0, LOAD))

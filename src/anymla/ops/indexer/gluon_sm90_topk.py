@@ -263,12 +263,11 @@ def topk_kernel(
     """One row; arguments as of ``group_select_kernel``. GROUPS and ELEMENTS fill the threads."""
     ALL: gl.constexpr = gl.BlockedLayout([ELEMENTS // (32 * WARPS)], [32], [WARPS], [0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    if EARLY:
-        let_dependents_start()
     words = _reserve()
     _clear_counters(words, WARPS)
     if EARLY:
         wait_for_predecessors()
+        let_dependents_start()
     row = gl.program_id(0).to(gl.int64)
     request, start, end = _bounds(
         lengths, starts, owners, row, first_row, per_request, requests, covered

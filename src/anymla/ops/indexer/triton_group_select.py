@@ -71,8 +71,8 @@ def group_select_kernel(
     see ``early_launch``.
     """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered

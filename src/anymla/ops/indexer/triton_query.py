@@ -96,8 +96,8 @@ def query_kernel(
 ):
     """A token and HEADS of its heads; EARLY: see ``early_launch``."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     exists = head < heads

@@ -69,8 +69,8 @@ def sample_collect_kernel(
     EARLY: see ``early_launch``.
     """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     request, start, end = row_bounds(
@@ -165,8 +165,8 @@ def sample_finish_kernel(
 ):
     """A row that several programs have collected from."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_bounds(
         lengths, starts, owners, row, True, first_row, per_request, requests, covered

@@ -88,8 +88,8 @@ def select_scores_kernel(
     EARLY: see ``early_launch``.
     """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     member = tl.arange(0, ROWS)
     row = tl.program_id(0).to(tl.int64) * ROWS + member
     live = row < rows
