@@ -144,8 +144,11 @@ def _copy(descriptor, at, barrier, shared, pred=True):
 def _decoded_words(text, constraints, arguments, **_):
     if "griddepcontrol" in text:
         return None
-    assert text.count("cvt.rn.f16x2.e4m3x2") == 2
     words = arguments[0].as_subclass(torch.Tensor).contiguous()
+    if text == "mov.b32 {$0, $1}, $2;":
+        halves = words.view(torch.bfloat16).view(*words.shape, 2)
+        return tuple(value(half) for half in halves.unbind(-1))
+    assert text.count("cvt.rn.f16x2.e4m3x2") == 2
     codes = words.view(torch.uint8).view(*words.shape, 4)
     return tuple(value(half) for half in decode_e4m3(codes, torch.float16).unbind(-1))
 
@@ -189,7 +192,7 @@ def _partitions(functions, warps, registers):
 
 def _namespace(program, programs):
     layout = gluon_simulator._Anything()
-    kinds = {"uint8", "int32", "int64", "float32", "float16"}
+    kinds = {"uint8", "int32", "int64", "float32", "float16", "bfloat16"}
     gl = types.SimpleNamespace(
         **{kind: getattr(torch, kind) for kind in kinds},
         constexpr=lambda x: x,

@@ -84,7 +84,8 @@ def in_runs(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     run(
         runs_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out, tokens, n,
         width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
-        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, EARLY=True,
+        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, PLAIN=False,
+        EARLY=True,
     )  # fmt: skip
     return out
 
@@ -147,6 +148,24 @@ def test_few_tokens(tokens, groups, n, runs, rows, warps, programs, scale_format
     for given in (x_scales, by_run(x_scales)):
         got = in_runs(x, given, w, scales, rows, warps, programs)
         check(got, want, scale, runs * 128)
+
+
+def test_products_of_bfloat16_in_float32():
+    from anymla.ops.linear.gluon_sm90_runs import runs_kernel
+
+    tokens, n, runs, warps, rows = 5, 96, 6, 4, 32
+    x, w = torch.randn(tokens, runs * 64).bfloat16(), torch.randn(n, runs * 64).bfloat16()
+    given, weight = (
+        Descriptor(words(each, lines).view(lines, -1, 32).transpose(0, 1), (warps, box, 32))
+        for each, lines, box in ((x, tokens, 8), (w, n, rows))
+    )
+    out = torch.full((tokens, 1, n), torch.nan)
+    run(
+        runs_kernel, (2, 1), given, None, weight, None, out, tokens, n, runs, n // rows, 1, 0, 0,
+        ROWS=rows, COLUMNS=8, WARPS=warps, STAGES=2, BY_RUN=False, PLAIN=True, EARLY=True,
+    )  # fmt: skip
+    x, w = x.double(), w.double()
+    check(out[:, 0], x @ w.T, x.abs() @ w.abs().T, runs * 64)
 
 
 @pytest.mark.parametrize("exact", [True, False])

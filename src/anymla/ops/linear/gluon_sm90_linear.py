@@ -27,6 +27,8 @@ from anymla.ops.workspace import scratch
 
 # Of a split: what a ring holds, at least.
 _FEWEST_RUNS = 4
+# bfloat16 channels of a line of 128 bytes.
+_PLAIN_RUN = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,31 @@ def product(
     return multiply(x, x_scales, w, scales, out_dtype, chosen, processors)
 
 
+def _boxes(x: Tensor, lines: int, runs: int, box: int, warps: int) -> TensorDescriptor:
+    """Words of ``runs`` runs of ``lines`` lines one after the other; a box has a run a warp."""
+    return TensorDescriptor(
+        x.view(torch.int32), [runs, lines, 32], [32, runs * 32, 1], [warps, box, 32],
+        NVMMASharedLayout(128, 32, rank=3),
+    )  # fmt: skip
+
+
+def multiply_plain(x: Tensor, w: Tensor, form: Form, processors: int, early: bool = True) -> Tensor:
+    """Multiply contiguous bfloat16 x [T, K] by contiguous bfloat16 w [N, K] to float32 [T, N]."""
+    (tokens, width), n = x.shape, len(w)
+    runs, tiles = width // _PLAIN_RUN, n // form.rows
+    out = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
+    options: dict[str, Any] = dict(early_launch(x.device)) if early else {"EARLY": False}
+    if form.registers:
+        options["maxnreg"] = form.registers
+    runs_kernel[(min(tiles, form.programs * processors),)](
+        _boxes(x.view(-1), tokens, runs, form.columns, form.warps), None,
+        _boxes(w.view(-1), n, runs, form.rows, form.warps), None, out, tokens, n, runs, tiles, 1, 0,
+        0, ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
+        BY_RUN=False, PLAIN=True, num_warps=form.warps, **options,
+    )  # fmt: skip
+    return out
+
+
 def multiply(
     x: Tensor,
     x_scales: Tensor,
@@ -153,21 +180,13 @@ def multiply(
     numbers = (groups, x_scales.stride(0), x_scales.stride(2))
     by_run = x_scales.stride(0) == 1
     if form.kernel == "runs":
-        layout = NVMMASharedLayout(128, 32, rank=3)
-        w_desc, x_desc = (
-            TensorDescriptor(
-                each.view(torch.int32), [lines[1], lines[0], 32], [32, lines[1] * 32, 1],
-                [form.warps, box, 32], layout,
-            )
-            for each, lines, box in (
-                (w.view(-1), (groups * n, runs), form.rows),
-                (x.view(-1), (tokens, groups * runs), form.columns),
-            )
-        )  # fmt: skip
-        runs_kernel[(min(tiles, form.programs * processors),)](
-            x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, *numbers,
+        grid = (min(tiles, form.programs * processors),)
+        runs_kernel[grid](
+            _boxes(x.view(-1), tokens, groups * runs, form.columns, form.warps), x_scales,
+            _boxes(w.view(-1), groups * n, runs, form.rows, form.warps), scales, out, tokens, n,
+            runs, tiles, *numbers,
             ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
-            BY_RUN=by_run, num_warps=form.warps, **options,
+            BY_RUN=by_run, PLAIN=False, num_warps=form.warps, **options,
         )  # fmt: skip
         return out
     if form.kernel == "few":

@@ -59,6 +59,19 @@ def decoded(words):
 
 
 @gluon.jit
+def halves(words):
+    """Pairs of bfloat16 [.., 32] as [.., 64], in the order of ``words_layout``."""
+    a, b = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    W: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    value = gl.reshape(gl.join(a, b), (W, ROWS, 4, 8, 2))
+    return gl.reshape(gl.permute(value, (0, 1, 3, 2, 4)), (W, ROWS, 64))
+
+
+@gluon.jit
 def factors(scale):
     """Scales as float32, from ue8m0 or as they are."""
     if scale.dtype == gl.uint8:
@@ -119,11 +132,11 @@ def _consume(
     ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
     x_scale_token, x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_RUN: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
-    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2 if PLAIN else 4)
+    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2 if PLAIN else 4)
     FACTORS: gl.constexpr = gl.SliceLayout(1, SUMS)
     LAST: gl.constexpr = gl.BlockedLayout(
         [WARPS, 1, 1], [1, min(ROWS, 32), 32 // min(ROWS, 32)], [1, 1, WARPS], [1, 2, 0]
@@ -135,51 +148,60 @@ def _consume(
     run = gl.arange(0, WARPS, layout=gl.SliceLayout(1, FACTORS))
     last_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(0, LAST)))
     last_token = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAST)))
-    x_group = first * ROWS // n
-    s_at = scales + (x_group * blocks + (first * ROWS - x_group * n) // 128) * runs + run
-    w_scale = gl.load(s_at, mask=run < runs, other=0)
+    if not PLAIN:
+        x_group = first * ROWS // n
+        s_at = scales + (x_group * blocks + (first * ROWS - x_group * n) // 128) * runs + run
+        w_scale = gl.load(s_at, mask=run < runs, other=0)
     if EARLY:
         wait_for_predecessors()
-    if BY_RUN:
-        # Rows come in sixteens where their scales lie side by side.
-        x_scale_run = x_scale_run // 16 * 16
-    f_at = gl.expand_dims(column if BY_RUN else column * x_scale_token, 0)
-    f_at = x_scales + (f_at + gl.expand_dims(run * x_scale_run, 1))
-    inside = gl.expand_dims((column // 16 * 16 if BY_RUN else column) < tokens, 0)
-    # Of the step after the one that is multiplied.
-    x_tile = first
-    x_run = 0
-    scale = gl.load(
-        f_at + x_group * runs * x_scale_run, mask=gl.expand_dims(run < runs, 1) & inside, other=0.0
-    )
+    if not PLAIN:
+        if BY_RUN:
+            # Rows come in sixteens where their scales lie side by side.
+            x_scale_run = x_scale_run // 16 * 16
+        f_at = gl.expand_dims(column if BY_RUN else column * x_scale_token, 0)
+        f_at = x_scales + (f_at + gl.expand_dims(run * x_scale_run, 1))
+        inside = gl.expand_dims((column // 16 * 16 if BY_RUN else column) < tokens, 0)
+        # Of the step after the one that is multiplied.
+        x_tile = first
+        x_run = 0
+        scale = gl.load(
+            f_at + x_group * runs * x_scale_run, mask=gl.expand_dims(run < runs, 1) & inside,
+            other=0.0,
+        )  # fmt: skip
     step = 0
     for tile in range(first, tiles, programs):
         group = tile * ROWS // n
         sums = gl.zeros([WARPS, ROWS, COLUMNS], gl.float32, layout=SUMS)
         for _ in range(0, runs, WARPS):
-            factor = scale * gl.expand_dims(factors(w_scale), 1)
-            x_run += WARPS
-            if x_run >= runs:
-                x_run = 0
-                x_tile += programs
-                x_group = x_tile * ROWS // n
-                block = (x_tile * ROWS - x_group * n) // 128
-                s_at = scales + (x_group * blocks + block) * runs + run
-            left = gl.where(x_tile < tiles, runs - x_run, 0)
-            scale = gl.load(
-                f_at + (x_group * runs + x_run) * x_scale_run,
-                mask=gl.expand_dims(run < left, 1) & inside, other=0.0,
-            )  # fmt: skip
-            w_scale = gl.load(s_at + x_run, mask=run < left, other=0)
+            if not PLAIN:
+                factor = scale * gl.expand_dims(factors(w_scale), 1)
+                x_run += WARPS
+                if x_run >= runs:
+                    x_run = 0
+                    x_tile += programs
+                    x_group = x_tile * ROWS // n
+                    block = (x_tile * ROWS - x_group * n) // 128
+                    s_at = scales + (x_group * blocks + block) * runs + run
+                left = gl.where(x_tile < tiles, runs - x_run, 0)
+                scale = gl.load(
+                    f_at + (x_group * runs + x_run) * x_scale_run,
+                    mask=gl.expand_dims(run < left, 1) & inside, other=0.0,
+                )  # fmt: skip
+                w_scale = gl.load(s_at + x_run, mask=run < left, other=0)
             slot = step % STAGES
             mbarrier.wait(full.index(slot), (step // STAGES) & 1)
             words = ring.index(slot).load(words_layout(WARPS, ROWS))
             x_words = x_ring.index(slot).load(words_layout(WARPS, COLUMNS))
             mbarrier.arrive(empty.index(slot))
-            a = gl.convert_layout(decoded(words), A)
-            b = gl.convert_layout(gl.permute(decoded(x_words), (0, 2, 1)), B)
-            part = mma_v2(a, b, gl.zeros([WARPS, ROWS, COLUMNS], gl.float32, layout=SUMS))
-            sums += part * gl.expand_dims(factor, 1)
+            if PLAIN:
+                a = gl.convert_layout(halves(words), A)
+                b = gl.convert_layout(gl.permute(halves(x_words), (0, 2, 1)), B)
+                sums = mma_v2(a, b, sums)
+            else:
+                a = gl.convert_layout(decoded(words), A)
+                b = gl.convert_layout(gl.permute(decoded(x_words), (0, 2, 1)), B)
+                part = mma_v2(a, b, gl.zeros([WARPS, ROWS, COLUMNS], gl.float32, layout=SUMS))
+                sums += part * gl.expand_dims(factor, 1)
             step += 1
         total = gl.sum(gl.convert_layout(sums, LAST), 0)
         at = gl.expand_dims(last_token * groups + group, 0) * n
@@ -194,7 +216,7 @@ def runs_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, groups, x_scale_token,
     x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_RUN: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
@@ -217,6 +239,7 @@ def runs_kernel(
         WARPS: of the consumer.
         STAGES: of the ring.
         BY_RUN: x_scale_token is 1, and there are scales of as many rows as ``QuantizedRows`` has.
+        PLAIN: both operands are bfloat16, runs are 64 channels, and there are no scales.
         EARLY: launched before what makes x has ended.
     """
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, ROWS, 32], w_desc.layout)
@@ -232,7 +255,8 @@ def runs_kernel(
         [
             (_consume, (
                 ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
-                x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, EARLY,
+                x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, PLAIN,
+                EARLY,
             )),
             (_produce, (
                 x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, groups, ROWS, COLUMNS,
