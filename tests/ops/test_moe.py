@@ -378,7 +378,7 @@ def use_packed_tile(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language as tl
 
     from anymla.ops.moe import triton_experts
-    from anymla.ops.moe.triton_packed import PackedTile
+    from anymla.ops.moe.packed_tiles import PackedTile
 
     operands = {"float16": tl.float16, "bfloat16": tl.bfloat16}
     operand = operands.get(form, tl.float8e4nv)
@@ -435,7 +435,7 @@ def test_kernels_take_lists_and_stacks(
 @no_triton
 def test_tiles_divide_what_they_cover() -> None:
     from anymla.ops._triton import TARGETS, XPU
-    from anymla.ops.moe.triton_packed import packed_tile
+    from anymla.ops.moe.packed_tiles import packed_tile
 
     # Rows and channels are not masked: a tile's rows and a step's runs must be whole.
     kinds = (("mxfp4", True), ("mxfp4", False), ("fp8", True))

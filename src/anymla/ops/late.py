@@ -34,3 +34,8 @@ def wait_for_arguments() -> None:
     if wait is not None:
         _wait.set(None)
         wait()
+
+
+def waits() -> bool:
+    """Whether something may still be in the making on another queue."""
+    return _wait.get() is not None

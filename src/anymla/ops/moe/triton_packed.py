@@ -10,7 +10,6 @@ pairs, by programs of which there are several a multiprocessor even for one toke
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -21,53 +20,12 @@ from torch import Tensor
 
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.linear.triton_operands import operand_rows
-from anymla.ops.linear.triton_turned import turned_product, waits_together
+from anymla.ops.linear.triton_turned import turned_product
+from anymla.ops.moe.packed_tiles import PackedTile, packed_tile
 from anymla.ops.moe.triton_plan import block_of, make_plan
-from anymla.ops.moe.triton_stack import aligned, common_unit, place_of, stacked
+from anymla.ops.moe.triton_stack import Call, place_of, places_of
 from anymla.ops.moe.triton_swiglu import gated
 from anymla.ops.workspace import scratch
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedTile:
-    """Rows of the weight, pairs and channels of a step; operands; warps and stages."""
-
-    rows: int
-    columns: int
-    channels: int
-    operand: tl.dtype
-    num_warps: int
-    stages: int
-    wide: bool = False
-
-
-def packed_tile(
-    pairs: int, sizes: tuple[int, int, int], weight_format: str, coded: bool, target: Target
-) -> PackedTile:
-    """The tile for pairs spread evenly over the experts.
-
-    Args:
-        pairs: how many.
-        sizes: experts, their inner size, hidden size.
-        weight_format: "mxfp4" or "fp8".
-        coded: activations are quantised.
-        target: what it runs on.
-    """
-    experts, inner, d = sizes
-    share = pairs / experts
-    if weight_format == "fp8":
-        # Hopper's sums of 128 products of e4m3 would keep 13 bits.
-        return PackedTile(64, 16, 128, tl.float16, 4, 4)
-    if not coded or share > 12:
-        if share <= 32:
-            return PackedTile(128, 32, 128, tl.bfloat16, 8, 3)
-        columns = 128 if share > 48 and not target.narrow else 64
-        return PackedTile(128, columns, 64, tl.bfloat16, 8, 3)
-    kind = tl.float8e4nv if target.dot_e4m3 else tl.float16
-    if not waits_together(target):
-        return PackedTile(64, 16, 128, kind, 4, 4)
-    channels = 128 if inner % 256 or d % 256 else 256
-    return PackedTile(64 if share <= 3 else 128, 16, channels, kind, 4, 3, wide=True)
 
 
 @triton.jit(do_not_specialize=["count", "offset"])
@@ -190,110 +148,54 @@ def packed_down_kernel(
         tl.store(out + at, total.to(out.dtype.element_ty), inside[None, :])
 
 
-def packed_support(
-    x: torch.dtype,
-    matrices: list[list[Tensor]],
-    scales: list[list[Tensor]],
-    weight_format: str,
-    coded: bool,
-    target: Target,
-) -> bool:
-    """Whether these kernels take the experts: whole runs and tiles, at addresses for wide loads.
-
-    Args:
-        x: dtype of the activations.
-        matrices: w1, w3, w2.
-        scales: s1, s3, s2.
-        weight_format: "plain", "fp8" or "mxfp4".
-        coded: activations are quantised.
-        target: what they run on.
-    """
-    if weight_format == "fp8":
-        # Wide rows of codes do not fit the registers of RDNA.
-        known, size = coded and not target.narrow, 1
-    else:
-        known, size = weight_format == "mxfp4" and (coded or x is torch.bfloat16), 4
-    if not known or matrices[0][0].shape[0] % 128 or matrices[2][0].shape[0] % 128:
-        return False
-    return all(aligned(each, 16) for each in matrices) and all(
-        aligned(each, size) for each in scales
-    )
-
-
-def packed_products(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    matrices: list[list[Tensor]],
-    scales: list[list[Tensor]],
-    results: Tensor,
-    chosen: PackedTile,
-    *,
-    weight_format: str,
-    swiglu_limit: float,
-    coded: bool,
-    expert_offset: int,
-) -> None:
+def packed_products(call: Call, results: Tensor, chosen: PackedTile) -> None:
     """Write what every pair's expert makes of its token to results [P, D].
 
     Args:
-        x: contiguous [T, D].
-        ids: contiguous [T, K]; pairs without an expert here are not written.
-        weights: contiguous [T, K].
-        matrices: w1, w3, w2, contiguous, as ``packed_support`` wants them.
-        scales: s1, s3, s2.
-        results: contiguous.
+        call: as ``packed_support`` wants it.
+        results: contiguous; pairs without an expert here are not written.
         chosen: the tile.
-        weight_format: see ``interface.experts``.
-        swiglu_limit: likewise.
-        coded: quantise activations.
-        expert_offset: likewise.
     """
-    (tokens, d), k = x.shape, ids.shape[1]
-    pairs, count, width = tokens * k, len(matrices[0]), matrices[0][0].shape[0]
+    x, ids, pairs = call.x, call.ids, call.pairs
+    count, width, d = call.sizes
     order, table, blocks = None, None, pairs
-    if tokens > 1:
-        plan = make_plan(ids, count, expert_offset, chosen.columns)
+    if len(x) > 1:
+        plan = make_plan(ids, count, call.expert_offset, chosen.columns)
         order, table, blocks = plan.order, plan.blocks, plan.blocks.shape[1]
-    unit = common_unit(*matrices)
-    up1, up3, down = (stacked(each, unit) for each in matrices)
-    up1_scales, up3_scales, down_scales = (stacked(each) for each in scales)
+    places = places_of(call)
     inner = scratch((pairs, width), x.dtype, x.device)
     options = {
-        "FORMAT": weight_format,
+        "FORMAT": call.weight_format,
         "OPERAND": chosen.operand,
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
         "BLOCK_K": chosen.channels,
         "NATIVE": target_of(x.device).native_e4m3,
-        "W_UNIT": unit,
+        "W_UNIT": places.unit,
         "STAGES": chosen.stages,
         "WIDE": chosen.wide,
         "num_warps": chosen.num_warps,
     }
-    given = {"weight_format": weight_format, "quantize": coded}
+    given = {"weight_format": call.weight_format, "quantize": call.coded}
     rows, row_scales = operand_rows(x, chosen.operand, **given)
     packed_up_kernel[(2 * width // chosen.rows, blocks)](
         rows,
         row_scales,
         ids,
-        weights,
+        call.weights,
         order,
         table,
-        *(up1.first, up1.stride, up1.table),
-        *(up1_scales.first, up1_scales.stride, up1_scales.table),
-        *(up3.first, up3.stride, up3.table),
-        *(up3_scales.first, up3_scales.stride, up3_scales.table),
+        *places.up,
         inner,
         blocks,
-        expert_offset,
+        call.expert_offset,
         count,
-        k,
+        ids.shape[1],
         d,
-        matrices[0][0].shape[1],
-        scales[0][0].shape[1],
+        call.matrices[0][0].shape[1],
+        call.scales[0][0].shape[1],
         width,
-        float(swiglu_limit),
+        float(call.swiglu_limit),
         **options,
     )
     rows, row_scales = operand_rows(inner, chosen.operand, **given)
@@ -303,15 +205,14 @@ def packed_products(
         ids,
         order,
         table,
-        *(down.first, down.stride, down.table),
-        *(down_scales.first, down_scales.stride, down_scales.table),
+        *places.down,
         results,
         blocks,
-        expert_offset,
+        call.expert_offset,
         count,
         width,
-        matrices[2][0].shape[1],
-        scales[2][0].shape[1],
+        call.matrices[2][0].shape[1],
+        call.scales[2][0].shape[1],
         d,
         **options,
     )

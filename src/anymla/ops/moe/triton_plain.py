@@ -1,0 +1,279 @@
+"""Grouped products of experts in any format and on any GPU.
+
+    up        (blocks of I, blocks of pairs): gate and up, SwiGLU, routing weight -> inner [P, I]
+    down      (blocks of D, blocks of pairs): inner -> out [P, D]
+
+Up to ``_FEW_PAIRS`` pairs there is no plan: each pair is a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.ops._triton import Build, Target, target_of
+from anymla.ops.linear.triton_product import Tile, operand, product, tile
+from anymla.ops.linear.triton_quantize import quantize_rows
+from anymla.ops.moe.triton_plan import block_of, make_plan
+from anymla.ops.moe.triton_stack import Call, place_of, places_of
+from anymla.ops.moe.triton_swiglu import gated
+from anymla.ops.workspace import scratch
+
+_FEW_PAIRS = 64
+_MOST_ROWS = 64
+# Whose matrix instructions read the decoded weight from shared memory.
+_OPERANDS_IN_SHARED = ("sm_90", "sm_100")
+
+
+def expert_tile(pairs: int, experts: int, kind: tl.dtype, target: Target) -> Tile:
+    """The tile for pairs spread evenly over the experts."""
+    rows = 1 if pairs <= _FEW_PAIRS else min(_MOST_ROWS, pairs // max(1, experts))
+    chosen = tile(rows, kind, target)
+    if chosen.rows == _MOST_ROWS and target.name not in _OPERANDS_IN_SHARED:
+        # Operands pass through registers there, and decoding takes more of them.
+        return dataclasses.replace(chosen, channels=32)
+    return chosen
+
+
+@triton.jit(do_not_specialize=["count", "offset"])
+def up_kernel(
+    x,
+    x_scales,
+    ids,
+    weights,
+    order,
+    blocks,
+    w1,
+    w1_stride,
+    w1_table,
+    s1,
+    s1_stride,
+    s1_table,
+    w3,
+    w3_stride,
+    w3_table,
+    s3,
+    s3_stride,
+    s3_table,
+    inner,
+    count,
+    offset,
+    experts,
+    per_token,
+    width,
+    n,
+    limit,
+    FORMAT: tl.constexpr,
+    CODED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """A tile of w2's input."""
+    expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, ROWS)
+    if expert >= 0:
+        token = pair // per_token
+        column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+        exists = column < n
+        w1 += place_of(expert, w1_stride, w1_table, UNIT)
+        w3 += place_of(expert, w3_stride, w3_table, UNIT)
+        if FORMAT != "plain":
+            s1 += place_of(expert, s1_stride, s1_table, 1)
+            s3 += place_of(expert, s3_stride, s3_table, 1)
+        runs = tl.cdiv(width, 128)
+        gate = product(
+            x, x_scales, token, inside, width, runs, w1, s1, column, exists, 0, width, width,
+            FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
+        )  # fmt: skip
+        up = product(
+            x, x_scales, token, inside, width, runs, w3, s3, column, exists, 0, width, width,
+            FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
+        )  # fmt: skip
+        dtype = inner.dtype.element_ty
+        value = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit)
+        value *= tl.load(weights + pair, inside, other=0.0)[:, None]
+        at = (pair * n)[:, None] + column[None, :]
+        tl.store(inner + at, value.to(dtype), inside[:, None] & exists[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "offset"])
+def down_kernel(
+    inner,
+    inner_scales,
+    ids,
+    order,
+    blocks,
+    w2,
+    w2_stride,
+    w2_table,
+    s2,
+    s2_stride,
+    s2_table,
+    out,
+    count,
+    offset,
+    experts,
+    width,
+    n,
+    FORMAT: tl.constexpr,
+    CODED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """A tile of the pairs' results."""
+    expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, ROWS)
+    if expert >= 0:
+        column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+        exists = column < n
+        w2 += place_of(expert, w2_stride, w2_table, UNIT)
+        if FORMAT != "plain":
+            s2 += place_of(expert, s2_stride, s2_table, 1)
+        runs = tl.cdiv(width, 128)
+        value = product(
+            inner, inner_scales, pair, inside, width, runs, w2, s2, column, exists, 0, width,
+            width, FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
+        )  # fmt: skip
+        at = (pair * n)[:, None] + column[None, :]
+        tl.store(out + at, value.to(out.dtype.element_ty), inside[:, None] & exists[None, :])
+
+
+def plain_products(call: Call, results: Tensor) -> None:
+    """Write what every pair's expert makes of its token to results [P, D]."""
+    x, ids, pairs = call.x, call.ids, call.pairs
+    count, width, d = call.sizes
+    target = target_of(x.device)
+    kind = operand(x.dtype, call.weight_format, call.matrices[0][0].dtype, call.coded, target)
+    chosen = expert_tile(pairs, count, kind, target)
+    order, table, blocks = None, None, pairs
+    if pairs > _FEW_PAIRS:
+        plan = make_plan(ids, count, call.expert_offset, chosen.rows)
+        order, table, blocks = plan.order, plan.blocks, plan.blocks.shape[1]
+    places = places_of(call)
+    inner = scratch((pairs, width), x.dtype, x.device)
+    options = {
+        "FORMAT": call.weight_format,
+        "CODED": call.coded,
+        "OPERAND": kind,
+        "ROWS": chosen.rows,
+        "COLUMNS": chosen.columns,
+        "BLOCK_K": chosen.channels,
+        "NATIVE": target.native_e4m3,
+        "UNIT": places.unit,
+        "num_warps": chosen.num_warps,
+        "num_stages": chosen.num_stages,
+    }
+    rows, row_scales = quantize_rows(x) if call.coded else (x, None)
+    up_kernel[(triton.cdiv(width, chosen.columns), blocks)](
+        rows,
+        row_scales,
+        ids,
+        call.weights,
+        order,
+        table,
+        *places.up,
+        inner,
+        blocks,
+        call.expert_offset,
+        count,
+        ids.shape[1],
+        d,
+        width,
+        float(call.swiglu_limit),
+        **options,
+    )
+    rows, row_scales = quantize_rows(inner) if call.coded else (inner, None)
+    down_kernel[(triton.cdiv(d, chosen.columns), blocks)](
+        rows,
+        row_scales,
+        ids,
+        order,
+        table,
+        *places.down,
+        results,
+        blocks,
+        call.expert_offset,
+        count,
+        width,
+        d,
+        **options,
+    )
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every format, with few pairs and lists, and with many and stacks."""
+    for weight_format in ("plain", "fp8", "mxfp4"):
+        for dtype, coded in (("bf16", True), ("bf16", False), ("fp16", False), ("fp32", False)):
+            if coded and weight_format == "plain":
+                continue
+            for pairs in (6, 4096 * 6):
+                for kernel in (up_kernel, down_kernel):
+                    yield _build(target, kernel, weight_format, dtype, coded, pairs)
+
+
+def _build(
+    target: Target,
+    kernel: triton.JITFunction,
+    weight_format: str,
+    dtype: str,
+    coded: bool,
+    pairs: int,
+) -> Build:
+    plain, planned = weight_format == "plain", pairs > _FEW_PAIRS
+    stored = _DTYPES[dtype] if plain else torch.uint8
+    kind = operand(_DTYPES[dtype], weight_format, stored, coded, target)
+    chosen = expert_tile(pairs, 256, kind, target)
+    given, result = ("x", "inner") if kernel is up_kernel else ("inner", "out")
+    code, number = f"*{dtype}" if plain else "*u8", f"*{dtype}"
+    types = {given: "*u8" if coded else number, "ids": "*i32", "weights": "*fp32", result: number}
+    types |= dict.fromkeys(("count", "offset", "experts", "per_token", "width", "n"), "i32")
+    types["limit"] = "fp32"
+    if coded:
+        types[f"{given}_scales"] = "*fp32"
+    if planned:
+        types |= {"order": "*i32", "blocks": "*i32"}
+    for matrix in ("w1", "w3", "w2", *(() if plain else ("s1", "s3", "s2"))):
+        types[matrix] = code if matrix[0] == "w" else "*u8"
+        types[f"{matrix}_stride"] = "i32"
+        if not planned:
+            types[f"{matrix}_table"] = "*i64"
+    types = {name: kind_ for name, kind_ in types.items() if name in kernel.arg_names}
+    sizes = {
+        "FORMAT": weight_format,
+        "CODED": coded,
+        "OPERAND": kind,
+        "ROWS": chosen.rows,
+        "COLUMNS": chosen.columns,
+        "BLOCK_K": chosen.channels,
+        "NATIVE": target.native_e4m3,
+        "UNIT": 16,
+    }
+    absent = {name: None for name in kernel.arg_names if name not in types and name not in sizes}
+    strides = tuple(name for name in types if name.endswith("_stride"))
+    activations = "e4m3" if coded else dtype
+    return Build(
+        f"{weight_format}, {activations} activations, {chosen.rows} rows",
+        kernel,
+        types,
+        absent | sizes,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        divisible=("width", "n", *strides),
+        matrix=kind != tl.float32,
+        # Operands that pass through registers leave some of the up kernels a few short.
+        spills=56 if target.narrow else 0 if target.name in _OPERANDS_IN_SHARED else 8,
+    )
