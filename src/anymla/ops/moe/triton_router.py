@@ -18,6 +18,7 @@ from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
 from anymla.ops.moe.reference import SUM_FLOOR
 from anymla.ops.workspace import scratch
 
@@ -50,18 +51,13 @@ def config(tokens: int, experts: int, whole: bool) -> RouterConfig:
 
 @triton.jit(do_not_specialize=["tokens"])
 def logits_kernel(
-    x,
-    gate,
-    partial,
-    tokens,
-    experts,
-    width,
-    split,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, gate, partial, tokens, experts, width, split,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A tile of x @ gate^T over one split of the channels."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = (tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)).to(tl.int64)
     first = tl.program_id(2) * split
@@ -117,8 +113,12 @@ def route_kernel(
     FLOOR: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ROWS tokens: their experts and weights; by the ``bias``, or else by the ``table``."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < tokens
     expert = tl.arange(0, EXPERTS)
@@ -183,6 +183,7 @@ def _route(
     splits = max(1, min(_PROGRAMS // (grid[0] * grid[1]), width // _SHORTEST))
     split = triton.cdiv(triton.cdiv(width, splits), chosen.channels) * chosen.channels
     splits = triton.cdiv(width, split)
+    early = early_launch(x.device)
     partial = scratch((splits, tokens, experts), torch.float32, x.device)
     logits_kernel[(*grid, splits)](
         x.contiguous(),
@@ -195,6 +196,7 @@ def _route(
         ROWS=chosen.rows,
         EXPERTS=chosen.experts,
         BLOCK_K=chosen.channels,
+        **early,
     )
     route_kernel[(triton.cdiv(tokens, chosen.selected),)](
         partial,
@@ -213,6 +215,7 @@ def _route(
         FLOOR=SUM_FLOOR,
         ROWS=chosen.selected,
         EXPERTS=triton.next_power_of_2(experts),
+        **early,
     )
     return ids, weights
 
@@ -255,17 +258,22 @@ def builds(target: Target) -> Iterator[Build]:
                 f"{dtype} x {gate}, {chosen.rows} tokens",
                 logits_kernel,
                 types | integers,
-                {"ROWS": chosen.rows, "EXPERTS": chosen.experts, "BLOCK_K": chosen.channels},
+                {
+                    "ROWS": chosen.rows,
+                    "EXPERTS": chosen.experts,
+                    "BLOCK_K": chosen.channels,
+                    "EARLY": launches_early(target),
+                },
                 divisible=("width", "split", "experts"),
                 matrix=whole,
                 spills=_SPILLS,
             )
     for experts in (256, 384):
         for by_table, padded in ((False, False), (False, True), (True, False)):
-            yield _selection(experts, by_table, padded)
+            yield _selection(target, experts, by_table, padded)
 
 
-def _selection(experts: int, by_table: bool, padded: bool) -> Build:
+def _selection(target: Target, experts: int, by_table: bool, padded: bool) -> Build:
     integers = dict.fromkeys(("tokens", "experts", "vocabulary", "splits"), "i32")
     types = {"partial": "*fp32", "ids": "*i32", "weights": "*fp32", "factor": "fp32", **integers}
     if by_table:
@@ -283,6 +291,7 @@ def _selection(experts: int, by_table: bool, padded: bool) -> Build:
             "FLOOR": SUM_FLOOR,
             "ROWS": config(1, experts, True).selected,
             "EXPERTS": triton.next_power_of_2(experts),
+            "EARLY": launches_early(target),
         },
         spills=_SPILLS,
     )
