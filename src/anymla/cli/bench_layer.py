@@ -24,7 +24,7 @@ from anymla.runtime.options import DecodeMode
 @click.option(
     "--side-stream/--one-queue",
     default=None,
-    help="Compress and index on a second queue; default: where an engine does.",
+    help="Compress and index on further queues; default: where an engine does.",
 )
 @click.option(
     "--others",
