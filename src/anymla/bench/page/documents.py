@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anymla.bench.page.decode import decode_blocks
+from anymla.bench.page.evidence import evidence_blocks
 from anymla.bench.page.layers import layer_table
 from anymla.bench.page.peers import decode_by_heads, peer_table
 from anymla.bench.page.prefill import prefill_blocks
@@ -24,7 +25,7 @@ def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
         blocks["decode"] = decode
     if layers := layer_table(new):
         blocks["layer"] = layers
-    blocks |= prefill_blocks(new) | decode_blocks(new)
+    blocks |= prefill_blocks(new) | decode_blocks(new) | evidence_blocks(new)
     judged = conformance(rows)
     if judged.body:
         blocks["conformance"] = [
