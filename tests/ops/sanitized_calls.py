@@ -1,7 +1,7 @@
 """Very small calls of Hopper's decode kernels, and hand-overs by mbarrier: for a sanitizer.
 
-Arguments: "decode", or "nothing", "right", "early" (see ``hand_overs``); and "each" if every thread
-is to arrive at barriers.
+Arguments: "decode", or "right", "early" (see ``hand_overs``); and "each" if every thread is to
+arrive at barriers.
 
 Triton lets one thread arrive for its warpgroup, after a barrier of it. racecheck takes that for no
 order between what the other threads did and those who wait. "each" compiles the same kernels with
