@@ -1,11 +1,13 @@
 """The decode layer that is measured, made small, and what is counted of it."""
 
+import contextlib
 from unittest import mock
 
 import pytest
 import torch
 
-from anymla.bench.layer import cases, family
+from anymla.bench import layer
+from anymla.bench.layer import cases, compile_ahead, family
 from anymla.bench.layer_rival import rival_kernels
 from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.layer_work import layer_work
@@ -51,6 +53,16 @@ def test_a_small_one_runs_and_is_counted(ratio):
     assert work.roofline_us(1e9, 1e18) == pytest.approx(
         (work.weight_bytes + work.cache_bytes) / 1e3
     )
+
+
+def test_what_is_only_compiled_is_not_kept(monkeypatch):
+    monkeypatch.setattr(layer, "compiled_together", lambda: contextlib.nullcontext(True))
+    setup = LayerSetup("flash", 0, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    batch = setup.batch(BATCH, CONTEXT)
+    compile_ahead(setup, [batch])
+    assert not batch.step.plans._made
+    batch.run(setup.layers[0])
+    assert batch.step.plans._made
 
 
 def test_every_combination_is_a_case():

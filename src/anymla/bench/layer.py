@@ -20,6 +20,7 @@ from anymla.bench.layer_rival import compile_unfused, rival_kernels
 from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
 from anymla.bench.layer_work import layer_work
 from anymla.bench.report import Result
+from anymla.layers.plans import Plans
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.options import EngineOptions
@@ -87,7 +88,9 @@ def compile_ahead(
     with compiled_together() as only_compiled:
         if only_compiled:
             for batch in batches:
-                batch.run(setup.layers[0])
+                # What is only compiled leaves garbage, also in the plans of a step.
+                step = dataclasses.replace(batch.step, plans=Plans())
+                dataclasses.replace(batch, step=step).run(setup.layers[0])
                 if others is not None:
                     compile_unfused(setup.layers[0].ffn_site, batch.streams)
 
