@@ -1,14 +1,10 @@
 """Activations that travel quantised: whoever reads them is given those of its own input."""
 
-import dataclasses
-
-import pytest
 import torch
 
 from anymla.bench.layer_setup import LayerSetup
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.layers import codes, linear
-from anymla.layers.side_stream import IN_TURN, INLINE
 
 SMALL = {
     "hidden_size": 256,
@@ -22,8 +18,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("side", [INLINE, IN_TURN], ids=["one queue", "two"])
-def test_products_are_given_the_codes_of_their_input(monkeypatch, side):
+def test_products_are_given_the_codes_of_their_input(monkeypatch):
     given = []
 
     def watched(original):
@@ -40,7 +35,6 @@ def test_products_are_given_the_codes_of_their_input(monkeypatch, side):
     monkeypatch.setattr(linear, "fp8_block_linear", watched(linear.fp8_block_linear))
     setup = LayerSetup("flash", 4, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
     batch = setup.batch(3, 300)
-    batch = dataclasses.replace(batch, step=dataclasses.replace(batch.step, side=side))
     results = []
     for travel in (False, True):
         monkeypatch.setattr(codes, "travel", lambda _, travel=travel: travel)

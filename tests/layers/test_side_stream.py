@@ -33,7 +33,7 @@ class _Watched(Inline):
     """Notes forks and joins, and what is launched in between."""
 
     def __init__(self):
-        super().__init__(apart=True)
+        super().__init__()
         self.events = []
 
     @contextlib.contextmanager
@@ -79,15 +79,15 @@ def test_everything_written_beside_is_waited_for(checkpoint, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_second_queue_changes_no_bit(checkpoint):
+def test_further_queues_change_no_bit(checkpoint):
     model = load_model(checkpoint, dtype=torch.bfloat16, device="cuda", progress=False)
     requests = [Request(str(n), tuple(range(3, 90 + 40 * n)), 20) for n in range(3)]
     results = []
-    for decode in ("graph", "fixed"):
-        options = EngineOptions(max_requests=3, max_seq_len=260, side_stream=True, decode=decode)
+    for decode, side in (("graph", True), ("graph", False), ("fixed", False)):
+        options = EngineOptions(max_requests=3, max_seq_len=260, side_stream=side, decode=decode)
         done = Engine(model, options).run(requests)
         results.append([(each.token_ids, each.logprobs) for each in done])
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
 
 
 def test_an_operation_that_does_not_wait_is_found_out():

@@ -85,16 +85,16 @@ class LayerChain:
         for tensor in (self._mix.post, self._mix.comb):
             tensor.uniform_(0, 1 / self._setup.config.hc_mult)
 
-    def compile_ahead(self, *sides: SideStream) -> None:
+    def compile_ahead(self) -> None:
         """Compile the layers' kernels in parallel, where there are any to compile."""
         with compiled_together() as only_compiled:
-            for side in sides if only_compiled else ():
+            if only_compiled:
                 # Rows and slots are what tensors are indexed with: they must be right.
-                self._run(side, "torch")
+                self._run(INLINE, "torch")
 
-    def run(self, side: SideStream = INLINE) -> tuple[Tensor, ...]:
+    def run(self) -> tuple[Tensor, ...]:
         """Launch everything once; streams [T, N, hidden] of the requests that are there."""
-        return self._run(side, self._setup.backend)
+        return self._run(INLINE, self._setup.backend)
 
     def _run(self, side: SideStream, selection: str | None) -> tuple[Tensor, ...]:
         batch = len(self._starts)
@@ -113,7 +113,8 @@ class LayerChain:
 
     def graph(self, side: SideStream = INLINE) -> Graph:
         """The same as a graph."""
-        return Graph(lambda: self.run(side), self._setup.device, record=True)
+        backend = self._setup.backend
+        return Graph(lambda: self._run(side, backend), self._setup.device, record=True)
 
     def written(self) -> list[Tensor]:
         """Copies of all caches, as bytes."""

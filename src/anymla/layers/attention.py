@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from torch import Tensor, nn
 
 from anymla.formats.quantized_rows import QuantizedRows
@@ -96,7 +98,6 @@ class AttentionLayer(nn.Module):
         input and the latent, and may run beside the projections (``step.side``).
         """
         cos_sin = self.rope.upto(step.max_seq_len)
-        apart = step.side.apart and self._chooses(step)
         own, index, weights, projected_at = x, x, None, None
         if self.indexer is not None:
             # From the input to what is chosen is the longest way; entries are not on it.
@@ -119,13 +120,10 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
             **codes.named(coded),
         )
-        chosen = None
-        if self.indexer is not None and apart:
-            index_q = self.indexer.wq_b(latent, coded)  # while keys are compressed
-            with step.side.beside(first=True):
-                queries = self._index_queries(x, latent, coded, index_q, weights, step, cache)
-                chosen = self._choice(queries, step, cache)
         projected, index_q = self._project_queries(latent, coded, step)
+        with step.side.beside(first=True) if self._chooses(step) else contextlib.nullcontext():
+            queries = self._index_queries(x, latent, coded, index_q, weights, step, cache)
+            selected, entries = self._choice(queries, step, cache)
         q = qnorm_rope_kv_insert(
             projected,
             kv,
@@ -139,10 +137,6 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
         )
         step.side.join()
-        if chosen is None:
-            queries = self._index_queries(x, latent, coded, index_q, weights, step, cache)
-            chosen = self._choice(queries, step, cache)
-        selected, entries = chosen
         seen = Seen.of(self.spec, step, cache, entries, selected)
         if self.output.quantize_heads:
             attended = self.heads.quantised(q, seen, step.positions, cos_sin)
@@ -188,7 +182,7 @@ class AttentionLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' queries [T, H, D] of this rank, and the indexer's if they come along."""
         pair, few = self.queries, len(latent) <= _FEW_TOKENS
-        if pair is None or step.side.apart or not few or not self._chooses(step):
+        if pair is None or not few or not self._chooses(step):
             projected, index_q = self.wq_b(latent, coded), None
         else:
             projected, index_q = pair(latent, coded)

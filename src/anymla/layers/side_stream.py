@@ -18,13 +18,9 @@ class SideStream:
     joining makes later work wait, so that memory freed on either side is not used again too early:
     tensors made before the fork must live until the join. Inside a CUDA graph the queues become
     parallel branches.
-
-    Attributes:
-        apart: work is cut as several queues want it, rather than into the fewest launches.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.apart = True
         self._device = device
         self._queues = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
         self._forked: set[bool] = set()
@@ -64,9 +60,8 @@ class SideStream:
 class Inline(SideStream):
     """No further queues: everything runs in the order of its launches."""
 
-    def __init__(self, *, apart: bool = False) -> None:
-        """With ``apart``, the calls are those that several queues would have."""
-        self.apart = apart
+    def __init__(self) -> None:
+        """Nothing to set up."""
 
     @contextlib.contextmanager
     def beside(
@@ -83,5 +78,3 @@ class Inline(SideStream):
 
 
 INLINE = Inline()
-# What several queues compute, to the bit, on one.
-IN_TURN = Inline(apart=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anymla.layers.side_stream import IN_TURN, INLINE, SideStream
+from anymla.layers.side_stream import INLINE, SideStream
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
 from anymla.runtime.bucket import Bucket, decode_buckets, smallest
@@ -42,7 +42,7 @@ class DecodeRunner:
         self._tables = model.reserve(options.max_seq_len)
         self._pool = torch.cuda.graph_pool_handle() if record else None
         self._options = options
-        self._side = SideStream(store.device) if record else IN_TURN
+        self._side = SideStream(store.device) if record else INLINE
         self._steps: dict[Bucket, FixedStep] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
 
