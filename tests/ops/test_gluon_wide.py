@@ -196,6 +196,11 @@ def test_any_number_of_tokens(attention, heads, tokens, batch_invariant):
     made.expected().check(first)
     again = attention(*arguments, **keywords)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    if batch_invariant:
+        q, cache, *lists = arguments
+        last = slice(tokens - 1, tokens)
+        alone = attention(q[last], cache, *(each[last] for each in lists), **keywords)
+        assert all(torch.equal(a, b[last]) for a, b in zip(alone, first, strict=True))
 
 
 @pytest.mark.gpu
