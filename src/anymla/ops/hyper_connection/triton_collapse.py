@@ -21,14 +21,13 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.hyper_connection.triton_mix import SLICES
+from anymla.ops.hyper_connection.triton_mix import SLICES, late
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
 from anymla.ops.hyper_connection.triton_token import collapse_token, finish_gates
 
 _WIDEST = 8192
 # Slices of a token that are summed at a time, of few tokens and of many.
 _FEW_LANES, _MANY_LANES = 128, 32
-_LATE = False
 
 
 def columns_of(d: int) -> tuple[int, int]:
@@ -82,7 +81,10 @@ def collapse_kernel(
     LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A token's other gates with GATES, or its y, normalised if there is a norm_weight."""
+    """A token's other gates with GATES, or its y, normalised if there is a norm_weight.
+
+    With LATE, the next kernel begins when this one has ended.
+    """
     if GATES and tl.program_id(0) < tokens:
         finish_gates(
             partial, base, scale, post, comb, norm_eps, hc_eps, iters,
@@ -151,7 +153,7 @@ def launch_collapse(
         GATES=post is not None,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         NATIVE=target_of(h.device).native_e4m3,
-        LATE=_LATE,
+        LATE=squares is None and late(tokens),
         num_warps=num_warps,
         **early_launch(h.device, base, scale, norm_weight),
     )
@@ -165,11 +167,12 @@ def builds(target: Target) -> Iterator[Build]:
                 # How many slices there are is of no consequence for the tile.
                 for width in SLICES if dtype == "bf16" else SLICES[:1]:
                     yield _build(target, d, dtype, mixes, norm, d // width)
+                yield _build(target, d, dtype, mixes, norm, d // SLICES[0], last=True)
                 if dtype == "bf16":
                     yield _build(target, d, dtype, mixes, norm, 4, many=True)
-        for many in (False, True):
+        for many, last in ((False, False), (False, True), (True, False)):
             slices = 4 if many else d // SLICES[0]
-            yield _build(target, d, "bf16", 24, True, slices, many=many, coded=True)
+            yield _build(target, d, "bf16", 24, True, slices, many=many, coded=True, last=last)
 
 
 def _build(
@@ -182,6 +185,7 @@ def _build(
     *,
     many: bool = False,
     coded: bool = False,
+    last: bool = False,
 ) -> Build:
     columns, num_warps = columns_of(d)
     strides = ("partial_token", "partial_slice", "partial_mix", "row_stride", "run_stride")
@@ -214,10 +218,10 @@ def _build(
         "GATES": "post" in types,
         "FLOOR": ACTIVATION_AMAX_FLOOR,
         "NATIVE": target.native_e4m3,
-        "LATE": _LATE,
+        "LATE": last,
         "EARLY": launches_early(target),
     }
-    marks = ", norm" * norm + ", squares" * many + ", codes" * coded
+    marks = ", norm" * norm + ", squares" * many + ", codes" * coded + ", late" * last
     return Build(
         f"{dtype} D {d}, {mixes} mixes of {slices} slices{marks}",
         collapse_kernel,

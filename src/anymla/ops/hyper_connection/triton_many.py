@@ -34,7 +34,6 @@ from anymla.ops.workspace import scratch
 # From here on tokens are enough for these tiles, and for larger ones.
 MANY_TOKENS = 512
 _MORE_TOKENS = 2048
-_COLUMNS = 64
 _PLANES = 3
 _SPLIT = 1024
 
@@ -52,10 +51,11 @@ class ManyConfig:
 
 def config(tokens: int, d: int) -> ManyConfig:
     """Large tiles, and as few slices as leave a program to every multiprocessor of an H200."""
-    rows, warps = (128, 8) if tokens >= _MORE_TOKENS else (64, 4)
+    more = tokens >= _MORE_TOKENS
+    rows, columns, warps, stages = (128, 128, 8, 3) if more else (64, 64, 4, 4)
     slices = max(1, 132 * rows // triton.next_power_of_2(tokens))
-    width = max(_COLUMNS, triton.next_power_of_2(triton.cdiv(d, slices)))
-    return ManyConfig(rows, _COLUMNS, warps, 4, min(width, 1024))
+    width = max(columns, triton.next_power_of_2(triton.cdiv(d, slices)))
+    return ManyConfig(rows, columns, warps, stages, min(width, 1024))
 
 
 def takes(h: Tensor) -> bool:

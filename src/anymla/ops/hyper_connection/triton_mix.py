@@ -40,7 +40,9 @@ _FEW_TOKENS = 128
 SLICES = (32, 128, 512)
 # Where four blocks of tokens fit into a program.
 LARGE_SLICES = (32, 32, 128)
-_LATE = False
+# From more tokens on, the programs of two kernels have no room beside each other: those of the next
+# one, let in at once, would be stacked where some is left.
+_TOGETHER = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -69,6 +71,11 @@ def config(tokens: int, d: int, dtype: torch.dtype, target: Target) -> MixConfig
     return (
         MixConfig(4 * _ROWS, columns, chunks, 8) if large else MixConfig(_ROWS, columns, chunks, 4)
     )
+
+
+def late(tokens: int) -> bool:
+    """Whether the kernels of these tokens let the next one in late."""
+    return tokens > _TOGETHER
 
 
 @triton.jit
@@ -159,7 +166,10 @@ def mix_kernel(
     LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A block of tokens and a slice of D: partial mixes, and with EXPAND the streams."""
+    """A block of tokens and a slice of D: partial mixes, and with EXPAND the streams.
+
+    With LATE, the next kernel is let in when only the mixes are left to store.
+    """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = token.to(tl.int64)
@@ -240,7 +250,7 @@ def launch_mix(
         COLUMNS=chosen.columns,
         SINGLE=chosen.chunks == 1,
         JOINED=n == 4,
-        LATE=_LATE,
+        LATE=late(tokens),
         num_warps=chosen.num_warps,
         **early_launch(h.device, fn),
     )
@@ -253,7 +263,7 @@ def builds(target: Target) -> Iterator[Build]:
         for dtype in ("bf16", "fp16", "fp32") if d == 4096 else ("bf16",):
             for mixes, expands in ((24, False), (24, True), (4, False)):
                 seen = set()
-                for tokens in (1, _ROWS + 1, _FEW_TOKENS + 1):
+                for tokens in (1, _ROWS + 1, _TOGETHER + 1, _FEW_TOKENS + 1):
                     made = _build(target, d, dtype, mixes, expands, tokens)
                     if made.label not in seen:
                         seen.add(made.label)
@@ -280,12 +290,13 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
         "COLUMNS": chosen.columns,
         "SINGLE": chosen.chunks == 1,
         "JOINED": True,
-        "LATE": _LATE,
+        "LATE": late(tokens),
         "EARLY": launches_early(target),
     }
+    marks = ", expand" * expands + ", late" * late(tokens)
     chunks = "one chunk" if chosen.chunks == 1 else "chunks"
     return Build(
-        f"{dtype} D {d}, {mixes} mixes of {chosen.rows} tokens, {chunks}{', expand' * expands}",
+        f"{dtype} D {d}, {mixes} mixes of {chosen.rows} tokens, {chunks}{marks}",
         mix_kernel,
         types,
         absent | sizes,
