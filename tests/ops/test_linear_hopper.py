@@ -56,22 +56,6 @@ def words(codes, lines):
 
 
 def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
-    from anymla.ops.linear.gluon_sm90_few import few_kernel
-
-    (tokens, groups, width), n = x.shape, w.shape[1]
-    out = torch.full((tokens, groups, n), torch.nan)
-    tiles = groups * n // rows
-    box = (warps, rows, 32)
-    weight = Descriptor(words(w, groups * n).view(-1, width // 128, 32).transpose(0, 1), box)
-    run(
-        few_kernel, (min(programs, tiles), 1), x, x_scales, weight, scales, out, tokens, n,
-        width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
-        COLUMNS=columns, WARPS=warps, STAGES=stages, EARLY=True,
-    )  # fmt: skip
-    return out
-
-
-def in_runs(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     from anymla.ops.linear.gluon_sm90_runs import runs_kernel
 
     (tokens, groups, width), n = x.shape, w.shape[1]
@@ -110,24 +94,20 @@ def many(x, x_scales, w, scales, splits, programs, exact, columns=32, rows=64, s
     return out
 
 
-def tens(x, x_scales, w, scales, splits, programs, exact, pairs, columns=32, rows=64, stages=3):
+def tens(x, x_scales, w, scales, rows, programs, at_once, stages=5):
     from anymla.ops.linear.gluon_sm90_tens import tens_kernel
 
     (tokens, groups, width), n = x.shape, w.shape[1]
     out = torch.full((tokens, groups, n), torch.nan)
-    tiles, blocks = groups * n // rows, -(-tokens // columns)
-    drawn = torch.zeros(blocks * tiles, dtype=torch.int32)
-    part = torch.full((blocks * tiles * splits * rows * columns,), torch.nan)
-    kind, channels = (torch.int32, 32) if exact else (torch.float8_e4m3fn, 128)
-    w_desc = Descriptor(w.view(kind).view(groups * n, -1), (rows, channels))
-    x_desc = Descriptor(x.contiguous().view(kind).view(tokens, -1), (columns, channels))
+    tiles = groups * n // rows
+    kind = torch.float8_e4m3fn
+    w_desc = Descriptor(w.view(kind).view(groups * n, -1), (rows, 128))
+    x_desc = Descriptor(x.contiguous().view(kind).view(tokens, -1), (64, 128))
     run(
-        tens_kernel, (min(programs, tiles * splits), blocks), x_desc, x_scales, w_desc, scales, out,
-        part, drawn, tokens, n, width // 128, tiles, splits, groups, x_scales.stride(0),
-        x_scales.stride(2), ROWS=rows, COLUMNS=columns, STAGES=stages, PAIRS=pairs,
-        BY_RUN=x_scales.stride(0) == 1, EXACT=exact, EARLY=True,
+        tens_kernel, (min(programs, tiles), 1), x_desc, x_scales, w_desc, scales, out, tokens, n,
+        width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows, TOKENS=64,
+        STAGES=stages, AT_ONCE=at_once, EARLY=True,
     )  # fmt: skip
-    assert not drawn.any()
     return out
 
 
@@ -143,10 +123,8 @@ def check(got, want, scale, width):
 @pytest.mark.parametrize("scale_format", ["ue8m0", "fp32"])
 def test_few_tokens(tokens, groups, n, runs, rows, warps, programs, scale_format):
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, scale_format)
-    got = few(x, x_scales, w, scales, rows, warps, programs)
-    check(got, want, scale, runs * 128)
     for given in (x_scales, by_run(x_scales)):
-        got = in_runs(x, given, w, scales, rows, warps, programs)
+        got = few(x, given, w, scales, rows, warps, programs)
         check(got, want, scale, runs * 128)
 
 
@@ -188,18 +166,15 @@ def test_a_scale_that_is_no_number_spoils_its_rows():
         assert got[..., :128].isfinite().all()
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("pairs", [True, False])
 @pytest.mark.parametrize(
-    ("tokens", "groups", "n", "runs", "splits", "programs"),
-    [(3, 1, 128, 12, 3, 4), (40, 2, 64, 4, 2, 9), (32, 1, 192, 2, 1, 2)],
+    ("tokens", "groups", "n", "runs", "rows", "programs", "at_once"),
+    [(3, 1, 128, 12, 32, 3, 4), (40, 2, 64, 4, 16, 9, 2), (64, 1, 192, 8, 64, 2, 2)],
 )
-def test_tens_of_tokens_in_partitions(tokens, groups, n, runs, splits, programs, exact, pairs):
+def test_tens_of_tokens_in_partitions(tokens, groups, n, runs, rows, programs, at_once):
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
-    if pairs:
-        x_scales = by_run(x_scales)
-    got = tens(x, x_scales, w, scales, splits, programs, exact, pairs)
-    check(got, want, scale, runs * 128)
+    for given in (x_scales, by_run(x_scales)):
+        got = tens(x, given, w, scales, rows, programs, at_once)
+        check(got, want, scale, runs * 128)
 
 
 @pytest.mark.gpu

@@ -16,10 +16,10 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import ROW_STEP
 from anymla.ops._triton import Build, Target
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.linear.gluon_sm90_few import few_kernel
 from anymla.ops.linear.gluon_sm90_many import many_kernel
 from anymla.ops.linear.gluon_sm90_runs import runs_kernel
 from anymla.ops.linear.gluon_sm90_tens import tens_kernel
+from anymla.ops.linear.hopper_support import PLAIN_RUN
 from anymla.ops.linear.tickets import tickets
 from anymla.ops.linear.triton_quantize import quantize_rows_by_run
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
@@ -27,8 +27,6 @@ from anymla.ops.workspace import scratch
 
 # Of a split: what a ring holds, at least.
 _FEWEST_RUNS = 4
-# bfloat16 channels of a line of 128 bytes.
-_PLAIN_RUN = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +42,7 @@ class Form:
         programs: of a multiprocessor at a time.
         splits: of K.
         registers: that a thread may have, or None.
+        at_once: products under way.
     """
 
     kernel: str
@@ -54,14 +53,15 @@ class Form:
     programs: int = 2
     splits: int = 1
     registers: int | None = None
-    pairs: bool = False
+    at_once: int = 0
 
 
 def form(tokens: int, groups: int, n: int, runs: int, processors: int, exact: bool) -> Form:
     """The one for so many tokens; ``exact``: products must not be rounded."""
     columns = max(8, triton.next_power_of_2(tokens))
     if columns <= 32:
-        chosen = Form("few", 32, columns, 8, 3, programs=1 if columns == 32 else 2)
+        warps, stages, registers = {8: (8, 2, 64), 16: (8, 2, 80), 32: (4, 3, 104)}[columns]
+        chosen = Form("runs", 32, columns, warps, stages, 1, registers=registers)
         if groups * n // chosen.rows < processors // 2:
             chosen = dataclasses.replace(chosen, rows=16)
         return chosen
@@ -108,6 +108,17 @@ def fp8_block_linear(
     return out.view(*x.shape[:-1], len(weight))
 
 
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """See ``interface.linear_float32``."""
+    rows = _placed(x.reshape(-1, x.shape[-1]).contiguous())
+    if len(rows) <= 8:
+        chosen = Form("runs", 16, 8, 8, 4, registers=64)
+    else:
+        chosen = Form("runs", 16, 32, 4, 4, registers=104)
+    out = multiply_plain(rows, weight, chosen, multiprocessors(x.device))
+    return out.view(*x.shape[:-1], len(weight))
+
+
 def product(
     x: Tensor, x_scales: Tensor, w: Tensor, scales: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -117,6 +128,11 @@ def product(
     exact = out_dtype == torch.float32
     chosen = form(tokens, groups, n, width // FP8_BLOCK, processors, exact)
     return multiply(x, x_scales, w, scales, out_dtype, chosen, processors)
+
+
+def _placed(x: Tensor) -> Tensor:
+    """X, where the copy engine can read it."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _boxes(x: Tensor, lines: int, runs: int, box: int, warps: int) -> TensorDescriptor:
@@ -130,7 +146,7 @@ def _boxes(x: Tensor, lines: int, runs: int, box: int, warps: int) -> TensorDesc
 def multiply_plain(x: Tensor, w: Tensor, form: Form, processors: int, early: bool = True) -> Tensor:
     """Multiply contiguous bfloat16 x [T, K] by contiguous bfloat16 w [N, K] to float32 [T, N]."""
     (tokens, width), n = x.shape, len(w)
-    runs, tiles = width // _PLAIN_RUN, n // form.rows
+    runs, tiles = width // PLAIN_RUN, n // form.rows
     out = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     options: dict[str, Any] = dict(early_launch(x.device)) if early else {"EARLY": False}
     if form.registers:
@@ -169,6 +185,7 @@ def multiply(
     Returns:
         [T, G, N].
     """
+    x = _placed(x)
     tokens, groups, width = x.shape
     n, runs = w.shape[1], width // FP8_BLOCK
     assert groups == 1 or x_scales.stride(1) == runs * x_scales.stride(2)
@@ -189,17 +206,18 @@ def multiply(
             BY_RUN=by_run, PLAIN=False, num_warps=form.warps, **options,
         )  # fmt: skip
         return out
-    if form.kernel == "few":
-        box = [form.warps, form.rows, 32]
-        words = w.view(torch.int32).view(groups * n, width // 4)
-        w_desc = TensorDescriptor(
-            words, [runs, groups * n, 32], [32, width // 4, 1], box,
-            NVMMASharedLayout(128, 32, rank=3),
-        )  # fmt: skip
-        few_kernel[(min(tiles, form.programs * processors),)](
-            x, x_scales, w_desc, scales, out, tokens, n, runs, tiles, *numbers,
-            ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
-            num_warps=form.warps, **options,
+    if form.kernel == "tens":
+        layout = NVMMASharedLayout(128, 8, rank=2)
+        w_desc, x_desc = (
+            TensorDescriptor.from_tensor(
+                each.view(torch.float8_e4m3fn).view(lines, -1), [box, FP8_BLOCK], layout
+            )
+            for each, lines, box in ((w, groups * n, form.rows), (x, tokens, form.columns))
+        )
+        tens_kernel[(min(tiles, form.programs * processors),)](
+            x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, *numbers,
+            ROWS=form.rows, TOKENS=form.columns, STAGES=form.stages, AT_ONCE=form.at_once,
+            num_warps=form.columns // 16, **options,
         )  # fmt: skip
         return out
     exact = form.kernel.endswith("exact")
@@ -215,15 +233,6 @@ def multiply(
         shape = (blocks, tiles, form.splits, form.rows, form.columns)
         part, drawn = scratch(shape, torch.float32, x.device), tickets(x.device)
     programs = min(tiles * form.splits, max(1, form.programs * processors // blocks))
-    if form.kernel.startswith("tens"):
-        tens_kernel[(programs, blocks)](
-            x_desc, x_scales, w_desc, scales, out, part, drawn.view(torch.int32), tokens, n, runs,
-            tiles, form.splits, *numbers,
-            ROWS=form.rows, COLUMNS=form.columns, STAGES=form.stages, EXACT=exact,
-            PAIRS=form.pairs and runs // form.splits % 2 == 0, BY_RUN=by_run,
-            num_warps=form.warps, **options,
-        )  # fmt: skip
-        return out
     many_kernel[(programs, blocks)](
         x_desc, x_scales, w_desc, scales, out, part, drawn.view(torch.int32), tokens, n, runs,
         tiles, form.splits, *numbers,
@@ -248,38 +257,36 @@ def builds(target: Target) -> Iterator[Build]:
 
 
 def _build(target: Target, chosen: Form, scales: str, exact: bool) -> Build:
-    few = chosen.kernel == "few"
-    if few:
-        layout = NVMMASharedLayout(128, 32, rank=3)
-        x, w = "*u8", f"i32[{chosen.warps}, {chosen.rows}, 32]"
-    else:
-        kind, channels = ("i32", 32) if chosen.kernel == "exact" else ("fp8e4nv", 128)
-        layout = NVMMASharedLayout(128, 32 if chosen.kernel == "exact" else 8, rank=2)
-        x = f"tensordesc<{kind}[{chosen.columns}, {channels}],{layout!r}>"
-        w = f"{kind}[{chosen.rows}, {channels}]"
+    layout = NVMMASharedLayout(128, 32, rank=3)
     integers = ("tokens", "n", "runs", "tiles", "groups", "x_scale_token", "x_scale_run")
     types = {
-        "x" if few else "x_desc": x,
         "x_scales": "*fp32",
-        "w_desc": f"tensordesc<{w},{layout!r}>",
         "scales": scales,
         "out": "*fp32" if exact else "*bf16",
         **dict.fromkeys(integers, "i32"),
     }
-    constants = {
+    constants: dict[str, Any] = {
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
         "STAGES": chosen.stages,
         "EARLY": launches_early(target),
     }
-    if few:
-        constants["WARPS"] = chosen.warps
+    if chosen.kernel == "runs":
+        x, w = ((chosen.warps, lines, 32) for lines in (chosen.columns, chosen.rows))
+        kernel, kind = runs_kernel, "i32"
+        constants |= {"WARPS": chosen.warps, "BY_RUN": True, "PLAIN": False}
     else:
+        kind, channels = ("i32", 32) if chosen.kernel == "exact" else ("fp8e4nv", 128)
+        layout = NVMMASharedLayout(128, 32 if chosen.kernel == "exact" else 8, rank=2)
+        x, w = ((lines, channels) for lines in (chosen.columns, chosen.rows))
+        kernel = many_kernel
         constants["EXACT"] = chosen.kernel == "exact"
         types |= {"part": "*fp32", "tickets": "*i32", "splits": "i32"}
+    types["x_desc"] = f"tensordesc<{kind}{list(x)},{layout!r}>"
+    types["w_desc"] = f"tensordesc<{kind}{list(w)},{layout!r}>"
     return Build(
         f"{chosen.kernel}, {chosen.rows} rows, {chosen.columns} columns, to {types['out'][1:]}",
-        few_kernel if few else many_kernel,
+        kernel,
         types,
         constants,
         num_warps=chosen.warps,

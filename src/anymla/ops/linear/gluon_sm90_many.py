@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
-from anymla.ops.linear.gluon_sm90_few import factors
+from anymla.ops.linear.gluon_sm90_words import factors
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _meet = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -95,9 +95,9 @@ def many_kernel(
 
     Args:
         x_desc: [T, groups * K], boxes [COLUMNS, 128 channels]; int32 words if EXACT.
-        x_scales: as of ``few_kernel``.
+        x_scales: as of ``runs_kernel``.
         w_desc: [groups * n, K], boxes [ROWS, 128 channels]; int32 words if EXACT.
-        scales: as of ``few_kernel``.
+        scales: as of ``runs_kernel``.
         out: [T, groups, n].
         part: float32 [blocks of tokens, tiles, splits, ROWS, COLUMNS] in an order of its own.
         tickets: int32 [blocks of tokens, tiles], zeros, which they are again at the end.
@@ -107,8 +107,8 @@ def many_kernel(
         tiles: groups * n / ROWS.
         splits: parts of K, of whole runs each.
         groups: see above.
-        x_scale_token: as of ``few_kernel``.
-        x_scale_run: as of ``few_kernel``.
+        x_scale_token: as of ``runs_kernel``.
+        x_scale_run: as of ``runs_kernel``.
         ROWS: 64 or 128, 16 a warp.
         COLUMNS: tokens of a tile.
         STAGES: of the ring.

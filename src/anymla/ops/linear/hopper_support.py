@@ -15,6 +15,8 @@ AUTOMATIC = True
 MOST_TOKENS = 128
 # Up to here products are exact; from there on others use the FP8 instruction too.
 MOST_EXACT, FEWEST_ROUNDED = 32, 64
+# bfloat16 channels of 128 bytes, rows of a tile, and rows up to which it has been measured.
+PLAIN_RUN, PLAIN_ROW_STEP, MOST_PLAIN_ROWS = 64, 16, 8192
 # Rows of the smallest tiles that every kernel has.
 ROW_STEP = 64
 
@@ -51,3 +53,23 @@ def product_support(tokens: int, weight: Tensor, scale: Tensor) -> Support:
         return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
     chosen = tokens <= MOST_EXACT or tokens >= FEWEST_ROUNDED
     return Support(True, automatic=AUTOMATIC and chosen)
+
+
+def plain_support(x: Tensor, weight: Tensor) -> Support:
+    """``supports`` of ``linear_float32``."""
+    support = triton_support(x)
+    if not support:
+        return support
+    if not runs_gluon(x.device):
+        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return Support(False, f"bfloat16 by bfloat16, got {x.dtype} and {weight.dtype}")
+    rows, width = weight.shape
+    tokens = x.numel() // max(1, width)
+    if not 1 <= tokens <= MOST_EXACT:
+        return Support(False, f"1 to {MOST_EXACT} tokens, got {tokens}")
+    if rows % PLAIN_ROW_STEP or width % PLAIN_RUN:
+        return Support(False, f"whole tiles of rows and runs of channels, got {rows, width}")
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
+    return Support(True, automatic=AUTOMATIC and rows <= MOST_PLAIN_ROWS)

@@ -11,7 +11,7 @@ from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
 from anymla.ops._quantized import check_codes
 from anymla.ops._triton import float32_support, triton_support
 from anymla.ops.linear import reference, torch_linear, vendor_linear
-from anymla.ops.linear.hopper_support import hopper_support
+from anymla.ops.linear.hopper_support import hopper_support, plain_support
 from anymla.ops.linear.scaled_support import scaled_support
 
 _BYTES = torch.uint8
@@ -215,6 +215,9 @@ fp8_block_linear.register(
 
 fp8_block_linear.register_lazy(
     "gluon_sm90", "anymla.ops.linear.gluon_sm90_linear", supports=hopper_support
+)
+linear_float32.register_lazy(
+    "gluon_sm90", "anymla.ops.linear.gluon_sm90_linear", supports=plain_support
 )
 
 _TRITON = "anymla.ops.linear.triton_linear"
