@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anymla.bench.kernels import Case
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.state_layout import allocate_states
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.kv_cache import (
@@ -53,7 +54,7 @@ def cases(tokens: Sequence[int] = TOKENS, device: str = "cuda") -> Iterator[Case
     for count in tokens:
         heads = 2 * 2 * _HEADS * _DIM
         turns = 8 + 4 * _ROPE
-        normed = 2 * 2 * (_RANK + _DIM)
+        normed = 2 * 2 * (_RANK + _DIM) + _RANK
         for name, setup, moved in (
             ("rms_norm", _rms_norm, 2 * 2 * _HIDDEN * count),
             ("fused_q_kv_rmsnorm", _fused_norms, normed * count),
@@ -114,7 +115,9 @@ def _rms_norm(tokens: int) -> Callable[[], object]:
 def _fused_norms(tokens: int) -> Callable[[], object]:
     qr, kv = _normal(tokens, _RANK + _DIM).split((_RANK, _DIM), dim=1)
     weights = _normal(_RANK), _normal(_DIM)
-    return lambda: fused_q_kv_rmsnorm(qr, kv, *weights, _EPS, backend="triton")
+    quantised = QuantizedRows.empty(tokens, _RANK, qr.device)
+    codes = {"codes": quantised.codes, "code_scales": quantised.scales}
+    return lambda: fused_q_kv_rmsnorm(qr, kv, *weights, _EPS, **codes, backend="triton")
 
 
 def _rope(tokens: int) -> Callable[[], object]:

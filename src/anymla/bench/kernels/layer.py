@@ -16,6 +16,7 @@ from anymla.bench.kernels import Case
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
+from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear, nvfp4_linear
 from anymla.ops.moe import experts, route_biased, swiglu
@@ -26,6 +27,7 @@ from anymla.ops.output_projection import (
 )
 
 TOKENS = (1, 64, 4096, 32768)
+SITE_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096, 32768)
 LINEAR_TOKENS = (1, 16, 256)
 _DECODE = 64
 _MOST_US = 6.0
@@ -42,11 +44,15 @@ _Call = Callable[[], object]
 def cases(
     tokens: Sequence[int] = TOKENS,
     linear_tokens: Sequence[int] = LINEAR_TOKENS,
+    site_tokens: Sequence[int] = SITE_TOKENS,
     device: str = "cuda",
 ) -> Iterator[Case]:
-    """Every operation at every number of tokens."""
+    """Every operation at every number of tokens; what gives codes in layers gives them here."""
+    for count in site_tokens:
+        yield from _site_cases(count, device)
     for count in tokens:
-        yield from _stream_cases(count, device)
+        setup = functools.partial(_swiglu, count, device)
+        yield _case("swiglu", setup, count * (3 * 2 + 1) * _INNER, count)
         yield from _head_cases(count, device)
     for count in linear_tokens:
         yield from _linear_cases(count, device)
@@ -60,15 +66,18 @@ def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> Ca
     return Case(label, setup, moved, share=_SHARE)
 
 
-def _stream_cases(tokens: int, device: str) -> Iterator[Case]:
+def _site_cases(tokens: int, device: str) -> Iterator[Case]:
     row = 2 * _HIDDEN
-    streams = _STREAMS * row
+    streams, result = _STREAMS * row, row + _HIDDEN
     for name, setup, moved in (
-        ("hc_pre", _pre, tokens * (streams + row + _GATES) + _WEIGHTS),
+        ("hc_pre", _pre, tokens * (streams + result + _GATES) + _WEIGHTS),
         ("hc_post", _post, tokens * (2 * streams + row + _GATES)),
-        ("hc_post_pre_norm", _fused, tokens * (2 * streams + 2 * row + 2 * _GATES) + _WEIGHTS),
+        (
+            "hc_post_pre_norm",
+            _fused,
+            tokens * (2 * streams + row + result + 2 * _GATES) + _WEIGHTS,
+        ),
         ("hc_head", _head, tokens * (streams + row) + _WEIGHTS // 6),
-        ("swiglu", _swiglu, tokens * 3 * 2 * _INNER),
     ):
         yield _case(name, functools.partial(setup, tokens, device), moved, tokens)
 
@@ -139,8 +148,18 @@ def _left(tokens: int, device: str) -> dict[str, Any]:
     }
 
 
+def _codes(tokens: int, width: int, device: str) -> dict[str, Any]:
+    quantised = QuantizedRows.empty(tokens, width, torch.device(device))
+    return {"codes": quantised.codes, "code_scales": quantised.scales}
+
+
+def _norm(tokens: int, device: str) -> dict[str, Any]:
+    return {"norm_weight": _normal(_HIDDEN, device=device), **_codes(tokens, _HIDDEN, device)}
+
+
 def _pre(tokens: int, device: str) -> _Call:
-    return functools.partial(hc_pre, **_site(tokens, device), **_OPTIONS, iters=20)
+    site, norm = _site(tokens, device), _norm(tokens, device)
+    return functools.partial(hc_pre, **site, **norm, **_OPTIONS, iters=20)
 
 
 def _post(tokens: int, device: str) -> _Call:
@@ -149,11 +168,8 @@ def _post(tokens: int, device: str) -> _Call:
 
 
 def _fused(tokens: int, device: str) -> _Call:
-    site, left = _site(tokens, device), _left(tokens, device)
-    weight = _normal(_HIDDEN, device=device)
-    return functools.partial(
-        hc_post_pre_norm, **site, **left, norm_weight=weight, **_OPTIONS, iters=20
-    )
+    given = {**_site(tokens, device), **_left(tokens, device), **_norm(tokens, device)}
+    return functools.partial(hc_post_pre_norm, **given, **_OPTIONS, iters=20)
 
 
 def _head(tokens: int, device: str) -> _Call:
@@ -164,7 +180,8 @@ def _head(tokens: int, device: str) -> _Call:
 
 def _swiglu(tokens: int, device: str) -> _Call:
     gate, up = (_normal(tokens, _INNER, device=device) for _ in range(2))
-    return functools.partial(swiglu, gate, up, 10.0, backend="triton")
+    codes = _codes(tokens, _INNER, device)
+    return functools.partial(swiglu, gate, up, 10.0, **codes, backend="triton")
 
 
 def _heads(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
