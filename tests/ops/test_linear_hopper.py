@@ -74,6 +74,24 @@ def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     return out
 
 
+def by_rows(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
+    from anymla.ops.linear.gluon_sm90_rows import rows_kernel
+
+    (tokens, groups, width), n = x.shape, w.shape[1]
+    out = torch.full((tokens, groups, n), torch.nan)
+    tiles = groups * n // rows
+    weight, given = (
+        Descriptor(words(each, lines), (box, 32))
+        for each, lines, box in ((w, groups * n, rows), (x.contiguous(), tokens, columns))
+    )
+    run(
+        rows_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out, tokens, n,
+        width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
+        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, EARLY=True,
+    )  # fmt: skip
+    return out
+
+
 def many(x, x_scales, w, scales, splits, programs, exact, columns=32, rows=64, stages=2):
     from anymla.ops.linear.gluon_sm90_many import many_kernel
 
@@ -144,6 +162,16 @@ def test_products_of_bfloat16_in_float32():
     )  # fmt: skip
     x, w = x.double(), w.double()
     check(out[:, 0], x @ w.T, x.abs() @ w.abs().T, runs * 64)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "n", "runs", "programs"), [(5, 2, 128, 3, 2), (8, 1, 384, 2, 2)]
+)
+def test_few_tokens_and_few_channels(tokens, groups, n, runs, programs):
+    x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
+    for given in (x_scales, by_run(x_scales)):
+        got = by_rows(x, given, w, scales, 128, 4, programs)
+        check(got, want, scale, runs * 128)
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -17,6 +17,7 @@ from anymla.formats.quantized_rows import ROW_STEP
 from anymla.ops._triton import Build, Target
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.linear.gluon_sm90_many import many_kernel
+from anymla.ops.linear.gluon_sm90_rows import rows_kernel
 from anymla.ops.linear.gluon_sm90_runs import runs_kernel
 from anymla.ops.linear.gluon_sm90_tens import tens_kernel
 from anymla.ops.linear.hopper_support import PLAIN_RUN
@@ -204,6 +205,18 @@ def multiply(
             runs, tiles, *numbers,
             ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
             BY_RUN=by_run, PLAIN=False, num_warps=form.warps, **options,
+        )  # fmt: skip
+        return out
+    if form.kernel == "rows":
+        layout = NVMMASharedLayout(128, 32, rank=2)
+        w_desc, x_desc = (
+            TensorDescriptor.from_tensor(each.view(torch.int32).view(lines, -1), [box, 32], layout)
+            for each, lines, box in ((w, groups * n, form.rows), (x, tokens, form.columns))
+        )
+        rows_kernel[(min(tiles, form.programs * processors),)](
+            x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, *numbers,
+            ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
+            BY_RUN=by_run, num_warps=form.warps, **options,
         )  # fmt: skip
         return out
     if form.kernel == "tens":

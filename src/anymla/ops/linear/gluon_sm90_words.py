@@ -21,8 +21,8 @@ def words_layout(warps, rows):
 
 
 @gluon.jit
-def decoded(words):
-    """e4m3 words [.., 32] to float16 [.., 128], in the order of ``words_layout``."""
+def _values(words):
+    """e4m3 words [..] to float16 [.., 2, 2]."""
     a, b, c, d = gl.inline_asm_elementwise(
         "{ .reg .b16 l, h; .reg .b32 u, v; mov.b32 {l, h}, $4;"
         " cvt.rn.f16x2.e4m3x2 u, l; cvt.rn.f16x2.e4m3x2 v, h;"
@@ -30,10 +30,15 @@ def decoded(words):
         "=h,=h,=h,=h,r", [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
     )  # fmt: skip
+    return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.jit
+def decoded(words):
+    """e4m3 words [.., 32] to float16 [.., 128], in the order of ``words_layout``."""
     W: gl.constexpr = words.shape[0]
     ROWS: gl.constexpr = words.shape[1]
-    value = gl.join(gl.join(a, c), gl.join(b, d))
-    value = gl.reshape(value, (W, ROWS, 4, 8, 4))
+    value = gl.reshape(_values(words), (W, ROWS, 4, 8, 4))
     return gl.reshape(gl.permute(value, (0, 1, 3, 2, 4)), (W, ROWS, _RUN))
 
 
@@ -61,17 +66,20 @@ def factors(scale):
 
 
 @gluon.constexpr_function
-def flat_layout(lines, warps):
-    """[lines, 32] words of all warps, or (``warps`` lines of 32 or more) of one after the other."""
-    shared = [[0, 0]] * 2 if not warps else [[lines // 4, 0], [lines // 2, 0]]
-    mine = lines // 4 if warps else lines
+def flat_layout(lines, warps, shared):
+    """[lines, 32] words, sixteen lines a warp and so on, or, if ``shared``, all for every warp."""
+    each = [0 if shared else 16 << bit for bit in range(warps.bit_length() - 1)]
     registers = [[0, 1], [0, 2], [0, 4]]
-    registers += [[1 << bit, 0] for bit in range(3, mine.bit_length() - 1)]
+    registers += [[1 << bit, 0] for bit in range(3, lines.bit_length() - 1) if 1 << bit not in each]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, shared, [], [lines, 32])
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[line, 0] for line in each], [], [lines, 32]
+    )
 
 
 @gluon.jit
 def decoded_flat(words):
-    """As ``decoded``, of [lines, 32]."""
-    return gl.reshape(decoded(gl.expand_dims(words, 0)), (words.shape[0], _RUN))
+    """e4m3 words [lines, 32] to float16 [lines, 128], in the order of ``flat_layout``."""
+    LINES: gl.constexpr = words.shape[0]
+    value = gl.reshape(_values(words), (LINES, 4, 8, 4))
+    return gl.reshape(gl.permute(value, (0, 2, 1, 3)), (LINES, _RUN))
