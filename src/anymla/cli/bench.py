@@ -18,6 +18,7 @@ from anymla.cli import (
     bench_experts,
     bench_gpu,
     bench_layer,
+    bench_linear,
     bench_prefill,
     bench_report,
 )
@@ -76,6 +77,7 @@ command.add_command(bench_gpu.indexer)
 command.add_command(bench_layer.layer)
 command.add_command(bench_layer.model)
 command.add_command(bench_experts.experts)
+command.add_command(bench_linear.linear)
 command.add_command(bench_layer.traffic)
 command.add_command(bench_attention.attention)
 command.add_command(bench_prefill.prefill)

@@ -1,0 +1,29 @@
+"""``anymla bench linear``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+
+
+@click.command()
+@json_option
+@click.option(
+    "--model", "models", multiple=True, type=click.Choice(["flash", "pro"]), default=("flash",)
+)
+@click.option("--tokens", "tokens", multiple=True, type=click.IntRange(min=1), help="Repeatable.")
+def linear(json_file: Path | None, models: tuple[str, ...], tokens: tuple[int, ...]) -> None:
+    """Time the FP8 products of a decode layer, of activations that come quantised.
+
+    Weights are random and more than the device's cache holds; calls are replayed as a CUDA graph.
+    "layer" is all products of a layer, one after the other; ``others_us`` is what the backends
+    besides Hopper's take, ``share_of_copy`` the weights' bytes over the time, as a share of the
+    measured copy bandwidth. Without options 1 to 128 tokens.
+    """
+    from anymla.bench.linear import TOKENS, run
+
+    require_gpu()
+    tell(run(models, tokens or TOKENS), json_file, gpu_facts("anymla bench linear"), ())
