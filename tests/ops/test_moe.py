@@ -450,6 +450,19 @@ def test_tiles_divide_what_they_cover() -> None:
                     assert not tile.wide or tile.channels in (128, 256, 512)
 
 
+def test_streams_fit_shared_memory() -> None:
+    from anymla.ops.moe.stream_forms import forms
+
+    for count, inner, d in ((256, 2048, 4096), (48, 3072, 7168), (9, 1024, 1024), (8, 128, 640)):
+        for pairs in (24, 48, 400, 768, 3000, 30000):
+            for form in forms(pairs, (count, inner, d)) or ():
+                assert d % form.rows == 2 * inner % form.rows == 0
+                assert d % form.channels == inner % form.channels == 0
+                assert form.stages >= 2
+    assert forms(48, (32, 2048, 4096)) is not None
+    assert forms(48, (32, 128, 640)) is None
+
+
 @no_triton
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_packed_experts_of_plain_activations(tokens: int) -> None:
@@ -581,6 +594,32 @@ def test_a_device_runs_packed_experts(weight_format: str, tokens: int, quantize:
     )
     assert_identical(got, again)
     # Both round at the same places, where a value may fall on the other side of a boundary.
+    assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("tokens", "columns"), [(8, 8), (20, 16), (36, 32)])
+def test_a_device_streams_experts(tokens: int, columns: int, stacked: bool) -> None:
+    from anymla.ops.moe.stream_forms import forms
+
+    device = a_device()
+    bank, (ids, weights) = Bank("mxfp4", 9, d=1024, inner=1024), routing(tokens, 3, 9)
+    ids[0, 1] = -1
+    chosen = forms(ids.numel(), (9, 1024, 1024))
+    assert chosen is not None
+    assert chosen[0].columns == columns
+    x = torch.randn(tokens, 1024).bfloat16()
+    arguments = {**bank.arguments(), "quantize_activations": True}
+    want = experts(x, ids, weights, **arguments)
+    given = moved_to(device, arguments)
+    if stacked:
+        stacks = {name: torch.stack(v) for name, v in given.items() if isinstance(v, list)}
+        given |= {name: list(stack) for name, stack in stacks.items()}
+    got, again = (
+        experts(x.to(device), ids.to(device), weights.to(device), **given) for _ in range(2)
+    )
+    assert_identical(got, again)
     assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
 
 

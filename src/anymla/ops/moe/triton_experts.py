@@ -6,7 +6,8 @@
     combine   (tokens, blocks of D): results of the token's pairs in the order of its columns,
               shared
 
-The products are those of ``triton_packed`` where they are faster, otherwise of ``triton_plain``.
+The products are streamed (``gluon_sm90_experts``) or those of ``triton_packed`` where they are
+faster, otherwise of ``triton_plain``.
 Workspace: inner and results, and with quantised activations the codes of x and inner.
 """
 
@@ -23,6 +24,7 @@ from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.late import wait_for_arguments, waits
 from anymla.ops.moe.packed_tiles import packed_support, packed_tile
+from anymla.ops.moe.stream_forms import streamed
 from anymla.ops.moe.triton_packed import packed_products
 from anymla.ops.moe.triton_plain import plain_products
 from anymla.ops.moe.triton_stack import Call
@@ -46,8 +48,8 @@ def combine_kernel(
 ):
     """BLOCK channels of one token."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < n
@@ -100,7 +102,14 @@ def experts(
     results = scratch((call.pairs, d), x.dtype, x.device)
     if call.pairs and w1:
         target = target_of(x.device)
-        if packed_support(call, target):
+        packed = packed_support(call, target)
+        stream = streamed(call) if packed else None
+        if stream is not None:
+            # Imported here because Triton has its language in some releases only.
+            from anymla.ops.moe.gluon_sm90_experts import streamed_products
+
+            streamed_products(call, results, *stream)
+        elif packed:
             tile = packed_tile(call.pairs, call.sizes, call.weight_format, call.coded, target)
             packed_products(call, results, tile)
         else:

@@ -56,8 +56,8 @@ def logits_kernel(
 ):  # fmt: skip
     """A tile of x @ gate^T over one split of the channels."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = (tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)).to(tl.int64)
     first = tl.program_id(2) * split
@@ -117,8 +117,8 @@ def route_kernel(
 ):
     """ROWS tokens: their experts and weights; by the ``bias``, or else by the ``table``."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < tokens
     expert = tl.arange(0, EXPERTS)

@@ -1,0 +1,110 @@
+"""Launch the stream of ``gluon_sm90_stream``: w1 and w3, then w2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from anymla.ops._triton import Build, Target
+from anymla.ops.early import early_launch, launches_early
+from anymla.ops.moe.gluon_sm90_stream import stream_kernel
+from anymla.ops.moe.stream_forms import Form, forms
+from anymla.ops.moe.triton_prepare import prepare, quantised
+from anymla.ops.moe.triton_stack import Call, places_of
+from anymla.ops.sparse_attention.triton_attention import multiprocessors
+from anymla.ops.workspace import scratch
+
+
+def streamed_products(call: Call, results: Tensor, up: Form, down: Form) -> None:
+    """Write what every pair's expert makes of its token to results [P, D].
+
+    Args:
+        call: of MXFP4 experts and activations that are quantised.
+        results: contiguous; pairs without an expert here are not written.
+        up: how w1 and w3 stream.
+        down: how w2 does, with as many columns.
+    """
+    _, width, d = call.sizes
+    operands, x_scales, plan = prepare(call, up.columns)
+    places = places_of(call)
+    inner = scratch((call.pairs, width), call.x.dtype, call.x.device)
+    early = early_launch(call.x.device)
+    processors = multiprocessors(call.x.device)
+    given = (call.weights, plan.order, plan.table)
+    stream_kernel[(processors * up.programs,)](
+        operands, x_scales, *given, *places.up, inner, plan.most, float(call.swiglu_limit),
+        K=d, OUT=width, PER_TOKEN=call.ids.shape[1], UP=True, CODED=True,
+        **_options(up, places.unit), **early,
+    )  # fmt: skip
+    rows, row_scales = inner, None
+    if down.coded:
+        rows, row_scales = quantised(inner, processors)
+    stream_kernel[(processors * down.programs,)](
+        rows, row_scales, *given, *places.down, *(None,) * 6, results, plan.most, 0.0,
+        K=width, OUT=d, PER_TOKEN=1, UP=False, CODED=down.coded, **_options(down, places.unit),
+        **early,
+    )  # fmt: skip
+
+
+def _options(form: Form, unit: int) -> dict[str, Any]:
+    return {
+        "M": form.rows,
+        "N": form.columns,
+        "CHUNK": form.channels,
+        "STAGES": form.stages,
+        "W_UNIT": unit,
+        "WARPS": form.rows // 16,
+        "TOGETHER": form.programs,
+        "BATCH": form.batch,
+        "LATER": form.later,
+        "MODE": form.mode,
+        "num_warps": form.rows // 16,
+    }
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Blocks of every width for Flash's and Pro's sizes, with lists and with stacks."""
+    if target.name != "sm_90":
+        return
+    seen: set[tuple[int, Form]] = set()
+    for inner, d in ((2048, 4096), (3072, 7168)):
+        for pairs in (48, 192, 768):
+            chosen = forms(pairs, (32, inner, d))
+            for up, form in zip((True, False), chosen or (), strict=False):
+                if (d if up else inner, form) not in seen:
+                    yield _build(target, form, inner, d, up, lists=not seen)
+                    seen.add((d if up else inner, form))
+
+
+def _build(target: Target, form: Form, inner: int, d: int, up: bool, lists: bool) -> Build:
+    matrices = ("w1", "s1", "w3", "s3") if up else ("w1", "s1")
+    coded = up or form.coded
+    types = {"x": "*u8" if coded else "*bf16", "order": "*i32", "blocks": "*i32", "out": "*bf16"}
+    types |= {"weights": "*fp32", "count": "i32", "limit": "fp32"}
+    types |= {"x_scales": "*fp32"} if coded else {}
+    for matrix in matrices:
+        types |= {matrix: "*u8", f"{matrix}_stride": "i32"}
+        types |= {f"{matrix}_table": "*i64"} if lists else {}
+    sizes = {
+        "K": d if up else inner,
+        "OUT": inner if up else d,
+        "PER_TOKEN": 6 if up else 1,
+        "UP": up,
+        "CODED": coded,
+        "EARLY": launches_early(target),
+        **_options(form, 16),
+    }
+    num_warps = sizes.pop("num_warps")
+    names = stream_kernel.arg_names
+    absent = {name: None for name in names if name not in types and name not in sizes}
+    return Build(
+        f"{form.columns} pairs, {sizes['K']} channels{', lists' if lists else ''}",
+        stream_kernel,
+        types,
+        absent | sizes,
+        num_warps=num_warps,
+        divisible=tuple(f"{matrix}_stride" for matrix in matrices),
+        matrix="e4m3",
+    )
