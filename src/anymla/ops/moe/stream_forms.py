@@ -15,7 +15,7 @@ AUTOMATIC = True
 # Below, a program has hardly more than one tile, and nothing to ask for ahead.
 _FEWEST_PAIRS = 24
 # Pairs of an expert, on average, up to which blocks of so many nearly always hold all of them.
-_SHARES = ((3, 8), (9, 16), (12, 32))
+_SHARES = ((3, 8), (9, 16), (26, 32))
 _SHARED = TARGETS["sm_90"].shared_bytes
 _SHARED_TOGETHER = _SHARED + 1024
 _RESERVED = 1024  # of a program
