@@ -123,7 +123,7 @@ def launch_collapse(
     """
     tokens, n, d = h.shape
     columns, num_warps = columns_of(d)
-    slices = partial.shape[1]
+    slices, target = partial.shape[1], target_of(h.device)
     collapse_kernel[(tokens if post is None else 2 * tokens,)](
         h,
         partial,
@@ -152,8 +152,8 @@ def launch_collapse(
         COLUMNS=columns,
         GATES=post is not None,
         FLOOR=ACTIVATION_AMAX_FLOOR,
-        NATIVE=target_of(h.device).native_e4m3,
-        LATE=squares is None and late(tokens),
+        NATIVE=target.native_e4m3,
+        LATE=squares is None and late(tokens, target),
         num_warps=num_warps,
         **early_launch(h.device, base, scale, norm_weight),
     )
@@ -167,11 +167,14 @@ def builds(target: Target) -> Iterator[Build]:
                 # How many slices there are is of no consequence for the tile.
                 for width in SLICES if dtype == "bf16" else SLICES[:1]:
                     yield _build(target, d, dtype, mixes, norm, d // width)
-                yield _build(target, d, dtype, mixes, norm, d // SLICES[0], last=True)
+                if launches_early(target):
+                    yield _build(target, d, dtype, mixes, norm, d // SLICES[0], last=True)
                 if dtype == "bf16":
                     yield _build(target, d, dtype, mixes, norm, 4, many=True)
         for many, last in ((False, False), (False, True), (True, False)):
             slices = 4 if many else d // SLICES[0]
+            if last and not launches_early(target):
+                continue
             yield _build(target, d, "bf16", 24, True, slices, many=many, coded=True, last=last)
 
 

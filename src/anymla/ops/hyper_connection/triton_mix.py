@@ -73,31 +73,30 @@ def config(tokens: int, d: int, dtype: torch.dtype, target: Target) -> MixConfig
     )
 
 
-def late(tokens: int) -> bool:
+def late(tokens: int, target: Target) -> bool:
     """Whether the kernels of these tokens let the next one in late."""
-    return tokens > _TOGETHER
+    return launches_early(target) and tokens > _TOGETHER
+
+
+def joined(n: int, target: Target) -> bool:
+    """Whether the streams are one operand, for which RDNA has too few registers."""
+    return n == 4 and not target.narrow
 
 
 @triton.jit
 def _load_weights(
-    fn, first, N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr,
-    COLUMNS: tl.constexpr, JOINED: tl.constexpr,
+    fn, first, STREAM: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    MIXES: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of COLUMNS channels of the N streams: one tile [P, N COLUMNS], or N [P, COLUMNS]."""
+    """Weights of COLUMNS channels of COUNT streams side by side, [P, COUNT COLUMNS].
+
+    One load, so that none waits for another to be moved to where it is multiplied.
+    """
     mix = tl.arange(0, P)
-    weights = ()
-    if JOINED:
-        # One load, so that none waits for another to be moved to where it is multiplied.
-        place = tl.arange(0, N * COLUMNS)
-        d = first + place % COLUMNS
-        at = fn + (mix * (N * D))[:, None] + (place // COLUMNS * D + d)[None, :]
-        weights += (tl.load(at, (mix < MIXES)[:, None] & (d < D)[None, :], other=0.0),)
-    else:
-        d = first + tl.arange(0, COLUMNS)
-        for j in tl.static_range(N):
-            at = fn + (mix * (N * D) + j * D)[:, None] + d[None, :]
-            weights += (tl.load(at, (mix < MIXES)[:, None] & (d < D)[None, :], other=0.0),)
-    return weights
+    place = tl.arange(0, COUNT * COLUMNS)
+    d = first + place % COLUMNS
+    at = fn + (mix * (N * D))[:, None] + ((STREAM + place // COLUMNS) * D + d)[None, :]
+    return tl.load(at, (mix < MIXES)[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -115,9 +114,9 @@ def _settled(x):
 
 @triton.jit
 def _add_chunk(
-    total, square, u, h, out, weights, rows, first, inside, post, comb, token_stride, stream_stride,
-    N: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EXPAND: tl.constexpr,
-    JOINED: tl.constexpr,
+    total, square, u, h, out, fn, weights, rows, first, inside, post, comb, token_stride,
+    stream_stride, N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr,
+    COLUMNS: tl.constexpr, EXPAND: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Add what COLUMNS channels of the streams are worth, and store them with EXPAND."""
     d = first + tl.arange(0, COLUMNS)
@@ -131,13 +130,15 @@ def _add_chunk(
             tl.store(out + (rows * (N * D) + j * D)[:, None] + d[None, :], streams[j], mask)
         wide = streams[j].to(tl.float32)
         square += wide * wide
+        if not JOINED:
+            operand = streams[j]
+            if EXPAND:
+                operand = _settled(operand)
+            of_stream = _load_weights(fn, first, j, 1, N, D, MIXES, P, COLUMNS)
+            total = exact_dot(operand, of_stream, total)
     if JOINED:
-        streams = (_settled(_joined(streams[0], streams[1], streams[2], streams[3])),)
-    for j in tl.static_range(len(weights)):
-        operand = streams[j]
-        if EXPAND and not JOINED:
-            operand = _settled(operand)
-        total = exact_dot(operand, weights[j], total)
+        operand = _settled(_joined(streams[0], streams[1], streams[2], streams[3]))
+        total = exact_dot(operand, weights, total)
     return total, square
 
 
@@ -174,8 +175,9 @@ def mix_kernel(
     inside = token < tokens
     rows = token.to(tl.int64)
     first = tl.program_id(1) * (chunks * COLUMNS)
-    if SINGLE:
-        weights = _load_weights(fn, first, N, D, MIXES, P, COLUMNS, JOINED)
+    weights = fn
+    if SINGLE and JOINED:
+        weights = _load_weights(fn, first, 0, N, N, D, MIXES, P, COLUMNS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         if not LATE:
@@ -189,17 +191,19 @@ def mix_kernel(
         comb_gates = load_columns(comb, rows, inside, N * N)
     if SINGLE:
         total, square = _add_chunk(
-            total, square, u, h, out, weights, rows, first, inside, post_gates, comb_gates,
-            token_stride, stream_stride, N, D, COLUMNS, EXPAND, JOINED,
+            total, square, u, h, out, fn, weights, rows, first, inside, post_gates, comb_gates,
+            token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED,
         )  # fmt: skip
     else:
         # A number of chunks that the compiler knew would be unrolled, at the price of spills.
         for chunk in range(chunks):
             at = first + chunk * COLUMNS
-            weights = _load_weights(fn, at, N, D, MIXES, P, COLUMNS, JOINED)
+            of_chunk = fn
+            if JOINED:
+                of_chunk = _load_weights(fn, at, 0, N, N, D, MIXES, P, COLUMNS)
             total, square = _add_chunk(
-                total, square, u, h, out, weights, rows, at, inside, post_gates, comb_gates,
-                token_stride, stream_stride, N, D, COLUMNS, EXPAND, JOINED,
+                total, square, u, h, out, fn, of_chunk, rows, at, inside, post_gates, comb_gates,
+                token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED,
             )  # fmt: skip
     if EARLY and LATE:
         tl.extra.cuda.gdc_launch_dependents()
@@ -225,7 +229,8 @@ def launch_mix(
         and zeros beyond.
     """
     tokens, n, d = h.shape
-    chosen = config(tokens, d, h.dtype, target_of(h.device))
+    target = target_of(h.device)
+    chosen = config(tokens, d, h.dtype, target)
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
@@ -249,8 +254,8 @@ def launch_mix(
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         SINGLE=chosen.chunks == 1,
-        JOINED=n == 4,
-        LATE=late(tokens),
+        JOINED=joined(n, target),
+        LATE=late(tokens, target),
         num_warps=chosen.num_warps,
         **early_launch(h.device, fn),
     )
@@ -289,11 +294,11 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
         "SINGLE": chosen.chunks == 1,
-        "JOINED": True,
-        "LATE": late(tokens),
+        "JOINED": joined(4, target),
+        "LATE": late(tokens, target),
         "EARLY": launches_early(target),
     }
-    marks = ", expand" * expands + ", late" * late(tokens)
+    marks = ", expand" * expands + ", late" * late(tokens, target)
     chunks = "one chunk" if chosen.chunks == 1 else "chunks"
     return Build(
         f"{dtype} D {d}, {mixes} mixes of {chosen.rows} tokens, {chunks}{marks}",
