@@ -23,7 +23,10 @@ from anymla.ops.indexer import device_support
 from anymla.ops.indexer.selection_plan import GROUP, padded_entries
 
 H, PAGE = 64, 64
-NAMES = [f"{family.__name__}.gluon_sm90_{part}" for part in ("scores", "sums", "walk", "words")]
+NAMES = [
+    f"{family.__name__}.gluon_sm90_{part}"
+    for part in ("scores", "consume", "sums", "walk", "words")
+]
 NAMES += ["anymla.ops.gluon_early"]
 NOTHING = -(2**31)
 
@@ -79,15 +82,18 @@ class Language(host.Language):
     def program_id(self, axis):
         return host.value(self.program[axis])
 
+    def num_programs(self, axis):
+        return host.value(self.grid[axis])
+
     def inline_asm_elementwise(self, text, constraints, arguments, **_):
         """On shared words: barriers, which threads of a warp share here, and partial sums."""
         if "anymla_scores" in text:
-            self.words, self.barriers = torch.full((9216 // 4,), torch.nan), {}
+            self.words, self.barriers = torch.full((5120 // 4,), torch.nan), {}
             return host.value(torch.tensor(0, dtype=torch.int32))
         at = None if not arguments else torch.as_tensor(arguments[0])
         if "mbarrier.init" in text:
             self.barriers[int(at)] = Barrier()
-            self.barriers[int(at)].init(1)
+            self.barriers[int(at)].init(int(arguments[1]) // 4)  # of the warps of consumers
         elif "mbarrier.try_wait" in text:
             self.barriers[int(at)].wait(int(arguments[1]))
         elif "mbarrier.arrive" in text:
@@ -99,6 +105,9 @@ class Language(host.Language):
         elif "ld.shared" in text:
             return tuple(host.value(self.words[at.long() // 4 + n]) for n in range(4))
         return None
+
+    def to_tensor(self, x):
+        return host.value(x, torch.int32)
 
     def zeros_like(self, x):
         return host.value(torch.zeros_like(x))
@@ -128,15 +137,23 @@ class Descriptor:
 
     tensor: torch.Tensor
     block: tuple[int, ...]
+    partial: bool = False
 
     def copy(self, at, barrier, memory):
         at = [int(x) for x in at]
-        assert all(
-            0 <= a <= n - b for a, n, b in zip(at, self.tensor.shape, self.block, strict=True)
-        )
-        part = self.tensor[tuple(slice(a, a + b) for a, b in zip(at, self.block, strict=True))]
-        memory._tensor.copy_(part)
+        inside = tuple(slice(a, a + b) for a, b in zip(at, self.block, strict=True))
+        part = self.tensor.view(self.bits)[inside]
+        missing = self.block[0] - len(part)
+        assert part.shape[1:] == self.block[1:]
+        assert missing == 0 or self.partial
+        # What lies outside is zero.
+        part = torch.cat((part, part.new_zeros(missing, *self.block[1:])))
+        memory._tensor.view(self.bits).copy_(part)
         barrier.receive(part.numel() * part.element_size())
+
+    @property
+    def bits(self):
+        return {1: torch.uint8, 4: torch.int32}[self.tensor.element_size()]
 
 
 @pytest.fixture
@@ -156,12 +173,20 @@ def kernel(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield importlib.import_module(NAMES[0]), language
+    module = importlib.import_module(NAMES[0])
+    for part in (module, sys.modules[NAMES[1]]):
+        monkeypatch.setattr(part, "range", values, raising=False)
+    yield module, language
     for name in NAMES:
         sys.modules.pop(name, None)
         with contextlib.suppress(AttributeError):
             package, _, part = name.rpartition(".")
             delattr(sys.modules[package], part)
+
+
+def values(*bounds):
+    """``range``, whose numbers are values, as a kernel's are."""
+    return map(host.value, range(*map(int, bounds)))
 
 
 def in_pages(cache):
@@ -173,8 +198,9 @@ def in_pages(cache):
 
 
 def score(
-    kernel, q, keys, words, weights, lengths, table, k, *, starts, owners, together, span, context=0
-):
+    kernel, q, keys, words, weights, lengths, table, k, *, starts, owners, together, span,
+    context=0, ahead=False, programs=None,
+):  # fmt: skip
     """Scores and maxima as the kernel leaves them: NaN and 77 where it wrote nothing.
 
     With a context there are no maxima; without a table pages are in order.
@@ -188,7 +214,7 @@ def score(
     pointer = language.memory.pointer
     requests = 1 if table is None else len(table)
     given = [
-        pointer(q.view(torch.uint8)),
+        Descriptor(q.flatten(0, 1), (together * H, D), partial=True),
         Descriptor(keys, (1, PAGE, D)),
         Descriptor(words, (1, PAGE)),
         None if table is None else pointer(table),
@@ -211,15 +237,18 @@ def score(
         k,
         span,
         context,
+        -(-rows // together),
     ]
     given = [host.value(each) if isinstance(each, int) else each for each in given]
-    for pair in range(-(-rows // together)):
-        for part in range(-(-max(covered, context) // span)):
-            language.program = (pair, part)
+    language.grid = programs or -(-rows // together), -(-max(covered, context) // span)
+    for program in range(language.grid[0]):
+        for part in range(language.grid[1]):
+            language.program = (program, part)
             module.page_scores_kernel(
                 *given,
                 ROWS=together,
                 BUFFERS=4,
+                AHEAD=ahead,
                 CONSUMER_REGISTERS=112,
                 PRODUCER_REGISTERS=24,
                 FILL=context > 0,
@@ -245,8 +274,10 @@ def ordered(x):
         (1, None),
     ],
 )
-@pytest.mark.parametrize("span", [192, 256])
-def test_scores_and_maxima(kernel, stride, together, owners, span):
+@pytest.mark.parametrize(
+    ("span", "ahead", "programs"), [(192, False, None), (256, True, None), (256, True, 2)]
+)
+def test_scores_and_maxima(kernel, stride, together, owners, span, ahead, programs):
     rows, k = len(owners or [0] * 4), 40
     padded = make_cache(INDEX_FP8, 9, PAGE, gap=0).tensor
     packed = torch.full((9 * stride + 64,), 0xFF, dtype=torch.uint8)
@@ -278,6 +309,8 @@ def test_scores_and_maxima(kernel, stride, together, owners, span):
         owners=None if owners is None else i32(owners),
         together=together,
         span=span,
+        ahead=ahead,
+        programs=programs,
     )
     entry = torch.arange(256)
     for row in range(rows):
@@ -295,6 +328,29 @@ def test_scores_and_maxima(kernel, stride, together, owners, span):
         assert got[row, :256][~seen].isnan().all()
         rank = torch.where(seen, ordered(want), NOTHING).view(-1, GROUP).amax(1)
         assert torch.equal(maxima[row, :16], torch.where(rank == NOTHING, 77, rank))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_many_tiles(kernel, ahead):
+    pages, rows = 9, 4
+    codes = torch.randint(-2, 3, (pages, PAGE, D)).to(torch.float8_e4m3fn)
+    scales = torch.randint(1, 4, (pages, PAGE)).float()
+    words = torch.cat((torch.zeros(pages, PAGE * D // 4), scales), 1)
+    q = torch.randint(-2, 3, (rows, H, D)).to(torch.float8_e4m3fn)
+    weights, lengths = torch.randint(-2, 3, (rows, H)).float(), i32([576, 575, 420, 30])
+    table = torch.stack((torch.randperm(pages), torch.randperm(pages))).int()
+    got, maxima = score(
+        kernel, q, codes, words, weights, lengths, table, 40,
+        starts=None, owners=None, together=2, span=576, ahead=ahead, programs=1,
+    )  # fmt: skip
+    for row, length in enumerate(lengths.tolist()):
+        page = table[row // 2].long()
+        want = weights[row] @ (q[row].float() @ codes[page].flatten(0, 1).float().T).relu()
+        want = (want * scales[page].flatten())[: length if length > 40 else 0]
+        assert torch.equal(got[row, : len(want)], want)
+        assert got[row, len(want) :].isnan().all()
+        best = [ordered(want[at : at + GROUP].amax()).item() for at in range(0, len(want), GROUP)]
+        assert maxima[row].tolist() == best + [77] * (len(maxima[row]) - len(best))
 
 
 @pytest.mark.parametrize("together", [1, 2])

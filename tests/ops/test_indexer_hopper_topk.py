@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import math
 import sys
+import types
 
 import gluon_on_host as host
 import pytest
@@ -17,7 +18,9 @@ from index_scores import i32
 import anymla.ops.indexer as family
 from anymla.ops.indexer.selection_plan import GROUP
 
-NAME = f"{family.__name__}.gluon_sm90_topk"
+NAMES = [
+    f"{family.__name__}.gluon_sm90_{part}" for part in ("topk", "bins", "digits", "counters")
+] + ["anymla.ops.gluon_early"]
 
 
 class Language(host.Language):
@@ -32,21 +35,42 @@ class Language(host.Language):
             return host.value(torch.tensor(0, dtype=torch.int32))
         if "griddepcontrol" in text:
             return None
+        if text.startswith("mov"):
+            return arguments[0]
         given = torch.broadcast_tensors(*(torch.as_tensor(x) for x in arguments))
         at, *rest = (x.as_subclass(torch.Tensor).flatten() for x in given)
         at = at.long() // 4
-        if "red.shared" in text:
+        if "atom.shared" in text:
+            number, wanted, x, entry = rest
+            for n in (number == wanted).nonzero()[:, 0]:
+                count = int(self.words[at[n]])
+                self.words[at[n]] = count + 1
+                if count < 128:
+                    self.words[at[n] + 4 + 2 * count] = x[n].view(torch.int32)
+                    self.words[at[n] + 5 + 2 * count] = entry[n]
+        elif "@p red.shared" in text:
+            self.words.index_put_((at[rest[0] >= rest[1]],), i32([1]), accumulate=True)
+        elif "red.shared" in text:
             self.words.index_put_((at,), i32([1]), accumulate=True)
         elif "ld.shared.v4" in text:
             return tuple(host.value(self.words[at + n].view(given[0].shape)) for n in range(4))
+        elif "ld.shared.v2" in text:
+            score, entry = (self.words[at + n].view(given[0].shape) for n in range(2))
+            return host.value(score.view(torch.float32)), host.value(entry)
         elif "ld.shared" in text:
             return host.value(self.words[at].view(given[0].shape))
         elif "{z, z, z, z}" in text:
             for n in range(4):
                 self.words[at + n] = 0
+        elif text.startswith("{ .reg .pred p; .reg .b32 a; mov"):
+            each = constraints.count("=r")
+            x, entry, limit = (part.view(-1, each) for part in rest)
+            taken = x >= limit
+            place = at.view(-1, each) + taken.cumsum(1) - 1
+            self.words[place[taken]] = entry[taken]
         elif "st.shared.v4" in text:
             there = rest[3] != 0
-            assert there.sum() == 1, "one thread finds it"
+            assert there.sum() <= 1, "one thread finds it, if any"
             for n in range(4):
                 self.words[at[there] + n] = rest[n][there].int()
         else:
@@ -56,6 +80,15 @@ class Language(host.Language):
 
     def associative_scan(self, x, axis, combine):
         return x.cumsum(axis, dtype=x.dtype)
+
+    def reduce(self, x, axis, combine):  # of NaN and a number: NaN
+        return tuple(part.amax(axis) for part in x) if isinstance(x, tuple) else x.amax(axis)
+
+    def maximum(self, a, b, propagate_nan=None):
+        return torch.maximum(a, torch.as_tensor(b))
+
+    def fma(self, a, b, c):
+        return torch.as_tensor((a.double() * b + c).float()).as_subclass(host.Value)
 
     def zeros_like(self, x):
         return torch.zeros_like(x)
@@ -68,18 +101,26 @@ class Language(host.Language):
 
     max_contiguous = multiple_of
 
+    def convert_layout(self, x, layout):
+        return x
+
+    def broadcast(self, a, b):
+        return torch.broadcast_tensors(a, b)
+
 
 @pytest.fixture
 def kernel(monkeypatch):
     """The kernel's module and its language."""
     language = Language()
-    names = (NAME, "anymla.ops.gluon_early")
-    for name in [name for name in sys.modules if name.startswith("triton") or name in names]:
+    for name in [name for name in sys.modules if name.startswith("triton") or name in NAMES]:
         monkeypatch.delitem(sys.modules, name)
-    for name, module in host._stand_ins(language).items():
+    stand_ins = host._stand_ins(language)
+    nan = types.SimpleNamespace(ALL=True)
+    stand_ins["triton"].language = types.SimpleNamespace(PropagateNan=nan)
+    for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield importlib.import_module(NAME), language
-    for name in names:
+    yield importlib.import_module(NAMES[0]), language
+    for name in NAMES:
         sys.modules.pop(name, None)
         with contextlib.suppress(AttributeError):
             package, _, part = name.rpartition(".")
@@ -92,6 +133,8 @@ def rows_of(kind, rows, covered):
     x = torch.randn(rows, covered)
     if kind == "close":
         return 1 + x * 2**-20
+    if kind == "few":
+        return torch.where(torch.arange(covered) % 60 == 7, x, -9.0)
     if kind == "odd":
         x[:, ::5], x[:, 3], x[:, 70], x[:, 9] = -torch.inf, torch.nan, torch.inf, -0.0
     return x
@@ -106,7 +149,7 @@ def by_rule(scores, k):
     return sorted(order[:k])
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "close", "odd"])
+@pytest.mark.parametrize("kind", ["random", "ties", "close", "odd", "few"])
 @pytest.mark.parametrize(("groups", "k"), [(0, 20), (128, 20), (128, 16), (128, 3)])
 @pytest.mark.parametrize("cut", [False, True])
 def test_selection(kernel, kind, groups, k, cut):

@@ -12,11 +12,16 @@ from paged import ALL_BACKENDS, BACKENDS, INDEX_LAYOUTS, make_cache, runnable, u
 
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_FP32_128, get_layout
-from anymla.ops.indexer import paged_mqa_logits, select_topk, topk_per_row, torch_select
+from anymla.ops.indexer import (
+    paged_mqa_logits,
+    score_forms,
+    select_topk,
+    topk_per_row,
+    torch_select,
+)
 from anymla.ops.indexer.selection_plan import (
     SelectionPlan,
     plan_selection,
-    portable_scores_are_faster,
     prefill_parts,
 )
 from anymla.ops.selection import compute_global_topk_indices_and_lens
@@ -540,18 +545,17 @@ def test_shapes_take_the_form_that_was_measured(rows, entries, k, form, parts, b
 
 
 @pytest.mark.parametrize(
-    ("rows", "entries", "shared", "portable"),
+    ("items", "tiles", "shared", "form"),
     [
-        (1, 8192, False, True),
-        (32, 2048, False, True),
-        (8, 32_768, False, False),
-        (2, 8192, True, True),
-        (2, 32_768, True, False),
-        (2048, 8192, True, False),
+        (32, 32, False, score_forms.FEW_SINGLE),
+        (128, 32, False, score_forms.SINGLE),
+        (32, 128, True, score_forms.FEW_PAIRS),
+        (128, 128, True, score_forms.AHEAD),
+        (1024, 128, True, score_forms.AHEAD),
     ],
 )
-def test_small_calls_are_scored_by_the_portable_kernel(rows, entries, shared, portable):
-    assert portable_scores_are_faster(rows, entries, shared) is portable
+def test_scores_take_the_form_that_was_measured(items, tiles, shared, form):
+    assert score_forms.form_of(items, tiles, shared, 132) == form
 
 
 def test_a_million_tokens_go_in_whole_waves():

@@ -204,6 +204,8 @@ def _options(build: Build) -> dict[str, Any]:
     options = {"num_warps": build.num_warps, "enable_fp_fusion": build.fp_fusion}
     if build.num_stages is not None:
         options["num_stages"] = build.num_stages
+    if build.registers:
+        options["maxnreg"] = build.registers
     return options
 
 

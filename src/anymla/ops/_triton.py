@@ -149,6 +149,7 @@ class Build:
         spills: spill instructions that are accepted.
         fails: part of the compiler's message if this build is expected to fail, else "".
         fp_fusion: products and sums may become one instruction, which rounds once.
+        registers: of a thread, at most; 0 for as many as there are.
     """
 
     label: str
@@ -162,3 +163,4 @@ class Build:
     spills: int = 0
     fails: str = ""
     fp_fusion: bool = True
+    registers: int = 0

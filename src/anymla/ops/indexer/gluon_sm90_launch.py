@@ -12,12 +12,13 @@ from anymla.formats.pages import pages_of
 from anymla.ops.early import early_launch
 from anymla.ops.indexer.gluon_sm90_scores import (
     BUFFERS,
-    CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     WIDTH,
     page_scores_kernel,
 )
+from anymla.ops.indexer.gluon_sm90_sums import HEADS
 from anymla.ops.indexer.gluon_sm90_walk import PAGE
+from anymla.ops.indexer.score_forms import form_of
 from anymla.ops.indexer.selection_plan import prefill_parts
 from anymla.ops.indexer.triton_select import multiprocessors
 
@@ -84,37 +85,24 @@ def score(
     # Neighbours share keys unless every request has one token.
     shared = per_request > 1 if owners is None else rows > requests
     together = 2 if shared else 1
-    pairs = triton.cdiv(rows, together)
+    items = triton.cdiv(rows, together)
     tiles = triton.cdiv(max(covered, context), PAGE)
-    span = triton.cdiv(tiles, prefill_parts(pairs, tiles, multiprocessors(q.device))) * PAGE
-    page_scores_kernel[(pairs, triton.cdiv(max(covered, context), span))](
-        q.view(torch.uint8),
-        *keys,
-        table,
-        *((0, 0) if table is None else table.stride()),
-        lengths,
-        starts,
-        owners,
-        weights,
-        weights.stride(0),
-        scores,
-        scores.stride(0),
-        maxima,
-        0 if maxima is None else maxima.stride(0),
-        first_row,
-        rows,
-        max(per_request, 1),
-        requests,
-        pages,
-        covered,
-        k,
-        span,
-        context,
-        ROWS=together,
-        BUFFERS=BUFFERS,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        FILL=context > 0,
-        num_warps=4,
-        **early_launch(q.device),
-    )
+    room = multiprocessors(q.device)
+    form = form_of(items, tiles, shared, room)
+    room *= form.programs
+    span = triton.cdiv(tiles, prefill_parts(items, tiles, room)) * PAGE
+    parts = triton.cdiv(max(covered, context), span)
+    queries = TensorDescriptor(
+        q.view(torch.float8_e4m3fn).view(rows * HEADS, WIDTH), [rows * HEADS, WIDTH], [WIDTH, 1],
+        [together * HEADS, WIDTH], NVMMASharedLayout(128, 8, rank=2),
+    )  # fmt: skip
+    limits = {"maxnreg": form.registers} if form.registers else {}
+    page_scores_kernel[(min(items, room) if parts == 1 else items, parts)](
+        queries, *keys, table, *((0, 0) if table is None else table.stride()), lengths, starts,
+        owners, weights, weights.stride(0), scores, scores.stride(0), maxima,
+        0 if maxima is None else maxima.stride(0), first_row, rows, max(per_request, 1), requests,
+        pages, covered, k, span, context, items,
+        ROWS=together, BUFFERS=BUFFERS, AHEAD=form.ahead,
+        CONSUMER_REGISTERS=form.consumer_registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        FILL=context > 0, num_warps=4, **limits, **early_launch(q.device),
+    )  # fmt: skip

@@ -9,10 +9,9 @@ from torch import Tensor
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.ops._triton import Target
 from anymla.ops.early import early_launch
-from anymla.ops.indexer import triton_select_scores
 from anymla.ops.indexer.gluon_sm90_launch import keys_in_pages, score
 from anymla.ops.indexer.gluon_sm90_topk import held_of, topk_kernel
-from anymla.ops.indexer.selection_plan import SelectionPlan, portable_scores_are_faster
+from anymla.ops.indexer.selection_plan import SelectionPlan
 from anymla.ops.indexer.triton_select import select_rounds
 
 
@@ -86,15 +85,6 @@ def select_scores(
     target: Target,
 ) -> None:
     """``triton_select_scores.select_scores`` for what ``hopper_support`` lets through."""
-    rows, requests = len(q), len(block_table)
-    shared = per_request > 1 if owners is None else rows > requests
-    if portable_scores_are_faster(rows, covered, shared):
-        triton_select_scores.select_scores(
-            q, q_scales, weights, index_cache, layout, block_table, lengths, starts, owners, scores,
-            maxima, first_row=first_row, per_request=per_request, covered=covered, k=k,
-            target=target,
-        )  # fmt: skip
-        return
     score(
         q,
         keys_in_pages(index_cache),
@@ -107,7 +97,7 @@ def select_scores(
         maxima,
         first_row=first_row,
         per_request=per_request,
-        requests=requests,
+        requests=len(block_table),
         covered=covered,
         k=k,
     )

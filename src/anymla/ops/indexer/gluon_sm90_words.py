@@ -3,8 +3,8 @@
 Warps of a warpgroup need not wait for each other to give a buffer back, nor to let partial sums
 change hands among their own threads; the compiler's own barriers and conversions make them.
 
-    0      barriers: one arrival of every warp of the consumer whose buffer it is
-    1024   partial sums: 512 bytes of every warp of four consumers
+    0      barriers: one arrival of every warp of the consumers that read a buffer
+    1024   partial sums: 512 bytes of every warp of two consumers
 
 The size is a multiple of 1,024, so that what the compiler manages stays aligned.
 """
@@ -19,19 +19,19 @@ _SUMS = gl.constexpr(1024)
 def reserve():
     """Where the shared words begin."""
     return gl.inline_asm_elementwise(
-        "{ .shared .align 1024 .b8 anymla_scores[9216]; mov.u32 $0, anymla_scores; }",
+        "{ .shared .align 1024 .b8 anymla_scores[5120]; mov.u32 $0, anymla_scores; }",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def begin(words, BUFFERS: gl.constexpr):
-    """Barriers that await 4 warps each; to be made visible by a barrier of all threads."""
-    for i in gl.static_range(BUFFERS):
+def begin(words, FIRST: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """Barriers that await WARPS each; to be made visible by a barrier of all threads."""
+    for i in gl.static_range(COUNT):
         gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
-            " @p mbarrier.init.shared::cta.b64 [$1], 4; mov.b32 $0, 0; }",
-            "=r,r", [words + 8 * i], dtype=gl.int32, is_pure=False, pack=1,
+            " @p mbarrier.init.shared::cta.b64 [$1], $2; mov.b32 $0, 0; }",
+            "=r,r,r", [words + 8 * (FIRST + i), WARPS], dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

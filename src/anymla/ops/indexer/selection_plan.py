@@ -127,20 +127,6 @@ def plan_selection(
     return dataclasses.replace(plan, rows=min(rows, most))
 
 
-def portable_scores_are_faster(rows: int, entries: int, shared: bool) -> bool:
-    """Whether the portable kernel scores a call in less time than Hopper's own.
-
-    It begins sooner (H200: 3.1 against 4.1 us for a row of 8,192, 6.9 against 7.2 for 32 of 2,048;
-    pairs 4.0 against 4.8 for 8,192, but 8.7 against 7.1 for 32,768).
-
-    Args:
-        rows: tokens.
-        entries: entries that a token may see.
-        shared: neighbours share keys.
-    """
-    return rows * entries <= (1 << 15 if shared else 1 << 16)
-
-
 def prefill_parts(pairs: int, tiles: int, multiprocessors: int) -> int:
     """Parts of the context for a kernel of which a multiprocessor holds one program.
 
