@@ -258,6 +258,7 @@ WAITS = [
     (producing, "    mbarrier.wait(q_free.index(1), phase)\n"),
     (consumers, "        mbarrier.wait(q_rdy.index(0), number & 1)\n"),
     (softmax, "        mbarrier.wait(q_rdy.index(1), number & 1)\n"),
+    (consumers, "            mbarrier.wait(p_rdy.index(b), phase)\n"),
     (consumers, "                tma.store_wait(0)\n                mbarrier.arrive(free_l"),
     (consumers, "            tma.store_wait(0)\n            mbarrier.arrive(free_r"),
 ]
@@ -275,7 +276,7 @@ def test_a_stale_block_count_is_a_deadlock(tmp_path):
 @pytest.mark.parametrize(
     ("module", "wait"),
     WAITS,
-    ids=["left", "right", "q left", "q right", "q there", "all there", "o left", "o right"],
+    ids=["left", "right", "q left", "q right", "q there", "all there", "p", "o left", "o right"],
 )
 def test_no_wait_can_be_left_out(tmp_path, module, wait):
     bare = re.sub(r"(mbarrier\.wait|tma\.store_wait)\(.*\)", "pass", wait)

@@ -110,12 +110,11 @@ def left(
         Ph = P.to(DT)
         for i in range(1, blocks):
             b = done % 2
+            phase = ((done + 1) // 2) & 1
             acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
             p_s.index(b).store(Ph)
             past_s.index(b).store(past)
-            fence_async_shared()
             mbarrier.arrive(p_rdy.index(b), count=1)
-            phase = ((done + 1) // 2) & 1
             S, masked = scores(
                 q_s,
                 k_l,
@@ -152,7 +151,6 @@ def left(
         acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
         p_s.index(b).store(Ph)
         past_s.index(b).store(past)
-        fence_async_shared()
         mbarrier.arrive(p_rdy.index(b), count=1)
         sums = gl.convert_layout(gl.sum(sums, 1), SR)
         total = sums
@@ -217,6 +215,7 @@ def right(
 ):
     """The right half of the values."""
     AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     AR: gl.constexpr = gl.SliceLayout(1, AL)
     done = 0
     number = 0
@@ -232,9 +231,10 @@ def right(
             b = done % 2
             phase = (done // 2) & 1
             mbarrier.wait(p_rdy.index(b), phase)
+            P = p_s.index(b).load(PL)
             acc = rescale(acc, past_s.index(b).load(AR))
             mbarrier.wait(go.index(b), phase)
-            acc = warpgroup_mma(p_s.index(b), k_r.index(b), acc, is_async=True)
+            acc = warpgroup_mma(P, k_r.index(b), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             if COPIED:
                 if i + 1 < blocks:

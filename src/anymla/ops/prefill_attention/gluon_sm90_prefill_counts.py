@@ -7,10 +7,10 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def put(slot, value):
+def put(slot, value, COUNT: gl.constexpr = 1):
     """Store one int32 in shared memory."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    slot.store(gl.full([1], 0, gl.int32, ONE) + value)
+    slot.store(gl.full([COUNT], 0, gl.int32, ONE) + value)
 
 
 @gluon.jit
@@ -18,3 +18,10 @@ def get(slot):
     """Load one int32 from shared memory."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(slot.load(ONE), 0)
+
+
+@gluon.jit
+def get_any(slot):
+    """Whether one of four int32 in shared memory is not zero."""
+    FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    return gl.max(slot.load(FOUR), 0)

@@ -111,7 +111,7 @@ def prefill_kernel(
     past_s = gl.allocate_shared_memory(gl.float32, [2, 64], V)
     factor_s = gl.allocate_shared_memory(gl.float32, [2, 64], V)
     valid_s = gl.allocate_shared_memory(gl.int32, [2, 64], V)
-    masked_s = gl.allocate_shared_memory(gl.int32, [2, 1], V)
+    masked_s = gl.allocate_shared_memory(gl.int32, [2, 4], V)
     blocks_s = gl.allocate_shared_memory(gl.int32, [2, 1], V)
     rdy_l = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     rdy_r = gl.allocate_shared_memory(gl.int64, [2, 1], ML)

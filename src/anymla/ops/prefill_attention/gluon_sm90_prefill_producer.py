@@ -19,6 +19,8 @@ _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 _HALF_BYTES = gl.constexpr(64 * 256 * 2)
+# What a block takes.
+_BLOCK_NANOSECONDS = gl.constexpr(1500)
 
 
 @gluon.jit
@@ -55,6 +57,28 @@ def _prefetch(q, token, head, heads):
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
         [q + line],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _delay(blocks, tasks):
+    """Let programs that have a task less begin later, one after the other.
+
+    Programs that begin a query together wait for memory together, and then leave it idle. The time
+    is there: the others need it for their last task.
+    """
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    programs = gl.num_programs(0)
+    longer = (tasks - 1) % programs + 1
+    later = gl.maximum(gl.program_id(0) - longer, 0)
+    nanoseconds = later * gl.minimum(blocks, 600) * _BLOCK_NANOSECONDS // programs
+    gl.inline_asm_elementwise(
+        "nanosleep.u32 $1; mov.u32 $0, 0;",
+        "=r,r",
+        [gl.full([1], 0, gl.int32, ONE) + nanoseconds],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -119,6 +143,8 @@ def producer(
             slot = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
         row = token * heads + (task % HEAD_BLOCKS) * 64
 
+        if number == 0:
+            _delay(blocks, tasks)
         for i in range(blocks):
             b = done % 2
             phase = ((done // 2) & 1) ^ 1
@@ -138,7 +164,7 @@ def producer(
                 following = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
             if whole:
                 mbarrier.wait(free_l.index(b), phase)
-                put(masked_s.index(b), 0)
+                put(masked_s.index(b), 0, 4)
                 mbarrier.expect(rdy_l.index(b), _HALF_BYTES)
                 mbarrier.arrive(rdy_l.index(b), count=128)
                 _load_tile(kdesc, [at, 0], rdy_l.index(b), k_l.index(b))
@@ -155,13 +181,14 @@ def producer(
                 else:
                     source = at + r
                     ok = r < left
-                masked = 1 - gl.min(ok.to(gl.int32), 0)
+                # A flag a warp, so that they need not meet.
+                missing = gl.max(gl.max(1 - gl.reshape(ok.to(gl.int32), [4, 4, 4]), 2), 0)
                 p = gl.expand_dims(kv + gl.where(ok, source, 0).to(gl.int64) * 512, 1) + c
                 mask = gl.expand_dims(ok, 1)
                 mbarrier.wait(free_l.index(b), phase)
                 _load_rows(k_l.index(b), p, mask=mask)
                 async_copy.mbarrier_arrive(rdy_l.index(b), increment_count=False)
-                put(masked_s.index(b), masked)
+                masked_s.index(b).store(missing)
                 valid_s.index(b).store(ok.to(gl.int32))
                 mbarrier.arrive(rdy_l.index(b), count=1)
                 if i == 0:

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from anymla.ops.prefill_attention.gluon_sm90_prefill_counts import get
+from anymla.ops.prefill_attention.gluon_sm90_prefill_counts import get_any
 
 _MASKED = gl.constexpr(-1e30)
 # A maximum that grows by less than 2^8 is left behind: weights stay below 2^8, which 16-bit types
@@ -29,6 +29,16 @@ _RESCALE = gl.constexpr(
     + " DONE: }"
 )
 _RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
+
+
+@gluon.jit
+def _fence(masked, LISTED: gl.constexpr):
+    """Rows copied by threads reach the tensor cores through another proxy."""
+    if LISTED:
+        fence_async_shared()
+    else:
+        if masked != 0:
+            fence_async_shared()
 
 
 @gluon.jit
@@ -50,24 +60,29 @@ def scores(
     """Start S = Q K^T of buffer ``b``; whether some of its rows do not count."""
     S = gl.zeros([64, 64], gl.float32, SL)
     mbarrier.wait(rdy_l.index(b), phase)
-    masked = get(masked_s.index(b))
-    # Rows copied by threads reach the tensor cores through another proxy.
-    if LISTED:
-        fence_async_shared()
-    else:
-        if masked != 0:
-            fence_async_shared()
+    masked = get_any(masked_s.index(b))
+    _fence(masked, LISTED)
     S = warpgroup_mma(q_s.index(0), k_l.index(b).permute((1, 0)), S, use_acc=False, is_async=True)
     if FIRST:
         mbarrier.wait(q_rdy.index(1), number & 1)
     mbarrier.wait(rdy_r.index(b), phase)
-    if LISTED:
-        fence_async_shared()
-    else:
-        if masked != 0:
-            fence_async_shared()
+    _fence(masked, LISTED)
     S = warpgroup_mma(q_s.index(1), k_r.index(b).permute((1, 0)), S, is_async=True)
     return S, masked
+
+
+@gluon.jit
+def _row_maxima(S, SR: gl.constexpr):
+    """The largest of each row of [64, 64], in a thread by halves: a chain would take its time."""
+    a, b = gl.split(gl.reshape(S, [64, 32, 2]))
+    x = gl.maximum(a, b)
+    a, b = gl.split(gl.permute(gl.reshape(x, [64, 2, 16]), (0, 2, 1)))
+    x = gl.maximum(a, b)
+    a, b = gl.split(gl.permute(gl.reshape(x, [64, 2, 8]), (0, 2, 1)))
+    x = gl.maximum(a, b)
+    a, b = gl.split(gl.permute(gl.reshape(x, [64, 2, 4]), (0, 2, 1)))
+    x = gl.maximum(a, b)
+    return gl.convert_layout(gl.max(x, 1), SR)
 
 
 @gluon.jit
@@ -115,7 +130,7 @@ def softmax(
     if masked != 0:
         valid = valid_s.index(b).load(gl.SliceLayout(0, SL))
         S = gl.where(gl.expand_dims(valid != 0, 0), S, _MASKED)
-    highest = gl.max(S, 1)
+    highest = _row_maxima(S, gl.SliceLayout(1, SL))
     top = gl.maximum(m, highest)
     if PEAKS:
         peak = gl.maximum(peak, highest)
@@ -127,10 +142,13 @@ def softmax(
         if LATE:
             acc = rescale(acc, factor)
         else:
-            # Without a branch the compiler puts half of these products between the powers below,
-            # which leave room for them.
             acc = acc * gl.expand_dims(factor, 1)
-    P = gl.exp2(S * scale - gl.expand_dims(top * scale, 1))
+    shift = top * scale
+    if not FIRST:
+        # The powers below leave room for the products above, and the compiler puts them there if
+        # the factor is known before: nothing is added, unless the factor is not a number.
+        shift += past * 0.0
+    P = gl.exp2(S * scale - gl.expand_dims(shift, 1))
     fresh = _lane_sums(P)
     if FIRST:
         sums = fresh
