@@ -285,14 +285,14 @@ def test_long_rows_and_many_tokens_by_triton(
 ) -> None:
     # Tiles that a short row does not reach: D in several tiles of each kernel, the last not full.
     from anymla.ops.hyper_connection import (
+        mix_tile,
         triton_collapse,
         triton_many,
-        triton_mix,
         triton_streams,
     )
 
     monkeypatch.setattr(triton_collapse, "_WIDEST", 128)
-    monkeypatch.setattr(triton_mix, "_FEW_TOKENS", 5)
+    monkeypatch.setattr(mix_tile, "FEW_TOKENS", 5)
     monkeypatch.setattr(triton_streams, "takes", lambda h: bulk)
     monkeypatch.setattr(triton_streams, "MANY_TOKENS", 1 if bulk else 100)
     tile = triton_many.ManyConfig(32, 32, 4, 2, 64)

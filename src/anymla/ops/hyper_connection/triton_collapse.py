@@ -21,7 +21,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.hyper_connection.triton_mix import SLICES, late
+from anymla.ops.hyper_connection.mix_tile import SLICES, late
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
 from anymla.ops.hyper_connection.triton_token import collapse_token, finish_gates
 

@@ -19,7 +19,6 @@ A slice of one chunk has its weights under way before the program waits for the 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -30,57 +29,19 @@ from torch import Tensor
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
+from anymla.ops.hyper_connection.mix_tile import (
+    FEW_TOKENS,
+    ROWS,
+    TOGETHER,
+    joined,
+    late,
+    mix_tile,
+)
 from anymla.ops.hyper_connection.triton_gates import load_columns
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams
 from anymla.ops.workspace import scratch
 
-_ROWS = 16
-_FEW_TOKENS = 128
-# Channels of a slice: of one block of tokens, of some, of many. One has few programs otherwise.
-SLICES = (32, 128, 512)
-# Where four blocks of tokens fit into a program.
-LARGE_SLICES = (32, 32, 128)
-# From more tokens on, the programs of two kernels have no room beside each other: those of the next
-# one, let in at once, would be stacked where some is left.
-_TOGETHER = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclasses.dataclass(frozen=True)
-class MixConfig:
-    """Tokens, channels of a chunk and chunks of a program; warps."""
-
-    rows: int
-    columns: int
-    chunks: int
-    num_warps: int
-
-
-def config(tokens: int, d: int, dtype: torch.dtype, target: Target) -> MixConfig:
-    """Tiles for a call; of the number of tokens only its order of magnitude matters.
-
-    Only bfloat16 streams are multiplied as they are; other dtypes need more registers a channel.
-    """
-    whole = dtype == torch.bfloat16
-    magnitude = (tokens > _ROWS) + (tokens > _FEW_TOKENS)
-    large = whole and magnitude > 0 and target.backend == "cuda"
-    large = large and target.shared_bytes > 200 << 10
-    width = (LARGE_SLICES if large else SLICES)[magnitude]
-    columns = min(32 if whole else 16, max(16, triton.next_power_of_2(d)))
-    chunks = min(width // columns, triton.cdiv(d, columns))
-    return (
-        MixConfig(4 * _ROWS, columns, chunks, 8) if large else MixConfig(_ROWS, columns, chunks, 4)
-    )
-
-
-def late(tokens: int, target: Target) -> bool:
-    """Whether the kernels of these tokens let the next one in late."""
-    return launches_early(target) and tokens > _TOGETHER
-
-
-def joined(n: int, target: Target) -> bool:
-    """Whether the streams are one operand, for which RDNA has too few registers."""
-    return n == 4 and not target.narrow
 
 
 @triton.jit
@@ -230,7 +191,7 @@ def launch_mix(
     """
     tokens, n, d = h.shape
     target = target_of(h.device)
-    chosen = config(tokens, d, h.dtype, target)
+    chosen = mix_tile(tokens, d, h.dtype, target)
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
@@ -268,7 +229,7 @@ def builds(target: Target) -> Iterator[Build]:
         for dtype in ("bf16", "fp16", "fp32") if d == 4096 else ("bf16",):
             for mixes, expands in ((24, False), (24, True), (4, False)):
                 seen = set()
-                for tokens in (1, _ROWS + 1, _TOGETHER + 1, _FEW_TOKENS + 1):
+                for tokens in (1, ROWS + 1, 2 * ROWS + 1, TOGETHER + 1, FEW_TOKENS + 1):
                     made = _build(target, d, dtype, mixes, expands, tokens)
                     if made.label not in seen:
                         seen.add(made.label)
@@ -276,7 +237,7 @@ def builds(target: Target) -> Iterator[Build]:
 
 
 def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens: int) -> Build:
-    chosen = config(tokens, d, _DTYPES[dtype], target)
+    chosen = mix_tile(tokens, d, _DTYPES[dtype], target)
     numbers = ("tokens", "chunks", *STREAM_STRIDES)
     types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", **dict.fromkeys(numbers, "i32")}
     absent = {}
@@ -300,8 +261,9 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
     }
     marks = ", expand" * expands + ", late" * late(tokens, target)
     chunks = "one chunk" if chosen.chunks == 1 else "chunks"
+    tile = f"{chosen.rows} tokens by {chosen.num_warps} warps, {chunks}"
     return Build(
-        f"{dtype} D {d}, {mixes} mixes of {chosen.rows} tokens, {chunks}{marks}",
+        f"{dtype} D {d}, {mixes} mixes of {tile}{marks}",
         mix_kernel,
         types,
         absent | sizes,
