@@ -163,13 +163,6 @@ class _Product:
         self.a, self.b = a, b
 
 
-def _atomic_add(pointer, x, sem, scope):
-    at = int(pointer.offset)
-    before = pointer.flat[at].item()
-    pointer.flat[at] += x
-    return before
-
-
 def _partitions(functions, warps, registers):
     """Each in a thread of its own."""
     failed = []
@@ -208,7 +201,7 @@ def _namespace(program, programs):
         arange=lambda a, b, layout: value(torch.arange(a, b)),
         zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
         where=lambda c, a, b: value(torch.where(*(torch.as_tensor(x) for x in (c, a, b)))),
-        load=lambda at, mask=True, other=0, cache_modifier="": value(load(at, mask, other)),
+        load=lambda at, mask=True, other=0: value(load(at, mask, other)),
         store=lambda at, x, mask=True: store(at, torch.as_tensor(x), mask),
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         reshape=lambda x, shape: x.reshape(shape),
@@ -218,8 +211,6 @@ def _namespace(program, programs):
         convert_layout=lambda x, layout: x,
         static_range=range,
         inline_asm_elementwise=_decoded_words,
-        atomic_add=_atomic_add,
-        thread_barrier=lambda: None,
         warp_specialize=_partitions,
         allocate_shared_memory=lambda dtype, shape, layout: Shared(
             [Barrier() for _ in range(shape[0])]
@@ -240,8 +231,6 @@ def _namespace(program, programs):
         "gl": gl,
         "mbarrier": mbarrier,
         "_copy": _copy,
-        "_meet": lambda: None,
-        "fence_async_shared": lambda: None,
         "mma_v2": lambda a, b, c: value((_float(a) @ _float(b)).float() + c),
         "warpgroup_mma": lambda a, b, c, use_acc, is_async: _Product(a, b),
         "warpgroup_mma_wait": lambda count, deps: value(

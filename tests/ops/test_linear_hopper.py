@@ -92,26 +92,6 @@ def by_rows(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     return out
 
 
-def many(x, x_scales, w, scales, splits, programs, exact, columns=32, rows=64, stages=2):
-    from anymla.ops.linear.gluon_sm90_many import many_kernel
-
-    (tokens, groups, width), n = x.shape, w.shape[1]
-    out = torch.full((tokens, groups, n), torch.nan)
-    tiles, blocks = groups * n // rows, -(-tokens // columns)
-    drawn = torch.zeros(blocks * tiles, dtype=torch.int32)
-    part = torch.full((blocks * tiles * splits * rows * columns,), torch.nan)
-    kind, channels = (torch.int32, 32) if exact else (torch.float8_e4m3fn, 128)
-    w_desc = Descriptor(w.view(kind).view(groups * n, -1), (rows, channels))
-    x_desc = Descriptor(x.contiguous().view(kind).view(tokens, -1), (columns, channels))
-    run(
-        many_kernel, (min(programs, tiles * splits), blocks), x_desc, x_scales, w_desc, scales, out,
-        part, drawn, tokens, n, width // 128, tiles, splits, groups, x_scales.stride(0),
-        x_scales.stride(2), ROWS=rows, COLUMNS=columns, STAGES=stages, EXACT=exact, EARLY=False,
-    )  # fmt: skip
-    assert not drawn.any()
-    return out
-
-
 def tens(x, x_scales, w, scales, rows, programs, at_once, stages=5):
     from anymla.ops.linear.gluon_sm90_tens import tens_kernel
 
@@ -174,22 +154,10 @@ def test_few_tokens_and_few_channels(tokens, groups, n, runs, programs):
         check(got, want, scale, runs * 128)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize(
-    ("tokens", "groups", "n", "runs", "splits", "programs"),
-    [(3, 1, 128, 6, 3, 4), (40, 2, 64, 4, 2, 9), (32, 1, 192, 2, 1, 2)],
-)
-def test_tens_of_tokens(tokens, groups, n, runs, splits, programs, exact):
-    x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
-    x_scales = by_run(x_scales)
-    got = many(x, x_scales, w, scales, splits, programs, exact)
-    check(got, want, scale, runs * 128)
-
-
 def test_a_scale_that_is_no_number_spoils_its_rows():
     x, x_scales, w, scales, _, _ = made(2, 1, 256, 4, "ue8m0")
     scales[0, 1, 2] = 255
-    for got in (few(x, x_scales, w, scales, 32, 4, 3), many(x, x_scales, w, scales, 2, 4, True)):
+    for got in (few(x, x_scales, w, scales, 32, 4, 3), tens(x, x_scales, w, scales, 32, 4, 4)):
         assert got[..., 128:].isnan().all()
         assert got[..., :128].isfinite().all()
 
@@ -198,7 +166,7 @@ def test_a_scale_that_is_no_number_spoils_its_rows():
     ("tokens", "groups", "n", "runs", "rows", "programs", "at_once"),
     [(3, 1, 128, 12, 32, 3, 4), (40, 2, 64, 4, 16, 9, 2), (64, 1, 192, 8, 64, 2, 2)],
 )
-def test_tens_of_tokens_in_partitions(tokens, groups, n, runs, rows, programs, at_once):
+def test_tens_of_tokens(tokens, groups, n, runs, rows, programs, at_once):
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
     for given in (x_scales, by_run(x_scales)):
         got = tens(x, given, w, scales, rows, programs, at_once)
@@ -221,8 +189,9 @@ def test_on_a_gpu(tokens, groups, n, runs):
         if not fp8_block_linear.supports(anything, *weight, **how):
             pytest.skip("needs Hopper")
         got = [fp8_block_linear(anything, *weight, **how) for _ in range(2)]
-        wide = fp8_block_linear(anything.float(), *weight, **how)
-        check(wide.cpu(), want[:, 0], scale[:, 0], runs * 128)
+        if tokens <= 32:
+            wide = fp8_block_linear(anything.float(), *weight, **how)
+            check(wide.cpu(), want[:, 0], scale[:, 0], runs * 128)
     else:
         given[0] = given[0].view(torch.float8_e4m3fn)
         if not grouped_output_projection_fp8.supports(*given, backend="gluon_sm90"):

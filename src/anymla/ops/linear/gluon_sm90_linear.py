@@ -1,13 +1,11 @@
-"""FP8 products for up to 128 tokens on Hopper: which kernel, and its launch."""
+"""Launches of Hopper's products for up to 128 tokens."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,72 +14,13 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import ROW_STEP
 from anymla.ops._triton import Build, Target
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.linear.gluon_sm90_many import many_kernel
 from anymla.ops.linear.gluon_sm90_rows import rows_kernel
 from anymla.ops.linear.gluon_sm90_runs import runs_kernel
 from anymla.ops.linear.gluon_sm90_tens import tens_kernel
+from anymla.ops.linear.hopper_forms import Form, form, plain_form
 from anymla.ops.linear.hopper_support import PLAIN_RUN
-from anymla.ops.linear.tickets import tickets
 from anymla.ops.linear.triton_quantize import quantize_rows_by_run
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
-from anymla.ops.workspace import scratch
-
-# Of a split: what a ring holds, at least.
-_FEWEST_RUNS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A kernel and its tile.
-
-    Attributes:
-        kernel: "few", or for many "codes" (e4m3 instructions) or "exact" (float16).
-        rows: of the weight.
-        columns: tokens.
-        warps: of a program.
-        stages: of the ring.
-        programs: of a multiprocessor at a time.
-        splits: of K.
-        registers: that a thread may have, or None.
-        at_once: products under way.
-    """
-
-    kernel: str
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    programs: int = 2
-    splits: int = 1
-    registers: int | None = None
-    at_once: int = 0
-
-
-def form(tokens: int, groups: int, n: int, runs: int, processors: int, exact: bool) -> Form:
-    """The one for so many tokens; ``exact``: products must not be rounded."""
-    columns = max(8, triton.next_power_of_2(tokens))
-    if columns <= 32:
-        warps, stages, registers = {8: (8, 2, 64), 16: (8, 2, 80), 32: (4, 3, 104)}[columns]
-        chosen = Form("runs", 32, columns, warps, stages, 1, registers=registers)
-        if groups * n // chosen.rows < processors // 2:
-            chosen = dataclasses.replace(chosen, rows=16)
-        return chosen
-    stages = {64: 6, 128: 4}[columns] - exact
-    chosen = Form("exact" if exact else "codes", 64, columns, 4, stages)
-    splits = _splits(groups * n // chosen.rows, runs, chosen, processors)
-    return dataclasses.replace(chosen, splits=splits)
-
-
-def _splits(tiles: int, runs: int, chosen: Form, processors: int) -> int:
-    """Parts of K that still are of some runs, and of which all run at once."""
-    splits = 1
-    while (
-        tiles * splits * 2 <= processors * chosen.programs
-        and runs % (splits * 2) == 0
-        and runs // (splits * 2) >= _FEWEST_RUNS
-    ):
-        splits *= 2
-    return splits
 
 
 def fp8_block_linear(
@@ -111,12 +50,8 @@ def fp8_block_linear(
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """See ``interface.linear_float32``."""
-    rows = _placed(x.reshape(-1, x.shape[-1]).contiguous())
-    if len(rows) <= 8:
-        chosen = Form("runs", 16, 8, 8, 4, registers=64)
-    else:
-        chosen = Form("runs", 16, 32, 4, 4, registers=104)
-    out = multiply_plain(rows, weight, chosen, multiprocessors(x.device))
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = multiply_plain(rows, weight, plain_form(len(rows)), multiprocessors(x.device))
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -126,9 +61,86 @@ def product(
     """``multiply`` in the form for so many tokens."""
     (tokens, groups, width), n = x.shape, w.shape[1]
     processors = multiprocessors(x.device)
-    exact = out_dtype == torch.float32
-    chosen = form(tokens, groups, n, width // FP8_BLOCK, processors, exact)
+    chosen = form(tokens, groups, n, width // FP8_BLOCK, processors)
     return multiply(x, x_scales, w, scales, out_dtype, chosen, processors)
+
+
+def multiply(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    out_dtype: torch.dtype,
+    chosen: Form,
+    processors: int,
+    early: bool = True,
+) -> Tensor:
+    """Multiply every group's activations by its weight.
+
+    Args:
+        x: uint8 [T, G, K], contiguous e4m3 codes.
+        x_scales: float32 [T, G, K / 128]; groups lie as if they were runs. Where tokens are next to
+            each other, there is memory for as many as ``QuantizedRows`` has.
+        w: uint8 [G, N, K], contiguous codes.
+        scales: contiguous [G, ceil(N / 128), K / 128].
+        out_dtype: of the result.
+        chosen: how.
+        processors: of the device.
+        early: launch before what is launched already has ended.
+
+    Returns:
+        [T, G, N].
+    """
+    tokens, groups, width = x.shape
+    n, runs = w.shape[1], width // FP8_BLOCK
+    assert groups == 1 or x_scales.stride(1) == runs * x_scales.stride(2)
+    out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)
+    tiles = groups * n // chosen.rows
+    numbers = (tokens, n, runs, tiles, groups, x_scales.stride(0), x_scales.stride(2))
+    constants = {"ROWS": chosen.rows, "STAGES": chosen.stages, **_options(chosen, x, early)}
+    grid = (min(tiles, chosen.programs * processors),)
+    given = (_placed(x), tokens, groups * runs, chosen.columns)
+    weight = (w, groups * n, runs, chosen.rows)
+    if chosen.kernel == "tens":
+        tens_kernel[grid](
+            _lines(*given, torch.float8_e4m3fn), x_scales, _lines(*weight, torch.float8_e4m3fn),
+            scales, out, *numbers, TOKENS=chosen.columns, AT_ONCE=chosen.at_once, **constants,
+        )  # fmt: skip
+        return out
+    constants |= {"COLUMNS": chosen.columns, "WARPS": chosen.warps}
+    constants["BY_RUN"] = x_scales.stride(0) == 1
+    if chosen.kernel == "rows":
+        rows_kernel[grid](
+            _lines(*given, torch.int32), x_scales, _lines(*weight, torch.int32), scales, out,
+            *numbers, **constants,
+        )  # fmt: skip
+    else:
+        runs_kernel[grid](
+            _boxes(*given, chosen.warps), x_scales, _boxes(*weight, chosen.warps), scales, out,
+            *numbers, PLAIN=False, **constants,
+        )  # fmt: skip
+    return out
+
+
+def multiply_plain(
+    x: Tensor, w: Tensor, chosen: Form, processors: int, early: bool = True
+) -> Tensor:
+    """Multiply contiguous bfloat16 x [T, K] by contiguous bfloat16 w [N, K] to float32 [T, N]."""
+    (tokens, width), n = x.shape, len(w)
+    runs, tiles = width // PLAIN_RUN, n // chosen.rows
+    out = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
+    runs_kernel[(min(tiles, chosen.programs * processors),)](
+        _boxes(_placed(x), tokens, runs, chosen.columns, chosen.warps), None,
+        _boxes(w, n, runs, chosen.rows, chosen.warps), None, out, tokens, n, runs, tiles, 1, 0, 0,
+        ROWS=chosen.rows, COLUMNS=chosen.columns, WARPS=chosen.warps, STAGES=chosen.stages,
+        BY_RUN=False, PLAIN=True, **_options(chosen, x, early),
+    )  # fmt: skip
+    return out
+
+
+def _options(chosen: Form, x: Tensor, early: bool) -> dict[str, Any]:
+    launch = early_launch(x.device) if early else {"EARLY": False}
+    return {"num_warps": chosen.warps, "maxnreg": chosen.registers, **launch}
 
 
 def _placed(x: Tensor) -> Tensor:
@@ -139,170 +151,63 @@ def _placed(x: Tensor) -> Tensor:
 def _boxes(x: Tensor, lines: int, runs: int, box: int, warps: int) -> TensorDescriptor:
     """Words of ``runs`` runs of ``lines`` lines one after the other; a box has a run a warp."""
     return TensorDescriptor(
-        x.view(torch.int32), [runs, lines, 32], [32, runs * 32, 1], [warps, box, 32],
+        x.view(-1).view(torch.int32), [runs, lines, 32], [32, runs * 32, 1], [warps, box, 32],
         NVMMASharedLayout(128, 32, rank=3),
     )  # fmt: skip
 
 
-def multiply_plain(x: Tensor, w: Tensor, form: Form, processors: int, early: bool = True) -> Tensor:
-    """Multiply contiguous bfloat16 x [T, K] by contiguous bfloat16 w [N, K] to float32 [T, N]."""
-    (tokens, width), n = x.shape, len(w)
-    runs, tiles = width // PLAIN_RUN, n // form.rows
-    out = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
-    options: dict[str, Any] = dict(early_launch(x.device)) if early else {"EARLY": False}
-    if form.registers:
-        options["maxnreg"] = form.registers
-    runs_kernel[(min(tiles, form.programs * processors),)](
-        _boxes(x.view(-1), tokens, runs, form.columns, form.warps), None,
-        _boxes(w.view(-1), n, runs, form.rows, form.warps), None, out, tokens, n, runs, tiles, 1, 0,
-        0, ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
-        BY_RUN=False, PLAIN=True, num_warps=form.warps, **options,
-    )  # fmt: skip
-    return out
-
-
-def multiply(
-    x: Tensor,
-    x_scales: Tensor,
-    w: Tensor,
-    scales: Tensor,
-    out_dtype: torch.dtype,
-    form: Form,
-    processors: int,
-    early: bool = True,
-) -> Tensor:
-    """Multiply every group's activations by its weight.
-
-    Args:
-        x: uint8 [T, G, K], contiguous e4m3 codes.
-        x_scales: float32 [T, G, K / 128]; groups lie as if they were runs.
-        w: uint8 [G, N, K], contiguous codes.
-        scales: contiguous [G, ceil(N / 128), K / 128].
-        out_dtype: of the result.
-        form: how.
-        processors: of the device.
-        early: launch before what is launched already has ended.
-
-    Returns:
-        [T, G, N].
-    """
-    x = _placed(x)
-    tokens, groups, width = x.shape
-    n, runs = w.shape[1], width // FP8_BLOCK
-    assert groups == 1 or x_scales.stride(1) == runs * x_scales.stride(2)
-    out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)
-    tiles = groups * n // form.rows
-    options: dict[str, Any] = dict(early_launch(x.device)) if early else {"EARLY": False}
-    if form.registers:
-        options["maxnreg"] = form.registers
-    numbers = (groups, x_scales.stride(0), x_scales.stride(2))
-    by_run = x_scales.stride(0) == 1
-    if form.kernel == "runs":
-        grid = (min(tiles, form.programs * processors),)
-        runs_kernel[grid](
-            _boxes(x.view(-1), tokens, groups * runs, form.columns, form.warps), x_scales,
-            _boxes(w.view(-1), groups * n, runs, form.rows, form.warps), scales, out, tokens, n,
-            runs, tiles, *numbers,
-            ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
-            BY_RUN=by_run, PLAIN=False, num_warps=form.warps, **options,
-        )  # fmt: skip
-        return out
-    if form.kernel == "rows":
-        layout = NVMMASharedLayout(128, 32, rank=2)
-        w_desc, x_desc = (
-            TensorDescriptor.from_tensor(each.view(torch.int32).view(lines, -1), [box, 32], layout)
-            for each, lines, box in ((w, groups * n, form.rows), (x, tokens, form.columns))
-        )
-        rows_kernel[(min(tiles, form.programs * processors),)](
-            x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, *numbers,
-            ROWS=form.rows, COLUMNS=form.columns, WARPS=form.warps, STAGES=form.stages,
-            BY_RUN=by_run, num_warps=form.warps, **options,
-        )  # fmt: skip
-        return out
-    if form.kernel == "tens":
-        layout = NVMMASharedLayout(128, 8, rank=2)
-        w_desc, x_desc = (
-            TensorDescriptor.from_tensor(
-                each.view(torch.float8_e4m3fn).view(lines, -1), [box, FP8_BLOCK], layout
-            )
-            for each, lines, box in ((w, groups * n, form.rows), (x, tokens, form.columns))
-        )
-        tens_kernel[(min(tiles, form.programs * processors),)](
-            x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, *numbers,
-            ROWS=form.rows, TOKENS=form.columns, STAGES=form.stages, AT_ONCE=form.at_once,
-            num_warps=form.columns // 16, **options,
-        )  # fmt: skip
-        return out
-    exact = form.kernel.endswith("exact")
-    kind, channels = (torch.int32, 32) if exact else (torch.float8_e4m3fn, 128)
-    layout = NVMMASharedLayout(128, 32 if exact else 8, rank=2)
-    w_desc, x_desc = (
-        TensorDescriptor.from_tensor(each.view(kind).view(lines, -1), [box, channels], layout)
-        for each, lines, box in ((w, groups * n, form.rows), (x, tokens, form.columns))
-    )
-    blocks = triton.cdiv(tokens, form.columns)
-    part, drawn = x_scales, x  # anything
-    if form.splits > 1:
-        shape = (blocks, tiles, form.splits, form.rows, form.columns)
-        part, drawn = scratch(shape, torch.float32, x.device), tickets(x.device)
-    programs = min(tiles * form.splits, max(1, form.programs * processors // blocks))
-    many_kernel[(programs, blocks)](
-        x_desc, x_scales, w_desc, scales, out, part, drawn.view(torch.int32), tokens, n, runs,
-        tiles, form.splits, *numbers,
-        ROWS=form.rows, COLUMNS=form.columns, STAGES=form.stages, EXACT=exact,
-        num_warps=form.warps, **options,
-    )  # fmt: skip
-    return out
+def _lines(x: Tensor, lines: int, runs: int, box: int, kind: torch.dtype) -> TensorDescriptor:
+    """Lines of ``kind``, of which a box has a run of 128 bytes."""
+    layout = NVMMASharedLayout(128, 8 * kind.itemsize, rank=2)
+    of_run = FP8_BLOCK // kind.itemsize
+    shape = [lines, runs * of_run]
+    return TensorDescriptor(x.view(-1).view(kind), shape, [shape[1], 1], [box, of_run], layout)
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Every form, both formats of scales."""
+    """Every form, both formats of scales, and products of bfloat16."""
     if target.name != "sm_90":
         return
     seen = set()
     for tokens in (1, 16, 32, 64, 128):
-        for rows, exact in ((1536, False), (8192, False), (8192, True)):
-            chosen = form(tokens, 1, rows, 32, 132, exact)
-            tile = dataclasses.replace(chosen, splits=1)
-            if tile not in seen:
-                seen.add(tile)
-                yield _build(target, tile, "*fp32" if rows == 1536 or exact else "*u8", exact)
+        for rows, runs in ((1536, 32), (4096, 32), (8192, 32), (32768, 8)):
+            chosen = form(tokens, 1, rows, runs, 132)
+            if chosen not in seen:
+                seen.add(chosen)
+                yield _build(target, chosen, "*u8" if rows == 4096 else "*fp32")
+    for tokens in (1, 32):
+        yield _build(target, plain_form(tokens), None)
 
 
-def _build(target: Target, chosen: Form, scales: str, exact: bool) -> Build:
-    layout = NVMMASharedLayout(128, 32, rank=3)
+def _build(target: Target, chosen: Form, scales: str | None) -> Build:
+    types = {"scales": scales, "x_scales": "*fp32"} if scales else {}
+    types["out"] = "*bf16" if scales else "*fp32"
     integers = ("tokens", "n", "runs", "tiles", "groups", "x_scale_token", "x_scale_run")
-    types = {
-        "x_scales": "*fp32",
-        "scales": scales,
-        "out": "*fp32" if exact else "*bf16",
-        **dict.fromkeys(integers, "i32"),
-    }
     constants: dict[str, Any] = {
         "ROWS": chosen.rows,
-        "COLUMNS": chosen.columns,
         "STAGES": chosen.stages,
         "EARLY": launches_early(target),
     }
-    if chosen.kernel == "runs":
-        x, w = ((chosen.warps, lines, 32) for lines in (chosen.columns, chosen.rows))
-        kernel, kind = runs_kernel, "i32"
-        constants |= {"WARPS": chosen.warps, "BY_RUN": True, "PLAIN": False}
+    runs, tens = chosen.kernel == "runs", chosen.kernel == "tens"
+    layout = NVMMASharedLayout(128, 8 if tens else 32, rank=3 if runs else 2)
+    for name, lines in (("x_desc", chosen.columns), ("w_desc", chosen.rows)):
+        box = [chosen.warps, lines, 32] if runs else [lines, 128 if tens else 32]
+        types[name] = f"tensordesc<{'fp8e4nv' if tens else 'i32'}{box},{layout!r}>"
+    if tens:
+        constants |= {"TOKENS": chosen.columns, "AT_ONCE": chosen.at_once}
     else:
-        kind, channels = ("i32", 32) if chosen.kernel == "exact" else ("fp8e4nv", 128)
-        layout = NVMMASharedLayout(128, 32 if chosen.kernel == "exact" else 8, rank=2)
-        x, w = ((lines, channels) for lines in (chosen.columns, chosen.rows))
-        kernel = many_kernel
-        constants["EXACT"] = chosen.kernel == "exact"
-        types |= {"part": "*fp32", "tickets": "*i32", "splits": "i32"}
-    types["x_desc"] = f"tensordesc<{kind}{list(x)},{layout!r}>"
-    types["w_desc"] = f"tensordesc<{kind}{list(w)},{layout!r}>"
+        constants |= {"COLUMNS": chosen.columns, "WARPS": chosen.warps, "BY_RUN": bool(scales)}
+    if runs:
+        constants["PLAIN"] = scales is None
+    if scales is None:
+        constants |= {"scales": None, "x_scales": None}
+    kernels = {"runs": runs_kernel, "rows": rows_kernel, "tens": tens_kernel}
     return Build(
-        f"{chosen.kernel}, {chosen.rows} rows, {chosen.columns} columns, to {types['out'][1:]}",
-        kernel,
-        types,
+        f"{chosen.rows} rows, {chosen.columns} tokens, {scales or 'bfloat16'}",
+        kernels[chosen.kernel],
+        types | dict.fromkeys(integers, "i32"),
         constants,
         num_warps=chosen.warps,
         divisible=("n",),
-        matrix="e4m3" if chosen.kernel == "codes" else "fp16",
+        matrix="e4m3" if tens else "fp16" if scales else "bf16",
     )

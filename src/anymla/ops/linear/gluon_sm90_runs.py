@@ -24,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.linear.gluon_sm90_words import decoded, factors, halves, words_layout
 
-# Names changed after triton 3.6.
+# The name changed after triton 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_meet = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit

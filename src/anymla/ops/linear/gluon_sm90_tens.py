@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.linear.gluon_sm90_words import factors
 
+# The name changed after triton 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 

@@ -13,8 +13,10 @@ from anymla.ops.sparse_attention.support import runs_gluon
 # Whether the kernels are chosen without having been named.
 AUTOMATIC = True
 MOST_TOKENS = 128
-# Up to here products are exact; from there on others use the FP8 instruction too.
-MOST_EXACT, FEWEST_ROUNDED = 32, 64
+# Up to here products are exact; above they are those of the FP8 instruction, as the vendor's.
+MOST_EXACT = 32
+# Channels that it takes at a time.
+_ROUNDED_STEP = 4 * FP8_BLOCK
 # bfloat16 channels of 128 bytes, rows of a tile, and rows up to which it has been measured.
 PLAIN_RUN, PLAIN_ROW_STEP, MOST_PLAIN_ROWS = 64, 16, 8192
 # Rows of the smallest tiles that every kernel has.
@@ -36,11 +38,12 @@ def hopper_support(
         return support
     if not quantize_activations or x.dtype == torch.float64:
         return Support(False, "only activations of up to 32 bits that are quantised")
-    return product_support(x.numel() // max(1, x.shape[-1]), weight, scale)
+    tokens = x.numel() // max(1, x.shape[-1])
+    return product_support(tokens, weight, scale, x.dtype == torch.float32)
 
 
-def product_support(tokens: int, weight: Tensor, scale: Tensor) -> Support:
-    """Of codes by weights [..., N, K]."""
+def product_support(tokens: int, weight: Tensor, scale: Tensor, exact: bool) -> Support:
+    """Of codes by weights [..., N, K]; ``exact``: products must not be rounded."""
     rows, width = weight.shape[-2:]
     device = weight.device
     if not runs_gluon(device):
@@ -51,8 +54,11 @@ def product_support(tokens: int, weight: Tensor, scale: Tensor) -> Support:
         return Support(False, f"whole tiles of rows and runs of channels, got {rows, width}")
     if not (weight.is_contiguous() and scale.is_contiguous()) or weight.data_ptr() % 16:
         return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
-    chosen = tokens <= MOST_EXACT or tokens >= FEWEST_ROUNDED
-    return Support(True, automatic=AUTOMATIC and chosen)
+    if tokens > MOST_EXACT and exact:
+        return Support(False, f"float32 results of up to {MOST_EXACT} tokens, got {tokens}")
+    if tokens > MOST_EXACT and width % _ROUNDED_STEP:
+        return Support(False, f"K a multiple of {_ROUNDED_STEP} for {tokens} tokens, got {width}")
+    return Support(True, automatic=AUTOMATIC)
 
 
 def plain_support(x: Tensor, weight: Tensor) -> Support:

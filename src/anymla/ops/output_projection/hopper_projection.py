@@ -16,7 +16,7 @@ def hopper_grouped_support(
     """``supports`` of ``grouped_output_projection_fp8``."""
     if out_dtype == "fp64":
         return Support(False, "computes in float32, but out_dtype is fp64")
-    return product_support(len(o), wo_a, wo_a_scale)
+    return product_support(len(o), wo_a, wo_a_scale, out_dtype == "fp32")
 
 
 def grouped_output_projection_fp8(

@@ -1,0 +1,90 @@
+"""Which kernel and tile multiplies so many tokens on Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Tiles over multiprocessors: nearly two rounds, more than one, nearly one, and most of one.
+_TWO_ROUNDS, _MORE_THAN_ONE, _ONE_ROUND, _MOST_OF_ONE = 1.8, 1.2, 0.9, 0.65
+# Up to here a tile's sums are soon exchanged, which warps with rows of their own need not do.
+_FEW_RUNS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A kernel and its tile.
+
+    Attributes:
+        kernel: "runs" and "rows", which multiply float16, or "tens", e4m3.
+        rows: of the weight.
+        columns: tokens.
+        warps: that multiply.
+        stages: of the ring.
+        programs: of a multiprocessor at a time. With one, a program of the next kernel has room
+            beside it, and asks for its weights.
+        registers: of a thread on average.
+        at_once: products under way ("tens").
+    """
+
+    kernel: str
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    programs: int
+    registers: int
+    at_once: int = 0
+
+
+def form(tokens: int, groups: int, n: int, runs: int, processors: int) -> Form:
+    """The one for so many tokens.
+
+    Args:
+        tokens: 1 to 128.
+        groups: products of one launch.
+        n: rows of a group's weight, a multiple of 64.
+        runs: its channels over 128.
+        processors: of the device.
+    """
+
+    def rounds(rows: int) -> float:
+        return groups * n / rows / processors if n % rows == 0 else 0.0
+
+    if tokens <= 32:
+        chosen = _exact(tokens, runs <= _FEW_RUNS and rounds(128) > _TWO_ROUNDS, rounds(32))
+    elif tokens <= 64:
+        if rounds(128) > _TWO_ROUNDS:
+            chosen = Form("tens", 128, 64, 4, 4, 1, 128, 2)
+        elif rounds(64) > _ONE_ROUND:
+            chosen = Form("tens", 64, 64, 4, 6, 1, 96, 2)
+        else:
+            chosen = Form("tens", 32, 64, 4, 8, 1, 80, 4)
+    else:
+        chosen = Form("tens", 64, 128, 8, 4, 1, 96, 2)
+    fewest = 0.5 if tokens <= 32 else _MOST_OF_ONE
+    while chosen.rows > 16 and rounds(chosen.rows) < fewest:
+        chosen = dataclasses.replace(chosen, rows=chosen.rows // 2)
+    return chosen
+
+
+def _exact(tokens: int, short: bool, rounds: float) -> Form:
+    if tokens <= 8:
+        chosen = Form("runs", 32, 8, 8, 2, 1, 64)
+    elif tokens <= 16:
+        chosen = Form("runs", 32, 16, 8, 2, 1, 80)
+        if short:
+            chosen = Form("rows", 128, 16, 4, 5, 1, 80)
+    elif short:
+        chosen = Form("rows", 128, 32, 4, 2, 2, 96)
+    elif rounds > _MORE_THAN_ONE:
+        chosen = Form("runs", 32, 32, 4, 3, 2, 104)
+    else:
+        chosen = Form("runs", 32, 32, 8, 2, 1, 128)
+    return chosen
+
+
+def plain_form(tokens: int) -> Form:
+    """For bfloat16 products of up to 32 tokens."""
+    if tokens <= 8:
+        return Form("runs", 16, 8, 8, 4, 2, 64)
+    return Form("runs", 16, 32, 4, 4, 2, 104)
