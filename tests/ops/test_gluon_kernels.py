@@ -15,6 +15,7 @@ from anymla.testing.conformance.scene import Scene, scope
 
 TILES, COLUMNS, PLAN, LANGUAGE = on_host("tiles", "columns", "plan")
 CHANNELS = 512
+LIFTED = get_layout(MAIN_FP8).nope
 
 
 def schedule_of(heads, tokens, way, processors):
@@ -46,8 +47,8 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
     rows = schedule.heads
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:2], torch.nan)
-    part = torch.full((schedule.slots(tokens), rows, CHANNELS), torch.nan)
-    sums = torch.full((schedule.slots(tokens), rows, 2), torch.nan)
+    part = torch.full((schedule.slots(tokens), rows, CHANNELS), torch.nan, dtype=torch.float16)
+    sums = torch.full((schedule.slots(tokens), rows, 4), torch.nan)
     spans = torch.full((tokens * schedule.tiles + schedule.programs, 2), -9, dtype=torch.int32)
     if schedule.stream == Stream.PLANNED:
         spans = plan_of(schedule, first)
@@ -87,36 +88,18 @@ def plan_of(schedule, lists):
     lengths = lists.lengths * (torch.arange(len(lists.lengths)) > 0).int()
     launch(
         LANGUAGE, PLAN.plan_kernel, schedule.programs, lengths, lengths, plan, len(lengths),
-        lists.indices.shape[1], 0, TILES=schedule.tiles, COST=TASK_COST, SIZE=128, TWO=False,
-        LENGTH0=True, LENGTH1=False, ORDERED=False,
+        lists.indices.shape[1], 0, schedule.splits, schedule.programs,
+        TILES=schedule.tiles, COST=TASK_COST, SIZE=128, TWO=False, LENGTH0=True, LENGTH1=False,
+        ORDERED=False,
     )  # fmt: skip
     return plan
 
 
-def merge(schedule, part, sums, spans, sink, out, lse, empty, to=None):
+def merge(schedule, part, sums, spans, sink, out, lse, empty, to=None, lifted=LIFTED):
     """By Triton's interpreter."""
-    result = out if to is None else to.codes
-    merging = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_merge")
-    tokens, heads, _ = out.shape
-    tasks, rows = tokens * schedule.tiles, schedule.heads
-    sinks = lse if sink is None else sink
-    if schedule.stream in (Stream.YES, Stream.PLANNED):
-        merging.merge_stream_kernel[(schedule.programs * (rows // merging.STREAM_GROUP),)](
-            part, sums, spans, sinks, result, lse, heads, tasks, schedule.programs,
-            result.stride(0), result.stride(1), empty, *turned.pointers(to, lse),
-            ROWS=rows, CHANNELS=CHANNELS, GROUP=merging.STREAM_GROUP, SINK=sink is not None,
-            EARLY=False, **turned.constants(to),
-        )  # fmt: skip
-        return
-    most = 1 << (schedule.splits - 1).bit_length()
-    tile = merging.merge_tile(most)
-    whole, some = schedule.first_cut(tokens), min(heads, rows)
-    merging.merge_kernel[((tasks - whole) * some * (CHANNELS // tile.width),)](
-        part, sums, sinks, result, lse, spans, heads, schedule.splits, whole, some,
-        result.stride(0), result.stride(1), empty, *turned.pointers(to, lse),
-        ROWS=rows, CHANNELS=CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
-        SINK=sink is not None, EARLY=False, ORDERED=schedule.ordered, **turned.constants(to),
-    )  # fmt: skip
+    merging = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_merging")
+    numbers = part, sums, spans, sink, out, lse, empty
+    merging.merge(schedule, *numbers, to, lifted=lifted, early=False)
 
 
 @pytest.mark.parametrize("way", ["ordered", "single", "widths", "mixed, ordered", "stream"])
@@ -132,14 +115,18 @@ def test_any_lists(heads, tokens, way):
     made.expected().check(run(made, schedule_of(heads, tokens, way, 3)))
 
 
-@pytest.mark.parametrize("way", ["aligned", "stream"])
-def test_merges_leave_the_fp8_that_a_second_kernel_would(way):
+@pytest.mark.parametrize("way", ["aligned", "stream", "many heads"])
+def test_merges_leave_the_fp8_that_a_second_kernel_would(way, monkeypatch):
     pytest.importorskip("triton")
+    if way == "many heads":
+        merging = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_merging")
+        monkeypatch.setattr(merging, "_PROGRAMS", 1)
+        way = "aligned"
     tokens, heads = 2, 20
     schedule = schedule_of(heads, tokens, way, 3)
-    part = torch.randn(schedule.slots(tokens), 32, CHANNELS)
-    sums = torch.rand(schedule.slots(tokens), 32, 2)
-    sums[0, 3:5] = torch.tensor([-1e30, 0.0])
+    part = torch.randn(schedule.slots(tokens), 32, CHANNELS).half()
+    sums = torch.rand(schedule.slots(tokens), 32, 4)
+    sums[0, 3:5, :2] = torch.tensor([-1e30, 0.0])
     # Programs 0 and 1 share the first task, the second is whole.
     spans = torch.tensor([[0, 1], [2, 2], [-1, 0], [0, 0], [-1, 0]], dtype=torch.int32)
     numbers = schedule, part, sums, spans, torch.randn(heads)

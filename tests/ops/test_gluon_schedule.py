@@ -42,8 +42,8 @@ def plan_of(schedule, lengths, widths):
     launch(
         LANGUAGE, PLAN.plan_kernel, 1 if schedule.ordered else schedule.programs,
         *(torch.tensor([*each, 0], dtype=torch.int32) for each in lengths), plan,
-        tokens, *widths, TILES=schedule.tiles, COST=TASK_COST, SIZE=128, TWO=widths[1] > 0,
-        LENGTH0=True, LENGTH1=True, ORDERED=schedule.ordered,
+        tokens, *widths, schedule.splits, schedule.programs, TILES=schedule.tiles, COST=TASK_COST,
+        SIZE=128, TWO=widths[1] > 0, LENGTH0=True, LENGTH1=True, ORDERED=schedule.ordered,
     )  # fmt: skip
     return plan
 
@@ -109,7 +109,7 @@ def test_every_block_has_one_program(call, processors, way):
     want = blocks_by_task(schedule.tiles, *lengths)
     seen, whole = ([[] for _ in want] for _ in range(2))
     slots, marks = set(), set()
-    plan = torch.full((tokens,), -9, dtype=torch.int32)
+    plan = torch.full((tokens + 1,), -9, dtype=torch.int32)
     if schedule.planned:
         others = [[width - n for n in each] for each, width in zip(lengths, widths, strict=True)]
         plan = plan_of(schedule, others if way == "planned for others" else lengths, widths)
@@ -132,13 +132,13 @@ def test_every_block_has_one_program(call, processors, way):
     if schedule.ordered:
         blocks = want[:: schedule.tiles]
         order = sorted(range(tokens), key=lambda token: (-blocks[token], token))
-        assert plan.tolist() == order
+        assert plan[:-1].tolist() == order
         numbers = [
             order.index(n // schedule.tiles) * schedule.tiles + n % schedule.tiles for n in numbers
         ]
     for number, blocks, task in zip(numbers, want, seen, strict=True):
         task.sort()
-        cut = schedule.cut and number >= schedule.first_cut(tokens)
+        cut = schedule.cut and number >= schedule.first_cut(tokens) and plan[-1] != 1
         if schedule.stream in (Stream.YES, Stream.PLANNED):
             # What the merge reads: the first program's slot, then those of the programs after it.
             start, end = task[0][2], task[-1][2]
@@ -185,7 +185,7 @@ def test_ordered_tasks_are_balanced(tokens, tiles):
     assert schedule.ordered
     work = [0] * 132
     lists = lists_of(*lengths, (128, 1024))
-    room = torch.zeros(tokens, dtype=torch.int32)
+    room = torch.zeros(tokens + 1, dtype=torch.int32)
     some = range(0, 132, 5)
     for program, _, first, last, *_ in pieces_of(schedule, tokens, lists, room, some):
         work[program] += last - first + TASK_COST

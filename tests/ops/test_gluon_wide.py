@@ -24,8 +24,8 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     tokens, heads, _ = q.shape
     out = torch.full((tokens, heads, VALUES), torch.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:2], torch.nan)
-    part = torch.full((schedule.slots(tokens), 64, VALUES), torch.nan)
-    sums = torch.full((schedule.slots(tokens), 64, 2), torch.nan)
+    part = torch.full((schedule.slots(tokens), 64, VALUES), torch.nan, dtype=torch.float16)
+    sums = torch.full((schedule.slots(tokens), 64, 4), torch.nan)
     spans = torch.full((tokens * schedule.tiles + schedule.programs, 2), -9, dtype=torch.int32)
     marks = torch.full((schedule.pieces(tokens), 64), torch.nan)
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
@@ -46,7 +46,8 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
         WIDE=True,
     )  # fmt: skip
     if schedule.cut:
-        merge(schedule, part, sums, spans, sink if made.sink is not None else None, out, lse, empty)
+        sink = sink if made.sink is not None else None
+        merge(schedule, part, sums, spans, sink, out, lse, empty, lifted=VALUES)
     return out, lse
 
 

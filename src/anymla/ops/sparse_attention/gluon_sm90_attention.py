@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
@@ -15,13 +14,10 @@ from anymla.ops._operation import require
 from anymla.ops.output_projection import turned
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
-from anymla.ops.sparse_attention.gluon_sm90_merge import (
-    STREAM_GROUP,
-    merge_kernel,
-    merge_stream_kernel,
-    merge_tile,
-)
+from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE
+from anymla.ops.sparse_attention.gluon_sm90_merging import merge
 from anymla.ops.sparse_attention.gluon_sm90_plan import plan_numbers
+from anymla.ops.sparse_attention.gluon_sm90_softmax import SUMS
 from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
 from anymla.ops.sparse_attention.schedule import (
     TASK_COST,
@@ -221,7 +217,7 @@ def attend(
     If ``to`` is given, the heads go there, and not to ``out``. ``plan`` is of a planned schedule.
     """
     tokens = len(q)
-    row_bytes = 4 * _CHANNELS * schedule.heads
+    row_bytes = 2 * _CHANNELS * schedule.heads
     step = tokens
     if schedule.cut and schedule.aligned:
         step = max(1, _WORKSPACE_BYTES // (schedule.slots(1) * row_bytes))
@@ -246,10 +242,11 @@ def _launch(
 ) -> None:
     tokens, heads, _ = q.shape
     slots, rows = schedule.slots(tokens), schedule.heads
-    sums = scratch((slots, rows, 2), torch.float32, q.device)
+    wide = q.shape[2] == _WIDE
+    sums = scratch((slots, rows, SUMS.value), torch.float32, q.device)
     part = sums
     if schedule.cut:
-        part = scratch((slots, rows, _CHANNELS), torch.float32, q.device)
+        part = scratch((slots, rows, _CHANNELS), torch.float16, q.device)
     spans = plan
     if spans is None:
         spans = scratch((tokens * schedule.tiles + schedule.programs, 2), torch.int32, q.device)
@@ -272,33 +269,12 @@ def _launch(
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
-        TURNED=0 if ends is None else ends.table.shape[1],
-        **_form(schedule, q.shape[2] == _WIDE), num_warps=4,
+        TURNED=0 if ends is None else ends.table.shape[1], **_form(schedule, wide), num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
-    if not schedule.cut:
-        return
-    tasks = tokens * schedule.tiles
-    result = out if to is None else to.codes
-    end = turned.pointers(to, lse)
-    if schedule.ranged:
-        merge_stream_kernel[(schedule.programs * (rows // STREAM_GROUP),)](
-            part, sums, spans, _or(sink, lse), result, lse, heads, tasks, schedule.programs,
-            result.stride(0), result.stride(1), empty, *end,
-            ROWS=rows, CHANNELS=_CHANNELS, GROUP=STREAM_GROUP, SINK=sink is not None, EARLY=True,
-            **turned.constants(to), num_warps=4, launch_pdl=True,
-        )  # fmt: skip
-        return
-    most = triton.next_power_of_2(schedule.splits)
-    tile = merge_tile(most)
-    whole, some = schedule.first_cut(tokens), min(heads, rows)
-    merge_kernel[((tasks - whole) * some * (_CHANNELS // tile.width),)](
-        part, sums, _or(sink, lse), result, lse, spans, heads, schedule.splits, whole, some,
-        result.stride(0), result.stride(1), empty, *end,
-        ROWS=rows, CHANNELS=_CHANNELS, WIDTH=tile.width, MOST=most, AT_ONCE=tile.at_once,
-        SINK=sink is not None, EARLY=True, ORDERED=schedule.ordered, **turned.constants(to),
-        num_warps=tile.warps, launch_pdl=True,
-    )  # fmt: skip
+    if schedule.cut:
+        lifted = _CHANNELS if wide else NOPE.value
+        merge(schedule, part, sums, spans, sink, out, lse, empty, to, lifted=lifted)
 
 
 def _form(schedule: Schedule, wide: bool) -> dict[str, Any]:

@@ -25,36 +25,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.ops._triton import Build, Target
+from anymla.ops.sparse_attention.gluon_sm90_column_ends import HALF, finish, leave
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, produce
 from anymla.ops.sparse_attention.gluon_sm90_lists import (
     ARGUMENT_TYPES,
     BUILT,
-    CHANNELS,
     COUNTS,
     KEYS,
     NOPE,
     Lists,
 )
-from anymla.ops.sparse_attention.gluon_sm90_query import load_query, stored
+from anymla.ops.sparse_attention.gluon_sm90_query import load_query
 from anymla.ops.sparse_attention.gluon_sm90_rescan import any_marked, rescan
 from anymla.ops.sparse_attention.gluon_sm90_shares import piece, share_of
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
     SHIFT,
-    bottom_of,
     dependents_may_start,
     load_sink,
-    log_sum,
     predecessors_done,
     record_cut,
     record_span,
     view,
     warps_meet,
 )
-from anymla.ops.sparse_attention.gluon_sm90_turned import Output, store_rows
+from anymla.ops.sparse_attention.gluon_sm90_turned import Output
 
-HALF = gl.constexpr(256)
 # Around the loop, with 32 heads; none in it.
 _SPILLS = 280
 
@@ -76,66 +73,6 @@ def _largest(scores, exchange, HEADS: gl.constexpr, ROW: gl.constexpr):
         warp_bases=[[0, 0], [0, 0]], block_bases=[], shape=[4, HEADS],
     )  # fmt: skip
     return gl.convert_layout(gl.max(exchange.load(L), 0), ROW, assert_trivial=True)
-
-
-@gluon.jit
-def _store_columns(y, to, row_stride, H, PART: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr):
-    """Write y [256, HEADS] to the rows of ``to``, at channels 256 PART .. 256 PART + 255."""
-    channel = gl.arange(0, HALF, layout=gl.SliceLayout(1, L))
-    if PART == 1:
-        channel = stored(channel, 1)
-    head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, L)), 0)
-    at = to + head * row_stride + gl.expand_dims(channel, 1) + PART * HALF
-    gl.store(at, y.to(to.dtype.element_ty), mask=(head < H) & (gl.expand_dims(channel, 1) >= 0))
-
-
-@gluon.jit
-def _store_rows(
-    y, stage, out, token, H, token_stride,
-    HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr,
-):  # fmt: skip
-    """Write y [256, HEADS] as rows of heads, turned over in shared memory [HEADS, 256]."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    stage.permute((1, 0)).store(y.to(out.TYPE))
-    result = stage.load(L)
-    if out.TURNED > 0:
-        store_rows(result, out, token, H, HEADS, PART)
-    else:
-        head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)), 1)
-        channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
-        if PART == 1:
-            channel = stored(channel, 1)
-        at = out.heads + token.to(gl.int64) * token_stride
-        at = at + (head * HEAD + gl.expand_dims(channel, 0) + PART * HALF)
-        gl.store(at, result, mask=head < H)
-
-
-@gluon.jit
-def _finish(
-    left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H, out_token,
-    OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
-):  # fmt: skip
-    """Write the result of a whole task."""
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
-    bottom = bottom_of(sums, top, sink)
-    share = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
-    _store_rows(left * share, stage.index(0), out, token, H, out_token, OUT_HEAD, 0, HEADS)
-    _store_rows(right * share, stage.index(1), out, token, H, out_token, OUT_HEAD, 1, HEADS)
-    gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
-
-
-@gluon.jit
-def _leave(
-    left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS: gl.constexpr, L: gl.constexpr
-):
-    """Leave the sums of a piece."""
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
-    to = part_ptr + slot.to(gl.int64) * (HEADS * CHANNELS)
-    _store_columns(left, to, CHANNELS, H, 0, HEADS, L)
-    _store_columns(right, to, CHANNELS, H, 1, HEADS, L)
-    at = sums_ptr + (slot.to(gl.int64) * HEADS + head) * 2
-    gl.store(at, top, mask=head < H)
-    gl.store(at + 1, sums, mask=head < H)
 
 
 @gluon.jit
@@ -180,7 +117,7 @@ def _weigh(k_left, k_right, p_s, left, right):
 @gluon.jit
 def main_part(
     lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr, sink_ptr,
-    H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left, k_right, p_s, bias_s,
+    H, q_token, out_token, scale, empty, q_words, q_s, k_left, k_right, p_s, bias_s,
     exchange, noticed, ready, free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
     BUFFERS: gl.constexpr,
@@ -189,6 +126,7 @@ def main_part(
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = scale * (LOG2E / LIFT)
+    predecessors_done()
     record_cut(spans_ptr, share)
     found = gl.zeros([HEADS], gl.float32, COLUMN)
     done = 0
@@ -227,25 +165,24 @@ def main_part(
         found += wrong
         gl.store(marks_ptr + mark * HEADS + gl.arange(0, HEADS, layout=COLUMN), wrong)
         top = highest * factor - SHIFT
-        left = left * (1.0 / LIFT)
-        right = right * gl.where(channel < NOPE - HALF, 1.0 / LIFT, 1.0)
+        low = channel < NOPE - HALF
         if not share.SPLIT:
-            _finish(
-                left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H,
+            finish(
+                left, right, low, sums, top, empty, q_words, out, lse_ptr, sink, token, H,
                 out_token, OUT_HEAD, HEADS, L,
             )  # fmt: skip
         elif share.STREAM:
             if direct:
-                _finish(
-                    left, right, sums, top, empty, stage, out, lse_ptr, sink, token, H,
+                finish(
+                    left, right, low, sums, top, empty, q_words, out, lse_ptr, sink, token, H,
                     out_token, OUT_HEAD, HEADS, L,
                 )  # fmt: skip
             else:
-                _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
+                leave(left, right, sums, top, q_words, part_ptr, sums_ptr, slot, H, HEADS, L)
             if not share.MIXED:
                 record_span(spans_ptr, token, first, last, token, lists, share)
         else:
-            _leave(left, right, sums, top, part_ptr, sums_ptr, slot, H, HEADS, L)
+            leave(left, right, sums, top, q_words, part_ptr, sums_ptr, slot, H, HEADS, L)
     noticed.store(found)
 
 
@@ -273,7 +210,6 @@ def columns_kernel(
     TURNED: gl.constexpr,
 ):  # fmt: skip
     """See the file; HEADS is 16 or 32. Other arguments are those of ``tiles_kernel``."""
-    predecessors_done()
     dependents_may_start()
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
@@ -291,7 +227,6 @@ def columns_kernel(
     q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
     out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
-    stage = view(q_words, TYPE, [2, HEADS, HALF], HALVES)
     k_left = view(left, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     p_s = gl.allocate_shared_memory(
@@ -310,7 +245,7 @@ def columns_kernel(
         [
             (main_part, (
                 lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
-                sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, stage, k_left,
+                sink_ptr, H, q_token, out_token, scale, empty, q_words, q_s, k_left,
                 k_right, p_s, bias_s, exchange, noticed, ready, free, SINK, Q_HEAD, OUT_HEAD,
                 HEADS, BUFFERS,
             )),

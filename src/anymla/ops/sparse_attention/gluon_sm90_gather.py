@@ -21,6 +21,7 @@ from anymla.ops.sparse_attention.float16_range import LIFT as LIFT_EXPONENT
 from anymla.ops.sparse_attention.float16_range import exact_scale_bytes
 from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, NOPE, address, slots_of
 from anymla.ops.sparse_attention.gluon_sm90_shares import piece
+from anymla.ops.sparse_attention.gluon_sm90_softmax import predecessors_done
 
 LIFT = gl.constexpr(2.0**LIFT_EXPONENT)
 assert exact_scale_bytes(LIFT_EXPONENT) == (105, 127)  # what ``_inexact`` looks for
@@ -225,6 +226,7 @@ def produce(
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
+    predecessors_done()
     before = 0  # blocks of the pieces before
     for k in range(0, share.count):
         token, _, n0, n1, blocks0, first, last, _, _, _ = piece(k, share, lists)

@@ -6,40 +6,150 @@
                          program's range begins in a task, the first such program of the task
                          merges it, row by row of the group, piece by piece.
 
+A piece's result is float16: less its first channels' ``LIFT`` and a power of two for each head,
+which is not 1 where float16 would not hold it.
+
 They are launched while the attention kernel still runs, and wait for its end. Results leave as they
 are, or rotated back and quantised for the output projection (TURNED).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._triton import Build, Target
 from anymla.ops.output_projection.triton_turned import store_turned
+from anymla.ops.sparse_attention.float16_range import LIFT
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _NO_PIECE = tl.constexpr(-1e30)
+_UNLIFT = tl.constexpr(2.0**-LIFT)
+
+
+@triton.jit
+def _weight(sums_ptr, at, there):
+    """Reference exponents of pieces, and with them the sums and what to multiply parts by."""
+    top = tl.load(sums_ptr + at * 4, mask=there, other=_NO_PIECE)
+    sums = tl.load(sums_ptr + at * 4 + 1, mask=there, other=0.0)
+    return top, sums, sums * tl.load(sums_ptr + at * 4 + 2, mask=there, other=0.0)
+
+
+@triton.jit
+def _merge_head(
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, slot, others, count, row, token, head, part, H,
+    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINK: tl.constexpr, LIFTED: tl.constexpr, TURNED: tl.constexpr,
+    TYPE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """WIDTH channels of a head from its pieces: ``slot``, ``others`` + 1, ``others`` + 2 ..
+
+    One warp, and nothing goes through shared memory.
+    """
+    channel = part * WIDTH + tl.arange(0, WIDTH)
+    pieces = tl.arange(0, MOST)
+    there = pieces < count
+    at = tl.where(pieces == 0, slot, others + pieces).to(tl.int64) * ROWS + row
+    if MOST == AT_ONCE:
+        # Asked for at once, before anything is computed.
+        values = tl.load(
+            part_ptr + at[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0,
+            volatile=True,
+        )  # fmt: skip
+    top, sums, factor = _weight(sums_ptr, at, there)
+    highest = tl.max(top, 0)
+    total = tl.sum(sums * tl.exp2(top - highest), 0)
+    bottom = total
+    if SINK:
+        bottom += tl.exp2(tl.load(sink_ptr + head) * _LOG2E - highest)
+    if MOST == AT_ONCE:
+        value = tl.sum(values.to(tl.float32) * (factor * tl.exp2(top - highest))[:, None], 0)
+    else:
+        value = tl.zeros([WIDTH], tl.float32)
+        for start in range(0, count, AT_ONCE):
+            some = start + tl.arange(0, AT_ONCE)
+            here = tl.where(some == 0, slot, others + some).to(tl.int64) * ROWS + row
+            listed = some < count
+            tops, _, factors = _weight(sums_ptr, here, listed)
+            weight = factors * tl.exp2(tops - highest)
+            rows_of = part_ptr + here[:, None] * CHANNELS + channel[None, :]
+            values = tl.load(rows_of, mask=listed[:, None], other=0.0)
+            value += tl.sum(values.to(tl.float32) * weight[:, None], 0)
+    value = value * tl.where(channel < LIFTED, _UNLIFT, 1.0)
+    value = value * tl.where(total == 0, 0.0, 1.0 / bottom)
+    if TURNED > 0:
+        store_turned(
+            value[None, :], (part * WIDTH).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
+            scales_ptr, positions_ptr, table_ptr, angles, 1, WIDTH, CHANNELS, TURNED, TYPE, NATIVE,
+        )  # fmt: skip
+    else:
+        to = out_ptr + token * out_token + head * out_head + channel
+        tl.store(to, value.to(out_ptr.dtype.element_ty))
+    if part == 0:
+        lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
+        tl.store(lse_ptr + token * H + head, lse)
+
+
+@triton.jit
+def _merge_group(
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, splits, row, token, head, H,
+    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+    SINK: tl.constexpr, LIFTED: tl.constexpr, TURNED: tl.constexpr, TYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """GROUP heads from few pieces, piece by piece."""
+    heads = tl.arange(0, GROUP)
+    there = head + heads < H
+    channel = tl.arange(0, CHANNELS)
+    highest = tl.full([GROUP], _NO_PIECE, tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    value = tl.zeros([GROUP, CHANNELS], tl.float32)
+    for piece in tl.static_range(MOST):
+        listed = there & (heads * 0 + piece < splits)
+        at = (first + piece) * ROWS + row + heads
+        values = tl.load(
+            part_ptr + at[:, None] * CHANNELS + channel[None, :], mask=listed[:, None], other=0.0
+        )
+        top, sums, factor = _weight(sums_ptr, at, listed)
+        peak = tl.maximum(highest, top)
+        decay, weight = tl.exp2(highest - peak), tl.exp2(top - peak)
+        total = total * decay + sums * weight
+        value = value * decay[:, None] + values.to(tl.float32) * (factor * weight)[:, None]
+        highest = peak
+    bottom = total
+    if SINK:
+        sink = tl.load(sink_ptr + head + heads, mask=there, other=0.0)
+        bottom += tl.exp2(sink * _LOG2E - highest)
+    value = value * tl.where(total == 0, 0.0, 1.0 / bottom)[:, None]
+    value = value * tl.where(channel < LIFTED, _UNLIFT, 1.0)[None, :]
+    if TURNED > 0:
+        store_turned(
+            value, 0, token, head.to(tl.int32), H, out_ptr, scales_ptr, positions_ptr, table_ptr,
+            angles, GROUP, CHANNELS, CHANNELS, TURNED, TYPE, NATIVE,
+        )  # fmt: skip
+    else:
+        to = out_ptr + token * out_token + (head + heads)[:, None] * out_head + channel[None, :]
+        tl.store(to, value.to(out_ptr.dtype.element_ty), mask=there[:, None])
+    lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
+    tl.store(lse_ptr + token * H + head + heads, lse, mask=there)
 
 
 @triton.jit(do_not_specialize=["H", "splits", "first_task", "rows", "angles"])
 def merge_kernel(
     part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, order_ptr, H, splits, first_task, rows,
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
-    AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr, ORDERED: tl.constexpr,
-    TURNED: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    MOST: tl.constexpr, AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr,
+    ORDERED: tl.constexpr, LIFTED: tl.constexpr, TURNED: tl.constexpr, TYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the file.
 
     Args:
-        part_ptr: float32 [slots, ROWS, CHANNELS].
-        sums_ptr: float32 [slots, ROWS, 2]: reference exponent and sum.
+        part_ptr: float16 [slots, ROWS, CHANNELS].
+        sums_ptr: float32 [slots, ROWS, 4]: reference exponent, sum, factor of the piece, and room.
         sink_ptr: float32 [H].
         out_ptr: [T, H, CHANNELS]; codes if TURNED is not 0.
         lse_ptr: float32 [T, H].
@@ -58,11 +168,13 @@ def merge_kernel(
         ROWS: heads of a tile.
         CHANNELS: of a row.
         WIDTH: channels of a program.
+        GROUP: heads of a program, whose channels are all, if it is not 1.
         MOST: a power of two, at least the number of pieces of any task.
         AT_ONCE: pieces that are read at a time, a power of two.
         SINK: there is one.
         EARLY: launched before the attention kernel ended.
         ORDERED: tasks are of the tokens in this order.
+        LIFTED: channels before this one are stored times 2^``LIFT``.
         TURNED: see above, or 0.
         TYPE: see above.
         NATIVE: see above.
@@ -73,65 +185,42 @@ def merge_kernel(
     slices: tl.constexpr = CHANNELS // WIDTH
     program = tl.program_id(0).to(tl.int64)
     part = program % slices
-    row = program // slices % rows
-    number = program // slices // rows
+    groups = tl.cdiv(rows, GROUP)
+    row = program // slices % groups * GROUP
+    number = program // slices // groups
     task = first_task + number
     tiles = tl.cdiv(H, ROWS)
     token = task // tiles
     if ORDERED:
+        tasks = first_task + tl.num_programs(0) // (slices * groups)
+        if tl.load(order_ptr + tasks // tiles) != 0:
+            return
         token = tl.load(order_ptr + token).to(tl.int64)
     head = task % tiles * ROWS + row
     if head >= H:
         return
     first = number * splits
-    channel = part * WIDTH + tl.arange(0, WIDTH)
-    pieces = tl.arange(0, MOST)
-    there = pieces < splits
-    slots = (first + pieces) * ROWS + row
-    top = tl.load(sums_ptr + slots * 2, mask=there, other=_NO_PIECE)
-    sums = tl.load(sums_ptr + slots * 2 + 1, mask=there, other=0.0)
-    if MOST == AT_ONCE:
-        # Asked for at once, before anything is computed.
-        values = tl.load(
-            part_ptr + slots[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0
-        )
-    highest = tl.max(top, 0)
-    total = tl.sum(sums * tl.exp2(top - highest), 0)
-    bottom = total
-    if SINK:
-        bottom += tl.exp2(tl.load(sink_ptr + head) * _LOG2E - highest)
-    if MOST == AT_ONCE:
-        value = tl.sum(values * tl.exp2(top - highest)[:, None], 0)
-    else:
-        value = tl.zeros([WIDTH], tl.float32)
-        for start in range(0, splits, AT_ONCE):
-            some = start + tl.arange(0, AT_ONCE)
-            at = (first + some) * ROWS + row
-            listed = some < splits
-            weight = tl.exp2(tl.load(sums_ptr + at * 2, mask=listed, other=_NO_PIECE) - highest)
-            rows_of = part_ptr + at[:, None] * CHANNELS + channel[None, :]
-            values = tl.load(rows_of, mask=listed[:, None], other=0.0)
-            value += tl.sum(values * weight[:, None], 0)
-    value = value * tl.where(total == 0, 0.0, 1.0 / bottom)
-    if TURNED > 0:
-        store_turned(
-            value[None, :], (part * WIDTH).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
-            scales_ptr, positions_ptr, table_ptr, angles, 1, WIDTH, CHANNELS, TURNED, TYPE, NATIVE,
+    if GROUP > 1:
+        _merge_group(
+            part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, splits, row, token, head, H,
+            out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+            ROWS, CHANNELS, GROUP, MOST, SINK, LIFTED, TURNED, TYPE, NATIVE,
         )  # fmt: skip
     else:
-        to = out_ptr + token * out_token + head * out_head + channel
-        tl.store(to, value.to(out_ptr.dtype.element_ty))
-    if part == 0:
-        lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
-        tl.store(lse_ptr + token * H + head, lse)
+        _merge_head(
+            part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, first, splits, row, token, head,
+            part, H, out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+            ROWS, CHANNELS, WIDTH, MOST, AT_ONCE, SINK, LIFTED, TURNED, TYPE, NATIVE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["H", "tasks", "programs", "angles"])
 def merge_stream_kernel(
     part_ptr, sums_ptr, spans_ptr, sink_ptr, out_ptr, lse_ptr, H, tasks, programs,
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, SINK: tl.constexpr,
-    EARLY: tl.constexpr, TURNED: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr, LIFTED: tl.constexpr,
+    TURNED: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the file. Arguments that ``merge_kernel`` does not have are these.
 
@@ -151,105 +240,15 @@ def merge_stream_kernel(
     last = tl.load(spans_ptr + task * 2 + 1)
     if first != program - 1:
         return
-    row = (tl.program_id(0) % groups) * GROUP + tl.arange(0, GROUP)
     tiles = tl.cdiv(H, ROWS)
     token = task // tiles
-    head = task % tiles * ROWS + row
-    there = head < H
-    channel = tl.arange(0, CHANNELS)
-    highest = tl.full([GROUP], _NO_PIECE, tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    value = tl.zeros([GROUP, CHANNELS], tl.float32)
-    for piece in range(first, last + 1):
-        slot = tl.where(piece == first, first, programs + piece).to(tl.int64)
-        at = slot * ROWS + row
-        values = tl.load(
-            part_ptr + at[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0
-        )
-        top = tl.load(sums_ptr + at * 2, mask=there, other=_NO_PIECE)
-        sums = tl.load(sums_ptr + at * 2 + 1, mask=there, other=0.0)
-        peak = tl.maximum(highest, top)
-        decay, weight = tl.exp2(highest - peak), tl.exp2(top - peak)
-        total = total * decay + sums * weight
-        value = value * decay[:, None] + values * weight[:, None]
-        highest = peak
-    bottom = total
-    if SINK:
-        sink = tl.load(sink_ptr + head, mask=there, other=0.0)
-        bottom += tl.exp2(sink * _LOG2E - highest)
-    value = value * tl.where(total == 0, 0.0, 1.0 / bottom)[:, None]
-    if TURNED > 0:
-        store_turned(
-            value, 0, token, task % tiles * ROWS + (tl.program_id(0) % groups) * GROUP, H, out_ptr,
-            scales_ptr, positions_ptr, table_ptr, angles, GROUP, CHANNELS, CHANNELS, TURNED, TYPE,
-            NATIVE,
-        )  # fmt: skip
-    else:
-        to = out_ptr + token * out_token + head[:, None] * out_head + channel[None, :]
-        tl.store(to, value.to(out_ptr.dtype.element_ty), mask=there[:, None])
-    lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
-    tl.store(lse_ptr + token * H + head, lse, mask=there)
-
-
-STREAM_GROUP = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class MergeTile:
-    """How a program merges: pieces at a time, channels, warps."""
-
-    at_once: int
-    width: int
-    warps: int
-
-
-def merge_tile(most: int) -> MergeTile:
-    """The tile for tasks of at most ``most`` pieces, a power of two."""
-    at_once = min(most, 32)
-    if at_once <= 2:
-        return MergeTile(at_once, 512, 2)
-    return MergeTile(at_once, 256, 4 if at_once > 4 else 2)
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Some numbers of pieces, and the stream; as they are, and quantised."""
-    if target.name != "sm_90":
-        return
-    for turned in (False, True):
-        yield from _builds(turned)
-
-
-def _builds(turned: bool) -> Iterator[Build]:
-    floats = ("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "scales_ptr", "table_ptr")
-    types = {**dict.fromkeys(floats, "*fp32"), "positions_ptr": "*i64", "angles": "i32"}
-    types |= {
-        "out_ptr": "*u8" if turned else "*bf16",
-        "spans_ptr": "*i32",
-        "order_ptr": "*i32",
-        "empty": "fp32",
-    }
-    end = {"TURNED": 64 if turned else 0, "TYPE": tl.bfloat16, "NATIVE": True}
-    note = ", quantised" if turned else ""
-    counts = ("H", "splits", "first_task", "rows", "tasks", "programs", "out_token", "out_head")
-    types |= dict.fromkeys(counts, "i32")
-    channels = get_layout(MAIN_FP8).channels
-    for rows, most in ((64, 2), (16, 16), (64, 32), (64, 128)):
-        tile = merge_tile(most)
-        yield Build(
-            f"{rows} rows, {most} pieces{note}",
-            merge_kernel,
-            types,
-            {"ROWS": rows, "CHANNELS": channels, "WIDTH": tile.width, "MOST": most,
-             "AT_ONCE": tile.at_once, "SINK": True, "EARLY": True, "ORDERED": most == 2, **end},
-            num_warps=tile.warps,
-            divisible=("out_token", "out_head"),
-        )  # fmt: skip
-    for rows in (16, 64):
-        yield Build(
-            f"{rows} rows{note}",
-            merge_stream_kernel,
-            types,
-            {"ROWS": rows, "CHANNELS": channels, "GROUP": STREAM_GROUP, "SINK": True,
-             "EARLY": True, **end},
-            divisible=("out_token", "out_head"),
-        )  # fmt: skip
+    for number in tl.static_range(GROUP):
+        row = (tl.program_id(0) % groups) * GROUP + number
+        head = task % tiles * ROWS + row
+        if head < H:
+            _merge_head(
+                part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, programs + first,
+                last + 1 - first, row, token, head, program * 0, H, out_token, out_head, empty,
+                scales_ptr, positions_ptr, table_ptr, angles, ROWS, CHANNELS, CHANNELS, MOST,
+                AT_ONCE, SINK, LIFTED, TURNED, TYPE, NATIVE,
+            )  # fmt: skip

@@ -13,20 +13,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anymla.ops.sparse_attention.gluon_sm90_asking import (
+    ask,
+    give_back,
+    load,
+    take_left,
+    take_right,
+)
 from anymla.ops.sparse_attention.gluon_sm90_ends import (
     HALF,
     HEADS,
-    finish_main,
-    finish_right,
-    leave_main,
-    leave_right,
+    send,
+    stage,
+    store_lse,
+    store_sums,
+    unlift,
 )
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT
-from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, NOPE, anew
+from anymla.ops.sparse_attention.gluon_sm90_lists import (
+    KEYS,
+    NOPE,
+    anew,
+)
 from anymla.ops.sparse_attention.gluon_sm90_query import (
     CHUNKS,
-    fetch_query,
-    load_query,
     load_tail,
 )
 from anymla.ops.sparse_attention.gluon_sm90_shares import piece
@@ -36,6 +46,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     SHIFT,
     bottom_of,
     load_sink,
+    predecessors_done,
     record_cut,
     record_span,
     warps_meet,
@@ -46,32 +57,39 @@ from anymla.ops.sparse_attention.gluon_sm90_turned import ask_for_angles
 @gluon.jit
 def right_part(
     lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token, q_words, q_chunks,
-    k_right, stage, chunks, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
+    k_right, words, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
     Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of P V, channels 256 .. 511."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     R: gl.constexpr = gl.SliceLayout(1, L)
+    AHEAD: gl.constexpr = share.MIXED
+    HALVES: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
+    predecessors_done()
     P: gl.constexpr = 1 if WIDE else 2
     done = 0
     handed = 0
     found = gl.zeros([HEADS], gl.float32, R)
+    token, tile, _, _, _, first, last, direct, slot, mark = piece(0, share, lists)
+    count = last - first
+    if AHEAD:
+        ask(share.count > 0, q_ptr, token, tile, H, q_token, q_chunks, Q_HEAD, CHUNKS, not WIDE)
+        take_right(share.count > 0, q_chunks, q_ready, HALVES, not WIDE)
     for k in range(0, share.count):
-        token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-        mbarrier.wait(q_free, (k & 1) ^ 1)
-        if share.SPLIT and not share.STREAM:
-            load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1, not WIDE)
-        else:
-            fetch_query(
-                q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, CHUNKS, CHUNKS, not WIDE
-            )
-        fence_async_shared()
-        mbarrier.arrive(q_ready, count=1)
+        if not AHEAD:
+            token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
+            count = last - first
+            mbarrier.wait(q_free, (k & 1) ^ 1)
+            load(q_ptr, token, tile, H, q_token, q_words, q_chunks, share, Q_HEAD, 1, not WIDE)
+            fence_async_shared()
+            mbarrier.arrive(q_ready, count=1)
         angles = out.table
         if out.TURNED > 0:
             angles = ask_for_angles(out, token)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
-        for block in range(first, last):
+        # Not from first to last: Triton 3.6 takes a carried number that is nothing but an inner
+        # loop's bound for what it was before the outer loop.
+        for block in range(0, count):
             buffer = done % 2
             s = handed % P
             mbarrier.wait(p_ready.index(s), (handed // P) & 1)
@@ -82,53 +100,54 @@ def right_part(
                 p_s.index(s), k_right.index(buffer), acc, use_acc=not share.SINGLE, is_async=True
             )
             acc = warpgroup_mma_wait(0, deps=[acc])
-            if block + 1 < last:
+            if block + 1 < count:
                 mbarrier.arrive(free.index(buffer), count=1)
             mbarrier.arrive(p_free.index(s), count=1)
             done += 1
             handed += 1
-        if share.SPLIT and not share.STREAM:
-            factor = gl.full([HEADS], 1.0, gl.float32, R)
-        else:
-            s = handed % P
-            mbarrier.wait(p_ready.index(s), (handed // P) & 1)
-            factor = decay_s.index(s).load(R)
-            mbarrier.arrive(p_free.index(s), count=1)
-            handed += 1
+        if AHEAD:
+            # main has handed over the last probabilities, so nobody reads the queries any more: the
+            # next are on their way while the result is made, and taken before it leaves.
+            ahead, ahead_tile, _, _, _, first, last, ahead_direct, ahead_slot, ahead_mark = piece(
+                gl.minimum(k + 1, share.count - 1), share, lists
+            )
+            more = k + 1 < share.count
+            ask(more, q_ptr, ahead, ahead_tile, H, q_token, q_chunks, Q_HEAD, CHUNKS, not WIDE)
+        s = handed % P
+        mbarrier.wait(p_ready.index(s), (handed // P) & 1)
+        factor = decay_s.index(s).load(R)
+        mbarrier.arrive(p_free.index(s), count=1)
+        handed += 1
         column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, L)), 0)
         # NaN of the sums is in all channels; infinities of the tail do not always reach the sums.
         wrong = gl.sum(gl.where(column < NOPE - HALF, 0.0, acc * 0.0), 1)
         found += wrong
         gl.store(marks_ptr + mark * HEADS + gl.arange(0, HEADS, layout=R), wrong)
-        low = gl.expand_dims(factor * (1.0 / LIFT), 1)
+        low = gl.expand_dims(factor * unlift(direct, share), 1)
         if WIDE:
             y = acc * low
         else:
             y = acc * gl.where(column < NOPE - HALF, low, gl.expand_dims(factor, 1))
-        buffer = (done + 1) % 2
-        if not share.SPLIT:
-            finish_right(
-                y, stage, chunks, buffer, free, out, angles, token, tile, H, out_token, OUT_HEAD,
-                not WIDE,
-            )  # fmt: skip
-        elif share.STREAM:
-            if direct:
-                finish_right(
-                    y, stage, chunks, buffer, free, out, angles, token, tile, H, out_token,
-                    OUT_HEAD, not WIDE,
-                )  # fmt: skip
-            else:
-                leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L, not WIDE)
-        else:
-            leave_right(y, free.index(buffer), part_ptr, slot, tile, H, L, not WIDE)
+        last_buffer = (done + 1) % 2
+        stage(y, words, last_buffer, out, share, direct)
+        if AHEAD:
+            take_right(more, q_chunks, q_ready, HALVES, not WIDE)
+        send(
+            words, last_buffer, free, out, angles, part_ptr, share, direct, slot, token, tile, H,
+            out_token, OUT_HEAD, 1, not WIDE,
+        )  # fmt: skip
+        if AHEAD:
+            token, tile, direct, slot = ahead, ahead_tile, ahead_direct, ahead_slot
+            mark = ahead_mark
+            count = last - first
     noticed.store(found)
 
 
 @gluon.jit
 def main_part(
     lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, sink_ptr,
-    H, q_token, out_token, scale, empty, q_words, q_chunks, q_s, k_left, k_right, tails, stage,
-    chunks, p_s, decay_s, bias_s, ready, free, p_ready, p_free, q_ready, q_free,
+    H, q_token, out_token, scale, empty, q_words, q_chunks, q_s, k_left, k_right, tails, words,
+    p_s, decay_s, bias_s, sink_s, ready, free, p_ready, p_free, q_ready, q_free,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of Q K, the softmax, and P V of channels 0 .. 255."""
@@ -138,27 +157,38 @@ def main_part(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     R: gl.constexpr = gl.SliceLayout(1, L)
     factor = scale * (LOG2E / LIFT)
+    predecessors_done()
     record_cut(spans_ptr, share)
+    AHEAD: gl.constexpr = share.MIXED
+    HALVES: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
     P: gl.constexpr = 1 if WIDE else 2
     done = 0
     handed = 0
+    token, tile, _, _, _, first, last, direct, slot, _ = piece(0, share, lists)
+    count = last - first
+    if AHEAD:
+        ask(share.count > 0, q_ptr, token, tile, H, q_token, q_chunks, Q_HEAD, 0, False)
+        take_left(share.count > 0, q_chunks, sink_ptr, sink_s, tile, H, HALVES, SINK)
     for k in range(0, share.count):
-        token, tile, _, _, _, first, last, direct, slot, _ = piece(k, share, lists)
-        if share.SPLIT and not share.STREAM:
-            load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0, False)
-        else:
-            fetch_query(q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, 0, CHUNKS, False)
+        if not AHEAD:
+            token, tile, _, _, _, first, last, direct, slot, _ = piece(k, share, lists)
+            count = last - first
+            load(q_ptr, token, tile, H, q_token, q_words, q_chunks, share, Q_HEAD, 0, False)
         if WIDE:
             load_tail(q_ptr, token, tile, H, q_token, tails[0], HEADS, Q_HEAD)
-        fence_async_shared()
+        if WIDE or not AHEAD:
+            fence_async_shared()
         warps_meet()  # here, or the compiler puts one into the loop
-        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
-        sink = load_sink(sink_ptr, head, H, SINK)
+        if not AHEAD:
+            head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
+            sink = load_sink(sink_ptr, head, H, SINK)
         mbarrier.wait(q_ready, k & 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, ROW)
         sums = gl.zeros([HEADS], gl.float32, ROW)
-        for block in range(first, last):
+        # Not from first to last: Triton 3.6 takes a carried number that is nothing but an inner
+        # loop's bound for what it was before the outer loop.
+        for block in range(0, count):
             buffer = done % 2
             s = handed % P
             mbarrier.wait(ready.index(buffer), (done // 2) & 1)
@@ -178,8 +208,8 @@ def main_part(
                 q_s.index(1), k_right.index(buffer).permute((1, 0)), scores, is_async=True
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
-            if block + 1 == last:
-                mbarrier.arrive(q_free, count=1)
+            if not AHEAD:
+                give_back(q_free, block + 1 == count)
             scores = scores + gl.expand_dims(bias, 0)
             peak = gl.maximum(highest, gl.max(scores, 1))
             decay = gl.exp2((highest - peak) * factor)
@@ -200,42 +230,52 @@ def main_part(
             fence_async_shared()
             mbarrier.arrive(p_ready.index(s), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            if block + 1 < last:
+            if block + 1 < count:
                 mbarrier.arrive(free.index(buffer), count=1)
             done += 1
             handed += 1
         head = tile * HEADS + gl.arange(0, HEADS, layout=ROW) + anew(tile * 0)
+        if AHEAD:
+            sink = sink_s.load(ROW)
         top = highest * factor - SHIFT
-        bottom = bottom_of(sums, top, sink)
-        scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)
-        if share.SPLIT and not share.STREAM:
-            scaled = gl.full([HEADS], 1.0, gl.float32, ROW)
-        else:
+        bottom = sums
+        if not share.SPLIT or share.STREAM:
+            bottom = bottom_of(sums, top, sink)
             if share.SPLIT:
-                scaled = gl.where(direct, scaled, 1.0)
-            s = handed % P
-            mbarrier.wait(p_free.index(s), ((handed // P) & 1) ^ 1)
-            decay_s.index(s).store(scaled)
-            mbarrier.arrive(p_ready.index(s), count=1)
-            handed += 1
-        y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * (1.0 / LIFT), 1)
-        buffer = (done + 1) % 2
+                bottom = gl.where(direct, bottom, sums)
+        scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)
+        s = handed % P
+        mbarrier.wait(p_free.index(s), ((handed // P) & 1) ^ 1)
+        decay_s.index(s).store(scaled)
+        mbarrier.arrive(p_ready.index(s), count=1)
+        handed += 1
+        if AHEAD:
+            ahead, ahead_tile, _, _, _, first, last, ahead_direct, ahead_slot, _ = piece(
+                gl.minimum(k + 1, share.count - 1), share, lists
+            )
+            more = k + 1 < share.count
+            ask(more, q_ptr, ahead, ahead_tile, H, q_token, q_chunks, Q_HEAD, 0, False)
+        y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * unlift(direct, share), 1)
+        last_buffer = (done + 1) % 2
+        stage(y, words, last_buffer, out, share, direct)
+        if AHEAD:
+            take_left(more, q_chunks, sink_ptr, sink_s, ahead_tile, H, HALVES, SINK)
+        send(
+            words, last_buffer, free, out, out.table, part_ptr, share, direct, slot, token, tile, H,
+            out_token, OUT_HEAD, 0, False,
+        )  # fmt: skip
         if not share.SPLIT:
-            finish_main(
-                y, sums, top, empty, stage, chunks, buffer, free, out, lse_ptr,
-                token, tile, head, H, out_token, OUT_HEAD,
-            )  # fmt: skip
+            store_lse(lse_ptr, token, head, H, sums, top, empty)
         elif share.STREAM:
             if direct:
-                finish_main(
-                    y, sums, top, empty, stage, chunks, buffer, free, out, lse_ptr,
-                    token, tile, head, H, out_token, OUT_HEAD,
-                )  # fmt: skip
+                store_lse(lse_ptr, token, head, H, sums, top, empty)
             else:
-                leave_main(
-                    y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L
-                )
+                store_sums(sums_ptr, slot, head, tile, H, top, sums)
             if not share.MIXED:
-                record_span(spans_ptr, token * share.TILES + tile, first, last, token, lists, share)
+                task = token * share.TILES + tile
+                record_span(spans_ptr, task, first, last, token, lists, share)
         else:
-            leave_main(y, sums, top, free.index(buffer), part_ptr, sums_ptr, slot, tile, head, H, L)
+            store_sums(sums_ptr, slot, head, tile, H, top, sums)
+        if AHEAD:
+            token, tile, direct, slot = ahead, ahead_tile, ahead_direct, ahead_slot
+            count = last - first

@@ -1,6 +1,7 @@
 """What programs would work out of the lists' lengths, once for all layers of a step.
 
-Of an ordered launch that is the order of tokens, int32 [T]. Of a stream it is
+Of an ordered launch that is the order of tokens, int32 [T], and whether the tasks of the last round
+are better not cut. Of a stream it is
     int32 [tasks + programs, 2]    what ``merge_stream_kernel`` reads: first and last program of
                                    every task that is cut; for every program the task that its
                                    range begins in the middle of, or -1
@@ -19,13 +20,14 @@ from triton.experimental.gluon import language as gl
 
 from anymla.ops._triton import Build, Target
 from anymla.ops.sparse_attention.gluon_sm90_lists import Lists
-from anymla.ops.sparse_attention.gluon_sm90_shares import SHARE, order_tokens, stream_share
+from anymla.ops.sparse_attention.gluon_sm90_order import order_tokens
+from anymla.ops.sparse_attention.gluon_sm90_shares import SHARE, stream_share
 from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, stream_size
 
 
-@gluon.jit(do_not_specialize=("T", "width0", "width1"))
+@gluon.jit(do_not_specialize=("T", "width0", "width1", "splits", "programs"))
 def plan_kernel(
-    length0_ptr, length1_ptr, plan_ptr, T, width0, width1,
+    length0_ptr, length1_ptr, plan_ptr, T, width0, width1, splits, programs,
     TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr, TWO: gl.constexpr,
     LENGTH0: gl.constexpr, LENGTH1: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
@@ -35,7 +37,7 @@ def plan_kernel(
         width0, width1, width0, width1, width0, width1, TWO, LENGTH0, LENGTH1, 1, 1, 0, 0,
     )  # fmt: skip
     if ORDERED:
-        order_tokens(lists, plan_ptr, T, SIZE)
+        order_tokens(lists, plan_ptr, T, splits, programs, TILES, COST, SIZE, True)
     else:
         _cut_stream(lists, plan_ptr, T, TILES, COST, SIZE)
 
@@ -63,7 +65,7 @@ def _cut_stream(lists, plan_ptr, T, TILES: gl.constexpr, COST: gl.constexpr, SIZ
 def plan_numbers(schedule: Schedule, tokens: int) -> int:
     """How many numbers a plan has."""
     if schedule.ordered:
-        return tokens
+        return tokens + 1
     return (tokens * schedule.tiles + schedule.programs) * 2 + schedule.programs * SHARE.value
 
 
@@ -82,7 +84,7 @@ def make_plan(
     plan_kernel[(1 if ordered else schedule.programs,)](
         some if lengths is None else lengths.contiguous(),
         some if extra_lengths is None else extra_lengths.contiguous(),
-        plan, tokens, widths[0], widths[-1],
+        plan, tokens, widths[0], widths[-1], schedule.splits, schedule.programs,
         TILES=schedule.tiles, COST=TASK_COST, SIZE=stream_size(tokens), TWO=len(widths) > 1,
         LENGTH0=lengths is not None, LENGTH1=extra_lengths is not None, ORDERED=ordered,
         num_warps=4,
@@ -95,7 +97,7 @@ def builds(target: Target) -> Iterator[Build]:
     if target.name != "sm_90":
         return
     types = dict.fromkeys(("length0_ptr", "length1_ptr", "plan_ptr"), "*i32")
-    types |= dict.fromkeys(("T", "width0", "width1"), "i32")
+    types |= dict.fromkeys(("T", "width0", "width1", "splits", "programs"), "i32")
     for size in (512, 2048):
         yield Build(
             f"{size} tokens",

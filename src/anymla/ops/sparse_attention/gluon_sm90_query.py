@@ -97,15 +97,15 @@ def load_tail(q_ptr, token, tile, H, token_stride, to, HEADS: gl.constexpr, HEAD
 
 
 @gluon.jit
-def fetch_query(
+def ask_query(
     q_ptr, token, tile, H, token_stride, chunks,
     HEADS: gl.constexpr, HEAD: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
-    """What ``load_query`` does, in loops.
+    """Start what ``load_query`` does; ``take_query`` ends it.
 
-    Every trip does the same, but code that runs once a task is paid for by fetching it. The loops
-    are slower than the code without, once that is there.
+    In loops: every trip does the same, but code that runs once a task is paid for by fetching it.
+    They are slower than the code without, once that is there.
 
     Args:
         q_ptr: bfloat16 or float16.
@@ -132,8 +132,20 @@ def fetch_query(
         at = base + (gl.expand_dims((tile * HEADS + row) * HEAD, 1) + source + chunk * CHUNK)
         _copy(chunks.index(chunk), at, mask=there)
     async_copy.commit_group()
+
+
+@gluon.jit
+def take_query(
+    chunks, HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, HALVES: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
+    """Wait for what this partition asked for, and make it what keys are multiplied with.
+
+    HALVES: queries are float16. Other arguments are those of ``ask_query``.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     async_copy.wait_group(0)
     for chunk in range(FIRST, FIRST + COUNT):
         here = chunks.index(chunk)
         tail = chunk == 2 * CHUNKS - 1
-        here.store(_factored(here.load(L), tail, q_ptr.dtype.element_ty == gl.float16, TAIL))
+        here.store(_factored(here.load(L), tail, HALVES, TAIL))

@@ -15,11 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT
 from anymla.ops.sparse_attention.gluon_sm90_lists import CHANNELS, KEYS, NOPE, address, slots_of
 from anymla.ops.sparse_attention.gluon_sm90_shares import piece
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
     NO_MAXIMUM,
+    SUMS,
     bottom_of,
     load_sink,
     log_sum,
@@ -34,6 +36,8 @@ _MASKED = gl.constexpr(-1e30)
 _CHUNK = gl.constexpr(64)
 _CHUNKS = gl.constexpr(CHANNELS.value // 64)
 _CODED = gl.constexpr(NOPE.value // 64)
+# Results of pieces are scaled to less than 2^8, so that LIFT times that is less than 2^15.
+_ROOM = gl.constexpr(127 + 7)
 
 
 @gluon.jit
@@ -161,16 +165,36 @@ def _write(
 
 @gluon.jit
 def _leave(
-    part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS: gl.constexpr
-):
-    """A quarter of the sums of a piece."""
+    part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest,
+    ROWS: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """A quarter of a piece's result, times a power of two with which float16 holds it.
+
+    The channels before the tail times ``LIFT`` besides, as in other parts.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     to = part_ptr + slot.to(gl.int64) * (ROWS * CHANNELS)
-    _store(to, CHANNELS, head, head0, H, column, low, S)
-    _store(to, CHANNELS, head, head0, H, column + _CHUNK, high, S)
-    at = sums_ptr + (slot.to(gl.int64) * ROWS + (head - head0)) * 2
+    exponent = gl.minimum((largest.to(gl.int32, bitcast=True) >> 23) - _ROOM, 126)
+    exponent = gl.maximum(exponent, -126).to(gl.int32)
+    up = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
+    down = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
+    share = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / sums) * down, 1)
+    _store(to, CHANNELS, head, head0, H, column, low * share * LIFT, S)
+    tail = LIFT
+    if not WIDE:
+        tail = gl.where(column + _CHUNK == NOPE, 1.0, LIFT)
+    _store(to, CHANNELS, head, head0, H, column + _CHUNK, high * share * tail, S)
+    at = sums_ptr + (slot.to(gl.int64) * ROWS + (head - head0)) * SUMS
     gl.store(at, top, mask=head < H)
     gl.store(at + 1, sums, mask=head < H)
+    gl.store(at + 2, up, mask=head < H)
+
+
+@gluon.jit
+def _largest_of(low, high, sums):
+    """The largest magnitude of a quarter of a piece's result, for each head."""
+    both = gl.maximum(gl.max(gl.abs(low), 1), gl.max(gl.abs(high), 1))
+    return gl.where(sums == 0, 0.0, both / sums)
 
 
 @gluon.jit
@@ -185,6 +209,7 @@ def any_marked(noticed, ROWS: gl.constexpr):
 def _deliver(
     out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, share, token, direct, slot, head, head0,
     H, quarter, low, high, top, sums, empty, sink_ptr, ROWS: gl.constexpr, SINK: gl.constexpr,
+    largest, WIDE: gl.constexpr,
 ):  # fmt: skip
     """A quarter of the channels of a piece, to where the piece's sums or results go."""
     column = quarter * (2 * _CHUNK)
@@ -200,9 +225,26 @@ def _deliver(
                 sums, empty, sink_ptr, SINK,
             )  # fmt: skip
         else:
-            _leave(part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS)
+            _leave(
+                part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest,
+                ROWS, WIDE,
+            )  # fmt: skip
     else:
-        _leave(part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, ROWS)
+        _leave(
+            part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest, ROWS,
+            WIDE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _begin(direct, share):
+    """The first of eight steps: four look for the largest, which whole tasks do without."""
+    if not share.SPLIT:
+        return 4
+    elif share.STREAM:
+        return gl.where(direct, 4, 0)
+    else:
+        return 0
 
 
 @gluon.jit
@@ -238,13 +280,19 @@ def rescan(
             _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
             if WIDE:
                 fetch_tail(q_ptr, token, head0, H, q_token, q_head, q_tail)
-            for quarter in range(0, 4):
+            largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
+            # Parts need the largest of all channels before the first is written.
+            for step in range(_begin(direct, share), 8):
+                quarter = step % 4
                 low, high, top, sums = _pass(
                     lists, token, n0, n1, blocks0, first, last, scale * LOG2E, q_s, k_s, p_s,
                     quarter, q_tail, k_tail, WIDE,
                 )  # fmt: skip
-                _deliver(
-                    out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, share, token, direct,
-                    slot, head, head0, H, quarter, low, high, top, sums, empty, sink_ptr, ROWS,
-                    SINK,
-                )  # fmt: skip
+                if step < 4:
+                    largest = gl.maximum(largest, _largest_of(low, high, sums))
+                else:
+                    _deliver(
+                        out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, share, token, direct,
+                        slot, head, head0, H, quarter, low, high, top, sums, empty, sink_ptr,
+                        ROWS, SINK, largest, WIDE,
+                    )  # fmt: skip

@@ -22,8 +22,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
-from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, counts, length_of, view
-from anymla.ops.sparse_attention.schedule import MOST_ORDERED_TOKENS, Stream
+from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, counts, length_of
+from anymla.ops.sparse_attention.gluon_sm90_order import order_tokens, place_of
+from anymla.ops.sparse_attention.gluon_sm90_softmax import predecessors_done
+from anymla.ops.sparse_attention.schedule import Stream
 
 # Units of work, which are blocks and fixed costs, that a program of a stream has at least; fewer
 # programs work if there are not enough.
@@ -33,6 +35,7 @@ _MERGE = gl.constexpr(6)
 # A cut so close to a task's end moves to the end: pieces of a block or less cost more than they
 # save.
 _SNAP = gl.constexpr(2)
+_YES = gl.constexpr(int(Stream.YES))
 _MIXED = gl.constexpr(int(Stream.MIXED))
 _ORDERED = gl.constexpr(int(Stream.ORDERED))
 _MIXED_ORDERED = gl.constexpr(int(Stream.MIXED_ORDERED))
@@ -41,9 +44,6 @@ _MIXED_ORDERED_BEFORE = gl.constexpr(int(Stream.MIXED_ORDERED_BEFORE))
 _SINGLE = gl.constexpr(int(Stream.SINGLE))
 _WIDTHS = gl.constexpr(int(Stream.WIDTHS))
 _PLANNED = gl.constexpr(int(Stream.PLANNED))
-# Of keys that tokens are ordered by.
-_TOKENS = gl.constexpr(MOST_ORDERED_TOKENS)
-_MOST_BLOCKS = gl.constexpr((1 << 30) // MOST_ORDERED_TOKENS)
 SHARE = gl.constexpr(4)  # numbers of a program in a plan
 
 
@@ -57,7 +57,7 @@ class Share:
         begin: first block of the first piece (stream).
         end: end block of the last piece, 0 for all of it (stream).
         tasks: tokens x tiles of heads.
-        splits: pieces of a task (aligned).
+        splits: pieces of a task (aligned, mixed); mixed: 0 if none is cut.
         TILES: tiles of heads.
         SPLIT: tasks may be cut.
         STREAM: whether a piece is a whole task is known at run time.
@@ -108,12 +108,6 @@ class Share:
 
 
 @gluon.jit
-def place_of(k, program, programs):
-    """Which piece of its round k a program takes, in an ordered launch."""
-    return gl.where(k % 2 == 1, programs - 1 - program, program)
-
-
-@gluon.jit
 def _count(total, program, programs, ORDERED: gl.constexpr):
     """How many of all pieces a program takes."""
     if ORDERED:
@@ -122,40 +116,6 @@ def _count(total, program, programs, ORDERED: gl.constexpr):
         return rounds + last.to(gl.int32)
     else:
         return (total - program + programs - 1) // programs
-
-
-@gluon.jit
-def _rank_keys(lists, tokens, T):
-    """Numbers that are the larger, the earlier a token is taken: by blocks, then by number."""
-    there = tokens < T
-    n0 = length_of(lists.length0, tokens, there, lists.width0, lists.LENGTH0)
-    blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
-    if lists.TWO:
-        n1 = length_of(lists.length1, tokens, there, lists.width1, lists.LENGTH1)
-        blocks = blocks + (n1 + KEYS - 1) // KEYS
-    keys = gl.minimum(gl.maximum(blocks, 1), _MOST_BLOCKS) * _TOKENS + (_TOKENS - 1 - tokens)
-    return gl.where(there, keys, -1).to(gl.int32)
-
-
-@gluon.jit
-def order_tokens(lists, order, T, SIZE: gl.constexpr):
-    """Write down in which order tokens are taken; every program does, and all write the same.
-
-    SIZE: a power of two of at least T, 128 and at most 512.
-    """
-    K: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
-    L: gl.constexpr = gl.BlockedLayout([SIZE // 128, 32], [32, 1], [4, 1], [1, 0])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    keys = gl.allocate_shared_memory(gl.int32, [SIZE], FLAT)
-    keys.store(_rank_keys(lists, gl.arange(0, SIZE, layout=K), T))
-    chunks = view(keys, gl.int32, [SIZE // 32, 32], FLAT)
-    tokens = gl.arange(0, SIZE, layout=gl.SliceLayout(1, L))
-    own = gl.expand_dims(_rank_keys(lists, tokens, T), 1)
-    rank = tokens * 0
-    for chunk in range(0, (T + 31) // 32):
-        others = gl.expand_dims(chunks.index(chunk).load(gl.SliceLayout(0, L)), 0)
-        rank += gl.sum((others > own).to(gl.int32), 1)
-    gl.store(order + rank, tokens, mask=tokens < T)
 
 
 @gluon.jit
@@ -176,12 +136,14 @@ def aligned_share(
 
 
 @gluon.jit
-def mixed_share(tasks, splits, order, TILES: gl.constexpr, ORDERED: gl.constexpr):
-    """This program's share of a mixed launch."""
+def mixed_share(tasks, splits, uncut, order, TILES: gl.constexpr, ORDERED: gl.constexpr):
+    """This program's share of a mixed launch; uncut: cut nothing after all."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     whole = tasks // programs * programs
-    total = whole + (tasks - whole) * splits
+    if ORDERED:
+        splits = gl.where(uncut != 0, 0, splits)
+    total = whole + (tasks - whole) * gl.maximum(splits, 1)
     count = _count(total, program, programs, ORDERED)
     zero = program * 0
     return Share(
@@ -243,6 +205,7 @@ def stream_share(lists, T, TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.con
     last, end = _cut(high, tokens, ends, cost, blocks, T, uncut, COST, TILES)
     count = last - first + gl.where(end > 0, 1, 0)
     count = gl.where((first == last) & (begin >= end), 0, count)
+    first = gl.where(count > 0, first, 0)
     return Share(
         first, count, begin, end, T * TILES, T * 0 + 1, TILES, True, True, False, False, False,
         lists.list0,
@@ -274,12 +237,19 @@ def share_of(
     MIXED: gl.constexpr = (STREAM == _MIXED_ORDERED) | (STREAM == _MIXED_ORDERED_BEFORE)
     ORDERED: gl.constexpr = NOW | BEFORE
     WIDTHS: gl.constexpr = (STREAM == _WIDTHS) | (STREAM == _SINGLE)
+    # Every partition waits for itself, before it reads anything.
+    if NOW | (STREAM == _PLANNED) | (STREAM == _YES):
+        predecessors_done()
+    uncut = T * 0
     if NOW:
-        order_tokens(lists, plan, T, SIZE)
+        uncut = order_tokens(lists, plan, T, splits, gl.num_programs(0), TILES, COST, SIZE, MIXED)
     if STREAM == _PLANNED:
         return planned_share(plan, T, TILES)
     elif (STREAM == _MIXED) | MIXED:
-        return mixed_share(T * TILES, splits, plan, TILES, ORDERED)
+        if BEFORE:
+            predecessors_done()
+            uncut = gl.load(plan + T)
+        return mixed_share(T * TILES, splits, uncut, plan, TILES, ORDERED)
     elif STREAM and not ORDERED and not WIDTHS:
         return stream_share(lists, T, TILES, COST, SIZE)
     else:
@@ -306,13 +276,16 @@ def piece(k, share, lists):
         whole = share.tasks // programs * programs
         direct = mark < whole
         slot = mark - whole
-        task = gl.where(direct, mark, whole + slot // share.splits)
+        if share.ORDERED:
+            direct = direct | (share.splits == 0)
+        splits = gl.maximum(share.splits, 1)
+        task = gl.where(direct, mark, whole + slot // splits)
         token = task // share.TILES
         if share.ORDERED:
             token = gl.load(share.order + token)
         n0, n1, blocks0, blocks = counts(lists, token)
-        each = gl.where(direct, blocks, (blocks + share.splits - 1) // share.splits)
-        first = gl.where(direct, 0, (slot - (task - whole) * share.splits) * each)
+        each = gl.where(direct, blocks, (blocks + splits - 1) // splits)
+        first = gl.where(direct, 0, (slot - (task - whole) * splits) * each)
         last = gl.maximum(gl.minimum(blocks, first + each), first + 1)
     elif share.STREAM:
         task = share.first + k

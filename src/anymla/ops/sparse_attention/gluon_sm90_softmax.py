@@ -11,6 +11,9 @@ LN2 = gl.constexpr(0.6931471805599453)
 NO_MAXIMUM = gl.constexpr(-1e29)
 # float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
 SHIFT = gl.constexpr(15.0)
+# Numbers a head that a piece leaves beside its result: reference exponent, sum, factor of the
+# result, and room.
+SUMS = gl.constexpr(4)
 
 
 @gluon.jit

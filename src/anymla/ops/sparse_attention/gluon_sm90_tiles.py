@@ -8,13 +8,14 @@ Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm9
 
 A block is 64 listed rows in float16, its halves of 256 channels in two allocations, double
 buffered. Keys and values are the same memory. main hands P, and by how much the sums decay, to
-right through shared memory; after the last block of what may be a whole task it hands over the
-factor of the result. Both write their half of the result through the buffer that the last block
+right through shared memory; after the last block of a piece it hands over the factor of the result.
+Both write their half of the result through the buffer that the last block
 left, which they hold back from the producers.
 
 Barriers: ready[b] producers -> main (right learns through p_ready); free[b] main and right ->
 producers; p_ready[s] main -> right; p_free[s] right -> main; q_ready right -> main (q's right
-half); q_free main -> right.
+half); q_free main -> right, except where whole tasks and pieces mix: there both ask for the queries
+of the next piece when they have seen the last scores, and take them before their result leaves.
 
 The proxy fence between the producers' stores and the matrix instructions stands on the reading
 side, behind the wait on ``ready``: in the producers it would wait for the loads of the next block.
@@ -24,10 +25,15 @@ from collections.abc import Iterator
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+)
 
 from anymla.ops._triton import Build, Target
-from anymla.ops.sparse_attention.gluon_sm90_ends import HALF, HEADS
+from anymla.ops.sparse_attention.gluon_sm90_ends import (
+    HALF,
+    HEADS,
+)
 from anymla.ops.sparse_attention.gluon_sm90_gather import produce
 from anymla.ops.sparse_attention.gluon_sm90_lists import (
     ARGUMENT_TYPES,
@@ -37,12 +43,14 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     Lists,
 )
 from anymla.ops.sparse_attention.gluon_sm90_parts import main_part, right_part
-from anymla.ops.sparse_attention.gluon_sm90_query import CHUNK, CHUNKS
+from anymla.ops.sparse_attention.gluon_sm90_query import (
+    CHUNK,
+    CHUNKS,
+)
 from anymla.ops.sparse_attention.gluon_sm90_rescan import any_marked, rescan
 from anymla.ops.sparse_attention.gluon_sm90_shares import share_of
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     dependents_may_start,
-    predecessors_done,
     view,
 )
 from anymla.ops.sparse_attention.gluon_sm90_turned import Output
@@ -83,7 +91,6 @@ def tiles_kernel(
     words, limit0 and limit1 rows, STEP0 and STEP1 bytes. What comes after ``empty``, and TURNED, is
     as in ``gluon_sm90_turned.Output``. WIDE: rows are those of V3.2, see ``gluon_sm90_wide``.
     """
-    predecessors_done()
     dependents_may_start()
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
@@ -102,10 +109,6 @@ def tiles_kernel(
     k_right = view(right, gl.float16, [2, KEYS, HALF], HALVES)
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
     out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
-    out_left = view(left, TYPE, [2, HEADS, HALF], HALVES)
-    out_right = view(right, TYPE, [2, HEADS, HALF], HALVES)
-    left_chunks = view(left, TYPE, [2 * CHUNKS, HEADS, 2 * CHUNK], HALVES)
-    right_chunks = view(right, TYPE, [2 * CHUNKS, HEADS, 2 * CHUNK], HALVES)
     # There is no room for two buffers of P beside V3.2's tails.
     P: gl.constexpr = 1 if WIDE else 2
     p_s = gl.allocate_shared_memory(gl.float16, [P, HEADS, KEYS], HALVES)
@@ -122,6 +125,7 @@ def tiles_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     decay_s = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
     bias_s = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
+    sink_s = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     noticed = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     B: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
@@ -143,12 +147,12 @@ def tiles_kernel(
             (main_part, (
                 lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, sink_ptr, H,
                 q_token, out_token, scale, empty, q_words, q_chunks, q_s, k_left, k_right, tails,
-                out_left, left_chunks, p_s, decay_s, bias_s, ready, free, p_ready, p_free, q_ready,
-                q_free, SINK, Q_HEAD, OUT_HEAD, WIDE,
+                left, p_s, decay_s, bias_s, sink_s, ready, free, p_ready, p_free, q_ready, q_free,
+                SINK, Q_HEAD, OUT_HEAD, WIDE,
             )),
             (right_part, (
                 lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token, q_words,
-                q_chunks, k_right, out_right, right_chunks, p_s, decay_s, noticed, free, p_ready,
+                q_chunks, k_right, right, p_s, decay_s, noticed, free, p_ready,
                 p_free, q_ready, q_free, Q_HEAD, OUT_HEAD, WIDE,
             )),
             (_rows, (lists, share, left, right, tail, bias_s, ready, free, 0, WIDE)),

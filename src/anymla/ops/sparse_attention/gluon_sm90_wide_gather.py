@@ -24,6 +24,7 @@ from anymla.ops.sparse_attention.gluon_sm90_gather import (
 )
 from anymla.ops.sparse_attention.gluon_sm90_lists import slots_of
 from anymla.ops.sparse_attention.gluon_sm90_shares import piece
+from anymla.ops.sparse_attention.gluon_sm90_softmax import predecessors_done
 
 _LAYOUT = get_layout(V32_FP8)
 ROW = gl.constexpr(_LAYOUT.data_bytes)
@@ -97,6 +98,7 @@ def produce_wide(
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
+    predecessors_done()
     filled = 0
     for k in range(0, share.count):
         token, _, n0, n1, blocks0, first, last, _, _, _ = piece(k, share, lists)
