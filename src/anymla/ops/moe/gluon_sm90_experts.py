@@ -11,7 +11,7 @@ from anymla.ops._triton import Build, Target
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.moe.gluon_sm90_stream import stream_kernel
 from anymla.ops.moe.stream_forms import Form, forms
-from anymla.ops.moe.triton_prepare import prepare, quantised
+from anymla.ops.moe.triton_prepare import prepare
 from anymla.ops.moe.triton_stack import Call, places_of
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
 from anymla.ops.workspace import scratch
@@ -35,15 +35,12 @@ def streamed_products(call: Call, results: Tensor, up: Form, down: Form) -> None
     given = (call.weights, plan.order, plan.table)
     stream_kernel[(processors * up.programs,)](
         operands, x_scales, *given, *places.up, inner, plan.most, float(call.swiglu_limit),
-        K=d, OUT=width, PER_TOKEN=call.ids.shape[1], UP=True, CODED=True,
+        K=d, OUT=width, PER_TOKEN=call.ids.shape[1], UP=True,
         **_options(up, places.unit), **early,
     )  # fmt: skip
-    rows, row_scales = inner, None
-    if down.coded:
-        rows, row_scales = quantised(inner, processors)
     stream_kernel[(processors * down.programs,)](
-        rows, row_scales, *given, *places.down, *(None,) * 6, results, plan.most, 0.0,
-        K=width, OUT=d, PER_TOKEN=1, UP=False, CODED=down.coded, **_options(down, places.unit),
+        inner, None, *given, *places.down, *(None,) * 6, results, plan.most, 0.0,
+        K=width, OUT=d, PER_TOKEN=1, UP=False, **_options(down, places.unit),
         **early,
     )  # fmt: skip
 
@@ -59,7 +56,6 @@ def _options(form: Form, unit: int) -> dict[str, Any]:
         "TOGETHER": form.programs,
         "BATCH": form.batch,
         "LATER": form.later,
-        "MODE": form.mode,
         "num_warps": form.rows // 16,
     }
 
@@ -80,10 +76,9 @@ def builds(target: Target) -> Iterator[Build]:
 
 def _build(target: Target, form: Form, inner: int, d: int, up: bool, lists: bool) -> Build:
     matrices = ("w1", "s1", "w3", "s3") if up else ("w1", "s1")
-    coded = up or form.coded
-    types = {"x": "*u8" if coded else "*bf16", "order": "*i32", "blocks": "*i32", "out": "*bf16"}
+    types = {"x": "*u8" if up else "*bf16", "order": "*i32", "blocks": "*i32", "out": "*bf16"}
     types |= {"weights": "*fp32", "count": "i32", "limit": "fp32"}
-    types |= {"x_scales": "*fp32"} if coded else {}
+    types |= {"x_scales": "*fp32"} if up else {}
     for matrix in matrices:
         types |= {matrix: "*u8", f"{matrix}_stride": "i32"}
         types |= {f"{matrix}_table": "*i64"} if lists else {}
@@ -92,7 +87,6 @@ def _build(target: Target, form: Form, inner: int, d: int, up: bool, lists: bool
         "OUT": inner if up else d,
         "PER_TOKEN": 6 if up else 1,
         "UP": up,
-        "CODED": coded,
         "EARLY": launches_early(target),
         **_options(form, 16),
     }

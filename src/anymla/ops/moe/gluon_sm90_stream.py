@@ -28,6 +28,7 @@ from anymla.ops.moe.gluon_sm90_products import (
     two,
 )
 from anymla.ops.moe.gluon_sm90_requests import ask_rows, ask_weights, tile_of
+from anymla.ops.sparse_attention.gluon_sm90_lists import view
 
 
 @gluon.jit
@@ -73,14 +74,14 @@ def stream_kernel(
     w3, w3_stride, w3_table, s3, s3_stride, s3_table, out, count, limit,
     K: gl.constexpr, OUT: gl.constexpr, PER_TOKEN: gl.constexpr, M: gl.constexpr,
     N: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, UP: gl.constexpr,
-    CODED: gl.constexpr, W_UNIT: gl.constexpr, WARPS: gl.constexpr, TOGETHER: gl.constexpr,
-    BATCH: gl.constexpr, LATER: gl.constexpr, EARLY: gl.constexpr, MODE: gl.constexpr,
+    W_UNIT: gl.constexpr, WARPS: gl.constexpr, TOGETHER: gl.constexpr, BATCH: gl.constexpr,
+    LATER: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
     Args:
-        x: with CODED uint8, e4m3 operands [., K] in the order of decoded weights, else any floats.
-        x_scales: with CODED float32 [., K / 128].
+        x: with UP uint8, e4m3 operands [T, K] in the order of decoded weights, else any [pairs, K].
+        x_scales: with UP float32 [T, K / 128].
         weights: float32 pairs' weights, with UP.
         order: int32, pairs by expert.
         blocks: int32 [3 * count + 1]: see ``triton_prepare``.
@@ -101,20 +102,18 @@ def stream_kernel(
         limit: of SwiGLU.
         K: channels.
         OUT: rows of the result.
-        PER_TOKEN: pairs of a row of x.
+        PER_TOKEN: pairs of a token, with UP.
         M: rows of a tile; with UP half of them are w1's.
         N: pairs of a block.
         CHUNK: see the file; 256 or 512.
         STAGES: likewise.
         UP: w1 and w3 and what follows them, or w2.
-        CODED: rows are quantised; always with UP.
         W_UNIT: of the tables.
         WARPS: of a program; 16 rows each.
         TOGETHER: programs of a multiprocessor.
-        BATCH: runs that are read at once, if they are not CODED.
+        BATCH: runs of w2's input that are quantised at once.
         LATER: products under way while those before are added up, 4 or 0.
         EARLY: launched while the kernels before still run.
-        MODE: 1, or 0 to only read.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 32])
     RC: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -149,14 +148,14 @@ def stream_kernel(
     x_s = gl.allocate_shared_memory(
         gl.float8e4nv, [K // 32, N, 32], gl.NVMMASharedLayout(32, 8, rank=2)
     )
-    x_words = x_s._reinterpret(
-        gl.int32, [CHUNKS, CHUNK // 32 * N, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
+    x_words = view(
+        x_s, gl.int32, [CHUNKS, CHUNK // 32 * N, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
     )
-    x_bytes = x_s._reinterpret(
-        gl.uint8, [K // 128, 4 * N, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0])
+    x_bytes = view(
+        x_s, gl.uint8, [K // 128, 4 * N, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0])
     )
     x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, RUNS, N], FLAT)
-    x_factor = x_factors._reinterpret(gl.float32, [CHUNKS * RUNS, N], LINE)
+    x_factor = view(x_factors, gl.float32, [CHUNKS * RUNS, N], LINE)
 
     if UP and EARLY:
         # What follows may then read the plan before it waits itself.
@@ -192,18 +191,9 @@ def stream_kernel(
                 )  # fmt: skip
             part += 1
         async_copy.commit_group()
-    if not UP:
-        if EARLY:
-            # Until now nothing was read that the kernel before writes.
-            wait_for_predecessors()
-        if CODED:
-            for g in range(part):
-                ask_rows(
-                    x, x_scales, order, x_words.index(g), x_factors.index(g), place, end,
-                    g, K, N, CHUNK, PER_TOKEN, WARPS,
-                )  # fmt: skip
-            async_copy.commit_group()
-            async_copy.wait_group(0)
+    if EARLY and not UP:
+        # Until now nothing was read that the kernel before writes.
+        wait_for_predecessors()
     sums = gl.zeros([M, N], gl.float32, ACC)
     for g in range(stages):
         slot = g % STAGES
@@ -213,7 +203,7 @@ def stream_kernel(
         async_copy.wait_group(STAGES - 1)
         words = ring.index(slot).load(WORDS)
         factors.store(factors_of(scale_ring.index(slot).load(SCALES)))
-        if CODED:
+        if UP:
             if fresh:
                 fence_async_shared()
         else:
@@ -236,44 +226,40 @@ def stream_kernel(
                 ring.index(slot), scale_ring.index(slot), wa, wb, sa, sb, part,
                 M, K, CHUNK, UP, WARPS,
             )  # fmt: skip
-        if MODE == 0:
-            line = gl.convert_layout(gl.sum(words, 1), gl.SliceLayout(1, ACC))
-            sums += gl.expand_dims(line.to(gl.float32), 1)
+        number = chunk * (CHUNK // 32)
+        run = chunk * RUNS
+        if RUNS == 2:
+            r0, r1 = two(words)
+            f0, f1 = two(factor)
+            p0 = start(r0, x_s, number, ACC, N)
+            if LATER == 0:
+                sums += finish(p0, f0, ACC, 0) * above(x_factor, run, RC)
+            p1 = start(r1, x_s, number + 4, ACC, N)
+            if LATER != 0:
+                sums += finish(p0, f0, ACC, LATER) * above(x_factor, run, RC)
+            sums += finish(p1, f1, ACC, 0) * above(x_factor, run + 1, RC)
         else:
-            number = chunk * (CHUNK // 32)
-            run = chunk * RUNS
-            if RUNS == 2:
-                r0, r1 = two(words)
-                f0, f1 = two(factor)
-                p0 = start(r0, x_s, number, ACC, N)
-                if LATER == 0:
-                    sums += finish(p0, f0, ACC, 0) * above(x_factor, run, RC)
-                p1 = start(r1, x_s, number + 4, ACC, N)
-                if LATER != 0:
-                    sums += finish(p0, f0, ACC, LATER) * above(x_factor, run, RC)
-                sums += finish(p1, f1, ACC, 0) * above(x_factor, run + 1, RC)
+            r0, r1, r2, r3 = quarters(words)
+            f0, f1, f2, f3 = quarters(factor)
+            p0 = start(r0, x_s, number, ACC, N)
+            if LATER == 0:
+                sums += finish(p0, f0, ACC, 0) * above(x_factor, run, RC)
+            p1 = start(r1, x_s, number + 4, ACC, N)
+            if LATER != 0:
+                sums += finish(p0, f0, ACC, LATER) * above(x_factor, run, RC)
             else:
-                r0, r1, r2, r3 = quarters(words)
-                f0, f1, f2, f3 = quarters(factor)
-                p0 = start(r0, x_s, number, ACC, N)
-                if LATER == 0:
-                    sums += finish(p0, f0, ACC, 0) * above(x_factor, run, RC)
-                p1 = start(r1, x_s, number + 4, ACC, N)
-                if LATER != 0:
-                    sums += finish(p0, f0, ACC, LATER) * above(x_factor, run, RC)
-                else:
-                    sums += finish(p1, f1, ACC, 0) * above(x_factor, run + 1, RC)
-                p2 = start(r2, x_s, number + 8, ACC, N)
-                if LATER != 0:
-                    sums += finish(p1, f1, ACC, LATER) * above(x_factor, run + 1, RC)
-                else:
-                    sums += finish(p2, f2, ACC, 0) * above(x_factor, run + 2, RC)
-                p3 = start(r3, x_s, number + 12, ACC, N)
-                if LATER != 0:
-                    sums += finish(p2, f2, ACC, LATER) * above(x_factor, run + 2, RC)
-                sums += finish(p3, f3, ACC, 0) * above(x_factor, run + 3, RC)
+                sums += finish(p1, f1, ACC, 0) * above(x_factor, run + 1, RC)
+            p2 = start(r2, x_s, number + 8, ACC, N)
+            if LATER != 0:
+                sums += finish(p1, f1, ACC, LATER) * above(x_factor, run + 1, RC)
+            else:
+                sums += finish(p2, f2, ACC, 0) * above(x_factor, run + 2, RC)
+            p3 = start(r3, x_s, number + 12, ACC, N)
+            if LATER != 0:
+                sums += finish(p2, f2, ACC, LATER) * above(x_factor, run + 2, RC)
+            sums += finish(p3, f3, ACC, 0) * above(x_factor, run + 3, RC)
         if more:
-            if CODED and (asked == first) | (asked % TILES == 0):
+            if UP and (asked == first) | (asked % TILES == 0):
                 ask_rows(
                     x, x_scales, order, x_words.index(part), x_factors.index(part), place, end,
                     part, K, N, CHUNK, PER_TOKEN, WARPS,

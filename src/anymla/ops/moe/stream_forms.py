@@ -32,8 +32,7 @@ class Form:
         stages: that are asked for ahead.
         programs: of a multiprocessor.
         later: products under way while those before are added up.
-        batch: of w2's input, runs that are quantised at once; 0 if a kernel of its own does that.
-        mode: 0 to only read.
+        batch: of w2's input, runs that are quantised at once.
     """
 
     columns: int
@@ -42,17 +41,11 @@ class Form:
     stages: int
     programs: int
     later: int
-    batch: int = 0
-    mode: int = 1
-
-    @property
-    def coded(self) -> bool:
-        """Whether rows come quantised."""
-        return not self.batch
+    batch: int = 1
 
 
 _FORMS = {
-    8: ((Form(8, 64, 512, 4, 2, 4),), (Form(8, 64, 512, 3, 3, 4, 4),)),
+    8: ((Form(8, 64, 512, 2, 3, 4), Form(8, 64, 512, 4, 2, 4)), (Form(8, 64, 512, 3, 3, 4, 8),)),
     16: (
         (Form(16, 64, 512, 2, 2, 4), Form(16, 128, 512, 4, 1, 4)),
         (Form(16, 64, 512, 3, 2, 4, 4), Form(16, 128, 512, 3, 1, 4, 4)),
@@ -95,7 +88,7 @@ def forms(pairs: int, sizes: tuple[int, int, int]) -> tuple[Form, Form] | None:
             )
             if up is None or down is None or 2 * inner % up.rows or d % down.rows:
                 return None
-            if down.batch and inner // 128 % down.batch:
+            if inner // 128 % down.batch:
                 return None
             return up, down
     return None

@@ -27,7 +27,6 @@ from anymla.ops.linear.triton_quantize import quantize_runs
 from anymla.ops.moe.triton_stack import Call
 from anymla.ops.workspace import scratch
 
-_RUNS = 16  # of a program that has no pairs to compare
 _COMPARED = 1 << 16  # most pairs times experts that are compared at once
 
 
@@ -177,48 +176,6 @@ def _at_once(pairs: int, experts: int) -> int:
     return max(16, min(triton.next_power_of_2(pairs), most))
 
 
-@triton.jit(do_not_specialize=["rows"])
-def quantise_kernel(
-    x,
-    operands,
-    scales,
-    rows,
-    width,
-    per_row,
-    FLOOR: tl.constexpr,
-    RUNS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """RUNS runs at a time, by few programs that are there before what they wait for has ended."""
-    if EARLY:
-        # What follows asks for its weights while this waits.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    for first in range(tl.program_id(0) * RUNS, rows * per_row, tl.num_programs(0) * RUNS):
-        _quantise(x, operands, scales, first, rows, width, per_row, FLOOR, RUNS)
-
-
-def quantised(x: Tensor, processors: int) -> tuple[Tensor, Tensor]:
-    """Operands e4m3 [P, I] of contiguous x, and their scales [P, I / 128]."""
-    rows, width = x.shape
-    per_row = width // FP8_BLOCK
-    operands = scratch((rows, width), torch.uint8, x.device)
-    scales = scratch((rows, per_row), torch.float32, x.device)
-    quantise_kernel[(min(triton.cdiv(rows * per_row, _RUNS), processors),)](
-        x,
-        operands,
-        scales,
-        rows,
-        width,
-        per_row,
-        FLOOR=ACTIVATION_AMAX_FLOOR,
-        RUNS=_RUNS,
-        num_warps=_RUNS // 4,
-        **early_launch(x.device),
-    )
-    return operands, scales
-
-
 def builds(target: Target) -> Iterator[Build]:
     """Every dtype, where experts are streamed."""
     if target.name != "sm_90":
@@ -227,14 +184,6 @@ def builds(target: Target) -> Iterator[Build]:
     sizes = {"FLOOR": ACTIVATION_AMAX_FLOOR, "EARLY": launches_early(target)}
     for dtype in ("bf16", "fp16", "fp32"):
         types = {"x": f"*{dtype}", **tensors, **dict.fromkeys(("rows", "width", "per_row"), "i32")}
-        yield Build(
-            f"{dtype}",
-            quantise_kernel,
-            types,
-            {**sizes, "RUNS": _RUNS},
-            num_warps=_RUNS // 4,
-            divisible=("width",),
-        )
         types |= dict.fromkeys(("ids", "order", "table"), "*i32")
         types |= dict.fromkeys(("pairs", "experts", "offset", "most"), "i32")
         compared = {"ROWS": 16, "AT_ONCE": _at_once(768, 256), "EXPERTS": 256}
