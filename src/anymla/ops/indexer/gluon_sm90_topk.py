@@ -236,7 +236,8 @@ def builds(target: Target) -> Iterator[Build]:
                 },
                 num_warps=held.warps,
                 divisible=("scores_stride", "maxima_stride", "out_stride"),
-                # 32 values a thread, of maxima and of candidates after them.
-                spills=110,
+                # 32 values a thread, of maxima and of candidates after them; most where a row
+                # is selected from by digits.
+                spills=230 if plan.kept == MOST_GROUP_K else 110,
                 registers=held.registers,
             )
