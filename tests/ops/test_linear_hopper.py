@@ -8,7 +8,9 @@ from anymla.formats.e4m3 import decode_e4m3
 from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import decode_ue8m0
+from anymla.ops._triton import TARGETS
 from anymla.ops.linear import fp8_block_linear
+from anymla.ops.linear.hopper_forms import form
 from anymla.ops.output_projection import grouped_output_projection_fp8
 from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 
@@ -171,6 +173,22 @@ def test_tens_of_tokens(tokens, groups, n, runs, rows, programs, at_once):
     for given in (x_scales, by_run(x_scales)):
         got = tens(x, given, w, scales, rows, programs, at_once)
         check(got, want, scale, runs * 128)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
+def test_every_shape_has_a_form(tokens):
+    for groups, n, runs in ((1, 64, 4), (1, 576, 12), (1, 32768, 8), (8, 1024, 32), (1, 7168, 128)):
+        chosen = form(tokens, groups, n, runs, 132)
+        assert chosen.columns >= tokens
+        assert n % chosen.rows == 0
+        assert 128 % chosen.rows == 0  # one scale for all channels of a run
+        assert (chosen.kernel == "tens") == (tokens > 32)
+        assert chosen.kernel != "tens" or runs % chosen.at_once == 0
+        line = 128 * (chosen.rows + chosen.columns)
+        ring = chosen.stages * line * (chosen.warps if chosen.kernel == "runs" else 1)
+        # The sums of warps that share K are exchanged through memory of their own.
+        sums = 4 * chosen.rows * chosen.columns * chosen.warps * (chosen.kernel == "runs")
+        assert ring + sums <= TARGETS["sm_90"].shared_bytes
 
 
 @pytest.mark.gpu
