@@ -151,9 +151,7 @@ def stream_kernel(
     x_words = view(
         x_s, gl.int32, [CHUNKS, CHUNK // 32 * N, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
     )
-    x_bytes = view(
-        x_s, gl.uint8, [K // 128, 4 * N, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0])
-    )
+    x_bytes = view(x_s, gl.uint8, [K // 128, 4 * N, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
     x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, RUNS, N], FLAT)
     x_factor = view(x_factors, gl.float32, [CHUNKS * RUNS, N], LINE)
 

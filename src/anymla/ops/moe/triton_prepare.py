@@ -27,8 +27,6 @@ from anymla.ops.linear.triton_quantize import quantize_runs
 from anymla.ops.moe.triton_stack import Call
 from anymla.ops.workspace import scratch
 
-_COMPARED = 1 << 16  # most pairs times experts that are compared at once
-
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
@@ -172,7 +170,8 @@ def _warps(experts: int) -> int:
 
 
 def _at_once(pairs: int, experts: int) -> int:
-    most = _COMPARED // triton.next_power_of_2(experts)
+    """Pairs that are compared with all experts at once: what registers hold of the comparisons."""
+    most = (1 << 15 if experts <= 64 else 1 << 14) // triton.next_power_of_2(experts)
     return max(16, min(triton.next_power_of_2(pairs), most))
 
 
