@@ -51,7 +51,8 @@ def fp8_block_linear(
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """See ``interface.linear_float32``."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = multiply_plain(rows, weight, plain_form(len(rows)), multiprocessors(x.device))
+    # Not launched early: layers put it first on a queue of its own, where that has gone wrong.
+    out = multiply_plain(rows, weight, plain_form(len(rows)), multiprocessors(x.device), False)
     return out.view(*x.shape[:-1], len(weight))
 
 
