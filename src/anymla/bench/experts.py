@@ -1,4 +1,4 @@
-"""Grouped experts and packed linear layers at a model's sizes, against the bytes they must read."""
+"""Grouped experts at a model's sizes, against the bytes they must read."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.gpu_timing import copies_for, copy_bandwidth, matmul_rate, time_us
+from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
 from anymla.bench.layer import kernel_times, sums
 from anymla.bench.report import Result
-from anymla.formats.fp8_block import quantize_fp8_weight
-from anymla.ops.linear import fp8_block_linear
 from anymla.ops.moe import experts
 from anymla.testing.published import FLASH, PRO
 
 MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
 TOKENS = (1, 8, 32, 128, 4096)
-LINEAR_TOKENS = (1, 8, 32, 64)
 _LIMIT = 10.0
 _BATCHES = 4
 _NAME = 48  # characters of a kernel's name that tell it apart
 
 
 def run(models: Iterable[str], count: int, tokens: Iterable[int]) -> Iterator[Result]:
-    """Experts of every model and number of tokens, then the packed layers around attention.
+    """Experts of every model and number of tokens.
 
     Args:
         models: "flash" or "pro".
@@ -46,9 +43,6 @@ def run(models: Iterable[str], count: int, tokens: Iterable[int]) -> Iterator[Re
                 chosen = sizes["num_experts_per_tok"]
                 yield _experts(model, weights, batch, chosen, bandwidth, rate)
             del weights
-            for name, n, k in linear_shapes(sizes):
-                for batch in LINEAR_TOKENS:
-                    yield _linear(f"{model} {name} {k} -> {n}", batch, n, k, bandwidth)
 
 
 def random_experts(count: int, d: int, inner: int) -> dict[str, Any]:
@@ -66,18 +60,6 @@ def random_experts(count: int, d: int, inner: int) -> dict[str, Any]:
         "s3": random(116, 121, inner, d // 32),
         "s2": random(116, 121, d, inner // 32),
     }
-
-
-def linear_shapes(sizes: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """Packed layers of a decode step that read most: name, rows, channels."""
-    d, rank = sizes["hidden_size"], sizes["q_lora_rank"]
-    heads, dim = sizes["num_attention_heads"], sizes["head_dim"]
-    return [
-        ("wq_a", rank, d),
-        ("wq_b", heads * dim, rank),
-        ("wo_b", d, sizes["o_groups"] * sizes["o_lora_rank"]),
-        ("shared w1", sizes["moe_intermediate_size"], d),
-    ]
 
 
 def _kernels(call: Callable[[], object]) -> dict[str, float]:
@@ -125,28 +107,6 @@ def _experts(
             "share_of_copy": round(moved / microseconds * 1e6 / bandwidth, 3),
             "tflops": round(flops / microseconds * 1e-6, 1),
             "share_of_product": round(flops / microseconds * 1e6 / rate, 3),
-            "kernels_us": _kernels(calls[0]),
-        },
-    )
-
-
-def _linear(label: str, tokens: int, n: int, k: int, bandwidth: float) -> Result:
-    x = torch.randn(tokens, k, device="cuda").bfloat16()
-    calls = []
-    for _ in range(copies_for(n * k)):
-        stored = quantize_fp8_weight(torch.randn(n, k, device="cuda"))
-        calls.append(functools.partial(fp8_block_linear, x, *stored, quantize_activations=True))
-    microseconds = time_us(calls)
-    read = n * k / bandwidth * 1e6
-    return Result(
-        "packed linear",
-        f"{label}, {tokens} tokens",
-        {
-            "us": round(microseconds, 1),
-            "bytes_us": round(read, 1),
-            "gb_per_s": round(n * k / microseconds * 1e-3, 1),
-            "share_of_copy": round(read / microseconds, 3),
-            "tflops": round(2 * tokens * n * k / microseconds * 1e-6, 1),
             "kernels_us": _kernels(calls[0]),
         },
     )

@@ -19,7 +19,7 @@ from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
 def experts(
     json_file: Path | None, models: tuple[str, ...], count: int, tokens: tuple[int, ...]
 ) -> None:
-    """Time grouped MXFP4 experts of DeepSeek-V4's sizes, and the FP8 layers around attention.
+    """Time grouped MXFP4 experts of DeepSeek-V4's sizes.
 
     Weights are random and more than the device's cache holds; calls are replayed as a CUDA graph,
     each with other tokens. ``share_of_copy`` is the bytes of the visited experts over the time,
