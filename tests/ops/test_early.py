@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import anymla.ops
+from anymla.ops import early
 from anymla.ops._triton import CPU, TARGETS, has_triton
 from anymla.ops.early import early_launch, launches_early
+from anymla.ops.workspace import lane
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 
@@ -122,7 +125,19 @@ def test_what_is_wrong_is_seen(wrong: Any) -> None:
         assert Reader(wrong).statements(Reader(wrong).body, False)
 
 
+def test_the_first_launch_behind_another_queue_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(early, "_early_launch", lambda device: {"EARLY": True})
+    with lane(1):
+        early.next_plainly()
+    assert early_launch(device)["EARLY"]
+    with lane(1):
+        assert not early_launch(device)["EARLY"]
+        assert early_launch(device)["EARLY"]
+        assert not early_launch(device, torch.zeros(2, 2).t())["EARLY"]
+
+
 def test_only_where_it_has_run() -> None:
     assert [name for name, target in TARGETS.items() if launches_early(target)] == ["sm_90"]
     assert not launches_early(CPU)
-    assert early_launch(importlib.import_module("torch").device("cpu")) == {"EARLY": False}
+    assert early_launch(torch.device("cpu")) == {"EARLY": False}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from anymla.ops.early import next_plainly
 from anymla.ops.workspace import lane
 
 
@@ -42,6 +43,7 @@ class SideStream:
             stream.wait_event(after)
         self._forked.add(first)
         with torch.cuda.stream(stream), lane(1 + first):
+            next_plainly()
             yield
 
     def mark(self) -> torch.cuda.Event | None:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._triton import Target, target_of
+from anymla.ops.workspace import queue
 
 
 def launches_early(target: Target) -> bool:
@@ -49,10 +50,27 @@ def early_launch(device: torch.device, *read_first: Tensor | None) -> dict[str, 
         read_first: what the kernel reads before it waits. A launcher makes such a tensor contiguous
             if it is not, by a kernel that then has to be waited for.
     """
+    on = queue()
+    if on in _plain:
+        _plain.discard(on)
+        return {"EARLY": False}
     for tensor in read_first:
         if tensor is not None and not tensor.is_contiguous():
             return {"EARLY": False}
     return _early_launch(device)
+
+
+# Queues whose next launch is a plain one.
+_plain: set[int] = set()
+
+
+def next_plainly() -> None:
+    """Let the next launch on this queue be a plain one.
+
+    For the first kernel of a queue that has to wait for kernels of another: only of the kernel in
+    front of it on its own queue is it certain that its wait includes it.
+    """
+    _plain.add(queue())
 
 
 @functools.cache
