@@ -144,6 +144,24 @@ def test_merges_leave_the_fp8_that_a_second_kernel_would(way, monkeypatch):
     assert not got[0][merged.stop :].view(torch.uint8).any()
 
 
+def test_a_batch_invariant_merge_does_not_see_the_batch(monkeypatch):
+    pytest.importorskip("triton")
+    merging = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_merging")
+    monkeypatch.setattr(merging, "_PROGRAMS", 20)
+    schedule = Schedule(16, 1, 3, 3, invariant=True)
+    part, sums = torch.randn(9, 16, CHANNELS).half(), torch.rand(9, 16, 4) * 9
+    results = []
+    for tokens in (slice(0, 3), slice(1, 2)):
+        pieces = slice(3 * tokens.start, 3 * tokens.stop)
+        out = torch.zeros(tokens.stop - tokens.start, 16, CHANNELS)
+        lse = torch.zeros(out.shape[:2])
+        nothing = torch.zeros(1, dtype=torch.int32)
+        merge(schedule, part[pieces], sums[pieces], nothing, None, out, lse, -torch.inf)
+        results.append((out, lse))
+    assert torch.equal(results[0][0][1], results[1][0][0])
+    assert torch.equal(results[0][1][1], results[1][1][0])
+
+
 @pytest.mark.parametrize(
     ("heads", "way", "what"),
     [

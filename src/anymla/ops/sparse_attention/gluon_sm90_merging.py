@@ -94,7 +94,8 @@ def merge(
         return
     most = triton.next_power_of_2(schedule.splits)
     whole, some = schedule.first_cut(tokens), min(heads, rows)
-    tile = merge_tile((tasks - whole) * some, channels, most)
+    # What is added up in which order depends on the tile.
+    tile = merge_tile(some if schedule.invariant else (tasks - whole) * some, channels, most)
     groups = -(-some // tile.group)
     merge_kernel[((tasks - whole) * groups * (channels // tile.width),)](
         part, sums, sinks, result, lse, spans, heads, schedule.splits, whole, some, *end,

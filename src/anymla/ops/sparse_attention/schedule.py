@@ -75,6 +75,7 @@ class Schedule:
         programs: of the launch.
         splits: pieces of a task that is cut by numbers; 1 for none.
         stream: see ``Stream``.
+        invariant: results must not depend on the other tokens of the call.
     """
 
     heads: int
@@ -82,6 +83,7 @@ class Schedule:
     programs: int
     splits: int = 1
     stream: Stream = Stream.NO
+    invariant: bool = False
 
     @property
     def cut(self) -> bool:
@@ -174,7 +176,7 @@ def choose(
     blocks = blocks_of(widths)
     if batch_invariant:
         splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
-        return Schedule(tile, tiles, min(tasks * splits, processors), splits)
+        return Schedule(tile, tiles, min(tasks * splits, processors), splits, invariant=True)
     if lengths and blocks >= _LONG and _FEWEST_STREAM_TOKENS <= tokens <= MOST_STREAM_TOKENS:
         even = tasks * (blocks + TASK_COST) / processors
         if even >= 2 * TASK_COST:
