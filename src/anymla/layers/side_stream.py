@@ -56,6 +56,8 @@ class SideStream:
         """Let what follows wait for what runs beside, if anything does."""
         for first in self._forked:  # a graph knows nothing of a queue that has not been forked
             torch.cuda.current_stream(self._device).wait_stream(self._queues[first])
+        if self._forked:
+            next_plainly()
         self._forked.clear()
 
 

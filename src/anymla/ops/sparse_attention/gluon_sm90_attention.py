@@ -11,6 +11,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.ops._operation import require
+from anymla.ops.early import early_launch
 from anymla.ops.output_projection import turned
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
@@ -270,7 +271,7 @@ def _launch(
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
         TURNED=0 if ends is None else ends.table.shape[1], **_form(schedule, wide), num_warps=4,
-        launch_pdl=True,
+        launch_pdl=early_launch(q.device)["EARLY"],
     )  # fmt: skip
     if schedule.cut:
         lifted = _CHANNELS if wide else NOPE.value
