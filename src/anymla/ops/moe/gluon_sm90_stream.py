@@ -155,8 +155,8 @@ def stream_kernel(
     x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, RUNS, N], FLAT)
     x_factor = view(x_factors, gl.float32, [CHUNKS * RUNS, N], LINE)
 
-    if UP and EARLY:
-        # What follows may then read the plan before it waits itself.
+    if EARLY:
+        # The plan says which weights are read, so nothing can be asked for before.
         wait_for_predecessors()
         let_dependents_start()
     items = gl.load(blocks + 3 * count) * TILES
@@ -189,9 +189,6 @@ def stream_kernel(
                 )  # fmt: skip
             part += 1
         async_copy.commit_group()
-    if EARLY and not UP:
-        # Until now nothing was read that the kernel before writes.
-        wait_for_predecessors()
     sums = gl.zeros([M, N], gl.float32, ACC)
     for g in range(stages):
         slot = g % STAGES
