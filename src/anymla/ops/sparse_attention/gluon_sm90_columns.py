@@ -127,6 +127,7 @@ def main_part(
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = scale * (LOG2E / LIFT)
     predecessors_done()
+    dependents_may_start()
     record_cut(spans_ptr, share)
     found = gl.zeros([HEADS], gl.float32, COLUMN)
     done = 0
@@ -210,7 +211,6 @@ def columns_kernel(
     TURNED: gl.constexpr,
 ):  # fmt: skip
     """See the file; HEADS is 16 or 32. Other arguments are those of ``tiles_kernel``."""
-    dependents_may_start()
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,

@@ -45,6 +45,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     NO_MAXIMUM,
     SHIFT,
     bottom_of,
+    dependents_may_start,
     load_sink,
     predecessors_done,
     record_cut,
@@ -158,6 +159,8 @@ def main_part(
     R: gl.constexpr = gl.SliceLayout(1, L)
     factor = scale * (LOG2E / LIFT)
     predecessors_done()
+    # Not before, so that what was launched two kernels ago has ended when a kernel starts.
+    dependents_may_start()
     record_cut(spans_ptr, share)
     AHEAD: gl.constexpr = share.MIXED
     HALVES: gl.constexpr = q_ptr.dtype.element_ty == gl.float16

@@ -50,7 +50,6 @@ from anymla.ops.sparse_attention.gluon_sm90_query import (
 from anymla.ops.sparse_attention.gluon_sm90_rescan import any_marked, rescan
 from anymla.ops.sparse_attention.gluon_sm90_shares import share_of
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
-    dependents_may_start,
     view,
 )
 from anymla.ops.sparse_attention.gluon_sm90_turned import Output
@@ -91,7 +90,6 @@ def tiles_kernel(
     words, limit0 and limit1 rows, STEP0 and STEP1 bytes. What comes after ``empty``, and TURNED, is
     as in ``gluon_sm90_turned.Output``. WIDE: rows are those of V3.2, see ``gluon_sm90_wide``.
     """
-    dependents_may_start()
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
