@@ -60,7 +60,9 @@ def run(models: Iterable[str], tokens: Iterable[int]) -> Iterator[Result]:
                 for shape in shapes:
                     name, groups, n, k = shape
                     label = f"{model} {name} {groups * n} x {k}, {batch} tokens"
-                    yield _row("product", label, calls[shape], groups * n * k, bandwidth)
+                    size = groups * n * k
+                    flops = 2 * batch * size
+                    yield _row("product", label, calls[shape], size, flops, bandwidth)
             width, rows = MODELS[model]["hidden_size"], 4 * MODELS[model]["head_dim"]
             rows += 4 * MODELS[model]["index_head_dim"] + MODELS[model]["index_n_heads"]
             for batch in tokens:
@@ -72,7 +74,8 @@ def run(models: Iterable[str], tokens: Iterable[int]) -> Iterator[Result]:
                     for _ in range(copies_for(2 * rows * width))
                 ]
                 label = f"{model} compressors {rows} x {width} bfloat16, {batch} tokens"
-                yield _row("product", label, plain, 2 * rows * width, bandwidth)
+                size = rows * width
+                yield _row("product", label, plain, 2 * size, 2 * batch * size, bandwidth)
 
 
 def _weights(shape: Shape) -> list[tuple[Tensor, Tensor]]:
@@ -123,7 +126,8 @@ def _layer(
     def layers() -> list[Tensor]:
         return [each[i]() for i in range(_LAYERS) for each in calls.values()]
 
-    return _row("layer", label, [layers], _LAYERS * read, bandwidth, _LAYERS)
+    size = _LAYERS * read
+    return _row("layer", label, [layers], size, 2 * tokens * size, bandwidth, _LAYERS)
 
 
 def _row(
@@ -131,6 +135,7 @@ def _row(
     label: str,
     calls: Sequence[Callable[[], Any]],
     read: int,
+    flops: int,
     bandwidth: float,
     parts: int = 1,
 ) -> Result:
@@ -143,7 +148,9 @@ def _row(
         "us": round(microseconds, 1),
         "others_us": round(others, 1),
         "bytes_us": round(least, 1),
+        "gb_per_s": round(read / parts / microseconds * 1e-3, 1),
         "share_of_copy": round(least / microseconds, 3),
+        "tflops": round(flops / parts / microseconds * 1e-6, 1),
     }
     return Result(kind, label, values)
 
