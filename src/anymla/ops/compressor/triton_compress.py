@@ -74,13 +74,12 @@ def compress_kernel(
     The windows are pooled here if there is no ``pooled``. HADAMARD_LOG is the transform's log2, or
     0 for none.
     """
-    WIDTH: tl.constexpr = CODEC.channels
-    channel = tl.arange(0, WIDTH)
-    one = tl.full((1,), True, tl.int1)
-    weight = tl.load(norm_weight + channel).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    WIDTH: tl.constexpr = CODEC.channels
+    channel = tl.arange(0, WIDTH)
+    one = tl.full((1,), True, tl.int1)
     which = closing(
         state_slots,
         requests_of,
@@ -100,20 +99,6 @@ def compress_kernel(
         token = tl.program_id(0).to(tl.int64) * SPAN + last
         position = tl.load(positions + token)
         table = tables + tl.load(requests_of + token).to(tl.int64) * table_stride
-        where = tl.zeros((1,), tl.int64) + tl.load(slots + token)
-        first = tl.zeros((1,), tl.int64) + (position + 1 - RATIO)
-        # Asked for before the states, which come by way of the table.
-        cos, sin = load_turns(
-            cos_sin,
-            cos_sin_row_stride,
-            cos_sin_column_stride,
-            length,
-            first,
-            one,
-            WIDTH,
-            ROPE,
-            WIDTH,
-        )
         if pooled is None:
             entry, found = pool_window(
                 state,
@@ -133,11 +118,25 @@ def compress_kernel(
             entry = tl.load(pooled + token * WIDTH + channel)
             found = count_states(table, position, columns, pages, STATES, STATE_ENTRIES, LOOKED)
         row = entry[None, :]
+        weight = tl.load(norm_weight + channel).to(tl.float32)
         row = row * inverse_rms(row, eps, WIDTH) * weight[None, :]
+        first = tl.zeros((1,), tl.int64) + (position + 1 - RATIO)
+        cos, sin = load_turns(
+            cos_sin,
+            cos_sin_row_stride,
+            cos_sin_column_stride,
+            length,
+            first,
+            one,
+            WIDTH,
+            ROPE,
+            WIDTH,
+        )
         row = turn_pairs(row, cos, sin, WIDTH, ROPE)
         if HADAMARD_LOG > 0:
             row = hadamard_rows(row, HADAMARD_LOG)
         valid = one & (found > 0)
+        where = tl.zeros((1,), tl.int64) + tl.load(slots + token)
         values, scales = entry_offsets(where, valid, page_stride, ENTRIES, CODEC)
         store_rows(cache, values, scales, valid, row, CODEC, NATIVE)
 
@@ -222,7 +221,7 @@ def compress_norm_rope_insert(
         chosen.span,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(positions.device, norm_weight),
+        **early_launch(positions.device),
     )
 
 
