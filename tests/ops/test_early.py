@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -128,13 +129,21 @@ def test_what_is_wrong_is_seen(wrong: Any) -> None:
 def test_the_first_launch_behind_another_queue_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr(early, "_early_launch", lambda device: {"EARLY": True})
+    launch = functools.partial(early_launch, chosen=True)
     with lane(1):
         early.next_plainly()
-    assert early_launch(device)["EARLY"]
+    assert launch(device)["EARLY"]
     with lane(1):
-        assert not early_launch(device)["EARLY"]
-        assert early_launch(device)["EARLY"]
-        assert not early_launch(device, torch.zeros(2, 2).t())["EARLY"]
+        assert not launch(device)["EARLY"]
+        assert launch(device)["EARLY"]
+        assert not launch(device, torch.zeros(2, 2).t())["EARLY"]
+
+
+def test_other_operations_are_launched_plainly_unless_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(early, "_early_launch", lambda device: {"EARLY": True})
+    assert not early_launch(torch.device("cpu"))["EARLY"]
 
 
 def test_only_where_it_has_run() -> None:

@@ -23,11 +23,17 @@ Where ``EARLY`` is False, nothing of it is compiled. What has to hold for every 
 
 A kernel that is launched without this may follow or go before: it begins when all before it has
 ended, and what follows it begins when it has ended, unless it says otherwise itself.
+
+Attention and its merge are always launched this way. The other kernels only with
+ANYMLA_EARLY_LAUNCH=1 in the environment when the package is imported: every one of them gives the
+same bits early and plainly, but whole layers of eight tokens did not in 1 to 6 % of replays on an
+H200, and why is not known (docs/performance/layer.md). Plain launches cost 1 to 4 % of a layer.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -36,19 +42,24 @@ from torch import Tensor
 from anymla.ops._triton import Target, target_of
 from anymla.ops.workspace import queue
 
+_CHOSEN = os.environ.get("ANYMLA_EARLY_LAUNCH") == "1"
+
 
 def launches_early(target: Target) -> bool:
     """Whether kernels are launched early: where they have run that way."""
     return target.name == "sm_90"
 
 
-def early_launch(device: torch.device, *read_first: Tensor | None) -> dict[str, Any]:
+def early_launch(
+    device: torch.device, *read_first: Tensor | None, chosen: bool = _CHOSEN
+) -> dict[str, Any]:
     """Arguments of a launch: ``EARLY`` and the option that goes with it; not to be changed.
 
     Args:
         device: where.
         read_first: what the kernel reads before it waits. A launcher makes such a tensor contiguous
             if it is not, by a kernel that then has to be waited for.
+        chosen: whether the kernel is launched early at all, see the file.
     """
     on = queue()
     if on in _plain:
@@ -57,7 +68,7 @@ def early_launch(device: torch.device, *read_first: Tensor | None) -> dict[str, 
     for tensor in read_first:
         if tensor is not None and not tensor.is_contiguous():
             return {"EARLY": False}
-    return _early_launch(device)
+    return _early_launch(device) if chosen else {"EARLY": False}
 
 
 # Queues whose next launch is a plain one.
