@@ -27,7 +27,7 @@ ended, and what follows it begins when it has ended, unless it says otherwise it
 Attention and its merge are always launched this way. The other kernels only with
 ANYMLA_EARLY_LAUNCH=1 in the environment when the package is imported: every one of them gives the
 same bits early and plainly, but whole layers of eight tokens did not in 1 to 6 % of replays on an
-H200, and why is not known (docs/performance/layer.md). Plain launches cost 1 to 4 % of a layer.
+H200, and why is not known (docs/performance/layer.md). Plain launches cost 2 to 16 % of a layer.
 """
 
 from __future__ import annotations
