@@ -10,7 +10,7 @@ of ROWS rows, and a tile's sums are those of its warps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.linear.gluon_sm90_words import decoded_flat, factors, flat_layout
@@ -108,6 +108,9 @@ def _consume(
             mbarrier.wait(full.index(slot), (step // STAGES) & 1)
             words = ring.index(slot).load(flat_layout(ROWS, WARPS, False))
             x_words = x_ring.index(slot).load(flat_layout(COLUMNS, WARPS, True))
+            # What has been read must have arrived before the copy engine writes there again: a
+            # barrier alone does not wait for reads that are under way.
+            fence_async_shared()
             mbarrier.arrive(empty.index(slot))
             a = gl.convert_layout(decoded_flat(words), A)
             b = gl.convert_layout(gl.permute(decoded_flat(x_words), (1, 0)), B)

@@ -19,7 +19,7 @@ both operands: a thread has 32 neighbours of every row, which it reads 16 at a t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.linear.gluon_sm90_words import decoded, factors, halves, words_layout
@@ -139,6 +139,9 @@ def _consume(
             mbarrier.wait(full.index(slot), (step // STAGES) & 1)
             words = ring.index(slot).load(words_layout(WARPS, ROWS))
             x_words = x_ring.index(slot).load(words_layout(WARPS, COLUMNS))
+            # What has been read must have arrived before the copy engine writes there again: a
+            # barrier alone does not wait for reads that are under way.
+            fence_async_shared()
             mbarrier.arrive(empty.index(slot))
             if PLAIN:
                 a = gl.convert_layout(halves(words), A)
