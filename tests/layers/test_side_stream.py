@@ -101,5 +101,8 @@ def test_an_operation_that_does_not_wait_is_found_out():
     wait_for_arguments()  # for nothing
 
 
-def test_an_engine_uses_further_queues_only_when_asked():
-    assert not EngineOptions().side_stream
+def test_an_engine_uses_two_queues_for_few_rows():
+    assert EngineOptions().runs_beside(8)
+    assert not EngineOptions().runs_beside(1024)
+    assert EngineOptions(side_stream=True).runs_beside(1024)
+    assert not EngineOptions(side_stream=False).runs_beside(1)

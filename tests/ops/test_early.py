@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import pkgutil
@@ -18,7 +17,6 @@ import anymla.ops
 from anymla.ops import early
 from anymla.ops._triton import CPU, TARGETS, has_triton
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.workspace import lane
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 
@@ -126,24 +124,11 @@ def test_what_is_wrong_is_seen(wrong: Any) -> None:
         assert Reader(wrong).statements(Reader(wrong).body, False)
 
 
-def test_the_first_launch_behind_another_queue_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_copied_for_a_launch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "_early_launch", lambda device: {"EARLY": True})
     device = torch.device("cpu")
-    monkeypatch.setattr(early, "_early_launch", lambda device: {"EARLY": True})
-    launch = functools.partial(early_launch, chosen=True)
-    with lane(1):
-        early.next_plainly()
-    assert launch(device)["EARLY"]
-    with lane(1):
-        assert not launch(device)["EARLY"]
-        assert launch(device)["EARLY"]
-        assert not launch(device, torch.zeros(2, 2).t())["EARLY"]
-
-
-def test_other_operations_are_launched_plainly_unless_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(early, "_early_launch", lambda device: {"EARLY": True})
-    assert not early_launch(torch.device("cpu"))["EARLY"]
+    assert early_launch(device, None, torch.zeros(2, 2))["EARLY"]
+    assert not early_launch(device, torch.zeros(2, 2).t())["EARLY"]
 
 
 def test_only_where_it_has_run() -> None:

@@ -23,6 +23,7 @@ from anymla.bench.report import Result
 from anymla.layers.plans import Plans
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.compile_ahead import compiled_together
+from anymla.runtime.options import EngineOptions
 
 PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
@@ -49,25 +50,26 @@ def cases(
 
 
 def run(
-    chosen: Iterable[LayerCase], *, beside: bool = False, others: Others | None = None
+    chosen: Iterable[LayerCase], *, beside: bool | None = None, others: Others | None = None
 ) -> Iterator[Result]:
     """Measure the cases; those of one layer should follow each other.
 
     Args:
         chosen: what to measure.
-        beside: on several queues, see ``EngineOptions.side_stream``.
+        beside: ``EngineOptions.side_stream``.
         others: modules to measure the same layer assembled from as well.
     """
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
     device = torch.device("cuda")
-    side = SideStream(device) if beside else INLINE
+    options, second = EngineOptions(side_stream=beside), SideStream(device)
     with torch.inference_mode():
         for (model, ratio, experts), same in itertools.groupby(chosen, _layer):
             torch.cuda.empty_cache()
             setup = LayerSetup(model, ratio, device, experts=experts)
             batches = []
             for case in same:
+                side = second if options.runs_beside(case.batch) else INLINE
                 batches.append((case, setup.batch(case.batch, case.context, side)))
             compile_ahead(setup, [batch for _, batch in batches], others)
             for case, batch in batches:

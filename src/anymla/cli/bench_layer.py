@@ -23,8 +23,8 @@ from anymla.runtime.options import DecodeMode
 @click.option("--context", "contexts", multiple=True, type=click.IntRange(min=1), help="Tokens.")
 @click.option(
     "--side-stream/--one-queue",
-    default=False,
-    help="Compress and index on further queues.",
+    default=None,
+    help="Compress and index on further queues; default: where an engine does.",
 )
 @click.option(
     "--others",
@@ -37,7 +37,7 @@ def layer(
     ratios: tuple[str, ...],
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
-    side_stream: bool,
+    side_stream: bool | None,
     others: bool,
 ) -> None:
     """Time one decode layer of DeepSeek-V4's real sizes on the GPU, and see where the time goes.

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from anymla.ops.early import next_plainly
 from anymla.ops.workspace import lane
 
 
@@ -43,7 +42,6 @@ class SideStream:
             stream.wait_event(after)
         self._forked.add(first)
         with torch.cuda.stream(stream), lane(1 + first):
-            next_plainly()
             yield
 
     def mark(self) -> torch.cuda.Event | None:
@@ -56,8 +54,6 @@ class SideStream:
         """Let what follows wait for what runs beside, if anything does."""
         for first in self._forked:  # a graph knows nothing of a queue that has not been forked
             torch.cuda.current_stream(self._device).wait_stream(self._queues[first])
-        if self._forked:
-            next_plainly()
         self._forked.clear()
 
 

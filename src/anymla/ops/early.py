@@ -24,10 +24,8 @@ Where ``EARLY`` is False, nothing of it is compiled. What has to hold for every 
 A kernel that is launched without this may follow or go before: it begins when all before it has
 ended, and what follows it begins when it has ended, unless it says otherwise itself.
 
-Attention and its merge are always launched this way. The other kernels only with
-ANYMLA_EARLY_LAUNCH=1 in the environment when the package is imported: every one of them gives the
-same bits early and plainly, but whole layers of eight tokens did not in 1 to 6 % of replays on an
-H200, and why is not known (docs/performance/layer.md). Plain launches cost 2 to 16 % of a layer.
+With ANYMLA_EARLY_LAUNCH=0 in the environment when the package is imported, every kernel is launched
+plainly: to look for a fault, or to see what it gains (2 to 16 % of a decode layer on an H200).
 """
 
 from __future__ import annotations
@@ -40,9 +38,8 @@ import torch
 from torch import Tensor
 
 from anymla.ops._triton import Target, target_of
-from anymla.ops.workspace import queue
 
-_CHOSEN = os.environ.get("ANYMLA_EARLY_LAUNCH") == "1"
+_CHOSEN = os.environ.get("ANYMLA_EARLY_LAUNCH") != "0"
 
 
 def launches_early(target: Target) -> bool:
@@ -50,42 +47,22 @@ def launches_early(target: Target) -> bool:
     return target.name == "sm_90"
 
 
-def early_launch(
-    device: torch.device, *read_first: Tensor | None, chosen: bool = _CHOSEN
-) -> dict[str, Any]:
+def early_launch(device: torch.device, *read_first: Tensor | None) -> dict[str, Any]:
     """Arguments of a launch: ``EARLY`` and the option that goes with it; not to be changed.
 
     Args:
         device: where.
         read_first: what the kernel reads before it waits. A launcher makes such a tensor contiguous
             if it is not, by a kernel that then has to be waited for.
-        chosen: whether the kernel is launched early at all, see the file.
     """
-    on = queue()
-    if on in _plain:
-        _plain.discard(on)
-        return {"EARLY": False}
     for tensor in read_first:
         if tensor is not None and not tensor.is_contiguous():
             return {"EARLY": False}
-    return _early_launch(device) if chosen else {"EARLY": False}
-
-
-# Queues whose next launch is a plain one.
-_plain: set[int] = set()
-
-
-def next_plainly() -> None:
-    """Let the next launch on this queue be a plain one.
-
-    For the first kernel of a queue that has to wait for kernels of another: only of the kernel in
-    front of it on its own queue is it certain that its wait includes it.
-    """
-    _plain.add(queue())
+    return _early_launch(device)
 
 
 @functools.cache
 def _early_launch(device: torch.device) -> dict[str, Any]:
-    if launches_early(target_of(device)):
+    if _CHOSEN and launches_early(target_of(device)):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}

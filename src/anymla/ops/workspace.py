@@ -117,11 +117,6 @@ def active_workspace() -> Workspace | None:
     return _active.get()
 
 
-def queue() -> int:
-    """The number of the queue that operations run on now: that of ``lane``, or 0."""
-    return _lane.get()
-
-
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory for a launcher that returns none of it."""
     workspace = _active.get()

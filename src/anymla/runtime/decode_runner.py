@@ -47,8 +47,12 @@ class DecodeRunner:
         self._drafts: dict[Bucket, DraftStep] = {}
 
     def rehearse(self) -> None:
-        """Run the widest bucket of every ceiling once, for what it needs of the workspace."""
-        widest = {(b.max_seq_len, b.tokens): b for b in self.buckets}
+        """Run the widest bucket of every ceiling once, for what it needs of the workspace.
+
+        On one queue and on two, where there are both.
+        """
+        beside = self._options.runs_beside
+        widest = {(b.max_seq_len, b.tokens, beside(b.rows)): b for b in self.buckets}
         for bucket in widest.values():
             self._step(bucket).rehearse()
 
@@ -125,4 +129,4 @@ class DecodeRunner:
         return self._drafts[bucket]
 
     def _queue(self, bucket: Bucket) -> SideStream:
-        return self._side if self._options.side_stream else INLINE
+        return self._side if self._options.runs_beside(bucket.rows) else INLINE

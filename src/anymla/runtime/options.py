@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+# Rows up to which further queues have been seen to gain (H200).
+_MOST_ROWS_BESIDE = 128
+
 DecodeMode = Literal["auto", "graph", "fixed", "plain"]
 
 
@@ -26,8 +29,7 @@ class EngineOptions:
             same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
             NVIDIA devices and "plain" elsewhere.
         side_stream: in graphs, compress and index beside the query's projections, and run the
-            shared expert beside the routed ones. It gains 5 to 13 % of a decode layer on an H200,
-            but replays of some layers gave other bits than single launches; why is not known.
+            shared expert beside the routed ones. None: for as few rows as gain by it.
         pages: usable pages by cache group, for groups that shall not have the default size.
             The default lets ``max_requests`` requests of ``max_seq_len`` run at once.
     """
@@ -39,7 +41,7 @@ class EngineOptions:
     max_batch_tokens: int | None = None
     draft_tokens: int = 0
     decode: DecodeMode = "auto"
-    side_stream: bool = False
+    side_stream: bool | None = None
     pages: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +62,10 @@ class EngineOptions:
                 f"max_batch_tokens must be at least {decode}, the decode tokens of "
                 f"{self.max_requests} requests, got {self.max_batch_tokens}"
             )
+
+    def runs_beside(self, rows: int) -> bool:
+        """Whether steps of so many rows use further queues."""
+        return rows <= _MOST_ROWS_BESIDE if self.side_stream is None else self.side_stream
 
     @property
     def batch_tokens(self) -> int:

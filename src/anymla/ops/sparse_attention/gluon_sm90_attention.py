@@ -271,7 +271,7 @@ def _launch(
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
         TURNED=0 if ends is None else ends.table.shape[1], **_form(schedule, wide), num_warps=4,
-        launch_pdl=early_launch(q.device, chosen=True)["EARLY"],
+        launch_pdl=early_launch(q.device)["EARLY"],
     )  # fmt: skip
     if schedule.cut:
         lifted = _CHANNELS if wide else NOPE.value
