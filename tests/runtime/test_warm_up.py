@@ -10,6 +10,7 @@ import torch
 from anymla.layers.moe import Router
 from anymla.model.load import load_model
 from anymla.ops._triton import TARGETS
+from anymla.ops.early import early_launch
 from anymla.runtime import engine as engine_module
 from anymla.runtime import speculation, step_plan
 from anymla.runtime.engine import Engine
@@ -17,6 +18,7 @@ from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
+CPU = torch.device("cpu")
 SMALL = TinyOptions(
     weights="fp4",
     ratios=(0, 4, 128),
@@ -91,6 +93,8 @@ def test_traffic_compiles_nothing_new(model):
         # Nor does any call need more scratch memory than the largest that were rehearsed.
         assert engine.workspace.num_bytes > 0
         assert engine.workspace.overflows == 0
+        assert early_launch(CPU)["EARLY"]  # as on the target
+    assert not early_launch(CPU)["EARLY"]  # and no kernel runs like that afterwards
 
 
 def _choose(rng):

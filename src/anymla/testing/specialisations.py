@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -50,7 +51,21 @@ def noted_specialisations(target: Target, processors: int) -> Iterator[set[Key]]
             for module in _modules_with(name):
                 known = functools.partial(_answer, answer)
                 patches.enter_context(mock.patch.object(module, name, known))
+        # What has been kept about the CPU is not of the target, nor the other way round.
+        _forget_devices()
+        patches.callback(_forget_devices)
         yield seen
+
+
+def _forget_devices() -> None:
+    """Empty the caches of the operations' functions of a device."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith("anymla.ops."):
+            for function in list(vars(module).values()):
+                if isinstance(function, functools._lru_cache_wrapper) and (
+                    "device" in inspect.signature(function).parameters
+                ):
+                    function.cache_clear()
 
 
 def _answer(answer: Any, device: torch.device) -> Any:
