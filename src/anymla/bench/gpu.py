@@ -19,6 +19,7 @@ from anymla.bench.gpu_timing import (
 )
 from anymla.bench.kernels import Case
 from anymla.bench.report import Result
+from anymla.ops.early import starts_early
 
 
 def families() -> list[str]:
@@ -40,6 +41,7 @@ def device_facts() -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
+        "early_launches": starts_early(torch.device("cuda", torch.cuda.current_device())),
     }
 
 

@@ -61,6 +61,11 @@ def early_launch(device: torch.device, *read_first: Tensor | None) -> dict[str, 
     return _early_launch(device)
 
 
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels that can be are launched early on this device."""
+    return bool(_early_launch(device)["EARLY"])
+
+
 @functools.cache
 def _early_launch(device: torch.device) -> dict[str, Any]:
     if _CHOSEN and launches_early(target_of(device)):
