@@ -6,7 +6,6 @@ import json
 import pytest
 
 from anymla.bench.build_matrix import judge
-from anymla.bench.hand_overs import unmet_arrivals
 from anymla.ops._triton import TARGETS, Build, has_triton
 
 BUILT = {"built": True, "shared_bytes": 1024, "instructions": 10, "spills": 0, "matrix": []}
@@ -58,22 +57,11 @@ def test_operands_are_told_apart(operands, instruction, others):
     assert not problem(matrix=others, build={"matrix": True})
 
 
-ARRIVAL = "\t@%p7 mbarrier.arrive.shared::cta.b64 _, [%r1];\n"
-MEETING = "\tbar.sync \t2, 128;\n"
-
-
-@pytest.mark.parametrize(
-    "access",
-    ["\tst.shared.b32 \t[%r2+16], %r3;", "\tld.shared.v4.b32 \t{%r1, %r2, %r3, %r4}, [%r5];",
-     "\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};",
-     "\twgmma.wait_group.sync.aligned 0;", "$L__BB0_36:"],
-)  # fmt: skip
-def test_warps_meet_between_what_they_do_and_an_arrival_for_them(access):
-    assert not unmet_arrivals(f"{access}\n{MEETING}\tadd.s32 %r1, %r2, 1;\n{ARRIVAL}{ARRIVAL}")
-    assert unmet_arrivals(f"{MEETING}{access}\n{ARRIVAL}") == [ARRIVAL.strip()]
-    announced = "\t@%p7 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 8;"
-    assert not unmet_arrivals(f"{access}\n{announced}")
+def test_shared_memory_is_handed_over_as_it_must_be():
     assert problem(unmet_arrivals=1) == "1 arrivals at barriers for warps that have not met"
+    unread = "memory handed to the copy engine 2 times while it is read"
+    assert problem(unfenced_reads=2) == unread
+    assert not problem(unmet_arrivals=0, unfenced_reads=0)
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")

@@ -3,9 +3,9 @@
 Each specialisation that a kernel's ``builds(target)`` names is compiled in its own process with
 a time limit, because a combination that the compiler does not like may abort it. A build passes if
 it compiles (or fails, where that is expected), its shared memory fits the target, it spills no more
-than it declares, matrix-multiply instructions are in the code where they are meant to be, and warps
-meet before one thread arrives at a barrier for them. What passes here fits and builds; only a run
-on the device shows that it computes right, and how fast.
+than it declares, matrix-multiply instructions are in the code where they are meant to be, and
+shared memory is handed over as ``hand_overs`` asks. What passes here fits and builds; only a run on
+the device shows that it computes right, and how fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import anymla.ops
-from anymla.bench.hand_overs import unmet_arrivals
+from anymla.bench.compiled import compiled
+from anymla.bench.hand_overs import unfenced_reads, unmet_arrivals
 from anymla.ops._triton import TARGETS, Build, Target
 
 TIME_LIMIT_S = 240
@@ -157,34 +158,17 @@ def _child(job: Job, cache: str, send: Any) -> None:
 
 def _build(job: Job) -> dict[str, Any]:
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     target = TARGETS[job.target]
     build = list(importlib.import_module(job.module).builds(target))[job.number]
     row: dict[str, Any] = {**dataclasses.asdict(job), "triton": triton.__version__}
-    names = build.kernel.arg_names
-    signature = {name: build.types.get(name, "constexpr") for name in names}
-    constants = {(names.index(name),): value for name, value in build.constants.items()}
-    hints = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(names)
-        if signature[name].startswith("*") or name in build.divisible
-    }
-    architecture: Any = job.target if target.backend == "hip" else int(job.target[3:])
     started = time.perf_counter()
     try:
-        source = GluonASTSource if isinstance(build.kernel, GluonJITFunction) else ASTSource
-        compiled = triton.compile(
-            source(build.kernel, signature, constants, hints),
-            target=GPUTarget(target.backend, architecture, target.warp_size),
-            options=_options(build),
-        )
+        code = compiled(build, target)
     except Exception as error:
         row |= {"built": False, "error": _message(error)}
     else:
-        row |= {"built": True, "shared_bytes": compiled.metadata.shared, **_code(compiled, target)}
+        row |= {"built": True, "shared_bytes": code.metadata.shared, **_code(code, target)}
     row["seconds"] = round(time.perf_counter() - started, 2)
     return judge(row, build, target)
 
@@ -198,15 +182,6 @@ def _message(error: BaseException) -> str:
         texts.append(f"{type(cause).__name__}: {' | '.join(lines[-3:])[-200:]}")
         cause = cause.__cause__
     return " <- ".join([texts[0], *texts[1:][-1:]])
-
-
-def _options(build: Build) -> dict[str, Any]:
-    options = {"num_warps": build.num_warps, "enable_fp_fusion": build.fp_fusion}
-    if build.num_stages is not None:
-        options["num_stages"] = build.num_stages
-    if build.registers:
-        options["maxnreg"] = build.registers
-    return options
 
 
 def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
@@ -225,6 +200,8 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
         problem = f"{row['spills']} spills, {build.spills} declared"
     elif row.get("unmet_arrivals"):
         problem = f"{row['unmet_arrivals']} arrivals at barriers for warps that have not met"
+    elif row.get("unfenced_reads"):
+        problem = f"memory handed to the copy engine {row['unfenced_reads']} times while it is read"
     elif build.matrix and not _multiplies(row["matrix"], build.matrix):
         operands = "" if build.matrix is True else f" of {build.matrix}"
         problem = f"no matrix-multiply instruction{operands}"
@@ -246,13 +223,13 @@ def _multiplies(instructions: list[str], operands: bool | str) -> bool:
     return any(re.search(_OPERANDS[str(operands)], name) for name in instructions)
 
 
-def _code(compiled: Any, target: Target) -> dict[str, Any]:
-    return _hip_code(compiled) if target.backend == "hip" else _cuda_code(compiled)
+def _code(code: Any, target: Target) -> dict[str, Any]:
+    return _hip_code(code) if target.backend == "hip" else _cuda_code(code)
 
 
-def _cuda_code(compiled: Any) -> dict[str, Any]:
+def _cuda_code(code: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
+        cubin.write(code.asm["cubin"])
         cubin.flush()
         listing, usage = (
             subprocess.run(
@@ -268,7 +245,8 @@ def _cuda_code(compiled: Any) -> dict[str, Any]:
         "spills": kinds["STL"] + kinds["LDL"],
         "matrix": sorted({name for name in found if "MMA" in name.split(".")[0]}),
         "registers": int(registers[1]) if registers else None,
-        "unmet_arrivals": len(unmet_arrivals(compiled.asm["ptx"])),
+        "unmet_arrivals": len(unmet_arrivals(code.asm["ptx"])),
+        "unfenced_reads": len(unfenced_reads(code.asm["ptx"])),
     }
 
 
@@ -280,8 +258,8 @@ def _cuobjdump() -> str:
     return str(bundled) if bundled.exists() else shutil.which("cuobjdump") or "cuobjdump"
 
 
-def _hip_code(compiled: Any) -> dict[str, Any]:
-    text = compiled.asm["amdgcn"]
+def _hip_code(code: Any) -> dict[str, Any]:
+    text = code.asm["amdgcn"]
     found = _HIP_INSTRUCTION.findall(text)
     spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)
     registers = re.search(r"\.vgpr_count:\s+(\d+)", text)

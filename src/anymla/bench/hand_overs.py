@@ -1,13 +1,22 @@
-"""Whether warps meet before one of their threads arrives at an mbarrier for them all.
+"""Whether warps hand shared memory over as they must, in a kernel's PTX.
 
-Triton lets one thread of a partition arrive. That releases what this thread can see; what the other
-warps have done with shared memory it sees only if they met before, behind their last access. The
-order of barriers between partitions, which tests run on the host, means nothing without it.
+Warps meet before one of their threads arrives at an mbarrier for them all. Triton lets one thread
+of a partition arrive. That releases what this thread can see; what the other warps have done with
+shared memory it sees only if they met before, behind their last access. The order of barriers
+between partitions, which tests run on the host, means nothing without it.
+
+Reads have arrived before the copy engine may write where they read. A barrier orders reads and
+later writes of threads, not those of the copy engine: a read that is still under way when a buffer
+is given back has been seen to find what was copied there next. A thread that has read such a buffer
+executes fence.proxy.async before anybody is told. What the matrix unit reads has been waited for.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
+
+from anymla.bench.ptx_code import Code
 
 _ARRIVES = re.compile(r"^\s*@%p\d+\s+mbarrier\.arrive\.shared", re.MULTILINE)
 _MEETS = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.sync\b")
@@ -15,6 +24,13 @@ _ACCESS = re.compile(
     r"\b(?:ld|st|atom|red)\.[\w.:]*shared|\b(?:st|ld)matrix\b|\bwgmma\.(?:mma|wait)|\bcp\.async"
 )
 _LABEL = re.compile(r"^\$L")
+
+_COPIES = re.compile(r"\bcp\.async\.bulk\.[\w.:]*shared::c\w+\.global")
+_READS = re.compile(r"\bld\.shared|\bldmatrix")
+_WRITES = re.compile(r"\b(?:st|atom|red)\.shared|\bstmatrix|\bcp\.async\.c[ag]\.|\bmbarrier\.init")
+_FENCES = re.compile(r"fence\.proxy\.async")
+# Announcing bytes tells nobody that there is room.
+_TELLS = re.compile(r"\bmbarrier\.arrive\b(?!\.expect_tx)")
 
 
 def unmet_arrivals(ptx: str) -> list[str]:
@@ -32,3 +48,45 @@ def unmet_arrivals(ptx: str) -> list[str]:
         elif _ACCESS.search(line) or _LABEL.search(line):
             met = False
     return found
+
+
+def unfenced_reads(ptx: str) -> list[str]:
+    """Arrivals, and copies, that reads of a buffer of the copy engine may still be under way at.
+
+    Along every path of a thread, by the reads since its last fence. An arrival at any barrier
+    counts, because who waits there may arrive for the one who copies. Reads of other memory do not:
+    memory begins anew wherever threads write, and reads are of what begins last before them. Where
+    it cannot be told what is read, or copied to, the read counts.
+    """
+    if not _COPIES.search(ptx):
+        return []
+    code = Code(ptx)
+    copies = [code.address(part) for part in code.statements if _COPIES.search(part)]
+    writes = [code.address(part) for part in code.statements if _WRITES.search(part)]
+    starts = sorted({at for at in (*copies, *writes) if at is not None})
+
+    def copied_to(part: str) -> bool:
+        at = code.address(part)
+        if at is None or None in copies:
+            return True
+        before = bisect.bisect_right(starts, at) - 1
+        return before < 0 or starts[before] in copies
+
+    # Of every statement: whether there may be reads under way before it.
+    under_way, reached = [False] * len(code.statements), [False] * len(code.statements)
+    waiting, found = [0], set()
+    while waiting:
+        place = waiting.pop()
+        part, after = code.statements[place], under_way[place]
+        reached[place] = True
+        if _FENCES.match(part):
+            after = False
+        elif _READS.search(part):
+            after = after or copied_to(part)
+        elif after and (_TELLS.search(part) or _COPIES.search(part)):
+            found.add(place)
+        for following in code.following[place]:
+            if not reached[following] or (after and not under_way[following]):
+                under_way[following] |= after
+                waiting.append(following)
+    return [code.statements[place] for place in sorted(found)]

@@ -1,0 +1,108 @@
+"""What a kernel's PTX says of how it hands shared memory over, by right and by wrong texts."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from anymla.bench.hand_overs import unfenced_reads, unmet_arrivals
+from anymla.ops._triton import has_triton
+
+ARRIVAL = "\t@%p7 mbarrier.arrive.shared::cta.b64 _, [%r1];\n"
+MEETING = "\tbar.sync \t2, 128;\n"
+
+
+@pytest.mark.parametrize(
+    "access",
+    ["\tst.shared.b32 \t[%r2+16], %r3;", "\tld.shared.v4.b32 \t{%r1, %r2, %r3, %r4}, [%r5];",
+     "\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};",
+     "\twgmma.wait_group.sync.aligned 0;", "$L__BB0_36:"],
+)  # fmt: skip
+def test_warps_meet_between_what_they_do_and_an_arrival_for_them(access):
+    assert not unmet_arrivals(f"{access}\n{MEETING}\tadd.s32 %r1, %r2, 1;\n{ARRIVAL}{ARRIVAL}")
+    assert unmet_arrivals(f"{MEETING}{access}\n{ARRIVAL}") == [ARRIVAL.strip()]
+    announced = "\t@%p7 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 8;"
+    assert not unmet_arrivals(f"{access}\n{announced}")
+
+
+# A buffer at 0, which is copied to, and one at 4096, which threads write; a loop that reads both.
+KERNEL = """\t.extern .shared .align 16 .b8 global_smem[];
+\tmov.b32 \t%r1, global_smem;
+\tadd.s32 \t%r2, %r1, %r9;
+\t@%p1 bra \t$L__BB0_3;
+$L__BB0_1:                              // the producer
+\tadd.s32 \t%r3, %r1, %r8;
+\t@%p2 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r3], [%rd1], [%r4];
+\t@%p3 bra \t$L__BB0_1;
+\tret;
+$L__BB0_3:
+\tst.shared.b32 \t[%r2+4096], %r5;
+$L__BB0_4:
+{}\t@%p4 bra \t$L__BB0_4;
+\tret;
+"""
+READ = "\tld.shared.v4.b32 \t{%r11, %r12, %r13, %r14}, [%r2+1024];\n"
+MATRICES = "\tldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r11}, [%r2];\n"
+OTHER_READ = "\tld.shared.b32 \t%r11, [%r2+4608];\n"
+UNKNOWN = "\tld.shared.b32 \t%r11, [%r77];\n"
+FENCE = "\tfence.proxy.async.shared::cta;\n"
+AROUND = "\t@%p5 bra \t$L__BB0_5;\n{}$L__BB0_5:\n"
+TOLD = ARRIVAL.strip().rstrip(";")
+
+
+@pytest.mark.parametrize("read", [READ, MATRICES, UNKNOWN, AROUND.format(READ)])
+def test_reads_of_a_copied_buffer_are_fenced_before_anybody_is_told(read):
+    for loop in (read + FENCE + MEETING + ARRIVAL, ARRIVAL + read + FENCE, read + MEETING):
+        assert not unfenced_reads(KERNEL.format(loop))
+    # Without one, with one too early, and with one that is not always executed.
+    for loop in (
+        read + MEETING + ARRIVAL,
+        FENCE + read + ARRIVAL,
+        ARRIVAL + read,
+        read + AROUND.format(FENCE).replace("BB0_5", "BB0_6") + ARRIVAL,
+    ):
+        assert unfenced_reads(KERNEL.format(loop)) == [TOLD]
+    refilled = "\tcp.async.bulk.tensor.2d.shared::cta.global.mbarrier [%r2], [%rd1], [%r4];\n"
+    assert len(unfenced_reads(KERNEL.format(read + refilled))) == 1
+    assert not unfenced_reads(KERNEL.format(read + FENCE + refilled))
+    # Where nothing is copied, threads refill what they read.
+    threads = KERNEL.replace("cp.async.bulk.tensor.2d", "cp.async.cg")
+    assert not unfenced_reads(threads.format(read + ARRIVAL))
+
+
+def test_reads_of_what_threads_wrote_need_no_fence():
+    assert not unfenced_reads(KERNEL.format(OTHER_READ + MEETING + ARRIVAL))
+    # Nobody is told by an announcement of bytes.
+    announced = "\t@%p7 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 8;\n"
+    assert not unfenced_reads(KERNEL.format(READ + announced))
+
+
+# Compiled with and without the fences of its text.
+COMPILED = """
+import dataclasses, importlib.util, pathlib, sys
+from anymla.bench.compiled import compiled
+from anymla.bench.hand_overs import unfenced_reads
+from anymla.ops._triton import TARGETS
+from anymla.ops.linear import gluon_sm90_linear, gluon_sm90_runs
+lines = pathlib.Path(gluon_sm90_runs.__file__).read_text().splitlines(keepends=True)
+path = pathlib.Path(sys.argv[1], "unfenced_runs.py")
+path.write_text("".join(line for line in lines if line.strip() != "fence_async_shared()"))
+spec = importlib.util.spec_from_file_location("unfenced_runs", path)
+unfenced = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(unfenced)
+target = TARGETS["sm_90"]
+build = next(gluon_sm90_linear.builds(target))
+for kernel in (build.kernel, unfenced.runs_kernel):
+    code = compiled(dataclasses.replace(build, kernel=kernel), target)
+    print(len(unfenced_reads(code.asm["ptx"])), end=" ")
+"""
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+def test_a_kernel_without_its_fence_is_found(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", COMPILED, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "0 1 ", done.stderr
