@@ -51,8 +51,7 @@ def fp8_block_linear(
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """See ``interface.linear_float32``."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    # Not launched early: layers put it first on a queue of its own, where that has gone wrong.
-    out = multiply_plain(rows, weight, plain_form(len(rows)), multiprocessors(x.device), False)
+    out = multiply_plain(rows, weight, plain_form(len(rows)), multiprocessors(x.device))
     return out.view(*x.shape[:-1], len(weight))
 
 

@@ -12,9 +12,6 @@ from anymla.ops.sparse_attention.support import runs_gluon
 
 # Whether the kernels are chosen without having been named.
 AUTOMATIC = True
-# Those of bfloat16. Beside other queues' kernels replays of layers that used them differed from
-# single launches; layers without them, and one queue, did not.
-AUTOMATIC_PLAIN = False
 MOST_TOKENS = 128
 # Up to here products are exact; above they are those of the FP8 instruction, as the vendor's.
 MOST_EXACT = 32
@@ -81,4 +78,4 @@ def plain_support(x: Tensor, weight: Tensor) -> Support:
         return Support(False, f"whole tiles of rows and runs of channels, got {rows, width}")
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
-    return Support(True, automatic=AUTOMATIC_PLAIN and rows <= MOST_PLAIN_ROWS)
+    return Support(True, automatic=AUTOMATIC and rows <= MOST_PLAIN_ROWS)
