@@ -11,8 +11,7 @@ from anymla.layers.moe import Router
 from anymla.model.load import load_model
 from anymla.ops._triton import TARGETS
 from anymla.ops.early import early_launch
-from anymla.runtime import engine as engine_module
-from anymla.runtime import speculation, step_plan
+from anymla.runtime import next_tokens, speculation, step_plan
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
@@ -77,9 +76,9 @@ def test_traffic_compiles_nothing_new(model):
     with (
         noted_specialisations(TARGETS["sm_90"], 132) as seen,
         # What kernels would have computed is garbage, of which no token can be chosen.
-        mock.patch.object(engine_module, "choose_tokens", _choose(rng)),
+        mock.patch.object(next_tokens, "choose_tokens", _choose(rng)),
         mock.patch.object(speculation, "choose_tokens", _choose(rng)),
-        mock.patch.object(engine_module, "chosen_logprobs", lambda _, tokens: [0.0] * len(tokens)),
+        mock.patch.object(next_tokens, "chosen_logprobs", lambda _, tokens: [0.0] * len(tokens)),
         mock.patch.object(step_plan, "HOST_TOKENS", 0),
     ):
         engine = Engine(model, options)

@@ -130,3 +130,23 @@ class DecodeRunner:
 
     def _queue(self, bucket: Bucket) -> SideStream:
         return self._side if self._options.runs_beside(bucket.rows) else INLINE
+
+
+def decode_runner(
+    model: Transformer, store: CacheStore, options: EngineOptions
+) -> DecodeRunner | None:
+    """As ``options.decode`` says.
+
+    Raises:
+        ValueError: graphs are asked for, and the model is not on a CUDA device.
+    """
+    on_cuda = store.device.type == "cuda"
+    mode = options.decode
+    if mode == "auto":
+        # ROCm's graphs have not been tried; they can be asked for.
+        mode = "graph" if on_cuda and torch.version.hip is None else "plain"
+    if mode == "plain":
+        return None
+    if mode == "graph" and not on_cuda:
+        raise ValueError(f"decode='graph' needs a CUDA device, and the model is on {store.device}")
+    return DecodeRunner(model, store, options, record=mode == "graph")

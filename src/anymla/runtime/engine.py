@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,13 +14,12 @@ from anymla.ops.prefill_attention.support import CHANNELS, runs_on
 from anymla.ops.workspace import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
-from anymla.runtime.decode_runner import DecodeRunner
-from anymla.runtime.forwarded import Forwarded, rows_of
+from anymla.runtime.decode_runner import decode_runner
+from anymla.runtime.forwarded import Forwarded
+from anymla.runtime.next_tokens import choose_next, score_prompts
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request, RequestState, check_request
-from anymla.runtime.sampler import Sampling, choose_tokens
 from anymla.runtime.scheduler import Scheduler
-from anymla.runtime.scoring import chosen_logprobs, next_token_logprobs
 from anymla.runtime.sizing import cache_format, options_for, pool_sizes, running_specs
 from anymla.runtime.span import Span
 from anymla.runtime.speculation import Drafter, can_draft
@@ -96,7 +94,7 @@ class Engine:
         self._planner = StepPlanner(
             self.store, backend=model.backend, chunks=_attends_to_workspaces(model)
         )
-        self._runner = _decode_runner(model, self.store, options)
+        self._runner = decode_runner(model, self.store, options)
         self._states: dict[str, RequestState] = {}
         # Tokens and requests of steps whose tensors the operations have accepted.
         self._checked_sizes: set[tuple[int, int]] = set()
@@ -187,8 +185,8 @@ class Engine:
         sizes = sum(len(span.token_ids) for span in spans), len(spans)
         with self.workspace.active(), vouched_for(sizes in self._checked_sizes):
             forwarded = self._forward(spans)
-            self._score_prompts(spans, forwarded)
-            new_tokens = self._choose(spans, forwarded)
+            score_prompts(self.model, spans, forwarded)
+            new_tokens = choose_next(self.model, spans, forwarded)
             self._draft(spans, forwarded)
         self._checked_sizes.add(sizes)
         finished = []
@@ -237,62 +235,6 @@ class Engine:
         hidden = self.model.forward(step, self.store.layers[: self._backbone_layers])
         return Forwarded.packed(hidden, spans)
 
-    def _score_prompts(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
-        for span, first_row in zip(spans, forwarded.first_rows, strict=True):
-            state = span.state
-            if state.request.prompt_logprobs and not span.is_decode:
-                targets = state.request.token_ids[span.start + 1 : span.stop + 1]
-                rows = forwarded.hidden[first_row : first_row + len(targets)]
-                state.prompt_logprobs += next_token_logprobs(
-                    self.model.logits, rows, targets, self.model.config.vocab_size
-                )
-
-    def _choose(self, spans: Sequence[Span], forwarded: Forwarded) -> dict[str, list[int]]:
-        """Choose the tokens that follow each span, and move the requests on."""
-        rows: list[int] = []
-        samplings: list[Sampling] = []
-        positions: list[int] = []
-        for span, first_row in zip(spans, forwarded.first_rows, strict=True):
-            state, count = span.state, span.num_choices
-            end = first_row + len(span.token_ids)
-            rows += range(end - count, end)
-            samplings += [state.request.sampling] * count
-            positions += range(len(state.tokens), len(state.tokens) + count)
-            if not span.is_decode:
-                state.computed = span.stop
-                if not (state.is_prefill or count):
-                    state.finish_reason = "length"
-        if not rows:
-            return {}
-        tokens, logprobs = self._pick(forwarded, rows, samplings, positions)
-        new_tokens = {}
-        for span in spans:
-            if count := span.num_choices:
-                accepted = span.state.accept(tokens[:count], logprobs[:count])
-                new_tokens[span.state.request.request_id] = accepted
-                span.state.computed = len(span.state.tokens) - 1
-                del tokens[:count], logprobs[:count]
-        return new_tokens
-
-    def _pick(
-        self,
-        forwarded: Forwarded,
-        rows: Sequence[int],
-        samplings: Sequence[Sampling],
-        positions: Sequence[int],
-    ) -> tuple[list[int], list[float]]:
-        """Tokens that follow some rows, and their log-probabilities."""
-        agree = functools.partial(self.model.ranks.agree, device=self.store.device)
-        if forwarded.logits is None:
-            logits, best = self.model.logits(rows_of(forwarded.hidden, rows)), None
-        else:
-            assert forwarded.best is not None
-            logits, best = rows_of(forwarded.logits, rows), rows_of(forwarded.best, rows)
-        tokens = agree(choose_tokens(logits, samplings, positions, best))
-        if forwarded.best_logprobs is not None and all(each.is_greedy for each in samplings):
-            return tokens, rows_of(forwarded.best_logprobs, rows).tolist()
-        return tokens, chosen_logprobs(logits, tokens)
-
     def _draft(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
         if self._drafter is None:
             return
@@ -313,26 +255,6 @@ class Engine:
         self.scheduler.finish(state)
         del self._states[state.request.request_id]
         return state.completion()
-
-
-def _decode_runner(
-    model: Transformer, store: CacheStore, options: EngineOptions
-) -> DecodeRunner | None:
-    """As ``options.decode`` says.
-
-    Raises:
-        ValueError: graphs are asked for, and the model is not on a CUDA device.
-    """
-    on_cuda = store.device.type == "cuda"
-    mode = options.decode
-    if mode == "auto":
-        # ROCm's graphs have not been tried; they can be asked for.
-        mode = "graph" if on_cuda and torch.version.hip is None else "plain"
-    if mode == "plain":
-        return None
-    if mode == "graph" and not on_cuda:
-        raise ValueError(f"decode='graph' needs a CUDA device, and the model is on {store.device}")
-    return DecodeRunner(model, store, options, record=mode == "graph")
 
 
 def _attends_to_workspaces(model: Transformer) -> bool:

@@ -1,0 +1,78 @@
+"""The tokens that follow what a step has computed, and what its prompts score."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from anymla.model.transformer import Transformer
+from anymla.runtime.forwarded import Forwarded, rows_of
+from anymla.runtime.sampler import Sampling, choose_tokens
+from anymla.runtime.scoring import chosen_logprobs, next_token_logprobs
+from anymla.runtime.span import Span
+
+
+def score_prompts(model: Transformer, spans: Sequence[Span], forwarded: Forwarded) -> None:
+    """Add the log-probabilities of prompt tokens to the states that want them."""
+    for span, first_row in zip(spans, forwarded.first_rows, strict=True):
+        state = span.state
+        if state.request.prompt_logprobs and not span.is_decode:
+            targets = state.request.token_ids[span.start + 1 : span.stop + 1]
+            rows = forwarded.hidden[first_row : first_row + len(targets)]
+            state.prompt_logprobs += next_token_logprobs(
+                model.logits, rows, targets, model.config.vocab_size
+            )
+
+
+def choose_next(
+    model: Transformer, spans: Sequence[Span], forwarded: Forwarded
+) -> dict[str, list[int]]:
+    """Choose the tokens that follow each span, and move the requests on.
+
+    Returns:
+        By request id, the tokens that were accepted, in order.
+    """
+    rows: list[int] = []
+    samplings: list[Sampling] = []
+    positions: list[int] = []
+    for span, first_row in zip(spans, forwarded.first_rows, strict=True):
+        state, count = span.state, span.num_choices
+        end = first_row + len(span.token_ids)
+        rows += range(end - count, end)
+        samplings += [state.request.sampling] * count
+        positions += range(len(state.tokens), len(state.tokens) + count)
+        if not span.is_decode:
+            state.computed = span.stop
+            if not (state.is_prefill or count):
+                state.finish_reason = "length"
+    if not rows:
+        return {}
+    tokens, logprobs = _pick(model, forwarded, rows, samplings, positions)
+    new_tokens = {}
+    for span in spans:
+        if count := span.num_choices:
+            accepted = span.state.accept(tokens[:count], logprobs[:count])
+            new_tokens[span.state.request.request_id] = accepted
+            span.state.computed = len(span.state.tokens) - 1
+            del tokens[:count], logprobs[:count]
+    return new_tokens
+
+
+def _pick(
+    model: Transformer,
+    forwarded: Forwarded,
+    rows: Sequence[int],
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+) -> tuple[list[int], list[float]]:
+    """Tokens that follow some rows, and their log-probabilities."""
+    agree = functools.partial(model.ranks.agree, device=model.device)
+    if forwarded.logits is None:
+        logits, best = model.logits(rows_of(forwarded.hidden, rows)), None
+    else:
+        assert forwarded.best is not None
+        logits, best = rows_of(forwarded.logits, rows), rows_of(forwarded.best, rows)
+    tokens = agree(choose_tokens(logits, samplings, positions, best))
+    if forwarded.best_logprobs is not None and all(each.is_greedy for each in samplings):
+        return tokens, rows_of(forwarded.best_logprobs, rows).tolist()
+    return tokens, chosen_logprobs(logits, tokens)
