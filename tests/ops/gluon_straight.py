@@ -1,8 +1,9 @@
 """Run Gluon kernels beside the copy engine on the host: the kernel's text, with torch tensors.
 
 A copy that is under way leaves NaN where it goes, and lands when its barrier is waited for; so what
-is read too early, or overwritten too soon, is seen. Matrix instructions read shared memory when
-they are waited for. Partitions are threads. Layouts are not modelled, programs run one after the
+is read too early, or overwritten too soon, is seen. So is a buffer given back by threads that have
+not fenced what they read of it. Matrix instructions read shared memory when they are waited for.
+Partitions are threads. Layouts are not modelled, programs run one after the
 other.
 """
 
@@ -16,6 +17,8 @@ from gluon_simulator import Pointer, load, store
 from anymla.formats.e4m3 import decode_e4m3
 
 _PATIENCE_S = 20
+# Of every partition: reads that may be under way.
+_reads = threading.local()
 
 
 class Value(torch.Tensor):
@@ -72,6 +75,7 @@ class Barrier:
             self.turn.notify_all()
 
     def arrive(self):
+        assert not getattr(_reads, "under_way", 0), "given back while it is read"
         with self.turn:
             self.phase += 1
             self.turn.notify_all()
@@ -107,6 +111,7 @@ class Shared:
         return Shared(self.tensor.permute(order))
 
     def load(self, layout):
+        _reads.under_way = getattr(_reads, "under_way", 0) + 1
         return value(self.tensor.clone())
 
     def store(self, x):
@@ -151,6 +156,10 @@ def _decoded_words(text, constraints, arguments, **_):
     assert text.count("cvt.rn.f16x2.e4m3x2") == 2
     codes = words.view(torch.uint8).view(*words.shape, 4)
     return tuple(value(half) for half in decode_e4m3(codes, torch.float16).unbind(-1))
+
+
+def _fence():
+    _reads.under_way = 0
 
 
 def _float(operand):
@@ -230,6 +239,7 @@ def _namespace(program, programs):
     return {
         "gl": gl,
         "mbarrier": mbarrier,
+        "fence_async_shared": _fence,
         "_copy": _copy,
         "mma_v2": lambda a, b, c: value((_float(a) @ _float(b)).float() + c),
         "warpgroup_mma": lambda a, b, c, use_acc, is_async: _Product(a, b),
