@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anymla.compat import flash_mla
+from anymla.compat import _scheduling, flash_mla
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8
 from anymla.ops._triton import triton_support
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
@@ -274,7 +274,7 @@ def test_the_first_call_of_a_shape_makes_the_plan(monkeypatch):
     made, capturing = [], [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(
-        flash_mla, "sparse_attention_plan", lambda *args, **sizes: made.append(sizes) or len(made)
+        _scheduling, "sparse_attention_plan", lambda *args, **sizes: made.append(sizes) or len(made)
     )
     meta, _ = flash_mla.get_mla_metadata()
     assert meta.plan(None, None, 64, 128, None) is None

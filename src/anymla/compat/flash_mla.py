@@ -10,20 +10,21 @@ the ``out`` argument of the build that vLLM ships.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from anymla.compat._dense import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    not_provided,
+)
+from anymla.compat._scheduling import FlashMLASchedMeta, get_mla_metadata
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, require
-from anymla.ops.sparse_attention import (
-    sparse_attention,
-    sparse_attention_plan,
-    sparse_attention_rows,
-)
+from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -36,57 +37,6 @@ __all__ = [
 ]
 
 _LAYOUTS = {get_layout(name).row_elements: name for name in (MAIN_FP8, V32_FP8)}
-
-
-@dataclasses.dataclass
-class FlashMLASchedMeta:
-    """What ``get_mla_metadata`` returns: where the first call leaves how it shares out its work.
-
-    Later calls of the same shapes follow it, as the layers of a step do. Any other call may reuse
-    it as well: one of other shapes makes its own, and lists of other lengths are only shared out
-    less evenly.
-
-    Attributes:
-        have_initialized: a call has been made.
-        config: of that call: shapes, device, and whether a graph was being captured.
-        tile_scheduler_metadata: int32, a plan of ``sparse_attention``, or None if it needs none.
-        num_splits: None.
-    """
-
-    have_initialized: bool = False
-    config: object | None = None
-    tile_scheduler_metadata: Tensor | None = None
-    num_splits: Tensor | None = None
-
-    def plan(
-        self,
-        lengths: Tensor | None,
-        extra_lengths: Tensor | None,
-        heads: int,
-        width: int,
-        extra_width: int | None,
-    ) -> Tensor | None:
-        """The plan of a call with these lengths [T] and widths of lists."""
-        some = extra_lengths if lengths is None else lengths
-        if some is None or not some.is_cuda or torch.compiler.is_compiling():
-            return None
-        # What a graph writes is not there before it is replayed.
-        capturing = torch.cuda.is_current_stream_capturing()
-        config = (len(some), heads, width, extra_width, some.device, capturing)
-        if not self.have_initialized or self.config != config:
-            self.tile_scheduler_metadata = sparse_attention_plan(
-                lengths, extra_lengths, heads=heads, width=width, extra_width=extra_width
-            )
-            self.have_initialized, self.config = True, config
-        return self.tile_scheduler_metadata
-
-
-def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """The scheduling argument of ``flash_mla_with_kvcache``, empty; all arguments are ignored.
-
-    One for the layers of a step whose lists are as long; it is filled by the first of them.
-    """
-    return FlashMLASchedMeta(), None
 
 
 def flash_mla_with_kvcache(
@@ -141,7 +91,7 @@ def flash_mla_with_kvcache(
     """
     name = "flash_mla_with_kvcache"
     if indices is None:
-        _not_provided(name, "without indices (dense decode)")
+        not_provided(name, "without indices (dense decode)")
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         raise TypeError(
             f"{name}: tile_scheduler_metadata must be what get_mla_metadata returns, got "
@@ -254,65 +204,6 @@ def flash_mla_sparse_fwd(
         max_logits=max_logits,
     )
     return result, max_logits, lse
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_qo: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Dense attention is not provided: raises NotImplementedError."""
-    _not_provided("flash_attn_varlen_func")
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Dense attention is not provided: raises NotImplementedError."""
-    _not_provided("flash_attn_varlen_qkvpacked_func")
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_qo: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Dense attention is not provided: raises NotImplementedError."""
-    _not_provided("flash_attn_varlen_kvpacked_func")
-
-
-def _not_provided(name: str, call: str = "(dense attention)") -> NoReturn:
-    raise NotImplementedError(
-        f"anymla.compat.flash_mla: {name} {call} is not provided, anymla's attention is sparse; "
-        "list the slots in indices, or use FlashMLA itself or "
-        "torch.nn.functional.scaled_dot_product_attention"
-    )
 
 
 def _cache(name: str, argument: str, cache: Tensor) -> tuple[Tensor, str]:
