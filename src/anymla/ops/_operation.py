@@ -10,12 +10,8 @@ the fake kernel is the same for all of them: it does nothing.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import importlib
 import inspect
-import types
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -23,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.ops._backend import SUPPORTED, Backend, BackendUnavailable, LazyFunction, Support
 from anymla.ops._check import FLOAT32_UP, FLOATS, INT32, INT64, check, require
+from anymla.ops._schema import schema_of
 from anymla.ops.workspace import active_workspace
 
 __all__ = [
@@ -61,65 +59,6 @@ def vouched_for(known: bool) -> Iterator[None]:
         yield
     finally:
         _vouched.reset(token)
-
-
-class BackendUnavailable(RuntimeError):
-    """This machine, or this backend, cannot run this call; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Support:
-    """Whether a backend can run a call, and if not, why.
-
-    Attributes:
-        ok: it can.
-        reason: why not.
-        automatic: it may be chosen without having been named.
-    """
-
-    ok: bool
-    reason: str = ""
-    automatic: bool = True
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-SUPPORTED = Support(True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """One implementation of an operation."""
-
-    name: str
-    run: Callable[..., Any]
-    supports: Callable[..., Support] | None
-
-    def support(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Support:
-        """Whether this backend can run the call; nothing is launched."""
-        return SUPPORTED if self.supports is None else self.supports(*args, **kwargs)
-
-
-class _Lazy:
-    """A function whose module is imported when it is first called, or asked for its signature."""
-
-    def __init__(self, module: str, name: str) -> None:
-        self._module = module
-        self._name = name
-        self._run: Callable[..., Any] | None = None
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._load())
-
-    def _load(self) -> Callable[..., Any]:
-        if self._run is None:
-            self._run = getattr(importlib.import_module(self._module), self._name)
-        return self._run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._load()(*args, **kwargs)
 
 
 class Operation:
@@ -176,7 +115,7 @@ class Operation:
             module: dotted name of a module with a function of the operation's name.
             supports: as for ``register``; answered without importing the module.
         """
-        self.register(name, _Lazy(module, self.name), supports=supports)
+        self.register(name, LazyFunction(module, self.name), supports=supports)
 
     def __call__(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         """Check the arguments and run; ``backend=None`` takes the best that supports the call.
@@ -274,24 +213,7 @@ class Operation:
 
     def schema(self) -> str:
         """The operator's schema in the language of torch.library, without its name."""
-        hints = typing.get_type_hints(self._contract)
-        words: list[str] = []
-        keyword_only = False
-        alias = iter("abcdefghijklmnopqrstuvwxyz")
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
-                keyword_only = True
-                words.append("*")
-            mark = f"({next(alias)}!)" if name in self._mutates else ""
-            word = f"{_schema_type(hints[name], mark)} {name}"
-            default = parameter.default
-            if default is not inspect.Parameter.empty:
-                word += f"={_schema_default(default)}"
-            words.append(word)
-        if not keyword_only:
-            words.append("*")
-        words += ["str? backend=None", f"Tensor({next(alias)}!)[] results"]
-        return f"({', '.join(words)}) -> ()"
+        return schema_of(self._contract, self._mutates)
 
 
 def operation(
@@ -320,23 +242,3 @@ def operation(
         return made
 
     return decorate
-
-
-_SCALARS = {int: "SymInt", float: "float", bool: "bool", str: "str"}
-
-
-def _schema_type(hint: Any, mark: str) -> str:
-    optional = ""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
-        optional = "?"
-    if typing.get_origin(hint) is list:
-        (member,) = typing.get_args(hint)
-        return f"{_schema_type(member, mark)}[]{optional}"
-    if hint is Tensor:
-        return f"Tensor{mark}{optional}"
-    return _SCALARS[hint] + optional
-
-
-def _schema_default(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
