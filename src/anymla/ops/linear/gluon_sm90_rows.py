@@ -10,59 +10,11 @@ of ROWS rows, and a tile's sums are those of its warps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
+from anymla.ops.linear.gluon_sm90_produce import produce
 from anymla.ops.linear.gluon_sm90_words import decoded_flat, factors, flat_layout
-
-# The name changed after triton 3.6.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _produce(
-    x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    BYTES: gl.constexpr = (ROWS + COLUMNS) * 128
-    first = gl.program_id(0)
-    programs = gl.num_programs(0)
-    steps = ((tiles - first + programs - 1) // programs) * runs
-    tile = first
-    run = 0
-    for i in gl.static_range(STAGES):
-        there = i < steps
-        mbarrier.expect(full.index(i), BYTES, pred=there)
-        _copy(w_desc, [tile * ROWS, run * 32], full.index(i), ring.index(i), pred=there)
-        run += 1
-        if run == runs:
-            run = 0
-            tile += programs
-    if EARLY:
-        wait_for_predecessors()
-    tile = first
-    run = 0
-    for i in gl.static_range(STAGES):
-        group = tile * ROWS // n
-        _copy(
-            x_desc, [0, (group * runs + run) * 32], full.index(i), x_ring.index(i), pred=i < steps
-        )
-        run += 1
-        if run == runs:
-            run = 0
-            tile += programs
-    group = tile * ROWS // n
-    for step in range(STAGES, steps):
-        slot = step % STAGES
-        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), BYTES)
-        _copy(w_desc, [tile * ROWS, run * 32], full.index(slot), ring.index(slot))
-        _copy(x_desc, [0, (group * runs + run) * 32], full.index(slot), x_ring.index(slot))
-        run += 1
-        if run == runs:
-            run = 0
-            tile += programs
-            group = tile * ROWS // n
 
 
 @gluon.jit
@@ -168,9 +120,9 @@ def rows_kernel(
                 ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
                 x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, EARLY,
             )),
-            (_produce, (
-                x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS, COLUMNS, STAGES,
-                EARLY,
+            (produce, (
+                x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS,
+                (ROWS + COLUMNS) * 128, 1, 32, STAGES, EARLY,
             )),
         ],
         [1],

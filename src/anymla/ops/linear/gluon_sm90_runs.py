@@ -19,59 +19,11 @@ both operands: a thread has 32 neighbours of every row, which it reads 16 at a t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
+from anymla.ops.linear.gluon_sm90_produce import produce
 from anymla.ops.linear.gluon_sm90_words import decoded, factors, halves, words_layout
-
-# The name changed after triton 3.6.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _produce(
-    x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, groups,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
-):  # fmt: skip
-    BYTES: gl.constexpr = (ROWS + COLUMNS) * WARPS * 128
-    first = gl.program_id(0)
-    programs = gl.num_programs(0)
-    steps_of_tile = (runs + WARPS - 1) // WARPS
-    steps = ((tiles - first + programs - 1) // programs) * steps_of_tile
-    tile = first
-    run = 0
-    for i in gl.static_range(STAGES):
-        there = i < steps
-        mbarrier.expect(full.index(i), BYTES, pred=there)
-        _copy(w_desc, [run, tile * ROWS, 0], full.index(i), ring.index(i), pred=there)
-        run += WARPS
-        if run >= runs:
-            run = 0
-            tile += programs
-    if EARLY:
-        wait_for_predecessors()
-    tile = first
-    run = 0
-    for i in gl.static_range(STAGES):
-        group = tile * ROWS // n
-        _copy(x_desc, [group * runs + run, 0, 0], full.index(i), x_ring.index(i), pred=i < steps)
-        run += WARPS
-        if run >= runs:
-            run = 0
-            tile += programs
-    group = tile * ROWS // n
-    for step in range(STAGES, steps):
-        slot = step % STAGES
-        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), BYTES)
-        _copy(w_desc, [run, tile * ROWS, 0], full.index(slot), ring.index(slot))
-        _copy(x_desc, [group * runs + run, 0, 0], full.index(slot), x_ring.index(slot))
-        run += WARPS
-        if run >= runs:
-            run = 0
-            tile += programs
-            group = tile * ROWS // n
 
 
 @gluon.jit
@@ -208,9 +160,9 @@ def runs_kernel(
                 x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, PLAIN,
                 EARLY,
             )),
-            (_produce, (
-                x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, groups, ROWS, COLUMNS,
-                WARPS, STAGES, EARLY,
+            (produce, (
+                x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS,
+                (ROWS + COLUMNS) * WARPS * 128, WARPS, 0, STAGES, EARLY,
             )),
         ],
         [1],

@@ -18,62 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
+from anymla.ops.linear.gluon_sm90_produce import produce
 from anymla.ops.linear.gluon_sm90_words import factors
-
-# The name changed after triton 3.6.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _produce(
-    x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, groups,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    BYTES: gl.constexpr = (ROWS + TOKENS) * 128
-    first = gl.program_id(0)
-    programs = gl.num_programs(0)
-    steps = ((tiles - first + programs - 1) // programs) * runs
-    tile = first
-    run = 0
-    for i in gl.static_range(STAGES):
-        there = i < steps
-        mbarrier.expect(full.index(i), BYTES, pred=there)
-        _copy(w_desc, [tile * ROWS, run * 128], full.index(i), ring.index(i), pred=there)
-        run += 1
-        if run == runs:
-            run = 0
-            tile += programs
-    if EARLY:
-        wait_for_predecessors()
-    tile = first
-    run = 0
-    for i in gl.static_range(STAGES):
-        group = tile * ROWS // n
-        _copy(
-            x_desc, [0, (group * runs + run) * 128], full.index(i), x_ring.index(i), pred=i < steps
-        )
-        run += 1
-        if run == runs:
-            run = 0
-            tile += programs
-    group = tile * ROWS // n
-    for step in range(STAGES, steps):
-        slot = step % STAGES
-        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), BYTES)
-        _copy(w_desc, [tile * ROWS, run * 128], full.index(slot), ring.index(slot))
-        _copy(x_desc, [0, (group * runs + run) * 128], full.index(slot), x_ring.index(slot))
-        run += 1
-        if run == runs:
-            run = 0
-            tile += programs
-            group = tile * ROWS // n
 
 
 @gluon.jit
@@ -190,9 +141,9 @@ def tens_kernel(
                 ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
                 x_scale_token, x_scale_run, ROWS, TOKENS, STAGES, AT_ONCE, EARLY,
             )),
-            (_produce, (
-                x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, groups, ROWS, TOKENS,
-                STAGES, EARLY,
+            (produce, (
+                x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS,
+                (ROWS + TOKENS) * 128, 1, 128, STAGES, EARLY,
             )),
         ],
         [1],
