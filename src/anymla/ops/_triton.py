@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from typing import Any
@@ -99,6 +100,16 @@ def target_of(device: torch.device) -> Target:
 def has_triton() -> bool:
     """Whether triton can be imported."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether triton is new enough for Hopper's kernels; asked of its metadata alone."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)
 
 
 @functools.cache

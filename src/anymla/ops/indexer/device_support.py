@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.records import SplitFp8Layout
 from anymla.ops._operation import Support
-from anymla.ops._triton import float32_support, target_of
+from anymla.ops._triton import float32_support, has_gluon, target_of
 
 _WIDEST = 512
 _MOST_HEADS = 256
@@ -122,7 +120,7 @@ def hopper_dense_support(
 def _hopper(device: torch.device) -> Support:
     if device.type != "cuda" or target_of(device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
-    return Support(True) if _has_gluon() else Support(False, "needs triton 3.6 or newer")
+    return Support(True) if has_gluon() else Support(False, "needs triton 3.6 or newer")
 
 
 def _hopper_queries(q: Tensor) -> Support:
@@ -141,13 +139,3 @@ def _hopper_pages(q: Tensor, index_cache: Tensor, layout: str) -> Support:
     if cache.stride(0) % 16 or cache.data_ptr() % 16:
         return Support(False, "pages must lie at multiples of 16 bytes")
     return Support(True, automatic=_HOPPER_AUTOMATIC)
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    """Whether triton is new enough for Hopper's kernel; asked of its metadata alone."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)

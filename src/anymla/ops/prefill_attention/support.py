@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import cache
 from typing import Any
 
@@ -10,18 +9,12 @@ import torch
 from torch import Tensor
 
 from anymla.ops._operation import Support
-from anymla.ops._triton import target_of, triton_support
+from anymla.ops._triton import has_gluon, target_of, triton_support
 
 CHANNELS = 512
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 _OPERANDS = (torch.float16, torch.bfloat16)
-
-
-@cache
-def _has_gluon() -> bool:
-    major, minor = importlib.metadata.version("triton").split(".")[:2]
-    return (int(major), int(minor)) >= (3, 6)
 
 
 @cache
@@ -32,7 +25,7 @@ def runs_on(device: torch.device) -> Support:
         return support
     if target_of(device).name != "sm_90":
         return Support(False, "needs a Hopper GPU (compute capability 9.0)")
-    if not _has_gluon():
+    if not has_gluon():
         return Support(False, "needs Triton 3.6 or newer")
     return Support(True)
 

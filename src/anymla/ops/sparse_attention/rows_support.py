@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._operation import Support
-from anymla.ops._triton import target_of, triton_support
-from anymla.ops.sparse_attention.support import _has_gluon
+from anymla.ops._triton import has_gluon, target_of, triton_support
 
 _CHANNELS = 512
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
@@ -34,7 +33,7 @@ def gluon_rows_support(
     support = triton_support(q)
     if not support:
         return support
-    if not _has_gluon():
+    if not has_gluon():
         return Support(False, "needs triton 3.6 or newer")
     if q.dtype not in (torch.bfloat16, torch.float16) or kv.dtype != q.dtype:
         return Support(False, "q and kv must both be float16, or both bfloat16")

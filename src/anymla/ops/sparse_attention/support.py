@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._operation import Support
-from anymla.ops._triton import target_of, triton_support
+from anymla.ops._triton import has_gluon, target_of, triton_support
 from anymla.ops.sparse_attention.schedule import FEW_HEADS
 
 LARGEST_CHANNELS = 640
@@ -44,19 +42,9 @@ def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: An
     return support
 
 
-@functools.cache
-def _has_gluon() -> bool:
-    """Whether triton is new enough for the Hopper kernels; asked of its metadata alone."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)
-
-
 def runs_gluon(device: torch.device) -> bool:
     """Whether the Hopper kernels run there."""
-    return device.type == "cuda" and target_of(device).name == "sm_90" and _has_gluon()
+    return device.type == "cuda" and target_of(device).name == "sm_90" and has_gluon()
 
 
 def gluon_attention_support(
@@ -76,7 +64,7 @@ def gluon_attention_support(
     support = triton_support(q)
     if not support:
         return support
-    if not _has_gluon():
+    if not has_gluon():
         return Support(False, "needs triton 3.6 or newer")
     if q.dtype not in (torch.bfloat16, torch.float16):
         return Support(False, f"q must be bfloat16 or float16, got {q.dtype}")
