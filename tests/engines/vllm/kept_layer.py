@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.compressor import AnymlaCompressor
 from anymla.engines.vllm.indexer import AnymlaIndexer, AnymlaSparseAttnIndexer
-from anymla.engines.vllm.metadata import CompressedBuilder
+from anymla.engines.vllm.metadata import CompressedBuilder, WindowBuilder
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 
 Measures = dict[str, dict[str, float]]  # of each part
@@ -131,6 +131,9 @@ class Layer:
         """One step in the order of vLLM's layer; the results of its parts by name."""
         fields = step["metadata"]["fields"]
         metadata = {name: types.SimpleNamespace(**each) for name, each in fields.items()}
+        held = WindowBuilder.build_tile_scheduler(None, 0)
+        window = metadata[self.attention.swa_cache_layer.prefix]
+        vars(window).update((f"tile_sched_{name}", plan) for name, plan in held.items())
         stand_ins.context.attn_metadata = metadata
         query, attention = step["query"], self.attention
         positions, found = query["positions"], {}

@@ -15,6 +15,7 @@ from anymla.engines.vllm.indexer import AnymlaIndexer, AnymlaIndexerCache
 from anymla.engines.vllm.metadata import SPARSE_BACKEND, WINDOW_BACKEND
 from anymla.engines.vllm.pinned import SEAMS
 from anymla.formats.fp8_block import dequantize_fp8_weight
+from anymla.layers.rows import Rows
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
 from anymla.ops.output_projection import grouped_output_projection
 from anymla.ops.selection import compute_global_topk_indices_and_lens
@@ -88,36 +89,37 @@ class AnymlaAttention(_Base):
         window = attn_metadata[self.swa_cache_layer.prefix]
         decodes = window.num_decode_tokens
         tokens = decodes + window.num_prefill_tokens
-        cache, slots, lengths = self._entries(attn_metadata, tokens)
-        for span, window_slots, window_lengths in (
-            (slice(0, decodes), window.decode_swa_indices, window.decode_swa_lens),
-            (slice(decodes, tokens), window.prefill_swa_indices, window.prefill_swa_lens),
-        ):
+        entries = self._entries(attn_metadata, tokens)
+        decoding = Rows(window.decode_swa_indices, window.decode_swa_lens)
+        prefilled = Rows(window.prefill_swa_indices, window.prefill_swa_lens)
+        for span, rows in ((slice(0, decodes), decoding), (slice(decodes, tokens), prefilled)):
             if span.start < span.stop:
+                listed = entries and Rows(entries.indices[span], entries.lengths[span])
+                kind = self.compress_ratio, span.start
                 sparse_attention(
                     q[span],
                     self.swa_cache_layer.kv_cache,
-                    window_slots,
-                    window_lengths,
+                    rows.indices,
+                    rows.lengths,
                     sink=self.attn_sink,
                     scale=self.scale,
-                    extra_cache=cache,
-                    extra_indices=None if slots is None else slots[span],
-                    extra_lengths=None if lengths is None else lengths[span],
+                    extra_cache=listed and self.kv_cache,
+                    extra_indices=listed and listed.indices,
+                    extra_lengths=listed and listed.lengths,
+                    plan=window.tile_sched_swaonly.of(kind, q.shape[1], rows, listed),
                     out=output[span],
                     backend=self.backend,
                 )
         output[tokens:].zero_()
 
-    def _entries(self, attn_metadata: Any, tokens: int) -> tuple[Tensor | None, ...]:
-        """Compressed cache, and the slots and counts of each token's entries in it."""
+    def _entries(self, attn_metadata: Any, tokens: int) -> Rows | None:
+        """Each token's entries in the compressed cache."""
         if self.compress_ratio <= 1:
-            return None, None, None
+            return None
         metadata = attn_metadata[self.prefix]
         if self.indexer is None:
-            slots = metadata.c128a_global_decode_topk_indices
-            return self.kv_cache, slots, metadata.c128a_decode_topk_lens
-        return self.kv_cache, *compute_global_topk_indices_and_lens(
+            return Rows(metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens)
+        slots, lengths = compute_global_topk_indices_and_lens(
             self.topk_indices_buffer[:tokens],
             metadata.req_id_per_token,
             metadata.block_table,
@@ -125,6 +127,7 @@ class AnymlaAttention(_Base):
             attn_metadata[self.swa_cache_layer.prefix].is_valid_token,
             backend=self.backend,
         )
+        return Rows(slots, lengths)
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
         table = self.rotary_emb.cos_sin_cache

@@ -12,7 +12,6 @@ from torch import Tensor
 from vllm.model_executor.layers.mhc import HCHeadOp, MHCFusedPostPreOp, MHCPostOp, MHCPreOp
 
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_pre
-from anymla.ops.norm_rope import rms_norm
 
 
 def pre(
@@ -32,6 +31,7 @@ def pre(
     """Gates, and the streams collapsed to a sublayer's input, normed if there is a weight."""
     assert hc_pre_eps == hc_sinkhorn_eps
     assert hc_post_mult_value == 2.0
+    assert norm_weight is None or norm_eps == rms_eps
     y, gate, comb = hc_pre(
         residual.flatten(0, -3),
         fn,
@@ -40,9 +40,8 @@ def pre(
         norm_eps=rms_eps,
         hc_eps=hc_pre_eps,
         iters=sinkhorn_repeat,
+        norm_weight=norm_weight,
     )
-    if norm_weight is not None:
-        y = rms_norm(y, norm_weight, norm_eps)
     outer = residual.shape[:-2]
     return gate.view(*outer, -1, 1), comb.view(*outer, *comb.shape[1:]), y.view(*outer, -1)
 

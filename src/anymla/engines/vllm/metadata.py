@@ -12,6 +12,7 @@ from vllm.models.deepseek_v4.sparse_mla import (
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 
+from anymla.layers.plans import Plans
 from anymla.ops.selection import compressed_rows
 
 
@@ -45,13 +46,13 @@ class CompressedBuilder(DeepseekV4SparseMLAMetadataBuilder):
 class WindowBuilder(sparse_swa.DeepseekSparseSWAMetadataBuilder):
     """Window metadata; ``build`` is vLLM's own."""
 
-    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, None]:
-        """No plan of FlashMLA's for any layer type.
+    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Plans]:
+        """Hold anymla's plans where vLLM holds FlashMLA's: of a step, or of one step of a draft.
 
-        In vLLM 0.32.0 ``build`` reads five types, but the CPU builder returns three and its model
-        stops with KeyError 'c1a'. Without that fault this would stay: FlashMLA never runs here.
+        They are one object, whatever the type of a layer. In vLLM 0.32.0 ``build`` reads five
+        types, but the CPU builder returns three and its model stops with KeyError 'c1a'.
         """
-        return dict.fromkeys(("swaonly", "c4a", "c128a", "c1a", "c2a"))
+        return dict.fromkeys(("swaonly", "c4a", "c128a", "c1a", "c2a"), Plans())
 
 
 def _backend(name: str, base: Any, builder: type) -> type:

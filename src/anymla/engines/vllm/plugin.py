@@ -22,8 +22,7 @@ def register() -> None:
     refused = report.refusal(installed_version())
     if refused:
         if multiprocessing.parent_process() is None:  # once, not in every worker as well
-            log = logging.getLogger("vllm.plugins.anymla")
-            log.warning("anymla replaces nothing: %s", refused)
+            logging.getLogger("vllm.plugins.anymla").warning("anymla replaces nothing: %s", refused)
         return
     from vllm import ModelRegistry
 
