@@ -1,3 +1,5 @@
+from unittest import mock
+
 import torch
 
 from anymla.layers import plans
@@ -28,3 +30,13 @@ def test_layers_that_list_alike_share_a_plan(monkeypatch):
     assert [int(each) for each in (some[0], *others)] == [1, 2, 3, 4, 5]
     assert made[3] == (window.lengths, None, {"heads": 8, "width": 128, "extra_width": None})
     assert plans.Plans().of(None, 8, window, None) is not others[2]
+
+
+def test_a_graph_follows_plans_of_its_own(monkeypatch):
+    made, capturing = [], [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(plans, "sparse_attention_plan", lambda *_, **__: made.append(0) or made)
+    step, window = plans.Plans(), Rows(torch.zeros(3, 128), mock.Mock(is_cuda=True))
+    for capturing[0], count in ((False, 1), (True, 2), (True, 2), (False, 2)):
+        step.of("C4", 8, window, None)
+        assert len(made) == count
