@@ -63,6 +63,16 @@ def test_gather_then_attend_does_the_same(case):
     )
 
 
+def test_a_roofline_is_of_bytes_or_of_operations():
+    call = Call(SMALL[1], device="cpu")
+    keys = sum(
+        min(position + 1, 128) + min((position + 1) // 4, 64) for position in range(588, 600)
+    )
+    assert call.roofline_us(1e30, 1e12) == pytest.approx(4 * 2 * 512 * keys * 1e-6)
+    moved = 2 * 2 * 12 * 2 * 512 + 2 * 512 * (139 + 150) + 12 * 4 * (4 + 64)
+    assert call.roofline_us(1e12, 1e30) == pytest.approx(moved * 1e-6)
+
+
 def test_the_cases_are_those_of_the_table():
     every = CASES + LONG_CASES
     assert len(set(every)) == len(every)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.gpu_timing import time_us
+from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
 from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.attention_output import prefill_attention_fp8_quant
@@ -118,7 +118,13 @@ class Call:
         angles = torch.rand((case.context, 32), device=device) * 6.28
         self.table = torch.cat((angles.cos(), angles.sin()), 1)
         self.case = case
-        self.keys = int(self.runs[:, 1].sum() + self.runs[:, 3].sum())
+        self.flops = 4 * heads * 512 * int(self.runs[:, 1].sum() + self.runs[:, 3].sum())
+
+    def roofline_us(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """Microseconds at a machine's rates, the slower counting: each byte moved once."""
+        moved = sum(x.nbytes for x in (self.q, self.rows, self.runs, self.out))
+        moved += 0 if self.lists is None else self.lists.nbytes
+        return max(moved / bytes_per_s, self.flops / flops_per_s) * 1e6
 
     def decode(self) -> None:
         """Fill the workspace from the FP8 cache."""
@@ -226,6 +232,12 @@ def target(case: PrefillCase) -> float:
     return 1.05
 
 
+@functools.cache
+def _rates() -> tuple[float, float]:
+    """Bytes and operations a second of the device."""
+    return copy_bandwidth(), matmul_rate()
+
+
 def measure(
     cases: Sequence[PrefillCase], backend: str, peer: Peer | None, *, repetitions: int = 12
 ) -> Iterator[Result]:
@@ -235,6 +247,7 @@ def measure(
     quantised, ``pass_us`` the separate pass that does the same to a finished output, ``decode_us``
     the filling of the workspace. Queries and outputs exceed the caches, so that each call of a
     graph finds them in memory; the rows of a chunk stay cached, as they do from query to query.
+    ``roofline_us`` is at the rates of copies and of large matrix products on the same device.
     """
     for case in cases:
         call = Call(case)
@@ -245,7 +258,8 @@ def measure(
         row["fp8_us"] = time_us([functools.partial(call.quantised, backend)] * 2, repetitions)
         row["pass_us"] = time_us([call.separate_pass] * 2, repetitions)
         row["rows"] = len(call.rows)
-        row["teraflops"] = 4 * case.heads * 512 * call.keys / row["us"] * 1e-6
+        row["teraflops"] = call.flops / row["us"] * 1e-6
+        row["roofline_us"] = call.roofline_us(*_rates())
         row["backend"] = backend
         asked, met = None, None
         if peer is not None:

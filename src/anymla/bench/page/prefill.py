@@ -31,26 +31,27 @@ def prefill_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _attention(rows: Sequence[Row]) -> Table:
-    body, used = [], []
-    for row in rows:
-        shape = _shape(row)
-        if row.get("part") != _ATTENTION or shape is None or "peer_us" not in row:
-            continue
-        used.append(row)
-        body.append(
-            [
-                *shape,
-                f"{microseconds(row['us'])} ({row['teraflops']:.0f})",
-                microseconds(row["peer_us"]),
-                _times(row["ratio"], row.get("target")),
-                f"{row['error']:.2e}, {row['peer_error']:.2e}",
-                microseconds(row["fp8_us"]),
-                microseconds(row["peer_us"] + row["pass_us"]),
-                _times(row["fp8_ratio"]),
-            ]
-        )
-    head = ["layer", "heads", "queries of context", "us (TFLOP/s)", "FlashMLA us", "times"]
-    head += ["error, both", "us, FP8 output", "FlashMLA + pass us", "times"]
+    used = [row for row in rows if row.get("part") == _ATTENTION and "peer_us" in row]
+    used = [row for row in used if _shape(row) is not None]
+    shares = all("roofline_us" in row for row in used)
+    body = [
+        [
+            *(_shape(row) or ()),
+            f"{microseconds(row['us'])} ({row['teraflops']:.0f})",
+            *([f"{row['roofline_us'] / row['us']:.0%}"] if shares else []),
+            microseconds(row["peer_us"]),
+            _times(row["ratio"], row.get("target")),
+            f"{row['error']:.2e}, {row['peer_error']:.2e}",
+            microseconds(row["fp8_us"]),
+            microseconds(row["peer_us"] + row["pass_us"]),
+            _times(row["fp8_ratio"]),
+        ]
+        for row in used
+    ]
+    head = ["layer", "heads", "queries of context", "us (TFLOP/s)"]
+    head += ["of roofline"] if shares else []
+    head += ["FlashMLA us", "times", "error, both"]
+    head += ["us, FP8 output", "FlashMLA + pass us", "times"]
     return Table("prefill", "Attention during prefill", head, body, source(used))
 
 
