@@ -17,20 +17,12 @@ from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
-from anymla.ops.compressor.triton_pool import (
-    FEW_TOKENS,
-    GIVEN,
-    closing,
-    config,
-    count_states,
-    launch_pool,
-    next_of,
-    pool_window,
-)
+from anymla.ops.compressor.triton_pool import FEW_TOKENS, GIVEN, config, launch_pool
+from anymla.ops.compressor.triton_window import closing, count_states, next_of, pool_window
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.kv_cache.triton_builds import INDEX_LAYOUTS, MAIN_LAYOUTS
-from anymla.ops.norm_rope.triton_norm import inverse_rms
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
+from anymla.ops.norm_rope.triton_rms import inverse_rms
 
 
 @triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity", "length"])

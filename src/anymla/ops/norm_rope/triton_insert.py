@@ -19,13 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
+from anymla.formats.triton_rows import cache_bytes, row_codec
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.kv_cache.triton_builds import MAIN_LAYOUTS
-from anymla.ops.norm_rope.triton_norm import inverse_rms
-from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
+from anymla.ops.norm_rope.triton_programs import insert_rows, turn_heads
 
 _Q_TILE = 4096
 _KV_TILE = 2048
@@ -44,102 +43,6 @@ def config(heads: int, channels: int, target: Target) -> Config:
     """Thirty-two elements of query, sixteen of key-value rows a thread."""
     together = max(1, min(_Q_TILE // channels, triton.next_power_of_2(heads)))
     return Config(together, max(1, _KV_TILE // channels), _Q_TILE // (32 * target.warp_size))
-
-
-@triton.jit
-def insert_rows(
-    kv,
-    cache,
-    slots,
-    positions,
-    table,
-    first,
-    inserted,
-    row_stride,
-    column_stride,
-    page_stride,
-    capacity,
-    table_row_stride,
-    table_column_stride,
-    length,
-    ENTRIES: tl.constexpr,
-    CODEC: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Rotate and store key-value rows ``first`` .. of ``inserted``."""
-    WIDTH: tl.constexpr = CODEC.channels
-    channel = tl.arange(0, WIDTH)
-    row = first + tl.arange(0, ROWS)
-    given = row < inserted
-    slot = tl.load(slots + row, mask=given, other=-1)
-    position = tl.load(positions + row, mask=given, other=0)
-    at = kv + row[:, None] * row_stride + (channel * column_stride)[None, :]
-    x = tl.load(at, mask=given[:, None], other=0.0).to(tl.float32)
-    cos, sin = load_turns(
-        table,
-        table_row_stride,
-        table_column_stride,
-        length,
-        position,
-        given,
-        WIDTH,
-        ROPE,
-        WIDTH,
-    )
-    valid = (slot >= 0) & (slot < capacity)
-    values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
-    store_rows(cache, values, scales, valid, turn_pairs(x, cos, sin, WIDTH, ROPE), CODEC, NATIVE)
-
-
-@triton.jit
-def turn_heads(
-    q,
-    out,
-    positions,
-    table,
-    token,
-    first,
-    heads,
-    q_token_stride,
-    q_head_stride,
-    q_column_stride,
-    out_token_stride,
-    out_head_stride,
-    out_column_stride,
-    table_row_stride,
-    table_column_stride,
-    length,
-    eps,
-    WIDTH: tl.constexpr,
-    ROPE: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Norm and rotate heads ``first`` .. of one token."""
-    channel = tl.arange(0, WIDTH)
-    head = first + tl.arange(0, HEADS)
-    there = (head < heads)[:, None]
-    at = q + token * q_token_stride + head[:, None].to(tl.int64) * q_head_stride
-    at += (channel * q_column_stride)[None, :]
-    x = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    # A row of cosines for every head: as one row they would have another layout than the heads,
-    # and the heads, not the row, would be moved.
-    cos, sin = load_turns(
-        table,
-        table_row_stride,
-        table_column_stride,
-        length,
-        tl.load(positions + token + tl.zeros((HEADS,), tl.int64)),
-        head < heads,
-        WIDTH,
-        ROPE,
-        WIDTH,
-    )
-    x = turn_pairs(x * inverse_rms(x, eps, WIDTH), cos, sin, WIDTH, ROPE)
-    at = out + token * out_token_stride + head[:, None].to(tl.int64) * out_head_stride
-    at += (channel * out_column_stride)[None, :]
-    tl.store(at, x.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["inserted", "kv_programs", "capacity", "length"])
