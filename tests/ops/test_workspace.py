@@ -1,5 +1,7 @@
 """Scratch memory that the caller owns."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -46,6 +48,19 @@ def test_what_does_not_fit_is_allocated_and_counted_until_reserved():
         assert workspace.overflows == overflows
         workspace.reserve()
     assert workspace.num_bytes == workspace.needed_bytes == 4096
+
+
+def test_memory_that_graphs_may_know_stays():
+    workspace = Workspace(CPU)
+    known = []
+    for size in (1000, 1000, 3000):
+        with workspace.active(), workspace.scope():
+            scratch((size,), torch.uint8, CPU)
+        workspace.reserve()
+        known.append(weakref.ref(workspace._lanes[0].buffer))
+    assert known[0]() is known[1]() is not known[2]()
+    assert known[0]() is not None
+    assert workspace.num_bytes == 1024 + 3072
 
 
 def test_other_queues_share_nothing():

@@ -51,11 +51,13 @@ class Workspace:
         self.overflows = 0
         sizes = (num_bytes, *(0 for _ in range(1, QUEUES)))
         self._lanes = [_Lane(self._allocate(size)) for size in sizes]
+        self._outgrown: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are reserved."""
-        return sum(lane.buffer.numel() for lane in self._lanes)
+        buffers = [*(lane.buffer for lane in self._lanes), *self._outgrown]
+        return sum(buffer.numel() for buffer in buffers)
 
     @property
     def needed_bytes(self) -> int:
@@ -66,11 +68,13 @@ class Workspace:
         """Grow to what has been needed so far.
 
         To be called between a rehearsal of the largest calls and the recording of graphs, which
-        know the memory by its address; parts taken earlier stay where they are.
+        know the memory by its address: what earlier graphs know stays theirs.
         """
         for lane in self._lanes:
             assert not lane.used, "an operation is running"
             if lane.needed > lane.buffer.numel():
+                if lane.buffer.numel():
+                    self._outgrown.append(lane.buffer)
                 lane.buffer = self._allocate(lane.needed)
 
     @contextlib.contextmanager
