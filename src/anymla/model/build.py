@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.layers.attention import AttentionLayer
@@ -17,7 +14,7 @@ from anymla.layers.hyper_connection import (
     HyperConnectionOptions,
 )
 from anymla.layers.indexer import Indexer
-from anymla.layers.linear import Linear, PackedWeight
+from anymla.layers.linear import PackedWeight
 from anymla.layers.moe import ExpertWeights, MixtureOfExperts, Router, SharedExpert
 from anymla.layers.mtp import DraftLayer
 from anymla.layers.output_projection import OutputProjection
@@ -27,19 +24,15 @@ from anymla.layers.spec import LayerSpec
 from anymla.model.config import ConfigError, ModelConfig
 from anymla.model.layer_specs import layer_specs
 from anymla.model.transformer import Transformer
-
-ReadTensor = Callable[[str], Tensor]
-ReadLinear = Callable[[str], PackedWeight]
+from anymla.model.weights import ReadLinear, ReadTensor, Weights
 
 
 class Builder:
     """Builds the network from two readers, so that it does not care where weights come from.
 
     Attributes:
-        read: a tensor by its checkpoint name, on the target device.
-        read_linear: a linear layer's weight by its prefix, on the target device.
-        dtype: dtype of the activations. Plain weights are kept in it; quantised ones as stored.
-        quantize_activations: as the checkpoint asks, and only in reduced precision.
+        weights: of the checkpoint, in the form that modules keep.
+        dtype: dtype of the activations.
         ranks: the processes that share the network.
     """
 
@@ -55,15 +48,21 @@ class Builder:
         ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
-        self.read = read
-        self.read_linear = read_linear
         self.dtype = dtype
         self.device = device
         self.backend = backend
         self.ranks = ranks
         _require_shares(config, ranks)
         scheme = config.quantization.activation_scheme if config.quantization else None
-        self.quantize_activations = scheme == "dynamic" and dtype != torch.float32
+        self.weights = Weights(
+            read,
+            read_linear,
+            dtype=dtype,
+            device=device,
+            quantize_activations=scheme == "dynamic" and dtype != torch.float32,
+            ranks=ranks,
+            backend=backend,
+        )
         self.options = HyperConnectionOptions(
             config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
         )
@@ -79,14 +78,14 @@ class Builder:
             config=config,
             layer_specs=specs,
             dtype=self.dtype,
-            embedding=self.read("embed.weight").to(self.dtype),
+            embedding=self.weights.read("embed.weight").to(self.dtype),
             layers=[
                 self.decoder(f"layers.{spec.index}.", spec)
                 for spec in specs
                 if spec.role == "backbone"
             ],
             head=self.head("", "norm.weight"),
-            lm_head=self.lm_head(),
+            lm_head=self.weights.lm_head(),
             ranks=self.ranks,
             drafts=[
                 self.draft(f"mtp.{spec.index - config.num_hidden_layers}.", spec)
@@ -108,10 +107,10 @@ class Builder:
     def draft(self, prefix: str, spec: LayerSpec) -> DraftLayer:
         """One MTP layer."""
         return DraftLayer(
-            e_proj=self.linear(prefix + "e_proj"),
-            h_proj=self.linear(prefix + "h_proj"),
-            e_norm=self.float32(prefix + "enorm.weight"),
-            h_norm=self.float32(prefix + "hnorm.weight"),
+            e_proj=self.weights.linear(prefix + "e_proj"),
+            h_proj=self.weights.linear(prefix + "h_proj"),
+            e_norm=self.weights.float32(prefix + "enorm.weight"),
+            h_norm=self.weights.float32(prefix + "hnorm.weight"),
             block=self.decoder(prefix, spec),
             head=self.head(prefix, prefix + "norm.weight"),
             eps=self.config.rms_norm_eps,
@@ -126,12 +125,12 @@ class Builder:
         groups = self.ranks.share(config.o_groups)
         return AttentionLayer(
             spec=spec,
-            wq_a=self.linear(prefix + "wq_a"),
-            wq_b=self.linear(prefix + "wq_b", rows=_times(heads, config.head_dim)),
-            wkv=self.linear(prefix + "wkv"),
-            q_norm=self.float32(prefix + "q_norm.weight"),
-            kv_norm=self.float32(prefix + "kv_norm.weight"),
-            sink=self.float32(prefix + "attn_sink")[heads.start : heads.stop],
+            wq_a=self.weights.linear(prefix + "wq_a"),
+            wq_b=self.weights.linear(prefix + "wq_b", rows=_times(heads, config.head_dim)),
+            wkv=self.weights.linear(prefix + "wkv"),
+            q_norm=self.weights.float32(prefix + "q_norm.weight"),
+            kv_norm=self.weights.float32(prefix + "kv_norm.weight"),
+            sink=self.weights.float32(prefix + "attn_sink")[heads.start : heads.stop],
             compressor=self.compressor(prefix + "compressor.", spec, rope) if spec.ratio else None,
             indexer=self.indexer(prefix + "indexer.", spec, rope) if spec.selects else None,
             output=self.output(prefix, len(groups), _times(groups, config.o_lora_rank)),
@@ -142,7 +141,7 @@ class Builder:
 
     def output(self, prefix: str, groups: int, inner: range) -> OutputProjection:
         """The output projection of this rank's groups, whose channels are ``inner``."""
-        wo_a = self.weight(prefix + "wo_a", rows=inner)
+        wo_a = self.weights.packed(prefix + "wo_a", rows=inner)
         whole = self.config.o_lora_rank % FP8_BLOCK == 0
         on_device = self.device.type != "cpu"
         if on_device and wo_a.kind != "fp8":
@@ -150,10 +149,10 @@ class Builder:
             wo_a = PackedWeight("plain", wo_a.dense(self.dtype))
         return OutputProjection(
             wo_a=wo_a,
-            wo_b=self.linear(prefix + "wo_b", columns=inner),
+            wo_b=self.weights.linear(prefix + "wo_b", columns=inner),
             groups=groups,
             quantize_heads=(
-                on_device and self.quantize_activations and wo_a.kind == "fp8" and whole
+                on_device and self.weights.quantize_activations and wo_a.kind == "fp8" and whole
             ),
             ranks=self.ranks,
             backend=self.backend,
@@ -163,10 +162,12 @@ class Builder:
         """The main compressor, or the one inside an indexer."""
         return Compressor(
             kv_gate=merge_kv_gate(
-                self.as_stored(prefix + "wkv"), self.as_stored(prefix + "wgate"), self.dtype
+                self.weights.as_stored(prefix + "wkv"),
+                self.weights.as_stored(prefix + "wgate"),
+                self.dtype,
             ),
-            ape=self.float32(prefix + "ape"),
-            norm=self.float32(prefix + "norm.weight"),
+            ape=self.weights.float32(prefix + "ape"),
+            norm=self.weights.float32(prefix + "norm.weight"),
             eps=self.config.rms_norm_eps,
             rope=rope,
             overlap=spec.overlap,
@@ -176,8 +177,8 @@ class Builder:
     def indexer(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Indexer:
         """The lightning indexer."""
         return Indexer(
-            wq_b=self.linear(prefix + "wq_b"),
-            weights_proj=self.linear(prefix + "weights_proj"),
+            wq_b=self.weights.linear(prefix + "wq_b"),
+            weights_proj=self.weights.linear(prefix + "weights_proj"),
             compressor=self.compressor(prefix + "compressor.", spec, rope),
             heads=self.config.index_n_heads,
             width=spec.selection_width,
@@ -189,27 +190,21 @@ class Builder:
     def site(self, prefix: str, kind: str) -> HyperConnection:
         """The hyper-connection around a sub-layer, with its norm."""
         return HyperConnection(
-            fn=self.float32(f"{prefix}hc_{kind}_fn"),
-            base=self.float32(f"{prefix}hc_{kind}_base"),
-            scale=self.float32(f"{prefix}hc_{kind}_scale"),
-            norm=self.float32(f"{prefix}{kind}_norm.weight"),
+            fn=self.weights.float32(f"{prefix}hc_{kind}_fn"),
+            base=self.weights.float32(f"{prefix}hc_{kind}_base"),
+            scale=self.weights.float32(f"{prefix}hc_{kind}_scale"),
+            norm=self.weights.float32(f"{prefix}{kind}_norm.weight"),
             options=self.options,
             backend=self.backend,
         )
 
-    def lm_head(self) -> Tensor:
-        """As stored where products of 16-bit operands have float32 results, else float32."""
-        stored = self.read("head.weight")
-        as_stored = self.device.type == "cuda" and stored.dtype == self.dtype
-        return stored if as_stored else stored.float()
-
     def head(self, prefix: str, norm: str) -> HyperConnectionHead:
         """The collapse of the streams in front of the lm head."""
         return HyperConnectionHead(
-            fn=self.float32(prefix + "hc_head_fn"),
-            base=self.float32(prefix + "hc_head_base"),
-            scale=self.float32(prefix + "hc_head_scale"),
-            norm=self.float32(norm),
+            fn=self.weights.float32(prefix + "hc_head_fn"),
+            base=self.weights.float32(prefix + "hc_head_base"),
+            scale=self.weights.float32(prefix + "hc_head_scale"),
+            norm=self.weights.float32(norm),
             options=self.options,
             backend=self.backend,
         )
@@ -219,11 +214,11 @@ class Builder:
         config = self.config
         hashed = spec.index < config.num_hash_layers
         router = Router(
-            gate=self.gate(prefix + "gate.weight"),
+            gate=self.weights.gate(prefix + "gate.weight"),
             scale=config.routed_scaling_factor,
             experts_per_token=config.num_experts_per_tok,
-            bias=None if hashed else self.float32(prefix + "gate.bias"),
-            token_experts=self.read(prefix + "gate.tid2eid") if hashed else None,
+            bias=None if hashed else self.weights.float32(prefix + "gate.bias"),
+            token_experts=self.weights.read(prefix + "gate.tid2eid") if hashed else None,
         )
         # As stored even in float32: the experts are nearly all of a checkpoint, and only the few
         # that a token visits are worth converting.
@@ -232,22 +227,16 @@ class Builder:
         return MixtureOfExperts(
             index=spec.index,
             router=router,
-            w1=ExpertWeights.of([self.read_linear(name + "w1") for name in names]),
-            w2=ExpertWeights.of([self.read_linear(name + "w2") for name in names]),
-            w3=ExpertWeights.of([self.read_linear(name + "w3") for name in names]),
+            w1=ExpertWeights.of([self.weights.read_linear(name + "w1") for name in names]),
+            w2=ExpertWeights.of([self.weights.read_linear(name + "w2") for name in names]),
+            w3=ExpertWeights.of([self.weights.read_linear(name + "w3") for name in names]),
             shared=self.shared_expert(prefix + "shared_experts."),
             limit=config.swiglu_limit,
-            quantize_activations=self.quantize_activations,
+            quantize_activations=self.weights.quantize_activations,
             expert_offset=here.start,
             ranks=self.ranks,
             backend=self.backend,
         )
-
-    def gate(self, name: str) -> Tensor:
-        """As stored where its products with the activations are exact in float32, else float32."""
-        stored = self.read(name)
-        as_stored = self.device.type != "cpu" and stored.dtype == self.dtype
-        return stored if as_stored else stored.float()
 
     def shared_expert(self, prefix: str) -> SharedExpert | None:
         """The shared expert, or this rank's channels of it, if the model has one.
@@ -263,47 +252,12 @@ class Builder:
                 return None
             here = range(width)
         return SharedExpert(
-            w1=self.linear(prefix + "w1", rows=here),
-            w2=self.linear(prefix + "w2", columns=here),
-            w3=self.linear(prefix + "w3", rows=here),
+            w1=self.weights.linear(prefix + "w1", rows=here),
+            w2=self.weights.linear(prefix + "w2", columns=here),
+            w3=self.weights.linear(prefix + "w3", rows=here),
             limit=self.config.swiglu_limit,
             backend=self.backend,
         )
-
-    def linear(
-        self, name: str, *, rows: range | None = None, columns: range | None = None
-    ) -> Linear:
-        """A linear layer; formats with quantised activations quantise them as asked."""
-        packed = self.weight(name, rows=rows, columns=columns)
-        quantize = self.quantize_activations and packed.kind in ("fp8", "mxfp4")
-        return Linear(packed, quantize_activations=quantize, backend=self.backend)
-
-    def weight(
-        self, name: str, *, rows: range | None = None, columns: range | None = None
-    ) -> PackedWeight:
-        """A linear weight, or some of its outputs or inputs; plain ones in the activations' dtype.
-
-        Raises:
-            ValueError: the part cuts through values that share a scale.
-        """
-        packed = self.read_linear(name)
-        if self.ranks.size > 1:
-            packed = packed if rows is None else packed.rows(rows)
-            packed = packed if columns is None else packed.columns(columns)
-        if packed.kind == "plain":
-            return PackedWeight("plain", packed.weight.to(self.dtype))
-        if packed.kind == "fp8" and self.device.type == "cuda":
-            return packed.with_float_scales()
-        return packed
-
-    def as_stored(self, name: str) -> Tensor:
-        """A linear weight as a tensor: plain ones as stored, others decoded to float32."""
-        packed = self.read_linear(name)
-        return packed.weight if packed.kind == "plain" else packed.dense(torch.float32)
-
-    def float32(self, name: str) -> Tensor:
-        """A small tensor that the mathematics uses in float32."""
-        return self.read(name).float()
 
 
 def _times(part: range, size: int) -> range:
