@@ -10,13 +10,8 @@ import click
 
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.model.checkpoint import Checkpoint
-from anymla.testing.tiny_checkpoint import (
-    SCALE_FORMATS,
-    WEIGHTS,
-    TinyOptions,
-    default_ratios,
-    write_tiny_checkpoint,
-)
+from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
+from anymla.testing.tiny_options import SCALE_FORMATS, WEIGHTS, TinyOptions, default_ratios
 
 _DEFAULTS = TinyOptions()
 

@@ -7,7 +7,6 @@ The same options give the same bytes. ``transformers`` and vLLM read the result 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,13 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.formats.mxfp4 import MXFP4_BLOCK
-from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.model.checkpoint import INDEX_FILE, SINGLE_FILE
 from anymla.model.config import ModelConfig
 from anymla.model.schema import LinearShape, expected_linears, expected_plain
 from anymla.testing.tiny_noise import Noise
+from anymla.testing.tiny_options import MARK, TinyOptions, tiny_config
 from anymla.testing.tiny_storage import (
     Stored,
     store_fp8,
@@ -31,160 +28,10 @@ from anymla.testing.tiny_storage import (
     store_nvfp4,
     store_plain,
 )
-from anymla.testing.tiny_tokenizer import MIN_VOCAB, write_tokenizer
+from anymla.testing.tiny_tokenizer import write_tokenizer
 from anymla.testing.tiny_weights import linear_values, plain_values
 
-WEIGHTS = ("bf16", "fp8", "fp4")
-SCALE_FORMATS = ("ue8m0", "fp32")
-_MARK = "anymla_tiny"
-_ORIGINAL_CONTEXT = 65536
-
-
-def default_ratios(layers: int) -> tuple[int, ...]:
-    """DeepSeek-V4-Flash's pattern in small: one window-only layer, then 4 and 128 in turn."""
-    return tuple(0 if i == 0 else (4 if i % 2 else 128) for i in range(layers))
-
-
-@dataclasses.dataclass(frozen=True)
-class TinyOptions:
-    """What to write.
-
-    Attributes:
-        weights: "fp4": packed FP4 experts, FP8 for the other linear layers, as DeepSeek ships the
-            model; "fp8": the experts too; "bf16": nothing quantised.
-        ratios: compress ratios of the backbone layers.
-        mtp: draft layers behind them.
-        rope_factor: YaRN's factor; the longest position is 65536 times that.
-        nvfp4_attention: every linear layer of the attention in NVFP4.
-        scale_format: of FP8 scales, "ue8m0" or "fp32" (then not powers of two).
-        shards: files the tensors are spread over.
-        seed: of all values.
-    """
-
-    weights: str = "fp4"
-    ratios: tuple[int, ...] = default_ratios(4)
-    hidden: int = 256
-    heads: int = 8
-    o_groups: int = 2
-    o_lora: int = 128
-    q_lora: int = 128
-    index_topk: int = 512
-    index_heads: int = 64
-    experts: int = 64
-    experts_per_token: int = 6
-    moe_size: int = 128
-    hash_layers: int = 1
-    window: int = 128
-    rope_factor: float = 16.0
-    mtp: int = 1
-    vocab: int = MIN_VOCAB
-    nvfp4_attention: bool = False
-    scale_format: str = "ue8m0"
-    shards: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("weights", WEIGHTS), ("scale_format", SCALE_FORMATS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}"
-                )
-        if not self.ratios:
-            raise ValueError("ratios must name at least one layer")
-        if self.vocab < MIN_VOCAB:
-            raise ValueError(f"vocab must be at least {MIN_VOCAB}, got {self.vocab}")
-        if self.shards < 1:
-            raise ValueError(f"shards must be at least 1, got {self.shards}")
-        if self.weights == "fp4":
-            self._require_multiples(MXFP4_BLOCK, "FP4 experts", "hidden", "moe_size")
-        if self.nvfp4_attention:
-            self._require_multiples(NVFP4_BLOCK, "NVFP4", "hidden", "q_lora")
-            if self.o_groups * self.o_lora % NVFP4_BLOCK:
-                raise ValueError(f"o_groups * o_lora must be a multiple of {NVFP4_BLOCK} for NVFP4")
-
-    def _require_multiples(self, block: int, purpose: str, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value % block:
-                raise ValueError(f"{name} must be a multiple of {block} for {purpose}, got {value}")
-
-
-def tiny_config(options: TinyOptions) -> dict[str, Any]:
-    """The ``config.json``, in DeepSeek's spelling.
-
-    Raises:
-        ConfigError: options that no model can have.
-    """
-    config: dict[str, Any] = {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "torch_dtype": "bfloat16",
-        "vocab_size": options.vocab,
-        "hidden_size": options.hidden,
-        "num_hidden_layers": len(options.ratios),
-        "num_nextn_predict_layers": options.mtp,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": options.q_lora,
-        "o_groups": options.o_groups,
-        "o_lora_rank": options.o_lora,
-        "sliding_window": options.window,
-        "compress_ratios": [*options.ratios, *[0] * options.mtp],
-        "index_n_heads": options.index_heads,
-        "index_head_dim": 128,
-        "index_topk": options.index_topk,
-        "rope_theta": 10000.0,
-        "compress_rope_theta": 160000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": options.rope_factor,
-            "original_max_position_embeddings": _ORIGINAL_CONTEXT,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-        "max_position_embeddings": int(_ORIGINAL_CONTEXT * options.rope_factor),
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
-        "n_routed_experts": options.experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": options.experts_per_token,
-        "moe_intermediate_size": options.moe_size,
-        "num_hash_layers": options.hash_layers,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        # Lower than the real model's 10, so that random activations reach it.
-        "swiglu_limit": 3.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        _MARK: dataclasses.asdict(options),
-    }
-    if options.weights != "bf16" or options.nvfp4_attention:
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "scale_fmt": "ue8m0" if options.scale_format == "ue8m0" else "float32",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            "activation_scheme": "dynamic",
-        }
-    if options.nvfp4_attention:
-        config["quantization_config"] |= {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-        }
-    if options.weights != "bf16":
-        config["expert_dtype"] = options.weights
-    ModelConfig.from_dict(config)
-    return config
+__all__ = ["TinyOptions", "tiny_config", "write_tiny_checkpoint"]
 
 
 def write_tiny_checkpoint(
@@ -281,7 +128,7 @@ def _prepare(directory: Path) -> None:
         return
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        replaceable = _MARK in config
+        replaceable = MARK in config
     except (OSError, ValueError, TypeError):
         replaceable = False
     if not replaceable:
