@@ -13,8 +13,8 @@ from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ConfigError, ModelConfig
 from anymla.model.verify import verify
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
-from anymla.testing.tiny_options import default_ratios
 from anymla.testing.tiny_noise import Noise
+from anymla.testing.tiny_options import default_ratios
 
 
 def small(**changes: Any) -> TinyOptions:
