@@ -10,6 +10,7 @@ pairs, by programs of which there are several a multiprocessor even for one toke
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -22,10 +23,10 @@ from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.linear.triton_operands import operand_rows
 from anymla.ops.linear.triton_turned import turned_product
 from anymla.ops.moe.packed_tiles import PackedTile, packed_tile
-from anymla.ops.moe.triton_plan import block_of, make_plan
-from anymla.ops.moe.triton_stack import Call, place_of, places_of
+from anymla.ops.moe.triton_grouped import Grouping, Product, grouped_products
+from anymla.ops.moe.triton_plan import block_of
+from anymla.ops.moe.triton_stack import Call, place_of
 from anymla.ops.moe.triton_swiglu import gated
-from anymla.ops.workspace import scratch
 
 
 @triton.jit(do_not_specialize=["count", "offset"])
@@ -156,65 +157,33 @@ def packed_products(call: Call, results: Tensor, chosen: PackedTile) -> None:
         results: contiguous; pairs without an expert here are not written.
         chosen: the tile.
     """
-    x, ids, pairs = call.x, call.ids, call.pairs
-    count, width, d = call.sizes
-    order, table, blocks = None, None, pairs
-    if len(x) > 1:
-        plan = make_plan(ids, count, call.expert_offset, chosen.columns)
-        order, table, blocks = plan.order, plan.blocks, plan.blocks.shape[1]
-    places = places_of(call)
-    inner = scratch((pairs, width), x.dtype, x.device)
+    strides = [
+        (matrix[0].shape[1], scale[0].shape[1])
+        for matrix, scale in zip(call.matrices, call.scales, strict=True)
+    ]
     options = {
         "FORMAT": call.weight_format,
         "OPERAND": chosen.operand,
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
         "BLOCK_K": chosen.channels,
-        "NATIVE": target_of(x.device).native_e4m3,
-        "W_UNIT": places.unit,
+        "NATIVE": target_of(call.x.device).native_e4m3,
         "STAGES": chosen.stages,
         "WIDE": chosen.wide,
         "num_warps": chosen.num_warps,
     }
     given = {"weight_format": call.weight_format, "quantize": call.coded}
-    rows, row_scales = operand_rows(x, chosen.operand, **given)
-    packed_up_kernel[(2 * width // chosen.rows, blocks)](
-        rows,
-        row_scales,
-        ids,
-        call.weights,
-        order,
-        table,
-        *places.up,
-        inner,
-        blocks,
-        call.expert_offset,
-        count,
-        ids.shape[1],
-        d,
-        call.matrices[0][0].shape[1],
-        call.scales[0][0].shape[1],
-        width,
-        float(call.swiglu_limit),
-        **options,
-    )
-    rows, row_scales = operand_rows(inner, chosen.operand, **given)
-    packed_down_kernel[(d // chosen.rows, blocks)](
-        rows,
-        row_scales,
-        ids,
-        order,
-        table,
-        *places.down,
+    grouped_products(
+        call,
         results,
-        blocks,
-        call.expert_offset,
-        count,
-        width,
-        call.matrices[2][0].shape[1],
-        call.scales[2][0].shape[1],
-        d,
-        **options,
+        Product(packed_up_kernel, chosen.rows // 2, strides[0]),
+        Product(packed_down_kernel, chosen.rows, strides[2]),
+        Grouping(
+            chosen.columns,
+            len(call.x) > 1,
+            functools.partial(operand_rows, operand=chosen.operand, **given),
+            options,
+        ),
     )
 
 

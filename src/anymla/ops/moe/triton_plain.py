@@ -19,10 +19,10 @@ from torch import Tensor
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
-from anymla.ops.moe.triton_plan import block_of, make_plan
-from anymla.ops.moe.triton_stack import Call, place_of, places_of
+from anymla.ops.moe.triton_grouped import Grouping, Product, grouped_products
+from anymla.ops.moe.triton_plan import block_of
+from anymla.ops.moe.triton_stack import Call, place_of
 from anymla.ops.moe.triton_swiglu import gated
-from anymla.ops.workspace import scratch
 
 _FEW_PAIRS = 64
 _MOST_ROWS = 64
@@ -75,7 +75,7 @@ def up_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    UNIT: tl.constexpr,
+    W_UNIT: tl.constexpr,
 ):
     """A tile of w2's input."""
     expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, ROWS)
@@ -83,8 +83,8 @@ def up_kernel(
         token = pair // per_token
         column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         exists = column < n
-        w1 += place_of(expert, w1_stride, w1_table, UNIT)
-        w3 += place_of(expert, w3_stride, w3_table, UNIT)
+        w1 += place_of(expert, w1_stride, w1_table, W_UNIT)
+        w3 += place_of(expert, w3_stride, w3_table, W_UNIT)
         if FORMAT != "plain":
             s1 += place_of(expert, s1_stride, s1_table, 1)
             s3 += place_of(expert, s3_stride, s3_table, 1)
@@ -130,14 +130,14 @@ def down_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    UNIT: tl.constexpr,
+    W_UNIT: tl.constexpr,
 ):
     """A tile of the pairs' results."""
     expert, pair, inside = block_of(ids, order, blocks, count, offset, experts, ROWS)
     if expert >= 0:
         column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         exists = column < n
-        w2 += place_of(expert, w2_stride, w2_table, UNIT)
+        w2 += place_of(expert, w2_stride, w2_table, W_UNIT)
         if FORMAT != "plain":
             s2 += place_of(expert, s2_stride, s2_table, 1)
         runs = tl.cdiv(width, 128)
@@ -151,17 +151,10 @@ def down_kernel(
 
 def plain_products(call: Call, results: Tensor) -> None:
     """Write what every pair's expert makes of its token to results [P, D]."""
-    x, ids, pairs = call.x, call.ids, call.pairs
-    count, width, d = call.sizes
-    target = target_of(x.device)
-    kind = operand(x.dtype, call.weight_format, call.matrices[0][0].dtype, call.coded, target)
-    chosen = expert_tile(pairs, count, kind, target)
-    order, table, blocks = None, None, pairs
-    if pairs > _FEW_PAIRS:
-        plan = make_plan(ids, count, call.expert_offset, chosen.rows)
-        order, table, blocks = plan.order, plan.blocks, plan.blocks.shape[1]
-    places = places_of(call)
-    inner = scratch((pairs, width), x.dtype, x.device)
+    target = target_of(call.x.device)
+    stored = call.matrices[0][0].dtype
+    kind = operand(call.x.dtype, call.weight_format, stored, call.coded, target)
+    chosen = expert_tile(call.pairs, call.sizes[0], kind, target)
     options = {
         "FORMAT": call.weight_format,
         "CODED": call.coded,
@@ -170,44 +163,20 @@ def plain_products(call: Call, results: Tensor) -> None:
         "COLUMNS": chosen.columns,
         "BLOCK_K": chosen.channels,
         "NATIVE": target.native_e4m3,
-        "UNIT": places.unit,
         "num_warps": chosen.num_warps,
         "num_stages": chosen.num_stages,
     }
-    rows, row_scales = quantize_rows(x) if call.coded else (x, None)
-    up_kernel[(triton.cdiv(width, chosen.columns), blocks)](
-        rows,
-        row_scales,
-        ids,
-        call.weights,
-        order,
-        table,
-        *places.up,
-        inner,
-        blocks,
-        call.expert_offset,
-        count,
-        ids.shape[1],
-        d,
-        width,
-        float(call.swiglu_limit),
-        **options,
-    )
-    rows, row_scales = quantize_rows(inner) if call.coded else (inner, None)
-    down_kernel[(triton.cdiv(d, chosen.columns), blocks)](
-        rows,
-        row_scales,
-        ids,
-        order,
-        table,
-        *places.down,
+    grouped_products(
+        call,
         results,
-        blocks,
-        call.expert_offset,
-        count,
-        width,
-        d,
-        **options,
+        Product(up_kernel, chosen.columns),
+        Product(down_kernel, chosen.columns),
+        Grouping(
+            chosen.rows,
+            call.pairs > _FEW_PAIRS,
+            quantize_rows if call.coded else lambda rows: (rows, None),
+            options,
+        ),
     )
 
 
@@ -260,7 +229,7 @@ def _build(
         "COLUMNS": chosen.columns,
         "BLOCK_K": chosen.channels,
         "NATIVE": target.native_e4m3,
-        "UNIT": 16,
+        "W_UNIT": 16,
     }
     absent = {name: None for name in kernel.arg_names if name not in types and name not in sizes}
     strides = tuple(name for name in types if name.endswith("_stride"))
