@@ -17,13 +17,15 @@ from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.ops.moe import experts
 from anymla.testing.tolerance import assert_close, ulps
 
-NAMES = [f"anymla.ops.moe.gluon_sm90_{part}" for part in ("stream", "requests", "products")]
-NAMES += ["anymla.ops.gluon_early", "anymla.ops.sparse_attention.gluon_sm90_lists"]
+PARTS = ("stream", "requests", "products")
 E, K, D, I = 4, 2, 512, 512  # noqa: E741
 LIMIT = 1.5
 
 
 class Language(host.Language):
+    def load(self, pointer, mask=True, other=0, cache_modifier=""):
+        return super().load(pointer, mask, other)
+
     def where(self, condition, a, b):
         if isinstance(a, host.Pointer):
             address = torch.where(condition, a.address, b.address)
@@ -37,25 +39,32 @@ class Language(host.Language):
         return torch.exp(x)
 
 
-@pytest.fixture
-def stream(monkeypatch):
-    """The kernel, and the language that it speaks."""
+def spoken(monkeypatch, *parts):
+    """The first part, imported anew with all of them, and the language it speaks."""
     language = Language()
+    names = [f"anymla.ops.moe.gluon_sm90_{part}" for part in parts]
+    names += ["anymla.ops.gluon_early", "anymla.ops.sparse_attention.gluon_sm90_lists"]
     stand_ins = host._stand_ins(language)
     copies = stand_ins["triton.experimental.gluon.language.nvidia.ampere"].async_copy
     copies.async_copy_global_to_shared = lambda to, pointer, mask=True: to.store(
         language.load(pointer, mask)
     )
-    for name in [name for name in sys.modules if name.startswith("triton") or name in NAMES]:
+    for name in [name for name in sys.modules if name.startswith("triton") or name in names]:
         monkeypatch.delitem(sys.modules, name)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield importlib.import_module(NAMES[0]).stream_kernel, language
-    for name in NAMES:
+    yield importlib.import_module(names[0]), language
+    for name in names:
         sys.modules.pop(name, None)
         with contextlib.suppress(AttributeError):
             package, _, part = name.rpartition(".")
             delattr(sys.modules[package], part)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """The kernel's module, and the language that it speaks."""
+    yield from spoken(monkeypatch, *PARTS)
 
 
 def operands(x):
@@ -87,7 +96,7 @@ def plan(ids, columns):
 
 def launched(stream, x, x_scales, weights, made, tensors, out, columns, form):
     """One of the two products by a kernel of ``form``: programs, rows, channels, LATER."""
-    kernel, language = stream
+    module, language = stream
     programs, rows, channels, later = form
     order, table, most = made
     matrices, storages = [], {}
@@ -104,7 +113,7 @@ def launched(stream, x, x_scales, weights, made, tensors, out, columns, form):
     width = x.shape[1]
     for program in range(programs):
         language.program = program
-        kernel(
+        module.stream_kernel(
             *given, *matrices, *([] if up else [None] * 6), language.memory.pointer(out),
             host.value(most), host.value(LIMIT), K=host._constexpr(width), OUT=out.shape[1],
             PER_TOKEN=K if up else 1, M=rows, N=columns, CHUNK=channels,

@@ -118,7 +118,7 @@ def above(x_factor, run, RC: gl.constexpr):
 
 
 @gluon.jit
-def _quantise_run(value, x_bytes, x_factor, run, N: gl.constexpr, L: gl.constexpr):
+def quantise_run(value, x_bytes, x_factor, run, N: gl.constexpr, L: gl.constexpr):
     """128 channels [N, 128] as codes in the order of decoded weights, and their scales."""
     value = value.to(gl.float32)
     ratio = gl.maximum(gl.max(gl.abs(value), 1), _FLOOR) * (1.0 / 448.0)
@@ -152,5 +152,5 @@ def quantise(
         for i in gl.static_range(BATCH):
             values += (gl.load(at + i * 128, mask=inside, other=0.0),)
         for i in gl.static_range(BATCH):
-            _quantise_run(values[i], x_bytes, x_factor, run + i, N, L)
+            quantise_run(values[i], x_bytes, x_factor, run + i, N, L)
         at += BATCH * 128

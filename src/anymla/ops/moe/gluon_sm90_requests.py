@@ -10,7 +10,7 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 
 
 @gluon.jit
-def _away(expert, stride, table, UNIT: gl.constexpr):
+def away(expert, stride, table, UNIT: gl.constexpr):
     """Elements from the first expert's tensor to this one's; a table's are in units."""
     here = expert.to(gl.int64)
     if table is None:
@@ -29,16 +29,17 @@ def tile_of(
     """Where a tile's codes and scales begin, in one matrix or two, and its block's places."""
     block = item // TILES
     tile = (item - block * TILES).to(gl.int64)
-    expert = gl.load(blocks + block)
-    place = gl.load(blocks + count + block)
-    end = gl.load(blocks + 2 * count + block)
-    wa = w1 + _away(expert, w1_stride, w1_table, W_UNIT) + tile * (ROWS * (K // 2))
-    sa = s1 + _away(expert, s1_stride, s1_table, 1) + tile * (ROWS * (K // 32))
+    # Past the first-level cache: w2's programs read them before they wait.
+    expert = gl.load(blocks + block, cache_modifier=".cg")
+    place = gl.load(blocks + count + block, cache_modifier=".cg")
+    end = gl.load(blocks + 2 * count + block, cache_modifier=".cg")
+    wa = w1 + away(expert, w1_stride, w1_table, W_UNIT) + tile * (ROWS * (K // 2))
+    sa = s1 + away(expert, s1_stride, s1_table, 1) + tile * (ROWS * (K // 32))
     wb = wa
     sb = sa
     if UP:
-        wb = w3 + _away(expert, w3_stride, w3_table, W_UNIT) + tile * (ROWS * (K // 2))
-        sb = s3 + _away(expert, s3_stride, s3_table, 1) + tile * (ROWS * (K // 32))
+        wb = w3 + away(expert, w3_stride, w3_table, W_UNIT) + tile * (ROWS * (K // 2))
+        sb = s3 + away(expert, s3_stride, s3_table, 1) + tile * (ROWS * (K // 32))
     return wa, wb, sa, sb, place, end
 
 

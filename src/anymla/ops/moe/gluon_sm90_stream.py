@@ -8,6 +8,10 @@ A program asks for STAGES stages ahead, whatever they belong to, so that its rea
 between tiles or blocks; the activations of a block stay in shared memory for all its tiles. For
 that STAGES is less than a tile's number of stages: a new block's activations then replace what has
 been used by the last tile before.
+
+w2's programs ask for weights before they wait. The plan that says which is then there, because w1's
+kernel has waited for it before it lets them start; it is read past the first-level cache, which may
+hold what was at its place before.
 """
 
 # mypy: ignore-errors
@@ -32,7 +36,7 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import view
 
 
 @gluon.jit
-def _gated(gate, up, limit):
+def gated(gate, up, limit):
     """As ``triton_swiglu.gated``."""
     gate = gl.where(gate > limit, limit, gate)
     up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
@@ -51,7 +55,7 @@ def _leave(
     if UP:
         halves = gl.permute(gl.reshape(sums, [M // 16, 2, 8, N]), (0, 2, 3, 1))
         gate, up = gl.split(halves)
-        value = _gated(gate.to(DT).to(gl.float32), up.to(DT).to(gl.float32), limit)
+        value = gated(gate.to(DT).to(gl.float32), up.to(DT).to(gl.float32), limit)
         value = gl.reshape(value, [M // 2, N])
     else:
         value = sums
@@ -155,11 +159,11 @@ def stream_kernel(
     x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, RUNS, N], FLAT)
     x_factor = view(x_factors, gl.float32, [CHUNKS * RUNS, N], LINE)
 
-    if EARLY:
+    if EARLY and UP:
         # The plan says which weights are read, so nothing can be asked for before.
         wait_for_predecessors()
         let_dependents_start()
-    items = gl.load(blocks + 3 * count) * TILES
+    items = gl.load(blocks + 3 * count, cache_modifier=".cg") * TILES
     programs = gl.num_programs(0)
     p = gl.program_id(0)
     # Neighbours on a multiprocessor have neighbouring shares, which together are more even.
@@ -189,6 +193,9 @@ def stream_kernel(
                 )  # fmt: skip
             part += 1
         async_copy.commit_group()
+    if EARLY and not UP:
+        wait_for_predecessors()
+        let_dependents_start()
     sums = gl.zeros([M, N], gl.float32, ACC)
     for g in range(stages):
         slot = g % STAGES
