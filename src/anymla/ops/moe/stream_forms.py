@@ -13,7 +13,7 @@ from anymla.ops.sparse_attention.support import runs_gluon
 # Whether calls that can be streamed are.
 AUTOMATIC = True
 # Below, a program has hardly more than one tile, and nothing to ask for ahead.
-_FEWEST_PAIRS = 24
+_FEWEST_PAIRS = 12
 # Pairs of an expert, on average, up to which blocks of so many nearly always hold all of them.
 _SHARES = ((3, 8), (9, 16), (26, 32))
 _SHARED = TARGETS["sm_90"].shared_bytes
