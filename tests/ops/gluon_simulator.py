@@ -13,6 +13,7 @@ Only what the kernels of this repository use is there, for one CTA and one warpg
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import threading
@@ -456,6 +457,13 @@ def _assembly(text, constraints, args, dtype, is_pure, pack):
     return low | (high << 8)
 
 
+def _record(fill, *args):
+    """An aggregate, filled by its class's own __init__."""
+    made = types.SimpleNamespace()
+    fill(made, *args)
+    return made
+
+
 def _namespace(machine: Machine) -> dict:
     """What a kernel's module finds under the names that it imports from Gluon."""
     layout = _Anything()
@@ -590,6 +598,8 @@ def simulate(
                 )
             elif type(value).__name__ == "constexpr":
                 found[name] = value.value
+            elif getattr(value, "__triton_aggregate__", False):
+                found[name] = functools.partial(_record, value.hash_attrs[0].fn)
         found.update(_namespace(machine))
         for name, method in (names or {}).items():
             found[name] = getattr(machine, method)

@@ -244,23 +244,27 @@ def altered(tmp_path, module, *changes: tuple[str, str]) -> dict:
 
 
 STALE_COUNT = (
-    "        blocks = get(blocks_s.index(number % 2))\n        for i in range(blocks):",
-    "        if number == 0:\n            blocks = get(blocks_s.index(0))\n"
+    "        blocks = get(shared.blocks.index(number % 2))\n        for i in range(blocks):",
+    "        if number == 0:\n            blocks = get(shared.blocks.index(0))\n"
     "        for i in range(blocks):",
 )
 WAITS = [
-    (producing, "                mbarrier.wait(free_l.index(b), phase)\n                put("),
     (
         producing,
-        "                mbarrier.wait(free_r.index(b), phase)\n                mbarrier.expect",
+        "                mbarrier.wait(shared.free_l.index(b), phase)\n                put(",
     ),
-    (producing, "    mbarrier.wait(q_free.index(0), phase)\n"),
-    (producing, "    mbarrier.wait(q_free.index(1), phase)\n"),
-    (consumers, "        mbarrier.wait(q_rdy.index(0), number & 1)\n"),
-    (softmax, "        mbarrier.wait(q_rdy.index(1), number & 1)\n"),
-    (consumers, "            mbarrier.wait(p_rdy.index(b), phase)\n"),
-    (consumers, "                tma.store_wait(0)\n                mbarrier.arrive(free_l"),
-    (consumers, "            tma.store_wait(0)\n            mbarrier.arrive(free_r"),
+    (
+        producing,
+        "                mbarrier.wait(shared.free_r.index(b), phase)\n"
+        "                mbarrier.expect",
+    ),
+    (producing, "    mbarrier.wait(shared.q_free.index(0), phase)\n"),
+    (producing, "    mbarrier.wait(shared.q_free.index(1), phase)\n"),
+    (consumers, "        mbarrier.wait(shared.q_rdy.index(0), number & 1)\n"),
+    (softmax, "        mbarrier.wait(shared.q_rdy.index(1), number & 1)\n"),
+    (consumers, "            mbarrier.wait(shared.p_rdy.index(b), phase)\n"),
+    (consumers, "                tma.store_wait(0)\n                mbarrier.arrive(shared.free_l"),
+    (consumers, "            tma.store_wait(0)\n            mbarrier.arrive(shared.free_r"),
 ]
 
 

@@ -38,28 +38,8 @@ _LOWEST = gl.constexpr(-1e29)
 @gluon.jit
 def left(
     sink,
-    odesc,
-    out,
-    scales,
-    lse,
-    peaks,
-    q_s,
-    k_l,
-    k_r,
-    p_s,
-    past_s,
-    factor_s,
-    valid_s,
-    masked_s,
-    blocks_s,
-    rdy_l,
-    rdy_r,
-    free_l,
-    p_rdy,
-    go,
-    last,
-    q_rdy,
-    q_free,
+    to,
+    shared,
     scale,
     empty,
     tasks,
@@ -80,7 +60,7 @@ def left(
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     SR: gl.constexpr = gl.SliceLayout(1, SL)
     AR: gl.constexpr = gl.SliceLayout(1, AL)
-    DT: gl.constexpr = p_s.dtype
+    DT: gl.constexpr = shared.p.dtype
     r = gl.arange(0, 64, layout=SR)
     done = 0
     number = 0
@@ -89,40 +69,32 @@ def left(
         head = (task % HEAD_BLOCKS) * 64
         if SINK:
             logit = gl.load(sink + head + r, mask=head + r < heads, other=0.0) * _LOG2E
-        mbarrier.wait(q_rdy.index(0), number & 1)
-        blocks = get(blocks_s.index(number % 2))
+        mbarrier.wait(shared.q_rdy.index(0), number & 1)
+        blocks = get(shared.blocks.index(number % 2))
         acc = gl.zeros([64, 256], gl.float32, AL)
         m = gl.full([64], _LOWEST, gl.float32, SR)
         peak = m
         b = done % 2
         phase = (done // 2) & 1
-        S, masked = scores(
-            q_s, k_l, k_r, masked_s, rdy_l, rdy_r, q_rdy, number, b, phase, SL, LISTED, True
-        )
+        S, masked = scores(shared, number, b, phase, SL, LISTED, True)
         if COPIED:
             if number > 0:
                 tma.store_wait(0)
-                mbarrier.arrive(free_l.index(1 - b), count=1)
+                mbarrier.arrive(shared.free_l.index(1 - b), count=1)
         S = warpgroup_mma_wait(0, deps=[S])
         P, past, m, peak, sums, acc = softmax(
-            S, m, peak, m, acc, masked, valid_s, b, scale, SL, AL, True, LATE, PEAKS
+            S, m, peak, m, acc, masked, shared, b, scale, SL, AL, True, LATE, PEAKS
         )
         Ph = P.to(DT)
         for i in range(1, blocks):
             b = done % 2
             phase = ((done + 1) // 2) & 1
-            acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
-            p_s.index(b).store(Ph)
-            past_s.index(b).store(past)
-            mbarrier.arrive(p_rdy.index(b), count=1)
+            acc = warpgroup_mma(gl.convert_layout(Ph, PL), shared.k_l.index(b), acc, is_async=True)
+            shared.p.index(b).store(Ph)
+            shared.past.index(b).store(past)
+            mbarrier.arrive(shared.p_rdy.index(b), count=1)
             S, masked = scores(
-                q_s,
-                k_l,
-                k_r,
-                masked_s,
-                rdy_l,
-                rdy_r,
-                q_rdy,
+                shared,
                 number,
                 1 - b,
                 phase,
@@ -131,58 +103,58 @@ def left(
                 False,
             )
             acc, S = warpgroup_mma_wait(2, deps=[acc, S])
-            mbarrier.arrive(free_l.index(b), count=1)
+            mbarrier.arrive(shared.free_l.index(b), count=1)
             S = warpgroup_mma_wait(1, deps=[S])
             if i + 1 == blocks:
-                mbarrier.arrive(q_free.index(0), count=1)
+                mbarrier.arrive(shared.q_free.index(0), count=1)
             S = warpgroup_mma_wait(0, deps=[S])
             # The right half of the previous block runs during this block's softmax.
-            mbarrier.arrive(go.index(b), count=1)
+            mbarrier.arrive(shared.go.index(b), count=1)
             done += 1
             b = done % 2
             if i + 1 == blocks:
-                mbarrier.arrive(q_free.index(1), count=1)
+                mbarrier.arrive(shared.q_free.index(1), count=1)
             P, past, m, peak, sums, acc = softmax(
-                S, m, peak, sums, acc, masked, valid_s, b, scale, SL, AL, False, LATE, PEAKS
+                S, m, peak, sums, acc, masked, shared, b, scale, SL, AL, False, LATE, PEAKS
             )
             Ph = P.to(DT)
         b = done % 2
-        mbarrier.arrive(go.index(b), count=1)
-        acc = warpgroup_mma(gl.convert_layout(Ph, PL), k_l.index(b), acc, is_async=True)
-        p_s.index(b).store(Ph)
-        past_s.index(b).store(past)
-        mbarrier.arrive(p_rdy.index(b), count=1)
+        mbarrier.arrive(shared.go.index(b), count=1)
+        acc = warpgroup_mma(gl.convert_layout(Ph, PL), shared.k_l.index(b), acc, is_async=True)
+        shared.p.index(b).store(Ph)
+        shared.past.index(b).store(past)
+        mbarrier.arrive(shared.p_rdy.index(b), count=1)
         sums = gl.convert_layout(gl.sum(sums, 1), SR)
         total = sums
         if SINK:
             total = sums + gl.exp2(logit - m * scale)
         factor = gl.where(total > 0, 1.0 / total, 0.0)
-        factor_s.index(number % 2).store(factor)
-        mbarrier.arrive(last.index(number % 2), count=1)
+        shared.factor.index(number % 2).store(factor)
+        mbarrier.arrive(shared.last.index(number % 2), count=1)
         natural = (m * scale + gl.log2(sums)) * _LN2
         natural = gl.where(sums == 0, empty, natural)
         at = token.to(gl.int64) * heads + head + r
-        gl.store(lse + at, natural, mask=head + r < heads)
+        gl.store(to.lse + at, natural, mask=head + r < heads)
         if PEAKS:
             peak = gl.where(sums == 0, float("-inf"), peak * scale * _LN2)
-            gl.store(peaks + at, peak, mask=head + r < heads)
+            gl.store(to.peaks + at, peak, mask=head + r < heads)
         acc = warpgroup_mma_wait(0, deps=[acc])
         if not COPIED:
-            mbarrier.arrive(free_l.index(b), count=1)
+            mbarrier.arrive(shared.free_l.index(b), count=1)
         done += 1
         acc = acc * gl.expand_dims(gl.convert_layout(factor, AR), 1)
         if COPIED:
             # The output leaves through the buffer of the last block, which is freed when the next
             # task's first product is under way.
-            k_l.index(b).store(acc.to(DT))
+            shared.k_l.index(b).store(acc.to(DT))
             fence_async_shared()
-            _store_tile(odesc, [token * heads + head, 0], k_l.index(b))
+            _store_tile(to.desc, [token * heads + head, 0], shared.k_l.index(b))
         elif QUANTISED:
             store_half_quantised(
-                acc, out, scales, scales, token * heads + head, heads - head, 0, TURNED
+                acc, to.out, to.scales, to.scales, token * heads + head, heads - head, 0, TURNED
             )
         else:
-            store_half(acc, out, token * heads + head, heads - head, 0, WHOLE)
+            store_half(acc, to.out, token * heads + head, heads - head, 0, WHOLE)
         number += 1
     if COPIED:
         tma.store_wait(0)
@@ -190,21 +162,8 @@ def left(
 
 @gluon.jit
 def right(
-    odesc,
-    out,
-    scales,
-    positions,
-    table,
-    length,
-    k_r,
-    p_s,
-    past_s,
-    factor_s,
-    blocks_s,
-    free_r,
-    p_rdy,
-    go,
-    last,
+    to,
+    shared,
     tasks,
     heads,
     HEAD_BLOCKS: gl.constexpr,
@@ -223,40 +182,40 @@ def right(
         token = task // HEAD_BLOCKS
         head = (task % HEAD_BLOCKS) * 64
         acc = gl.zeros([64, 256], gl.float32, AL)
-        mbarrier.wait(p_rdy.index(done % 2), (done // 2) & 1)
+        mbarrier.wait(shared.p_rdy.index(done % 2), (done // 2) & 1)
         # Read here, not carried from task to task: Triton 3.6 freezes a value that a loop carries
         # for the bound of an inner loop alone.
-        blocks = get(blocks_s.index(number % 2))
+        blocks = get(shared.blocks.index(number % 2))
         for i in range(blocks):
             b = done % 2
             phase = (done // 2) & 1
-            mbarrier.wait(p_rdy.index(b), phase)
-            P = p_s.index(b).load(PL)
-            acc = rescale(acc, past_s.index(b).load(AR))
-            mbarrier.wait(go.index(b), phase)
-            acc = warpgroup_mma(P, k_r.index(b), acc, is_async=True)
+            mbarrier.wait(shared.p_rdy.index(b), phase)
+            P = shared.p.index(b).load(PL)
+            acc = rescale(acc, shared.past.index(b).load(AR))
+            mbarrier.wait(shared.go.index(b), phase)
+            acc = warpgroup_mma(P, shared.k_r.index(b), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             if COPIED:
                 if i + 1 < blocks:
-                    mbarrier.arrive(free_r.index(b), count=1)
+                    mbarrier.arrive(shared.free_r.index(b), count=1)
             else:
-                mbarrier.arrive(free_r.index(b), count=1)
+                mbarrier.arrive(shared.free_r.index(b), count=1)
             done += 1
-        mbarrier.wait(last.index(number % 2), (number // 2) & 1)
-        factor = factor_s.index(number % 2).load(AR)
+        mbarrier.wait(shared.last.index(number % 2), (number // 2) & 1)
+        factor = shared.factor.index(number % 2).load(AR)
         acc = acc * gl.expand_dims(factor, 1)
         if COPIED:
             b = (done - 1) % 2
-            k_r.index(b).store(acc.to(k_r.dtype))
+            shared.k_r.index(b).store(acc.to(shared.k_r.dtype))
             fence_async_shared()
-            _store_tile(odesc, [token * heads + head, 256], k_r.index(b))
+            _store_tile(to.desc, [token * heads + head, 256], shared.k_r.index(b))
             tma.store_wait(0)
-            mbarrier.arrive(free_r.index(b), count=1)
+            mbarrier.arrive(shared.free_r.index(b), count=1)
         elif QUANTISED:
-            angles = angles_of(table, positions, token, length, TURNED)
+            angles = angles_of(to, token, TURNED)
             store_half_quantised(
-                acc, out, scales, angles, token * heads + head, heads - head, 1, TURNED
+                acc, to.out, to.scales, angles, token * heads + head, heads - head, 1, TURNED
             )
         else:
-            store_half(acc, out, token * heads + head, heads - head, 256, WHOLE)
+            store_half(acc, to.out, token * heads + head, heads - head, 256, WHOLE)
         number += 1

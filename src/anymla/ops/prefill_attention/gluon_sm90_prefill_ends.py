@@ -99,7 +99,7 @@ def store_half_quantised(
 
 
 @gluon.jit
-def angles_of(table, positions, token, length, TURNED: gl.constexpr):
+def angles_of(to, token, TURNED: gl.constexpr):
     """Where the cosines of a token's position begin."""
-    position = gl.minimum(gl.maximum(gl.load(positions + token), 0), length - 1)
-    return table + position * TURNED
+    position = gl.minimum(gl.maximum(gl.load(to.positions + token), 0), to.length - 1)
+    return to.table + position * TURNED

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anymla.ops.prefill_attention.gluon_sm90_prefill_consumers import left, right
 from anymla.ops.prefill_attention.gluon_sm90_prefill_producer import producer
+from anymla.ops.prefill_attention.gluon_sm90_prefill_shared import Results, Shared
 
 
 @gluon.jit(do_not_specialize=["length", "stride", "window", "width", "rows", "tasks", "heads"])
@@ -132,33 +133,30 @@ def prefill_kernel(
         mbarrier.init(last.index(i), count=1)
         mbarrier.init(q_rdy.index(i), count=2 - i)
         mbarrier.init(q_free.index(i), count=1)
+    shared = Shared(
+        q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s, blocks_s,
+        rdy_l, rdy_r, free_l, free_r, p_rdy, go, last, q_rdy, q_free,
+    )  # fmt: skip
+    to = Results(odesc, out, scales, positions, table, length, lse, peaks)
     gl.warp_specialize(
         [
             (
                 producer,
                 (
                     q, kv, kdesc, qdesc, runs, lists, stride, window, width, rows, tasks, heads,
-                    q_s, k_l, k_r, valid_s, masked_s, blocks_s,
-                    rdy_l, rdy_r, free_l, free_r, q_rdy, q_free, HEAD_BLOCKS, LISTED, BARE,
+                    shared, HEAD_BLOCKS, LISTED, BARE,
                 ),
             ),
             (
                 left,
                 (
-                    sink, odesc, out, scales, lse, peaks,
-                    q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s, blocks_s,
-                    rdy_l, rdy_r, free_l, p_rdy, go, last, q_rdy, q_free,
-                    scale, empty, tasks, heads,
+                    sink, to, shared, scale, empty, tasks, heads,
                     HEAD_BLOCKS, LISTED, SINK, WHOLE, QUANTISED, TURNED, COPIED, LATE, PEAKS,
                 ),
             ),
             (
                 right,
-                (
-                    odesc, out, scales, positions, table, length,
-                    k_r, p_s, past_s, factor_s, blocks_s, free_r, p_rdy, go, last,
-                    tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED, COPIED,
-                ),
+                (to, shared, tasks, heads, HEAD_BLOCKS, WHOLE, QUANTISED, TURNED, COPIED),
             ),
         ],
         [4, 4],

@@ -33,17 +33,17 @@ def _inside(start, length, rows):
 
 
 @gluon.jit
-def _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free):
+def _load_queries(qdesc, row, blocks, number, shared):
     """Load Q, each half as soon as its last reader is through, and say how many blocks follow."""
     phase = (number & 1) ^ 1
-    mbarrier.wait(q_free.index(0), phase)
-    put(blocks_s.index(number % 2), blocks)
-    mbarrier.expect(q_rdy.index(0), _HALF_BYTES)
-    mbarrier.arrive(q_rdy.index(0), count=1)
-    _load_tile(qdesc, [row, 0], q_rdy.index(0), q_s.index(0))
-    mbarrier.wait(q_free.index(1), phase)
-    mbarrier.expect(q_rdy.index(1), _HALF_BYTES)
-    _load_tile(qdesc, [row, 256], q_rdy.index(1), q_s.index(1))
+    mbarrier.wait(shared.q_free.index(0), phase)
+    put(shared.blocks.index(number % 2), blocks)
+    mbarrier.expect(shared.q_rdy.index(0), _HALF_BYTES)
+    mbarrier.arrive(shared.q_rdy.index(0), count=1)
+    _load_tile(qdesc, [row, 0], shared.q_rdy.index(0), shared.q.index(0))
+    mbarrier.wait(shared.q_free.index(1), phase)
+    mbarrier.expect(shared.q_rdy.index(1), _HALF_BYTES)
+    _load_tile(qdesc, [row, 256], shared.q_rdy.index(1), shared.q.index(1))
 
 
 @gluon.jit
@@ -99,18 +99,7 @@ def producer(
     rows,
     tasks,
     heads,
-    q_s,
-    k_l,
-    k_r,
-    valid_s,
-    masked_s,
-    blocks_s,
-    rdy_l,
-    rdy_r,
-    free_l,
-    free_r,
-    q_rdy,
-    q_free,
+    shared,
     HEAD_BLOCKS: gl.constexpr,
     LISTED: gl.constexpr,
     BARE: gl.constexpr,
@@ -163,17 +152,17 @@ def producer(
                 place = (i + 1 - blocks0) * 64 + r
                 following = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
             if whole:
-                mbarrier.wait(free_l.index(b), phase)
-                put(masked_s.index(b), 0, 4)
-                mbarrier.expect(rdy_l.index(b), _HALF_BYTES)
-                mbarrier.arrive(rdy_l.index(b), count=128)
-                _load_tile(kdesc, [at, 0], rdy_l.index(b), k_l.index(b))
+                mbarrier.wait(shared.free_l.index(b), phase)
+                put(shared.masked.index(b), 0, 4)
+                mbarrier.expect(shared.rdy_l.index(b), _HALF_BYTES)
+                mbarrier.arrive(shared.rdy_l.index(b), count=128)
+                _load_tile(kdesc, [at, 0], shared.rdy_l.index(b), shared.k_l.index(b))
                 if i == 0:
-                    _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free)
-                mbarrier.wait(free_r.index(b), phase)
-                mbarrier.expect(rdy_r.index(b), _HALF_BYTES)
-                mbarrier.arrive(rdy_r.index(b), count=127)
-                _load_tile(kdesc, [at, 256], rdy_r.index(b), k_r.index(b))
+                    _load_queries(qdesc, row, blocks, number, shared)
+                mbarrier.wait(shared.free_r.index(b), phase)
+                mbarrier.expect(shared.rdy_r.index(b), _HALF_BYTES)
+                mbarrier.arrive(shared.rdy_r.index(b), count=127)
+                _load_tile(kdesc, [at, 256], shared.rdy_r.index(b), shared.k_r.index(b))
             else:
                 if LISTED:
                     source = gl.where(first, at + r, start1 + slot)
@@ -185,17 +174,17 @@ def producer(
                 missing = gl.max(gl.max(1 - gl.reshape(ok.to(gl.int32), [4, 4, 4]), 2), 0)
                 p = gl.expand_dims(kv + gl.where(ok, source, 0).to(gl.int64) * 512, 1) + c
                 mask = gl.expand_dims(ok, 1)
-                mbarrier.wait(free_l.index(b), phase)
-                _load_rows(k_l.index(b), p, mask=mask)
-                async_copy.mbarrier_arrive(rdy_l.index(b), increment_count=False)
-                masked_s.index(b).store(missing)
-                valid_s.index(b).store(ok.to(gl.int32))
-                mbarrier.arrive(rdy_l.index(b), count=1)
+                mbarrier.wait(shared.free_l.index(b), phase)
+                _load_rows(shared.k_l.index(b), p, mask=mask)
+                async_copy.mbarrier_arrive(shared.rdy_l.index(b), increment_count=False)
+                shared.masked.index(b).store(missing)
+                shared.valid.index(b).store(ok.to(gl.int32))
+                mbarrier.arrive(shared.rdy_l.index(b), count=1)
                 if i == 0:
-                    _load_queries(qdesc, row, blocks, number, q_s, blocks_s, q_rdy, q_free)
-                mbarrier.wait(free_r.index(b), phase)
-                _load_rows(k_r.index(b), p + 256, mask=mask)
-                async_copy.mbarrier_arrive(rdy_r.index(b), increment_count=False)
+                    _load_queries(qdesc, row, blocks, number, shared)
+                mbarrier.wait(shared.free_r.index(b), phase)
+                _load_rows(shared.k_r.index(b), p + 256, mask=mask)
+                async_copy.mbarrier_arrive(shared.rdy_r.index(b), increment_count=False)
             if LISTED:
                 slot = following
             done += 1

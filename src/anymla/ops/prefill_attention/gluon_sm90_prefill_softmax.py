@@ -43,13 +43,7 @@ def _fence(masked, LISTED: gl.constexpr):
 
 @gluon.jit
 def scores(
-    q_s,
-    k_l,
-    k_r,
-    masked_s,
-    rdy_l,
-    rdy_r,
-    q_rdy,
+    shared,
     number,
     b,
     phase,
@@ -59,15 +53,17 @@ def scores(
 ):
     """Start S = Q K^T of buffer ``b``; whether some of its rows do not count."""
     S = gl.zeros([64, 64], gl.float32, SL)
-    mbarrier.wait(rdy_l.index(b), phase)
-    masked = get_any(masked_s.index(b))
+    mbarrier.wait(shared.rdy_l.index(b), phase)
+    masked = get_any(shared.masked.index(b))
     _fence(masked, LISTED)
-    S = warpgroup_mma(q_s.index(0), k_l.index(b).permute((1, 0)), S, use_acc=False, is_async=True)
+    rows = shared.k_l.index(b).permute((1, 0))
+    S = warpgroup_mma(shared.q.index(0), rows, S, use_acc=False, is_async=True)
     if FIRST:
-        mbarrier.wait(q_rdy.index(1), number & 1)
-    mbarrier.wait(rdy_r.index(b), phase)
+        mbarrier.wait(shared.q_rdy.index(1), number & 1)
+    mbarrier.wait(shared.rdy_r.index(b), phase)
     _fence(masked, LISTED)
-    S = warpgroup_mma(q_s.index(1), k_r.index(b).permute((1, 0)), S, is_async=True)
+    rows = shared.k_r.index(b).permute((1, 0))
+    S = warpgroup_mma(shared.q.index(1), rows, S, is_async=True)
     return S, masked
 
 
@@ -113,7 +109,7 @@ def softmax(
     sums,
     acc,
     masked,
-    valid_s,
+    shared,
     b,
     scale,
     SL: gl.constexpr,
@@ -128,7 +124,7 @@ def softmax(
     they are not looked at.
     """
     if masked != 0:
-        valid = valid_s.index(b).load(gl.SliceLayout(0, SL))
+        valid = shared.valid.index(b).load(gl.SliceLayout(0, SL))
         S = gl.where(gl.expand_dims(valid != 0, 0), S, _MASKED)
     highest = _row_maxima(S, gl.SliceLayout(1, SL))
     top = gl.maximum(m, highest)
