@@ -3,7 +3,7 @@
 Grids:
 
     logits    (blocks of experts, blocks of tokens, splits of D) -> partial [splits, T, E]
-    select    blocks of ROWS tokens: splits added in order, K rounds of the maximum in registers
+    route     see ``triton_choice``
 """
 
 from __future__ import annotations
@@ -20,33 +20,30 @@ from anymla.formats.triton_dot import exact_dot
 from anymla.ops._triton import Build, Target
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.moe.reference import SUM_FLOOR
+from anymla.ops.moe.triton_choice import route_kernel, sizes
 from anymla.ops.workspace import scratch
 
 # Programs of ``logits`` that are enough for a small product, and the shortest split of D.
 _PROGRAMS = 256
 _SHORTEST = 256
-_ELEMENTS = 2048
 # A few registers too many on sm_80, outside of loops.
 _SPILLS = 8
-_LOWEST = tl.constexpr(-(2**31))
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """Tokens, experts and channels of a product's tile; tokens of a selection."""
+    """Tokens, experts and channels of a product's tile."""
 
     rows: int
     experts: int
     channels: int
-    selected: int
 
 
-def config(tokens: int, experts: int, whole: bool) -> RouterConfig:
+def config(tokens: int, whole: bool) -> RouterConfig:
     """Tiles; ``whole`` if both operands go into matrix instructions as they are."""
-    selected = max(1, min(16, _ELEMENTS // triton.next_power_of_2(experts)))
     if not whole:
-        return RouterConfig(16, 32, 32, selected)
-    return RouterConfig(16 if tokens <= 16 else 64, 32 if tokens <= 16 else 64, 64, selected)
+        return RouterConfig(16, 32, 32)
+    return RouterConfig(16, 32, 64) if tokens <= 16 else RouterConfig(64, 64, 64)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -78,86 +75,6 @@ def logits_kernel(
     tl.store(partial + at, total, (row < tokens)[:, None] & (expert < experts)[None, :])
 
 
-@triton.jit
-def _score(logit):
-    """sqrt(log(1 + exp(logit))), exact to the last bits where the exponential is small."""
-    power = tl.exp(-tl.abs(logit))
-    above = 1.0 + power
-    # log(above) is as wrong as above's rounding; the second factor takes that back.
-    log1p = tl.where(above == 1.0, power, tl.log(above) * (power / (above - 1.0)))
-    return tl.sqrt(tl.maximum(logit, 0.0) + log1p)
-
-
-@triton.jit
-def _ordered(score):
-    """int32 that sort as float32 scores do, NaN above all."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "splits"])
-def route_kernel(
-    partial,
-    bias,
-    is_valid,
-    token_ids,
-    table,
-    ids,
-    weights,
-    tokens,
-    experts,
-    vocabulary,
-    splits,
-    factor,
-    K: tl.constexpr,
-    FLOOR: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """ROWS tokens: their experts and weights; by the ``bias``, or else by the ``table``."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    inside = row < tokens
-    expert = tl.arange(0, EXPERTS)
-    mask = inside[:, None] & (expert < experts)[None, :]
-    logit = tl.zeros((ROWS, EXPERTS), tl.float32)
-    here = partial + (row * experts)[:, None] + expert[None, :]
-    for _ in range(splits):
-        logit += tl.load(here, mask, other=0.0)
-        here += tokens.to(tl.int64) * experts
-    score = _score(logit)
-    known = inside
-    if bias is not None:
-        offset = tl.load(bias + expert, expert < experts, other=0.0)
-        key = _ordered(score + offset[None, :])
-        key = tl.where((expert < experts)[None, :], key, _LOWEST)
-        if is_valid is not None:
-            known = inside & (tl.load(is_valid + row, inside, other=0) != 0)
-    else:
-        token = tl.load(token_ids + row, inside, other=-1)
-        known = inside & (token >= 0) & (token < vocabulary)
-    chosen = ()
-    scores = ()
-    total = tl.zeros((ROWS,), tl.float32)
-    for j in tl.static_range(K):
-        if bias is not None:
-            best = tl.argmax(key, 1, tie_break_left=True)
-            key = tl.where(expert[None, :] == best[:, None], _LOWEST, key)
-        else:
-            best = tl.load(table + token * K + j, known, other=0).to(tl.int32)
-        mine = tl.sum(tl.where(expert[None, :] == best[:, None], score, 0.0), 1)
-        chosen += (best,)
-        scores += (mine,)
-        total += mine
-    for j in tl.static_range(K):
-        weight = scores[j] / (total + FLOOR) * factor
-        tl.store(ids + row * K + j, tl.where(known, chosen[j], -1), inside)
-        tl.store(weights + row * K + j, tl.where(known, weight, 0.0), inside)
-
-
 def _whole(x: torch.dtype, gate: torch.dtype) -> bool:
     return x == gate and x != torch.float32
 
@@ -178,7 +95,7 @@ def _route(
     weights = torch.empty((tokens, k), dtype=torch.float32, device=x.device)
     if not ids.numel():
         return ids, weights
-    chosen = config(tokens, experts, _whole(x.dtype, gate.dtype))
+    chosen = config(tokens, _whole(x.dtype, gate.dtype))
     grid = (triton.cdiv(experts, chosen.experts), triton.cdiv(tokens, chosen.rows))
     splits = max(1, min(_PROGRAMS // (grid[0] * grid[1]), width // _SHORTEST))
     split = triton.cdiv(triton.cdiv(width, splits), chosen.channels) * chosen.channels
@@ -198,7 +115,8 @@ def _route(
         BLOCK_K=chosen.channels,
         **early,
     )
-    route_kernel[(triton.cdiv(tokens, chosen.selected),)](
+    constants = sizes(tokens, experts)
+    route_kernel[(triton.cdiv(tokens, constants["ROWS"]),)](
         partial,
         bias,
         is_valid,
@@ -213,8 +131,7 @@ def _route(
         float(scale),
         K=k,
         FLOOR=SUM_FLOOR,
-        ROWS=chosen.selected,
-        EXPERTS=triton.next_power_of_2(experts),
+        **constants,
         **early,
     )
     return ids, weights
@@ -251,7 +168,7 @@ def builds(target: Target) -> Iterator[Build]:
     for dtype, gate in (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "fp32")):
         for tokens in (1, 64):
             whole = _whole(_DTYPES[dtype], _DTYPES[gate])
-            chosen = config(tokens, 256, whole)
+            chosen = config(tokens, whole)
             types = {"x": f"*{dtype}", "gate": f"*{gate}", "partial": "*fp32"}
             integers = dict.fromkeys(("tokens", "experts", "width", "split"), "i32")
             yield Build(
@@ -268,30 +185,3 @@ def builds(target: Target) -> Iterator[Build]:
                 matrix=whole,
                 spills=_SPILLS,
             )
-    for experts in (256, 384):
-        for by_table, padded in ((False, False), (False, True), (True, False)):
-            yield _selection(target, experts, by_table, padded)
-
-
-def _selection(target: Target, experts: int, by_table: bool, padded: bool) -> Build:
-    integers = dict.fromkeys(("tokens", "experts", "vocabulary", "splits"), "i32")
-    types = {"partial": "*fp32", "ids": "*i32", "weights": "*fp32", "factor": "fp32", **integers}
-    if by_table:
-        types |= {"token_ids": "*i64", "table": "*i64"}
-    else:
-        types |= {"bias": "*fp32"} | ({"is_valid": "*u8"} if padded else {})
-    pointers = ("bias", "is_valid", "token_ids", "table")
-    return Build(
-        f"{experts} experts by {'table' if by_table else 'bias'}{', padded' if padded else ''}",
-        route_kernel,
-        types,
-        {
-            **{name: None for name in pointers if name not in types},
-            "K": 6,
-            "FLOOR": SUM_FLOOR,
-            "ROWS": config(1, experts, True).selected,
-            "EXPERTS": triton.next_power_of_2(experts),
-            "EARLY": launches_early(target),
-        },
-        spills=_SPILLS,
-    )
