@@ -277,31 +277,42 @@ def test_many_tokens_equal_few() -> None:
 
 @no_triton
 @pytest.mark.parametrize(
-    ("dtype", "bulk"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ("dtype", "form"),
+    [
+        (torch.float32, "few"),
+        (torch.bfloat16, "few"),
+        (torch.bfloat16, "direct"),
+        (torch.bfloat16, "many"),
+    ],
 )
 def test_long_rows_and_many_tokens_by_triton(
-    dtype: torch.dtype, bulk: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tiles that a short row does not reach: D in several tiles of each kernel, the last not full.
     from anymla.ops.hyper_connection import (
         mix_tile,
         triton_collapse,
         triton_many,
+        triton_mix,
         triton_streams,
     )
 
+    bulk = form == "many"
     monkeypatch.setattr(triton_collapse, "_WIDEST", 128)
     monkeypatch.setattr(mix_tile, "FEW_TOKENS", 5)
     monkeypatch.setattr(triton_streams, "takes", lambda h: bulk)
     monkeypatch.setattr(triton_streams, "MANY_TOKENS", 1 if bulk else 100)
-    tile = triton_many.ManyConfig(32, 32, 4, 2, 64)
-    monkeypatch.setattr(triton_many, "config", lambda tokens, d: tile)
-    tokens = 37 if bulk else 18  # two blocks
-    before, after = site(tokens, d=200, dtype=dtype), site(tokens, d=200, dtype=dtype)
+    many = triton_many.ManyConfig(32, 32, 4, 2, 64)
+    monkeypatch.setattr(triton_many, "config", lambda tokens, d: many)
+    if form == "direct":
+        tile = mix_tile.MixTile(32, 32, 1, 2, direct=True)
+        monkeypatch.setattr(triton_mix, "mix_tile", lambda *of: tile)
+    tokens = {"few": 18, "direct": 33, "many": 37}[form]  # two blocks
+    d = 40 if form == "direct" else 200
+    before, after = site(tokens, d=d, dtype=dtype), site(tokens, d=d, dtype=dtype)
     weights = {name: after[name] for name in ("fn", "base", "scale")}
-    norm_weight = 1 + 0.1 * torch.randn(200)
-    quantised = QuantizedRows.empty(tokens, 200, norm_weight.device)
+    norm_weight = 1 + 0.1 * torch.randn(d)
+    quantised = QuantizedRows.empty(tokens, d, norm_weight.device)
     coded = {"codes": quantised.codes, "code_scales": quantised.scales}
     y, post, comb = hc_pre(**before, **OPTIONS, **coded, backend="triton")
     assert_quantised(quantised, y)

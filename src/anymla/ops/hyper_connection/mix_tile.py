@@ -21,12 +21,17 @@ TOGETHER = 64
 
 @dataclasses.dataclass(frozen=True)
 class MixTile:
-    """Tokens, channels of a chunk and chunks of a program; warps."""
+    """Tokens, channels of a chunk and chunks of a program; warps.
+
+    Attributes:
+        direct: four streams are multiplied from the registers that they were loaded to.
+    """
 
     rows: int
     columns: int
     chunks: int
     num_warps: int
+    direct: bool = False
 
 
 def mix_tile(tokens: int, d: int, dtype: torch.dtype, target: Target) -> MixTile:
@@ -46,6 +51,8 @@ def _large_tile(tokens: int, d: int) -> MixTile:
     columns = min(_CHANNELS, _width(d))
     if tokens <= 2 * ROWS:
         return MixTile(ROWS, columns, 1, 4 if tokens <= ROWS else 8)
+    if tokens <= TOGETHER and columns == _CHANNELS:
+        return MixTile(4 * ROWS, columns, 1, 4, direct=True)
     chunks = 1 if tokens <= FEW_TOKENS else min(4, -(-d // columns))
     return MixTile(4 * ROWS, columns, chunks, 8)
 

@@ -14,7 +14,8 @@ h and that site's gates, stores them, and goes on with them as rounded. Four str
 side by side, and pass ``_settled`` on their way. The compiler would else compute them twice, in the
 layout to be stored and in the one to be multiplied, and move every gate from one to the other.
 
-A slice of one chunk has its weights under way before the program waits for the kernel before.
+A slice of one chunk has its weights under way before the program waits for the kernel before. With
+DIRECT, streams are multiplied from the registers where they are, see ``triton_fragments``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from anymla.ops.hyper_connection.mix_tile import (
     late,
     mix_tile,
 )
+from anymla.ops.hyper_connection.triton_fragments import fragments, in_order, loaded_rows
 from anymla.ops.hyper_connection.triton_gates import load_columns
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams
 from anymla.ops.workspace import scratch
@@ -78,6 +80,7 @@ def _add_chunk(
     total, square, u, h, out, fn, weights, rows, first, inside, post, comb, token_stride,
     stream_stride, N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr,
     COLUMNS: tl.constexpr, EXPAND: tl.constexpr, JOINED: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Add what COLUMNS channels of the streams are worth, and store them with EXPAND."""
     d = first + tl.arange(0, COLUMNS)
@@ -97,7 +100,10 @@ def _add_chunk(
                 operand = _settled(operand)
             of_stream = _load_weights(fn, first, j, 1, N, D, MIXES, P, COLUMNS)
             total = exact_dot(operand, of_stream, total)
-    if JOINED:
+    if DIRECT:
+        operand = fragments(streams[0], streams[1], streams[2], streams[3], total.shape[0] // 16)
+        total = exact_dot(operand, in_order(weights), total)
+    elif JOINED:
         operand = _settled(_joined(streams[0], streams[1], streams[2], streams[3]))
         total = exact_dot(operand, weights, total)
     return total, square
@@ -125,6 +131,7 @@ def mix_kernel(
     COLUMNS: tl.constexpr,
     SINGLE: tl.constexpr,
     JOINED: tl.constexpr,
+    DIRECT: tl.constexpr,
     LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -153,7 +160,7 @@ def mix_kernel(
     if SINGLE:
         total, square = _add_chunk(
             total, square, u, h, out, fn, weights, rows, first, inside, post_gates, comb_gates,
-            token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED,
+            token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED, DIRECT,
         )  # fmt: skip
     else:
         # A number of chunks that the compiler knew would be unrolled, at the price of spills.
@@ -164,14 +171,21 @@ def mix_kernel(
                 of_chunk = _load_weights(fn, at, 0, N, N, D, MIXES, P, COLUMNS)
             total, square = _add_chunk(
                 total, square, u, h, out, fn, of_chunk, rows, at, inside, post_gates, comb_gates,
-                token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED,
+                token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED, DIRECT,
             )  # fmt: skip
     if EARLY and LATE:
         tl.extra.cuda.gdc_launch_dependents()
     mix = tl.arange(0, P)
     at = (rows * tl.num_programs(1) + tl.program_id(1)) * P
-    result = tl.where((mix == MIXES)[None, :], tl.sum(square, 1)[:, None], total)
-    tl.store(partial + at[:, None] + mix[None, :], result, inside[:, None])
+    if DIRECT:
+        tl.store(partial + at + MIXES, tl.sum(square, 1), inside)
+        token = tl.program_id(0) * ROWS + loaded_rows(ROWS // 16)
+        at = (token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * P
+        others = (token < tokens)[:, None] & (mix < MIXES)[None, :]
+        tl.store(partial + at[:, None] + mix[None, :], total, others)
+    else:
+        result = tl.where((mix == MIXES)[None, :], tl.sum(square, 1)[:, None], total)
+        tl.store(partial + at[:, None] + mix[None, :], result, inside[:, None])
 
 
 def launch_mix(
@@ -187,7 +201,7 @@ def launch_mix(
 
     Returns:
         float32 [T, slices, P]: a slice's share of the mixes, in column len(fn) its sum of squares,
-        and zeros beyond.
+        and anything beyond.
     """
     tokens, n, d = h.shape
     target = target_of(h.device)
@@ -216,6 +230,7 @@ def launch_mix(
         COLUMNS=chosen.columns,
         SINGLE=chosen.chunks == 1,
         JOINED=joined(n, target),
+        DIRECT=chosen.direct and n == 4,
         LATE=late(tokens, target),
         num_warps=chosen.num_warps,
         **early_launch(h.device, fn),
@@ -256,6 +271,7 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
         "COLUMNS": chosen.columns,
         "SINGLE": chosen.chunks == 1,
         "JOINED": joined(4, target),
+        "DIRECT": chosen.direct,
         "LATE": late(tokens, target),
         "EARLY": launches_early(target),
     }
