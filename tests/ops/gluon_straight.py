@@ -14,7 +14,7 @@ import gluon_simulator
 import torch
 from gluon_simulator import Pointer, load, store
 
-from anymla.formats.e4m3 import decode_e4m3, encode_e4m3
+from anymla.formats.e4m3 import decode_e4m3
 
 _PATIENCE_S = 20
 # Of every partition: reads that may be under way.
@@ -127,7 +127,6 @@ class Descriptor:
 
     def __init__(self, tensor, box):
         self.tensor, self.box, self.dtype = tensor, box, tensor.dtype
-        self.block_type = types.SimpleNamespace(shape=box)
 
     def read(self, at):
         out = torch.zeros(self.box, dtype=self.dtype)
@@ -150,9 +149,6 @@ def _copy(descriptor, at, barrier, shared, pred=True):
 def _decoded_words(text, constraints, arguments, **_):
     if "griddepcontrol" in text:
         return None
-    if "cvt.rn.satfinite.e4m3x2.f32" in text:
-        plain = (each.as_subclass(torch.Tensor) for each in arguments)
-        return tuple(value(decode_e4m3(encode_e4m3(each), torch.float16)) for each in plain)
     words = arguments[0].as_subclass(torch.Tensor).contiguous()
     if text == "mov.b32 {$0, $1}, $2;":
         halves = words.view(torch.bfloat16).view(*words.shape, 2)
@@ -221,9 +217,6 @@ def _namespace(program, programs):
         permute=lambda x, order: x.permute(order),
         join=lambda a, b: torch.stack((a, b), -1),
         sum=lambda x, axis: x.sum(axis),
-        abs=torch.abs,
-        max=lambda x, axis: x.amax(axis),
-        maximum=lambda a, b: torch.maximum(a, value(b).to(a.dtype)),
         convert_layout=lambda x, layout: x,
         static_range=range,
         inline_asm_elementwise=_decoded_words,

@@ -17,7 +17,7 @@ from anymla.ops.early import early_launch, launches_early
 from anymla.ops.linear.gluon_sm90_rows import rows_kernel
 from anymla.ops.linear.gluon_sm90_runs import runs_kernel
 from anymla.ops.linear.gluon_sm90_tens import tens_kernel
-from anymla.ops.linear.hopper_forms import WIDE, Form, form, plain_form, wide_form
+from anymla.ops.linear.hopper_forms import Form, form, plain_form
 from anymla.ops.linear.hopper_support import PLAIN_RUN
 from anymla.ops.linear.triton_quantize import quantize_rows_by_run
 from anymla.ops.sparse_attention.triton_attention import multiprocessors
@@ -37,11 +37,6 @@ def fp8_block_linear(
     rows = x.reshape(-1, x.shape[-1])
     tokens = len(rows)
     if codes is None or code_scales is None:
-        chosen = wide_form(tokens, len(weight), rows.shape[1] // FP8_BLOCK)
-        if chosen and x.dtype == torch.bfloat16:
-            processors = multiprocessors(x.device)
-            out = multiply_wide(rows.contiguous(), weight, scale, chosen, processors)
-            return out.view(*x.shape[:-1], len(weight))
         codes, code_scales = quantize_rows_by_run(rows.contiguous(), ROW_STEP)
     out = product(
         codes[:tokens].unsqueeze(1),
@@ -122,7 +117,7 @@ def multiply(
     else:
         runs_kernel[grid](
             _boxes(*given, chosen.warps), x_scales, _boxes(*weight, chosen.warps), scales, out,
-            *numbers, PLAIN=False, WIDE=False, **constants,
+            *numbers, PLAIN=False, **constants,
         )  # fmt: skip
     return out
 
@@ -138,27 +133,7 @@ def multiply_plain(
         _boxes(_placed(x), tokens, runs, chosen.columns, chosen.warps), None,
         _boxes(w, n, runs, chosen.rows, chosen.warps), None, out, tokens, n, runs, tiles, 1, 0, 0,
         ROWS=chosen.rows, COLUMNS=chosen.columns, WARPS=chosen.warps, STAGES=chosen.stages,
-        BY_RUN=False, PLAIN=True, WIDE=False, **_options(chosen, x, early),
-    )  # fmt: skip
-    return out
-
-
-def multiply_wide(
-    x: Tensor, w: Tensor, scales: Tensor, chosen: Form, processors: int, early: bool = True
-) -> Tensor:
-    """``multiply`` contiguous bfloat16 x [T, K], quantised on the way, by w [N, K] to [T, N]."""
-    (tokens, width), n = x.shape, len(w)
-    runs, tiles = width // FP8_BLOCK, n // chosen.rows
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    words = _placed(x).view(-1).view(torch.int32)
-    halves = TensorDescriptor(
-        words, [runs, 2, tokens, 32], [64, 32, runs * 64, 1], [chosen.warps, 2, chosen.columns, 32],
-        NVMMASharedLayout(128, 32, rank=4),
-    )  # fmt: skip
-    runs_kernel[(min(tiles, chosen.programs * processors),)](
-        halves, None, _boxes(w, n, runs, chosen.rows, chosen.warps), scales, out, tokens, n, runs,
-        tiles, 1, 0, 0, ROWS=chosen.rows, COLUMNS=chosen.columns, WARPS=chosen.warps,
-        STAGES=chosen.stages, BY_RUN=False, PLAIN=False, WIDE=True, **_options(chosen, x, early),
+        BY_RUN=False, PLAIN=True, **_options(chosen, x, early),
     )  # fmt: skip
     return out
 
@@ -202,13 +177,10 @@ def builds(target: Target) -> Iterator[Build]:
                 yield _build(target, chosen, "*u8" if rows == 4096 else "*fp32")
     for tokens in (1, 32):
         yield _build(target, plain_form(tokens), None)
-    yield _build(target, WIDE, "*fp32", wide=True)
 
 
-def _build(target: Target, chosen: Form, scales: str | None, wide: bool = False) -> Build:
-    types = {"scales": scales} if scales else {}
-    if scales and not wide:
-        types["x_scales"] = "*fp32"
+def _build(target: Target, chosen: Form, scales: str | None) -> Build:
+    types = {"scales": scales, "x_scales": "*fp32"} if scales else {}
     types["out"] = "*bf16" if scales else "*fp32"
     integers = ("tokens", "n", "runs", "tiles", "groups", "x_scale_token", "x_scale_run")
     constants: dict[str, Any] = {
@@ -218,25 +190,20 @@ def _build(target: Target, chosen: Form, scales: str | None, wide: bool = False)
     }
     runs, tens = chosen.kernel == "runs", chosen.kernel == "tens"
     layout = NVMMASharedLayout(128, 8 if tens else 32, rank=3 if runs else 2)
-    for name, lines in (("w_desc", chosen.rows), ("x_desc", chosen.columns)):
+    for name, lines in (("x_desc", chosen.columns), ("w_desc", chosen.rows)):
         box = [chosen.warps, lines, 32] if runs else [lines, 128 if tens else 32]
-        if wide and name == "x_desc":
-            box, layout = [chosen.warps, 2, lines, 32], NVMMASharedLayout(128, 32, rank=4)
         types[name] = f"tensordesc<{'fp8e4nv' if tens else 'i32'}{box},{layout!r}>"
     if tens:
         constants |= {"TOKENS": chosen.columns, "AT_ONCE": chosen.at_once}
     else:
-        constants |= {
-            "COLUMNS": chosen.columns,
-            "WARPS": chosen.warps,
-            "BY_RUN": "x_scales" in types,
-        }
+        constants |= {"COLUMNS": chosen.columns, "WARPS": chosen.warps, "BY_RUN": bool(scales)}
     if runs:
-        constants |= {"PLAIN": scales is None, "WIDE": wide}
-    constants |= {name: None for name in ("scales", "x_scales") if name not in types}
+        constants["PLAIN"] = scales is None
+    if scales is None:
+        constants |= {"scales": None, "x_scales": None}
     kernels = {"runs": runs_kernel, "rows": rows_kernel, "tens": tens_kernel}
     return Build(
-        f"{chosen.rows} rows, {chosen.columns} tokens, {scales or 'bfloat16'}" + ", wide" * wide,
+        f"{chosen.rows} rows, {chosen.columns} tokens, {scales or 'bfloat16'}",
         kernels[chosen.kernel],
         types | dict.fromkeys(integers, "i32"),
         constants,

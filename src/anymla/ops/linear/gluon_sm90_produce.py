@@ -21,10 +21,7 @@ _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 def _ask(desc, line, run, barrier, to, WIDTH: gl.constexpr, pred=True):
     """Copy the box of some lines at a run; WIDTH values are one, or 0 for boxes of several."""
     if WIDTH == 0:
-        if len(desc.block_type.shape) == 4:
-            _copy(desc, [run, 0, line, 0], barrier, to, pred=pred)
-        else:
-            _copy(desc, [run, line, 0], barrier, to, pred=pred)
+        _copy(desc, [run, line, 0], barrier, to, pred=pred)
     else:
         _copy(desc, [line, run * WIDTH], barrier, to, pred=pred)
 

@@ -23,14 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.linear.gluon_sm90_produce import produce
-from anymla.ops.linear.gluon_sm90_words import (
-    decoded,
-    factors,
-    halves,
-    quantised,
-    wide_layout,
-    words_layout,
-)
+from anymla.ops.linear.gluon_sm90_words import decoded, factors, halves, words_layout
 
 
 @gluon.jit
@@ -38,7 +31,7 @@ def _consume(
     ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
     x_scale_token, x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, WIDE: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2 if PLAIN else 4)
@@ -61,29 +54,26 @@ def _consume(
     if EARLY:
         wait_for_predecessors()
     if not PLAIN:
+        if BY_RUN:
+            # Rows come in sixteens where their scales lie side by side.
+            x_scale_run = x_scale_run // 16 * 16
+        f_at = gl.expand_dims(column if BY_RUN else column * x_scale_token, 0)
+        f_at = x_scales + (f_at + gl.expand_dims(run * x_scale_run, 1))
+        inside = gl.expand_dims((column // 16 * 16 if BY_RUN else column) < tokens, 0)
         # Of the step after the one that is multiplied.
         x_tile = first
         x_run = 0
-        if not WIDE:
-            if BY_RUN:
-                # Rows come in sixteens where their scales lie side by side.
-                x_scale_run = x_scale_run // 16 * 16
-            f_at = gl.expand_dims(column if BY_RUN else column * x_scale_token, 0)
-            f_at = x_scales + (f_at + gl.expand_dims(run * x_scale_run, 1))
-            inside = gl.expand_dims((column // 16 * 16 if BY_RUN else column) < tokens, 0)
-            scale = gl.load(
-                f_at + x_group * runs * x_scale_run, mask=gl.expand_dims(run < runs, 1) & inside,
-                other=0.0,
-            )  # fmt: skip
+        scale = gl.load(
+            f_at + x_group * runs * x_scale_run, mask=gl.expand_dims(run < runs, 1) & inside,
+            other=0.0,
+        )  # fmt: skip
     step = 0
     for tile in range(first, tiles, programs):
         group = tile * ROWS // n
         sums = gl.zeros([WARPS, ROWS, COLUMNS], gl.float32, layout=SUMS)
         for _ in range(0, runs, WARPS):
             if not PLAIN:
-                factor = gl.expand_dims(factors(w_scale), 1)
-                if not WIDE:
-                    factor = scale * factor
+                factor = scale * gl.expand_dims(factors(w_scale), 1)
                 x_run += WARPS
                 if x_run >= runs:
                     x_run = 0
@@ -92,19 +82,15 @@ def _consume(
                     block = (x_tile * ROWS - x_group * n) // 128
                     s_at = scales + (x_group * blocks + block) * runs + run
                 left = gl.where(x_tile < tiles, runs - x_run, 0)
-                if not WIDE:
-                    scale = gl.load(
-                        f_at + (x_group * runs + x_run) * x_scale_run,
-                        mask=gl.expand_dims(run < left, 1) & inside, other=0.0,
-                    )  # fmt: skip
+                scale = gl.load(
+                    f_at + (x_group * runs + x_run) * x_scale_run,
+                    mask=gl.expand_dims(run < left, 1) & inside, other=0.0,
+                )  # fmt: skip
                 w_scale = gl.load(s_at + x_run, mask=run < left, other=0)
             slot = step % STAGES
             mbarrier.wait(full.index(slot), (step // STAGES) & 1)
             words = ring.index(slot).load(words_layout(WARPS, ROWS))
-            if WIDE:
-                x_words = x_ring.index(slot).load(wide_layout(WARPS, COLUMNS))
-            else:
-                x_words = x_ring.index(slot).load(words_layout(WARPS, COLUMNS))
+            x_words = x_ring.index(slot).load(words_layout(WARPS, COLUMNS))
             # What has been read must have arrived before the copy engine writes there again: a
             # barrier alone does not wait for reads that are under way.
             fence_async_shared()
@@ -115,12 +101,7 @@ def _consume(
                 sums = mma_v2(a, b, sums)
             else:
                 a = gl.convert_layout(decoded(words), A)
-                if WIDE:
-                    x_values, scale = quantised(x_words)
-                    factor = factor * gl.convert_layout(scale, FACTORS)
-                else:
-                    x_values = decoded(x_words)
-                b = gl.convert_layout(gl.permute(x_values, (0, 2, 1)), B)
+                b = gl.convert_layout(gl.permute(decoded(x_words), (0, 2, 1)), B)
                 part = mma_v2(a, b, gl.zeros([WARPS, ROWS, COLUMNS], gl.float32, layout=SUMS))
                 sums += part * gl.expand_dims(factor, 1)
             step += 1
@@ -137,7 +118,7 @@ def runs_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, groups, x_scale_token,
     x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, WIDE: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
@@ -161,13 +142,10 @@ def runs_kernel(
         STAGES: of the ring.
         BY_RUN: x_scale_token is 1, and there are scales of as many rows as ``QuantizedRows`` has.
         PLAIN: both operands are bfloat16, runs are 64 channels, and there are no scales.
-        WIDE: activations are bfloat16, [groups * K / 128, 2, T, 32] words in boxes [WARPS, 2,
-            COLUMNS, 32], and are quantised by every program; there are no x_scales.
         EARLY: launched before what makes x has ended.
     """
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, ROWS, 32], w_desc.layout)
-    X: gl.constexpr = [STAGES, WARPS, 2, COLUMNS, 32] if WIDE else [STAGES, WARPS, COLUMNS, 32]
-    x_ring = gl.allocate_shared_memory(gl.int32, X, x_desc.layout)
+    x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, COLUMNS, 32], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -180,11 +158,11 @@ def runs_kernel(
             (_consume, (
                 ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
                 x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, PLAIN,
-                WIDE, EARLY,
+                EARLY,
             )),
             (produce, (
                 x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS,
-                (ROWS + COLUMNS * (2 if WIDE else 1)) * WARPS * 128, WARPS, 0, STAGES, EARLY,
+                (ROWS + COLUMNS) * WARPS * 128, WARPS, 0, STAGES, EARLY,
             )),
         ],
         [1],

@@ -7,10 +7,7 @@ into the matrix instruction in that order, which is the same for both operands.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
-
 _RUN = gl.constexpr(128)
-_FLOOR = gl.constexpr(ACTIVATION_AMAX_FLOOR)
 
 
 @gluon.constexpr_function
@@ -21,44 +18,6 @@ def words_layout(warps, rows):
     lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     shared = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, shared, [], [warps, rows, 32])
-
-
-@gluon.constexpr_function
-def wide_layout(warps, rows):
-    """[warps, 2, rows, 32] words, halves of runs of bfloat16: a thread has the same channels."""
-    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]]
-    registers += [[0, 0, 1 << bit, 0] for bit in range(3, rows.bit_length() - 1)]
-    lanes = [[0, 0, 0, 16], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
-    shared = [[1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, shared, [], [warps, 2, rows, 32])
-
-
-@gluon.jit
-def quantised(words):
-    """Pairs of bfloat16 [W, 2, rows, 32] as FP8 in float16 [W, rows, 128], and scales [W, rows].
-
-    Values and scales are those of ``quantize_fp8_rows``, the order that of ``words_layout``.
-    """
-    W: gl.constexpr = words.shape[0]
-    ROWS: gl.constexpr = words.shape[2]
-    low = (words << 16).to(gl.float32, bitcast=True)
-    high = (words & -65536).to(gl.float32, bitcast=True)
-    largest = gl.max(gl.max(gl.maximum(gl.abs(low), gl.abs(high)), 3), 1)
-    ratio = gl.maximum(largest, _FLOOR) * (1.0 / 448.0)
-    bits = ratio.to(gl.int32, bitcast=True)
-    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
-    # An infinite value has exponent 128, whose inverse is no normal number.
-    inverse = ((gl.maximum(-exponent, -126) + 127) << 23).to(gl.float32, bitcast=True)
-    inverse = gl.expand_dims(gl.expand_dims(inverse, 1), 3)
-    low, high = gl.inline_asm_elementwise(
-        "{ .reg .b16 c; .reg .b32 u; cvt.rn.satfinite.e4m3x2.f32 c, $3, $2;"
-        " cvt.rn.f16x2.e4m3x2 u, c; mov.b32 {$0, $1}, u; }",
-        "=h,=h,f,f", [low * inverse, high * inverse], dtype=(gl.float16, gl.float16),
-        is_pure=True, pack=1,
-    )  # fmt: skip
-    value = gl.reshape(gl.join(low, high), (W, 2, ROWS, 2, 8, 2, 2))
-    value = gl.reshape(gl.permute(value, (0, 2, 4, 1, 3, 5, 6)), (W, ROWS, _RUN))
-    return value, ((exponent + 127) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

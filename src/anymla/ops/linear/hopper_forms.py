@@ -88,14 +88,3 @@ def plain_form(tokens: int) -> Form:
     if tokens <= 8:
         return Form("runs", 16, 8, 8, 4, 2, 64)
     return Form("runs", 16, 32, 4, 4, 2, 104)
-
-
-# For activations that are quantised by the programs that multiply them.
-WIDE = Form("runs", 32, 8, 8, 2, 1, 64)
-# Up to how many tokens that is chosen.
-MOST_WIDE = 0
-
-
-def wide_form(tokens: int, n: int, runs: int) -> Form | None:
-    """For bfloat16 activations that do not come quantised, if that is better than a launch."""
-    return WIDE if tokens <= MOST_WIDE and n % WIDE.rows == 0 and runs > _FEW_RUNS else None
