@@ -19,8 +19,19 @@ import anymla.ops.indexer as family
 from anymla.ops.indexer.selection_plan import GROUP
 
 NAMES = [
-    f"{family.__name__}.gluon_sm90_{part}" for part in ("topk", "bins", "digits", "counters")
+    f"{family.__name__}.gluon_sm90_{part}"
+    for part in ("topk", "bins", "digits", "counters", "warps")
 ] + ["anymla.ops.gluon_early"]
+
+
+def keys_of(x):
+    """Integers in the order of scores."""
+    bits = x.as_subclass(torch.Tensor).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def scores_of(keys):
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 class Language(host.Language):
@@ -28,18 +39,21 @@ class Language(host.Language):
 
     def __init__(self):
         super().__init__()
-        self.words = torch.randint(-(2**31), 2**31 - 1, (28704 // 4,), dtype=torch.int32)
+        self.words = torch.randint(-(2**31), 2**31 - 1, (28960 // 4,), dtype=torch.int32)
 
     def inline_asm_elementwise(self, text, constraints, arguments, **_):
         if "anymla_topk" in text:
             return host.value(torch.tensor(0, dtype=torch.int32))
         if "griddepcontrol" in text:
             return None
-        if text.startswith("mov"):
-            return arguments[0]
         given = torch.broadcast_tensors(*(torch.as_tensor(x) for x in arguments))
         at, *rest = (x.as_subclass(torch.Tensor).flatten() for x in given)
+        if "0xff800000" in text:  # x, entries, an end
+            hidden = rest[0] >= rest[1]
+            return host.value(torch.where(hidden, -torch.inf, at).view(given[0].shape))
         at = at.long() // 4
+        if "redux" in text or "shfl" in text:
+            return self._by_warps(text, at, rest)
         if "atom.shared" in text:
             number, wanted, x, entry = rest
             for n in (number == wanted).nonzero()[:, 0]:
@@ -48,8 +62,6 @@ class Language(host.Language):
                 if count < 128:
                     self.words[at[n] + 4 + 2 * count] = x[n].view(torch.int32)
                     self.words[at[n] + 5 + 2 * count] = entry[n]
-        elif "@p red.shared" in text:
-            self.words.index_put_((at[rest[0] >= rest[1]],), i32([1]), accumulate=True)
         elif "red.shared" in text:
             self.words.index_put_((at,), i32([1]), accumulate=True)
         elif "ld.shared.v4" in text:
@@ -78,11 +90,42 @@ class Language(host.Language):
             self.words[at[rest[1] != 0]] = rest[0][rest[1] != 0].int()
         return None
 
+    def _by_warps(self, text, at, rest):
+        """What warps of 32 neighbours tell, at the words of their first threads, and are told."""
+        place = at.view(-1, 32)[:, 0] if len(at) > 1 else at
+        if "redux.sync.max" in text and "ld.shared" in text:
+            told = self.words[place + torch.arange(2 * (int(rest[0]) + 1))].view(-1, 2)
+            return tuple(host.value(scores_of(x).amax()) for x in told.unbind(1))
+        if "redux.sync.max" in text:
+            for n in range(2):
+                self.words[place + n] = keys_of(rest[n]).view(-1, 32).amax(1)
+        elif "ld.shared" in text:
+            sums = self.words[place[0] : place[0] + int(rest[0].max()) + 1].cumsum(0)
+            own = self.words[place[0] : place[0] + int(rest[0].max()) + 1]
+            return host.value((sums - own)[rest[0].long()].int())
+        elif "PUT" in text:
+            before, own, *counts, wanted, number = (x.view(-1, 32) for x in rest)
+            assert (own == sum(counts).sum(1, keepdim=True)).all()
+            count = torch.stack(counts, 2).flatten()
+            reached = count.cumsum(0)
+            it = ((reached - count < wanted[0, 0]) & (reached >= wanted[0, 0])).nonzero()[:, 0]
+            assert len(it) <= 1
+            assert (before[:, 0] == own[:, 0].cumsum(0) - own[:, 0]).all()
+            for n in it:
+                found = number.flatten()[n // 4] - n % 4, (reached - count)[n], 0, 1
+                self.words[place[0] : place[0] + 4] = i32(found)
+        else:
+            x = rest[0].view(-1, 32)
+            self.words[place] = x.sum(1).int()
+            told = x.cumsum(1) - x if "shfl" in text else x.sum(1, keepdim=True).expand_as(x)
+            return host.value(told.flatten().int())
+        return None
+
     def associative_scan(self, x, axis, combine):
         return x.cumsum(axis, dtype=x.dtype)
 
     def reduce(self, x, axis, combine):  # of NaN and a number: NaN
-        return tuple(part.amax(axis) for part in x) if isinstance(x, tuple) else x.amax(axis)
+        return x.amax(axis)
 
     def maximum(self, a, b, propagate_nan=None):
         return torch.maximum(a, torch.as_tensor(b))

@@ -18,15 +18,15 @@ from triton.experimental.gluon import language as gl
 
 from anymla.ops.indexer.gluon_sm90_counters import (
     CANDIDATES,
+    EXTREMES,
     FOUND,
     MOST_CANDIDATES,
-    add,
+    SUMS,
     clear,
-    count_reaching,
     get,
     get2,
     get4,
-    here,
+    increment,
     meet,
     note,
     put,
@@ -34,6 +34,13 @@ from anymla.ops.indexer.gluon_sm90_counters import (
     put_in_order,
 )
 from anymla.ops.indexer.gluon_sm90_digits import NOTHING, clear_digits, kth_largest, ordered, places
+from anymla.ops.indexer.gluon_sm90_warps import (
+    extremes,
+    put_crossing,
+    sums_before,
+    tell_extremes,
+    tell_sum,
+)
 
 _KEEP_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
 # As a float32, 2^23 + n has n in its lowest bits.
@@ -43,11 +50,6 @@ _MAGIC = gl.constexpr(0x4B000000)
 @gluon.jit
 def _larger(a, b):
     return gl.maximum(a, b, propagate_nan=_KEEP_NAN)
-
-
-@gluon.jit
-def _both_larger(a, b, c, d):
-    return _larger(a, c), _larger(b, d)
 
 
 @gluon.jit
@@ -61,25 +63,40 @@ def clear_bins(words, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _extremes_of(words, x, FEW: gl.constexpr, WARPS: gl.constexpr):
+    """(largest score, minus the least of the largest of each FEW)."""
+    N: gl.constexpr = x.shape[0]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    nothing = float("-inf")
+    best = gl.reduce(gl.reshape(x, [N // FEW, FEW]), 1, _larger)
+    # Where there is nothing, there is no lower bound.
+    bound = gl.where(best == nothing, nothing, -best)
+    EACH: gl.constexpr = N // FEW // (32 * WARPS)
+    best = gl.reduce(gl.reshape(best, [32 * WARPS, EACH]), 1, _larger)
+    bound = gl.reduce(gl.reshape(bound, [32 * WARPS, EACH]), 1, _larger)
+    warp = gl.arange(0, 32 * WARPS, layout=ONE) // 32
+    tell_extremes(
+        words + (EXTREMES + 2 * warp) * 4,
+        gl.convert_layout(best, ONE),
+        gl.convert_layout(bound, ONE),
+    )
+    meet()
+    return extremes(words + EXTREMES * 4, WARPS)
+
+
+@gluon.jit
 def _scan(words, wanted, BINS: gl.constexpr, WARPS: gl.constexpr):
-    """(bin, scores in higher bins, 1) where the ``wanted``-th lies, or zeros."""
+    """(bin, scores in higher bins, zero, 1) where the ``wanted``-th lies, or zeros."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     line = gl.arange(0, BINS // 4, layout=L)
     a, b, c, d = get4(words + (BINS - 4 - 4 * line) * 4)
-    total = a + b + c + d
-    reached = gl.associative_scan(total, 0, add)
-    above = reached - total
-    crosses = (above < wanted) & (reached >= wanted)
-    past_d = above + d < wanted
-    past_c = above + d + c < wanted
-    past_b = above + d + c + b < wanted
-    number = BINS - 1 - 4 * line
-    number -= past_d.to(gl.int32) + past_c.to(gl.int32) + past_b.to(gl.int32)
-    above += gl.where(past_d, d, 0) + gl.where(past_c, c, 0) + gl.where(past_b, b, 0)
-    put3(gl.zeros_like(line) + words + FOUND * 4, number, above, 0 * above, crosses)
+    own = tell_sum(words + (SUMS + line // 32) * 4, a + b + c + d)
     meet()
-    number, above, _, there = get4(words + FOUND * 4)
-    return number, above, there
+    before = sums_before(words + SUMS * 4, line // 32)
+    found = words + FOUND * 4
+    put_crossing(found, before, own, d, c, b, a, wanted, BINS - 1 - 4 * line)
+    meet()
+    return get4(found)
 
 
 @gluon.jit
@@ -122,39 +139,41 @@ def put_best(
         FEW: neighbours in a thread that have a largest score.
         WARPS: of the program, at least 4.
     """
-    N: gl.constexpr = x.shape[0]
     BINS: gl.constexpr = 128 * WARPS
-    nothing = float("-inf")
-    best = gl.reduce(gl.reshape(x, [N // FEW, FEW]), 1, _larger)
-    # Where there is nothing, there is no lower bound.
-    bound = gl.where(best == nothing, nothing, -best)
-    most, least = gl.reduce((best, bound), 0, _both_larger)
+    most, least = _extremes_of(words, x, FEW, WARPS)
     width = most + least
     # Neither NaN nor infinite, nor so small that bins would be.
     found = (width > 1e-30) & (width < 1e38)
     limit, last, behind = most, gl.to_tensor(0), gl.to_tensor(0)
     if found:
-        scale = (BINS - 1) / width
-        number = gl.fma(x + least, scale, 8388608.0).to(gl.int32, bitcast=True)
-        count_reaching(words + (number - _MAGIC) * 4, x, -least)
+        scale = (BINS - 2) / width
+        # What is below the bound has a bin to itself, the lowest.
+        number = gl.maximum(gl.fma(x + least, scale, 8388609.0), 8388608.0)
+        increment(words + (number.to(gl.int32, bitcast=True) - _MAGIC) * 4)
         meet()
-        its, above, crossed = _scan(words, wanted, BINS, WARPS)
-        note(gl.zeros_like(entry) + words + CANDIDATES * 4, number, its + _MAGIC, x, entry)
+        its, above, zero, crossed = _scan(words, wanted, BINS, WARPS)
+        # Once more, with a zero that compilers do not know, so that nothing has to be remembered.
+        number = gl.fma(x + (least + zero.to(gl.float32, bitcast=True)), scale, 8388609.0)
+        note(
+            words + CANDIDATES * 4, number.to(gl.int32, bitcast=True), its + _MAGIC, x, entry, WARPS
+        )
         meet()
         count = get(words + CANDIDATES * 4)
-        found = (crossed > 0) & (count <= MOST_CANDIDATES)
+        # Where entries are few, fewer than are wanted may reach the bound.
+        found = (crossed > 0) & (its > 0) & (count <= MOST_CANDIDATES)
         if found:
             limit, last, behind = _rank(words, count, wanted - above, WARPS)
     if found:
         if behind > 0:
-            x = gl.where((x == limit) & (entry > last), nothing, x)
-        put_in_order(at, x, limit, entry, WARPS)
+            x = gl.where((x == limit) & (entry > last), float("-inf"), x)
+        put_in_order(words, at, x, limit, entry, WARPS)
     else:
+        zero = get(words + FOUND * 4 + 8)
         meet()
         clear_digits(words, WARPS)
         meet()
         # Asked anew, which is rare, so that nothing has to be remembered.
-        there = (entry >= here(start)) & (entry < end)
+        there = (entry >= start + zero) & (entry < end + zero)
         key = gl.where(there, ordered(x.to(gl.int32, bitcast=True)), NOTHING)
         key_limit, above = kth_largest(words, key, wanted, WARPS)
         place, taken = places(key, key_limit, wanted - above)

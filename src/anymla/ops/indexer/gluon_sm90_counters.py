@@ -7,6 +7,7 @@ Triton has no atomics in shared memory, and none of its threads writes where it 
          4096  the entries that are chosen, in order
          6144  the groups that are chosen, in order
          7168  what a scan has found; a counter that nobody looks at
+         7176  what warps tell each other: two extremes each, sums, ranks
 
 Counters of a second and a third digit lie where candidates and entries are at other times.
 """
@@ -15,6 +16,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from anymla.ops.indexer.gluon_sm90_warps import sums_before, tell_ranks
 from anymla.ops.indexer.selection_plan import MOST_GROUP_K
 
 DIGITS = gl.constexpr(2048)
@@ -24,6 +26,9 @@ ENTRIES = gl.constexpr(2 * 2048)
 GROUPS_CHOSEN = gl.constexpr(3 * 2048)
 FOUND = gl.constexpr(3 * 2048 + MOST_GROUP_K)
 REST = gl.constexpr(3 * 2048 + MOST_GROUP_K + 4)
+EXTREMES = gl.constexpr(3 * 2048 + MOST_GROUP_K + 8)
+SUMS = gl.constexpr(3 * 2048 + MOST_GROUP_K + 8 + 2 * 16)
+RANKS = gl.constexpr(3 * 2048 + MOST_GROUP_K + 8 + 3 * 16)
 _NEW = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
 
 
@@ -40,7 +45,7 @@ def meet():
 def reserve():
     """Where the shared words begin."""
     return gl.inline_asm_elementwise(
-        "{ .shared .align 16 .b8 anymla_topk[28704]; mov.u32 $0, anymla_topk; }",
+        "{ .shared .align 16 .b8 anymla_topk[28960]; mov.u32 $0, anymla_topk; }",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -63,12 +68,24 @@ def increment(at):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _hiding(each):
+    """Text and constraints: a thread's ``each`` scores, whose entries rise, before an end."""
+    lines = ["{ .reg .pred h;"] + [f"mov.b32 ${i}, ${each + i};" for i in range(each)]
+    lines += [f"setp.lt.s32 h, ${3 * each - 1}, ${3 * each}; @h bra ALL;"]
+    for i in range(each):
+        lines += [f"setp.lt.s32 h, ${2 * each + i}, ${3 * each}; @!h mov.b32 ${i}, 0xff800000;"]
+    outputs, words, floats = ["=f"] * each, ["r"] * each, ["f"] * each
+    return " ".join(lines) + " ALL: }", ",".join(outputs + floats + words + words)
+
+
 @gluon.jit
-def count_reaching(at, x, limit):
-    """Increment the counters of those x that are at least ``limit``."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ge.f32 p, $2, $3; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }",
-        "=r,r,f,f", [at, x, limit], dtype=gl.int32, is_pure=False, pack=1,
+def hide_behind(x, entry, end, WARPS: gl.constexpr):
+    """x, but -inf from entry ``end`` on, which few threads have."""
+    EACH: gl.constexpr = x.shape[0] // (32 * WARPS)
+    HIDING: gl.constexpr = _hiding(EACH)
+    return gl.inline_asm_elementwise(
+        HIDING[0], HIDING[1], [x, entry, end], dtype=gl.float32, is_pure=False, pack=EACH
     )  # fmt: skip
 
 
@@ -87,7 +104,7 @@ def _storing(each):
 
 
 @gluon.jit
-def put_in_order(at, x, limit, entry, WARPS: gl.constexpr):
+def put_in_order(words, at, x, limit, entry, WARPS: gl.constexpr):
     """Write the entries of all x that reach ``limit`` to the words from ``at`` on, in order."""
     THREADS: gl.constexpr = 32 * WARPS
     EACH: gl.constexpr = x.shape[0] // THREADS
@@ -95,8 +112,10 @@ def put_in_order(at, x, limit, entry, WARPS: gl.constexpr):
     # As float32, whose sums are not taken where comparisons are.
     count = gl.sum(gl.reshape(gl.where(x >= limit, 1.0, 0.0), [THREADS, EACH]), 1).to(gl.int32)
     LINE: gl.constexpr = count.type.layout
-    count = gl.convert_layout(count, ONE)
-    before = gl.associative_scan(count, 0, add) - count
+    warp = gl.arange(0, THREADS, layout=ONE) // 32
+    before = tell_ranks(words + (RANKS + warp) * 4, gl.convert_layout(count, ONE))
+    meet()
+    before += sums_before(words + RANKS * 4, warp)
     before = gl.expand_dims(gl.convert_layout(before, LINE), 1)
     before = gl.reshape(gl.broadcast(before, gl.reshape(entry, [THREADS, EACH]))[0], [x.shape[0]])
     before = gl.convert_layout(before, x.type.layout)
@@ -152,24 +171,36 @@ def put3(at, x, y, z, there):
     )  # fmt: skip
 
 
-@gluon.jit
-def note(at, number, wanted, x, index):
-    """Where ``number`` is ``wanted``: x and index go into the list behind the counter ``at``."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 s; .reg .b32 a; setp.ne.b32 p, $2, $3; @p bra DONE;"
-        " atom.shared.add.u32 s, [$1], 1; setp.ge.u32 p, s, 128; @p bra DONE;"
-        " shl.b32 a, s, 3; add.u32 a, a, $1; st.shared.v2.b32 [a+16], {$4, $5};"
-        " DONE: mov.b32 $0, 0; }",
-        "=r,r,r,r,f,r", [at, number, wanted, x, index], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def here(x):
-    """A number x; what is made of it is not made earlier."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+@gluon.constexpr_function
+def _noting(each):
+    """Text and constraints: a thread's ``each`` scores, of those whose number is wanted."""
+    at, number, wanted, x, entry = (
+        [f"${(1 + n) * each + i}" for i in range(each)] for n in range(5)
     )
+    same = [f"{number[i]}, {wanted[i]}" for i in range(each)]
+    # Few threads have one.
+    lines = [f"{{ .reg .pred p, q; .reg .b32 s, a; setp.eq.u32 p, {same[0]};"]
+    lines += [f"setp.eq.or.u32 p, {those}, p;" for those in same[1:]] + ["@!p bra DONE;"]
+    for i in range(each):
+        lines += [
+            f"setp.ne.u32 q, {same[i]}; @q bra PAST{i}; atom.shared.add.u32 s, [{at[i]}], 1;",
+            f"setp.ge.u32 q, s, 128; @q bra PAST{i}; shl.b32 a, s, 3; add.u32 a, a, {at[i]};",
+            f"st.shared.v2.b32 [a+16], {{{x[i]}, {entry[i]}}}; PAST{i}:",
+        ]
+    lines += ["DONE:", *(f"mov.b32 ${i}, 0;" for i in range(each)), "}"]
+    outputs, words, floats = ["=r"] * each, ["r"] * each, ["f"] * each
+    return " ".join(lines), ",".join(outputs + 3 * words + floats + words)
+
+
+@gluon.jit
+def note(at, number, wanted, x, entry, WARPS: gl.constexpr):
+    """Where ``number`` is ``wanted``: x and entry go into the list behind the counter ``at``."""
+    EACH: gl.constexpr = x.shape[0] // (32 * WARPS)
+    NOTING: gl.constexpr = _noting(EACH)
+    gl.inline_asm_elementwise(
+        NOTING[0], NOTING[1], [at, number, wanted, x, entry],
+        dtype=gl.int32, is_pure=False, pack=EACH,
+    )  # fmt: skip
 
 
 @gluon.jit

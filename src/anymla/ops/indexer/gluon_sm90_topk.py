@@ -17,7 +17,15 @@ from anymla.ops._triton import Build, Target
 from anymla.ops.early import launches_early
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.indexer.gluon_sm90_bins import clear_bins, put_best
-from anymla.ops.indexer.gluon_sm90_counters import ENTRIES, GROUPS_CHOSEN, get, meet, put, reserve
+from anymla.ops.indexer.gluon_sm90_counters import (
+    ENTRIES,
+    GROUPS_CHOSEN,
+    get,
+    hide_behind,
+    meet,
+    put,
+    reserve,
+)
 from anymla.ops.indexer.selection_plan import (
     GROUP,
     MOST_GROUP_K,
@@ -149,7 +157,7 @@ def topk_kernel(
             bits = gl.load(scores + entry, mask=entry < _NO_GROUP * _G, other=0)
         x = bits.to(gl.float32, bitcast=True)
         if starts is None:
-            x = gl.where(entry < end, x, float("-inf"))
+            x = hide_behind(x, entry, end, WARPS)
         else:
             x = gl.where((entry >= start) & (entry < end), x, float("-inf"))
         put_best(
@@ -236,8 +244,7 @@ def builds(target: Target) -> Iterator[Build]:
                 },
                 num_warps=held.warps,
                 divisible=("scores_stride", "maxima_stride", "out_stride"),
-                # 32 values a thread, of maxima and of candidates after them; most where a row
-                # is selected from by digits.
-                spills=230 if plan.kept == MOST_GROUP_K else 110,
+                # 32 values a thread, of maxima and of candidates after them.
+                spills=110 if plan.kept == MOST_GROUP_K else 64,
                 registers=held.registers,
             )
