@@ -133,9 +133,9 @@ def test_kernels_on_a_target_with_fp8(
     weight_format: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = dataclasses.replace(_triton.CPU, native_e4m3=True, dot_e4m3=True)
-    from anymla.ops.linear import triton_linear, triton_quantize
+    from anymla.ops.linear import triton_layers, triton_linear, triton_quantize
 
-    for module in (triton_linear, triton_quantize):
+    for module in (triton_layers, triton_linear, triton_quantize):
         monkeypatch.setattr(module, "target_of", lambda device: target)
     x = torch.randn(tokens, 256).bfloat16()
     check_product(weight_format, x, 136, "triton", quantize=weight_format != "nvfp4")
@@ -151,7 +151,7 @@ def test_the_kernel_for_few_tokens(
 ) -> None:
     import triton.language as tl
 
-    from anymla.ops.linear import triton_few, triton_linear
+    from anymla.ops.linear import triton_few, triton_layers, triton_linear
 
     usual = triton_few.few_tile(3, weight_format, _triton.CPU)
     kind = tl.float16 if form == "float16" else tl.float8e4nv
@@ -163,8 +163,9 @@ def test_the_kernel_for_few_tokens(
         return launch(*arguments, **options)
 
     launch = triton_linear.launch_few
-    monkeypatch.setattr(triton_linear, "launch_few", watched)
-    monkeypatch.setattr(triton_linear, "few_tile", lambda *_: tile)
+    for module in (triton_layers, triton_linear):
+        monkeypatch.setattr(module, "launch_few", watched)
+        monkeypatch.setattr(module, "few_tile", lambda *_: tile)
     monkeypatch.setattr(triton_few, "_FEWEST_TOKENS", {"fp8": 1, "mxfp4": 1})
     x = torch.randn(3, 1024).bfloat16()  # two splits
     x[0, :128], x[1, 5] = 0, 300

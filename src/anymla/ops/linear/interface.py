@@ -220,7 +220,7 @@ linear_float32.register_lazy(
     "gluon_sm90", "anymla.ops.linear.gluon_sm90_linear", supports=plain_support
 )
 
-_TRITON = "anymla.ops.linear.triton_linear"
+_TRITON = "anymla.ops.linear.triton_layers"
 linear.register_lazy("triton", _TRITON, supports=triton_support)
 linear_float32.register_lazy("triton", _TRITON, supports=triton_support)
 for _operation in (fp8_block_linear, mxfp4_linear, nvfp4_linear):

@@ -1,31 +1,31 @@
-"""Linear layers with packed weights.
+"""Products of packed weights.
 
 Grid: (blocks of weight rows, blocks of tokens, groups x splits of K).
 
     x [tokens, K]  .  w [group][N, K]^T  ->  y [tokens, group, N]
 
 With few tokens there are few blocks, so K is split too; every split leaves float32 sums, which a
-second kernel adds in the order of the splits.
+second kernel adds in the order of the splits. Where the kernel of ``triton_few`` takes so few
+tokens, it does.
+
+The operations, which bring activations and weights into this order, are in ``triton_layers``; the
+output projection, whose groups share a launch, is the other that calls this. float32 scales of
+either operand are factors of sums, so that both products of codes stay exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.linear import torch_linear
 from anymla.ops.linear.triton_few import few_support, few_tile, launch_few
-from anymla.ops.linear.triton_operands import operand_rows
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
-from anymla.ops.linear.triton_quantize import quantize_rows
 from anymla.ops.linear.triton_splits import sum_splits
 from anymla.ops.workspace import scratch
 
@@ -186,94 +186,6 @@ def launch_linear(
     if splits > 1:
         sum_splits(result, out)
     return out
-
-
-def _few(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor | None:
-    """Quantised rows [T, K] times an mxfp4 weight, if the kernel for few tokens takes them."""
-    tokens, width = rows.shape
-    target = target_of(rows.device)
-    w, scales = weight.unsqueeze(0), scale.unsqueeze(0)
-    if not few_support(tokens, w, scales, "mxfp4", width, target):
-        return None
-    chosen = few_tile(tokens, "mxfp4", target)
-    operands, x_scales = operand_rows(rows, chosen.operand, weight_format="mxfp4", quantize=True)
-    assert x_scales is not None
-    return launch_few(
-        operands.unsqueeze(1),
-        x_scales,
-        w,
-        scales,
-        chosen,
-        weight_format="mxfp4",
-        out_dtype=rows.dtype,
-    )
-
-
-def _packed(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    weight_format: str,
-    quantize: bool,
-    coded: tuple[Tensor | None, Tensor | None] = (None, None),
-    **options: Any,
-) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    codes, x_scales = coded
-    if quantize and weight_format == "mxfp4":
-        few = _few(rows, weight.contiguous(), scale.contiguous())
-        if few is not None:
-            return few.view(*x.shape[:-1], weight.shape[0])
-    if codes is not None and x_scales is not None:
-        codes, x_scales = codes[: len(rows)], x_scales[: len(rows)].contiguous()
-    else:
-        codes, x_scales = quantize_rows(rows) if quantize else (rows, None)
-    out = launch_linear(
-        codes.unsqueeze(1),
-        x_scales,
-        weight.contiguous().unsqueeze(0),
-        scale.contiguous().unsqueeze(0),
-        weight_format=weight_format,
-        x_dtype=x.dtype,
-        out_dtype=x.dtype,
-        **options,
-    )
-    return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear``: the vendor's library, which no kernel here would beat."""
-    return functional.linear(x, weight)
-
-
-def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear_float32``: the vendor's library as well."""
-    return torch_linear.linear_float32(x, weight)
-
-
-def fp8_block_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    *,
-    quantize_activations: bool = False,
-    codes: Tensor | None = None,
-    code_scales: Tensor | None = None,
-) -> Tensor:
-    """See ``interface.fp8_block_linear``."""
-    return _packed(x, weight, scale, "fp8", quantize_activations, (codes, code_scales))
-
-
-def mxfp4_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
-) -> Tensor:
-    """See ``interface.mxfp4_linear``."""
-    return _packed(x, weight, scale, "mxfp4", quantize_activations)
-
-
-def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """See ``interface.nvfp4_linear``."""
-    return _packed(x, weight, scale, "nvfp4", False, factor=global_scale)
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
