@@ -23,7 +23,7 @@ class Form:
         programs: of a multiprocessor at a time. With one, a program of the next kernel has room
             beside it, and asks for its weights.
         registers: of a thread on average.
-        at_once: products under way ("tens").
+        at_once: products under way ("tens"), or beside each other ("rows").
     """
 
     kernel: str
@@ -33,7 +33,7 @@ class Form:
     stages: int
     programs: int
     registers: int
-    at_once: int = 0
+    at_once: int = 1
 
 
 def form(tokens: int, groups: int, n: int, runs: int, processors: int) -> Form:
