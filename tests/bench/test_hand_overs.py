@@ -73,6 +73,10 @@ def test_reads_of_a_copied_buffer_are_fenced_before_anybody_is_told(read):
 
 def test_reads_of_what_threads_wrote_need_no_fence():
     assert not unfenced_reads(KERNEL.format(OTHER_READ + MEETING + ARRIVAL))
+    captured = "\tld.shared.b32 \t%r12, [global_smem+2048];\n"
+    assert unfenced_reads(KERNEL.format(captured + ARRIVAL))
+    written = "\tst.shared.b32 \t[global_smem+2048], %r9;\n"
+    assert not unfenced_reads(KERNEL.format(captured + ARRIVAL + written))
     # Nobody is told by an announcement of bytes.
     announced = "\t@%p7 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 8;\n"
     assert not unfenced_reads(KERNEL.format(READ + announced))

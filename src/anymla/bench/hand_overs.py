@@ -28,6 +28,7 @@ _LABEL = re.compile(r"^\$L")
 _COPIES = re.compile(r"\bcp\.async\.bulk\.[\w.:]*shared::c\w+\.global")
 _READS = re.compile(r"\bld\.shared|\bldmatrix")
 _WRITES = re.compile(r"\b(?:st|atom|red)\.shared|\bstmatrix|\bcp\.async\.c[ag]\.|\bmbarrier\.init")
+_WORD = re.compile(r"\[[a-z]\w*\+\d+\]")
 _FENCES = re.compile(r"fence\.proxy\.async")
 # Announcing bytes tells nobody that there is room.
 _TELLS = re.compile(r"\bmbarrier\.arrive\b(?!\.expect_tx)")
@@ -55,8 +56,9 @@ def unfenced_reads(ptx: str) -> list[str]:
 
     Along every path of a thread, by the reads since its last fence. An arrival at any barrier
     counts, because who waits there may arrive for the one who copies. Reads of other memory do not:
-    memory begins anew wherever threads write, and reads are of what begins last before them. Where
-    it cannot be told what is read, or copied to, the read counts.
+    memory begins anew wherever threads write, and reads are of what begins last before them; words
+    at places of their own, which threads write, are theirs. Where it cannot be told what is read,
+    or copied to, the read counts.
     """
     if not _COPIES.search(ptx):
         return []
@@ -64,8 +66,15 @@ def unfenced_reads(ptx: str) -> list[str]:
     copies = [code.address(part) for part in code.statements if _COPIES.search(part)]
     writes = [code.address(part) for part in code.statements if _WRITES.search(part)]
     starts = sorted({at for at in (*copies, *writes) if at is not None})
+    # Words at places of their own: what partitions are given.
+    words = {
+        at[0] for part in code.statements if _WRITES.search(part) and (at := _WORD.search(part))
+    }
 
     def copied_to(part: str) -> bool:
+        word = _WORD.search(part)
+        if word is not None and word[0] in words:
+            return False
         at = code.address(part)
         if at is None or None in copies:
             return True
