@@ -313,6 +313,24 @@ class Machine:
             if any(shared.place in places for places in products):
                 raise Hazard(f"a copy lands in what a product of {who} reads")
 
+    def reserve_words(self):
+        """Barriers of warps, which are not told apart here: one arrival is that of all."""
+        self.words: dict[int, Barrier] = {}
+        return 0
+
+    def _word(self, which) -> Barrier:
+        if int(which) not in self.words:
+            self.words[int(which)] = Barrier()
+            self.words[int(which)].init(1)
+        return self.words[int(which)]
+
+    def wait_word(self, words, which, parity):
+        self.wait(self._word(which), parity)
+
+    def arrive_word(self, words, which):
+        self.pause()
+        self._word(which).arrive()
+
     def load_tile(self, descriptor, coordinates, barrier, shared):
         value = descriptor.read(int(coordinates[0]), int(coordinates[1]))
         size = value.numel() * value.element_size()

@@ -25,6 +25,16 @@ from anymla.ops.prefill_attention.gluon_sm90_prefill_ends import (
     store_half_quantised,
 )
 from anymla.ops.prefill_attention.gluon_sm90_prefill_softmax import rescale, scores, softmax
+from anymla.ops.prefill_attention.gluon_sm90_prefill_words import (
+    FREE_L,
+    FREE_R,
+    GO,
+    LAST,
+    P_RDY,
+    Q_FREE,
+    arrive,
+    wait,
+)
 
 # Triton 3.9 renamed it.
 _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -80,7 +90,7 @@ def left(
         if COPIED:
             if number > 0:
                 tma.store_wait(0)
-                mbarrier.arrive(shared.free_l.index(1 - b), count=1)
+                arrive(shared.words, FREE_L + 1 - b)
         S = warpgroup_mma_wait(0, deps=[S])
         P, past, m, peak, sums, acc = softmax(
             S, m, peak, m, acc, masked, shared, b, scale, SL, AL, True, LATE, PEAKS
@@ -92,7 +102,7 @@ def left(
             acc = warpgroup_mma(gl.convert_layout(Ph, PL), shared.k_l.index(b), acc, is_async=True)
             shared.p.index(b).store(Ph)
             shared.past.index(b).store(past)
-            mbarrier.arrive(shared.p_rdy.index(b), count=1)
+            arrive(shared.words, P_RDY + b)
             S, masked = scores(
                 shared,
                 number,
@@ -103,34 +113,34 @@ def left(
                 False,
             )
             acc, S = warpgroup_mma_wait(2, deps=[acc, S])
-            mbarrier.arrive(shared.free_l.index(b), count=1)
+            arrive(shared.words, FREE_L + b)
             S = warpgroup_mma_wait(1, deps=[S])
             if i + 1 == blocks:
-                mbarrier.arrive(shared.q_free.index(0), count=1)
+                arrive(shared.words, Q_FREE)
             S = warpgroup_mma_wait(0, deps=[S])
             # The right half of the previous block runs during this block's softmax.
-            mbarrier.arrive(shared.go.index(b), count=1)
+            arrive(shared.words, GO + b)
             done += 1
             b = done % 2
             if i + 1 == blocks:
-                mbarrier.arrive(shared.q_free.index(1), count=1)
+                arrive(shared.words, Q_FREE + 1)
             P, past, m, peak, sums, acc = softmax(
                 S, m, peak, sums, acc, masked, shared, b, scale, SL, AL, False, LATE, PEAKS
             )
             Ph = P.to(DT)
         b = done % 2
-        mbarrier.arrive(shared.go.index(b), count=1)
+        arrive(shared.words, GO + b)
         acc = warpgroup_mma(gl.convert_layout(Ph, PL), shared.k_l.index(b), acc, is_async=True)
         shared.p.index(b).store(Ph)
         shared.past.index(b).store(past)
-        mbarrier.arrive(shared.p_rdy.index(b), count=1)
+        arrive(shared.words, P_RDY + b)
         sums = gl.convert_layout(gl.sum(sums, 1), SR)
         total = sums
         if SINK:
             total = sums + gl.exp2(logit - m * scale)
         factor = gl.where(total > 0, 1.0 / total, 0.0)
         shared.factor.index(number % 2).store(factor)
-        mbarrier.arrive(shared.last.index(number % 2), count=1)
+        arrive(shared.words, LAST + number % 2)
         natural = (m * scale + gl.log2(sums)) * _LN2
         natural = gl.where(sums == 0, empty, natural)
         at = token.to(gl.int64) * heads + head + r
@@ -140,7 +150,7 @@ def left(
             gl.store(to.peaks + at, peak, mask=head + r < heads)
         acc = warpgroup_mma_wait(0, deps=[acc])
         if not COPIED:
-            mbarrier.arrive(shared.free_l.index(b), count=1)
+            arrive(shared.words, FREE_L + b)
         done += 1
         acc = acc * gl.expand_dims(gl.convert_layout(factor, AR), 1)
         if COPIED:
@@ -182,26 +192,26 @@ def right(
         token = task // HEAD_BLOCKS
         head = (task % HEAD_BLOCKS) * 64
         acc = gl.zeros([64, 256], gl.float32, AL)
-        mbarrier.wait(shared.p_rdy.index(done % 2), (done // 2) & 1)
+        wait(shared.words, P_RDY + done % 2, (done // 2) & 1)
         # Read here, not carried from task to task: Triton 3.6 freezes a value that a loop carries
         # for the bound of an inner loop alone.
         blocks = get(shared.blocks.index(number % 2))
         for i in range(blocks):
             b = done % 2
             phase = (done // 2) & 1
-            mbarrier.wait(shared.p_rdy.index(b), phase)
+            wait(shared.words, P_RDY + b, phase)
             P = shared.p.index(b).load(PL)
             acc = rescale(acc, shared.past.index(b).load(AR))
-            mbarrier.wait(shared.go.index(b), phase)
+            wait(shared.words, GO + b, phase)
             acc = warpgroup_mma(P, shared.k_r.index(b), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             if COPIED:
                 if i + 1 < blocks:
-                    mbarrier.arrive(shared.free_r.index(b), count=1)
+                    arrive(shared.words, FREE_R + b)
             else:
-                mbarrier.arrive(shared.free_r.index(b), count=1)
+                arrive(shared.words, FREE_R + b)
             done += 1
-        mbarrier.wait(shared.last.index(number % 2), (number // 2) & 1)
+        wait(shared.words, LAST + number % 2, (number // 2) & 1)
         factor = shared.factor.index(number % 2).load(AR)
         acc = acc * gl.expand_dims(factor, 1)
         if COPIED:
@@ -210,7 +220,7 @@ def right(
             fence_async_shared()
             _store_tile(to.desc, [token * heads + head, 256], shared.k_r.index(b))
             tma.store_wait(0)
-            mbarrier.arrive(shared.free_r.index(b), count=1)
+            arrive(shared.words, FREE_R + b)
         elif QUANTISED:
             angles = angles_of(to, token, TURNED)
             store_half_quantised(

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from anymla.ops.prefill_attention.gluon_sm90_prefill_consumers import left, right
 from anymla.ops.prefill_attention.gluon_sm90_prefill_producer import producer
 from anymla.ops.prefill_attention.gluon_sm90_prefill_shared import Results, Shared
+from anymla.ops.prefill_attention.gluon_sm90_prefill_words import reserve
 
 
 @gluon.jit(do_not_specialize=["length", "stride", "window", "width", "rows", "tasks", "heads"])
@@ -116,26 +117,14 @@ def prefill_kernel(
     blocks_s = gl.allocate_shared_memory(gl.int32, [2, 1], V)
     rdy_l = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     rdy_r = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    free_l = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    free_r = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    p_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    go = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    last = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     q_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     for i in gl.static_range(2):
         mbarrier.init(rdy_l.index(i), count=129)
         mbarrier.init(rdy_r.index(i), count=128)
-        mbarrier.init(free_l.index(i), count=1)
-        mbarrier.init(free_r.index(i), count=1)
-        mbarrier.init(p_rdy.index(i), count=1)
-        mbarrier.init(go.index(i), count=1)
-        mbarrier.init(last.index(i), count=1)
         mbarrier.init(q_rdy.index(i), count=2 - i)
-        mbarrier.init(q_free.index(i), count=1)
     shared = Shared(
         q_s, k_l, k_r, p_s, past_s, factor_s, valid_s, masked_s, blocks_s,
-        rdy_l, rdy_r, free_l, free_r, p_rdy, go, last, q_rdy, q_free,
+        rdy_l, rdy_r, q_rdy, reserve(),
     )  # fmt: skip
     to = Results(odesc, out, scales, positions, table, length, lse, peaks)
     gl.warp_specialize(

@@ -13,6 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from anymla.ops.prefill_attention.gluon_sm90_prefill_counts import put
+from anymla.ops.prefill_attention.gluon_sm90_prefill_words import (
+    FREE_L,
+    FREE_R,
+    Q_FREE,
+    wait,
+)
 
 # Triton 3.9 renamed both.
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -36,12 +42,12 @@ def _inside(start, length, rows):
 def _load_queries(qdesc, row, blocks, number, shared):
     """Load Q, each half as soon as its last reader is through, and say how many blocks follow."""
     phase = (number & 1) ^ 1
-    mbarrier.wait(shared.q_free.index(0), phase)
+    wait(shared.words, Q_FREE, phase)
     put(shared.blocks.index(number % 2), blocks)
     mbarrier.expect(shared.q_rdy.index(0), _HALF_BYTES)
     mbarrier.arrive(shared.q_rdy.index(0), count=1)
     _load_tile(qdesc, [row, 0], shared.q_rdy.index(0), shared.q.index(0))
-    mbarrier.wait(shared.q_free.index(1), phase)
+    wait(shared.words, Q_FREE + 1, phase)
     mbarrier.expect(shared.q_rdy.index(1), _HALF_BYTES)
     _load_tile(qdesc, [row, 256], shared.q_rdy.index(1), shared.q.index(1))
 
@@ -152,14 +158,14 @@ def producer(
                 place = (i + 1 - blocks0) * 64 + r
                 following = gl.load(list_ + place, mask=(place >= 0) & (place < count1), other=-1)
             if whole:
-                mbarrier.wait(shared.free_l.index(b), phase)
+                wait(shared.words, FREE_L + b, phase)
                 put(shared.masked.index(b), 0, 4)
                 mbarrier.expect(shared.rdy_l.index(b), _HALF_BYTES)
                 mbarrier.arrive(shared.rdy_l.index(b), count=128)
                 _load_tile(kdesc, [at, 0], shared.rdy_l.index(b), shared.k_l.index(b))
                 if i == 0:
                     _load_queries(qdesc, row, blocks, number, shared)
-                mbarrier.wait(shared.free_r.index(b), phase)
+                wait(shared.words, FREE_R + b, phase)
                 mbarrier.expect(shared.rdy_r.index(b), _HALF_BYTES)
                 mbarrier.arrive(shared.rdy_r.index(b), count=127)
                 _load_tile(kdesc, [at, 256], shared.rdy_r.index(b), shared.k_r.index(b))
@@ -174,7 +180,7 @@ def producer(
                 missing = gl.max(gl.max(1 - gl.reshape(ok.to(gl.int32), [4, 4, 4]), 2), 0)
                 p = gl.expand_dims(kv + gl.where(ok, source, 0).to(gl.int64) * 512, 1) + c
                 mask = gl.expand_dims(ok, 1)
-                mbarrier.wait(shared.free_l.index(b), phase)
+                wait(shared.words, FREE_L + b, phase)
                 _load_rows(shared.k_l.index(b), p, mask=mask)
                 async_copy.mbarrier_arrive(shared.rdy_l.index(b), increment_count=False)
                 shared.masked.index(b).store(missing)
@@ -182,7 +188,7 @@ def producer(
                 mbarrier.arrive(shared.rdy_l.index(b), count=1)
                 if i == 0:
                     _load_queries(qdesc, row, blocks, number, shared)
-                mbarrier.wait(shared.free_r.index(b), phase)
+                wait(shared.words, FREE_R + b, phase)
                 _load_rows(shared.k_r.index(b), p + 256, mask=mask)
                 async_copy.mbarrier_arrive(shared.rdy_r.index(b), increment_count=False)
             if LISTED:

@@ -22,13 +22,8 @@ class Shared:
         blocks: int32 [1], of a query.
         rdy_l: barriers, here and below: a left half of rows is there.
         rdy_r: a right half is.
-        free_l: nobody reads a left half any more.
-        free_r: nobody reads a right half any more.
-        p_rdy: the weights and the factor of the past of a block are there.
-        go: the scores of the following block are made, or there is none.
-        last: one over the sums of a query is there.
         q_rdy: a half of the queries is there, with the left one the number of blocks.
-        q_free: nobody reads that half any more.
+        words: barriers at which warps arrive, see ``gluon_sm90_prefill_words``.
     """
 
     q: object
@@ -42,25 +37,18 @@ class Shared:
     blocks: object
     rdy_l: object
     rdy_r: object
-    free_l: object
-    free_r: object
-    p_rdy: object
-    go: object
-    last: object
     q_rdy: object
-    q_free: object
+    words: object
 
     @gluon.constexpr_function
     def __init__(
         self, q, k_l, k_r, p, past, factor, valid, masked, blocks,
-        rdy_l, rdy_r, free_l, free_r, p_rdy, go, last, q_rdy, q_free,
+        rdy_l, rdy_r, q_rdy, words,
     ):  # fmt: skip
         self.q, self.k_l, self.k_r = q, k_l, k_r
         self.p, self.past, self.factor = p, past, factor
         self.valid, self.masked, self.blocks = valid, masked, blocks
-        self.rdy_l, self.rdy_r, self.free_l, self.free_r = rdy_l, rdy_r, free_l, free_r
-        self.p_rdy, self.go, self.last = p_rdy, go, last
-        self.q_rdy, self.q_free = q_rdy, q_free
+        self.rdy_l, self.rdy_r, self.q_rdy, self.words = rdy_l, rdy_r, q_rdy, words
 
 
 @aggregate
