@@ -7,20 +7,30 @@ multiprocessor; where there are few, they begin sooner without.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
 from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
 from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.indexer.gluon_sm90_sums import (
     HEADS,
     Target,
+    add_up,
     columns,
     multiply,
-    write_best,
-    write_sums,
+    write_last,
 )
 from anymla.ops.indexer.gluon_sm90_walk import PAGE, field, page_of, walk
-from anymla.ops.indexer.gluon_sm90_words import give_back, place_of_sum, places_of_sums, wait
+from anymla.ops.indexer.gluon_sm90_words import (
+    give_back,
+    go_on,
+    lane_of,
+    place_of_sum,
+    places_of_sums,
+)
 from anymla.ops.indexer.selection_plan import GROUP
 
 CONSUMERS = 2
@@ -150,7 +160,7 @@ def _target(
     places = places_of_sums(words, weight[0][0], WHO, ROWS)
     return Target(
         out, best_out, weight, places, place_of_sum(words, WHO, ROWS, L), member,
-        gl.maximum(way.s0, way.s1), inner_high,
+        lane_of(place), rows.pages, gl.maximum(gl.maximum(way.s0, way.s1), way.low0), inner_high,
     )  # fmt: skip
 
 
@@ -181,69 +191,92 @@ def consume(
         mbarrier.wait(ring.full.index(BUFFERS + turn % 2), (turn // 2) & 1)
         tiles = way.tiles0 + way.tiles1
         held, held_at = gl.zeros([_P, ROWS], gl.float32, L), gl.to_tensor(-1)
+        last, last_scale = gl.to_tensor(-1), gl.zeros([_P], gl.float32, gl.SliceLayout(1, L))
+        side = 0
         if AHEAD:
             count = gl.maximum(tiles - WHO + _C - 1, 0) // _C
             if count > 0:
-                even, scale = _ready(ring, queries, n, EACH, WHO, ACC, L, ROWS)
+                even, scale = _ready(ring, to, queries, n, EACH, WHO, ACC, L, ROWS)
                 tile = way.low0 * 0 + WHO
                 for _ in range(0, (count - 1) // 2):
-                    odd, odd_scale = _begun(ring, queries, n + 1, EACH, WHO, ACC, L, ROWS)
-                    held, held_at = write_sums(
-                        even, scale, tile, rows, way, to, held, held_at, ROWS
+                    odd, odd_scale = _begun(ring, to, queries, n + 1, EACH, WHO, ACC, L, ROWS)
+                    held, held_at = add_up(
+                        even, tile, 0, last, last_scale, rows, way, to, held, held_at, ROWS, True
                     )
-                    odd, odd_scale = _ended(ring, odd, odd_scale, n + 1, EACH, WHO)
-                    even, scale = _begun(ring, queries, n + 2, EACH, WHO, ACC, L, ROWS)
-                    held, held_at = write_sums(
-                        odd, odd_scale, tile + _C, rows, way, to, held, held_at, ROWS
-                    )
-                    even, scale = _ended(ring, even, scale, n + 2, EACH, WHO)
+                    odd, odd_scale = _ended(ring, to, odd, odd_scale, n + 1, EACH, WHO)
+                    last_scale = scale
+                    even, scale = _begun(ring, to, queries, n + 2, EACH, WHO, ACC, L, ROWS)
+                    held, held_at = add_up(
+                        odd, tile + _C, 1, tile, last_scale, rows, way, to, held, held_at, ROWS,
+                        True,
+                    )  # fmt: skip
+                    even, scale = _ended(ring, to, even, scale, n + 2, EACH, WHO)
+                    last, last_scale = tile + _C, odd_scale
                     n += 2
                     tile += 2 * _C
                 n += 1
                 if count % 2 == 0:
-                    odd, odd_scale = _begun(ring, queries, n, EACH, WHO, ACC, L, ROWS)
-                    held, held_at = write_sums(
-                        even, scale, tile, rows, way, to, held, held_at, ROWS
+                    odd, odd_scale = _begun(ring, to, queries, n, EACH, WHO, ACC, L, ROWS)
+                    held, held_at = add_up(
+                        even, tile, 0, last, last_scale, rows, way, to, held, held_at, ROWS, True
                     )
-                    even, scale = _ended(ring, odd, odd_scale, n, EACH, WHO)
+                    last, last_scale = tile, scale
+                    even, scale = _ended(ring, to, odd, odd_scale, n, EACH, WHO)
                     n += 1
-                    tile += _C
-                held, held_at = write_sums(even, scale, tile, rows, way, to, held, held_at, ROWS)
+                    tile = tile + _C
+                side = (count - 1) % 2
+                held, held_at = add_up(
+                    even, tile, side, last, last_scale, rows, way, to, held, held_at, ROWS, False
+                )
+                write_last(side, tile, scale, rows, way, to, held, held_at, ROWS)
         else:
             for tile in range(WHO, tiles, _C):
-                dots, scale = _ready(ring, queries, n, EACH, WHO, ACC, L, ROWS)
-                held, held_at = write_sums(dots, scale, tile, rows, way, to, held, held_at, ROWS)
+                dots, scale = _ready(ring, to, queries, n, EACH, WHO, ACC, L, ROWS)
+                held, held_at = add_up(
+                    dots, tile, side, last, last_scale, rows, way, to, held, held_at, ROWS, False
+                )
+                last, last_scale = tile, scale
+                side = 1 - side
                 n += 1
-        write_best(held, held_at, to, ROWS)
+            write_last(1 - side, last, last_scale, rows, way, to, held, held_at, ROWS)
         # All products of the item have been waited for.
-        give_back(ring.words, BUFFERS + turn % 2, to.member.to(gl.float32))
+        fence_async_shared()
+        give_back(ring.words, BUFFERS + turn % 2, to.lane.to(gl.float32), to.lane)
         turn += 1  # noqa: SIM113 - device code has no enumerate
+
+
+@gluon.constexpr_function
+def _log2(n):
+    assert n & (n - 1) == 0
+    return n.bit_length() - 1
 
 
 @gluon.jit
 def _begun(
-    ring, queries, n, EACH: gl.constexpr, WHO: gl.constexpr, ACC: gl.constexpr, L: gl.constexpr,
+    ring, to, queries, n, EACH: gl.constexpr, WHO: gl.constexpr, ACC: gl.constexpr, L: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """Products of the n-th tile, under way."""
-    dots, scale = multiply(ring, queries, n % EACH * _C + WHO, (n // EACH) & 1, ACC, L, ROWS)
-    # Passes at once. What stands behind a branch is not issued in between the products.
-    wait(ring.words, EACH * _C + 2, 1)
+    buffer, parity = (n & (EACH - 1)) * _C + WHO, (n >> _log2(EACH)) & 1
+    dots, scale = multiply(ring, queries, buffer, parity, ACC, L, ROWS)
+    # What stands behind a branch is not issued in between the products.
+    go_on(ring.words, EACH * _C + 2, to.pages)
     return dots, scale
 
 
 @gluon.jit
-def _ended(ring, dots, scale, n, EACH: gl.constexpr, WHO: gl.constexpr):
+def _ended(ring, to, dots, scale, n, EACH: gl.constexpr, WHO: gl.constexpr):
     """They have been waited for, and the tile given back."""
     dots = warpgroup_mma_wait(0, deps=[dots])
-    return dots, give_back(ring.words, n % EACH * _C + WHO, scale)
+    return dots, give_back(ring.words, (n & (EACH - 1)) * _C + WHO, scale, to.lane)
 
 
 @gluon.jit
 def _ready(
-    ring, queries, n, EACH: gl.constexpr, WHO: gl.constexpr, ACC: gl.constexpr, L: gl.constexpr,
+    ring, to, queries, n, EACH: gl.constexpr, WHO: gl.constexpr, ACC: gl.constexpr, L: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """Products of the n-th tile, finished."""
-    dots, scale = _begun(ring, queries, n, EACH, WHO, ACC, L, ROWS)
-    return _ended(ring, dots, scale, n, EACH, WHO)
+    dots, scale = _begun(ring, to, queries, n, EACH, WHO, ACC, L, ROWS)
+    fence_async_shared()
+    return _ended(ring, to, dots, scale, n, EACH, WHO)

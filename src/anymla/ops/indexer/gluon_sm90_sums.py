@@ -10,11 +10,15 @@ with one (key, token), which it scales and writes:
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
 from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
 from anymla.ops.indexer.gluon_sm90_walk import PAGE, field, page_of
-from anymla.ops.indexer.gluon_sm90_words import exchange
+from anymla.ops.indexer.gluon_sm90_words import SIDE, put_parts, sum_of_parts
 from anymla.ops.indexer.selection_plan import GROUP
 
 HEADS = 64
@@ -38,6 +42,8 @@ class Target:
         places: of partial sums in shared memory.
         place: of what a thread sums up.
         member: row of the result.
+        lane: of a thread in its warp.
+        pages: of the cache.
         inner_low: entries from here to the next are seen whole by all rows, and their pages exist,
             which is so for all but a few tiles.
         inner_high: see above.
@@ -49,17 +55,23 @@ class Target:
     places: object
     place: object
     member: object
+    lane: object
+    pages: object
     inner_low: object
     inner_high: object
 
     @gluon.constexpr_function
-    def __init__(self, out, best_out, weight, places, place, member, inner_low, inner_high):
+    def __init__(
+        self, out, best_out, weight, places, place, member, lane, pages, inner_low, inner_high
+    ):
         self.out = field(out)
         self.best_out = field(best_out)
         self.weight = field(weight)
         self.places = field(places)
         self.place = field(place)
         self.member = field(member)
+        self.lane = field(lane)
+        self.pages = field(pages)
         self.inner_low = field(inner_low)
         self.inner_high = field(inner_high)
 
@@ -124,7 +136,7 @@ def write_best(held, held_at, to, ROWS: gl.constexpr):
     Held back for a tile, the threads' talk about the best passes while they sum up the next.
     """
     if to.best_out is not None:
-        gl.store(to.best_out + held_at // _G, _rank(held, ROWS), mask=held_at >= 0)
+        gl.store(to.best_out + (held_at >> 4), _rank(held, ROWS), mask=held_at >= 0)
 
 
 @gluon.jit
@@ -140,11 +152,31 @@ def multiply(ring, queries, b, parity, ACC: gl.constexpr, L: gl.constexpr, ROWS:
 
 
 @gluon.jit
-def write_sums(dots, scale, tile, rows, way, to, held, held_at, ROWS: gl.constexpr):
-    """Write the scores of a tile whose products are there, and the best of those that are held.
+def add_up(
+    dots, tile, side, last, last_scale, rows, way, to, held, held_at, ROWS: gl.constexpr,
+    FENCED: gl.constexpr,
+):  # fmt: skip
+    """Partial sums of a tile whose products are there; the scores of the ``last`` one are written.
 
-    Returns what is held now, and where it is; -1 for nothing.
+    What has gone into shared memory a tile ago comes back without waiting for it.
+
+    Args:
+        dots: products.
+        tile: of them; its partial sums lie on side 0 or 1.
+        side: see above.
+        last: tile whose partial sums lie on the other side; -1 for none.
+        last_scale: of its keys.
+        rows: of the call.
+        way: of the program.
+        to: where scores go.
+        held: scores, the best of which are written.
+        held_at: where they are; -1 for nothing.
+        ROWS: of an item.
+        FENCED: scales of the next tile are being read, whose buffer is given back after this.
+
+    Returns ``held`` and ``held_at`` of the last tile.
     """
+    total = sum_of_parts(to.place + (1 - side) * SIDE)
     write_best(held, held_at, to, ROWS)
     x = columns(gl.maximum(dots, 0.0, propagate_nan=_KEEP_NAN), ROWS)
     weight = to.weight
@@ -157,24 +189,46 @@ def write_sums(dots, scale, tile, rows, way, to, held, held_at, ROWS: gl.constex
     parts = _add_pair(parts, x[5], weight[5])
     parts = _add_pair(parts, x[6], weight[6])
     parts = _add_pair(parts, x[7], weight[7])
-    held = exchange(parts, to.places, to.place) * gl.expand_dims(scale, 1)
+    if FENCED:
+        # Here, as it would wait for stores that have just been made.
+        fence_async_shared()
+    put_parts(parts, to.places + side * SIDE)
+    return _write(total * gl.expand_dims(last_scale, 1), last, rows, way, to, ROWS)
+
+
+@gluon.jit
+def write_last(
+    side, last, last_scale, rows, way, to, held, held_at, ROWS: gl.constexpr
+):  # fmt: skip
+    """``add_up`` without products, whose last tile lies on ``side``."""
+    total = sum_of_parts(to.place + side * SIDE)
+    write_best(held, held_at, to, ROWS)
+    held, held_at = _write(total * gl.expand_dims(last_scale, 1), last, rows, way, to, ROWS)
+    write_best(held, held_at, to, ROWS)
+
+
+@gluon.jit
+def _write(held, tile, rows, way, to, ROWS: gl.constexpr):
+    """Scores of a tile. Returns what is held of them, and where it is; -1 for nothing."""
     held_at = way.low0 + tile * _P
     if (held_at >= to.inner_low) & (held_at + _P <= to.inner_high):
         gl.store(to.out + held_at, held)
     else:
-        page, at = page_of(rows, way, tile)
-        second = tile >= way.tiles0
-        start = gl.where(to.member == 0, way.s0, way.s1)
-        end0 = gl.where(second, 0, way.e0)
-        end1 = gl.where(second | way.shared, way.e1, 0)
-        end = gl.where(to.member == 0, end0, end1)
-        entry = gl.expand_dims(at + gl.arange(0, _P, layout=gl.SliceLayout(1, held.type.layout)), 1)
-        seen = (gl.expand_dims(start, 0) <= entry) & (entry < gl.expand_dims(end, 0))
-        # What is not seen is below whatever is, or as low.
-        held = gl.where((page >= 0) & (page < rows.pages) & seen, held, float("-inf"))
-        gl.store(to.out + at, held, mask=seen)
-        if to.best_out is not None:
-            some = gl.max(gl.reshape(seen.to(gl.int32), [_P // _G, _G, ROWS]), 1)
-            gl.store(to.best_out + at // _G, _rank(held, ROWS), mask=some > 0)
+        if tile >= 0:
+            page, at = page_of(rows, way, tile)
+            second = tile >= way.tiles0
+            start = gl.where(to.member == 0, way.s0, way.s1)
+            end0 = gl.where(second, 0, way.e0)
+            end1 = gl.where(second | way.shared, way.e1, 0)
+            end = gl.where(to.member == 0, end0, end1)
+            entry = at + gl.arange(0, _P, layout=gl.SliceLayout(1, held.type.layout))
+            entry = gl.expand_dims(entry, 1)
+            seen = (gl.expand_dims(start, 0) <= entry) & (entry < gl.expand_dims(end, 0))
+            # What is not seen is below whatever is, or as low.
+            held = gl.where((page >= 0) & (page < rows.pages) & seen, held, float("-inf"))
+            gl.store(to.out + at, held, mask=seen)
+            if to.best_out is not None:
+                some = gl.max(gl.reshape(seen.to(gl.int32), [_P // _G, _G, ROWS]), 1)
+                gl.store(to.best_out + at // _G, _rank(held, ROWS), mask=some > 0)
         held_at = gl.to_tensor(-1)
     return held, held_at

@@ -4,7 +4,7 @@ Warps of a warpgroup need not wait for each other to give a buffer back, nor to 
 change hands among their own threads; the compiler's own barriers and conversions make them.
 
     0      barriers: one arrival of every warp of the consumers that read a buffer
-    1024   partial sums: 512 bytes of every warp of two consumers
+    1024   partial sums of two tiles: 1,024 bytes of every warp of two consumers
 
 The size is a multiple of 1,024, so that what the compiler manages stays aligned.
 """
@@ -13,13 +13,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 _SUMS = gl.constexpr(1024)
+# From a tile's partial sums to the next one's.
+SIDE = gl.constexpr(2048)
 
 
 @gluon.jit
 def reserve():
     """Where the shared words begin."""
     return gl.inline_asm_elementwise(
-        "{ .shared .align 1024 .b8 anymla_scores[5120]; mov.u32 $0, anymla_scores; }",
+        "{ .shared .align 1024 .b8 anymla_scores[9216]; mov.u32 $0, anymla_scores; }",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -46,13 +48,33 @@ def wait(words, buffer, parity):
 
 
 @gluon.jit
-def give_back(words, buffer, scale):
+def lane_of(like):
+    """Of each thread in its warp, laid out as ``like``."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid;",
+        "=r,r", [gl.zeros_like(like).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def go_on(words, buffer, pages):
+    """A branch around a wait for which there is no thread."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ge.s32 p, $2, 0; @p bra ON;"
+        " AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 1; @!p bra AGAIN;"
+        " ON: mov.b32 $0, 0; }",
+        "=r,r,r", [words + 8 * buffer, pages], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def give_back(words, buffer, scale, lane):
     """``scale``, the last that a warp has read of a buffer, which it gives back."""
     at = gl.zeros_like(scale).to(gl.int32) + words + 8 * buffer
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0;"
+        "{ .reg .pred p; setp.eq.u32 p, $3, 0;"
         " @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, $2; }",
-        "=f,r,f", [at, scale], dtype=gl.float32, is_pure=False, pack=1,
+        "=f,r,f,r", [at, scale, lane], dtype=gl.float32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -74,7 +96,7 @@ def places_of_sums(words, like, WHO: gl.constexpr, ROWS: gl.constexpr):
     part = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, L)))
     line = gl.expand_dims((key // 16) * 32 + key % 16, 1) + gl.expand_dims(row * 16, 0)
     part = gl.expand_dims(gl.expand_dims(part, 0), 0)
-    return words + _SUMS + WHO * 2048 + gl.expand_dims(line * 16, 2) + part * 4
+    return words + _SUMS + WHO * 2 * 2048 + gl.expand_dims(line * 16, 2) + part * 4
 
 
 @gluon.jit
@@ -83,21 +105,22 @@ def place_of_sum(words, WHO: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
     key = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, L))
     line = gl.expand_dims((key // 16) * 32 + key % 16, 1) + gl.expand_dims(row * 16, 0)
-    return words + _SUMS + WHO * 2048 + line * 16
+    return words + _SUMS + WHO * 2 * 2048 + line * 16
 
 
 @gluon.jit
-def exchange(parts, places, place):
-    """The sum of four: from where threads have them, [64, ROWS, 4], to [64, ROWS] of ``place``.
-
-    Added as a butterfly of threads would.
-    """
-    _meet()
+def put_parts(parts, places):
+    """Partial sums of a tile, for all threads of the warp."""
     gl.inline_asm_elementwise(
         "st.shared.f32 [$1], $2; mov.b32 $0, 0;",
         "=r,r,f", [places, parts], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     _meet()
+
+
+@gluon.jit
+def sum_of_parts(place):
+    """The sum of four, added as a butterfly of threads would."""
     a, b, c, d = gl.inline_asm_elementwise(
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [place],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
