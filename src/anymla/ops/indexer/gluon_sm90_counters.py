@@ -127,6 +127,16 @@ def put_in_order(words, at, x, limit, entry, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def ask_ahead(address, size):
+    """One thread's wish that ``size`` bytes come into the L2."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r", [address, size], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def put(at, x, there):
     """A word each of those that are ``there``."""
     gl.inline_asm_elementwise(

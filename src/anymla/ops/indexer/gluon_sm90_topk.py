@@ -20,6 +20,7 @@ from anymla.ops.indexer.gluon_sm90_bins import clear_bins, put_best
 from anymla.ops.indexer.gluon_sm90_counters import (
     ENTRIES,
     GROUPS_CHOSEN,
+    ask_ahead,
     get,
     hide_behind,
     meet,
@@ -35,6 +36,7 @@ from anymla.ops.indexer.selection_plan import (
 )
 
 _MANY_ROWS = 132  # a wave of an H200
+_NEXT = gl.constexpr(2 * _MANY_ROWS)
 _G = gl.constexpr(GROUP)
 _NOTHING = gl.constexpr(-0x80000000)
 # Stands for a group that is not there, beyond all that are.
@@ -118,6 +120,9 @@ def topk_kernel(
         if starts is None:
             entry = element
         bits = gl.load(scores + entry, mask=entry < (seen + 3) // 4 * 4, other=0)
+        # The row of a program that begins when this one ends.
+        if gl.program_id(0) + _NEXT < gl.num_programs(0):
+            ask_ahead((scores + _NEXT * scores_stride).to(gl.int64), (covered + 3) // 4 * 16)
     else:
         SOME: gl.constexpr = gl.BlockedLayout([GROUPS // (32 * WARPS)], [32], [WARPS], [0])
         number = gl.arange(0, GROUPS, layout=SOME)
