@@ -4,7 +4,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from anymla.bench.indexer import DECODES, PREFILLS, Shape, pages_needed
+from anymla.bench.indexer_cases import DECODES, PREFILLS, Shape, pages_needed
 from anymla.cli.bench import command
 
 

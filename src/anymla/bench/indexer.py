@@ -8,7 +8,6 @@ is the last queries of one request, each seeing the keys before it (ratio 4).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -17,103 +16,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from anymla.bench.gpu_timing import copies_for, time_us
+from anymla.bench.indexer_cases import (
+    TOPK,
+    WIDTH,
+    Inputs,
+    Pool,
+    Shape,
+    pages_needed,
+)
+from anymla.bench.indexer_peers import (
+    Scores,
+    Select,
+    decode_scores,
+    prefill_scores,
+    vllm_kernels,
+)
 from anymla.bench.report import Result
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.ops.indexer import select_topk
 
-HEADS, WIDTH, PAGE, TOPK, RATIO = 64, 128, 64, 512, 4
-_PAGE_BYTES = PAGE * (WIDTH + 4)
-_VLLM_WORKSPACE = 1 << 20
 Call = Callable[[], object]
-# A peer's scores, with -inf written where nothing is visible if asked; and a peer's selector.
-_Scores = Callable[[bool], Tensor]
-_Select = Callable[[Tensor, Tensor], object]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of one case: ``requests`` of ``queries`` each over ``keys``; prefills are causal."""
-
-    requests: int
-    queries: int
-    keys: int
-    prefill: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Queries in all."""
-        return self.requests * self.queries
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        if self.prefill:
-            return f"prefill {self.queries} x {self.keys}"
-        return f"decode {self.requests} x {self.queries} x {self.keys}"
-
-
-DECODES = tuple(
-    Shape(requests, queries, keys)
-    for keys in (2048, 8192, 32_768, 262_144)
-    for requests in (1, 8, 32, 128)
-    for queries in (1, 2)
-)
-PREFILLS = tuple(
-    Shape(1, queries, keys, prefill=True)
-    for queries in (2048, 8192)
-    for keys in (8192, 65_536, 262_144)
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """One set of arguments; all sets of a shape share the pool of pages."""
-
-    q: Tensor
-    weights: Tensor
-    lengths: Tensor
-    table: Tensor
-    cache: Tensor
-
-
-class Pool:
-    """Pages of random keys."""
-
-    def __init__(self, pages: int) -> None:
-        self.cache = torch.empty(pages, PAGE, WIDTH + 4, dtype=torch.uint8, device="cuda")
-        flat = self.cache.view(pages, -1)
-        for first in range(0, pages, 1 << 15):
-            part = flat[first : first + (1 << 15)]
-            keys = torch.randn(len(part), PAGE * WIDTH, device="cuda").to(torch.float8_e4m3fn)
-            part[:, : PAGE * WIDTH] = keys.view(torch.uint8)
-            scales = torch.rand(len(part), PAGE, device="cuda") + 0.5
-            part[:, PAGE * WIDTH :] = scales.view(torch.uint8)
-
-    def inputs(self, shape: Shape, copies: int) -> list[Inputs]:
-        """Sets of inputs that read different pages."""
-        each = shape.requests * shape.keys // PAGE
-        order = torch.randperm(len(self.cache), device="cuda").int()
-        sets = []
-        for copy in range(copies):
-            first = copy * each % (len(self.cache) - each + 1)
-            table = order[first : first + each].view(shape.requests, -1)
-            q = torch.randn(shape.rows, HEADS, WIDTH, device="cuda").to(torch.float8_e4m3fn)
-            weights = torch.randn(shape.rows, HEADS, device="cuda")
-            lengths = torch.full((shape.rows,), shape.keys, dtype=torch.int32, device="cuda")
-            if shape.prefill:
-                last = torch.arange(1, shape.rows + 1, device="cuda") - shape.rows
-                lengths = ((last + RATIO * shape.keys) // RATIO).int()
-            sets.append(Inputs(q, weights, lengths, table, self.cache))
-        return sets
-
-
-def pages_needed(shapes: Sequence[Shape]) -> int:
-    """Pages of a pool from which every shape can take cold inputs."""
-    cold = copies_for(1) * 64
-    return max([cold, (512 << 20) // _PAGE_BYTES, *(s.requests * s.keys // PAGE for s in shapes)])
 
 
 def run(
@@ -225,13 +149,13 @@ def score_only(backend: str, given: Inputs, shape: Shape) -> None:
 
 def _peers(deep_gemm: Any, shape: Shape, sets: list[Inputs], with_vllm: bool) -> dict[str, Any]:
     """DeepGEMM's scores alone, with torch.topk, and with vLLM's kernels."""
-    scores = _prefill_scores if shape.prefill else _decode_scores
+    scores = prefill_scores if shape.prefill else decode_scores
     calls = [scores(deep_gemm, shape, given) for given in sets]
 
-    def with_torch(call: _Scores) -> object:
+    def with_torch(call: Scores) -> object:
         return call(True).topk(TOPK, dim=-1)
 
-    def with_kernel(select: _Select, call: _Scores, given: Inputs) -> object:
+    def with_kernel(select: Select, call: Scores, given: Inputs) -> object:
         return select(call(False), given.lengths)
 
     torch_calls = [partial(with_torch, call) for call in calls]
@@ -242,7 +166,7 @@ def _peers(deep_gemm: Any, shape: Shape, sets: list[Inputs], with_vllm: bool) ->
     }
     if with_vllm:
         times = {}
-        for name, select in _vllm_kernels(shape).items():
+        for name, select in vllm_kernels(shape).items():
             pairs = zip(calls, sets, strict=True)
             # Not every kernel takes every shape.
             with contextlib.suppress(RuntimeError):
@@ -253,52 +177,6 @@ def _peers(deep_gemm: Any, shape: Shape, sets: list[Inputs], with_vllm: bool) ->
             fastest = min(times, key=lambda name: times[name])
             values |= {"vllm_us": times[fastest], "vllm_kernel": fastest}
     return values
-
-
-def _decode_scores(deep_gemm: Any, shape: Shape, given: Inputs) -> _Scores:
-    lengths = given.lengths.view(shape.requests, shape.queries)
-    plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE, deep_gemm.get_num_sms())
-    q = given.q.view(shape.requests, shape.queries, HEADS, WIDTH)
-    cache = given.cache.unsqueeze(2)
-
-    def call(clean: bool) -> Tensor:
-        logits: Tensor = deep_gemm.fp8_paged_mqa_logits(
-            q, cache, given.weights, lengths, given.table, plan, shape.keys, False
-        )
-        return logits
-
-    return call
-
-
-def _prefill_scores(deep_gemm: Any, shape: Shape, given: Inputs) -> _Scores:
-    pages = given.cache.view(len(given.cache), -1)[given.table[0].long()]
-    keys = pages[:, : PAGE * WIDTH].contiguous().view(torch.float8_e4m3fn).view(-1, WIDTH)
-    scale = pages[:, PAGE * WIDTH :].contiguous().view(torch.float32).view(-1)
-    starts = torch.zeros_like(given.lengths)
-
-    def call(clean: bool) -> Tensor:
-        logits: Tensor = deep_gemm.fp8_mqa_logits(
-            given.q, (keys, scale), given.weights, starts, given.lengths, clean
-        )
-        return logits
-
-    return call
-
-
-def _vllm_kernels(shape: Shape) -> dict[str, _Select]:
-    ops = torch.ops._C
-    out = torch.empty(shape.rows, TOPK, dtype=torch.int32, device="cuda")
-    workspace = torch.zeros(_VLLM_WORKSPACE, dtype=torch.uint8, device="cuda")
-    starts = torch.zeros(shape.rows, dtype=torch.int32, device="cuda")
-
-    def by_row(logits: Tensor, lengths: Tensor) -> None:
-        ops.top_k_per_row_prefill(logits, starts, lengths, out, shape.rows, *logits.stride(), TOPK)
-
-    def persistent(logits: Tensor, lengths: Tensor) -> None:
-        lengths = lengths.view(shape.requests, -1) if not shape.prefill else lengths
-        ops.persistent_topk(logits, lengths, out, workspace, TOPK, shape.keys)
-
-    return {"top_k_per_row_prefill": by_row, "persistent_topk": persistent}
 
 
 def _time(calls: Sequence[Call], shape: Shape) -> float:

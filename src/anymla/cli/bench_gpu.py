@@ -119,7 +119,8 @@ def indexer(
 
     DeepGEMM is taken where Python finds it; its first calls compile for half a minute.
     """
-    from anymla.bench.indexer import DECODES, PREFILLS, run
+    from anymla.bench.indexer import run
+    from anymla.bench.indexer_cases import DECODES, PREFILLS
     from anymla.ops.indexer import select_topk
 
     require_gpu()
