@@ -24,6 +24,7 @@ def test_warps_meet_between_what_they_do_and_an_arrival_for_them(access):
     assert unmet_arrivals(f"{MEETING}{access}\n{ARRIVAL}") == [ARRIVAL.strip()]
     announced = "\t@%p7 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 8;"
     assert not unmet_arrivals(f"{access}\n{announced}")
+    assert not unmet_arrivals(f"{MEETING}$L__tmp67:\n{ARRIVAL}")
 
 
 # A buffer at 0, which is copied to, and one at 4096, which threads write; a loop that reads both.

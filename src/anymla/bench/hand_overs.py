@@ -23,7 +23,8 @@ _MEETS = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.sync\b")
 _ACCESS = re.compile(
     r"\b(?:ld|st|atom|red)\.[\w.:]*shared|\b(?:st|ld)matrix\b|\bwgmma\.(?:mma|wait)|\bcp\.async"
 )
-_LABEL = re.compile(r"^\$L")
+# Nobody branches to what tells where a line of the source begins.
+_LABEL = re.compile(r"^\$L(?!__tmp)")
 
 _COPIES = re.compile(r"\bcp\.async\.bulk\.[\w.:]*shared::c\w+\.global")
 _READS = re.compile(r"\bld\.shared|\bldmatrix")
