@@ -19,7 +19,7 @@ LIFTED = get_layout(MAIN_FP8).nope
 
 
 def schedule_of(heads, tokens, way, processors):
-    tile = tile_heads(heads)
+    tile = 16 if way == "narrow" else tile_heads(heads)
     tiles = -(-heads // tile)
     if way == "aligned":
         return Schedule(tile, tiles, min(processors, tokens * tiles * 3), 3)
@@ -58,7 +58,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
     form = (
         {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0, "WIDE": False}
         if tiled
-        else {"HEADS": rows, "BUFFERS": 2 + heads % 2}
+        else {"HEADS": rows, "BUFFERS": 2 + heads % 2, "TILES": schedule.tiles}
     )
     launch(
         LANGUAGE, TILES.tiles_kernel if tiled else COLUMNS.columns_kernel, schedule.programs,
@@ -166,7 +166,7 @@ def test_a_batch_invariant_merge_does_not_see_the_batch(monkeypatch):
     ("heads", "way", "what"),
     [
         (3, "whole", ""), (20, "mixed", "large scale"), (36, "stream", ""),
-        (36, "whole", "large scale"),
+        (36, "whole", "large scale"), (36, "narrow", "large scale"),
     ],
 )  # fmt: skip
 def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads, way, what):
@@ -247,6 +247,21 @@ def test_what_float16_cannot_hold(heads, way, what):
         return
     rows = [made.main.rows(token) for token in range(2)]
     attend(q, rows, made.sink, scale).check((out, lse))
+
+
+def test_a_tile_that_is_computed_again_leaves_the_others_alone():
+    pytest.importorskip("triton")
+    lists, q = scope(2, 70), torch.randn(2, 40, CHANNELS).bfloat16()
+    results = []
+    for value in (1.0, 3e38):
+        q[0, 17, 3] = value
+        made = Scene(q.clone(), lists, sink=torch.zeros(40))
+        results.append(run(made, schedule_of(40, 2, "narrow", 3))[0])
+    same = (results[0] == results[1]).all(-1)
+    assert same[1].all()
+    assert same[0, :16].all()
+    assert same[0, 32:].all()
+    assert not same[0, 17]
 
 
 def test_the_lse_of_a_token_without_rows_is_what_was_asked_for():

@@ -257,6 +257,8 @@ def test_schedules_of_known_shapes():
         assert (tokens - 132) * mixed.splits <= 132
     assert [choose(n, 32, (128, 512), 132).heads for n in (1, 32, 33, 128)] == [32, 32, 64, 64]
     assert choose(128, 32, (128, 512), 132, batch_invariant=True).heads == 32
+    assert [choose(n, 64, (128,), 132).heads for n in (1, 33, 34)] == [16, 16, 64]
+    assert choose(1, 64, (128,), 132, wide=True).heads == 64
     long = choose(64, 64, (128, 16384), 132, lengths=True)
     assert long.stream == Stream.YES
     assert choose(64, 64, (128, 16384), 132).stream == Stream.NO

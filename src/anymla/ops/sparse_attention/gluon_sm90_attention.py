@@ -153,6 +153,7 @@ class Call:
             lengths=first[2] is not None or second[2] is not None or plan is not None,
             batch_invariant=batch_invariant,
             planned=plan is not None,
+            wide=channels == _WIDE,
         )
         if channels == _WIDE and schedule.stream == Stream.WIDTHS:
             # Its producers ask for the lengths all the same.
@@ -289,6 +290,7 @@ def _form(schedule: Schedule, wide: bool) -> dict[str, Any]:
         }
     return {
         "HEADS": schedule.heads,
+        "TILES": schedule.tiles,
         "BUFFERS": COLUMN_BUFFERS[schedule.heads],
         "PRODUCER_REGISTERS": COLUMN_PRODUCER_REGISTERS,
     }

@@ -35,30 +35,33 @@ def _store_heads(rows, to, H, HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.
 
 @gluon.jit
 def _store_out(
-    y, words, out, token, H, token_stride,
+    y, words, out, token, H, head0, token_stride,
     HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     rows = _turned_over(y, words, out.TYPE, PART, HEADS)
     if out.TURNED > 0:
-        store_rows(rows, out, token, H, HEADS, PART)
+        store_rows(rows, out, token, H, head0, HEADS, PART)
     else:
-        to = out.heads + token.to(gl.int64) * token_stride
-        _store_heads(rows, to, H, HEAD, PART, HEADS)
+        to = out.heads + token.to(gl.int64) * token_stride + head0 * HEAD
+        _store_heads(rows, to, H - head0, HEAD, PART, HEADS)
 
 
 @gluon.jit
 def finish(
-    left, right, low, sums, top, empty, words, out, lse_ptr, sink, token, H, out_token,
+    left, right, low, sums, top, empty, words, out, lse_ptr, sink, token, H, head0, out_token,
     OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Write the result of a whole task; low: whether a row of right is before the tail."""
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
+    """Write the result of a whole task, heads from head0 on.
+
+    low: whether a row of right is before the tail.
+    """
+    head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
     bottom = bottom_of(sums, top, sink)
     share = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
     small = share * (1.0 / LIFT)
-    _store_out(left * small, words, out, token, H, out_token, OUT_HEAD, 0, HEADS)
+    _store_out(left * small, words, out, token, H, head0, out_token, OUT_HEAD, 0, HEADS)
     right = right * gl.where(low, small, share)
-    _store_out(right, words, out, token, H, out_token, OUT_HEAD, 1, HEADS)
+    _store_out(right, words, out, token, H, head0, out_token, OUT_HEAD, 1, HEADS)
     gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
 
 

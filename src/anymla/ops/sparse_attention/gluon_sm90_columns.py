@@ -54,6 +54,7 @@ from anymla.ops.sparse_attention.gluon_sm90_turned import Output
 
 # Around the loop, with 32 heads; none in it.
 _SPILLS = 280
+_FOUR = {"TURNED": 64, "TILES": 4}
 
 
 @gluon.jit
@@ -137,7 +138,7 @@ def main_part(
         load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1, True)
         fence_async_shared()
         warps_meet()
-        head = gl.arange(0, HEADS, layout=COLUMN)
+        head = tile * HEADS + gl.arange(0, HEADS, layout=COLUMN)
         sink = load_sink(sink_ptr, head, H, SINK)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, COLUMN)
         total = gl.zeros([KEYS, HEADS], gl.float32, L)
@@ -170,13 +171,13 @@ def main_part(
         if not share.SPLIT:
             finish(
                 left, right, low, sums, top, empty, q_words, out, lse_ptr, sink, token, H,
-                out_token, OUT_HEAD, HEADS, L,
+                tile * HEADS, out_token, OUT_HEAD, HEADS, L,
             )  # fmt: skip
         elif share.STREAM:
             if direct:
                 finish(
                     left, right, low, sums, top, empty, q_words, out, lse_ptr, sink, token, H,
-                    out_token, OUT_HEAD, HEADS, L,
+                    tile * HEADS, out_token, OUT_HEAD, HEADS, L,
                 )  # fmt: skip
             else:
                 leave(left, right, sums, top, q_words, part_ptr, sums_ptr, slot, H, HEADS, L)
@@ -208,14 +209,14 @@ def columns_kernel(
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
     HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    TURNED: gl.constexpr,
+    TURNED: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """See the file; HEADS is 16 or 32. Other arguments are those of ``tiles_kernel``."""
+    """As ``tiles_kernel``; HEADS is 16 or 32, and with TILES > 1 tasks are whole."""
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
         limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
-    share = share_of(lists, T, splits, spans_ptr, 1, SPLIT, STREAM, COST, SIZE)
+    share = share_of(lists, T, splits, spans_ptr, TILES, SPLIT, STREAM, COST, SIZE)
 
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -268,12 +269,15 @@ def builds(target: Target) -> Iterator[Build]:
     if target.name != "sm_90":
         return
     for heads, buffers in ((16, 3), (32, 2)):
-        for way in ({}, {"SPLIT": True}, {"SPLIT": True, "STREAM": True}, {"TURNED": 64}):
+        for way in ({}, {"SPLIT": True}, {"SPLIT": True, "STREAM": True}, {"TURNED": 64}, _FOUR):
+            if way is _FOUR and heads > 16:
+                continue
+            form = {"HEADS": heads, "BUFFERS": buffers, "PRODUCER_REGISTERS": 136, "TILES": 1}
             yield Build(
                 f"{heads} heads {' '.join(way)}".strip(),
                 columns_kernel,
                 ARGUMENT_TYPES | ({"out_ptr": "*i16"} if "TURNED" in way else {}),
-                {"HEADS": heads, "BUFFERS": buffers, "PRODUCER_REGISTERS": 136} | BUILT | way,
+                form | BUILT | way,
                 divisible=("q_token", "out_token"),
                 matrix=True,
                 spills=_SPILLS,

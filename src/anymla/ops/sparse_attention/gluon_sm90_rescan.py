@@ -277,6 +277,8 @@ def rescan(
         if marks != marks:
             head0 = tile * ROWS
             head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+            if ROWS < 64:  # the others are another tile's
+                head = gl.where(head < head0 + ROWS, head, H)
             _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
             if WIDE:
                 fetch_tail(q_ptr, token, head0, H, q_token, q_head, q_tail)

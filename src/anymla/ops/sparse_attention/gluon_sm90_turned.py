@@ -143,10 +143,10 @@ def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constex
 
 
 @gluon.jit
-def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr):
-    """The same for rows that lie in registers eight channels to a thread: [ROWS, 256], H heads."""
+def store_rows(x, to, token, H, head, ROWS: gl.constexpr, PART: gl.constexpr):
+    """Half of the heads from ``head`` on, as rows eight channels to a thread: [ROWS, 256]."""
     codes, exponent = _runs(x, to, token, ROWS, PART)
-    row = token.to(gl.int64) * H
+    row = token.to(gl.int64) * H + head
     L: gl.constexpr = codes.type.layout
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
     run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
@@ -158,8 +158,8 @@ def store_rows(x, to, token, H, ROWS: gl.constexpr, PART: gl.constexpr):
         order = gl.expand_dims(gl.expand_dims(_stored_pair(place), 0), 1)
         pair = gl.where(run == 1, order, pair)
     at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
-    gl.store(at + (run * _PAIRS + pair), codes.to(gl.int16), mask=(r < H) & (pair >= 0))
-    _store_scales(exponent, to, row, H, ROWS, PART)
+    gl.store(at + (run * _PAIRS + pair), codes.to(gl.int16), mask=(r < H - head) & (pair >= 0))
+    _store_scales(exponent, to, row, H - head, ROWS, PART)
 
 
 @gluon.jit

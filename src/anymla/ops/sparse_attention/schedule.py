@@ -29,6 +29,9 @@ _FEW_TOKENS = 4
 # Pieces of so few blocks may be those of full lists: a token with short ones takes no longer than
 # one with full ones.
 _FEW_BLOCKS = 3
+# Lists of so few blocks, windows alone, take less than a task's start and end. Those are shorter
+# for tiles of 16 heads, if there is a multiprocessor for each.
+_SHORT, _NARROW = 2, 16
 # Time of starting and ending a task, or a piece of one, in blocks: the slope and the offset of
 # times measured on an H200.
 TASK_COST = 4
@@ -156,6 +159,7 @@ def choose(
     lengths: bool = False,
     batch_invariant: bool = False,
     planned: bool = False,
+    wide: bool = False,
 ) -> Schedule:
     """The schedule of a call.
 
@@ -167,13 +171,17 @@ def choose(
         lengths: the lists have lengths of their own.
         batch_invariant: cut a token the same way in any batch.
         planned: ranges of a stream, or the order, are or can be worked out before; see ``plan``.
+        wide: rows are those of V3.2, which have tiles of 64 heads alone.
     """
     tile = tile_heads(heads)
     if tile == FEW_HEADS and tokens * _FEW_TOKENS >= processors and not batch_invariant:
         tile = 64
+    blocks = blocks_of(widths)
+    narrow = tokens * -(-heads // _NARROW) <= processors and not (batch_invariant or wide)
+    if tile > FEW_HEADS and blocks <= _SHORT and narrow:
+        tile = _NARROW
     tiles = -(-heads // tile)
     tasks = tokens * tiles
-    blocks = blocks_of(widths)
     if batch_invariant:
         splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
         return Schedule(tile, tiles, min(tasks * splits, processors), splits, invariant=True)
