@@ -184,7 +184,8 @@ def test_tens_of_tokens(tokens, groups, n, runs, rows, programs, at_once):
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
 def test_every_shape_has_a_form(tokens):
-    for groups, n, runs in ((1, 64, 4), (1, 576, 12), (1, 32768, 8), (8, 1024, 32), (1, 7168, 128)):
+    shapes = [(1, 64, 4), (1, 576, 12), (1, 32768, 8), (8, 1024, 32), (1, 7168, 128)]
+    for groups, n, runs in (*shapes, (1, 65536, 12), (1, 6144, 56), (1, 4096, 64)):
         chosen = form(tokens, groups, n, runs, 132)
         assert chosen.columns >= tokens
         assert n % chosen.rows == 0

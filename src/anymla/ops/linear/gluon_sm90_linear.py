@@ -164,13 +164,19 @@ def _lines(x: Tensor, lines: int, runs: int, box: int, kind: torch.dtype) -> Ten
     return TensorDescriptor(x.view(-1).view(kind), shape, [shape[1], 1], [box, of_run], layout)
 
 
+# Rows and runs of Flash's and Pro's weights, as far as forms differ.
+_SIZES = (
+    (1536, 32), (4096, 32), (8192, 32), (32768, 8), (4096, 64), (6144, 56), (7168, 128), (65536, 12)
+)  # fmt: skip
+
+
 def builds(target: Target) -> Iterator[Build]:
     """Every form, both formats of scales, and products of bfloat16."""
     if target.name != "sm_90":
         return
     seen = set()
     for tokens in (1, 16, 32, 64, 128):
-        for rows, runs in ((1536, 32), (4096, 32), (8192, 32), (32768, 8)):
+        for rows, runs in _SIZES:
             chosen = form(tokens, 1, rows, runs, 132)
             if chosen not in seen:
                 seen.add(chosen)
@@ -212,4 +218,5 @@ def _build(target: Target, chosen: Form, scales: str | None) -> Build:
         num_warps=chosen.warps,
         divisible=("n",),
         matrix="e4m3" if tens else "fp16" if scales else "bf16",
+        registers=chosen.registers,
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
-# Tiles over multiprocessors: nearly two rounds, more than one, nearly one, and most of one.
-_TWO_ROUNDS, _MORE_THAN_ONE, _ONE_ROUND, _MOST_OF_ONE = 1.8, 1.2, 0.9, 0.65
-# Up to here a tile's sums are soon exchanged, which warps with rows of their own need not do.
-_FEW_RUNS = 16
+# Tiles over multiprocessors: nearly two rounds, not so nearly, more than one, nearly one, and most
+# of one.
+_TWO_ROUNDS, _HALF_OF_TWO, _MORE_THAN_ONE, _ONE_ROUND, _MOST_OF_ONE = 1.8, 1.6, 1.2, 0.9, 0.65
+# Up to here a tile's sums are soon exchanged, which warps with rows of their own need not do; from
+# there on what a deep ring gains is more than what the next kernel does, which has no room then.
+_FEW_RUNS, _MANY_RUNS = 16, 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,37 +53,52 @@ def form(tokens: int, groups: int, n: int, runs: int, processors: int) -> Form:
     def rounds(rows: int) -> float:
         return groups * n / rows / processors if n % rows == 0 else 0.0
 
-    if tokens <= 32:
-        chosen = _exact(tokens, runs <= _FEW_RUNS and rounds(128) > _TWO_ROUNDS, rounds(32))
-    elif tokens <= 64:
-        if rounds(128) > _TWO_ROUNDS:
-            chosen = Form("tens", 128, 64, 4, 4, 1, 128, 2)
-        elif rounds(64) > _ONE_ROUND:
-            chosen = Form("tens", 64, 64, 4, 6, 1, 96, 2)
-        else:
-            chosen = Form("tens", 32, 64, 4, 8, 1, 80, 4)
-    else:
-        chosen = Form("tens", 64, 128, 8, 4, 1, 96, 2)
+    chosen = (_exact if tokens <= 32 else _rounded)(tokens, runs, rounds)
     fewest = 0.5 if tokens <= 32 else _MOST_OF_ONE
     while chosen.rows > 16 and rounds(chosen.rows) < fewest:
         chosen = dataclasses.replace(chosen, rows=chosen.rows // 2)
     return chosen
 
 
-def _exact(tokens: int, short: bool, rounds: float) -> Form:
+def _exact(tokens: int, runs: int, rounds: Callable[[int], float]) -> Form:
+    short = runs <= _FEW_RUNS and rounds(128) > _TWO_ROUNDS
     if tokens <= 8:
-        chosen = Form("runs", 32, 8, 8, 2, 1, 64)
-    elif tokens <= 16:
-        chosen = Form("runs", 32, 16, 8, 2, 1, 80)
+        if short and runs % 8:
+            return Form("runs", 64, 8, 4, 3, 1, 104)
+        if _MORE_THAN_ONE < rounds(32) < _HALF_OF_TWO:
+            return Form("runs", 16, 8, 8, 4, 1, 64)
+        return Form("runs", 32, 8, 8, 2, 1, 64)
+    if tokens <= 16:
         if short:
-            chosen = Form("rows", 128, 16, 4, 5, 1, 80)
-    elif short:
-        chosen = Form("rows", 128, 32, 4, 2, 2, 96)
-    elif rounds > _MORE_THAN_ONE:
-        chosen = Form("runs", 32, 32, 4, 3, 2, 104)
-    else:
-        chosen = Form("runs", 32, 32, 8, 2, 1, 128)
-    return chosen
+            return Form("runs", 64, 16, 4, 3, 1, 128)
+        return Form("runs", 32, 16, 8, 2, 1, 80)
+    if short:
+        return Form("rows", 128, 32, 4, 2, 2, 96)
+    if rounds(32) > _MORE_THAN_ONE:
+        return Form("runs", 32, 32, 4, 3, 2, 104)
+    return Form("runs", 32, 32, 8, 2, 1, 128)
+
+
+def _rounded(tokens: int, runs: int, rounds: Callable[[int], float]) -> Form:
+    """Rings of long tiles take what there is of shared memory."""
+    wide, long = rounds(128) > _TWO_ROUNDS, runs >= _MANY_RUNS
+    if tokens <= 64:
+        if wide:
+            return Form("tens", 128, 64, 4, 4, 1, 128, 2)
+        if long and rounds(64) > _MOST_OF_ONE:
+            return Form("tens", 64, 64, 4, 12, 1, 128, 4)
+        if rounds(64) > _ONE_ROUND:
+            return Form("tens", 64, 64, 4, 6, 1, 96, 2)
+        if long and rounds(32) > _MOST_OF_ONE:
+            return Form("tens", 32, 64, 4, 14, 1, 96, 4)
+        return Form("tens", 32, 64, 4, 8, 1, 80, 4)
+    if wide:
+        return Form("tens", 128, 128, 8, 4, 1, 168, 2)
+    if long and rounds(64) > _MOST_OF_ONE:
+        return Form("tens", 64, 128, 8, 8, 1, 168, 4)
+    if long and rounds(32) > _MOST_OF_ONE:
+        return Form("tens", 32, 128, 8, 8, 1, 96, 4)
+    return Form("tens", 64, 128, 8, 4, 1, 96, 2)
 
 
 def plain_form(tokens: int) -> Form:
