@@ -22,8 +22,10 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queues = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
-        self._forked: set[bool] = set()
+        self._first = torch.cuda.Stream(device, priority=-1)
+        # Streams come from a pool and are given out again: one may be what is launched on already.
+        self._others = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._forked: set[torch.cuda.Stream] = set()
 
     @contextlib.contextmanager
     def beside(
@@ -35,12 +37,13 @@ class SideStream:
             first: on the one whose programs go first.
             after: behind this mark; None: after all that has been launched here so far.
         """
-        stream = self._queues[first]
+        here = torch.cuda.current_stream(self._device)
+        stream = self._first if first else self._others[self._others[0] == here]
         if after is None:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            stream.wait_stream(here)
         else:
             stream.wait_event(after)
-        self._forked.add(first)
+        self._forked.add(stream)
         with torch.cuda.stream(stream), lane(1 + first):
             yield
 
@@ -52,8 +55,8 @@ class SideStream:
 
     def join(self) -> None:
         """Let what follows wait for what runs beside, if anything does."""
-        for first in self._forked:  # a graph knows nothing of a queue that has not been forked
-            torch.cuda.current_stream(self._device).wait_stream(self._queues[first])
+        for stream in self._forked:  # a graph knows nothing of a queue that has not been forked
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         self._forked.clear()
 
 
