@@ -15,7 +15,7 @@ import torch
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.ops.moe import experts
-from anymla.testing.tolerance import assert_close, ulps
+from anymla.testing.tolerance import assert_close, assert_identical, ulps
 
 PARTS = ("stream", "requests", "products")
 E, K, D, I = 4, 2, 512, 512  # noqa: E741
@@ -76,10 +76,10 @@ def operands(x):
     return codes[:, channel].contiguous(), scales.contiguous()
 
 
-def plan(ids, columns):
+def plan(ids, columns, experts=E):
     """Pairs by expert, and blocks without gaps between them."""
     order, blocks = [], []
-    for expert in range(E):
+    for expert in range(experts):
         mine = (ids.flatten() == expert).nonzero().flatten().tolist()
         starts = range(0, len(mine), columns)
         ends = [min(start + columns, len(mine)) for start in starts]
@@ -87,7 +87,7 @@ def plan(ids, columns):
             (expert, len(order) + a, len(order) + b) for a, b in zip(starts, ends, strict=True)
         ]
         order += mine
-    most = ids.numel() // columns + min(ids.numel(), E)
+    most = ids.numel() // columns + min(ids.numel(), experts)
     table = torch.full((3, most), 1 << 30, dtype=torch.int32)
     table[:, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32).T
     table = torch.cat((table.flatten(), torch.tensor([len(blocks)], dtype=torch.int32)))
@@ -155,3 +155,26 @@ def test_the_stream_of_experts(stream, tokens, columns, up, down):
     assert spoiled.any() == (ids == 1).any()
     # Sums in another order, after which a value may round the other way.
     assert_close(got[~spoiled], want[~spoiled], atol=ulps(torch.bfloat16, 4))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "count"), [(2, 8, E), (9, 8, E), (90, 16, E), (150, 8, 70)]
+)
+def test_pairs_by_expert_and_operands(tokens, columns, count):
+    triton_prepare = pytest.importorskip("anymla.ops.moe.triton_prepare")
+    ids = torch.rand(tokens, count).argsort(1)[:, :K].int() + 3
+    ids[0, 0], ids[-1, 1] = -1, count + 3
+    x = torch.randn(tokens, 128).bfloat16()
+    matrices = [[torch.empty(I, 64, dtype=torch.uint8)] * count] * 3
+    call = triton_prepare.Call(x, ids, torch.rand(tokens, K), matrices, [], "mxfp4", 0.0, True, 3)
+    coded, scales, made = triton_prepare.prepare(call, columns)
+    order, table, most = plan(ids - 3, columns, count)
+    assert made.most == most
+    assert_identical(made.order[: len(order)], order)
+    blocks = int(table[-1])
+    assert made.table[-1] == blocks
+    got, want = made.table[:-1].view(3, most), table[:-1].view(3, most)
+    assert_identical(got[:, :blocks], want[:, :blocks])
+    want_codes, want_scales = operands(x)
+    assert_identical(coded, want_codes)
+    assert_identical(scales, want_scales)

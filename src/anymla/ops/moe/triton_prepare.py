@@ -63,23 +63,30 @@ def _quantise(
 @triton.jit
 def _plan(
     me, ids, order, table, pairs, experts, offset, most,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EXPERTS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """The pairs and blocks of expert ``me``."""
     each = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
+    # With many experts there are many rounds, which are summed up together.
+    found = tl.zeros((EXPERTS, AT_ONCE if EXPERTS > 64 else 1), tl.int32)
     for start in range(0, pairs, AT_ONCE):
         at = start + tl.arange(0, AT_ONCE)
         # Whoever is not here is compared with nobody.
         local = tl.load(ids + at, at < pairs, other=-1) - offset
         local = tl.where((at < pairs) & (local >= 0) & (local < experts), local, -1)
-        counts += tl.sum((each[:, None] == local[None, :]).to(tl.int32), 1)
+        equal = (each[:, None] == local[None, :]).to(tl.int32)
+        if EXPERTS > 64:
+            found += equal
+        else:
+            counts += tl.sum(equal, 1)
+    counts += tl.sum(found, 1)
     needed = (counts + (ROWS - 1)) // ROWS
     begin = tl.sum(tl.where(each < me, counts, 0), 0)
     first = tl.sum(tl.where(each < me, needed, 0), 0)
     end = begin
-    for start in range(0, pairs, AT_ONCE):
-        at = start + tl.arange(0, AT_ONCE)
+    for start in range(0, pairs, PLACED):
+        at = start + tl.arange(0, PLACED)
         local = tl.load(ids + at, at < pairs, other=-1) - offset
         mine = ((at < pairs) & (local == me)).to(tl.int32)
         place = end + tl.cumsum(mine, 0) - mine
@@ -115,6 +122,7 @@ def prepare_kernel(
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     EXPERTS: tl.constexpr,
+    PLACED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One expert's pairs, or RUNS runs."""
@@ -123,7 +131,7 @@ def prepare_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     me = tl.program_id(0)
     if me < experts:
-        _plan(me, ids, order, table, pairs, experts, offset, most, ROWS, AT_ONCE, EXPERTS)
+        _plan(me, ids, order, table, pairs, experts, offset, most, ROWS, AT_ONCE, EXPERTS, PLACED)
     else:
         first = (me - experts) * RUNS
         _quantise(x, operands, scales, first, rows, width, per_row, FLOOR, RUNS)
@@ -159,6 +167,7 @@ def prepare(call: Call, columns: int) -> tuple[Tensor, Tensor, Blocks]:
         ROWS=columns,
         AT_ONCE=_at_once(pairs, experts),
         EXPERTS=triton.next_power_of_2(experts),
+        PLACED=_placed(pairs),
         num_warps=_warps(experts),
         **early_launch(x.device),
     )
@@ -167,6 +176,11 @@ def prepare(call: Call, columns: int) -> tuple[Tensor, Tensor, Blocks]:
 
 def _warps(experts: int) -> int:
     return 8 if experts <= 64 else 16
+
+
+def _placed(pairs: int) -> int:
+    """Pairs that an expert goes through at once to find its own."""
+    return max(16, min(triton.next_power_of_2(pairs), 1024))
 
 
 def _at_once(pairs: int, experts: int) -> int:
@@ -186,6 +200,7 @@ def builds(target: Target) -> Iterator[Build]:
         types |= dict.fromkeys(("ids", "order", "table"), "*i32")
         types |= dict.fromkeys(("pairs", "experts", "offset", "most"), "i32")
         compared = {"ROWS": 16, "AT_ONCE": _at_once(768, 256), "EXPERTS": 256}
+        compared["PLACED"] = _placed(768)
         yield Build(
             dtype,
             prepare_kernel,
