@@ -16,7 +16,7 @@ from anymla.ops.moe import experts
 from anymla.testing.published import FLASH, PRO
 
 MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
-TOKENS = (1, 8, 32, 128, 4096)
+TOKENS = (1, 2, 8, 32, 128, 4096)
 _LIMIT = 10.0
 _BATCHES = 4
 _NAME = 48  # characters of a kernel's name that tell it apart

@@ -12,8 +12,6 @@ from anymla.ops.sparse_attention.support import runs_gluon
 
 # Whether calls that can be streamed are.
 AUTOMATIC = True
-# Below, a program has hardly more than one tile, and nothing to ask for ahead.
-_FEWEST_PAIRS = 12
 # Pairs of an expert, on average, up to which blocks of so many nearly always hold all of them.
 _SHARES = ((3, 8), (9, 16), (26, 32))
 _SHARED = TARGETS["sm_90"].shared_bytes
@@ -95,6 +93,6 @@ def forms(pairs: int, sizes: tuple[int, int, int]) -> tuple[Form, Form] | None:
 def streamed(call: Call) -> tuple[Form, Form] | None:
     """How a call streams, or None if it does not."""
     known = call.weight_format == "mxfp4" and call.coded and call.x.dtype is torch.bfloat16
-    if not (AUTOMATIC and known and call.pairs >= _FEWEST_PAIRS and runs_gluon(call.x.device)):
+    if not (AUTOMATIC and known and runs_gluon(call.x.device)):
         return None
     return forms(call.pairs, call.sizes)
