@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,3 +40,29 @@ def named_rows(
     used = torch.where(more > 0, window + more, count).clamp(0, width)
     named = torch.cat((first, second), 1).clamp(-1, _LARGEST_INT32)
     return named.int(), used.squeeze(1).int()
+
+
+def by(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """``prefill_attention`` by a backend's ``sparse_attention_rows``."""
+
+    def prefill_attention(
+        q: Tensor,
+        rows: Tensor,
+        runs: Tensor,
+        lists: Tensor | None = None,
+        *,
+        window: int,
+        entries: int = 0,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        indices, lengths = named_rows(runs, lists, window, entries)
+        same = out is None or out.dtype == q.dtype
+        result, lse = attend(
+            q, rows, indices, lengths,
+            sink=sink, scale=scale, value_dim=q.shape[2], out=out if same else None,
+        )  # fmt: skip
+        return (result if same or out is None else out.copy_(result)), lse
+
+    return prefill_attention
