@@ -17,7 +17,14 @@ from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import _triton
 from anymla.ops._triton import Build, Target
-from anymla.ops.compressor.triton_pool import FEW_TOKENS, GIVEN, config, launch_pool
+from anymla.ops.compressor.triton_pool import (
+    FEW_TOKENS,
+    GIVEN,
+    MOST_EARLY,
+    config,
+    early,
+    launch_pool,
+)
 from anymla.ops.compressor.triton_window import closing, count_states, next_of, pool_window
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.kv_cache.triton_builds import INDEX_LAYOUTS, MAIN_LAYOUTS
@@ -213,7 +220,7 @@ def compress_norm_rope_insert(
         chosen.span,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(positions.device),
+        **(early_launch(positions.device) if early(tokens, chosen) else {"EARLY": False}),
     )
 
 
@@ -232,9 +239,13 @@ def builds(target: Target) -> Iterator[Build]:
     for ratio, overlap, state_entries, entries, layout, transformed in main + index:
         # The weight's type is of no consequence for the tile.
         for weight in ("bf16", "fp32") if layout == MAIN_LAYOUTS[0] else ("bf16",):
-            for tokens in (1, 1 + FEW_TOKENS) if ratio == 128 else (1,):
+            seen = set()
+            for tokens in (1, 1 + FEW_TOKENS, 1 + MOST_EARLY):
                 given = (ratio, overlap, state_entries, entries, layout, transformed, weight)
-                yield _build(tokens, *given, target)
+                made = _build(tokens, *given, target)
+                if made.label not in seen:
+                    seen.add(made.label)
+                    yield made
 
 
 def _build(
@@ -252,7 +263,9 @@ def _build(
     chosen = config(tokens, ratio, states, codec.channels, target)
     strides = ("state_page_stride", "page_stride", "cos_sin_row_stride")
     pooled = {"pooled": "*fp32"} if chosen.slice else {}
-    how = f"{chosen.span} tokens, {layout}, {weight}{', hadamard' if transformed else ''}"
+    launched = launches_early(target) and early(tokens, chosen)
+    marks = ", hadamard" * transformed + ", plainly" * (launched != launches_early(target))
+    how = f"{chosen.span} tokens, {layout}, {weight}{marks}"
     return Build(
         label=f"ratio {ratio}, {how}",
         kernel=compress_kernel,
@@ -278,7 +291,7 @@ def _build(
             "HADAMARD_LOG": codec.channels.bit_length() - 1 if transformed else 0,
             "LOOKED": chosen.looked,
             "SPAN": chosen.span,
-            "EARLY": launches_early(target),
+            "EARLY": launched,
         },
         num_warps=chosen.num_warps,
         fp_fusion=False,
