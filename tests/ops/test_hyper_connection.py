@@ -283,6 +283,7 @@ def test_many_tokens_equal_few() -> None:
         (torch.bfloat16, "few"),
         (torch.bfloat16, "direct"),
         (torch.bfloat16, "many"),
+        (torch.float32, "many"),
     ],
 )
 def test_long_rows_and_many_tokens_by_triton(
@@ -300,15 +301,17 @@ def test_long_rows_and_many_tokens_by_triton(
     bulk = form == "many"
     monkeypatch.setattr(triton_collapse, "_WIDEST", 128)
     monkeypatch.setattr(mix_tile, "FEW_TOKENS", 5)
-    monkeypatch.setattr(triton_streams, "takes", lambda h: bulk)
-    monkeypatch.setattr(triton_streams, "MANY_TOKENS", 1 if bulk else 100)
+    for module in (triton_mix, triton_collapse):
+        monkeypatch.setattr(module, "MANY_TOKENS", 1 if bulk else 100)
+    monkeypatch.setattr(triton_collapse, "_TOGETHER", 32)
+    monkeypatch.setattr(triton_streams, "takes", lambda h: bulk and h.dtype == torch.bfloat16)
     many = triton_many.ManyConfig(32, 32, 4, 2, 64)
     monkeypatch.setattr(triton_many, "config", lambda tokens, d: many)
     if form == "direct":
         tile = mix_tile.MixTile(32, 32, 1, 2, direct=True)
         monkeypatch.setattr(triton_mix, "mix_tile", lambda *of: tile)
     tokens = {"few": 18, "direct": 33, "many": 37}[form]  # two blocks
-    d = 40 if form == "direct" else 200
+    d = 200 if form == "few" else 72
     before, after = site(tokens, d=d, dtype=dtype), site(tokens, d=d, dtype=dtype)
     weights = {name: after[name] for name in ("fn", "base", "scale")}
     norm_weight = 1 + 0.1 * torch.randn(d)

@@ -14,6 +14,8 @@ FEW_TOKENS = 128
 # Channels of a slice: of one block of tokens, of some, of many. One has few programs otherwise.
 SLICES = (32, 128, 512)
 _CHANNELS = 32
+# From here on a program finds the gates of several tokens.
+MANY_TOKENS = 512
 # From more tokens on, the programs of two kernels have no room beside each other: those of the next
 # one, let in at once, would be stacked where some is left.
 TOGETHER = 64
@@ -49,9 +51,9 @@ def mix_tile(tokens: int, d: int, dtype: torch.dtype, target: Target) -> MixTile
 def _large_tile(tokens: int, d: int) -> MixTile:
     """Measured on an H200, slices of one chunk while that leaves every program a place."""
     columns = min(_CHANNELS, _width(d))
-    if tokens <= 2 * ROWS:
-        return MixTile(ROWS, columns, 1, 4 if tokens <= ROWS else 8)
-    if tokens <= TOGETHER and columns == _CHANNELS:
+    if tokens <= TOGETHER:
+        return MixTile(ROWS, columns, 1, 8 if ROWS < tokens <= 2 * ROWS else 4)
+    if tokens <= FEW_TOKENS and columns == _CHANNELS:
         return MixTile(4 * ROWS, columns, 1, 4, direct=True)
     chunks = 1 if tokens <= FEW_TOKENS else min(4, -(-d // columns))
     return MixTile(4 * ROWS, columns, chunks, 8)
@@ -64,7 +66,7 @@ def _width(d: int) -> int:
 
 def late(tokens: int, target: Target) -> bool:
     """Whether the kernels of these tokens let the next one in late."""
-    return launches_early(target) and tokens > TOGETHER
+    return launches_early(target) and TOGETHER < tokens < MANY_TOKENS
 
 
 def joined(n: int, target: Target) -> bool:

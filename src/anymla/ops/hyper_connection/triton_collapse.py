@@ -1,13 +1,13 @@
 """Collapse the streams to one, y = sum_i pre_i h_i, with the RMSNorm that may follow.
 
-Grid: a program for every token's other gates, with GATES, and one for its y, the last token first:
-what a kernel before wrote last is still cached.
+Grid: programs for the tokens' other gates, with GATES, and one for every token's y, the last token
+first: what a kernel before wrote last is still cached.
 
     COLUMNS of each of the N streams -> y, and its codes; all of D at once up to 8192 channels
 
 Gates are a long chain of operations on little, and y is memory: side by side they hide each other.
-All threads of a program have its token's gates, and none waits for another. Of many tokens the
-gates are left to a kernel after this one, for which it finds the streams' sums of ``squares``.
+All threads of a program have its token's gates, and none waits for another: redundant, but few
+tokens have processors to spare. Of many tokens TOGETHER are lanes of a program for their gates.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
-from anymla.ops.hyper_connection.mix_tile import SLICES, late
+from anymla.ops.hyper_connection.mix_tile import MANY_TOKENS, SLICES, late
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
 from anymla.ops.hyper_connection.triton_token import collapse_token, finish_gates
 
 _WIDEST = 8192
 # Slices of a token that are summed at a time, of few tokens and of many.
 _FEW_LANES, _MANY_LANES = 128, 32
+# Of so many tokens one program finds the gates, where there are many.
+_TOGETHER = 128
 
 
-def columns_of(d: int) -> tuple[int, int]:
+def columns_of(d: int, many: bool) -> tuple[int, int]:
     """Channels of a tile and warps."""
     columns = min(_WIDEST, triton.next_power_of_2(d))
-    return columns, 4 if columns <= 4096 else 8
+    return columns, 4 if columns <= 4096 and not many else 8
 
 
 def lanes_of(slices: int, many: bool) -> int:
@@ -43,7 +45,7 @@ def lanes_of(slices: int, many: bool) -> int:
 
 @triton.jit(
     do_not_specialize=["tokens", "iters", "partial_token", "partial_slice", "partial_mix",
-                       "row_stride", "run_stride"]
+                       "gate_programs", "row_stride", "run_stride"]
 )  # fmt: skip
 def collapse_kernel(
     h,
@@ -54,10 +56,10 @@ def collapse_kernel(
     y,
     post,
     comb,
-    squares,
     codes,
     code_scales,
     tokens,
+    gate_programs,
     norm_eps,
     hc_eps,
     iters,
@@ -76,26 +78,28 @@ def collapse_kernel(
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GATES: tl.constexpr,
+    TOGETHER: tl.constexpr,
     FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
     LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A token's other gates with GATES, or its y, normalised if there is a norm_weight.
+    """Tokens' other gates with GATES, or a token's y, normalised if there is a norm_weight.
 
     With LATE, the next kernel begins when this one has ended.
     """
-    if GATES and tl.program_id(0) < tokens:
+    if GATES and tl.program_id(0) < gate_programs:
         finish_gates(
-            partial, base, scale, post, comb, norm_eps, hc_eps, iters,
-            N, D, MIXES, P, SLICES, LANES, LATE, EARLY,
+            partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
+            partial_token, partial_slice, partial_mix,
+            N, D, MIXES, P, SLICES, LANES, TOGETHER, LATE, EARLY,
         )  # fmt: skip
     else:
         collapse_token(
-            h, partial, base, scale, norm_weight, y, squares, codes, code_scales,
+            h, partial, base, scale, norm_weight, y, codes, code_scales,
             norm_eps, hc_eps, token_stride, stream_stride,
             partial_token, partial_slice, partial_mix, row_stride, run_stride,
-            N, D, MIXES, P, SLICES, LANES, COLUMNS, FLOOR, NATIVE, LATE, EARLY,
+            N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LATE, EARLY,
         )  # fmt: skip
 
 
@@ -112,19 +116,18 @@ def launch_collapse(
     norm_weight: Tensor | None = None,
     post: Tensor | None = None,
     comb: Tensor | None = None,
-    squares: Tensor | None = None,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
     iters: int = 1,
 ) -> None:
-    """Fill y [T, D], and what else is given, from ``placed`` h [T, N, D] and partial mixes.
-
-    Post and comb are filled or, for many tokens, ``squares`` [T].
-    """
+    """Fill y [T, D], and what else is given, from ``placed`` h [T, N, D] and partial mixes."""
     tokens, n, d = h.shape
-    columns, num_warps = columns_of(d)
+    many = tokens >= MANY_TOKENS
+    columns, num_warps = columns_of(d, many)
     slices, target = partial.shape[1], target_of(h.device)
-    collapse_kernel[(tokens if post is None else 2 * tokens,)](
+    together = _TOGETHER if many else 1
+    gate_programs = 0 if post is None else triton.cdiv(tokens, together)
+    collapse_kernel[(gate_programs + tokens,)](
         h,
         partial,
         base.contiguous(),
@@ -133,10 +136,10 @@ def launch_collapse(
         y,
         post,
         comb,
-        squares,
         codes,
         code_scales,
         tokens,
+        gate_programs,
         norm_eps,
         hc_eps,
         iters,
@@ -148,12 +151,13 @@ def launch_collapse(
         MIXES=mixes,
         P=partial.shape[2],
         SLICES=slices,
-        LANES=lanes_of(slices, squares is not None),
+        LANES=lanes_of(slices, many),
         COLUMNS=columns,
         GATES=post is not None,
+        TOGETHER=together,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         NATIVE=target.native_e4m3,
-        LATE=squares is None and late(tokens, target),
+        LATE=late(tokens, target),
         num_warps=num_warps,
         **early_launch(h.device, base, scale, norm_weight),
     )
@@ -190,41 +194,40 @@ def _build(
     coded: bool = False,
     last: bool = False,
 ) -> Build:
-    columns, num_warps = columns_of(d)
+    columns, num_warps = columns_of(d, many)
     strides = ("partial_token", "partial_slice", "partial_mix", "row_stride", "run_stride")
     numbers = {
         "norm_eps": "fp32",
         "hc_eps": "fp32",
         "iters": "i32",
-        **dict.fromkeys(("tokens", *STREAM_STRIDES, *strides), "i32"),
+        **dict.fromkeys(("tokens", "gate_programs", *STREAM_STRIDES, *strides), "i32"),
     }
     types = {"h": f"*{dtype}", "y": f"*{dtype}", **numbers}
     if norm:
         types["norm_weight"] = f"*{dtype}"
     given = ("partial", "base", "scale")
     results: tuple[str, ...] = ("post", "comb") if mixes > 4 else ()
-    if many:
-        results = ("squares",)
     types |= dict.fromkeys((*given, *results), "*fp32")
     if coded:
         types |= {"codes": "*u8", "code_scales": "*fp32"}
-    pointers = ("partial", "base", "scale", "norm_weight", "post", "comb", "squares")
+    pointers = ("partial", "base", "scale", "norm_weight", "post", "comb")
     pointers += ("codes", "code_scales")
     sizes = {
         "N": 4,
         "D": d,
         "MIXES": mixes,
-        "P": max(16, triton.next_power_of_2(mixes + (not many))),
+        "P": max(16, triton.next_power_of_2(mixes + 1)),
         "SLICES": slices,
         "LANES": lanes_of(slices, many),
         "COLUMNS": columns,
         "GATES": "post" in types,
+        "TOGETHER": _TOGETHER if many else 1,
         "FLOOR": ACTIVATION_AMAX_FLOOR,
         "NATIVE": target.native_e4m3,
         "LATE": last,
         "EARLY": launches_early(target),
     }
-    marks = ", norm" * norm + ", squares" * many + ", codes" * coded + ", late" * last
+    marks = ", norm" * norm + ", many" * many + ", codes" * coded + ", late" * last
     return Build(
         f"{dtype} D {d}, {mixes} mixes of {slices} slices{marks}",
         collapse_kernel,

@@ -5,24 +5,14 @@ every thread has every gate without a change of layout.
 
     partial [T, slices, P] -> sum over slices -> N pre, N post, N x N comb
 
-A token by itself has its slices read as one tile, whose sum is taken apart. Of many tokens, which
-have a kernel for their gates, each is a lane and sums its slices alone:
-
-Grid: blocks of 32 tokens.
+A token by itself has its slices read as one tile, whose sum is taken apart. Of many tokens each is
+a lane and sums its slices alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
-
-_TOKENS = 32
 
 
 @triton.jit
@@ -51,14 +41,21 @@ def load_constants(base, scale, PART: tl.constexpr, FIRST: tl.constexpr, COUNT: 
 
 
 @triton.jit
-def summed(partial, slice_stride, SLICES: tl.constexpr, LANES: tl.constexpr):
-    """The sum of a token's slices of a mix, LANES of them at a time."""
-    lane = tl.arange(0, LANES)
-    total = tl.load(partial + lane * slice_stride, lane < SLICES, other=0.0)
-    for first in tl.static_range(LANES, SLICES, LANES):
-        there = first + lane < SLICES
-        total += tl.load(partial + (first + lane) * slice_stride, there, other=0.0)
-    return tl.sum(total, 0)
+def place_sums(
+    partial, slice_stride, mix_stride, MIXES: tl.constexpr, COUNT: tl.constexpr,
+    SLICES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The sums over slices of a token's first COUNT mixes, and of its squares; scalars."""
+    slice = tl.arange(0, LANES)
+    found = ()
+    for i in tl.static_range(COUNT + 1):
+        at = partial + (i if i < COUNT else MIXES) * mix_stride
+        total = tl.load(at + slice * slice_stride, slice < SLICES, other=0.0)
+        for first in tl.static_range(LANES, SLICES, LANES):
+            there = first + slice < SLICES
+            total += tl.load(at + (first + slice) * slice_stride, there, other=0.0)
+        found += (tl.sum(total, 0),)
+    return found
 
 
 @triton.jit
@@ -181,7 +178,7 @@ def _divided_by_columns(comb, hc_eps, N: tl.constexpr):
 
 
 @triton.jit
-def _lane_sums(
+def lane_sums(
     partial, inside, inverse, mix_stride, slice_stride,
     FIRST: tl.constexpr, COUNT: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
@@ -194,97 +191,3 @@ def _lane_sums(
             total += tl.load(at + slice * slice_stride, inside, other=0.0)
         mixes += (total * inverse,)
     return mixes
-
-
-@triton.jit(do_not_specialize=["tokens", "iters", "token_stride", "slice_stride", "mix_stride"])
-def gates_kernel(
-    partial,
-    squares,
-    base,
-    scale,
-    post,
-    comb,
-    tokens,
-    norm_eps,
-    hc_eps,
-    iters,
-    token_stride,
-    slice_stride,
-    mix_stride,
-    N: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SLICES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Post and comb of TOKENS tokens; ``squares`` [T] are sums over CHANNELS."""
-    of_post = load_constants(base, scale, 1, N, N)
-    of_comb = load_constants(base, scale, 2, 2 * N, N * N)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = rows < tokens
-    square = tl.load(squares + rows, inside, other=1.0)
-    inverse = tl.rsqrt(square / CHANNELS + norm_eps)
-    partial += rows * token_stride
-    mixes = _lane_sums(partial, inside, inverse, mix_stride, slice_stride, N, N, SLICES)
-    store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
-    mixes = _lane_sums(partial, inside, inverse, mix_stride, slice_stride, 2 * N, N * N, SLICES)
-    store_columns(comb, rows, inside, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
-
-
-def launch_gates(
-    partial: Tensor,
-    squares: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    *,
-    channels: int,
-    norm_eps: float,
-    hc_eps: float,
-    iters: int,
-) -> None:
-    """Fill post [T, N] and comb [T, N, N] from partial mixes and the streams' sums of squares."""
-    tokens, n = post.shape
-    gates_kernel[(triton.cdiv(tokens, _TOKENS),)](
-        partial,
-        squares,
-        base.contiguous(),
-        scale.contiguous(),
-        post,
-        comb,
-        tokens,
-        norm_eps,
-        hc_eps,
-        iters,
-        *partial.stride(),
-        N=n,
-        CHANNELS=channels,
-        SLICES=partial.shape[1],
-        TOKENS=_TOKENS,
-        num_warps=1,
-        **early_launch(post.device, base, scale),
-    )
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro, from few slices and from more."""
-    tensors = ("partial", "squares", "base", "scale", "post", "comb")
-    numbers = ("tokens", "iters", "token_stride", "slice_stride", "mix_stride")
-    early = {"EARLY": launches_early(target)}
-    for d in (4096, 7168):
-        for slices in (2, 8):
-            yield Build(
-                f"D {d}, {slices} slices",
-                gates_kernel,
-                {
-                    **dict.fromkeys(tensors, "*fp32"),
-                    **dict.fromkeys(numbers, "i32"),
-                    **dict.fromkeys(("norm_eps", "hc_eps"), "fp32"),
-                },
-                {"N": 4, "CHANNELS": 4 * d, "SLICES": slices, "TOKENS": _TOKENS} | early,
-                num_warps=1,
-            )

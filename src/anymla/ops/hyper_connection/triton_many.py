@@ -12,7 +12,7 @@ Grid: (blocks of tokens, slices of D).
 
 The sums of a step are added to the total with rounding, see ``formats.triton_dot``; and a step
 waits for its products, or Triton 3.6 fills a buffer again that is still being multiplied from.
-Squares are left to the kernel that collapses: a second use of the streams would read them back.
+Streams are read from there a second time for their squares, of which a thread sums its own.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 from anymla.formats.triton_dot import split_in_three
 from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
+from anymla.ops.hyper_connection.mix_tile import MANY_TOKENS
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
 from anymla.ops.workspace import scratch
 
-# From here on tokens are enough for these tiles, and for larger ones.
-MANY_TOKENS = 512
+# From here on tokens are enough for larger tiles.
 _MORE_TOKENS = 2048
 _PLANES = 3
 _SPLIT = 1024
@@ -113,7 +113,7 @@ def many_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A block of tokens and a slice of D: partial mixes; strides are those of h."""
+    """A block of tokens and a slice of D: partial mixes and squares; strides are those of h."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -122,6 +122,7 @@ def many_kernel(
     rows = (token.to(tl.int64) * token_stride)[:, None]
     first = tl.program_id(1) * (chunks * COLUMNS)
     total = tl.zeros((ROWS, P), tl.float32)
+    square = tl.zeros((ROWS, COLUMNS // 8), tl.float32)
     for step in tl.range(chunks * N, num_stages=STAGES):
         d = first + step // N * COLUMNS + tl.arange(0, COLUMNS)
         mask = inside[:, None] & (d < D)[None, :]
@@ -129,18 +130,21 @@ def many_kernel(
         part = tl.dot(stream, _load_plane(planes, 2, step % N, d, N, D, P))
         part = tl.dot(stream, _load_plane(planes, 1, step % N, d, N, D, P), part)
         total += tl.dot(stream, _load_plane(planes, 0, step % N, d, N, D, P), part)
+        wide = tl.reshape(stream.to(tl.float32), (ROWS, COLUMNS // 8, 8))
+        square += tl.sum(wide * wide, 2)
     mix = tl.arange(0, P)
     at = partial + tl.program_id(1).to(tl.int64) * P * tokens + token
+    tl.store(at + MIXES * tokens, tl.sum(square, 1), inside)
     there = inside[:, None] & (mix < MIXES)[None, :]
     tl.store(at[:, None] + (mix * tokens)[None, :], total, there)
 
 
 def launch_many(h: Tensor, fn: Tensor) -> Tensor:
-    """Partial mixes of ``placed`` streams h [T, N, D], float32 [T, slices, P], T last in memory."""
+    """As ``triton_mix.launch_mix`` of many tokens: partial mixes and, after them, squares."""
     tokens, n, d = h.shape
     chosen = config(tokens, d)
     mixes = fn.shape[0]
-    width = max(16, triton.next_power_of_2(mixes))
+    width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.slice)
     partial = scratch((slices, width, tokens), fn.dtype, fn.device)
     planes = scratch((_PLANES, width, n * d), h.dtype, h.device)
@@ -179,7 +183,7 @@ def builds(target: Target) -> Iterator[Build]:
     early = launches_early(target)
     for d in (4096, 7168):
         for mixes in (24, 4):
-            width = max(16, triton.next_power_of_2(mixes))
+            width = max(16, triton.next_power_of_2(mixes + 1))
             sizes = {"MIXES": mixes, "WIDTH": 4 * d, "SPLIT": _SPLIT, "EARLY": early}
             types = {"fn": "*fp32", "planes": "*bf16"}
             yield Build(f"D {d}, {mixes} mixes", split_kernel, types, sizes)

@@ -32,6 +32,7 @@ from anymla.ops._triton import Build, Target, target_of
 from anymla.ops.early import early_launch, launches_early
 from anymla.ops.hyper_connection.mix_tile import (
     FEW_TOKENS,
+    MANY_TOKENS,
     ROWS,
     TOGETHER,
     joined,
@@ -43,6 +44,8 @@ from anymla.ops.hyper_connection.triton_gates import load_columns
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams
 from anymla.ops.workspace import scratch
 
+# Of each tile one number of tokens that has it.
+_BUILT = (1, ROWS + 1, 2 * ROWS + 1, TOGETHER + 1, FEW_TOKENS + 1, MANY_TOKENS)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -132,6 +135,7 @@ def mix_kernel(
     SINGLE: tl.constexpr,
     JOINED: tl.constexpr,
     DIRECT: tl.constexpr,
+    MANY: tl.constexpr,
     LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -175,17 +179,27 @@ def mix_kernel(
             )  # fmt: skip
     if EARLY and LATE:
         tl.extra.cuda.gdc_launch_dependents()
+    slice = tl.program_id(1)
+    slices = tl.num_programs(1)
     mix = tl.arange(0, P)
-    at = (rows * tl.num_programs(1) + tl.program_id(1)) * P
+    squares = tl.sum(square, 1)
     if DIRECT:
-        tl.store(partial + at + MIXES, tl.sum(square, 1), inside)
         token = tl.program_id(0) * ROWS + loaded_rows(ROWS // 16)
-        at = (token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * P
-        others = (token < tokens)[:, None] & (mix < MIXES)[None, :]
-        tl.store(partial + at[:, None] + mix[None, :], total, others)
+    there = (token < tokens)[:, None]
+    if MANY:
+        partial += slice.to(tl.int64) * (P * tokens)
+        tl.store(partial + MIXES * tokens + rows, squares, inside)
+        at = token[:, None] + (mix * tokens)[None, :]
+        tl.store(partial + at, total, there & (mix < MIXES)[None, :])
     else:
-        result = tl.where((mix == MIXES)[None, :], tl.sum(square, 1)[:, None], total)
-        tl.store(partial + at[:, None] + mix[None, :], result, inside[:, None])
+        partial += slice * P
+        if DIRECT:
+            tl.store(partial + rows * (slices * P) + MIXES, squares, inside)
+            there &= (mix < MIXES)[None, :]
+        else:
+            total = tl.where((mix == MIXES)[None, :], squares[:, None], total)
+        at = (token.to(tl.int64) * (slices * P))[:, None] + mix[None, :]
+        tl.store(partial + at, total, there)
 
 
 def launch_mix(
@@ -201,7 +215,7 @@ def launch_mix(
 
     Returns:
         float32 [T, slices, P]: a slice's share of the mixes, in column len(fn) its sum of squares,
-        and anything beyond.
+        and anything beyond. Of many tokens T is last in memory.
     """
     tokens, n, d = h.shape
     target = target_of(h.device)
@@ -209,7 +223,9 @@ def launch_mix(
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
-    partial = scratch((tokens, slices, width), fn.dtype, fn.device)
+    many = tokens >= MANY_TOKENS
+    size = (slices, width, tokens) if many else (tokens, slices, width)
+    partial = scratch(size, fn.dtype, fn.device)
     mix_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
         u,
         h,
@@ -231,11 +247,12 @@ def launch_mix(
         SINGLE=chosen.chunks == 1,
         JOINED=joined(n, target),
         DIRECT=chosen.direct and n == 4,
+        MANY=many,
         LATE=late(tokens, target),
         num_warps=chosen.num_warps,
         **early_launch(h.device, fn),
     )
-    return partial
+    return partial.permute(2, 0, 1) if many else partial
 
 
 def builds(target: Target) -> Iterator[Build]:
@@ -244,7 +261,7 @@ def builds(target: Target) -> Iterator[Build]:
         for dtype in ("bf16", "fp16", "fp32") if d == 4096 else ("bf16",):
             for mixes, expands in ((24, False), (24, True), (4, False)):
                 seen = set()
-                for tokens in (1, ROWS + 1, 2 * ROWS + 1, TOGETHER + 1, FEW_TOKENS + 1):
+                for tokens in _BUILT:
                     made = _build(target, d, dtype, mixes, expands, tokens)
                     if made.label not in seen:
                         seen.add(made.label)
@@ -272,10 +289,13 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
         "SINGLE": chosen.chunks == 1,
         "JOINED": joined(4, target),
         "DIRECT": chosen.direct,
+        "MANY": tokens >= MANY_TOKENS,
         "LATE": late(tokens, target),
         "EARLY": launches_early(target),
     }
-    marks = ", expand" * expands + ", late" * late(tokens, target)
+    marks = (
+        ", many" * (tokens >= MANY_TOKENS) + ", expand" * expands + ", late" * late(tokens, target)
+    )
     chunks = "one chunk" if chosen.chunks == 1 else "chunks"
     tile = f"{chosen.rows} tokens by {chosen.num_warps} warps, {chunks}"
     return Build(

@@ -1,4 +1,4 @@
-"""Sites of hyper-connections, in two launches, and two more for many tokens.
+"""Sites of hyper-connections, in two launches, and up to two more for many tokens.
 
     mix       slices of D: h' (where a site is left before) and its partial mixes
     collapse  tokens: y or RMSNorm(y), and side by side the other gates
@@ -10,19 +10,14 @@ once a token.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from anymla.ops.hyper_connection.triton_collapse import launch_collapse
 from anymla.ops.hyper_connection.triton_expand import hc_post
-from anymla.ops.hyper_connection.triton_gates import launch_gates
-from anymla.ops.hyper_connection.triton_many import MANY_TOKENS, launch_many, takes
+from anymla.ops.hyper_connection.triton_many import launch_many, takes
 from anymla.ops.hyper_connection.triton_mix import launch_mix
 from anymla.ops.hyper_connection.triton_tiles import placed
-from anymla.ops.workspace import scratch
 
 
 def _enter(
@@ -41,19 +36,11 @@ def _enter(
     y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
     post = torch.empty((tokens, n), dtype=torch.float32, device=h.device)
     comb = torch.empty((tokens, n, n), dtype=torch.float32, device=h.device)
-    numbers: dict[str, Any] = {"mixes": (2 + n) * n, "norm_eps": norm_eps, "hc_eps": hc_eps}
-    numbers["iters"] = iters
-    given = functools.partial(
-        launch_collapse, h, y, partial, base, scale,
-        norm_weight=norm_weight, codes=codes, code_scales=code_scales, **numbers,
+    launch_collapse(
+        h, y, partial, base, scale, mixes=(2 + n) * n, norm_eps=norm_eps, hc_eps=hc_eps,
+        norm_weight=norm_weight, post=post, comb=comb, codes=codes, code_scales=code_scales,
+        iters=iters,
     )  # fmt: skip
-    if tokens >= MANY_TOKENS:
-        squares = scratch((tokens,), torch.float32, h.device)
-        given(squares=squares)
-        numbers.pop("mixes")
-        launch_gates(partial, squares, base, scale, post, comb, channels=n * d, **numbers)
-    else:
-        given(post=post, comb=comb)
     return y, post, comb
 
 
@@ -130,17 +117,6 @@ def hc_head(
     if not h.numel():
         return y
     h = placed(h)
-    many = tokens >= MANY_TOKENS
-    squares = scratch((tokens,), torch.float32, h.device) if many else None
-    launch_collapse(
-        h,
-        y,
-        launch_many(h, fn) if takes(h) else launch_mix(h, fn),
-        base,
-        scale,
-        squares=squares,
-        mixes=n,
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-    )
+    partial = launch_many(h, fn) if takes(h) else launch_mix(h, fn)
+    launch_collapse(h, y, partial, base, scale, mixes=n, norm_eps=norm_eps, hc_eps=hc_eps)
     return y

@@ -9,12 +9,13 @@ from anymla.ops.hyper_connection.triton_gates import (
     comb_gates,
     entries,
     entry,
+    lane_sums,
     load_constants,
+    place_sums,
     post_gates,
     pre_gates,
     slice_sums,
     store_columns,
-    summed,
 )
 from anymla.ops.linear.triton_quantize import store_row_codes
 
@@ -61,11 +62,11 @@ def _store_normed(
 
 @triton.jit
 def collapse_token(
-    h, partial, base, scale, norm_weight, y, squares, codes, code_scales, norm_eps, hc_eps,
+    h, partial, base, scale, norm_weight, y, codes, code_scales, norm_eps, hc_eps,
     token_stride, stream_stride, partial_token, partial_slice, partial_mix, row_stride, run_stride,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
-    LATE: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Collapse a token to its y."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -82,27 +83,19 @@ def collapse_token(
         tl.extra.cuda.gdc_wait()
         if not LATE:
             tl.extra.cuda.gdc_launch_dependents()
+    if MANY:
+        partial += row * partial_token
+        places = place_sums(partial, partial_slice, partial_mix, MIXES, N, SLICES, LANES)
     if COLUMNS >= D:
         # Under way while the gates are finished.
         streams = _load(h, 0, stream_stride, N, D, COLUMNS)
-    if squares is None:
+    if MANY:
+        square = places[N]
+        mixes = places[:N]
+    else:
         sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
         square = entry(sums, MIXES, P)
         mixes = entries(sums, 0, N, P)
-    else:
-        partial += row * partial_token
-        mixes = ()
-        for i in tl.static_range(N):
-            mixes += (summed(partial + i * partial_mix, partial_slice, SLICES, LANES),)
-        parts = tl.zeros((COLUMNS,), tl.float32)
-        for first in range(0, D, COLUMNS):
-            if COLUMNS < D:
-                streams = _load(h, first, stream_stride, N, D, COLUMNS)
-            for i in tl.static_range(N):
-                wide = streams[i].to(tl.float32)
-                parts += wide * wide
-        square = tl.sum(parts, 0)
-        tl.store(squares + row, square)
     inverse = tl.rsqrt(square / (N * D) + norm_eps)
     scaled = ()
     for i in tl.static_range(N):
@@ -135,20 +128,45 @@ def collapse_token(
 
 @triton.jit
 def finish_gates(
-    partial, base, scale, post, comb, norm_eps, hc_eps, iters,
+    partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
+    partial_token, partial_slice, partial_mix,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
-    LANES: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, TOGETHER: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Post and comb of a token."""
-    row = tl.program_id(0).to(tl.int64)
+    """Post and comb of a token, or of TOGETHER tokens side by side."""
     of_post = load_constants(base, scale, 1, N, N)
     of_comb = load_constants(base, scale, 2, 2 * N, N * N)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         if not LATE:
             tl.extra.cuda.gdc_launch_dependents()
-    sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
-    sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + norm_eps)
-    store_columns(post, row, row >= 0, post_gates(entries(sums, N, N, P), of_post, N), N)
-    mixes = entries(sums, 2 * N, N * N, P)
-    store_columns(comb, row, row >= 0, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
+    if TOGETHER > 1:
+        _gates_together(
+            partial, of_post, of_comb, post, comb, tokens, norm_eps, hc_eps, iters,
+            partial_token, partial_slice, partial_mix, N, D, MIXES, SLICES, TOGETHER,
+        )  # fmt: skip
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
+        sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + norm_eps)
+        store_columns(post, row, row >= 0, post_gates(entries(sums, N, N, P), of_post, N), N)
+        mixes = entries(sums, 2 * N, N * N, P)
+        store_columns(comb, row, row >= 0, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
+
+
+@triton.jit
+def _gates_together(
+    partial, of_post, of_comb, post, comb, tokens, norm_eps, hc_eps, iters,
+    partial_token, partial_slice, partial_mix,
+    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, SLICES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    inside = rows < tokens
+    at = partial + rows * partial_token
+    square = lane_sums(at, inside, 1.0, partial_mix, partial_slice, MIXES, 1, SLICES)[0]
+    inverse = tl.rsqrt(square / (N * D) + norm_eps)
+    mixes = lane_sums(at, inside, inverse, partial_mix, partial_slice, N, N, SLICES)
+    store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
+    mixes = lane_sums(at, inside, inverse, partial_mix, partial_slice, 2 * N, N * N, SLICES)
+    store_columns(comb, rows, inside, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
