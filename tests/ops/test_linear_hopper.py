@@ -81,7 +81,7 @@ def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     return out
 
 
-def by_rows(x, x_scales, w, scales, rows, warps, programs, at_once, columns=8, stages=3):
+def by_rows(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     from anymla.ops.linear.gluon_sm90_rows import rows_kernel
 
     (tokens, groups, width), n = x.shape, w.shape[1]
@@ -94,8 +94,7 @@ def by_rows(x, x_scales, w, scales, rows, warps, programs, at_once, columns=8, s
     run(
         rows_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out, tokens, n,
         width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
-        COLUMNS=columns, WARPS=warps, STAGES=stages, AT_ONCE=at_once,
-        BY_RUN=x_scales.stride(0) == 1, EARLY=True,
+        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, EARLY=True,
     )  # fmt: skip
     return out
 
@@ -153,13 +152,12 @@ def test_products_of_bfloat16_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "groups", "n", "runs", "programs", "at_once"),
-    [(5, 2, 128, 3, 2, 1), (8, 1, 384, 2, 2, 1), (8, 2, 256, 6, 2, 2)],
+    ("tokens", "groups", "n", "runs", "programs"), [(5, 2, 128, 3, 2), (8, 1, 384, 2, 2)]
 )
-def test_few_tokens_and_few_channels(tokens, groups, n, runs, programs, at_once):
+def test_few_tokens_and_few_channels(tokens, groups, n, runs, programs):
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
     for given in (x_scales, by_run(x_scales)):
-        got = by_rows(x, given, w, scales, 128, 4, programs, at_once)
+        got = by_rows(x, given, w, scales, 128, 4, programs)
         check(got, want, scale, runs * 128)
 
 

@@ -112,7 +112,7 @@ def multiply(
     if chosen.kernel == "rows":
         rows_kernel[grid](
             _lines(*given, torch.int32), x_scales, _lines(*weight, torch.int32), scales, out,
-            *numbers, AT_ONCE=chosen.at_once, **constants,
+            *numbers, **constants,
         )  # fmt: skip
     else:
         runs_kernel[grid](
@@ -199,10 +199,8 @@ def _build(target: Target, chosen: Form, scales: str | None) -> Build:
     for name, lines in (("x_desc", chosen.columns), ("w_desc", chosen.rows)):
         box = [chosen.warps, lines, 32] if runs else [lines, 128 if tens else 32]
         types[name] = f"tensordesc<{'fp8e4nv' if tens else 'i32'}{box},{layout!r}>"
-    if not runs:
-        constants["AT_ONCE"] = chosen.at_once
     if tens:
-        constants["TOKENS"] = chosen.columns
+        constants |= {"TOKENS": chosen.columns, "AT_ONCE": chosen.at_once}
     else:
         constants |= {"COLUMNS": chosen.columns, "WARPS": chosen.warps, "BY_RUN": bool(scales)}
     if runs:

@@ -18,34 +18,15 @@ from anymla.ops.linear.gluon_sm90_words import decoded_flat, factors, flat_layou
 
 
 @gluon.jit
-def _read(
-    ring, x_ring, full, step, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Words of a step."""
-    slot = step % STAGES
-    mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-    words = ring.index(slot).load(flat_layout(ROWS, WARPS, False))
-    return words, x_ring.index(slot).load(flat_layout(COLUMNS, WARPS, True))
-
-
-@gluon.jit
-def _product(words, x_words, SUMS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Of a run's codes."""
-    a = gl.convert_layout(decoded_flat(words), gl.DotOperandLayout(0, SUMS, 4))
-    b = gl.permute(decoded_flat(x_words), (1, 0))
-    b = gl.convert_layout(b, gl.DotOperandLayout(1, SUMS, 4))
-    return mma_v2(a, b, gl.zeros([ROWS, COLUMNS], gl.float32, layout=SUMS))
-
-
-@gluon.jit
 def _consume(
     ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
     x_scale_token, x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr, BY_RUN: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
+    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
     LAST: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
     first = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -67,33 +48,27 @@ def _consume(
         s_at = scales + (group * blocks + line // 128) * runs
         f_run = f_at + group * runs * x_scale_run
         sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=SUMS)
-        x1, w1 = gl.load(f_run, mask=inside, other=0.0), gl.load(s_at)
-        if AT_ONCE == 2:
-            x2, w2 = gl.load(f_run + x_scale_run, mask=inside, other=0.0), gl.load(s_at + 1)
-        for run in range(0, runs, AT_ONCE):
-            factor1 = x1 * factors(w1)
-            if AT_ONCE == 2:
-                factor2 = x2 * factors(w2)
-            f_run += AT_ONCE * x_scale_run
-            s_at += AT_ONCE
-            more = run + AT_ONCE < runs
-            x1 = gl.load(f_run, mask=inside & more, other=0.0)
-            w1 = gl.load(s_at, mask=more, other=0)
-            words1, x_words1 = _read(ring, x_ring, full, step, ROWS, COLUMNS, WARPS, STAGES)
-            if AT_ONCE == 2:
-                x2 = gl.load(f_run + x_scale_run, mask=inside & more, other=0.0)
-                w2 = gl.load(s_at + 1, mask=more, other=0)
-                words2, x_words2 = _read(ring, x_ring, full, step + 1, ROWS, COLUMNS, WARPS, STAGES)
+        x_scale, w_scale = gl.load(f_run, mask=inside, other=0.0), gl.load(s_at)
+        for run in range(runs):
+            factor = x_scale * factors(w_scale)
+            f_run += x_scale_run
+            s_at += 1
+            more = run + 1 < runs
+            x_scale = gl.load(f_run, mask=inside & more, other=0.0)
+            w_scale = gl.load(s_at, mask=more, other=0)
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            words = ring.index(slot).load(flat_layout(ROWS, WARPS, False))
+            x_words = x_ring.index(slot).load(flat_layout(COLUMNS, WARPS, True))
             # What has been read must have arrived before the copy engine writes there again: a
             # barrier alone does not wait for reads that are under way.
             fence_async_shared()
-            mbarrier.arrive(empty.index(step % STAGES))
-            if AT_ONCE == 2:
-                mbarrier.arrive(empty.index((step + 1) % STAGES))
-            sums += _product(words1, x_words1, SUMS, ROWS, COLUMNS) * gl.expand_dims(factor1, 0)
-            if AT_ONCE == 2:
-                sums += _product(words2, x_words2, SUMS, ROWS, COLUMNS) * gl.expand_dims(factor2, 0)
-            step += AT_ONCE
+            mbarrier.arrive(empty.index(slot))
+            a = gl.convert_layout(decoded_flat(words), A)
+            b = gl.convert_layout(gl.permute(decoded_flat(x_words), (1, 0)), B)
+            part = mma_v2(a, b, gl.zeros([ROWS, COLUMNS], gl.float32, layout=SUMS))
+            sums += part * gl.expand_dims(factor, 0)
+            step += 1
         total = gl.convert_layout(sums, LAST)
         at = gl.expand_dims(last_token * groups + group, 0) * n + gl.expand_dims(line + last_row, 1)
         gl.store(
@@ -106,7 +81,7 @@ def rows_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, groups, x_scale_token,
     x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr, BY_RUN: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
@@ -126,8 +101,7 @@ def rows_kernel(
         ROWS: 64 or 128, which share scales.
         COLUMNS: tokens of the tile, at least 8.
         WARPS: of the consumer.
-        STAGES: of the ring, at least AT_ONCE.
-        AT_ONCE: 1, or 2 runs that are multiplied beside each other; ``runs`` is a multiple of it.
+        STAGES: of the ring.
         BY_RUN: as of ``runs_kernel``.
         EARLY: launched before what makes x has ended.
     """
@@ -144,8 +118,7 @@ def rows_kernel(
         [
             (_consume, (
                 ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
-                x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, AT_ONCE, BY_RUN,
-                EARLY,
+                x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, EARLY,
             )),
             (produce, (
                 x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS,

@@ -26,7 +26,7 @@ class Form:
         programs: of a multiprocessor at a time. With one, a program of the next kernel has room
             beside it, and asks for its weights.
         registers: of a thread on average.
-        at_once: products under way ("tens"), or beside each other ("rows").
+        at_once: products under way ("tens").
     """
 
     kernel: str
