@@ -20,6 +20,7 @@ from anymla.bench.layer_rival import compile_unfused, rival_kernels
 from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
 from anymla.bench.layer_work import layer_work
 from anymla.bench.report import Result
+from anymla.bench.timeline import timeline
 from anymla.layers.plans import Plans
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.compile_ahead import compiled_together
@@ -53,7 +54,11 @@ def cases(
 
 
 def run(
-    chosen: Iterable[LayerCase], *, beside: bool | None = None, others: Others | None = None
+    chosen: Iterable[LayerCase],
+    *,
+    beside: bool | None = None,
+    others: Others | None = None,
+    timelines: bool = False,
 ) -> Iterator[Result]:
     """Measure the cases; those of one layer should follow each other.
 
@@ -61,6 +66,7 @@ def run(
         chosen: what to measure.
         beside: ``EngineOptions.side_stream``.
         others: modules to measure the same layer assembled from as well.
+        timelines: also see when each kernel starts and ends.
     """
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
@@ -77,7 +83,21 @@ def run(
             compile_ahead(setup, [batch for _, batch in batches], others)
             for case, batch in batches:
                 yield measure(setup, case, batch, bandwidth, rate, others)
+                if timelines:
+                    yield _timeline(setup, case, batch)
             del setup, batches
+
+
+def _timeline(setup: LayerSetup, case: LayerCase, batch: DecodeBatch) -> Result:
+    calls = [lambda layer=layer: batch.run(layer) for layer in setup.layers]
+    spans = timeline(calls, torch.cuda.Stream())
+    values = {"us": max(span.end for span in spans)}
+    kernels = [dataclasses.astuple(span) for span in spans]
+    return Result(f"{PART}, timeline", _name(case), values | {"timeline_us": kernels})
+
+
+def _name(case: LayerCase) -> str:
+    return f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}"
 
 
 def _layer(case: LayerCase) -> tuple[str, int, int]:
@@ -135,7 +155,7 @@ def measure(
     judged = case.batch <= 8
     return Result(
         PART,
-        f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}",
+        _name(case),
         {
             "us": round(microseconds, 1),
             **beside,

@@ -31,6 +31,7 @@ from anymla.runtime.options import DecodeMode
     is_flag=True,
     help="Also from FlashMLA's and DeepGEMM's kernels.",
 )
+@click.option("--timeline", is_flag=True, help="Also when each kernel starts and ends.")
 def layer(
     json_file: Path | None,
     models: tuple[str, ...],
@@ -39,6 +40,7 @@ def layer(
     contexts: tuple[int, ...],
     side_stream: bool | None,
     others: bool,
+    timeline: bool,
 ) -> None:
     """Time one decode layer of DeepSeek-V4's real sizes on the GPU, and see where the time goes.
 
@@ -63,7 +65,8 @@ def layer(
         find = importlib.import_module
         modules = flash_mla_module(find), deep_gemm_module(find)
         facts |= {"deep_gemm": getattr(modules[1], "__version__", None)}
-    tell(run(chosen, beside=side_stream, others=modules), json_file, facts, ("kernels_us",))
+    results = run(chosen, beside=side_stream, others=modules, timelines=timeline)
+    tell(results, json_file, facts, ("kernels_us", "timeline_us"))
 
 
 @click.command()

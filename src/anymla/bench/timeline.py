@@ -1,0 +1,93 @@
+"""When the kernels of a layer start and end in a graph's replay, and on which queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_REPLAYS = 4
+# Of the layers in a graph, the one that is looked at: others run before and after it.
+_LAYERS, _LOOKED_AT = 4, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A kernel's time in microseconds from where its layer starts.
+
+    Attributes:
+        queue: numbered as they are first launched on.
+        start, end: kernels that are launched early start before those that they wait for end.
+        adds: how much later the layer's last end is by this kernel.
+        name: of the kernel.
+    """
+
+    queue: int
+    start: float
+    end: float
+    adds: float
+    name: str
+
+
+def timeline(calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> list[Span]:
+    """The kernels of one layer among others.
+
+    Args:
+        calls: layers of the same kernels, which are gone through in turn.
+        stream: to launch on.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    chosen = [calls[i % len(calls)] for i in range(_LAYERS)]
+    with torch.cuda.stream(stream):
+        for call in chosen:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in chosen:
+                call()
+        graph.replay()
+        stream.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(_REPLAYS):
+                graph.replay()
+                stream.synchronize()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return spans_of(events, _REPLAYS, _LAYERS, _LOOKED_AT)
+
+
+def spans_of(
+    events: Sequence[dict[str, Any]], replays: int, layers: int, looked_at: int
+) -> list[Span]:
+    """One layer's kernels in the fastest of some replays, of a trace of as many in each."""
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    kernels.sort(key=lambda event: float(event["ts"]))
+    each = len(kernels) // replays
+    of_layer = each // layers
+    assert 0 < of_layer * layers * replays == len(kernels)
+    runs = [kernels[i * each : (i + 1) * each] for i in range(replays)]
+    fastest = min(runs, key=lambda run: max(map(_end, run)) - float(run[0]["ts"]))
+    some = fastest[looked_at * of_layer : (looked_at + 1) * of_layer]
+    begin, last = float(some[0]["ts"]), 0.0
+    queues: dict[Any, int] = {}
+    spans = []
+    for event in some:
+        start, end = float(event["ts"]) - begin, _end(event) - begin
+        queue = queues.setdefault(event["args"].get("stream"), len(queues))
+        times = (round(us, 1) for us in (start, end, max(0.0, end - last)))
+        spans.append(Span(queue, *times, str(event["name"])))
+        last = max(last, end)
+    return spans
+
+
+def _end(event: dict[str, Any]) -> float:
+    return float(event["ts"]) + float(event["dur"])
