@@ -83,8 +83,8 @@ def spans_of(
     for event in some:
         start, end = float(event["ts"]) - begin, _end(event) - begin
         queue = queues.setdefault(event["args"].get("stream"), len(queues))
-        times = (round(us, 1) for us in (start, end, max(0.0, end - last)))
-        spans.append(Span(queue, *times, str(event["name"])))
+        adds = round(max(0.0, end - last), 1)
+        spans.append(Span(queue, round(start, 1), round(end, 1), adds, str(event["name"])))
         last = max(last, end)
     return spans
 
