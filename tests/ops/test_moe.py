@@ -599,7 +599,7 @@ def test_a_device_runs_packed_experts(weight_format: str, tokens: int, quantize:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize(("tokens", "columns"), [(8, 8), (20, 16), (60, 32)])
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 8), (8, 8), (20, 16), (60, 32)])
 def test_a_device_streams_experts(tokens: int, columns: int, stacked: bool) -> None:
     from anymla.ops.moe.stream_forms import forms
 
