@@ -183,23 +183,27 @@ def mix_kernel(
     slices = tl.num_programs(1)
     mix = tl.arange(0, P)
     squares = tl.sum(square, 1)
+    result = total
+    multiplied = rows
+    there = inside
     if DIRECT:
         token = tl.program_id(0) * ROWS + loaded_rows(ROWS // 16)
-    there = (token < tokens)[:, None]
+        multiplied = token.to(tl.int64)
+        there = token < tokens
+    known = there[:, None]
+    if DIRECT or MANY:
+        known &= (mix < MIXES)[None, :]
+    else:
+        result = tl.where((mix == MIXES)[None, :], squares[:, None], total)
     if MANY:
         partial += slice.to(tl.int64) * (P * tokens)
         tl.store(partial + MIXES * tokens + rows, squares, inside)
-        at = token[:, None] + (mix * tokens)[None, :]
-        tl.store(partial + at, total, there & (mix < MIXES)[None, :])
+        tl.store(partial + multiplied[:, None] + (mix * tokens)[None, :], result, known)
     else:
-        partial += slice * P
         if DIRECT:
-            tl.store(partial + rows * (slices * P) + MIXES, squares, inside)
-            there &= (mix < MIXES)[None, :]
-        else:
-            total = tl.where((mix == MIXES)[None, :], squares[:, None], total)
-        at = (token.to(tl.int64) * (slices * P))[:, None] + mix[None, :]
-        tl.store(partial + at, total, there)
+            tl.store(partial + (rows * slices + slice) * P + MIXES, squares, inside)
+        at = (multiplied * slices + slice) * P
+        tl.store(partial + at[:, None] + mix[None, :], result, known)
 
 
 def launch_mix(
