@@ -5,7 +5,6 @@ Minutes, so only with ``ANYMLA_SANITIZER=1``.
 
 import ast
 import functools
-import itertools
 import os
 import re
 import shutil
@@ -44,7 +43,7 @@ def hand_overs(text):
     """Lines of the accesses that it names, but for Triton's own, at starts and ends of partitions.
 
     These leave for each warp which function it runs next, and are reported at the kernel's ``def``,
-    at ``warp_specialize`` or at what follows it.
+    at ``warp_specialize``, or at the calls before and after it.
     """
     return {(file, int(line)) for file, line in PAIR.findall(text) if int(line) not in own(file)}
 
@@ -55,10 +54,11 @@ def own(file):
     for kernel in ast.walk(ast.parse(path.read_text())):
         if not isinstance(kernel, ast.FunctionDef) or not kernel.name.endswith("_kernel"):
             continue
-        for statement, after in itertools.zip_longest(kernel.body, kernel.body[1:]):
+        for n, statement in enumerate(kernel.body):
             if ast.unparse(statement).startswith("gl.warp_specialize("):
                 lines |= {kernel.lineno, *range(statement.lineno, statement.end_lineno + 1)}
-                lines |= {after.lineno} if after else set()
+                calls = [each for each in kernel.body[:n] if isinstance(each, ast.Expr)]
+                lines |= {each.lineno for each in (*calls[-1:], *kernel.body[n + 1 : n + 2])}
     return lines
 
 
@@ -75,4 +75,8 @@ def test_racecheck_takes_one_threads_arrival_for_no_order():
     """If this fails, it has learnt better: then it must be clean without "each" as well."""
     assert hand_overs(said("racecheck", "right"))
     assert not hand_overs(said("racecheck", "right", "each"))
+
+
+@pytest.mark.xfail(reason="2025.3.1 reports nothing; of the pair in CUDA C++ it does", strict=True)
+def test_racecheck_finds_who_reads_before_it_waits():
     assert hand_overs(said("racecheck", "early", "each"))
