@@ -250,6 +250,6 @@ def builds(target: Target) -> Iterator[Build]:
                 num_warps=held.warps,
                 divisible=("scores_stride", "maxima_stride", "out_stride"),
                 # 32 values a thread, of maxima and of candidates after them.
-                spills=110 if plan.kept == MOST_GROUP_K else 64,
+                spills=110 if plan.kept == MOST_GROUP_K else 80,
                 registers=held.registers,
             )
