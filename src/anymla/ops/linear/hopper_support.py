@@ -19,6 +19,7 @@ MOST_EXACT = 32
 _ROUNDED_STEP = 4 * FP8_BLOCK
 # bfloat16 channels of 128 bytes, rows of a tile, and rows up to which it has been measured.
 PLAIN_RUN, PLAIN_ROW_STEP, MOST_PLAIN_ROWS = 64, 16, 8192
+PLAIN_FEW = 8
 # Rows of the smallest tiles that every kernel has.
 ROW_STEP = 64
 
@@ -78,4 +79,6 @@ def plain_support(x: Tensor, weight: Tensor) -> Support:
         return Support(False, f"whole tiles of rows and runs of channels, got {rows, width}")
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
-    return Support(True, automatic=AUTOMATIC and rows <= MOST_PLAIN_ROWS)
+    # Tiles are of 8 and of 32 tokens; one of 32 that is not full takes longer than the vendor's.
+    full = tokens <= PLAIN_FEW or tokens == MOST_EXACT
+    return Support(True, automatic=AUTOMATIC and full and rows <= MOST_PLAIN_ROWS)
