@@ -9,8 +9,9 @@ from collections.abc import Callable
 # of one.
 _TWO_ROUNDS, _HALF_OF_TWO, _MORE_THAN_ONE, _ONE_ROUND, _MOST_OF_ONE = 1.8, 1.6, 1.2, 0.9, 0.65
 # Up to here a tile's sums are soon exchanged, which warps with rows of their own need not do; from
-# there on what a deep ring gains is more than what the next kernel does, which has no room then.
-_FEW_RUNS, _MANY_RUNS = 16, 48
+# there on what a deep ring gains is more than what the next kernel does, which has no room then;
+# with more than 64 tokens sooner.
+_FEW_RUNS, _MANY_RUNS, _RUNS_OF_MANY_TOKENS = 16, 48, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +95,11 @@ def _rounded(tokens: int, runs: int, rounds: Callable[[int], float]) -> Form:
         return Form("tens", 32, 64, 4, 8, 1, 80, 4)
     if wide:
         return Form("tens", 128, 128, 8, 4, 1, 168, 2)
-    if long and rounds(64) > _MOST_OF_ONE:
+    if runs < _RUNS_OF_MANY_TOKENS:
+        return Form("tens", 64, 128, 8, 4, 1, 96, 2)
+    if rounds(64) > _MOST_OF_ONE:
         return Form("tens", 64, 128, 8, 8, 1, 168, 4)
-    if long and rounds(32) > _MOST_OF_ONE:
-        return Form("tens", 32, 128, 8, 8, 1, 96, 4)
-    return Form("tens", 64, 128, 8, 4, 1, 96, 2)
+    return Form("tens", 32, 128, 8, 8, 1, 96, 4)
 
 
 def plain_form(tokens: int) -> Form:
