@@ -28,9 +28,10 @@ assert exact_scale_bytes(LIFT_EXPONENT) == (105, 127)  # what ``_inexact`` looks
 MASKED = gl.constexpr(-1e30)
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
 _LOAD_IF = (
-    "{ .reg .pred q; setp.ne.s32 q, $5, 0; "
+    "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
+    "setp.ne.s32 q, $5, 0; "
     "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-    "@q ld.global%s.L1::evict_last.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4]; }"
+    "@q ld.global%s.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
 )
 _LOAD = gl.constexpr(_LOAD_IF % ".nc")
 _LOAD_HERE = gl.constexpr(_LOAD_IF % "")  # stays between barriers
