@@ -27,7 +27,7 @@ LIFT = gl.constexpr(2.0**LIFT_EXPONENT)
 assert exact_scale_bytes(LIFT_EXPONENT) == (105, 127)  # what ``_inexact`` looks for
 MASKED = gl.constexpr(-1e30)
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
-_LOAD_IF = (
+_LOAD_IF = (  # rows leave L2 first, not what the next call begins with
     "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
     "setp.ne.s32 q, $5, 0; "
     "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
