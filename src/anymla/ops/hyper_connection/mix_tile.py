@@ -15,7 +15,7 @@ FEW_TOKENS = 128
 SLICES = (32, 128, 512)
 _CHANNELS = 32
 # From here on a program finds the gates of several tokens.
-MANY_TOKENS = 1024
+MANY_TOKENS = 513
 # From more tokens on, the programs of two kernels have no room beside each other: those of the next
 # one, let in at once, would be stacked where some is left.
 TOGETHER = 64
