@@ -81,6 +81,7 @@ def test_graphs_choose_the_tokens_of_a_cpu_in_float32(checkpoint):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device(model):
     """From integers to the layers' launches, in a replayed step and in one of a prompt."""
     engine = Engine(model, EngineOptions(decode="graph", **LIMITS))
