@@ -157,7 +157,7 @@ class Barrier:
         self._parts = [Barrier.__new__(Barrier) for _ in range(count)] if count > 1 else [self]
         for part in self._parts:
             part._condition = threading.Condition()
-            part._phase = part._arrived = part._expected = 0
+            part._phase = part._arrived = part._expected = part._bytes = 0
 
     def index(self, i):
         return self._parts[int(i)]
@@ -165,13 +165,23 @@ class Barrier:
     def init(self, count):
         self._expected = count
 
-    def arrive(self):
+    def arrive(self, count=0):
+        """``count``: bytes that are to land as well."""
         _stroll()
         with self._condition:
             self._arrived += 1
-            if self._arrived == self._expected:
-                self._arrived, self._phase = 0, self._phase + 1
-                self._condition.notify_all()
+            self._bytes += count
+            self._complete()
+
+    def landed(self, count):
+        with self._condition:
+            self._bytes -= count
+            self._complete()
+
+    def _complete(self):
+        if self._arrived == self._expected and not self._bytes:
+            self._arrived, self._phase = 0, self._phase + 1
+            self._condition.notify_all()
 
     def wait(self, parity):
         _stroll()
@@ -303,7 +313,7 @@ class Language(types.ModuleType):
     def inline_asm_elementwise(self, text, constraints, arguments, **_):
         if text.startswith("mov"):
             return arguments[0]
-        if any(word in text for word in ("griddepcontrol", "bar.warp", "prefetch")):
+        if any(word in text for word in ("griddepcontrol", "bar.warp", "prefetch", "wait_group")):
             return None
         if "ld.global" in text:
             address, there = torch.broadcast_tensors(*arguments)
@@ -369,6 +379,31 @@ def _multiply(a, b, acc, use_acc=True, is_async=False):
     return acc + product if use_acc else product
 
 
+class Rows:
+    """A descriptor for the copy engine: rows of a matrix."""
+
+    def __init__(self, matrix, rows=64):
+        self._matrix = matrix
+        self.block_shape = [rows, 256 if rows == 64 else 64]
+
+    def _box(self, where, shared):
+        row, column = (int(x) for x in where)
+        rows, columns = shared.load().shape
+        box = self._matrix[row : row + rows, column : column + columns]
+        assert box.shape == (rows, columns)
+        return box
+
+    def read(self, where, barrier, shared):
+        """Into shared memory."""
+        box = self._box(where, shared)
+        shared.store(box)
+        barrier.landed(box.nbytes)
+
+    def write(self, where, shared):
+        """From shared memory."""
+        self._box(where, shared).copy_(shared.load())
+
+
 def _stand_ins(language):
     def module(name, **names):
         made = types.ModuleType(name)
@@ -384,10 +419,17 @@ def _stand_ins(language):
         init=lambda barrier, count: barrier.init(count),
         arrive=lambda barrier, count: barrier.arrive(),
         wait=lambda barrier, parity: barrier.wait(int(parity)),
+        expect=lambda barrier, count: barrier.arrive(count),
+    )
+    engine = types.SimpleNamespace(
+        async_copy_global_to_shared=Rows.read,
+        async_copy_shared_to_global=Rows.write,
+        store_wait=lambda count: None,
     )
     hopper = module(
         "hopper",
         mbarrier=mbarrier,
+        tma=engine,
         fence_async_shared=lambda: None,
         warpgroup_mma=_multiply,
         warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),

@@ -31,6 +31,13 @@ def every_thread_arrives(ptx):
     """Arrivals without their predicate, at barriers that expect 128 times as many."""
     expects = re.compile(r"(mbarrier\.init\.shared::cta\.b64 \[%r\d+\], )(\d+);")
     ptx = expects.sub(lambda found: f"{found[1]}{int(found[2]) * 128};", ptx)
+    # One thread announces bytes, but all arrive.
+    announces = re.compile(
+        r"(@%p\d+ mbarrier\.)arrive\.(expect_tx)\.shared(?:::cta)?\.b64 _, (\[%r\d+\])(, \d+;)"
+    )
+    ptx = announces.sub(
+        r"\1\2.relaxed.cta.shared::cta.b64 \3\4 mbarrier.arrive.shared::cta.b64 _, \3;", ptx
+    )
     return re.sub(r"@%p\d+ (mbarrier\.arrive\.shared::cta\.b64 _, )", r"\1", ptx)
 
 

@@ -5,7 +5,7 @@ import importlib
 import gluon_on_host
 import pytest
 import torch
-from gluon_on_host import launch, on_host
+from gluon_on_host import Rows, launch, on_host
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.output_projection import inverse_rope_fp8_quant, turned
@@ -55,11 +55,19 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None):
     marks = torch.full((schedule.pieces(tokens), rows), torch.nan)
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     tiled = rows == 64
-    form = (
-        {"TILES": schedule.tiles, "RIGHT_REGISTERS": 0, "WIDE": False}
-        if tiled
-        else {"HEADS": rows, "BUFFERS": 2 + heads % 2, "TILES": schedule.tiles}
-    )
+    form = {"HEADS": rows, "BUFFERS": 2 + heads % 2, "TILES": schedule.tiles}
+    if tiled:
+        box = 32 if heads == 32 else 64
+        whole = heads % box == 0
+        rows = lambda x: Rows(x.view(-1, CHANNELS), box)  # noqa: E731
+        form = {
+            "TILES": schedule.tiles,
+            "RIGHT_REGISTERS": 0,
+            "WIDE": False,
+            "q_copy": rows(q) if whole else None,
+            "out_copy": rows(out) if whole and to is None else None,
+            "part_copy": rows(part) if schedule.cut else None,
+        }
     launch(
         LANGUAGE, TILES.tiles_kernel if tiled else COLUMNS.columns_kernel, schedule.programs,
         q, first.cache, second.cache, first.indices, second.indices, first.lengths,
@@ -103,7 +111,7 @@ def merge(schedule, part, sums, spans, sink, out, lse, empty, to=None, lifted=LI
 
 
 @pytest.mark.parametrize("way", ["ordered", "single", "widths", "mixed, ordered", "stream"])
-@pytest.mark.parametrize(("heads", "tokens"), [(3, 4), (20, 4), (36, 4), (66, 2)])
+@pytest.mark.parametrize(("heads", "tokens"), [(3, 4), (20, 4), (36, 4), (66, 2), (64, 2)])
 def test_any_lists(heads, tokens, way):
     pytest.importorskip("triton")
     made = Scene(
@@ -113,6 +121,13 @@ def test_any_lists(heads, tokens, way):
         torch.tensor([0.0, torch.inf, -torch.inf, 2.0, -1.0])[torch.arange(heads) % 5],
     )
     made.expected().check(run(made, schedule_of(heads, tokens, way, 3)))
+
+
+@pytest.mark.parametrize("cut", [{}, {"splits": 2, "stream": Stream.MIXED_ORDERED}])
+def test_half_a_tile(cut):
+    pytest.importorskip("triton")
+    made = Scene(torch.randn(4, 32, CHANNELS).bfloat16(), scope(4, 200, lengths=[200, 0, 7, 64]))
+    made.expected().check(run(made, Schedule(64, 1, 3, **cut)))
 
 
 @pytest.mark.parametrize("way", ["aligned", "stream", "many heads"])

@@ -188,7 +188,8 @@ def test_the_texts_are_there_to_be_changed(name, tmp_path):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wait_that_is_missing_is_noticed(name, hopper, monkeypatch, tmp_path):
     """What makes the test above worth something."""
-    monkeypatch.setattr(hopper, "tiles_kernel", mutant(name, tmp_path))
+    forms = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_forms")
+    monkeypatch.setattr(forms, "tiles_kernel", mutant(name, tmp_path))
     call, _ = repeated(*CASES[0])
     found = repeat([call], 10**7, limit=10)
     print(f"{found.different} of {found.calls}")

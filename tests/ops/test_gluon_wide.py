@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gluon_on_host import launch, on_host
+from gluon_on_host import Rows, launch, on_host
 from paged import a_device
 from test_gluon_attention import Cache, asked, fake, hopper  # noqa: F401, a fixture
 from test_gluon_kernels import merge, schedule_of
@@ -43,7 +43,8 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
         PAGE0=main.cache.shape[1], PAGE1=main.cache.shape[1],
         STEP0=main.cache.stride(0), STEP1=main.cache.stride(0), SINK=made.sink is not None,
         Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1), RIGHT_REGISTERS=0, PRODUCER_REGISTERS=0,
-        WIDE=True,
+        WIDE=True, q_copy=None, out_copy=Rows(out.view(-1, VALUES)) if heads % 64 == 0 else None,
+        part_copy=Rows(part.view(-1, VALUES)) if schedule.cut else None,
     )  # fmt: skip
     if schedule.cut:
         sink = sink if made.sink is not None else None

@@ -2,21 +2,55 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from anymla.ops.sparse_attention.gluon_sm90_ends import HEADS
-from anymla.ops.sparse_attention.gluon_sm90_query import CHUNKS, ask_query, load_query, take_query
-from anymla.ops.sparse_attention.gluon_sm90_softmax import load_sink
+from anymla.ops.sparse_attention.gluon_sm90_ends import HALF, HEADS, boxes
+from anymla.ops.sparse_attention.gluon_sm90_query import (
+    CHUNKS,
+    ask_query,
+    load_query,
+    take_copied,
+    take_query,
+)
+from anymla.ops.sparse_attention.gluon_sm90_softmax import warps_meet
+
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
-def ask(
-    there, q_ptr, token, tile, H, q_token, q_chunks,
-    Q_HEAD: gl.constexpr, FIRST: gl.constexpr, TAIL: gl.constexpr,
-):  # fmt: skip
-    """Ask for half of the queries of a piece, if there is one."""
+def clear(q_words, q_copy):
+    """Zeros where the copy engine does not bring heads."""
+    if q_copy.block_shape[0] < HEADS:
+        L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        for part in gl.static_range(2):
+            q_words.index(part).store(gl.zeros([HEADS, HALF // 2], gl.int32, L))
+        fence_async_shared()
+        warps_meet()
+
+
+@gluon.jit
+def call(there, q_copy, token, tile, H, q_words, q_here, TYPE: gl.constexpr):
+    """Let the copy engine bring the queries of a piece, if there is one; for ``come``."""
     if there:
-        ask_query(q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, FIRST, CHUNKS, TAIL)
+        BOX: gl.constexpr = q_copy.block_shape[0]
+        WIDTH: gl.constexpr = q_copy.block_shape[1]
+        COUNT: gl.constexpr = HALF // WIDTH
+        to = boxes(q_words, TYPE, BOX, WIDTH)
+        # All warps have read the queries that were here.
+        warps_meet()
+        for part in gl.static_range(2):
+            here = q_here.index(part)
+            mbarrier.expect(here, BOX * HALF * 2)
+            for i in gl.static_range(COUNT):
+                at = [token * H + tile * HEADS, part * HALF + i * WIDTH]
+                _copy(q_copy, at, here, to.index((part * COUNT + i) * (HEADS // BOX)))
+
+
+@gluon.jit
+def come(q_chunks, q_here, k, HALVES: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr):
+    """Take half of the queries of piece k."""
+    mbarrier.wait(q_here.index(PART), k & 1)
+    take_copied(q_chunks, HEADS, PART * CHUNKS, CHUNKS, HALVES, TAIL)
 
 
 @gluon.jit
@@ -32,27 +66,6 @@ def load(
         FIRST: gl.constexpr = PART * CHUNKS
         ask_query(q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, FIRST, CHUNKS, TAIL)
         take_query(q_chunks, HEADS, FIRST, CHUNKS, HALVES, TAIL)
-
-
-@gluon.jit
-def take_right(there, q_chunks, q_ready, HALVES: gl.constexpr, TAIL: gl.constexpr):
-    """Take the queries' right half, which was asked for, and hand it to main."""
-    if there:
-        take_query(q_chunks, HEADS, CHUNKS, CHUNKS, HALVES, TAIL)
-        fence_async_shared()
-        mbarrier.arrive(q_ready, count=1)
-
-
-@gluon.jit
-def take_left(there, q_chunks, sink_ptr, sink_s, tile, H, HALVES: gl.constexpr, SINK: gl.constexpr):
-    """Take the queries' left half; sinks go to shared memory, as registers would not keep them."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    if there:
-        head = tile * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, S))
-        sink = load_sink(sink_ptr, head, H, SINK)
-        take_query(q_chunks, HEADS, 0, CHUNKS, HALVES, False)
-        sink_s.store(sink)
-        fence_async_shared()
 
 
 @gluon.jit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +13,11 @@ from anymla.ops._operation import require
 from anymla.ops.early import early_launch
 from anymla.ops.output_projection import turned
 from anymla.ops.output_projection.turned import Turned
-from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
+from anymla.ops.sparse_attention.gluon_sm90_forms import form_of
 from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE
 from anymla.ops.sparse_attention.gluon_sm90_merging import merge
 from anymla.ops.sparse_attention.gluon_sm90_plan import plan_numbers
 from anymla.ops.sparse_attention.gluon_sm90_softmax import SUMS
-from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
 from anymla.ops.sparse_attention.schedule import (
     TASK_COST,
     Schedule,
@@ -35,12 +33,6 @@ _LARGEST_INT32 = 2**31 - 1
 _WORKSPACE_BYTES = 256 << 20
 _CHANNELS = get_layout(MAIN_FP8).channels  # of values, in V3.2's rows as well
 _WIDE = get_layout(V32_FP8).channels
-# Registers of a thread; the main warpgroup gets the rest of 512 (tiles) or 512 / 2 (columns).
-RIGHT_REGISTERS = 160
-TILE_PRODUCER_REGISTERS = 72
-COLUMN_PRODUCER_REGISTERS = 136
-# Blocks of rows in shared memory: three where 32 heads leave the room.
-COLUMN_BUFFERS = {16: 3, 32: 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +247,9 @@ def _launch(
     marks = scratch((schedule.pieces(tokens), rows), torch.float32, q.device)
     first, second = scopes[0], scopes[-1]
     # Where all tasks are cut, their merge alone writes heads.
-    ends = None if schedule.cut and schedule.aligned else to
-    kernel = tiles_kernel if schedule.heads == 64 else columns_kernel
+    merged = schedule.cut and schedule.aligned
+    ends = None if merged else to
+    kernel, form = form_of(schedule, q, None if merged or ends is not None else out, part)
     kernel[(schedule.programs,)](
         q, first.cache, second.cache, first.indices, second.indices,
         _or(first.lengths, first.indices), _or(second.lengths, second.indices), _or(sink, lse),
@@ -271,29 +264,12 @@ def _launch(
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
-        TURNED=0 if ends is None else ends.table.shape[1], **_form(schedule, wide), num_warps=4,
+        TURNED=0 if ends is None else ends.table.shape[1], **form, num_warps=4,
         launch_pdl=early_launch(q.device)["EARLY"],
     )  # fmt: skip
     if schedule.cut:
         lifted = _CHANNELS if wide else NOPE.value
         merge(schedule, part, sums, spans, sink, out, lse, empty, to, lifted=lifted)
-
-
-def _form(schedule: Schedule, wide: bool) -> dict[str, Any]:
-    """Constants of the kernel's form."""
-    if schedule.heads == 64:
-        return {
-            "TILES": schedule.tiles,
-            "RIGHT_REGISTERS": RIGHT_REGISTERS,
-            "PRODUCER_REGISTERS": TILE_PRODUCER_REGISTERS,
-            "WIDE": wide,
-        }
-    return {
-        "HEADS": schedule.heads,
-        "TILES": schedule.tiles,
-        "BUFFERS": COLUMN_BUFFERS[schedule.heads],
-        "PRODUCER_REGISTERS": COLUMN_PRODUCER_REGISTERS,
-    }
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:

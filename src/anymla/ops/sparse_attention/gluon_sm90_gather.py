@@ -27,14 +27,20 @@ LIFT = gl.constexpr(2.0**LIFT_EXPONENT)
 assert exact_scale_bytes(LIFT_EXPONENT) == (105, 127)  # what ``_inexact`` looks for
 MASKED = gl.constexpr(-1e30)
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
-_LOAD_IF = (
-    "{ .reg .pred q; setp.ne.s32 q, $5, 0; "
+_LOAD_IF = (  # rows leave L2 first, not what the next call begins with
+    "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
+    "setp.ne.s32 q, $5, 0; "
     "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-    "@q ld.global%s.L1::evict_last.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4]; }"
+    "@q ld.global%s.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
 )
 _LOAD = gl.constexpr(_LOAD_IF % ".nc")
 _LOAD_HERE = gl.constexpr(_LOAD_IF % "")  # stays between barriers
 _KEEP_ORDER = gl.constexpr("bar.warp.sync 0xffffffff; mov.u32 $0, 0;")
+_INTO_L2 = gl.constexpr(
+    "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; "
+    "@q prefetch.global.L2 [$1 + 256]; setp.ne.s32 q, $4, 0; @q prefetch.global.L2 [$3]; "
+    "mov.u32 $0, 0; }"
+)
 _DECODE = gl.constexpr(
     "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
     "cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
@@ -83,6 +89,22 @@ def _loads_before_here(EARLY: gl.constexpr):
             _KEEP_ORDER, "=r,r", [gl.arange(0, 128, layout=L)],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@gluon.jit
+def _into_l2(data, marks, valid, lane):
+    """Ask for rows up to the L2 cache: nine pieces of 64 bytes, and their scales.
+
+    Four lanes share a row, and each asks for three: the third of the second lane is the scales.
+    """
+    there = gl.expand_dims(valid, 1)
+    data = gl.expand_dims(data, 1)
+    third = gl.where(lane == 0, data + 512, gl.expand_dims(marks, 1) + lane * 0)
+    gl.inline_asm_elementwise(
+        _INTO_L2, "=r,l,r,l,r",
+        [data + lane * 4, there.to(gl.int32) + lane * 0, third, (there & (lane < 32)).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -226,6 +248,8 @@ def produce(
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
+    # Rows that two tiles read come from the L2 cache half of the time anyway.
+    NEAR: gl.constexpr = share.TILES == 1 and not share.SINGLE
     predecessors_done()
     before = 0  # blocks of the pieces before
     for k in range(0, share.count):
@@ -249,8 +273,12 @@ def produce(
         for block in range(own, last, TURNS):
             place = before + block - first
             buffer = place % BUFFERS
+            if NEAR:
+                next_valid, data, marks = address(upcoming, block + TURNS < blocks0, lists)
+                _into_l2(data, marks, next_valid, lane)
             mbarrier.wait(free.index(buffer), ((place // BUFFERS) & 1) ^ 1)
-            next_valid, data, marks = address(upcoming, block + TURNS < blocks0, lists)
+            if not NEAR:
+                next_valid, data, marks = address(upcoming, block + TURNS < blocks0, lists)
             next_scales = gl.load(marks.to(gl.pointer_type(gl.int64)), mask=next_valid, other=_ONES)
             there = gl.expand_dims(next_valid, 1).to(gl.int32)
             at = gl.expand_dims(data, 1) + lane

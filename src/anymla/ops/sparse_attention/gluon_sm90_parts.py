@@ -14,16 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.ops.sparse_attention.gluon_sm90_asking import (
-    ask,
+    call,
+    clear,
+    come,
     give_back,
     load,
-    take_left,
-    take_right,
 )
 from anymla.ops.sparse_attention.gluon_sm90_ends import (
     HALF,
     HEADS,
     send,
+    sent,
     stage,
     store_lse,
     store_sums,
@@ -36,7 +37,6 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import (
     anew,
 )
 from anymla.ops.sparse_attention.gluon_sm90_query import (
-    CHUNKS,
     load_tail,
 )
 from anymla.ops.sparse_attention.gluon_sm90_shares import piece
@@ -57,39 +57,34 @@ from anymla.ops.sparse_attention.gluon_sm90_turned import ask_for_angles
 
 @gluon.jit
 def right_part(
-    lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token, q_words, q_chunks,
-    k_right, words, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free,
+    lists, share, q_ptr, out, copies, marks_ptr, H, q_token, out_token, q_words, q_chunks,
+    k_right, words, p_s, decay_s, noticed, free, p_ready, p_free, q_ready, q_free, q_here,
     Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of P V, channels 256 .. 511."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     R: gl.constexpr = gl.SliceLayout(1, L)
-    AHEAD: gl.constexpr = share.MIXED
+    COPIED: gl.constexpr = copies[2] is not None
     HALVES: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
     predecessors_done()
     P: gl.constexpr = 1 if WIDE else 2
     done = 0
     handed = 0
     found = gl.zeros([HEADS], gl.float32, R)
-    token, tile, _, _, _, first, last, direct, slot, mark = piece(0, share, lists)
-    count = last - first
-    if AHEAD:
-        ask(share.count > 0, q_ptr, token, tile, H, q_token, q_chunks, Q_HEAD, CHUNKS, not WIDE)
-        take_right(share.count > 0, q_chunks, q_ready, HALVES, not WIDE)
     for k in range(0, share.count):
-        if not AHEAD:
-            token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
-            count = last - first
+        token, tile, _, _, _, first, last, direct, slot, mark = piece(k, share, lists)
+        if COPIED:
+            come(q_chunks, q_here, k, HALVES, 1, not WIDE)
+        else:
             mbarrier.wait(q_free, (k & 1) ^ 1)
             load(q_ptr, token, tile, H, q_token, q_words, q_chunks, share, Q_HEAD, 1, not WIDE)
-            fence_async_shared()
-            mbarrier.arrive(q_ready, count=1)
+        fence_async_shared()
+        mbarrier.arrive(q_ready, count=1)
         angles = out.table
         if out.TURNED > 0:
             angles = ask_for_angles(out, token)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
-        # Not from first to last: Triton 3.6 takes a carried number that is nothing but an inner
-        # loop's bound for what it was before the outer loop.
+        count = last - first
         for block in range(0, count):
             buffer = done % 2
             s = handed % P
@@ -106,14 +101,6 @@ def right_part(
             mbarrier.arrive(p_free.index(s), count=1)
             done += 1
             handed += 1
-        if AHEAD:
-            # main has handed over the last probabilities, so nobody reads the queries any more: the
-            # next are on their way while the result is made, and taken before it leaves.
-            ahead, ahead_tile, _, _, _, first, last, ahead_direct, ahead_slot, ahead_mark = piece(
-                gl.minimum(k + 1, share.count - 1), share, lists
-            )
-            more = k + 1 < share.count
-            ask(more, q_ptr, ahead, ahead_tile, H, q_token, q_chunks, Q_HEAD, CHUNKS, not WIDE)
         s = handed % P
         mbarrier.wait(p_ready.index(s), (handed // P) & 1)
         factor = decay_s.index(s).load(R)
@@ -130,25 +117,20 @@ def right_part(
         else:
             y = acc * gl.where(column < NOPE - HALF, low, gl.expand_dims(factor, 1))
         last_buffer = (done + 1) % 2
-        stage(y, words, last_buffer, out, share, direct)
-        if AHEAD:
-            take_right(more, q_chunks, q_ready, HALVES, not WIDE)
+        stage(y, words, last_buffer, out, share, direct, not WIDE)
         send(
-            words, last_buffer, free, out, angles, part_ptr, share, direct, slot, token, tile, H,
-            out_token, OUT_HEAD, 1, not WIDE,
+            words, last_buffer, free, out, angles, copies, share, direct, slot, token, tile, H,
+            out_token, OUT_HEAD, 1,
         )  # fmt: skip
-        if AHEAD:
-            token, tile, direct, slot = ahead, ahead_tile, ahead_direct, ahead_slot
-            mark = ahead_mark
-            count = last - first
     noticed.store(found)
+    sent()
 
 
 @gluon.jit
 def main_part(
-    lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, sink_ptr,
+    lists, share, q_ptr, out, copies, lse_ptr, sums_ptr, spans_ptr, sink_ptr,
     H, q_token, out_token, scale, empty, q_words, q_chunks, q_s, k_left, k_right, tails, words,
-    p_s, decay_s, bias_s, sink_s, ready, free, p_ready, p_free, q_ready, q_free,
+    p_s, decay_s, bias_s, ready, free, p_ready, p_free, q_ready, q_free, q_here,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of Q K, the softmax, and P V of channels 0 .. 255."""
@@ -162,35 +144,32 @@ def main_part(
     # Not before, so that what was launched two kernels ago has ended when a kernel starts.
     dependents_may_start()
     record_cut(spans_ptr, share)
-    AHEAD: gl.constexpr = share.MIXED
+    TYPE: gl.constexpr = q_ptr.dtype.element_ty
+    COPIED: gl.constexpr = copies[2] is not None
     HALVES: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
     P: gl.constexpr = 1 if WIDE else 2
     done = 0
     handed = 0
-    token, tile, _, _, _, first, last, direct, slot, _ = piece(0, share, lists)
-    count = last - first
-    if AHEAD:
-        ask(share.count > 0, q_ptr, token, tile, H, q_token, q_chunks, Q_HEAD, 0, False)
-        take_left(share.count > 0, q_chunks, sink_ptr, sink_s, tile, H, HALVES, SINK)
     for k in range(0, share.count):
-        if not AHEAD:
-            token, tile, _, _, _, first, last, direct, slot, _ = piece(k, share, lists)
-            count = last - first
+        token, tile, _, _, _, first, last, direct, slot, _ = piece(k, share, lists)
+        if COPIED:
+            if k == 0:
+                clear(q_words, copies[2])
+                call(share.count > 0, copies[2], token, tile, H, q_words, q_here, TYPE)
+            come(q_chunks, q_here, k, HALVES, 0, False)
+        else:
             load(q_ptr, token, tile, H, q_token, q_words, q_chunks, share, Q_HEAD, 0, False)
         if WIDE:
             load_tail(q_ptr, token, tile, H, q_token, tails[0], HEADS, Q_HEAD)
-        if WIDE or not AHEAD:
-            fence_async_shared()
+        fence_async_shared()
         warps_meet()  # here, or the compiler puts one into the loop
-        if not AHEAD:
-            head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
-            sink = load_sink(sink_ptr, head, H, SINK)
+        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
+        sink = load_sink(sink_ptr, head, H, SINK)
         mbarrier.wait(q_ready, k & 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, ROW)
         sums = gl.zeros([HEADS], gl.float32, ROW)
-        # Not from first to last: Triton 3.6 takes a carried number that is nothing but an inner
-        # loop's bound for what it was before the outer loop.
+        count = last - first
         for block in range(0, count):
             buffer = done % 2
             s = handed % P
@@ -211,7 +190,7 @@ def main_part(
                 q_s.index(1), k_right.index(buffer).permute((1, 0)), scores, is_async=True
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
-            if not AHEAD:
+            if not COPIED:
                 give_back(q_free, block + 1 == count)
             scores = scores + gl.expand_dims(bias, 0)
             peak = gl.maximum(highest, gl.max(scores, 1))
@@ -237,9 +216,13 @@ def main_part(
                 mbarrier.arrive(free.index(buffer), count=1)
             done += 1
             handed += 1
+        if COPIED:
+            ahead, ahead_tile, _, _, _, _, _, _, _, _ = piece(
+                gl.minimum(k + 1, share.count - 1), share, lists
+            )
+            more = k + 1 < share.count
+            call(more, copies[2], ahead, ahead_tile, H, q_words, q_here, TYPE)
         head = tile * HEADS + gl.arange(0, HEADS, layout=ROW) + anew(tile * 0)
-        if AHEAD:
-            sink = sink_s.load(ROW)
         top = highest * factor - SHIFT
         bottom = sums
         if not share.SPLIT or share.STREAM:
@@ -252,20 +235,12 @@ def main_part(
         decay_s.index(s).store(scaled)
         mbarrier.arrive(p_ready.index(s), count=1)
         handed += 1
-        if AHEAD:
-            ahead, ahead_tile, _, _, _, first, last, ahead_direct, ahead_slot, _ = piece(
-                gl.minimum(k + 1, share.count - 1), share, lists
-            )
-            more = k + 1 < share.count
-            ask(more, q_ptr, ahead, ahead_tile, H, q_token, q_chunks, Q_HEAD, 0, False)
         y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * unlift(direct, share), 1)
         last_buffer = (done + 1) % 2
-        stage(y, words, last_buffer, out, share, direct)
-        if AHEAD:
-            take_left(more, q_chunks, sink_ptr, sink_s, ahead_tile, H, HALVES, SINK)
+        stage(y, words, last_buffer, out, share, direct, False)
         send(
-            words, last_buffer, free, out, out.table, part_ptr, share, direct, slot, token, tile, H,
-            out_token, OUT_HEAD, 0, False,
+            words, last_buffer, free, out, out.table, copies, share, direct, slot, token, tile, H,
+            out_token, OUT_HEAD, 0,
         )  # fmt: skip
         if not share.SPLIT:
             store_lse(lse_ptr, token, head, H, sums, top, empty)
@@ -279,6 +254,4 @@ def main_part(
                 record_span(spans_ptr, task, first, last, token, lists, share)
         else:
             store_sums(sums_ptr, slot, head, tile, H, top, sums)
-        if AHEAD:
-            token, tile, direct, slot = ahead, ahead_tile, ahead_direct, ahead_slot
-            count = last - first
+    sent()

@@ -149,3 +149,21 @@ def take_query(
         here = chunks.index(chunk)
         tail = chunk == 2 * CHUNKS - 1
         here.store(_factored(here.load(L), tail, HALVES, TAIL))
+
+
+@gluon.jit
+def take_copied(
+    chunks, HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, HALVES: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
+    """Make what the copy engine has left what keys are multiplied with; see ``take_query``."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    for chunk in range(FIRST, FIRST + COUNT - TAIL):
+        here = chunks.index(chunk)
+        here.store(_factored(here.load(L), False, HALVES, False))
+    if TAIL:
+        here = chunks.index(FIRST + COUNT - 1)
+        words = _factored(here.load(L), True, HALVES, True)
+        # Into ``tail_order``.
+        words = gl.permute(gl.reshape(words, [HEADS, 2, 4, 4]), (0, 2, 1, 3))
+        here.store(gl.reshape(words, [HEADS, CHUNK]))

@@ -9,13 +9,19 @@ Grid: at most one program a multiprocessor; each walks the pieces of ``gluon_sm9
 A block is 64 listed rows in float16, its halves of 256 channels in two allocations, double
 buffered. Keys and values are the same memory. main hands P, and by how much the sums decay, to
 right through shared memory; after the last block of a piece it hands over the factor of the result.
-Both write their half of the result through the buffer that the last block
-left, which they hold back from the producers.
+Both write their half of the result through the buffer that the last block left, which they hold
+back from the producers.
+
+The copy engine brings the queries, asked for by main when the last scores of the piece before have
+been seen, and takes results and parts, where heads are whole tiles, or half a one, and lie side by
+side; elsewhere threads move them. On the way through registers queries become float16, in place.
 
 Barriers: ready[b] producers -> main (right learns through p_ready); free[b] main and right ->
-producers; p_ready[s] main -> right; p_free[s] right -> main; q_ready right -> main (q's right
-half); q_free main -> right, except where whole tasks and pieces mix: there both ask for the queries
-of the next piece when they have seen the last scores, and take them before their result leaves.
+producers; p_ready[s] main -> right; p_free[s] right -> main; q_here[half] copy engine -> main,
+right; q_ready right -> main (its half is taken); q_free main -> right, where threads bring queries.
+
+A barrier that a specialisation does not use is not made: once it is initialised the compiler takes
+its memory for other words, which the initialisation, of another unit, then still overwrites.
 
 The proxy fence between the producers' stores and the matrix instructions stands on the reading
 side, behind the wait on ``ready``: in the producers it would wait for the loads of the next block.
@@ -25,6 +31,7 @@ from collections.abc import Iterator
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
@@ -77,6 +84,7 @@ def tiles_kernel(
     out_ptr, lse_ptr, part_ptr, sums_ptr, spans_ptr, marks_ptr,
     T, H, width0, width1, limit0, limit1, stride0, stride1, splits,
     q_token, out_token, scale, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    out_copy, part_copy, q_copy,
     TILES: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, COST: gl.constexpr,
     SIZE: gl.constexpr, TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
@@ -123,7 +131,6 @@ def tiles_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     decay_s = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
     bias_s = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
-    sink_s = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     noticed = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     B: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
@@ -131,27 +138,34 @@ def tiles_kernel(
     p_ready = gl.allocate_shared_memory(gl.int64, [P, 1], B)
     p_free = gl.allocate_shared_memory(gl.int64, [P, 1], B)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], B)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], B)
+    q_here, q_free = None, None
+    if q_copy is None:
+        q_free = gl.allocate_shared_memory(gl.int64, [1], B)
+        mbarrier.init(q_free, count=1)
+    else:
+        q_here = gl.allocate_shared_memory(gl.int64, [2, 1], B)
     for i in gl.static_range(2):
         mbarrier.init(ready.index(i), count=2)
         mbarrier.init(free.index(i), count=2)
+        if q_copy is not None:
+            mbarrier.init(q_here.index(i), count=1)
         if i < P:
             mbarrier.init(p_ready.index(i), count=1)
             mbarrier.init(p_free.index(i), count=1)
     mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=1)
+    moved = (out_copy, part_copy, q_copy)
     gl.warp_specialize(
         [
             (main_part, (
-                lists, share, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, sink_ptr, H,
+                lists, share, q_ptr, out, moved, lse_ptr, sums_ptr, spans_ptr, sink_ptr, H,
                 q_token, out_token, scale, empty, q_words, q_chunks, q_s, k_left, k_right, tails,
-                left, p_s, decay_s, bias_s, sink_s, ready, free, p_ready, p_free, q_ready, q_free,
+                left, p_s, decay_s, bias_s, ready, free, p_ready, p_free, q_ready, q_free, q_here,
                 SINK, Q_HEAD, OUT_HEAD, WIDE,
             )),
             (right_part, (
-                lists, share, q_ptr, out, part_ptr, marks_ptr, H, q_token, out_token, q_words,
+                lists, share, q_ptr, out, moved, marks_ptr, H, q_token, out_token, q_words,
                 q_chunks, k_right, right, p_s, decay_s, noticed, free, p_ready,
-                p_free, q_ready, q_free, Q_HEAD, OUT_HEAD, WIDE,
+                p_free, q_ready, q_free, q_here, Q_HEAD, OUT_HEAD, WIDE,
             )),
             (_rows, (lists, share, left, right, tail, bias_s, ready, free, 0, WIDE)),
             (_rows, (lists, share, left, right, tail, bias_s, ready, free, 32, WIDE)),
@@ -167,14 +181,29 @@ def tiles_kernel(
         )  # fmt: skip
 
 
+def copies(**constants: object) -> tuple[dict[str, str], dict[str, None]]:
+    """Types of the descriptors that a specialisation has, and constants for those it has not."""
+    merged = "SPLIT" in constants and "STREAM" not in constants
+    box = f"[{HEADS.value}, {HALF.value}],{NVMMASharedLayout(128, 16, rank=2)!r}>"
+    there = {
+        "out_copy": "" if merged or "TURNED" in constants else "bf16",
+        "part_copy": "fp16" if "SPLIT" in constants else "",
+        "q_copy": "" if "WIDE" in constants else "bf16",
+    }
+    types = {name: f"tensordesc<{kind}{box}" for name, kind in there.items() if kind}
+    return types, {name: None for name in there if name not in types}
+
+
 def build(label: str, **constants: object) -> Build:
     """One specialisation, with pages of 64 rows unless ``constants`` says otherwise."""
+    types, missing = copies(**constants)
     return Build(
         label,
         tiles_kernel,
-        ARGUMENT_TYPES | ({"out_ptr": "*i16"} if "TURNED" in constants else {}),
+        ARGUMENT_TYPES | types | ({"out_ptr": "*i16"} if "TURNED" in constants else {}),
         {"TILES": 1, "RIGHT_REGISTERS": 160, "PRODUCER_REGISTERS": 72, "WIDE": False}
         | BUILT
+        | missing
         | constants,
         divisible=("q_token", "out_token"),
         matrix=True,

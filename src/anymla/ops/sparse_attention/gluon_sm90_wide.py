@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from anymla.formats.page_layout import V32_FP8, get_layout
 from anymla.ops._triton import Build, Target
 from anymla.ops.sparse_attention.gluon_sm90_lists import ARGUMENT_TYPES, BUILT
-from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
+from anymla.ops.sparse_attention.gluon_sm90_tiles import copies, tiles_kernel
 
 _LAYOUT = get_layout(V32_FP8)
 _SPILLS = 700
@@ -23,11 +23,12 @@ def build(label: str, **constants: object) -> Build:
         "PRODUCER_REGISTERS": 72, "STEP0": _LAYOUT.page_stride_bytes(64),
         "Q_HEAD": _LAYOUT.channels // 2, "WIDE": True,
     }  # fmt: skip
+    types, missing = copies(WIDE=True, **constants)
     return Build(
         label,
         tiles_kernel,
-        ARGUMENT_TYPES,
-        BUILT | own | constants,
+        ARGUMENT_TYPES | types,
+        BUILT | own | missing | constants,
         divisible=("q_token", "out_token"),
         matrix=True,
         spills=_SPILLS,
