@@ -61,7 +61,9 @@ def test_shared_memory_is_handed_over_as_it_must_be():
     assert problem(unmet_arrivals=1) == "1 arrivals at barriers for warps that have not met"
     unread = "memory handed to the copy engine 2 times while it is read"
     assert problem(unfenced_reads=2) == unread
-    assert not problem(unmet_arrivals=0, unfenced_reads=0)
+    taken = "1 barriers whose memory the compiler gives to others"
+    assert problem(idle_barriers=1) == taken
+    assert not problem(unmet_arrivals=0, unfenced_reads=0, idle_barriers=0)
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")

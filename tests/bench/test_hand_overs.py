@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from anymla.bench.hand_overs import unfenced_reads, unmet_arrivals
+from anymla.bench.hand_overs import idle_barriers, unfenced_reads, unmet_arrivals
 from anymla.ops._triton import has_triton
 
 ARRIVAL = "\t@%p7 mbarrier.arrive.shared::cta.b64 _, [%r1];\n"
@@ -83,31 +83,68 @@ def test_reads_of_what_threads_wrote_need_no_fence():
     assert not unfenced_reads(KERNEL.format(READ + announced))
 
 
-# Compiled with and without the fences of its text.
-COMPILED = """
-import dataclasses, importlib.util, pathlib, sys
-from anymla.bench.compiled import compiled
-from anymla.bench.hand_overs import unfenced_reads
-from anymla.ops._triton import TARGETS
-from anymla.ops.linear import gluon_sm90_linear, gluon_sm90_runs
-lines = pathlib.Path(gluon_sm90_runs.__file__).read_text().splitlines(keepends=True)
-path = pathlib.Path(sys.argv[1], "unfenced_runs.py")
-path.write_text("".join(line for line in lines if line.strip() != "fence_async_shared()"))
-spec = importlib.util.spec_from_file_location("unfenced_runs", path)
-unfenced = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(unfenced)
-target = TARGETS["sm_90"]
-build = next(gluon_sm90_linear.builds(target))
-for kernel in (build.kernel, unfenced.runs_kernel):
-    code = compiled(dataclasses.replace(build, kernel=kernel), target)
-    print(len(unfenced_reads(code.asm["ptx"])), end=" ")
+BARRIERS = """\
+    %free = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared2, #smem, mutable> loc(#loc1)
+    %idle = ttg.local_alloc : () -> !ttg.memdesc<1xi64, #shared2, #smem, mutable> loc(#loc2)
+    %rows = ttg.local_alloc : () -> !ttg.memdesc<64x128xi32, #shared, #smem, mutable> loc(#loc3)
+    %0 = ttg.memdesc_index %free[%c0_i32] : !ttg.memdesc<2x1xi64> -> !ttg.memdesc<1xi64> loc(#loc4)
+    ttng.init_barrier %0, 2 : !ttg.memdesc<1xi64, #shared2, #smem, mutable> loc(#loc4)
+    ttng.init_barrier %idle, 1 : !ttg.memdesc<1xi64, #shared2, #smem, mutable> loc(#loc5)
 """
 
 
+@pytest.mark.parametrize(
+    "use",
+    ["    ttg.warp_specialize(%length, %free) attributes {requestedRegisters = array<i32: 72>}",
+     "    ttng.wait_barrier %0, %c0_i32 : !ttg.memdesc<1xi64, #shared2, #smem, mutable>",
+     "    %9 = ttg.memdesc_index %free[%c1_i32] : !ttg.memdesc<2x1xi64> -> !ttg.memdesc<1xi64>\n"
+     "    ttng.arrive_barrier %9, 1 : !ttg.memdesc<1xi64, #shared2, #smem, mutable>"],
+)  # fmt: skip
+def test_barriers_that_nobody_uses_are_found(use):
+    assert idle_barriers(BARRIERS) == ["%free", "%idle"]
+    assert idle_barriers(BARRIERS + use) == ["%idle"]
+    assert not idle_barriers(BARRIERS + use + "\n    ttng.wait_barrier %idle, %phase : !ttg")
+
+
+# Compiled as it is and with its text changed.
+COMPILED = """
+import dataclasses, importlib, importlib.util, pathlib, sys
+from anymla.bench.compiled import compiled
+from anymla.bench.hand_overs import idle_barriers, unfenced_reads
+from anymla.ops._triton import TARGETS
+folder, builds, kernel, old, new = sys.argv[1:]
+module, name = kernel.rsplit(".", 1)
+text = pathlib.Path(importlib.import_module(module).__file__).read_text()
+assert old in text
+path = pathlib.Path(folder, "changed.py")
+path.write_text(text.replace(old, new))
+spec = importlib.util.spec_from_file_location("changed", path)
+changed = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(changed)
+target = TARGETS["sm_90"]
+build = next(importlib.import_module(builds).builds(target))
+for kernel in (build.kernel, getattr(changed, name)):
+    code = compiled(dataclasses.replace(build, kernel=kernel), target)
+    print(len(unfenced_reads(code.asm["ptx"])), len(idle_barriers(code.asm["ttgir"])), end=" ")
+"""
+LINEAR, ATTENTION = "anymla.ops.linear.gluon_sm90_", "anymla.ops.sparse_attention.gluon_sm90_"
+LAST = "    moved = (out_copy, part_copy, q_copy)\n"
+IDLE = "gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())"
+
+
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
-def test_a_kernel_without_its_fence_is_found(tmp_path):
+@pytest.mark.parametrize(
+    ("builds", "kernel", "old", "new", "found"),
+    [
+        (f"{LINEAR}linear", f"{LINEAR}runs.runs_kernel", "fence_async_shared()\n", "pass\n", "1 0"),
+        (f"{ATTENTION}tiles", f"{ATTENTION}tiles.tiles_kernel", LAST,
+         f"{LAST}    idle = {IDLE}\n    mbarrier.init(idle, count=1)\n", "0 1"),
+    ],
+    ids=["a fence is missing", "a barrier is not used"],
+)  # fmt: skip
+def test_a_kernel_whose_text_is_wrong_is_found(tmp_path, builds, kernel, old, new, found):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILED, str(tmp_path)]
+    command = [sys.executable, "-c", COMPILED, str(tmp_path), builds, kernel, old, new]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "0 1 ", done.stderr
+    assert done.stdout == f"0 0 {found} ", done.stderr

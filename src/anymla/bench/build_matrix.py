@@ -29,7 +29,7 @@ from typing import Any
 
 import anymla.ops
 from anymla.bench.compiled import compiled
-from anymla.bench.hand_overs import unfenced_reads, unmet_arrivals
+from anymla.bench.hand_overs import idle_barriers, unfenced_reads, unmet_arrivals
 from anymla.ops._triton import TARGETS, Build, Target
 
 TIME_LIMIT_S = 240
@@ -202,6 +202,8 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
         problem = f"{row['unmet_arrivals']} arrivals at barriers for warps that have not met"
     elif row.get("unfenced_reads"):
         problem = f"memory handed to the copy engine {row['unfenced_reads']} times while it is read"
+    elif row.get("idle_barriers"):
+        problem = f"{row['idle_barriers']} barriers whose memory the compiler gives to others"
     elif build.matrix and not _multiplies(row["matrix"], build.matrix):
         operands = "" if build.matrix is True else f" of {build.matrix}"
         problem = f"no matrix-multiply instruction{operands}"
@@ -247,6 +249,7 @@ def _cuda_code(code: Any) -> dict[str, Any]:
         "registers": int(registers[1]) if registers else None,
         "unmet_arrivals": len(unmet_arrivals(code.asm["ptx"])),
         "unfenced_reads": len(unfenced_reads(code.asm["ptx"])),
+        "idle_barriers": len(idle_barriers(code.asm["ttgir"])),
     }
 
 

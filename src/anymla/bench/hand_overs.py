@@ -1,4 +1,4 @@
-"""Whether warps hand shared memory over as they must, in a kernel's PTX.
+"""Whether warps hand shared memory over as they must, in a kernel's PTX and before.
 
 Warps meet before one of their threads arrives at an mbarrier for them all. Triton lets one thread
 of a partition arrive. That releases what this thread can see; what the other warps have done with
@@ -9,6 +9,10 @@ Reads have arrived before the copy engine may write where they read. A barrier o
 later writes of threads, not those of the copy engine: a read that is still under way when a buffer
 is given back has been seen to find what was copied there next. A thread that has read such a buffer
 executes fence.proxy.async before anybody is told. What the matrix unit reads has been waited for.
+
+Every mbarrier that is initialised is used. Triton takes the memory of one that is not for something
+else, and an initialisation goes another way than a store: it has been seen to overwrite what was
+stored there after it.
 """
 
 from __future__ import annotations
@@ -33,6 +37,23 @@ _WORD = re.compile(r"\[[a-z]\w*\+\d+\]")
 _FENCES = re.compile(r"fence\.proxy\.async")
 # Announcing bytes tells nobody that there is room.
 _TELLS = re.compile(r"\bmbarrier\.arrive\b(?!\.expect_tx)")
+
+_MBARRIER = re.compile(r"(%\w+) = ttg\.local_alloc\b.*!ttg\.memdesc<\d+(?:x\d+)*xi64\b")
+_PART_OF = re.compile(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)")
+_NO_USE = re.compile(r"ttng\.init_barrier\b|ttng\.inval_barrier\b|ttg\.local_dealloc\b")
+
+
+def idle_barriers(ttgir: str) -> list[str]:
+    """Names of mbarriers, or rows of them, that are initialised at most."""
+    found = {made[1]: {made[1]} for made in _MBARRIER.finditer(ttgir)}
+    for line in ttgir.splitlines() if found else ():
+        part, names = _PART_OF.search(line), set(re.findall(r"%\w+", line))
+        for barrier, parts in list(found.items()):
+            if part and part[2] in parts:
+                parts.add(part[1])
+            elif names & parts and not _MBARRIER.search(line) and not _NO_USE.search(line):
+                del found[barrier]
+    return list(found)
 
 
 def unmet_arrivals(ptx: str) -> list[str]:
