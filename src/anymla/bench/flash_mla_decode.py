@@ -236,10 +236,18 @@ def compare(
     repetitions: int = 20,
     *,
     planned: bool = False,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """One row: microseconds and errors of both; FlashMLA is left out without its module."""
+    """One row: microseconds and errors of both; FlashMLA is left out without its module.
+
+    ``seed``: of the inputs, with them of lengths that are random.
+    """
+    torch.manual_seed(seed)
     inputs = Inputs.draw(shape)
     row: dict[str, Any] = {"label": shape.label, **dataclasses.asdict(shape), "backend": backend}
+    row["seed"] = seed
+    if shape.ragged and inputs.extra_lengths is not None:
+        row["mean_extra_length"] = float(inputs.extra_lengths.double().mean())
     calls = ours(inputs, backend, planned=planned)
     if planned:
         row["planned"] = True

@@ -188,7 +188,7 @@ def copies(**constants: object) -> tuple[dict[str, str], dict[str, None]]:
     there = {
         "out_copy": "" if merged or "TURNED" in constants else "bf16",
         "part_copy": "fp16" if "SPLIT" in constants else "",
-        "q_copy": "" if "WIDE" in constants else "bf16",
+        "q_copy": "" if "WIDE" in constants or "q_copy" in constants else "bf16",
     }
     types = {name: f"tensordesc<{kind}{box}" for name, kind in there.items() if kind}
     return types, {name: None for name in there if name not in types}
@@ -220,6 +220,8 @@ def builds(target: Target) -> Iterator[Build]:
     yield build("stream", SPLIT=True, STREAM=True, SIZE=256)
     yield build("stream, 128 heads, pages of 2", SPLIT=True, STREAM=True, TILES=2,
                 PAGE1=2, STEP1=1728)  # fmt: skip
+    yield build("mixed", SPLIT=True, STREAM=int(Stream.MIXED))
+    yield build("mixed, 128 heads", SPLIT=True, STREAM=int(Stream.MIXED), TILES=2, q_copy=None)
     yield build("quantised", TURNED=64)
     yield build("quantised, stream", TURNED=64, SPLIT=True, STREAM=True, SIZE=256)
     yield build("planned", SPLIT=True, STREAM=int(Stream.PLANNED))

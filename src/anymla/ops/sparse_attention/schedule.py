@@ -116,7 +116,7 @@ class Schedule:
 
     def first_cut(self, tokens: int) -> int:
         """Tasks before this one are whole."""
-        return tokens * self.tiles // self.programs * self.programs if self._mixed else 0
+        return tokens * self.tiles // self.programs * self.programs if self.mixed else 0
 
     def pieces(self, tokens: int) -> int:
         """How many pieces have a number, so many tokens at a time."""
@@ -134,7 +134,7 @@ class Schedule:
         return self.pieces(tokens) - self.first_cut(tokens)
 
     @property
-    def _mixed(self) -> bool:
+    def mixed(self) -> bool:
         return self.stream in (Stream.MIXED, *_MIXED_ORDERED)
 
 
