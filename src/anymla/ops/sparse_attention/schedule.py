@@ -104,6 +104,11 @@ class Schedule:
         return self.stream in (Stream.YES, Stream.PLANNED)
 
     @property
+    def mixed(self) -> bool:
+        """Whether only tasks that do not fill a round of programs are cut."""
+        return self.stream in (Stream.MIXED, *_MIXED_ORDERED)
+
+    @property
     def ordered(self) -> bool:
         """Whether programs take the longest tokens first."""
         return self.stream in (*_ORDERED, *_MIXED_ORDERED)
@@ -132,10 +137,6 @@ class Schedule:
         if self.ranged:
             return 2 * self.programs
         return self.pieces(tokens) - self.first_cut(tokens)
-
-    @property
-    def mixed(self) -> bool:
-        return self.stream in (Stream.MIXED, *_MIXED_ORDERED)
 
 
 def tile_heads(heads: int) -> int:
