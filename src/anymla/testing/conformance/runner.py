@@ -58,7 +58,9 @@ class Subject:
         names = [each for each in case.operations if self.backend not in _backends(each)]
         if names:
             return f"backend {self.backend} has no {', '.join(names)}"
-        if case.bulk and self.backend == "reference":
+        if self.backend == "reference" and case.gpu:
+            return "a case about a device; the reference computes on the host"
+        if self.backend == "reference" and case.bulk:
             return "a case about size; the reference loops in Python"
         if self.backend == "triton" and _triton.INTERPRETED:
             if case.bulk:
