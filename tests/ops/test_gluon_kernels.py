@@ -123,10 +123,17 @@ def test_any_lists(heads, tokens, way):
     made.expected().check(run(made, schedule_of(heads, tokens, way, 3)))
 
 
-@pytest.mark.parametrize("cut", [{}, {"splits": 2, "stream": Stream.MIXED_ORDERED}])
-def test_half_a_tile(cut):
+@pytest.mark.parametrize(
+    "cut",
+    [{}, {"splits": 2}, {"splits": 4, "stream": Stream.SINGLE},
+     {"splits": 2, "stream": Stream.WIDTHS}, {"stream": Stream.YES},
+     {"splits": 2, "stream": Stream.MIXED}, {"splits": 2, "stream": Stream.MIXED_ORDERED}],
+)  # fmt: skip
+@pytest.mark.parametrize("heads", [32, 24])
+def test_half_a_tile(heads, cut):
     pytest.importorskip("triton")
-    made = Scene(torch.randn(4, 32, CHANNELS).bfloat16(), scope(4, 200, lengths=[200, 0, 7, 64]))
+    lists = scope(4, 200, lengths=[200, 0, 7, 64])
+    made = Scene(torch.randn(4, heads, CHANNELS).bfloat16(), lists)
     made.expected().check(run(made, Schedule(64, 1, 3, **cut)))
 
 

@@ -23,9 +23,9 @@ import enum
 
 KEYS = 64  # listed rows of a block
 FEW_HEADS = 32  # up to here keys are the rows of matrices, above it heads
-# 17 to 32 heads are half a tile of 64 if there are tokens for a quarter of the machine: these tiles
-# take less time a block, and more until the first is done.
-_FEW_TOKENS = 4
+# 17 to 32 heads are half a tile of 64 from so many tokens on: these tiles take less time a block, and
+# more until the first is done.
+_FEW_TOKENS = 3
 # Pieces of so few blocks may be those of full lists: a token with short ones takes no longer than
 # one with full ones.
 _FEW_BLOCKS = 3
@@ -175,7 +175,7 @@ def choose(
         wide: rows are those of V3.2, which have tiles of 64 heads alone.
     """
     tile = tile_heads(heads)
-    if tile == FEW_HEADS and tokens * _FEW_TOKENS >= processors and not batch_invariant:
+    if tile == FEW_HEADS and tokens >= _FEW_TOKENS and not batch_invariant:
         tile = 64
     blocks = blocks_of(widths)
     narrow = tokens * -(-heads // _NARROW) <= processors and not (batch_invariant or wide)
