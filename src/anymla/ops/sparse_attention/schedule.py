@@ -23,8 +23,8 @@ import enum
 
 KEYS = 64  # listed rows of a block
 FEW_HEADS = 32  # up to here keys are the rows of matrices, above it heads
-# 17 to 32 heads are half a tile of 64 from so many tokens on: these tiles take less time a block, and
-# more until the first is done.
+# 17 to 32 heads are half a tile of 64 from so many tokens on: these tiles take less time a block,
+# and more until the first is done.
 _FEW_TOKENS = 3
 # Pieces of so few blocks may be those of full lists: a token with short ones takes no longer than
 # one with full ones.
