@@ -39,11 +39,15 @@ CASES = [
     (64, 10, 128, 512, "single"),
     (16, 10, 128, 512, "single"),
     (64, 20, 128, 1024, "widths"),
+    (32, 150, 128, 512, "half mixed"),
+    (32, 30, 128, 512, "half widths"),
+    (32, 10, 128, 512, "half single"),
 ]
 
 
 def shared_out(heads, tokens, widths, way):
-    tile = tile_heads(heads)
+    tile = 64 if way.startswith("half ") else tile_heads(heads)
+    way = way.removeprefix("half ")
     tiles = -(-heads // tile)
     if way in ("whole", "ordered"):
         stream = Stream.ORDERED if way == "ordered" else Stream.NO
