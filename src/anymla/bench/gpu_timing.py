@@ -18,14 +18,10 @@ def copies_for(bytes_moved: int) -> int:
     return max(2, min(_MOST_COPIES, -(-_COLD_BYTES // max(bytes_moved, 1))))
 
 
-def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> float:
-    """Median microseconds of one call, the calls replayed one after the other as a CUDA graph.
-
-    Args:
-        calls: the same call on different inputs.
-        repetitions: replays that are timed.
-    """
-    stream = torch.cuda.Stream()
+def recorded(
+    calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
+    """A graph of the calls on a stream; they have run, and it has been replayed, once."""
     # Inputs may still be on their way.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -38,6 +34,19 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> flo
                 call()
         graph.replay()
         stream.synchronize()
+    return graph
+
+
+def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> float:
+    """Median microseconds of one call, the calls replayed one after the other as a CUDA graph.
+
+    Args:
+        calls: the same call on different inputs.
+        repetitions: replays that are timed.
+    """
+    stream = torch.cuda.Stream()
+    graph = recorded(calls, stream)
+    with torch.cuda.stream(stream):
         times = []
         for _ in range(repetitions):
             start = torch.cuda.Event(enable_timing=True)

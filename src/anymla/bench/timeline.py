@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from anymla.bench.gpu_timing import recorded
+
 _REPLAYS = 4
 # Of the layers in a graph, the one that is looked at: others run before and after it.
 _LAYERS, _LOOKED_AT = 4, 2
@@ -42,22 +44,12 @@ def timeline(calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -
         calls: layers of the same kernels, which are gone through in turn.
         stream: to launch on.
     """
-    stream.wait_stream(torch.cuda.current_stream())
     chosen = [calls[i % len(calls)] for i in range(_LAYERS)]
-    with torch.cuda.stream(stream):
-        for call in chosen:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in chosen:
-                call()
-        graph.replay()
-        stream.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for _ in range(_REPLAYS):
-                graph.replay()
-                stream.synchronize()
+    graph = recorded(chosen, stream)
+    with torch.cuda.stream(stream), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(_REPLAYS):
+            graph.replay()
+            stream.synchronize()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         seen.export_chrome_trace(str(path))
