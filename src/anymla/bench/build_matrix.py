@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,11 @@ def recorded(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str,
 def run(chosen: list[Job], workers: int) -> Iterator[dict[str, Any]]:
     """Compile; one row a job, in order. See ``judge`` for a row's fields."""
     with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(_compile_apart, chosen)
+        yield from pool.map(lambda job: apart(job, _build), chosen)
 
 
-def _compile_apart(job: Job) -> dict[str, Any]:
-    """Compile in a process of its own, with a time limit."""
+def apart(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
+    """What ``work`` says of a job, in a process of its own, with a time limit."""
     # Forked from a process that has imported the compiler, which takes longer than most builds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["anymla.bench.compilers"])
@@ -130,7 +130,7 @@ def _compile_apart(job: Job) -> dict[str, Any]:
     row: dict[str, Any] = {**dataclasses.asdict(job), "ok": False}
     # Made here, because the process may not live to remove it.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        process = context.Process(target=_child, args=(job, cache, send))
+        process = context.Process(target=_child, args=(job, work, cache, send))
         process.start()
         send.close()
         try:
@@ -146,14 +146,14 @@ def _compile_apart(job: Job) -> dict[str, Any]:
     return row
 
 
-def _child(job: Job, cache: str, send: Any) -> None:
+def _child(job: Job, work: Callable[[Job], dict[str, Any]], cache: str, send: Any) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"
     os.environ["TRITON_CACHE_DIR"] = cache
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    send.send(_build(job))
+    send.send(work(job))
 
 
 def _build(job: Job) -> dict[str, Any]:

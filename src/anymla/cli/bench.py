@@ -21,6 +21,7 @@ from anymla.cli import (
     bench_linear,
     bench_prefill,
     bench_report,
+    bench_same_code,
 )
 from anymla.cli.bench_rows import json_option
 
@@ -82,6 +83,7 @@ command.add_command(bench_layer.traffic)
 command.add_command(bench_attention.attention)
 command.add_command(bench_prefill.prefill)
 command.add_command(bench_gpu.build_matrix)
+command.add_command(bench_same_code.same_code)
 command.add_command(bench_report.report)
 
 
