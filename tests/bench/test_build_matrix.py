@@ -6,7 +6,8 @@ import json
 import pytest
 
 from anymla.bench.build_matrix import judge
-from anymla.ops._triton import TARGETS, Build, has_triton
+from anymla.ops._build import Build
+from anymla.ops.device import TARGETS, has_triton
 
 BUILT = {"built": True, "shared_bytes": 1024, "instructions": 10, "spills": 0, "matrix": []}
 PLAIN = Build("plain", kernel=None, types={}, constants={})

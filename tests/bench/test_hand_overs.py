@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from anymla.bench.hand_overs import idle_barriers, unfenced_reads, unmet_arrivals
-from anymla.ops._triton import has_triton
+from anymla.ops.device import has_triton
 
 ARRIVAL = "\t@%p7 mbarrier.arrive.shared::cta.b64 _, [%r1];\n"
 MEETING = "\tbar.sync \t2, 128;\n"
@@ -111,7 +111,7 @@ COMPILED = """
 import dataclasses, importlib, importlib.util, pathlib, sys
 from anymla.bench.compiled import compiled
 from anymla.bench.hand_overs import idle_barriers, unfenced_reads
-from anymla.ops._triton import TARGETS
+from anymla.ops.device import TARGETS
 folder, builds, kernel, old, new = sys.argv[1:]
 module, name = kernel.rsplit(".", 1)
 text = pathlib.Path(importlib.import_module(module).__file__).read_text()

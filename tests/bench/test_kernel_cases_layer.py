@@ -1,11 +1,11 @@
 import pytest
 
 from anymla.bench.kernels.layer import cases
-from anymla.ops import _triton
+from anymla.ops import device as device_facts
 
 
 @pytest.mark.skipif(
-    not (_triton.has_triton() and _triton.INTERPRETED),
+    not (device_facts.has_triton() and device_facts.INTERPRETED),
     reason="Triton kernels do not run on the CPU here",
 )
 def test_what_is_timed_is_a_call_that_works():

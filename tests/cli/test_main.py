@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import anymla
 from anymla.cli import main as main_module
 from anymla.cli.main import main
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 
 COMMANDS = ("generate", "score", "inspect", "make-tiny", "demo", "bench")
 

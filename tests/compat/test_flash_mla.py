@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anymla.compat import _scheduling, flash_mla
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8
-from anymla.ops._triton import triton_support
+from anymla.ops.device import triton_support
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 from anymla.testing.conformance.expected import Attention, attend
 from anymla.testing.conformance.scene import Scope, scope

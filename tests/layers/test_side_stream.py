@@ -9,7 +9,7 @@ import torch
 from anymla.layers import compressor, indexer, selection
 from anymla.layers.side_stream import Inline
 from anymla.model.load import load_model
-from anymla.ops.late import wait_for_arguments, waits_inside
+from anymla.ops.streams import deferred_stream_wait, flush_stream_wait
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
@@ -92,13 +92,13 @@ def test_further_queues_change_no_bit(checkpoint):
 
 def test_an_operation_that_does_not_wait_is_found_out():
     waited = []
-    with waits_inside(lambda: waited.append(1)):
-        wait_for_arguments()
-        wait_for_arguments()
+    with deferred_stream_wait(lambda: waited.append(1)):
+        flush_stream_wait()
+        flush_stream_wait()
     assert waited == [1]
-    with pytest.raises(AssertionError, match="has not waited"), waits_inside(print):
+    with pytest.raises(AssertionError, match="has not waited"), deferred_stream_wait(print):
         pass
-    wait_for_arguments()  # for nothing
+    flush_stream_wait()  # for nothing
 
 
 def test_an_engine_uses_two_queues_for_few_rows():

@@ -33,7 +33,7 @@ __device__ __forceinline__ void tell(uint64_t* barrier) {
   if (WHO == EVERY_THREAD || threadIdx.x % 128 == 0) arrive(barrier);
 }
 
-template <int WHO, bool EARLY>
+template <int WHO, bool PDL>
 __global__ void hand_over(int rounds, int* wrong) {
   __shared__ volatile int memory[2][128];
   __shared__ uint64_t ready[2], back[2];
@@ -50,9 +50,9 @@ __global__ void hand_over(int rounds, int* wrong) {
       tell<WHO, 1>(&ready[b]);
     } else {
       int got = 0;
-      if (EARLY) got = memory[b][127 - t];
+      if (PDL) got = memory[b][127 - t];
       wait(&ready[b], phase);
-      if (!EARLY) got = memory[b][127 - t];
+      if (!PDL) got = memory[b][127 - t];
       bad += got != r * 128 + 127 - t;
       tell<WHO, 0>(&back[b]);
     }
@@ -61,12 +61,12 @@ __global__ void hand_over(int rounds, int* wrong) {
   if (bad) atomicAdd(wrong, bad);
 }
 
-template <int WHO, bool EARLY>
+template <int WHO, bool PDL>
 void run(const char* name, int blocks, int rounds) {
   int *wrong, host = -1;
   cudaMalloc(&wrong, 4);
   cudaMemset(wrong, 0, 4);
-  hand_over<WHO, EARLY><<<blocks, 256>>>(rounds, wrong);
+  hand_over<WHO, PDL><<<blocks, 256>>>(rounds, wrong);
   cudaError_t error = cudaDeviceSynchronize();
   cudaMemcpy(&host, wrong, 4, cudaMemcpyDeviceToHost);
   printf("@ %s: %d of %lld values wrong %s\n", name, host, (long long)blocks * rounds * 128,

@@ -23,12 +23,12 @@ def _give(rounds, memory, ready, free):
 
 
 @gluon.jit
-def _take(to, rounds, memory, ready, free, EARLY: gl.constexpr):
+def _take(to, rounds, memory, ready, free, PDL: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     wrong = gl.arange(0, SIZE, layout=L) * 0
     for k in range(0, rounds):
         b = k % 2
-        if EARLY:
+        if PDL:
             taken = memory.index(b).load(L)
             mbarrier.wait(ready.index(b), (k // 2) & 1)
         else:
@@ -40,8 +40,8 @@ def _take(to, rounds, memory, ready, free, EARLY: gl.constexpr):
 
 
 @gluon.jit
-def pair_kernel(to, rounds, EARLY: gl.constexpr):
-    """One gives and one takes; EARLY: the second reads before it has waited."""
+def pair_kernel(to, rounds, PDL: gl.constexpr):
+    """One gives and one takes; PDL: the second reads before it has waited."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     B: gl.constexpr = mbarrier.MBarrierLayout()
     memory = gl.allocate_shared_memory(gl.int32, [2, SIZE], FLAT)
@@ -52,7 +52,7 @@ def pair_kernel(to, rounds, EARLY: gl.constexpr):
         mbarrier.init(free.index(b), count=1)
     gl.warp_specialize(
         [
-            (_take, (to, rounds, memory, ready, free, EARLY)),
+            (_take, (to, rounds, memory, ready, free, PDL)),
             (_give, (rounds, memory, ready, free)),
         ],
         [4],
@@ -62,5 +62,5 @@ def pair_kernel(to, rounds, EARLY: gl.constexpr):
 
 def run(what):
     to = torch.zeros(SIZE.value, dtype=torch.int32, device="cuda")
-    pair_kernel[(1,)](to, ROUNDS, EARLY=what == "early", num_warps=4)
+    pair_kernel[(1,)](to, ROUNDS, PDL=what == "early", num_warps=4)
     return what == "early" or not to.any()

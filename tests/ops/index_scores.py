@@ -8,7 +8,7 @@ import torch
 from paged import Cache, make_cache
 from torch import Tensor
 
-from anymla.ops import _triton
+from anymla.ops import device as device_facts
 from anymla.testing.tolerance import Bound, accumulation, assert_close
 
 D = 128
@@ -45,7 +45,7 @@ def multiplies_fp8(run: str) -> bool:
     return (
         run in ("triton", "gluon_sm90")
         and torch.cuda.is_available()
-        and _triton.target_of(torch.device("cuda")).dot_e4m3
+        and device_facts.target_of(torch.device("cuda")).dot_e4m3
     )
 
 

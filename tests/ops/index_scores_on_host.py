@@ -23,7 +23,7 @@ NAMES = [
     f"{family.__name__}.gluon_sm90_{part}"
     for part in ("scores", "consume", "sums", "walk", "words")
 ]
-NAMES += ["anymla.ops.gluon_early"]
+NAMES += ["anymla.ops.pdl"]
 
 
 class Value(host.Value):
@@ -251,6 +251,6 @@ def score(
                 CONSUMER_REGISTERS=112,
                 PRODUCER_REGISTERS=24,
                 FILL=context > 0,
-                EARLY=True,
+                PDL=True,
             )
     return scores, maxima

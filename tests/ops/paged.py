@@ -13,7 +13,8 @@ from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
 from anymla.formats.pages import PageLayout
-from anymla.ops import _host, _triton
+from anymla.ops import _host
+from anymla.ops import device as device_facts
 
 CANARY = 0xA5
 MAIN_LAYOUTS = ("v4_main_fp8", "rows_bf16_512", "rows_fp32_512")
@@ -32,23 +33,23 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(_host, "on_host", lambda x: False)
         return "torch"
     if name in TRITON:
-        support = _triton.triton_support(torch.empty(0))
+        support = device_facts.triton_support(torch.empty(0))
         if not support:
             pytest.skip(support.reason)
         native = name != "triton"
         machine = a_device() if torch.cuda.is_available() else torch.device("cpu")
-        real = _triton.target_of(machine)
+        real = device_facts.target_of(machine)
         if native and torch.cuda.is_available() and not real.native_e4m3:
             pytest.skip("this GPU has no e4m3 instructions")
         target = dataclasses.replace(real, native_e4m3=native, dot_e4m3=native)
-        monkeypatch.setattr(_triton, "target_of", lambda device: target)
+        monkeypatch.setattr(device_facts, "target_of", lambda device: target)
         return "triton"
     return name
 
 
 def runnable(names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the kinds above that can run here, for tests that choose among them."""
-    if _triton.triton_support(torch.empty(0)):
+    if device_facts.triton_support(torch.empty(0)):
         return names
     return tuple(name for name in names if name not in TRITON)
 
@@ -66,12 +67,12 @@ def use_device_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Name of a backend on the device; the third kind is what older devices run."""
     if name == "torch":
         return name
-    support = _triton.triton_support(torch.empty(0, device=a_device()))
+    support = device_facts.triton_support(torch.empty(0, device=a_device()))
     if not support:
         pytest.skip(support.reason)
     if name != "triton":
-        target = dataclasses.replace(_triton.target_of(a_device()), native_e4m3=False)
-        monkeypatch.setattr(_triton, "target_of", lambda device: target)
+        target = dataclasses.replace(device_facts.target_of(a_device()), native_e4m3=False)
+        monkeypatch.setattr(device_facts, "target_of", lambda device: target)
     return "triton"
 
 

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from anymla.ops._triton import CPU, TARGETS
+from anymla.ops.device import CPU, TARGETS
 from anymla.ops.sparse_attention.tiles import MODES, Tile, invariant_splits, splits, tile
 
 STEP = Tile(16, 32, False, 4)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import anymla.ops
-from anymla.ops._operation import Operation
-from anymla.ops._triton import has_triton
+from anymla.ops.device import has_triton
+from anymla.ops.registry import Operation
 
 
 def _operations():

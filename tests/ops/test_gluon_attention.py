@@ -7,8 +7,8 @@ import torch
 from paged import a_device
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._operation import BackendUnavailable
-from anymla.ops._triton import TARGETS, Support
+from anymla.ops.device import TARGETS, Support
+from anymla.ops.registry import BackendUnavailable
 from anymla.ops.sparse_attention import sparse_attention, support
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope

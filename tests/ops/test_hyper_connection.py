@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _host
-from anymla.ops._triton import has_triton
+from anymla.ops.device import has_triton
 from anymla.ops.hyper_connection import (
     hc_head,
     hc_post,

@@ -21,7 +21,7 @@ from anymla.ops.indexer.selection_plan import GROUP
 NAMES = [
     f"{family.__name__}.gluon_sm90_{part}"
     for part in ("topk", "bins", "digits", "counters", "warps")
-] + ["anymla.ops.gluon_early"]
+] + ["anymla.ops.pdl"]
 
 
 def keys_of(x):
@@ -228,7 +228,7 @@ def test_selection(kernel, kind, groups, k, cut):
     for row in range(rows):
         language.program = row
         module.topk_kernel(
-            *given, GROUPS=groups, ELEMENTS=512 if groups else 1024, KEPT=kept, EARLY=True, WARPS=4
+            *given, GROUPS=groups, ELEMENTS=512 if groups else 1024, KEPT=kept, PDL=True, WARPS=4
         )
         first, last = int(starts[row]), int(lengths[row])
         want = by_rule(values[row, first:last].tolist(), k)

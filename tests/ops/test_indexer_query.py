@@ -9,8 +9,8 @@ from paged import ALL_BACKENDS, runnable, skip_float64, use_backend
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.mxfp4 import quantize_mxfp4
-from anymla.ops._operation import BackendUnavailable
 from anymla.ops.indexer import indexer_q_rope_quant
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.tolerance import assert_close, assert_identical, ulps
 
 D = 128

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from anymla.formats.page_layout import V32_FP8, get_layout
 from anymla.ops import _host
-from anymla.ops._operation import BackendUnavailable
 from anymla.ops.kv_cache import (
     dequant_gather_slots,
     dequantize_and_gather_k_cache,
     quantize_and_insert_k_cache,
 )
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.oracle.row_formats import ROW_FORMATS
 
 HOSTILE = (-1, -2, -(2**31), -(2**62), 2**31, 2**62)

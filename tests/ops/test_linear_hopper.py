@@ -8,7 +8,7 @@ from anymla.formats.e4m3 import decode_e4m3, encode_e4m3
 from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import decode_ue8m0
-from anymla.ops._triton import TARGETS
+from anymla.ops.device import TARGETS
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.linear.hopper_forms import form
 from anymla.ops.output_projection import grouped_output_projection_fp8
@@ -76,7 +76,7 @@ def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
         runs_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out, tokens, n,
         width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
         COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, PLAIN=False,
-        EARLY=True,
+        PDL=True,
     )  # fmt: skip
     return out
 
@@ -94,7 +94,7 @@ def by_rows(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     run(
         rows_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out, tokens, n,
         width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
-        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, EARLY=True,
+        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, PDL=True,
     )  # fmt: skip
     return out
 
@@ -111,7 +111,7 @@ def tens(x, x_scales, w, scales, rows, programs, at_once, stages=5):
     run(
         tens_kernel, (min(programs, tiles), 1), x_desc, x_scales, w_desc, scales, out, tokens, n,
         width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows, TOKENS=64,
-        STAGES=stages, AT_ONCE=at_once, EARLY=True,
+        STAGES=stages, AT_ONCE=at_once, PDL=True,
     )  # fmt: skip
     return out
 
@@ -145,7 +145,7 @@ def test_products_of_bfloat16_in_float32():
     out = torch.full((tokens, 1, n), torch.nan)
     run(
         runs_kernel, (2, 1), given, None, weight, None, out, tokens, n, runs, n // rows, 1, 0, 0,
-        ROWS=rows, COLUMNS=8, WARPS=warps, STAGES=2, BY_RUN=False, PLAIN=True, EARLY=True,
+        ROWS=rows, COLUMNS=8, WARPS=warps, STAGES=2, BY_RUN=False, PLAIN=True, PDL=True,
     )  # fmt: skip
     x, w = x.double(), w.double()
     check(out[:, 0], x @ w.T, x.abs() @ w.abs().T, runs * 64)

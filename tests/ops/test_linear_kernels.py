@@ -18,11 +18,11 @@ from anymla.formats.fp8_block import (
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.ops import _triton
+from anymla.ops import device as device_facts
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
-no_triton = pytest.mark.skipif(not _triton.has_triton(), reason="triton is not installed")
+no_triton = pytest.mark.skipif(not device_facts.has_triton(), reason="triton is not installed")
 BACKENDS = [pytest.param("triton", marks=no_triton)]
 FORMATS = ["fp8-ue8m0", "fp8-fp32", "mxfp4", "nvfp4"]
 
@@ -132,7 +132,7 @@ def test_splits_of_k_in_kernels(weight_format: str) -> None:
 def test_kernels_on_a_target_with_fp8(
     weight_format: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = dataclasses.replace(_triton.CPU, native_e4m3=True, dot_e4m3=True)
+    target = dataclasses.replace(device_facts.CPU, native_e4m3=True, dot_e4m3=True)
     from anymla.ops.linear import triton_layers, triton_linear, triton_quantize
 
     for module in (triton_layers, triton_linear, triton_quantize):
@@ -153,7 +153,7 @@ def test_the_kernel_for_few_tokens(
 
     from anymla.ops.linear import triton_few, triton_layers, triton_linear
 
-    usual = triton_few.few_tile(3, weight_format, _triton.CPU)
+    usual = triton_few.few_tile(3, weight_format, device_facts.CPU)
     kind = tl.float16 if form == "float16" else tl.float8e4nv
     tile = dataclasses.replace(usual, operand=kind, together=form == "together")
     launched: list[object] = []

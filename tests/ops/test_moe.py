@@ -21,7 +21,7 @@ from anymla.formats.fp8_block import (
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.ops._triton import has_triton
+from anymla.ops.device import has_triton
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu, torch_experts
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
@@ -434,7 +434,7 @@ def test_kernels_take_lists_and_stacks(
 
 @no_triton
 def test_tiles_divide_what_they_cover() -> None:
-    from anymla.ops._triton import TARGETS, XPU
+    from anymla.ops.device import TARGETS, XPU
     from anymla.ops.moe.packed_tiles import packed_tile
 
     # Rows and channels are not masked: a tile's rows and a step's runs must be whole.

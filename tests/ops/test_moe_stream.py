@@ -43,7 +43,7 @@ def spoken(monkeypatch, *parts):
     """The first part, imported anew with all of them, and the language it speaks."""
     language = Language()
     names = [f"anymla.ops.moe.gluon_sm90_{part}" for part in parts]
-    names += ["anymla.ops.gluon_early", "anymla.ops.sparse_attention.gluon_sm90_lists"]
+    names += ["anymla.ops.pdl", "anymla.ops.sparse_attention.gluon_sm90_lists"]
     stand_ins = host._stand_ins(language)
     copies = stand_ins["triton.experimental.gluon.language.nvidia.ampere"].async_copy
     copies.async_copy_global_to_shared = lambda to, pointer, mask=True: to.store(
@@ -118,7 +118,7 @@ def launched(stream, x, x_scales, weights, made, tensors, out, columns, form):
             host.value(most), host.value(LIMIT), K=host._constexpr(width), OUT=out.shape[1],
             PER_TOKEN=K if up else 1, M=rows, N=columns, CHUNK=channels,
             STAGES=width // channels - 1, UP=up, W_UNIT=1,
-            WARPS=rows // 16, TOGETHER=1, BATCH=2, LATER=later, EARLY=True,
+            WARPS=rows // 16, TOGETHER=1, BATCH=2, LATER=later, PDL=True,
         )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.ops._operation import BackendUnavailable
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.norm_rope import (
     YarnScaling,
@@ -34,6 +33,7 @@ from anymla.ops.norm_rope import (
     rms_norm,
     rope,
 )
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.tolerance import accumulation, assert_close, ulps
 
 DEEPSEEK_YARN = YarnScaling(factor=16.0, original_max_position_embeddings=65536)

@@ -16,7 +16,7 @@ from anymla.formats.fp8_block import (
     dequantize_fp8_weight,
     quantize_fp8_weight,
 )
-from anymla.ops import _triton
+from anymla.ops import device as device_facts
 from anymla.ops.output_projection import (
     grouped_output_projection,
     grouped_output_projection_fp8,
@@ -24,7 +24,7 @@ from anymla.ops.output_projection import (
 )
 from anymla.testing.tolerance import Bound, accumulation, assert_close, assert_identical, ulps
 
-no_triton = pytest.mark.skipif(not _triton.has_triton(), reason="triton is not installed")
+no_triton = pytest.mark.skipif(not device_facts.has_triton(), reason="triton is not installed")
 BACKENDS = [pytest.param("triton", marks=no_triton)]
 TURNED = 8
 
@@ -82,7 +82,7 @@ def test_quantised_heads(
     if backend == "triton":
         from anymla.ops.output_projection import triton_rotate
 
-        target = dataclasses.replace(_triton.CPU, native_e4m3=native)
+        target = dataclasses.replace(device_facts.CPU, native_e4m3=native)
         monkeypatch.setattr(triton_rotate, "target_of", lambda device: target)
     o = torch.randn(5, 4, 256).to(dtype)
     o[0, 0], o[1, 2, 128:] = 0, 1e-13  # below the floor

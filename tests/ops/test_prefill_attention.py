@@ -7,8 +7,8 @@ import torch
 from paged import ALL_BACKENDS, use_backend
 from prefill_cases import prefill
 
-from anymla.ops._operation import BackendUnavailable
 from anymla.ops.prefill_attention import prefill_attention
+from anymla.ops.registry import BackendUnavailable
 from anymla.ops.sparse_attention import sparse_attention_rows
 from anymla.testing.tolerance import assert_identical
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -10,12 +11,12 @@ from paged import a_device
 from prefill_cases import Prefill, prefill
 
 from anymla.formats.fp8_block import dequantize_fp8_rows
-from anymla.ops._operation import Support
-from anymla.ops._triton import TARGETS
 from anymla.ops.attention_output import prefill_attention_fp8_quant
 from anymla.ops.attention_output.support import gluon_support as quantised_support
+from anymla.ops.device import TARGETS, target_of
 from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import support
+from anymla.ops.registry import Support
 from anymla.ops.sparse_attention import sparse_attention_rows
 from anymla.ops.sparse_attention.rows_support import gluon_rows_support
 
@@ -148,10 +149,11 @@ def test_every_block_count(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("programs", [1, 7, 131, 264])
-def test_any_number_of_multiprocessors(device, programs, monkeypatch):
+def test_any_number_of_sms(device, programs, monkeypatch):
     from anymla.ops.prefill_attention import gluon_sm90_prefill
 
-    monkeypatch.setattr(gluon_sm90_prefill, "multiprocessors", lambda device: programs)
+    known = dataclasses.replace(target_of(device), sm_count=programs)
+    monkeypatch.setattr(gluon_sm90_prefill, "target_of", lambda device: known)
     case = prefill(
         programs, tokens=60, heads=64, dtype=torch.float16, listed=True, entries=900, device=device
     )

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anymla.ops._triton import has_triton
+from anymla.ops.device import has_triton
 from anymla.ops.selection import (
     combine_topk_swa_indices,
     compressed_rows,

@@ -10,7 +10,7 @@ from paged import ALL_BACKENDS, TRITON, make_cache, runnable, skip_float64, use_
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows, torch_cpu
 from anymla.ops.sparse_attention.tiles import Tile
 from anymla.testing.conformance.expected import Attention, attend

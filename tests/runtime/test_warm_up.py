@@ -9,8 +9,8 @@ import torch
 
 from anymla.layers.moe import Router
 from anymla.model.load import load_model
-from anymla.ops._triton import TARGETS
-from anymla.ops.early import early_launch
+from anymla.ops.device import TARGETS
+from anymla.ops.pdl import pdl_launch
 from anymla.runtime import next_tokens, speculation, step_plan
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
@@ -92,8 +92,8 @@ def test_traffic_compiles_nothing_new(model):
         # Nor does any call need more scratch memory than the largest that were rehearsed.
         assert engine.workspace.num_bytes > 0
         assert engine.workspace.overflows == 0
-        assert early_launch(CPU)["EARLY"]  # as on the target
-    assert not early_launch(CPU)["EARLY"]  # and no kernel runs like that afterwards
+        assert pdl_launch(CPU)["PDL"]  # as on the target
+    assert not pdl_launch(CPU)["PDL"]  # and no kernel runs like that afterwards
 
 
 def _choose(rng):

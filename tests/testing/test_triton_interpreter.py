@@ -10,7 +10,7 @@ from anymla.formats import triton_cast, triton_words  # noqa: E402
 from anymla.formats.e2m1 import decode_e2m1, encode_e2m1, unpack_nibbles  # noqa: E402
 from anymla.formats.e4m3 import decode_e4m3, encode_e4m3  # noqa: E402
 from anymla.formats.ue8m0 import decode_ue8m0, scale_exponent  # noqa: E402
-from anymla.ops._triton import INTERPRETED  # noqa: E402
+from anymla.ops.device import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"

@@ -30,7 +30,8 @@ from typing import Any
 import anymla.ops
 from anymla.bench.compiled import compiled
 from anymla.bench.hand_overs import idle_barriers, unfenced_reads, unmet_arrivals
-from anymla.ops._triton import TARGETS, Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import TARGETS, Target
 
 TIME_LIMIT_S = 240
 _CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 
 
 def compiled(build: Build, target: Target) -> Any:

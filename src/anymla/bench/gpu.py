@@ -19,7 +19,7 @@ from anymla.bench.gpu_timing import (
 )
 from anymla.bench.kernels import Case
 from anymla.bench.report import Result
-from anymla.ops.early import starts_early
+from anymla.ops.pdl import pdl_enabled
 
 
 def families() -> list[str]:
@@ -41,7 +41,7 @@ def device_facts() -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
-        "early_launches": starts_early(torch.device("cuda", torch.cuda.current_device())),
+        "early_launches": pdl_enabled(torch.device("cuda", torch.cuda.current_device())),
     }
 
 

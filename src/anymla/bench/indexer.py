@@ -105,7 +105,7 @@ def _ours(backend: str, shape: Shape, sets: list[Inputs]) -> dict[str, Any]:
 
 def score_only(backend: str, given: Inputs, shape: Shape) -> None:
     """The scores of a selection without the selection, in its own rounds."""
-    from anymla.ops import _triton
+    from anymla.ops import device as device_facts
     from anymla.ops.indexer.interface_select import SCRATCH_BYTES
     from anymla.ops.indexer.selection_plan import GROUP, padded_entries, plan_selection
 
@@ -143,7 +143,7 @@ def score_only(backend: str, given: Inputs, shape: Shape) -> None:
             per_request=shape.queries,
             covered=shape.keys,
             k=TOPK,
-            target=_triton.target_of(device),
+            target=device_facts.target_of(device),
         )
 
 

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from anymla.layers import attention, codes, heads, hyper_connection, selection
 from anymla.layers.hyper_connection import HyperConnection, Streams
-from anymla.ops._backend import Backend
-from anymla.ops._operation import Operation
 from anymla.ops.hyper_connection import hc_post, hc_pre
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.norm_rope import rms_norm, rope
+from anymla.ops.registry import Backend, Operation
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.ops.sparse_attention import sparse_attention
 

@@ -1,4 +1,4 @@
-"""Compare the code that two states of the kernels compile to: PTX and AMD assembly, name for name aside.
+"""Compare the code that two states of the kernels compile to, names aside.
 
 A move, a merge or a renaming leaves every build's code as it was. ``record`` writes one row per
 build with a digest of its code, without function names, lines and debug sections; ``compare``
@@ -21,9 +21,8 @@ from typing import Any
 
 from anymla.bench import build_matrix
 from anymla.bench.build_matrix import Job
-from anymla.ops._triton import TARGETS
+from anymla.ops.device import TARGETS
 
-# One NVIDIA target, with everything that exists for Hopper alone, and one AMD target.
 DEFAULT_TARGETS = ("sm_90", "gfx942")
 
 _SYMBOL = re.compile(r"(?:\.func|\.entry|\.type)\b[^\n@]*?\s@?([A-Za-z_$][\w$.]*)\s*[(,\n]")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from anymla.ops._triton import TARGETS
+from anymla.ops.device import TARGETS
 
 MATRIX_FILE, RUNS_FILE = "build_matrix.jsonl", "gpu_tests.jsonl"
 

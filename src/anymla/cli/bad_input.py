@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 
 
 class BadInput(click.ClickException):

@@ -53,7 +53,7 @@ def build_matrix(
     """
     from anymla.bench.build_matrix import jobs, recorded, run
     from anymla.bench.support_matrix import rows_of
-    from anymla.ops._triton import TARGETS
+    from anymla.ops.device import TARGETS
 
     unknown = sorted(set(chosen) - set(TARGETS))
     if unknown:

@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
             where = f"{error.filename}: " if error.filename else ""
             ctx.fail(f"{where}{error.strerror or error}")
         except RuntimeError as error:
-            from anymla.ops._operation import BackendUnavailable
+            from anymla.ops.registry import BackendUnavailable
 
             if not isinstance(error, BackendUnavailable):
                 raise

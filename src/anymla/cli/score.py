@@ -14,7 +14,7 @@ from anymla.cli.prompts import as_token_ids
 from anymla.cli.run_options import RunOptions, json_option, read_text, run_options
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Completion, Request, check_request
 

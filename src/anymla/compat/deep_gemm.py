@@ -17,8 +17,8 @@ from torch import Tensor
 
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
-from anymla.ops._operation import INT32, check, require
 from anymla.ops.indexer import mqa_logits, paged_mqa_logits
+from anymla.ops.registry import INT32, check, require
 
 __all__ = [
     "fp8_fp4_mqa_logits",

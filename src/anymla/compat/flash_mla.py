@@ -23,7 +23,7 @@ from anymla.compat._dense import (
 )
 from anymla.compat._scheduling import FlashMLASchedMeta, get_mla_metadata
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, require
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, require
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 
 __all__ = [

@@ -17,7 +17,7 @@ from anymla.ops.attention_output import prefill_attention_fp8_quant, sparse_atte
 from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.sparse_attention import sparse_attention
-from anymla.ops.workspace import scratch_scope
+from anymla.ops.streams import scratch_scope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from anymla.layers import codes
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.step import Step
-from anymla.ops.late import waits_inside
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu
+from anymla.ops.streams import deferred_stream_wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ class MixtureOfExperts(nn.Module):
         ids, weights = self.router(x, step, self.backend)
         if step.recorder is not None:
             step.recorder("experts", self.index, ids)
-        with waits_inside(step.side.join):
+        with deferred_stream_wait(step.side.join):
             out: Tensor = experts(
                 x,
                 ids,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
 from anymla.ops.kv_cache import dequant_gather_slots
-from anymla.ops.workspace import scratch
+from anymla.ops.streams import scratch
 
 
 @dataclasses.dataclass(frozen=True)

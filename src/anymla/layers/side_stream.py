@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from anymla.ops.workspace import lane
+from anymla.ops.streams import stream_lane
 
 
 class SideStream:
@@ -44,7 +44,7 @@ class SideStream:
         else:
             stream.wait_event(after)
         self._forked.add(stream)
-        with torch.cuda.stream(stream), lane(1 + first):
+        with torch.cuda.stream(stream), stream_lane(1 + first):
             yield
 
     def mark(self) -> torch.cuda.Event | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from anymla.ops._triton import INTERPRETED, has_triton
+from anymla.ops.device import INTERPRETED, has_triton
 
 
 @contextlib.contextmanager

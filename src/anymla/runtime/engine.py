@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from anymla.model.transformer import Transformer
-from anymla.ops._operation import vouched_for
 from anymla.ops.prefill_attention.support import CHANNELS, runs_on
-from anymla.ops.workspace import Workspace
+from anymla.ops.registry import skip_checks
+from anymla.ops.streams import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.decode_runner import decode_runner
@@ -183,7 +183,7 @@ class Engine:
             assert not self._states, "requests wait, but none runs"
             return StepReport(0, {}, [])
         sizes = sum(len(span.token_ids) for span in spans), len(spans)
-        with self.workspace.active(), vouched_for(sizes in self._checked_sizes):
+        with self.workspace.active(), skip_checks(sizes in self._checked_sizes):
             forwarded = self._forward(spans)
             score_prompts(self.model, spans, forwarded)
             new_tokens = choose_next(self.model, spans, forwarded)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops import _triton
-from anymla.ops._operation import Operation, Support
+from anymla.ops import device as device_facts
+from anymla.ops.registry import Operation, Support
 
 _NAMED = "triton"
 
@@ -30,14 +30,14 @@ def install() -> None:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("the device bridge needs a CUDA device")
-    supported = _triton._support
+    supported = device_facts._support
 
     def support(device_type: str) -> Support:
-        if device_type == "cpu" and _triton.has_triton():
+        if device_type == "cpu" and device_facts.has_triton():
             return Support(True, automatic=False)
         return supported(device_type)
 
-    _triton._support = support  # type: ignore[assignment]
+    device_facts._support = support  # type: ignore[assignment]
     call = Operation.__call__
 
     def bridged(self: Operation, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:

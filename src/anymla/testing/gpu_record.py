@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import anymla.ops
-from anymla.ops._triton import target_of
+from anymla.ops.device import target_of
 
 COMMAND = 'pytest -k "triton or device" tests/ops tests/test_conformance.py'
 

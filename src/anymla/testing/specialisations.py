@@ -8,6 +8,7 @@ results are garbage, which whoever uses this must not let decide anything.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -20,9 +21,8 @@ from unittest import mock
 import torch
 
 import anymla.ops
-from anymla.ops._triton import Target
+from anymla.ops.device import Target
 
-# Launch options that are compiled in.
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 _RUN = "anymla.ops.selection."
 Key = tuple[Any, ...]
@@ -30,7 +30,7 @@ Key = tuple[Any, ...]
 
 @contextlib.contextmanager
 def noted_specialisations(target: Target, processors: int) -> Iterator[set[Key]]:
-    """Note launches as on a device of ``target`` with so many multiprocessors.
+    """Note launches as on a device of ``target`` with so many SMs.
 
     Needs Triton's interpreter to be on (TRITON_INTERPRET=1), in which kernels take CPU tensors.
     """
@@ -44,7 +44,7 @@ def noted_specialisations(target: Target, processors: int) -> Iterator[set[Key]]
         if self.fn.__module__.startswith(_RUN):
             really_run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    answers = {"target_of": target, "multiprocessors": processors, "_multiprocessors": processors}
+    answers = {"target_of": dataclasses.replace(target, sm_count=processors)}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(InterpretedFunction, "run", run))
         for name, answer in answers.items():

@@ -28,7 +28,7 @@ from anymla.engines.vllm import attention  # noqa: E402
 from anymla.engines.vllm.metadata import WindowBuilder  # noqa: E402
 from anymla.formats.page_layout import MAIN_FP8, get_layout  # noqa: E402
 from anymla.layers import plans  # noqa: E402
-from anymla.ops.sparse_attention.support import runs_gluon  # noqa: E402
+from anymla.ops.device import runs_gluon  # noqa: E402
 
 PAGES, PAGE, WINDOW = 64, 64, 128
 RATIOS = (0, 4, 128, 0, 4, 128)

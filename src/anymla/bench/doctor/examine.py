@@ -13,8 +13,8 @@ import torch
 from anymla.bench.doctor import attention_probes, cache_probes, layer_probes
 from anymla.bench.doctor.clock import Ceilings, seconds_of, synchronize
 from anymla.bench.doctor.trial import Probe, Trial
-from anymla.ops._operation import Support
-from anymla.ops._triton import target_of
+from anymla.ops.device import target_of
+from anymla.ops.registry import Support
 
 NATIVE, SOFTWARE, FALLBACK, CANNOT = "native", "software FP8", "fallback", "cannot"
 _GENERAL = ("torch", "reference")

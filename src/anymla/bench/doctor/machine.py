@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anymla.bench.environment import cpu_model, environment
-from anymla.ops._triton import TARGETS, target_of
+from anymla.ops.device import TARGETS, target_of
 
 _CPU_FLAGS = {
     "amx_bf16": "AMX bf16",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import Operation
+from anymla.ops.registry import Operation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from anymla.ops.attention_output.support import TURNED
 from anymla.ops.output_projection.triton_rotate import rotate_quantise
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.gluon_sm90_attention import Call, attend
-from anymla.ops.workspace import scratch
+from anymla.ops.streams import scratch
 
 # Whether tasks that are not cut leave as FP8 from the kernel itself, and not only from merges.
 FUSED_WHOLE = True

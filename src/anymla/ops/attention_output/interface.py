@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
 from anymla.ops.attention_output import composed
 from anymla.ops.attention_output.support import gluon_decode_support, gluon_support
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
 from anymla.ops.sparse_attention.support import triton_attention_support
 
 _BLOCK = 128

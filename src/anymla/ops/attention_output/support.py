@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import Support
 from anymla.ops.prefill_attention import support
+from anymla.ops.registry import Support
 from anymla.ops.sparse_attention.support import gluon_attention_support
 
 TURNED = 64

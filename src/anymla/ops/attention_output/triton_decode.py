@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops._triton import target_of
+from anymla.ops.device import target_of
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.triton_attention import Results, attend, paged_lists
-from anymla.ops.workspace import scratch
+from anymla.ops.streams import scratch
 
 
 def sparse_attention_fp8_quant(

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
-from anymla.ops._triton import float32_support
 from anymla.ops.compressor import reference, torch_compress, torch_state
+from anymla.ops.device import float32_support
 from anymla.ops.kv_cache.checks import check_cache
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
 
 
 @operation(mutates=("state_cache",))

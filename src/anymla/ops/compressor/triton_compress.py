@@ -15,8 +15,8 @@ from torch import Tensor
 
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
-from anymla.ops import _triton
-from anymla.ops._triton import Build, Target
+from anymla.ops import device as device_facts
+from anymla.ops._build import Build
 from anymla.ops.compressor.triton_pool import (
     FEW_TOKENS,
     GIVEN,
@@ -26,10 +26,11 @@ from anymla.ops.compressor.triton_pool import (
     launch_pool,
 )
 from anymla.ops.compressor.triton_window import closing, count_states, next_of, pool_window
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops.device import Target
 from anymla.ops.kv_cache.triton_builds import INDEX_LAYOUTS, MAIN_LAYOUTS
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
 from anymla.ops.norm_rope.triton_rms import inverse_rms
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 
 @triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity", "length"])
@@ -66,14 +67,14 @@ def compress_kernel(
     HADAMARD_LOG: tl.constexpr,
     LOOKED: tl.constexpr,
     SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """SPAN tokens; the state's page stride in elements, the cache's in bytes, capacity in slots.
 
     The windows are pooled here if there is no ``pooled``. HADAMARD_LOG is the transform's log2, or
     0 for none.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     WIDTH: tl.constexpr = CODEC.channels
@@ -163,7 +164,7 @@ def compress_norm_rope_insert(
     state_pages = state_cache.shape[0]
     if not (tokens and requests and columns and pages and state_pages):
         return
-    codec, target = row_codec(layout), _triton.target_of(positions.device)
+    codec, target = row_codec(layout), device_facts.target_of(positions.device)
     states = (2 if overlap else 1) * compress_ratio
     chosen = config(tokens, compress_ratio, states, codec.channels, target)
     tables = state_block_table
@@ -220,7 +221,7 @@ def compress_norm_rope_insert(
         chosen.span,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **(early_launch(positions.device) if early(tokens, chosen) else {"EARLY": False}),
+        **(pdl_launch(positions.device) if early(tokens, chosen) else {"PDL": False}),
     )
 
 
@@ -263,8 +264,8 @@ def _build(
     chosen = config(tokens, ratio, states, codec.channels, target)
     strides = ("state_page_stride", "page_stride", "cos_sin_row_stride")
     pooled = {"pooled": "*fp32"} if chosen.slice else {}
-    launched = launches_early(target) and early(tokens, chosen)
-    marks = ", hadamard" * transformed + ", plainly" * (launched != launches_early(target))
+    launched = target_has_pdl(target) and early(tokens, chosen)
+    marks = ", hadamard" * transformed + ", plainly" * (launched != target_has_pdl(target))
     how = f"{chosen.span} tokens, {layout}, {weight}{marks}"
     return Build(
         label=f"ratio {ratio}, {how}",
@@ -291,7 +292,7 @@ def _build(
             "HADAMARD_LOG": codec.channels.bit_length() - 1 if transformed else 0,
             "LOOKED": chosen.looked,
             "SPAN": chosen.span,
-            "EARLY": launched,
+            "PDL": launched,
         },
         num_warps=chosen.num_warps,
         fp_fusion=False,

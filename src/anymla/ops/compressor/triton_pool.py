@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
 from anymla.ops.compressor.triton_window import closing, next_of, pool_window
-from anymla.ops.early import early_launch, launches_early
-from anymla.ops.workspace import scratch
+from anymla.ops.device import Target
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 # Enough loads under way for one program a multiprocessor.
 _MOST_LOOKED = 16
@@ -93,10 +94,10 @@ def pool_kernel(
     LOOKED: tl.constexpr,
     SLICE: tl.constexpr,
     SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """SLICE channels of the windows that SPAN tokens close, to their rows of ``pooled``."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
@@ -175,7 +176,7 @@ def launch_pool(
         chosen.span,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(slots.device),
+        **pdl_launch(slots.device),
     )
     return pooled
 
@@ -206,7 +207,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "LOOKED": chosen.looked,
                 "SLICE": chosen.slice,
                 "SPAN": chosen.span,
-                "EARLY": launches_early(target),
+                "PDL": target_has_pdl(target),
             },
             num_warps=chosen.num_warps,
             fp_fusion=False,

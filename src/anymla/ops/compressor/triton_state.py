@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _TILE = 2048
 
@@ -58,10 +59,10 @@ def save_partial_states_kernel(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Store ``count`` rows; strides in elements, capacity in slots."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -125,7 +126,7 @@ def save_partial_states(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(kv.device),
+        **pdl_launch(kv.device),
     )
 
 
@@ -151,7 +152,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "WIDTH": width,
                 "PADDED": chosen.padded,
                 "ROWS": chosen.rows,
-                "EARLY": launches_early(target),
+                "PDL": target_has_pdl(target),
             },
             num_warps=chosen.num_warps,
             fp_fusion=False,

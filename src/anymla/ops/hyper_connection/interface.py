@@ -15,10 +15,10 @@ Hyper-Connections". Letters: T tokens, N streams, D hidden size.
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
 from anymla.ops._quantized import check_codes
-from anymla.ops._triton import float32_support
+from anymla.ops.device import float32_support
 from anymla.ops.hyper_connection import reference, torch_streams
+from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require
 
 
 def _gates_like(h: Tensor, fn: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:

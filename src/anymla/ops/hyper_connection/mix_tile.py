@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from anymla.ops._triton import Target
-from anymla.ops.early import launches_early
+from anymla.ops.device import Target
+from anymla.ops.pdl import target_has_pdl
 
 ROWS = 16
 FEW_TOKENS = 128
@@ -66,7 +66,7 @@ def _width(d: int) -> int:
 
 def late(tokens: int, target: Target) -> bool:
     """Whether the kernels of these tokens let the next one in late."""
-    return launches_early(target) and TOGETHER < tokens < MANY_TOKENS
+    return target_has_pdl(target) and TOGETHER < tokens < MANY_TOKENS
 
 
 def joined(n: int, target: Target) -> bool:

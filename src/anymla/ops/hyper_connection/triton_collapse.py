@@ -19,11 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.hyper_connection.mix_tile import MANY_TOKENS, SLICES, late
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
 from anymla.ops.hyper_connection.triton_token import collapse_token, finish_gates
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _WIDEST = 8192
 # Slices of a token that are summed at a time, of few tokens and of many.
@@ -82,7 +83,7 @@ def collapse_kernel(
     FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
     LATE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Tokens' other gates with GATES, or a token's y, normalised if there is a norm_weight.
 
@@ -92,14 +93,14 @@ def collapse_kernel(
         finish_gates(
             partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
             partial_token, partial_slice, partial_mix,
-            N, D, MIXES, P, SLICES, LANES, TOGETHER, LATE, EARLY,
+            N, D, MIXES, P, SLICES, LANES, TOGETHER, LATE, PDL,
         )  # fmt: skip
     else:
         collapse_token(
             h, partial, base, scale, norm_weight, y, codes, code_scales,
             norm_eps, hc_eps, token_stride, stream_stride,
             partial_token, partial_slice, partial_mix, row_stride, run_stride,
-            N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LATE, EARLY,
+            N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LATE, PDL,
         )  # fmt: skip
 
 
@@ -159,7 +160,7 @@ def launch_collapse(
         NATIVE=target.native_e4m3,
         LATE=late(tokens, target),
         num_warps=num_warps,
-        **early_launch(h.device, base, scale, norm_weight),
+        **pdl_launch(h.device, base, scale, norm_weight),
     )
 
 
@@ -171,13 +172,13 @@ def builds(target: Target) -> Iterator[Build]:
                 # How many slices there are is of no consequence for the tile.
                 for width in SLICES if dtype == "bf16" else SLICES[:1]:
                     yield _build(target, d, dtype, mixes, norm, d // width)
-                if launches_early(target):
+                if target_has_pdl(target):
                     yield _build(target, d, dtype, mixes, norm, d // SLICES[0], last=True)
                 if dtype == "bf16":
                     yield _build(target, d, dtype, mixes, norm, 4, many=True)
         for many, last in ((False, False), (False, True), (True, False)):
             slices = 4 if many else d // SLICES[0]
-            if last and not launches_early(target):
+            if last and not target_has_pdl(target):
                 continue
             yield _build(target, d, "bf16", 24, True, slices, many=many, coded=True, last=last)
 
@@ -225,7 +226,7 @@ def _build(
         "FLOOR": ACTIVATION_AMAX_FLOOR,
         "NATIVE": target.native_e4m3,
         "LATE": last,
-        "EARLY": launches_early(target),
+        "PDL": target_has_pdl(target),
     }
     marks = ", norm" * norm + ", many" * many + ", codes" * coded + ", late" * last
     return Build(

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.hyper_connection.triton_gates import load_columns
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams, placed
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 # Channels of a tile: 16 bytes a thread of each tensor for 16-bit streams.
 _ELEMENTS = 1024
@@ -51,10 +52,10 @@ def expand_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile of channels in all N streams; strides are those of h."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -91,7 +92,7 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         num_warps=_WARPS,
-        **early_launch(h.device),
+        **pdl_launch(h.device),
     )
     return out
 
@@ -101,7 +102,7 @@ def builds(target: Target) -> Iterator[Build]:
     numbers = dict.fromkeys(("tokens", *STREAM_STRIDES), "i32")
     for d in (4096, 7168):
         chosen = config(d)
-        sizes = {"N": 4, "D": d, "EARLY": launches_early(target)}
+        sizes = {"N": 4, "D": d, "PDL": target_has_pdl(target)}
         for dtype in ("bf16", "fp16", "fp32"):
             streams = dict.fromkeys(("u", "h", "out"), f"*{dtype}")
             yield Build(

@@ -26,11 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import split_in_three
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.hyper_connection.mix_tile import MANY_TOKENS
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 # From here on tokens are enough for larger tiles.
 _MORE_TOKENS = 2048
@@ -72,14 +73,14 @@ def split_kernel(
     MIXES: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """SPLIT weights of a mix -> three of planes [3, P, WIDTH]; mixes beyond MIXES are zeros."""
     mix = tl.program_id(0)
     at = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     weights = tl.load(fn + mix * WIDTH + at, at < tl.where(mix < MIXES, WIDTH, 0), other=0.0)
     parts = split_in_three(weights)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     plane = tl.num_programs(0) * WIDTH
@@ -111,10 +112,10 @@ def many_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A block of tokens and a slice of D: partial mixes and squares; strides are those of h."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -154,7 +155,7 @@ def launch_many(h: Tensor, fn: Tensor) -> Tensor:
         MIXES=mixes,
         WIDTH=n * d,
         SPLIT=_SPLIT,
-        **early_launch(h.device, fn),
+        **pdl_launch(h.device, fn),
     )
     many_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
         h,
@@ -171,7 +172,7 @@ def launch_many(h: Tensor, fn: Tensor) -> Tensor:
         COLUMNS=chosen.columns,
         STAGES=chosen.num_stages,
         num_warps=chosen.num_warps,
-        **early_launch(h.device),
+        **pdl_launch(h.device),
     )
     return partial.permute(2, 0, 1)
 
@@ -180,11 +181,11 @@ def builds(target: Target) -> Iterator[Build]:
     """Flash and Pro, a site and the head."""
     if target.backend != "cuda" or target.shared_bytes <= 200 << 10:
         return
-    early = launches_early(target)
+    early = target_has_pdl(target)
     for d in (4096, 7168):
         for mixes in (24, 4):
             width = max(16, triton.next_power_of_2(mixes + 1))
-            sizes = {"MIXES": mixes, "WIDTH": 4 * d, "SPLIT": _SPLIT, "EARLY": early}
+            sizes = {"MIXES": mixes, "WIDTH": 4 * d, "SPLIT": _SPLIT, "PDL": early}
             types = {"fn": "*fp32", "planes": "*bf16"}
             yield Build(f"D {d}, {mixes} mixes", split_kernel, types, sizes)
             for tokens in (MANY_TOKENS, _MORE_TOKENS):
@@ -198,7 +199,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "ROWS": chosen.rows,
                     "COLUMNS": chosen.columns,
                     "STAGES": chosen.num_stages,
-                    "EARLY": early,
+                    "PDL": early,
                 }
                 yield Build(
                     f"D {d}, {mixes} mixes, {chosen.rows} tokens",

@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.hyper_connection.mix_tile import (
     FEW_TOKENS,
     MANY_TOKENS,
@@ -42,7 +42,8 @@ from anymla.ops.hyper_connection.mix_tile import (
 from anymla.ops.hyper_connection.triton_fragments import fragments, in_order, loaded_rows
 from anymla.ops.hyper_connection.triton_gates import load_columns
 from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 # Of each tile one number of tokens that has it.
 _BUILT = (1, ROWS + 1, 2 * ROWS + 1, TOGETHER + 1, FEW_TOKENS + 1, MANY_TOKENS)
@@ -137,7 +138,7 @@ def mix_kernel(
     DIRECT: tl.constexpr,
     MANY: tl.constexpr,
     LATE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A block of tokens and a slice of D: partial mixes, and with EXPAND the streams.
 
@@ -150,7 +151,7 @@ def mix_kernel(
     weights = fn
     if SINGLE and JOINED:
         weights = _load_weights(fn, first, 0, N, N, D, MIXES, P, COLUMNS)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         if not LATE:
             tl.extra.cuda.gdc_launch_dependents()
@@ -177,7 +178,7 @@ def mix_kernel(
                 total, square, u, h, out, fn, of_chunk, rows, at, inside, post_gates, comb_gates,
                 token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED, DIRECT,
             )  # fmt: skip
-    if EARLY and LATE:
+    if PDL and LATE:
         tl.extra.cuda.gdc_launch_dependents()
     slice = tl.program_id(1)
     slices = tl.num_programs(1)
@@ -254,7 +255,7 @@ def launch_mix(
         MANY=many,
         LATE=late(tokens, target),
         num_warps=chosen.num_warps,
-        **early_launch(h.device, fn),
+        **pdl_launch(h.device, fn),
     )
     return partial.permute(2, 0, 1) if many else partial
 
@@ -295,7 +296,7 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
         "DIRECT": chosen.direct,
         "MANY": tokens >= MANY_TOKENS,
         "LATE": late(tokens, target),
-        "EARLY": launches_early(target),
+        "PDL": target_has_pdl(target),
     }
     marks = (
         ", many" * (tokens >= MANY_TOKENS) + ", expand" * expands + ", late" * late(tokens, target)

@@ -66,7 +66,7 @@ def collapse_token(
     token_stride, stream_stride, partial_token, partial_slice, partial_mix, row_stride, run_stride,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
     LANES: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, FLOOR: tl.constexpr,
-    NATIVE: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
+    NATIVE: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Collapse a token to its y."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -79,7 +79,7 @@ def collapse_token(
     weight = norm_weight
     if norm_weight is not None:
         weight = _load_weight(norm_weight, 0, D, COLUMNS)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         if not LATE:
             tl.extra.cuda.gdc_launch_dependents()
@@ -131,12 +131,12 @@ def finish_gates(
     partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
     partial_token, partial_slice, partial_mix,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
-    LANES: tl.constexpr, TOGETHER: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, TOGETHER: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Post and comb of a token, or of TOGETHER tokens side by side."""
     of_post = load_constants(base, scale, 1, N, N)
     of_comb = load_constants(base, scale, 2, 2 * N, N * N)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         if not LATE:
             tl.extra.cuda.gdc_launch_dependents()

@@ -10,8 +10,8 @@ from torch import Tensor
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.records import SplitFp8Layout
-from anymla.ops._operation import Support
-from anymla.ops._triton import float32_support, has_gluon, target_of
+from anymla.ops.device import float32_support, has_gluon, target_of
+from anymla.ops.registry import Support
 
 _WIDEST = 512
 _MOST_HEADS = 256

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
-from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.indexer.gluon_sm90_sums import (
     HEADS,
     Target,
@@ -32,6 +31,7 @@ from anymla.ops.indexer.gluon_sm90_words import (
     places_of_sums,
 )
 from anymla.ops.indexer.selection_plan import GROUP
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 CONSUMERS = 2
 _LISTED = 512  # pages that are looked at together
@@ -167,12 +167,12 @@ def _target(
 @gluon.jit
 def consume(
     rows, ring, results, items, ROWS: gl.constexpr, BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
-    FILL: gl.constexpr, EARLY: gl.constexpr, WHO: gl.constexpr,
+    FILL: gl.constexpr, PDL: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """Every second tile of a program's items, from tile WHO on; with FILL, -inf around them."""
-    if EARLY:
-        wait_for_predecessors()
-        let_dependents_start()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS * _H, 32])
     # 16 threads take the keys of a token; with one token, the other 16 the same. Triton reduces
     # wrongly over threads that are no neighbours.

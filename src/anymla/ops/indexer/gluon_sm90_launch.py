@@ -9,7 +9,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.pages import pages_of
-from anymla.ops.early import early_launch
+from anymla.ops.device import target_of
 from anymla.ops.indexer.gluon_sm90_scores import (
     BUFFERS,
     PRODUCER_REGISTERS,
@@ -20,7 +20,7 @@ from anymla.ops.indexer.gluon_sm90_sums import HEADS
 from anymla.ops.indexer.gluon_sm90_walk import PAGE
 from anymla.ops.indexer.score_forms import form_of
 from anymla.ops.indexer.selection_plan import prefill_parts
-from anymla.ops.indexer.triton_select import multiprocessors
+from anymla.ops.pdl import pdl_launch
 
 # Keys [pages, 64, 128] of FP8, and float32 among which are the scales of page p in row p.
 Keys = tuple[TensorDescriptor, TensorDescriptor]
@@ -87,7 +87,7 @@ def score(
     together = 2 if shared else 1
     items = triton.cdiv(rows, together)
     tiles = triton.cdiv(max(covered, context), PAGE)
-    room = multiprocessors(q.device)
+    room = target_of(q.device).sm_count
     form = form_of(items, tiles, shared, room)
     room *= form.programs
     span = triton.cdiv(tiles, prefill_parts(items, tiles, room)) * PAGE
@@ -104,5 +104,5 @@ def score(
         pages, covered, k, span, context, items,
         ROWS=together, BUFFERS=BUFFERS, AHEAD=form.ahead,
         CONSUMER_REGISTERS=form.consumer_registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        FILL=context > 0, num_warps=4, **limits, **early_launch(q.device),
+        FILL=context > 0, num_warps=4, **limits, **pdl_launch(q.device),
     )  # fmt: skip

@@ -23,14 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import launches_early
-from anymla.ops.gluon_early import wait_for_predecessors
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.gluon_sm90_consume import CONSUMERS, Results, Ring, consume
 from anymla.ops.indexer.gluon_sm90_sums import HEADS, view
 from anymla.ops.indexer.gluon_sm90_walk import PAGE, Rows, first_page_of, page_of, walk
 from anymla.ops.indexer.gluon_sm90_words import begin, reserve, wait
 from anymla.ops.indexer.score_forms import AHEAD, FEW_PAIRS, SINGLE
+from anymla.ops.pdl import gdc_wait, target_has_pdl
 
 WIDTH = 128
 BUFFERS = 8
@@ -46,11 +46,11 @@ _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 @gluon.jit
 def _produce(
     q_desc, keys_desc, scales_desc, rows, ring, items, ROWS: gl.constexpr, BUFFERS: gl.constexpr,
-    EARLY: gl.constexpr, WHO: gl.constexpr,
+    PDL: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """The tiles of one consumer, page ids a tile ahead; the first also copies queries."""
-    if EARLY:
-        wait_for_predecessors()
+    if PDL:
+        gdc_wait()
     L3: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=3)
     # Of a page, behind its codes.
     SCALES: gl.constexpr = 0 if rows.table is None else _P * _D // 4
@@ -128,12 +128,12 @@ def page_scores_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     FILL: gl.constexpr,
-    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Items of ROWS tokens, and ``span`` entries; arguments as of ``select_scores_kernel``.
 
     AHEAD: see ``gluon_sm90_consume``. FILL: entries that a token does not see are -inf, up to
-    ``context``. EARLY: see ``early_launch``.
+    ``context``. PDL: see ``pdl_launch``.
     """
     # A consumer meets the same buffers again, so it never waits for a fill two turns ahead, which
     # a barrier's parity could not tell from the last.
@@ -160,13 +160,13 @@ def page_scores_kernel(
     to = Results(weights, weights_stride, scores, scores_stride, maxima, maxima_stride, context)
     gl.warp_specialize(
         [
-            (consume, (seen, ring, to, items, ROWS, BUFFERS, AHEAD, FILL, EARLY, 0)),
-            (consume, (seen, ring, to, items, ROWS, BUFFERS, AHEAD, FILL, EARLY, 1)),
+            (consume, (seen, ring, to, items, ROWS, BUFFERS, AHEAD, FILL, PDL, 0)),
+            (consume, (seen, ring, to, items, ROWS, BUFFERS, AHEAD, FILL, PDL, 1)),
             (_produce, (
-                q_desc, keys_desc, scales_desc, seen, ring, items, ROWS, BUFFERS, EARLY, 0,
+                q_desc, keys_desc, scales_desc, seen, ring, items, ROWS, BUFFERS, PDL, 0,
             )),
             (_produce, (
-                q_desc, keys_desc, scales_desc, seen, ring, items, ROWS, BUFFERS, EARLY, 1,
+                q_desc, keys_desc, scales_desc, seen, ring, items, ROWS, BUFFERS, PDL, 1,
             )),
         ],
         [4, 1, 1],
@@ -215,7 +215,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "CONSUMER_REGISTERS": form.consumer_registers,
                     "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
                     "FILL": "maxima" not in given,
-                    "EARLY": launches_early(target),
+                    "PDL": target_has_pdl(target),
                 },
                 divisible=("weights_stride", "scores_stride"),
                 matrix="e4m3",

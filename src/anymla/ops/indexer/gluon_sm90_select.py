@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
-from anymla.ops._triton import Target
-from anymla.ops.early import early_launch
+from anymla.ops.device import Target
 from anymla.ops.indexer.gluon_sm90_launch import keys_in_pages, score
 from anymla.ops.indexer.gluon_sm90_topk import held_of, topk_kernel
 from anymla.ops.indexer.selection_plan import SelectionPlan
 from anymla.ops.indexer.triton_select import select_rounds
+from anymla.ops.pdl import pdl_launch
 
 
 def select_topk(
@@ -61,7 +61,7 @@ def select_best(
     topk_kernel[(rows,)](
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0), *given,
         GROUPS=held.groups, ELEMENTS=held.elements, KEPT=plan.kept, WARPS=held.warps,
-        num_warps=held.warps, **limits, **early_launch(scores.device),
+        num_warps=held.warps, **limits, **pdl_launch(scores.device),
     )  # fmt: skip
 
 

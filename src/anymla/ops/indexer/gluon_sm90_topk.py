@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import launches_early
-from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.gluon_sm90_bins import clear_bins, put_best
 from anymla.ops.indexer.gluon_sm90_counters import (
     ENTRIES,
@@ -34,6 +33,7 @@ from anymla.ops.indexer.selection_plan import (
     MOST_WHOLE,
     SelectionPlan,
 )
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, target_has_pdl
 
 _MANY_ROWS = 132  # a wave of an H200
 _NEXT = gl.constexpr(2 * _MANY_ROWS)
@@ -95,7 +95,7 @@ def topk_kernel(
     GROUPS: gl.constexpr,
     ELEMENTS: gl.constexpr,
     KEPT: gl.constexpr,
-    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """One row; arguments as of ``group_select_kernel``. GROUPS and ELEMENTS fill the threads."""
@@ -103,9 +103,9 @@ def topk_kernel(
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     words = reserve()
     clear_bins(words, WARPS)
-    if EARLY:
-        wait_for_predecessors()
-        let_dependents_start()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = gl.program_id(0).to(gl.int64)
     request, start, end = _bounds(
         lengths, starts, owners, row, first_row, per_request, requests, covered
@@ -244,7 +244,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "GROUPS": held.groups,
                     "ELEMENTS": held.elements,
                     "KEPT": plan.kept,
-                    "EARLY": launches_early(target),
+                    "PDL": target_has_pdl(target),
                     "WARPS": held.warps,
                 },
                 num_warps=held.warps,

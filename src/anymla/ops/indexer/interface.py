@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, operation, require
-from anymla.ops._triton import float32_support
+from anymla.ops.device import float32_support
 from anymla.ops.indexer import (
     device_support,
     reference,
@@ -24,6 +23,7 @@ from anymla.ops.indexer.interface_query import indexer_q_rope_quant
 from anymla.ops.indexer.interface_select import select_topk
 from anymla.ops.indexer.reference import wide_dtype
 from anymla.ops.kv_cache.checks import check_cache
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
 
 __all__ = [
     "indexer_q_rope_quant",

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from anymla.formats.mxfp4 import MXFP4_BLOCK
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, check, operation, require
 from anymla.ops.indexer import device_support, reference, torch_query
 from anymla.ops.indexer.reference import QUANTISATIONS
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT64, check, operation, require
 
 
 def _query_outputs(

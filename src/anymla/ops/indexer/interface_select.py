@@ -5,10 +5,10 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
-from anymla.ops._operation import FLOAT32_UP, INT32, check, operation, require
 from anymla.ops.indexer import device_support, reference_select, torch_select
 from anymla.ops.indexer.checks import CODED_Q, check_queries
 from anymla.ops.kv_cache.checks import check_cache
+from anymla.ops.registry import FLOAT32_UP, INT32, check, operation, require
 
 # What a call takes for itself unless told otherwise (a wave of an H200 at a million tokens), and
 # the least it can be told.

@@ -18,11 +18,12 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.selection_plan import GROUP, MOST_GROUP_K, MOST_GROUPS, MOST_WHOLE
 from anymla.ops.indexer.triton_emit import emit_all, emit_slots, places, row_bounds
 from anymla.ops.indexer.triton_order import NOTHING, kth_largest, ordered
+from anymla.ops.pdl import target_has_pdl
 
 _GROUP = tl.constexpr(GROUP)
 _EACH = tl.constexpr(4)  # neighbours that a thread loads at once
@@ -61,16 +62,16 @@ def group_select_kernel(
     ELEMENTS: tl.constexpr,
     KEPT: tl.constexpr,
     SCORED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row. ``scores`` are bits of float32; ``chosen_groups`` is scratch, [rows, KEPT].
 
     With 0 GROUPS the row has no maxima, and at most ELEMENTS entries; else ELEMENTS is KEPT * 16.
 
-    Without SCORED the first entries are chosen: all there are, unless no score could be had. EARLY:
-    see ``early_launch``.
+    Without SCORED the first entries are chosen: all there are, unless no score could be had. PDL:
+    see ``pdl_launch``.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -176,7 +177,7 @@ def builds(target: Target) -> Iterator[Build]:
             "ELEMENTS": 512,
             "KEPT": 512,
             "SCORED": False,
-            "EARLY": launches_early(target),
+            "PDL": target_has_pdl(target),
         },
         num_warps=warps_of(512, 0, 1, target),
     )
@@ -194,7 +195,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "ELEMENTS": elements,
                 "KEPT": 512,
                 "SCORED": True,
-                "EARLY": launches_early(target),
+                "PDL": target_has_pdl(target),
             },
             num_warps=warps_of(elements, 0, 1, target),
             # A few where programs of Ada have no more registers; many in the widest rows.
@@ -219,7 +220,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "ELEMENTS": kept * GROUP,
                         "KEPT": kept,
                         "SCORED": True,
-                        "EARLY": launches_early(target),
+                        "PDL": target_has_pdl(target),
                     },
                     num_warps=warps_of(kept * GROUP, groups, rows, target),
                     # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.

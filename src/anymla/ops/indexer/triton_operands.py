@@ -12,7 +12,7 @@ import triton.language as tl
 
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.triton_cast import e2m1_to_fp32, e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
-from anymla.ops._triton import Target
+from anymla.ops.device import Target
 
 _BLOCK = tl.constexpr(MXFP4_BLOCK)
 

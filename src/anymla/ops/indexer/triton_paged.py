@@ -20,8 +20,9 @@ from anymla.formats.page_layout import (
     ROWS_FP32_128,
 )
 from anymla.formats.triton_rows import cache_bytes, row_codec
-from anymla.ops import _triton
-from anymla.ops._triton import Build, Target
+from anymla.ops import device as device_facts
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.triton_operands import (
     KIND_OF_CODEC,
     KIND_OF_DTYPE,
@@ -130,7 +131,7 @@ def paged_mqa_logits(
     if not pages:
         logits.fill_(-torch.inf)
     elif logits.numel():
-        target = _triton.target_of(q.device)
+        target = device_facts.target_of(q.device)
         codec = row_codec(layout)
         q_kind = KIND_OF_DTYPE[q.dtype]
         math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)

@@ -26,10 +26,11 @@ from anymla.formats.records import KV_AMAX_FLOOR
 from anymla.formats.triton_cast import exp2_int, exponent_to_ue8m0, fp32_to_e2m1, fp32_to_e4m3
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import block_exponent
-from anymla.ops import _triton
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops import device as device_facts
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 # Channels of a program's tile: 16 for each thread.
 _TILE = 2048
@@ -92,10 +93,10 @@ def query_kernel(
     HADAMARD: tl.constexpr,
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A token and HEADS of its heads; EARLY: see ``early_launch``."""
-    if EARLY:
+    """A token and HEADS of its heads; PDL: see ``pdl_launch``."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -205,11 +206,11 @@ def indexer_q_rope_quant(
             RULE=rule_of(quant, width),
             PACKED=packed,
             HADAMARD=hadamard,
-            NATIVE=_triton.target_of(device).native_e4m3,
+            NATIVE=device_facts.target_of(device).native_e4m3,
             HEADS=together,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
-            **early_launch(device),
+            **pdl_launch(device),
         )
     return out.view(torch.float8_e4m3fn) if quant == "fp8" else out, scales, out_weights
 
@@ -249,7 +250,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "HADAMARD": hadamard,
                         "NATIVE": target.native_e4m3,
                         "HEADS": heads_of(64, width),
-                        "EARLY": launches_early(target),
+                        "PDL": target_has_pdl(target),
                     },
                     num_warps=_NUM_WARPS,
                     fp_fusion=False,

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.triton_emit import emit_all, emit_slots, row_bounds
 from anymla.ops.indexer.triton_order import NOTHING
 from anymla.ops.indexer.triton_sample_row import count_through, finish, load_keys_at, threshold_of
+from anymla.ops.pdl import target_has_pdl
 
 SAMPLES = 2048
 _EACH = tl.constexpr(4)  # neighbours that a thread loads at once
@@ -62,13 +63,13 @@ def sample_collect_kernel(
     SAMPLES: tl.constexpr,
     TILE: tl.constexpr,
     KEPT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A part of a row, TILE entries a step; ``found`` is unbounded.
 
-    EARLY: see ``early_launch``.
+    PDL: see ``pdl_launch``.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
@@ -161,10 +162,10 @@ def sample_finish_kernel(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
     KEPT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A row that several programs have collected from."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -211,7 +212,7 @@ def builds(target: Target) -> Iterator[Build]:
     for parts, capacity, rows, kept in cases:
         tile, warps = tile_and_warps(rows, capacity, target)
         shared = {"starts": None, "PARTS": parts, "CAPACITY": capacity, "TILE": tile, "KEPT": kept}
-        shared["EARLY"] = launches_early(target)
+        shared["PDL"] = target_has_pdl(target)
         extra = ("slots", "table") if parts > 1 else ()
         missing = {} if parts > 1 else {"slots": None, "table": None}
         types = {**dict.fromkeys((*pointers, *extra), "*i32"), **dict.fromkeys(numbers, "i32")}

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops import _triton
-from anymla.ops._triton import Build, Target
+from anymla.ops import device as device_facts
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.triton_operands import (
     KIND_OF_DTYPE,
     head_sums,
@@ -144,7 +145,7 @@ def mqa_logits(
     if logits is None or logits.stride(1) != 1:
         logits = torch.empty(rows, keys, dtype=torch.float32, device=q.device)
     if rows and keys:
-        target = _triton.target_of(q.device)
+        target = device_facts.target_of(q.device)
         q_kind, k_kind = KIND_OF_DTYPE[q.dtype], KIND_OF_DTYPE[k.dtype]
         math = math_of(q_kind, k_kind, target)
         tile = tile_of(rows, heads, width, math, target)

@@ -7,7 +7,6 @@ call can be captured in a graph.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
-from anymla.ops import _triton
-from anymla.ops.early import early_launch
+from anymla.ops import device as device_facts
 from anymla.ops.indexer import triton_sample_select
 from anymla.ops.indexer.selection_plan import (
     GROUP,
@@ -32,7 +30,8 @@ from anymla.ops.indexer.triton_sample_select import (
     tile_and_warps,
 )
 from anymla.ops.indexer.triton_select_scores import select_scores
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch
+from anymla.ops.streams import scratch
 
 # Writes the scores of a round; arguments of ``triton_select_scores.select_scores``.
 Scorer = Callable[..., None]
@@ -97,14 +96,14 @@ def select_rounds(
     best = _writable(out, (tokens, k), q.device)
     filled = None if slots is None else _writable(slots, (tokens, k), q.device)
     if tokens:
-        target = _triton.target_of(q.device)
+        target = device_facts.target_of(q.device)
         # Without pages all scores are -inf, and the first entries win.
         entries = covered if cache.shape[0] else 0
         plan = plan_selection(
             tokens,
             entries,
             k,
-            multiprocessors=multiprocessors(q.device),
+            multiprocessors=device_facts.target_of(q.device).sm_count,
             scratch_bytes=scratch_bytes,
             histograms=selector is not None,
         )
@@ -187,7 +186,7 @@ def _select(
     requests: int,
     covered: int,
     k: int,
-    target: _triton.Target,
+    target: device_facts.Target,
     selector: Selector | None,
 ) -> None:
     """Launch the selector of a round."""
@@ -209,7 +208,7 @@ def _select(
     if selector is not None and plan.form in ("whole", "groups"):
         selector(plan, scores, memory.maxima, (*given, counts, *about_slots, *sizes))
         return
-    options = early_launch(best.device) | options_of(rows, target)
+    options = pdl_launch(best.device) | options_of(rows, target)
     if plan.form == "samples":
         tile, warps = tile_and_warps(rows, plan.capacity, target)
         found = (memory.keys, memory.entries, memory.found)
@@ -241,13 +240,3 @@ def _writable(given: Tensor | None, shape: tuple[int, int], device: torch.device
     if given is not None and given.stride(1) == 1:
         return given
     return torch.empty(shape, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a device; 1 where nothing is known."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    if device.type == "xpu":
-        return int(getattr(torch.xpu.get_device_properties(device), "gpu_subslice_count", 64))
-    return 1

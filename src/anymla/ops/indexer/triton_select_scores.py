@@ -19,8 +19,8 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_BF16_128
 from anymla.formats.triton_rows import cache_bytes, row_codec
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.selection_plan import GROUP
 from anymla.ops.indexer.triton_emit import row_bounds
 from anymla.ops.indexer.triton_operands import (
@@ -34,6 +34,7 @@ from anymla.ops.indexer.triton_order import NOTHING, ordered_result
 from anymla.ops.indexer.triton_pages import tile_scores
 from anymla.ops.indexer.triton_scores import POINTER_OF_KIND, codes_of
 from anymla.ops.indexer.triton_tiles import Tile, paged_tile_of, span_of
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _GROUP = tl.constexpr(GROUP)
 
@@ -81,13 +82,13 @@ def select_scores_kernel(
     NATIVE: tl.constexpr,
     CANONICAL_NAN: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ROWS tokens and ``span`` entries; rows are numbered from ``first_row``.
 
-    EARLY: see ``early_launch``.
+    PDL: see ``pdl_launch``.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     member = tl.arange(0, ROWS)
@@ -198,7 +199,7 @@ def select_scores(
         KEYS=tile.keys, ENTRIES=entries, CODEC=codec, Q_KIND=q_kind, MATH=math,
         NATIVE=target.native_e4m3, CANONICAL_NAN=target.backend == "cuda", STAGES=tile.stages,
         num_warps=tile.warps, num_stages=tile.stages, **registers_of(tile, math, target),
-        **early_launch(q.device),
+        **pdl_launch(q.device),
     )  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "NATIVE": target.native_e4m3,
                 "CANONICAL_NAN": target.backend == "cuda",
                 "STAGES": tile.stages,
-                "EARLY": launches_early(target),
+                "PDL": target_has_pdl(target),
             }
             optional = (
                 ("q_scales", "*u8", q_kind == "e2m1"),

@@ -6,9 +6,8 @@ import dataclasses
 
 import triton
 
-from anymla.ops._triton import Target
+from anymla.ops.device import Target
 
-# Programs that fill the largest GPUs several times over, and tiles that one program passes over.
 _PROGRAMS = 1024
 _MOST_TILES = 64
 _ROOMY = 128 * 1024

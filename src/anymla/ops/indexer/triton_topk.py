@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.triton_order import ordered
 from anymla.ops.indexer.triton_winners import columns_in_sight, order_winners
-from anymla.ops.workspace import scratch
+from anymla.ops.streams import scratch
 
 _SMALL_TILE, _TILE = 1024, 4096
 # Parts of a row: enough programs for a GPU, and candidates that are few against the row.

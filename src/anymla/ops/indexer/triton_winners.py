@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.indexer.triton_order import ordered
 
 # More winners than this are ranked by counting, because a sorting network grows too large.

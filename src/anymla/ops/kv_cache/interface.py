@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops._operation import FLOATS, INT32, INT64, check, operation, require
 from anymla.ops.kv_cache import reference, torch_gather, torch_insert
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.kv_cache.support import row_support
+from anymla.ops.registry import FLOATS, INT32, INT64, check, operation, require
 
 
 @operation(mutates=("k_cache",))

@@ -6,8 +6,8 @@ from typing import Any
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.records import InlineFp8Layout
-from anymla.ops._operation import Support
-from anymla.ops._triton import float32_support
+from anymla.ops.device import float32_support
+from anymla.ops.registry import Support
 
 
 def row_support(*args: Any, layout: str = MAIN_FP8, **keywords: Any) -> Support:

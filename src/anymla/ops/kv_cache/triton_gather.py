@@ -20,10 +20,11 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, load_rows, row_codec
-from anymla.ops import _triton
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops import device as device_facts
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.kv_cache.triton_builds import KINDS
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _TILE = 2048
 
@@ -55,10 +56,10 @@ def gather_slots_kernel(
     CODEC: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Decode ``count`` slots; page stride in bytes, capacity in slots, the others in elements."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -93,13 +94,13 @@ def gather_sequences_kernel(
     CODEC: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Decode the last ``lengths[r]`` rows before ``stops[r]`` to out[r, first:first + room].
 
     ``tables`` is [R, columns] with contiguous columns; a request has ``tiles`` programs.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     request = tl.program_id(0).to(tl.int64) // tiles
@@ -130,7 +131,7 @@ def dequant_gather_slots(
     count, codec = indices.shape[0], row_codec(layout)
     if not count:
         return
-    target = _triton.target_of(out.device)
+    target = device_facts.target_of(out.device)
     chosen = config(codec.channels, target)
     gather_slots_kernel[(triton.cdiv(count, chosen.rows),)](
         out,
@@ -147,7 +148,7 @@ def dequant_gather_slots(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(out.device),
+        **pdl_launch(out.device),
     )
 
 
@@ -166,7 +167,7 @@ def dequantize_and_gather_k_cache(
     requests, room, codec = out.shape[0], out.shape[1] - offset, row_codec(layout)
     if not requests or room <= 0:
         return
-    target = _triton.target_of(out.device)
+    target = device_facts.target_of(out.device)
     chosen = config(codec.channels, target)
     tiles = triton.cdiv(room, chosen.rows)
     tables = block_table if block_table.stride(1) == 1 else block_table.contiguous()
@@ -192,7 +193,7 @@ def dequantize_and_gather_k_cache(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(out.device),
+        **pdl_launch(out.device),
     )
 
 
@@ -217,7 +218,7 @@ def _common(layout: str, entries: int, target: Target) -> dict[str, Any]:
         "CODEC": codec,
         "NATIVE": target.native_e4m3,
         "ROWS": chosen.rows,
-        "EARLY": launches_early(target),
+        "PDL": target_has_pdl(target),
     }
     return {"constants": constants, "num_warps": chosen.num_warps, "fp_fusion": False}
 

@@ -24,10 +24,11 @@ from anymla.formats.triton_rows import (
     store_rows,
     store_tail,
 )
-from anymla.ops import _triton
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops import device as device_facts
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.kv_cache.triton_builds import KINDS
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _TILE = 2048
 
@@ -59,10 +60,10 @@ def insert_kernel(
     CODEC: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Store ``count`` rows of k; page stride in bytes, capacity in slots."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -90,7 +91,7 @@ def quantize_and_insert_k_cache(
     count, codec = slot_mapping.shape[0], row_codec(layout)
     if not count or not pages:
         return
-    target = _triton.target_of(k.device)
+    target = device_facts.target_of(k.device)
     chosen = config(codec.channels, target)
     insert_kernel[(triton.cdiv(count, chosen.rows),)](
         k,
@@ -107,7 +108,7 @@ def quantize_and_insert_k_cache(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(k.device),
+        **pdl_launch(k.device),
     )
 
 
@@ -134,7 +135,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "CODEC": codec,
                 "NATIVE": target.native_e4m3,
                 "ROWS": chosen.rows,
-                "EARLY": launches_early(target),
+                "PDL": target_has_pdl(target),
             },
             num_warps=chosen.num_warps,
             fp_fusion=False,

@@ -12,15 +12,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import ROW_STEP
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.linear.gluon_sm90_rows import rows_kernel
 from anymla.ops.linear.gluon_sm90_runs import runs_kernel
 from anymla.ops.linear.gluon_sm90_tens import tens_kernel
 from anymla.ops.linear.hopper_forms import Form, form, plain_form
 from anymla.ops.linear.hopper_support import PLAIN_RUN
 from anymla.ops.linear.triton_quantize import quantize_rows_by_run
-from anymla.ops.sparse_attention.triton_attention import multiprocessors
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 
 def fp8_block_linear(
@@ -51,7 +51,7 @@ def fp8_block_linear(
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """See ``interface.linear_float32``."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = multiply_plain(rows, weight, plain_form(len(rows)), multiprocessors(x.device))
+    out = multiply_plain(rows, weight, plain_form(len(rows)), target_of(x.device).sm_count)
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -60,7 +60,7 @@ def product(
 ) -> Tensor:
     """``multiply`` in the form for so many tokens."""
     (tokens, groups, width), n = x.shape, w.shape[1]
-    processors = multiprocessors(x.device)
+    processors = target_of(x.device).sm_count
     chosen = form(tokens, groups, n, width // FP8_BLOCK, processors)
     return multiply(x, x_scales, w, scales, out_dtype, chosen, processors)
 
@@ -139,7 +139,7 @@ def multiply_plain(
 
 
 def _options(chosen: Form, x: Tensor, early: bool) -> dict[str, Any]:
-    launch = early_launch(x.device) if early else {"EARLY": False}
+    launch = pdl_launch(x.device) if early else {"PDL": False}
     return {"num_warps": chosen.warps, "maxnreg": chosen.registers, **launch}
 
 
@@ -192,7 +192,7 @@ def _build(target: Target, chosen: Form, scales: str | None) -> Build:
     constants: dict[str, Any] = {
         "ROWS": chosen.rows,
         "STAGES": chosen.stages,
-        "EARLY": launches_early(target),
+        "PDL": target_has_pdl(target),
     }
     runs, tens = chosen.kernel == "runs", chosen.kernel == "tens"
     layout = NVMMASharedLayout(128, 8 if tens else 32, rank=3 if runs else 2)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from anymla.ops.gluon_early import wait_for_predecessors
+from anymla.ops.pdl import gdc_wait
 
 # The name changed after triton 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -30,7 +30,7 @@ def _ask(desc, line, run, barrier, to, WIDTH: gl.constexpr, pred=True):
 def produce(
     x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles,
     ROWS: gl.constexpr, BYTES: gl.constexpr, RUNS: gl.constexpr, WIDTH: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Every tile of a program, a slot after the other.
 
@@ -49,7 +49,7 @@ def produce(
         RUNS: of a step.
         WIDTH: see ``_ask``.
         STAGES: of the ring.
-        EARLY: see ``early_launch``.
+        PDL: see ``pdl_launch``.
     """
     first = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -64,8 +64,8 @@ def produce(
         if run >= runs:
             run = 0
             tile += programs
-    if EARLY:
-        wait_for_predecessors()
+    if PDL:
+        gdc_wait()
     tile = first
     run = 0
     for i in gl.static_range(STAGES):

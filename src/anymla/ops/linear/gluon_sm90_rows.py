@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.linear.gluon_sm90_produce import produce
 from anymla.ops.linear.gluon_sm90_words import decoded_flat, factors, flat_layout
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
@@ -22,7 +22,7 @@ def _consume(
     ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
     x_scale_token, x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_RUN: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
@@ -34,8 +34,8 @@ def _consume(
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SUMS))
     last_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAST))
     last_token = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAST))
-    if EARLY:
-        wait_for_predecessors()
+    if PDL:
+        gdc_wait()
     if BY_RUN:
         # Rows come in sixteens where their scales lie side by side.
         x_scale_run = x_scale_run // 16 * 16
@@ -81,7 +81,7 @@ def rows_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, groups, x_scale_token,
     x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_RUN: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
@@ -103,7 +103,7 @@ def rows_kernel(
         WARPS: of the consumer.
         STAGES: of the ring.
         BY_RUN: as of ``runs_kernel``.
-        EARLY: launched before what makes x has ended.
+        PDL: launched before what makes x has ended.
     """
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, COLUMNS, 32], x_desc.layout)
@@ -112,17 +112,17 @@ def rows_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    if EARLY:
-        let_dependents_start()
+    if PDL:
+        gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (
                 ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
-                x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, EARLY,
+                x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, PDL,
             )),
             (produce, (
                 x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS,
-                (ROWS + COLUMNS) * 128, 1, 32, STAGES, EARLY,
+                (ROWS + COLUMNS) * 128, 1, 32, STAGES, PDL,
             )),
         ],
         [1],

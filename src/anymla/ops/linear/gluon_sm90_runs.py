@@ -21,9 +21,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.linear.gluon_sm90_produce import produce
 from anymla.ops.linear.gluon_sm90_words import decoded, factors, halves, words_layout
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
@@ -31,7 +31,7 @@ def _consume(
     ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
     x_scale_token, x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2 if PLAIN else 4)
@@ -51,8 +51,8 @@ def _consume(
         x_group = first * ROWS // n
         s_at = scales + (x_group * blocks + (first * ROWS - x_group * n) // 128) * runs + run
         w_scale = gl.load(s_at, mask=run < runs, other=0)
-    if EARLY:
-        wait_for_predecessors()
+    if PDL:
+        gdc_wait()
     if not PLAIN:
         if BY_RUN:
             # Rows come in sixteens where their scales lie side by side.
@@ -118,7 +118,7 @@ def runs_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, groups, x_scale_token,
     x_scale_run,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, EARLY: gl.constexpr,
+    BY_RUN: gl.constexpr, PLAIN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
@@ -142,7 +142,7 @@ def runs_kernel(
         STAGES: of the ring.
         BY_RUN: x_scale_token is 1, and there are scales of as many rows as ``QuantizedRows`` has.
         PLAIN: both operands are bfloat16, runs are 64 channels, and there are no scales.
-        EARLY: launched before what makes x has ended.
+        PDL: launched before what makes x has ended.
     """
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, ROWS, 32], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, COLUMNS, 32], x_desc.layout)
@@ -151,18 +151,18 @@ def runs_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    if EARLY:
-        let_dependents_start()
+    if PDL:
+        gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (
                 ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
                 x_scale_token, x_scale_run, ROWS, COLUMNS, WARPS, STAGES, BY_RUN, PLAIN,
-                EARLY,
+                PDL,
             )),
             (produce, (
                 x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS,
-                (ROWS + COLUMNS) * WARPS * 128, WARPS, 0, STAGES, EARLY,
+                (ROWS + COLUMNS) * WARPS * 128, WARPS, 0, STAGES, PDL,
             )),
         ],
         [1],

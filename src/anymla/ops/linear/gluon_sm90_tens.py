@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.linear.gluon_sm90_produce import produce
 from anymla.ops.linear.gluon_sm90_words import factors
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
@@ -47,7 +47,7 @@ def _consume(
     ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
     x_scale_token, x_scale_run,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
-    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [TOKENS // 16, 1], [16, ROWS, 32])
     first = gl.program_id(0)
@@ -57,8 +57,8 @@ def _consume(
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
     inside = token < tokens
     zeros = gl.zeros([TOKENS, ROWS], gl.float32, layout=SUMS)
-    if EARLY:
-        wait_for_predecessors()
+    if PDL:
+        gdc_wait()
     step = 0
     for tile in range(first, tiles, programs):
         group = tile * ROWS // n
@@ -103,7 +103,7 @@ def tens_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, runs, tiles, groups, x_scale_token,
     x_scale_run,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
-    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
@@ -124,7 +124,7 @@ def tens_kernel(
         TOKENS: 64 or 128.
         STAGES: of the ring, at least AT_ONCE.
         AT_ONCE: products under way, 2 or 4.
-        EARLY: launched before what makes x has ended.
+        PDL: launched before what makes x has ended.
     """
     ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, ROWS, 128], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, 128], x_desc.layout)
@@ -133,17 +133,17 @@ def tens_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    if EARLY:
-        let_dependents_start()
+    if PDL:
+        gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (
                 ring, x_ring, full, empty, x_scales, scales, out, tokens, n, runs, tiles, groups,
-                x_scale_token, x_scale_run, ROWS, TOKENS, STAGES, AT_ONCE, EARLY,
+                x_scale_token, x_scale_run, ROWS, TOKENS, STAGES, AT_ONCE, PDL,
             )),
             (produce, (
                 x_desc, w_desc, ring, x_ring, full, empty, n, runs, tiles, ROWS,
-                (ROWS + TOKENS) * 128, 1, 128, STAGES, EARLY,
+                (ROWS + TOKENS) * 128, 1, 128, STAGES, PDL,
             )),
         ],
         [1],

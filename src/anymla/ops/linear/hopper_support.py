@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._operation import Support
-from anymla.ops._triton import triton_support
-from anymla.ops.sparse_attention.support import runs_gluon
+from anymla.ops.device import runs_gluon, triton_support
+from anymla.ops.registry import Support
 
 # Whether the kernels are chosen without having been named.
 AUTOMATIC = True

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import FLOAT32_UP, FLOATS, check, operation, require
 from anymla.ops._quantized import check_codes
-from anymla.ops._triton import float32_support, triton_support
+from anymla.ops.device import float32_support, triton_support
 from anymla.ops.linear import reference, torch_linear, vendor_linear
 from anymla.ops.linear.hopper_support import hopper_support, plain_support
 from anymla.ops.linear.scaled_support import scaled_support
+from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require
 
 _BYTES = torch.uint8
 

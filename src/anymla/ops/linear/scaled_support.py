@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, bfloat16
 
-from anymla.ops._operation import Support
-from anymla.ops._triton import INTERPRETED, target_of, triton_support
+from anymla.ops.device import INTERPRETED, target_of, triton_support
+from anymla.ops.registry import Support
 
 TARGET = "sm_100"
 

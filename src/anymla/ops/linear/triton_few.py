@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_splits import sum_splits
 from anymla.ops.linear.triton_turned import turned_product, waits_together
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 # Programs that keep enough loads under way, and the fewest runs that are worth a program.
 _PROGRAMS = 396
@@ -83,10 +84,10 @@ def few_linear_kernel(
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
     TOGETHER: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile of results, or of one split's sums."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     group = (tl.program_id(2) % groups).to(tl.int64)
@@ -200,7 +201,7 @@ def launch_few(
         STAGES=chosen.stages,
         TOGETHER=chosen.together,
         num_warps=chosen.num_warps,
-        **early_launch(x.device),
+        **pdl_launch(x.device),
     )
     if splits > 1:
         sum_splits(result, out)
@@ -242,7 +243,7 @@ def _build(target: Target, weight_format: str, chosen: FewTile, splits: bool) ->
             "NATIVE": target.native_e4m3,
             "STAGES": chosen.stages,
             "TOGETHER": chosen.together,
-            "EARLY": launches_early(target),
+            "PDL": target_has_pdl(target),
         },
         num_warps=chosen.num_warps,
         divisible=("n", "width", "w_row", "w_group"),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from anymla.ops._triton import target_of
+from anymla.ops.device import target_of
 from anymla.ops.linear import torch_linear
 from anymla.ops.linear.triton_few import few_support, few_tile, launch_few
 from anymla.ops.linear.triton_linear import launch_linear

@@ -22,12 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_few import few_support, few_tile, launch_few
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_splits import sum_splits
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 # Programs that keep the largest GPUs busy, and the shortest split that is worth a program.
 _PROGRAMS = 512
@@ -66,10 +67,10 @@ def linear_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile of results, or of one split's sums."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -181,7 +182,7 @@ def launch_linear(
         NATIVE=target.native_e4m3,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
-        **early_launch(x.device),
+        **pdl_launch(x.device),
     )
     if splits > 1:
         sum_splits(result, out)
@@ -245,7 +246,7 @@ def _build(target: Target, weight_format: str, dtype: str, coded: bool, tokens: 
             "COLUMNS": chosen.columns,
             "BLOCK_K": chosen.channels,
             "NATIVE": native,
-            "EARLY": launches_early(target),
+            "PDL": target_has_pdl(target),
         },
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,

@@ -20,10 +20,11 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_cast import e4m3_to_fp16
 from anymla.formats.triton_words import channel_at
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_quantize import FEW_RUNS, RUNS, quantize_runs, runs_of_program
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 _STORED = {tl.float8e4nv: torch.uint8, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
@@ -41,10 +42,10 @@ def operand_rows_kernel(
     BYTES: tl.constexpr,
     QUANTIZE: tl.constexpr,
     NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """RUNS runs, in the order of decoded values of BYTES bytes (0: as they are)."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
@@ -104,7 +105,7 @@ def operand_rows(
         BYTES=operands.element_size() if weight_format == "mxfp4" else 0,
         QUANTIZE=quantize,
         NATIVE=target_of(x.device).native_e4m3,
-        **early_launch(x.device),
+        **pdl_launch(x.device),
     )
     return operands, scales
 
@@ -138,7 +139,7 @@ def _build(target: Target, dtype: str, stored: str, order: int, quantize: bool, 
             "BYTES": order,
             "QUANTIZE": quantize,
             "NATIVE": target.native_e4m3,
-            "EARLY": launches_early(target),
+            "PDL": target_has_pdl(target),
         },
         divisible=("width",),
     )

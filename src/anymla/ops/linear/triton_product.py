@@ -27,7 +27,7 @@ from anymla.formats.triton_cast import (
     e4m3_to_fp32,
     ue8m0_to_fp32,
 )
-from anymla.ops._triton import Target
+from anymla.ops.device import Target
 
 TL_DTYPES = {
     torch.bfloat16: tl.bfloat16,

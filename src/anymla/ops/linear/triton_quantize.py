@@ -16,9 +16,10 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
-from anymla.ops.workspace import scratch
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 # Runs of a program: 16 to 32 values a thread.
 RUNS = 16
@@ -93,10 +94,10 @@ def quantize_rows_kernel(
     RUNS: tl.constexpr,
     NATIVE: tl.constexpr,
     SCALES_BY_RUN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """RUNS runs of WIDTH channels; scales a row after the other, or columns of ``column`` rows."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
@@ -153,7 +154,7 @@ def _launch(x: Tensor, codes: Tensor, scales: Tensor, column: int) -> None:
         RUNS=runs,
         NATIVE=target_of(x.device).native_e4m3,
         SCALES_BY_RUN=column > 0,
-        **early_launch(x.device),
+        **pdl_launch(x.device),
     )
 
 
@@ -186,7 +187,7 @@ def _build(target: Target, dtype: str, runs: int, native: bool, scales_by_run: b
             "RUNS": runs,
             "NATIVE": native,
             "SCALES_BY_RUN": scales_by_run,
-            "EARLY": launches_early(target),
+            "PDL": target_has_pdl(target),
         },
         divisible=("width",),
     )

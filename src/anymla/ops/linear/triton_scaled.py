@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.linear.scaled_support import TARGET
 from anymla.ops.linear.triton_quantize import quantize_rows
 

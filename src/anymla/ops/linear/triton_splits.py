@@ -13,16 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["count", "splits"])
-def sum_splits_kernel(parts, out, count, splits, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def sum_splits_kernel(parts, out, count, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """BLOCK results: the splits' sums added in order."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +40,7 @@ def sum_splits(parts: Tensor, out: Tensor) -> None:
     """Add float32 parts [splits, ...] into contiguous ``out`` [...]."""
     count = out.numel()
     sum_splits_kernel[(triton.cdiv(count, _BLOCK),)](
-        parts, out, count, parts.shape[0], BLOCK=_BLOCK, **early_launch(out.device)
+        parts, out, count, parts.shape[0], BLOCK=_BLOCK, **pdl_launch(out.device)
     )
 
 
@@ -50,5 +51,5 @@ def builds(target: Target) -> Iterator[Build]:
             f"to {dtype}",
             sum_splits_kernel,
             {"parts": "*fp32", "out": f"*{dtype}", "count": "i32", "splits": "i32"},
-            {"BLOCK": _BLOCK, "EARLY": launches_early(target)},
+            {"BLOCK": _BLOCK, "PDL": target_has_pdl(target)},
         )

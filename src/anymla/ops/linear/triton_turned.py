@@ -28,7 +28,7 @@ from anymla.formats.triton_words import (
     words_to_e4m3,
     words_to_fp16,
 )
-from anymla.ops._triton import Target
+from anymla.ops.device import Target
 
 
 def waits_together(target: Target) -> bool:

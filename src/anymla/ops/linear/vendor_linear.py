@@ -15,10 +15,9 @@ from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.ue8m0 import decode_ue8m0
-from anymla.ops._operation import Support
-from anymla.ops._triton import target_of, triton_support
+from anymla.ops.device import target_of, triton_support
+from anymla.ops.registry import Support
 
-# Chosen without being named from so many tokens on.
 _FEWEST_TOKENS = 64
 TOKEN_STEP = 16
 # The scales of a row of blocks are read as 16 bytes.

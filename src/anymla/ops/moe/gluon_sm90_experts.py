@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.moe.gluon_sm90_stream import stream_kernel
 from anymla.ops.moe.stream_forms import Form, forms
 from anymla.ops.moe.triton_prepare import prepare
 from anymla.ops.moe.triton_stack import Call, places_of
-from anymla.ops.sparse_attention.triton_attention import multiprocessors
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 
 def streamed_products(call: Call, results: Tensor, up: Form, down: Form) -> None:
@@ -30,8 +30,8 @@ def streamed_products(call: Call, results: Tensor, up: Form, down: Form) -> None
     operands, x_scales, plan = prepare(call, up.columns)
     places = places_of(call)
     inner = scratch((call.pairs, width), call.x.dtype, call.x.device)
-    early = early_launch(call.x.device)
-    processors = multiprocessors(call.x.device)
+    early = pdl_launch(call.x.device)
+    processors = target_of(call.x.device).sm_count
     given = (call.weights, plan.order, plan.table)
     stream_kernel[(processors * up.programs,)](
         operands, x_scales, *given, *places.up, inner, plan.most, float(call.swiglu_limit),
@@ -87,7 +87,7 @@ def _build(target: Target, form: Form, inner: int, d: int, up: bool, lists: bool
         "OUT": inner if up else d,
         "PER_TOKEN": 6 if up else 1,
         "UP": up,
-        "EARLY": launches_early(target),
+        "PDL": target_has_pdl(target),
         **_options(form, 16),
     }
     num_warps = sizes.pop("num_warps")

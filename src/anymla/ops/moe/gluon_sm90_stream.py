@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from anymla.ops.gluon_early import let_dependents_start, wait_for_predecessors
 from anymla.ops.moe.gluon_sm90_products import (
     above,
     factors_of,
@@ -32,6 +31,7 @@ from anymla.ops.moe.gluon_sm90_products import (
     two,
 )
 from anymla.ops.moe.gluon_sm90_requests import ask_rows, ask_weights, tile_of
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 from anymla.ops.sparse_attention.gluon_sm90_lists import view
 
 
@@ -79,7 +79,7 @@ def stream_kernel(
     K: gl.constexpr, OUT: gl.constexpr, PER_TOKEN: gl.constexpr, M: gl.constexpr,
     N: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, UP: gl.constexpr,
     W_UNIT: gl.constexpr, WARPS: gl.constexpr, TOGETHER: gl.constexpr, BATCH: gl.constexpr,
-    LATER: gl.constexpr, EARLY: gl.constexpr,
+    LATER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
@@ -117,7 +117,7 @@ def stream_kernel(
         TOGETHER: programs of a multiprocessor.
         BATCH: runs of w2's input that are quantised at once.
         LATER: products under way while those before are added up, 4 or 0.
-        EARLY: launched while the kernels before still run.
+        PDL: launched while the kernels before still run.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 32])
     RC: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -159,10 +159,10 @@ def stream_kernel(
     x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, RUNS, N], FLAT)
     x_factor = view(x_factors, gl.float32, [CHUNKS * RUNS, N], LINE)
 
-    if EARLY and UP:
+    if PDL and UP:
         # The plan says which weights are read, so nothing can be asked for before.
-        wait_for_predecessors()
-        let_dependents_start()
+        gdc_wait()
+        gdc_launch_dependents()
     items = gl.load(blocks + 3 * count, cache_modifier=".cg") * TILES
     programs = gl.num_programs(0)
     p = gl.program_id(0)
@@ -193,9 +193,9 @@ def stream_kernel(
                 )  # fmt: skip
             part += 1
         async_copy.commit_group()
-    if EARLY and not UP:
-        wait_for_predecessors()
-        let_dependents_start()
+    if PDL and not UP:
+        gdc_wait()
+        gdc_launch_dependents()
     sums = gl.zeros([M, N], gl.float32, ACC)
     for g in range(stages):
         slot = g % STAGES

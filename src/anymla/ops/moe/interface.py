@@ -7,7 +7,10 @@ K experts per token, I an expert's inner size, V vocabulary.
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import (
+from anymla.ops._quantized import check_codes
+from anymla.ops.device import float32_support
+from anymla.ops.moe import reference, torch_experts, torch_router
+from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
     INT32,
@@ -17,9 +20,6 @@ from anymla.ops._operation import (
     operation,
     require,
 )
-from anymla.ops._quantized import check_codes
-from anymla.ops._triton import float32_support
-from anymla.ops.moe import reference, torch_experts, torch_router
 
 _FORMATS = ("plain", "fp8", "mxfp4")
 

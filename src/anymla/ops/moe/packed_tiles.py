@@ -7,7 +7,7 @@ import dataclasses
 import torch
 import triton.language as tl
 
-from anymla.ops._triton import Target
+from anymla.ops.device import Target
 from anymla.ops.linear.triton_turned import waits_together
 from anymla.ops.moe.triton_stack import Call, aligned
 

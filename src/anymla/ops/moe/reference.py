@@ -12,7 +12,7 @@ from anymla.formats.fp8_block import (
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.ops._quantized import fill_codes
-from anymla.ops.late import wait_for_arguments
+from anymla.ops.streams import flush_stream_wait
 
 # Keeps the weights of a token whose every score underflows at 0 instead of 0 / 0.
 SUM_FLOOR = 1e-20
@@ -98,7 +98,7 @@ def experts(
     shared: Tensor | None = None,
 ) -> Tensor:
     """See interface.experts."""
-    wait_for_arguments()
+    flush_stream_wait()
     dtype = wide(x.dtype)
     quantized = quantize_activations and weight_format != "plain"
 

@@ -6,9 +6,8 @@ import dataclasses
 
 import torch
 
-from anymla.ops._triton import TARGETS
+from anymla.ops.device import TARGETS, runs_gluon
 from anymla.ops.moe.triton_stack import Call
-from anymla.ops.sparse_attention.support import runs_gluon
 
 # Whether calls that can be streamed are.
 AUTOMATIC = True

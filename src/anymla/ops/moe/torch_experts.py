@@ -11,11 +11,11 @@ from torch.nn import functional
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.ops._quantized import fill_codes
-from anymla.ops.late import wait_for_arguments
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear
 from anymla.ops.linear.torch_activations import rounded_to_fp8
 from anymla.ops.linear.torch_product import is_row, product, row_products
 from anymla.ops.moe.reference import wide
+from anymla.ops.streams import flush_stream_wait
 
 # Up to here what lies between the products is done for all experts at once, in few calls; beyond,
 # expert by expert, so that only one expert's rows are kept.
@@ -148,7 +148,7 @@ def experts(
     shared: Tensor | None = None,
 ) -> Tensor:
     """See interface.experts."""
-    wait_for_arguments()
+    flush_stream_wait()
     quantized = quantize_activations and weight_format != "plain"
     bank = _Bank(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
     if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_row(x):

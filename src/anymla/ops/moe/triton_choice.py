@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.moe.reference import SUM_FLOOR
+from anymla.ops.pdl import target_has_pdl
 
 # Up to here a token is a warp's, whose threads find the best by themselves.
 FEW_TOKENS = 512
@@ -69,10 +70,10 @@ def route_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     UNROLL: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ROWS tokens: their experts and weights; by the ``bias``, or else by the ``table``."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -153,7 +154,7 @@ def _build(target: Target, experts: int, by_table: bool, padded: bool, tokens: i
             **{name: None for name in pointers if name not in types},
             "K": 6,
             "FLOOR": SUM_FLOOR,
-            "EARLY": launches_early(target),
+            "PDL": target_has_pdl(target),
             **constants,
         },
         num_warps=num_warps,

@@ -20,15 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
-from anymla.ops.late import wait_for_arguments, waits
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.moe.packed_tiles import packed_support, packed_tile
 from anymla.ops.moe.stream_forms import streamed
 from anymla.ops.moe.triton_packed import packed_products
 from anymla.ops.moe.triton_plain import plain_products
 from anymla.ops.moe.triton_stack import Call
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import flush_stream_wait, has_deferred_wait, scratch
 
 _COMBINED = 1024
 
@@ -44,10 +44,10 @@ def combine_kernel(
     n,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK channels of one token."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -85,7 +85,7 @@ def experts(
     (tokens, d), k = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
     if not tokens:
-        wait_for_arguments()
+        flush_stream_wait()
         return out
     lists = [[each.contiguous() for each in given] for given in (w1, w3, w2, s1, s3, s2)]
     call = Call(
@@ -115,8 +115,8 @@ def experts(
         else:
             plain_products(call, results)
     # Whether what is added last is still in the making on another queue.
-    early = {"EARLY": False} if waits() else early_launch(x.device, shared)
-    wait_for_arguments()
+    early = {"PDL": False} if has_deferred_wait() else pdl_launch(x.device, shared)
+    flush_stream_wait()
     shared = None if shared is None else shared.contiguous()
     # Tokens first: only the first axis of a grid holds more than 65,535 programs.
     combine_kernel[(tokens, triton.cdiv(d, _COMBINED))](
@@ -143,6 +143,6 @@ def builds(target: Target) -> Iterator[Build]:
             dtype,
             combine_kernel,
             {**pointers, "ids": "*i32", **integers},
-            {"K": 6, "BLOCK": _COMBINED, "EARLY": launches_early(target)},
+            {"K": 6, "BLOCK": _COMBINED, "PDL": target_has_pdl(target)},
             divisible=("n",),
         )

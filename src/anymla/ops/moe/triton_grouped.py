@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anymla.ops.moe.triton_plan import make_plan
 from anymla.ops.moe.triton_stack import Call, places_of
-from anymla.ops.workspace import scratch
+from anymla.ops.streams import scratch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target, target_of
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_operands import operand_rows
 from anymla.ops.linear.triton_turned import turned_product
 from anymla.ops.moe.packed_tiles import PackedTile, packed_tile

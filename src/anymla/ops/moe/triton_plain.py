@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target, target_of
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_quantize import quantize_rows
 from anymla.ops.moe.triton_grouped import Grouping, Product, grouped_products

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
-from anymla.ops.workspace import scratch
+from anymla.ops._build import Build
+from anymla.ops.device import Target
+from anymla.ops.streams import scratch
 
 _BLOCK = 1024
 

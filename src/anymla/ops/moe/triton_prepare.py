@@ -21,11 +21,12 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_words import channel_at
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.linear.triton_quantize import quantize_runs
 from anymla.ops.moe.triton_stack import Call
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +124,10 @@ def prepare_kernel(
     AT_ONCE: tl.constexpr,
     EXPERTS: tl.constexpr,
     PLACED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One expert's pairs, or RUNS runs."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     me = tl.program_id(0)
@@ -169,7 +170,7 @@ def prepare(call: Call, columns: int) -> tuple[Tensor, Tensor, Blocks]:
         EXPERTS=triton.next_power_of_2(experts),
         PLACED=_placed(pairs),
         num_warps=_warps(experts),
-        **early_launch(x.device),
+        **pdl_launch(x.device),
     )
     return operands, scales, plan
 
@@ -194,7 +195,7 @@ def builds(target: Target) -> Iterator[Build]:
     if target.name != "sm_90":
         return
     tensors = {"operands": "*u8", "scales": "*fp32"}
-    sizes = {"FLOOR": ACTIVATION_AMAX_FLOOR, "EARLY": launches_early(target)}
+    sizes = {"FLOOR": ACTIVATION_AMAX_FLOOR, "PDL": target_has_pdl(target)}
     for dtype in ("bf16", "fp16", "fp32"):
         types = {"x": f"*{dtype}", **tensors, **dict.fromkeys(("rows", "width", "per_row"), "i32")}
         types |= dict.fromkeys(("ids", "order", "table"), "*i32")

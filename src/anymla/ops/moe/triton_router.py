@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.moe.reference import SUM_FLOOR
 from anymla.ops.moe.triton_choice import route_kernel, sizes
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 # Programs of ``logits`` that are enough for a small product, and the shortest split of D.
 _PROGRAMS = 256
@@ -49,10 +50,10 @@ def config(tokens: int, whole: bool) -> RouterConfig:
 @triton.jit(do_not_specialize=["tokens"])
 def logits_kernel(
     x, gate, partial, tokens, experts, width, split,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of x @ gate^T over one split of the channels."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -100,7 +101,7 @@ def _route(
     splits = max(1, min(_PROGRAMS // (grid[0] * grid[1]), width // _SHORTEST))
     split = triton.cdiv(triton.cdiv(width, splits), chosen.channels) * chosen.channels
     splits = triton.cdiv(width, split)
-    early = early_launch(x.device)
+    early = pdl_launch(x.device)
     partial = scratch((splits, tokens, experts), torch.float32, x.device)
     logits_kernel[(*grid, splits)](
         x.contiguous(),
@@ -179,7 +180,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "ROWS": chosen.rows,
                     "EXPERTS": chosen.experts,
                     "BLOCK_K": chosen.channels,
-                    "EARLY": launches_early(target),
+                    "PDL": target_has_pdl(target),
                 },
                 divisible=("width", "split", "experts"),
                 matrix=whole,

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_quantize import store_row_codes
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 BLOCK = 2048
 
@@ -42,10 +43,10 @@ def swiglu_kernel(
     BLOCK: tl.constexpr,
     FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK values of a row, and their codes if there are to be any."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +102,7 @@ def swiglu(
             BLOCK=BLOCK,
             FLOOR=ACTIVATION_AMAX_FLOOR,
             NATIVE=target_of(gate.device).native_e4m3,
-            **early_launch(gate.device),
+            **pdl_launch(gate.device),
         )
     return out
 
@@ -114,7 +115,7 @@ def builds(target: Target) -> Iterator[Build]:
         "BLOCK": BLOCK,
         "FLOOR": ACTIVATION_AMAX_FLOOR,
         "NATIVE": target.native_e4m3,
-        "EARLY": launches_early(target),
+        "PDL": target_has_pdl(target),
     }
     for dtype in ("bf16", "fp16", "fp32"):
         pointers = dict.fromkeys(("gate", "up", "out"), f"*{dtype}")

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, check, operation, require
 from anymla.ops._quantized import check_codes
-from anymla.ops._triton import float32_support
+from anymla.ops.device import float32_support
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.norm_rope import reference, torch_insert, torch_norm, torch_rope
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT64, check, operation, require
 
 
 def _like(x: Tensor) -> Tensor:

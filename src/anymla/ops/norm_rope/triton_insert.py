@@ -20,11 +20,12 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, row_codec
-from anymla.ops import _triton
-from anymla.ops._triton import Build, Target
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops import device as device_facts
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.kv_cache.triton_builds import MAIN_LAYOUTS
 from anymla.ops.norm_rope.triton_programs import insert_rows, turn_heads
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _Q_TILE = 4096
 _KV_TILE = 2048
@@ -77,10 +78,10 @@ def qnorm_rope_kv_insert_kernel(
     ROPE: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Query heads to ``out``, ``inserted`` key-value rows to the cache."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
@@ -149,7 +150,7 @@ def qnorm_rope_kv_insert(
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     cache, page_stride, pages, entries = cache_bytes(k_cache)
     tokens, heads, _ = q.shape
-    codec, target = row_codec(layout), _triton.target_of(q.device)
+    codec, target = row_codec(layout), device_facts.target_of(q.device)
     chosen = config(heads, codec.channels, target)
     inserted = slot_mapping.shape[0] if pages else 0
     kv_programs = triton.cdiv(inserted, chosen.rows)
@@ -189,7 +190,7 @@ def qnorm_rope_kv_insert(
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(q.device),
+        **pdl_launch(q.device),
     )
     return result
 
@@ -239,7 +240,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "ROPE": 64,
                         "HEADS": chosen.heads,
                         "ROWS": chosen.rows,
-                        "EARLY": launches_early(target),
+                        "PDL": target_has_pdl(target),
                     },
                     num_warps=chosen.num_warps,
                     fp_fusion=False,

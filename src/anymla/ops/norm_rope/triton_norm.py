@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.norm_rope.triton_rms import norm_rows
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _TILE = 4096
 _MOST_ROWS = 64
@@ -53,13 +54,13 @@ def rms_norm_kernel(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Norm the rows of x [rows, WIDTH] into ``out``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     norm_rows(
         x, weight, out, first, rows, row_stride, column_stride, None, None, 0, 0, eps,
-        WIDTH, PADDED, ROWS, 0.0, False, EARLY,
+        WIDTH, PADDED, ROWS, 0.0, False, PDL,
     )  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def fused_kernel(
     KV_ROWS: tl.constexpr,
     FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Norm the rows of qr [rows, Q_WIDTH], whose ``codes`` there may be, and of kv."""
     program = tl.program_id(0)
@@ -113,7 +114,7 @@ def fused_kernel(
             Q_ROWS,
             FLOOR,
             NATIVE,
-            EARLY,
+            PDL,
         )
     else:
         norm_rows(
@@ -134,7 +135,7 @@ def fused_kernel(
             KV_ROWS,
             FLOOR,
             NATIVE,
-            EARLY,
+            PDL,
         )
 
 
@@ -158,7 +159,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         chosen.rows,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(x.device, weight),
+        **pdl_launch(x.device, weight),
     )
     return out
 
@@ -209,7 +210,7 @@ def fused_q_kv_rmsnorm(
         target.native_e4m3,
         num_warps=max(q_config.num_warps, kv_config.num_warps),
         enable_fp_fusion=False,
-        **early_launch(qr.device, q_weight, kv_weight),
+        **pdl_launch(qr.device, q_weight, kv_weight),
     )
     return q_out, kv_out
 
@@ -241,7 +242,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "WIDTH": width,
                     "PADDED": chosen.padded,
                     "ROWS": chosen.rows,
-                    "EARLY": launches_early(target),
+                    "PDL": target_has_pdl(target),
                 },
                 num_warps=chosen.num_warps,
                 fp_fusion=False,
@@ -274,7 +275,7 @@ def builds(target: Target) -> Iterator[Build]:
                     "KV_ROWS": kv_config.rows,
                     "FLOOR": ACTIVATION_AMAX_FLOOR,
                     "NATIVE": target.native_e4m3,
-                    "EARLY": launches_early(target),
+                    "PDL": target_has_pdl(target),
                 },
                 num_warps=max(q_config.num_warps, kv_config.num_warps),
                 fp_fusion=False,

@@ -33,7 +33,7 @@ def norm_rows(
     ROWS: tl.constexpr,
     FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Norm rows ``first`` .. of x [rows, WIDTH] into contiguous ``out``, and ``codes`` if any."""
     row = first + tl.arange(0, ROWS)
@@ -41,7 +41,7 @@ def norm_rows(
     there = (row < rows)[:, None] & (channel < WIDTH)[None, :]
     at = x_at + row[:, None] * row_stride + (channel * column_stride)[None, :]
     scale = tl.load(weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(at, mask=there, other=0.0).to(tl.float32)

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _TILE = 2048
 _MOST_ROWS = 64
@@ -59,10 +60,10 @@ def rope_kernel(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     INVERSE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rotate the rows of x [T, heads, WIDTH] into contiguous ``out``; rows = T * heads."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -119,7 +120,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
         inverse,
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
-        **early_launch(x.device),
+        **pdl_launch(x.device),
     )
     return out
 
@@ -153,7 +154,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "PADDED": chosen.padded,
                         "ROWS": chosen.rows,
                         "INVERSE": inverse,
-                        "EARLY": launches_early(target),
+                        "PDL": target_has_pdl(target),
                     },
                     num_warps=chosen.num_warps,
                     fp_fusion=False,

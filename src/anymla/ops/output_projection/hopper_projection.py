@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import Support
 from anymla.ops.linear.hopper_support import product_support
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
+from anymla.ops.registry import Support
 
 
 def hopper_grouped_support(

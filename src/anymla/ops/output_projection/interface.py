@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT64, Support, check, operation, require
-from anymla.ops._triton import float32_support
+from anymla.ops.device import float32_support
 from anymla.ops.output_projection import (
     hopper_projection,
     reference,
@@ -14,6 +13,7 @@ from anymla.ops.output_projection import (
     vendor_projection,
 )
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT64, Support, check, operation, require
 
 _FP8 = torch.float8_e4m3fn
 _BLOCK = 128

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
-from anymla.ops._triton import Build, Target, target_of
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.output_projection.reference import AMAX_FLOOR
 from anymla.ops.output_projection.turned import Turned
-from anymla.ops.workspace import scratch
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
 
 # Runs of a program that rounds, heads of one that quantises: 16 values a thread, or 4 for latency.
 RUNS = 16
@@ -76,10 +77,10 @@ def rotate_quantise_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One run of WIDTH channels of ROWS of the ``count`` heads."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
@@ -128,10 +129,10 @@ def rotate_kernel(
     TURNED: tl.constexpr,
     WIDTH: tl.constexpr,
     RUNS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """RUNS runs of WIDTH channels."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
@@ -188,7 +189,7 @@ def rotate_quantise(o: Tensor, to: Turned) -> None:
         WIDTH=FP8_BLOCK,
         ROWS=rows,
         NATIVE=to.native,
-        **early_launch(o.device),
+        **pdl_launch(o.device),
     )
 
 
@@ -216,7 +217,7 @@ def _rotate(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, out: Tensor) ->
         TURNED=cos_sin_cache.shape[1],
         WIDTH=FP8_BLOCK,
         RUNS=block,
-        **early_launch(o.device),
+        **pdl_launch(o.device),
     )
 
 
@@ -242,7 +243,7 @@ def builds(target: Target) -> Iterator[Build]:
         for rows in (FEW_RUNS, RUNS):
             inputs = {"o": f"*{dtype}", "positions": "*i64", "table": "*fp32", "angles": "i32"}
             sizes = {"HEADS": 64, "D": 512, "TURNED": 64, "WIDTH": FP8_BLOCK}
-            sizes["EARLY"] = launches_early(target)
+            sizes["PDL"] = target_has_pdl(target)
             for native in {False, target.native_e4m3}:
                 yield Build(
                     f"{dtype}, {rows} heads, {'native' if native else 'bits'}",

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import Support
 from anymla.ops.linear.vendor_linear import TOKEN_STEP, scaled_product, vendor_support
+from anymla.ops.registry import Support
 
 # Eight products of some 17 us each: worth it where the kernel takes longer (H200: 128 us for 333
 # tokens, 467 us for 2048).

@@ -11,9 +11,9 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
 from anymla.ops.prefill_attention.gluon_sm90_prefill_kernel import prefill_kernel
-from anymla.ops.sparse_attention.triton_attention import multiprocessors
 
 _LOG2E = 1.4426950408889634
 HEADS = 64
@@ -153,7 +153,7 @@ def _launch(
     queries = TensorDescriptor.from_tensor(q.view(tokens * heads, channels), box, tile)
     copied = COPIED and turned is None and heads % HEADS == 0 and out.dtype == rows.dtype
     outputs = out.view(tokens * heads, channels) if copied else out
-    prefill_kernel[(min(tasks, multiprocessors(q.device)),)](
+    prefill_kernel[(min(tasks, target_of(q.device).sm_count),)](
         q, queries, TensorDescriptor.from_tensor(rows, box, tile),
         TensorDescriptor.from_tensor(outputs, box, tile) if copied else queries,
         rows, runs, listed, lse if sink is None else sink, out,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.prefill_attention import reference, torch_prefill
 from anymla.ops.prefill_attention.support import gluon_support
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.sparse_attention.support import triton_attention_support
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import Support
-from anymla.ops._triton import has_gluon, target_of, triton_support
+from anymla.ops.device import has_gluon, target_of, triton_support
+from anymla.ops.registry import Support
 
 CHANNELS = 512
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import INT32, INT64, check, operation, require
-from anymla.ops._triton import triton_support
+from anymla.ops.device import triton_support
+from anymla.ops.registry import INT32, INT64, check, operation, require
 from anymla.ops.selection import reference, torch_rows
 
 

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.selection.reference import combined_width
 from anymla.ops.selection.triton_rows import block_of
 from anymla.ops.selection.triton_slots import request_of

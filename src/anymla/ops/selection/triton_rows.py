@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.selection.triton_slots import TABLE_TYPES, slot32_of
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import pages_of
-from anymla.ops._operation import require
-from anymla.ops.early import early_launch
+from anymla.ops.device import target_of
 from anymla.ops.output_projection import turned
 from anymla.ops.output_projection.turned import Turned
+from anymla.ops.pdl import pdl_launch
+from anymla.ops.registry import require
 from anymla.ops.sparse_attention.gluon_sm90_forms import form_of
 from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE
 from anymla.ops.sparse_attention.gluon_sm90_merging import merge
@@ -25,8 +26,7 @@ from anymla.ops.sparse_attention.schedule import (
     choose,
     seen_tokens,
 )
-from anymla.ops.sparse_attention.triton_attention import multiprocessors
-from anymla.ops.workspace import scratch
+from anymla.ops.streams import scratch
 
 _LARGEST_INT32 = 2**31 - 1
 # Partial sums of a batch-invariant launch; more tokens take several launches.
@@ -141,7 +141,7 @@ class Call:
             tokens,
             heads,
             tuple(scope.width for scope in scopes),
-            multiprocessors(q.device),
+            target_of(q.device).sm_count,
             lengths=first[2] is not None or second[2] is not None or plan is not None,
             batch_invariant=batch_invariant,
             planned=plan is not None,
@@ -265,7 +265,7 @@ def _launch(
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
         TURNED=0 if ends is None else ends.table.shape[1], **form, num_warps=4,
-        launch_pdl=early_launch(q.device)["EARLY"],
+        launch_pdl=pdl_launch(q.device)["PDL"],
     )  # fmt: skip
     if schedule.cut:
         lifted = _CHANNELS if wide else NOPE.value

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.sparse_attention.gluon_sm90_column_ends import HALF, finish, leave
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, produce
 from anymla.ops.sparse_attention.gluon_sm90_lists import (
@@ -190,12 +191,12 @@ def main_part(
 
 @gluon.jit
 def _even_blocks(lists, share, left, right, bias, ready, free, BUFFERS: gl.constexpr):
-    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 0, 2, EARLY=True)
+    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 0, 2, PDL=True)
 
 
 @gluon.jit
 def _odd_blocks(lists, share, left, right, bias, ready, free, BUFFERS: gl.constexpr):
-    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 1, 2, EARLY=True)
+    produce(lists, share, left, right, bias, ready, free, 64, 0, BUFFERS, 1, 2, PDL=True)
 
 
 @gluon.jit(do_not_specialize=COUNTS)

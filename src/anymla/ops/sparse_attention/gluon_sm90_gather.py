@@ -68,22 +68,22 @@ def halves(words):
 
 
 @gluon.jit
-def _load(address, there, EARLY: gl.constexpr = False):
+def _load(address, there, PDL: gl.constexpr = False):
     """16 bytes at each address, as four words; zeros where there is no row."""
     return gl.inline_asm_elementwise(
-        _LOAD_HERE if EARLY else _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
+        _LOAD_HERE if PDL else _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def _loads_before_here(EARLY: gl.constexpr):
-    """If EARLY, the compiler leaves loads before this where they are.
+def _loads_before_here(PDL: gl.constexpr):
+    """If PDL, the compiler leaves loads before this where they are.
 
     It moves all of a block's loads to the end of the trip otherwise, so that nothing is on its way
     while a block is decoded.
     """
-    if EARLY:
+    if PDL:
         L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         gl.inline_asm_elementwise(
             _KEEP_ORDER, "=r,r", [gl.arange(0, 128, layout=L)],
@@ -220,7 +220,7 @@ def _first_slots(
 def produce(
     lists, share, left, right, bias, ready, free,
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
-    TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1, EARLY: gl.constexpr = False,
+    TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """Fill the buffers with the blocks of all pieces.
 
@@ -242,7 +242,7 @@ def produce(
         BUFFERS: number of buffers.
         TURN: see above.
         TURNS: see above.
-        EARLY: ask for the next rows between the stores of a block, not behind them. That helps
+        PDL: ask for the next rows between the stores of a block, not behind them. That helps
             where a producer has all rows of a block, and hurts where stores are waited for.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
@@ -261,15 +261,15 @@ def produce(
         scales = gl.load(marks.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
         there = gl.expand_dims(valid, 1).to(gl.int32)
         at = gl.expand_dims(data, 1) + lane
-        x0 = _load(at, there, EARLY)
-        x1 = _load(at + 64, there, EARLY)
-        x2 = _load(at + 128, there, EARLY)
-        x3 = _load(at + 192, there, EARLY)
-        x4 = _load(at + 256, there, EARLY)
-        x5 = _load(at + 320, there, EARLY)
-        x6 = _load(at + 384, there, EARLY)
-        y0 = _load(at + NOPE, there, EARLY)
-        y1 = _load(at + NOPE + 64, there, EARLY)
+        x0 = _load(at, there, PDL)
+        x1 = _load(at + 64, there, PDL)
+        x2 = _load(at + 128, there, PDL)
+        x3 = _load(at + 192, there, PDL)
+        x4 = _load(at + 256, there, PDL)
+        x5 = _load(at + 320, there, PDL)
+        x6 = _load(at + 384, there, PDL)
+        y0 = _load(at + NOPE, there, PDL)
+        y1 = _load(at + NOPE + 64, there, PDL)
         for block in range(own, last, TURNS):
             place = before + block - first
             buffer = place % BUFFERS
@@ -293,22 +293,22 @@ def produce(
                 _block(x2, low, 2, ROWS), _block(x3, low, 3, ROWS), ROWS,
             )  # fmt: skip
             _put(left.index(buffer), half, ROWS, ROW0)
-            x0 = _load(at, there, EARLY)
-            x1 = _load(at + 64, there, EARLY)
-            x2 = _load(at + 128, there, EARLY)
-            x3 = _load(at + 192, there, EARLY)
-            _loads_before_here(EARLY)
+            x0 = _load(at, there, PDL)
+            x1 = _load(at + 64, there, PDL)
+            x2 = _load(at + 128, there, PDL)
+            x3 = _load(at + 192, there, PDL)
+            _loads_before_here(PDL)
             half = _half_row(
                 _block(x4, high, 0, ROWS), _block(x5, high, 1, ROWS),
                 _block(x6, high, 2, ROWS), _tail(y0, y1, ROWS), ROWS,
             )  # fmt: skip
             _put(right.index(buffer), half, ROWS, ROW0)
-            x4 = _load(at + 256, there, EARLY)
-            x5 = _load(at + 320, there, EARLY)
-            x6 = _load(at + 384, there, EARLY)
-            y0 = _load(at + NOPE, there, EARLY)
-            y1 = _load(at + NOPE + 64, there, EARLY)
-            _loads_before_here(EARLY)
+            x4 = _load(at + 256, there, PDL)
+            x5 = _load(at + 320, there, PDL)
+            x6 = _load(at + 384, there, PDL)
+            y0 = _load(at + NOPE, there, PDL)
+            y1 = _load(at + NOPE + 64, there, PDL)
+            _loads_before_here(PDL)
             _put(bias.index(buffer), gl.where(valid, mark, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
             valid = next_valid

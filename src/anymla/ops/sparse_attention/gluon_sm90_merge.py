@@ -141,7 +141,7 @@ def merge_kernel(
     part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, order_ptr, H, splits, first_task, rows,
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    MOST: tl.constexpr, AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, AT_ONCE: tl.constexpr, SINK: tl.constexpr, PDL: tl.constexpr,
     ORDERED: tl.constexpr, LIFTED: tl.constexpr, TURNED: tl.constexpr, TYPE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -172,14 +172,14 @@ def merge_kernel(
         MOST: a power of two, at least the number of pieces of any task.
         AT_ONCE: pieces that are read at a time, a power of two.
         SINK: there is one.
-        EARLY: launched before the attention kernel ended.
+        PDL: launched before the attention kernel ended.
         ORDERED: tasks are of the tokens in this order.
         LIFTED: channels before this one are stored times 2^``LIFT``.
         TURNED: see above, or 0.
         TYPE: see above.
         NATIVE: see above.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slices: tl.constexpr = CHANNELS // WIDTH
@@ -219,7 +219,7 @@ def merge_stream_kernel(
     part_ptr, sums_ptr, spans_ptr, sink_ptr, out_ptr, lse_ptr, H, tasks, programs,
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
-    AT_ONCE: tl.constexpr, SINK: tl.constexpr, EARLY: tl.constexpr, LIFTED: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINK: tl.constexpr, PDL: tl.constexpr, LIFTED: tl.constexpr,
     TURNED: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the file. Arguments that ``merge_kernel`` does not have are these.
@@ -228,7 +228,7 @@ def merge_stream_kernel(
     program the task that its range begins in the middle of, or -1. tasks, programs: of the
     attention kernel. GROUP: heads of a program.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     groups: tl.constexpr = ROWS // GROUP

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.output_projection import turned
 from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.gluon_sm90_merge import (
@@ -81,7 +82,7 @@ def merge(
     end = (result.stride(0), result.stride(1), empty, *turned.pointers(to, lse))
     common = {
         "ROWS": rows, "CHANNELS": channels, "SINK": sink is not None, "LIFTED": lifted,
-        "EARLY": early, **turned.constants(to),
+        "PDL": early, **turned.constants(to),
     }  # fmt: skip
     if early:
         common["launch_pdl"] = True
@@ -140,7 +141,7 @@ def _builds(quantised: bool) -> Iterator[Build]:
             merge_kernel,
             types,
             {"ROWS": rows, "CHANNELS": channels, "WIDTH": tile.width, "GROUP": tile.group,
-             "MOST": most, "AT_ONCE": tile.at_once, "SINK": True, "EARLY": True, "LIFTED": lifted,
+             "MOST": most, "AT_ONCE": tile.at_once, "SINK": True, "PDL": True, "LIFTED": lifted,
              "ORDERED": most == 2, **end},
             num_warps=tile.warps,
             divisible=("out_token", "out_head"),
@@ -151,7 +152,7 @@ def _builds(quantised: bool) -> Iterator[Build]:
             merge_stream_kernel,
             types,
             {"ROWS": rows, "CHANNELS": channels, "GROUP": _STREAM_GROUP, "MOST": 256,
-             "AT_ONCE": _STREAM_AT_ONCE, "SINK": True, "EARLY": True, "LIFTED": lifted, **end},
+             "AT_ONCE": _STREAM_AT_ONCE, "SINK": True, "PDL": True, "LIFTED": lifted, **end},
             num_warps=1,
             divisible=("out_token", "out_head"),
         )  # fmt: skip

@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.sparse_attention.gluon_sm90_lists import Lists
 from anymla.ops.sparse_attention.gluon_sm90_order import order_tokens
 from anymla.ops.sparse_attention.gluon_sm90_shares import SHARE, stream_share

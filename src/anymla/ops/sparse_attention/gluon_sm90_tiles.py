@@ -36,7 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.sparse_attention.gluon_sm90_ends import (
     HALF,
     HEADS,

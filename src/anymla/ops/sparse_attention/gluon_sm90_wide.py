@@ -8,7 +8,8 @@ of P instead of two, for which there is no room. One list of one cache.
 from collections.abc import Iterator
 
 from anymla.formats.page_layout import V32_FP8, get_layout
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.sparse_attention.gluon_sm90_lists import ARGUMENT_TYPES, BUILT
 from anymla.ops.sparse_attention.gluon_sm90_tiles import copies, tiles_kernel
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops._operation import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.kv_cache.checks import check_cache
+from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.sparse_attention import reference, torch_attention
 from anymla.ops.sparse_attention.rows_support import gluon_rows_support
 from anymla.ops.sparse_attention.support import gluon_attention_support, triton_attention_support

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._check import INT32, check
+from anymla.ops.device import runs_gluon, target_of
 from anymla.ops.sparse_attention import support
 from anymla.ops.sparse_attention.schedule import choose
 
@@ -46,12 +47,11 @@ def sparse_attention_plan(
     some = extra_lengths if lengths is None else lengths
     if some is None or not len(some) or not heads or torch.compiler.is_compiling():
         return None
-    if not (support.PLANS and support.runs_gluon(some.device)):
+    if not (support.PLANS and runs_gluon(some.device)):
         return None
-    from anymla.ops.sparse_attention.triton_attention import multiprocessors
 
     widths = (width,) if extra_width is None else (width, extra_width)
-    processors = multiprocessors(some.device)
+    processors = target_of(some.device).sm_count
     schedule = choose(len(some), heads, widths, processors, lengths=True, planned=True)
     if not schedule.planned:
         return None

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import Support
-from anymla.ops._triton import has_gluon, target_of, triton_support
+from anymla.ops.device import has_gluon, target_of, triton_support
+from anymla.ops.registry import Support
 
 _CHANNELS = 512
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30

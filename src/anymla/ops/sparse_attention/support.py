@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.ops._operation import Support
-from anymla.ops._triton import has_gluon, target_of, triton_support
+from anymla.ops.device import has_gluon, target_of, triton_support
+from anymla.ops.registry import Support
 from anymla.ops.sparse_attention.schedule import FEW_HEADS
 
 LARGEST_CHANNELS = 640
@@ -40,11 +40,6 @@ def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: An
         if cache.storage_offset() % unit or cache.stride(0) % unit:
             return Support(False, f"coded pages must lie at multiples of {unit} bytes")
     return support
-
-
-def runs_gluon(device: torch.device) -> bool:
-    """Whether the Hopper kernels run there."""
-    return device.type == "cuda" and target_of(device).name == "sm_90" and has_gluon()
 
 
 def gluon_attention_support(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from anymla.ops._triton import Target
+from anymla.ops.device import Target
 
 MODES = ("float16", "bfloat16", "float32")
 _KIB = 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 import triton
@@ -12,8 +11,8 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
-from anymla.ops import _triton
-from anymla.ops._triton import Target
+from anymla.ops import device as device_facts
+from anymla.ops.device import Target
 from anymla.ops.output_projection import turned
 from anymla.ops.output_projection.triton_rotate import rotate_quantise
 from anymla.ops.output_projection.turned import Turned
@@ -21,7 +20,7 @@ from anymla.ops.sparse_attention.tiles import MODES, Tile, invariant_splits, til
 from anymla.ops.sparse_attention.tiles import splits as split_count
 from anymla.ops.sparse_attention.triton_merge import MERGE_VALUES, SUMS, merge_kernel, merge_warps
 from anymla.ops.sparse_attention.triton_scan import row_constants, scan_kernel
-from anymla.ops.workspace import scratch
+from anymla.ops.streams import scratch
 
 _LARGEST_INT32 = 2**31 - 1
 # Partial sums of a launch; more tokens take several.
@@ -198,8 +197,8 @@ def attend(
     sink = None if sink is None else sink.float().contiguous()
     scale = channels**-0.5 if scale is None else scale
     values = to.out.shape[2]
-    target = _triton.target_of(q.device)
-    machine = multiprocessors(q.device)
+    target = device_facts.target_of(q.device)
+    machine = target.sm_count
     keys = sum(each.indices.shape[1] for each in lists)
     mode = _mode(q, lists)
     # A batch-invariant call must add in the same order whatever the number of tokens.
@@ -313,13 +312,3 @@ def _or(given: Tensor | None, other: Tensor) -> Tensor:
 
 def _limit(listed: Listed) -> int:
     return min(listed.pages * listed.entries, _LARGEST_INT32)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time if each fills a multiprocessor."""
-    if device.type == "cpu":
-        return 1
-    if device.type == "xpu":
-        return torch.xpu.get_device_properties(device).gpu_subslice_count
-    return torch.cuda.get_device_properties(device).multi_processor_count

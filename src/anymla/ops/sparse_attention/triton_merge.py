@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.output_projection.triton_turned import store_turned
 
 MERGE_VALUES = 256

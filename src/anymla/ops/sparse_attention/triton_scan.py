@@ -20,7 +20,8 @@ import triton.language as tl
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
-from anymla.ops._triton import Build, Target
+from anymla.ops._build import Build
+from anymla.ops.device import Target
 from anymla.ops.sparse_attention.tiles import MODES, Tile, tile
 from anymla.ops.sparse_attention.triton_merge import SUMS
 from anymla.ops.sparse_attention.triton_sides import across, store_heads

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import anymla.ops
-from anymla.ops._operation import Operation
+from anymla.ops.registry import Operation
 from anymla.testing.device_bridge import on_device
 from anymla.testing.tolerance import Bound, accumulation
 

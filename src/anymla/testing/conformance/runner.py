@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from anymla.ops import _triton
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops import device as device_facts
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.adapters import Adapter
 from anymla.testing.conformance.ops import Ops, all_operations
 from anymla.testing.conformance.registry import Case, NotApplicable
@@ -62,7 +62,7 @@ class Subject:
             return "a case about a device; the reference computes on the host"
         if self.backend == "reference" and case.bulk:
             return "a case about size; the reference loops in Python"
-        if self.backend == "triton" and _triton.INTERPRETED:
+        if self.backend == "triton" and device_facts.INTERPRETED:
             if case.bulk:
                 return "a case about size; Triton's interpreter takes minutes"
             if {"sparse_attention", "experts"} <= set(case.operations):

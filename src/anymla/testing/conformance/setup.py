@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.adapters import load_adapter
 from anymla.testing.conformance.ops import all_backends
 from anymla.testing.conformance.runner import Subject

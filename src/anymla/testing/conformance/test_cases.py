@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.ops import Ops, all_backends
 from anymla.testing.conformance.registry import Case, NotApplicable, load_cases
 from anymla.testing.conformance.runner import FAILED, NOT_APPLICABLE, Subject, run_case

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.registry import Case
 from anymla.testing.tolerance import Bound
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.adapters import Adapter, require_module
 from anymla.testing.conformance.registry import NotApplicable
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops._operation import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.adapters import Adapter, require_module
 from anymla.testing.conformance.registry import NotApplicable
 

@@ -1,4 +1,4 @@
-"""Kernels that are launched early keep the rules of ``ops/early.py``, read from their source."""
+"""Kernels that are launched early keep the rules of ``ops/pdl.py``, read from their source."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import anymla.ops
-from anymla.ops import early
-from anymla.ops._triton import CPU, TARGETS, has_triton
-from anymla.ops.early import early_launch, launches_early
+from anymla.ops.device import CPU, TARGETS, has_triton
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 
@@ -31,7 +30,7 @@ def early_kernels() -> Iterator[Any]:
             continue
         module = importlib.import_module(found.name)
         for build in getattr(module, "builds", lambda target: ())(TARGETS["sm_90"]):
-            if build.constants.get("EARLY") is True and build.kernel not in seen:
+            if build.constants.get("PDL") is True and build.kernel not in seen:
                 seen.add(build.kernel)
                 yield build.kernel
 
@@ -60,7 +59,7 @@ class Reader:
 
     def statement(self, statement: ast.stmt, waited: bool) -> bool:
         if isinstance(statement, ast.If):
-            if ast.unparse(statement.test) == "EARLY":
+            if ast.unparse(statement.test) == "PDL":
                 return self.statements(statement.body, waited)
             ways = [self.statements(statement.body, waited)]
             ways.append(self.statements(statement.orelse, waited))
@@ -98,23 +97,23 @@ def test_every_program_waits_before_it_writes_or_ends() -> None:
         assert reader.statements(reader.body, False), f"{kernel} may end without waiting"
 
 
-def leaves(count: int, EARLY: bool) -> None:
+def leaves(count: int, PDL: bool) -> None:
     if count > 0:
         return
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()  # noqa: F821
 
 
-def waits_on_one_way(count: int, EARLY: bool) -> None:
-    if count > 0 and EARLY:
+def waits_on_one_way(count: int, PDL: bool) -> None:
+    if count > 0 and PDL:
         print(count)
-    elif EARLY:
+    elif PDL:
         tl.extra.cuda.gdc_wait()  # noqa: F821
 
 
-def writes_first(at: int, EARLY: bool) -> None:
+def writes_first(at: int, PDL: bool) -> None:
     tl.store(at, 1)  # noqa: F821
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()  # noqa: F821
 
 
@@ -125,13 +124,13 @@ def test_what_is_wrong_is_seen(wrong: Any) -> None:
 
 
 def test_what_was_copied_for_a_launch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "_early_launch", lambda device: {"EARLY": True})
+    monkeypatch.setattr("anymla.ops.pdl._pdl_launch", lambda device: {"PDL": True})
     device = torch.device("cpu")
-    assert early_launch(device, None, torch.zeros(2, 2))["EARLY"]
-    assert not early_launch(device, torch.zeros(2, 2).t())["EARLY"]
+    assert pdl_launch(device, None, torch.zeros(2, 2))["PDL"]
+    assert not pdl_launch(device, torch.zeros(2, 2).t())["PDL"]
 
 
 def test_only_where_it_has_run() -> None:
-    assert [name for name, target in TARGETS.items() if launches_early(target)] == ["sm_90"]
-    assert not launches_early(CPU)
-    assert early_launch(torch.device("cpu")) == {"EARLY": False}
+    assert [name for name, target in TARGETS.items() if target_has_pdl(target)] == ["sm_90"]
+    assert not target_has_pdl(CPU)
+    assert pdl_launch(torch.device("cpu")) == {"PDL": False}

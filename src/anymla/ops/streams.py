@@ -1,9 +1,14 @@
-"""Memory for what an operation needs only while it runs, owned by the caller.
+"""Scratch memory by CUDA stream, and waits on another stream that an operation defers.
 
 Kernels' launchers ask ``scratch`` for it. Without a workspace that is ``torch.empty``; inside
 ``Workspace.active`` it is a part of one buffer. All that a call has taken is free again when it
 returns, because what is launched later runs later; so the buffer is as large as the hungriest call,
-and may be shared by everything that launches on one queue: engines, graphs, layers.
+and may be shared by everything that launches on one stream: engines, graphs, layers. What runs on
+further streams at the same time takes from a lane of its own.
+
+An argument may still be in the making on another stream when an operation is called that reads it
+only in its last launch. The caller leaves the waiting to the operation (``deferred_stream_wait``),
+and finds out if it forgot.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -19,13 +24,13 @@ from torch import Tensor
 
 # Every part begins at a multiple: what kernels may assume of torch's allocations, and a line.
 _ALIGNMENT = 256
-# That operations may run on at a time.
-QUEUES = 3
+# Streams that operations may run on at a time.
+STREAM_LANES = 3
 
 
 @dataclasses.dataclass
 class _Lane:
-    """The part of a workspace that one queue uses; offsets in bytes."""
+    """The part of a workspace that one stream uses; offsets in bytes."""
 
     buffer: Tensor
     used: int = 0
@@ -45,11 +50,11 @@ class Workspace:
 
         Args:
             device: where.
-            num_bytes: for operations on the main queue; see ``reserve``.
+            num_bytes: for operations on the main stream; see ``reserve``.
         """
         self.device = torch.device(device)
         self.overflows = 0
-        sizes = (num_bytes, *(0 for _ in range(1, QUEUES)))
+        sizes = (num_bytes, *(0 for _ in range(1, STREAM_LANES)))
         self._lanes = [_Lane(self._allocate(size)) for size in sizes]
         self._outgrown: list[Tensor] = []
 
@@ -61,7 +66,7 @@ class Workspace:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the hungriest calls so far would have had to find, of every queue."""
+        """Bytes that the hungriest calls so far would have had to find, of every stream."""
         return sum(lane.needed for lane in self._lanes)
 
     def reserve(self) -> None:
@@ -141,11 +146,42 @@ def scratch_scope() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lane(number: int) -> Iterator[None]:
-    """Operations inside run on another queue, 1 or 2, and share nothing with those outside."""
-    assert 0 < number < QUEUES
+def stream_lane(number: int) -> Iterator[None]:
+    """Operations inside run on another stream, 1 or 2, and share nothing with those outside."""
+    assert 0 < number < STREAM_LANES
     token = _lane.set(number)
     try:
         yield
     finally:
         _lane.reset(token)
+
+
+_wait: ContextVar[Callable[[], None] | None] = ContextVar("wait", default=None)
+
+
+@contextlib.contextmanager
+def deferred_stream_wait(wait: Callable[[], None]) -> Iterator[None]:
+    """An operation that is called inside waits before it reads; for those that know how.
+
+    Args:
+        wait: lets what is launched afterwards wait.
+    """
+    token = _wait.set(wait)
+    try:
+        yield
+        assert _wait.get() is None, "the operation has not waited for its arguments"
+    finally:
+        _wait.reset(token)
+
+
+def flush_stream_wait() -> None:
+    """Before the first launch that reads what may come from another stream; again does nothing."""
+    wait = _wait.get()
+    if wait is not None:
+        _wait.set(None)
+        wait()
+
+
+def has_deferred_wait() -> bool:
+    """Whether something may still be in the making on another stream."""
+    return _wait.get() is not None

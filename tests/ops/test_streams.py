@@ -9,7 +9,7 @@ from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.moe import experts
-from anymla.ops.workspace import Workspace, active_workspace, lane, scratch
+from anymla.ops.streams import Workspace, active_workspace, scratch, stream_lane
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def test_other_queues_share_nothing():
             main = scratch((4,), torch.float32, CPU)
             beside = []
             for number in (1, 2):
-                with lane(number), workspace.scope():
+                with stream_lane(number), workspace.scope():
                     beside.append(scratch((4,), torch.float32, CPU))
         workspace.reserve()
     assert len({part.data_ptr() for part in (main, *beside)}) == 3

@@ -10,8 +10,12 @@ the fake kernel is the same for all of them: it does nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import importlib
 import inspect
+import types
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -19,10 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._backend import SUPPORTED, Backend, BackendUnavailable, LazyFunction, Support
 from anymla.ops._check import FLOAT32_UP, FLOATS, INT32, INT64, check, require
-from anymla.ops._schema import schema_of
-from anymla.ops.workspace import active_workspace
+from anymla.ops.streams import active_workspace
 
 __all__ = [
     "FLOAT32_UP",
@@ -44,21 +46,81 @@ _PRIORITY = ("gluon_sm90", "vendor", "triton", "torch", "reference")
 _ACCELERATED = ("gluon_sm90", "vendor", "triton")
 
 
-_vouched: ContextVar[bool] = ContextVar("vouched", default=False)
+class BackendUnavailable(RuntimeError):
+    """This machine, or this backend, cannot run this call; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """Whether a backend can run a call, and if not, why.
+
+    Attributes:
+        ok: it can.
+        reason: why not.
+        automatic: it may be chosen without having been named.
+    """
+
+    ok: bool
+    reason: str = ""
+    automatic: bool = True
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+SUPPORTED = Support(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One implementation of an operation."""
+
+    name: str
+    run: Callable[..., Any]
+    supports: Callable[..., Support] | None
+
+    def support(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Support:
+        """Whether this backend can run the call; nothing is launched."""
+        return SUPPORTED if self.supports is None else self.supports(*args, **kwargs)
+
+
+class LazyFunction:
+    """A function whose module is imported when it is first called, or asked for its signature."""
+
+    def __init__(self, module: str, name: str) -> None:
+        """``name`` in the module of that dotted name."""
+        self._module = module
+        self._name = name
+        self._run: Callable[..., Any] | None = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._load())
+
+    def _load(self) -> Callable[..., Any]:
+        if self._run is None:
+            self._run = getattr(importlib.import_module(self._module), self._name)
+        return self._run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._load()(*args, **kwargs)
+
+
+_skipped: ContextVar[bool] = ContextVar("vouched", default=False)
 
 
 @contextlib.contextmanager
-def vouched_for(known: bool) -> Iterator[None]:
+def skip_checks(known: bool) -> Iterator[None]:
     """Skip the checks of arguments inside, if ``known``.
 
     For a caller that repeats what has passed them, in the same shapes and dtypes: of a decode step
     of a small model on a CPU, checks take a tenth.
     """
-    token = _vouched.set(known)
+    token = _skipped.set(known)
     try:
         yield
     finally:
-        _vouched.reset(token)
+        _skipped.reset(token)
 
 
 class Operation:
@@ -126,7 +188,7 @@ class Operation:
         """
         if torch.compiler.is_compiling():
             return self._call_traced(args, kwargs, backend)
-        if not _vouched.get():
+        if not _skipped.get():
             self._contract(*args, **kwargs)
         if backend is None and self._host is not None and args:
             first = args[0]
@@ -242,3 +304,50 @@ def operation(
         return made
 
     return decorate
+
+
+_SCALARS = {int: "SymInt", float: "float", bool: "bool", str: "str"}
+
+
+def schema_of(contract: Callable[..., Any], mutates: tuple[str, ...]) -> str:
+    """The schema of a contract function, without its name; its results are written arguments.
+
+    Args:
+        contract: annotated with Tensor, int, float, bool, str, their optionals, or list[Tensor].
+        mutates: names of the tensor arguments that are written.
+    """
+    hints = typing.get_type_hints(contract)
+    words: list[str] = []
+    keyword_only = False
+    alias = iter("abcdefghijklmnopqrstuvwxyz")
+    for name, parameter in inspect.signature(contract).parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            words.append("*")
+        mark = f"({next(alias)}!)" if name in mutates else ""
+        word = f"{_schema_type(hints[name], mark)} {name}"
+        default = parameter.default
+        if default is not inspect.Parameter.empty:
+            word += f"={_schema_default(default)}"
+        words.append(word)
+    if not keyword_only:
+        words.append("*")
+    words += ["str? backend=None", f"Tensor({next(alias)}!)[] results"]
+    return f"({', '.join(words)}) -> ()"
+
+
+def _schema_type(hint: Any, mark: str) -> str:
+    optional = ""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
+        optional = "?"
+    if typing.get_origin(hint) is list:
+        (member,) = typing.get_args(hint)
+        return f"{_schema_type(member, mark)}[]{optional}"
+    if hint is Tensor:
+        return f"Tensor{mark}{optional}"
+    return _SCALARS[hint] + optional
+
+
+def _schema_default(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,6 +1,7 @@
-"""When Triton kernels may run, and what the device they run on offers.
+"""What a device offers to kernels, and whether Triton and Gluon kernels may run on it.
 
-Everything here works without triton installed; only the files named ``triton_*.py`` import it.
+Everything here works without triton installed; only ``pdl.py``, ``_gluon.py`` and the files named
+``triton_*.py`` or ``gluon_*.py`` import it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._operation import Support
+from anymla.ops.registry import Support
 
 # Triton decides at import whether kernels are interpreted, so this is read once as well.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,6 +35,8 @@ class Target:
         shared_bytes: shared memory that one program can have.
         native_e4m3: conversions from and to OCP e4m3 are instructions, and shorter than bits.
         dot_e4m3: matrix products of OCP e4m3 operands are instructions.
+        sm_count: streaming multiprocessors (CUs, Xe cores): how many CTAs that fill one run at a
+            time. ``target_of`` has the device's own; in TARGETS it is a common product's.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Target:
     shared_bytes: int
     native_e4m3: bool
     dot_e4m3: bool
+    sm_count: int = 1
 
     @property
     def narrow(self) -> bool:
@@ -50,21 +54,22 @@ class Target:
 
 
 # Shared memory: CUDA C++ programming guide (compute capabilities), AMD ISA documents (LDS).
+# sm_count: A100, A6000, L40, H100/H200, B200, RTX PRO 6000, GB10, MI300X, MI355X, 8060S, 9070 XT.
 # native_e4m3: by instruction counts of built kernels; gfx942 and RDNA convert faster by bits.
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_80", "cuda", 32, 163 * _KIB, False, False),
-        Target("sm_86", "cuda", 32, 99 * _KIB, False, False),
-        Target("sm_89", "cuda", 32, 99 * _KIB, True, True),
-        Target("sm_90", "cuda", 32, 227 * _KIB, True, True),
-        Target("sm_100", "cuda", 32, 227 * _KIB, True, True),
-        Target("sm_120", "cuda", 32, 99 * _KIB, True, True),
-        Target("sm_121", "cuda", 32, 99 * _KIB, True, True),
-        Target("gfx942", "hip", 64, 64 * _KIB, False, False),
-        Target("gfx950", "hip", 64, 160 * _KIB, True, True),
-        Target("gfx1151", "hip", 32, 64 * _KIB, False, False),
-        Target("gfx1201", "hip", 32, 64 * _KIB, False, True),
+        Target("sm_80", "cuda", 32, 163 * _KIB, False, False, 108),
+        Target("sm_86", "cuda", 32, 99 * _KIB, False, False, 84),
+        Target("sm_89", "cuda", 32, 99 * _KIB, True, True, 142),
+        Target("sm_90", "cuda", 32, 227 * _KIB, True, True, 132),
+        Target("sm_100", "cuda", 32, 227 * _KIB, True, True, 148),
+        Target("sm_120", "cuda", 32, 99 * _KIB, True, True, 188),
+        Target("sm_121", "cuda", 32, 99 * _KIB, True, True, 48),
+        Target("gfx942", "hip", 64, 64 * _KIB, False, False, 304),
+        Target("gfx950", "hip", 64, 160 * _KIB, True, True, 256),
+        Target("gfx1151", "hip", 32, 64 * _KIB, False, False, 40),
+        Target("gfx1201", "hip", 32, 64 * _KIB, False, True, 64),
     )
 }
 # An architecture that is not listed: no FP8 instructions, the smallest shared memory.
@@ -77,12 +82,19 @@ CPU = Target("interpreter", "cpu", 32, 64 * _KIB, False, False)
 
 @functools.cache
 def target_of(device: torch.device) -> Target:
-    """The architecture of a device that Triton can run on."""
+    """The architecture of a device that Triton can run on, with the device's own number of SMs."""
     if device.type == "xpu":
-        return XPU
+        slices = getattr(torch.xpu.get_device_properties(device), "gpu_subslice_count", 64)
+        return dataclasses.replace(XPU, sm_count=int(slices))
     if device.type != "cuda":
         return CPU
     properties = torch.cuda.get_device_properties(device)
+    return dataclasses.replace(
+        _architecture(properties), sm_count=int(properties.multi_processor_count)
+    )
+
+
+def _architecture(properties: Any) -> Target:
     if torch.version.hip:
         name = str(properties.gcnArchName).split(":")[0]
         return TARGETS.get(name, UNKNOWN_HIP)
@@ -110,6 +122,11 @@ def has_gluon() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Whether Hopper's kernels run there."""
+    return device.type == "cuda" and target_of(device).name == "sm_90" and has_gluon()
 
 
 @functools.cache
@@ -141,37 +158,3 @@ def float32_support(*args: Any, **kwargs: Any) -> Support:
         if isinstance(value, Tensor) and value.dtype == torch.float64:
             return Support(False, f"computes in float32, but argument {name} is float64")
     return triton_support(*args, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Build:
-    """One specialisation of a kernel, to be compiled without a device.
-
-    Attributes:
-        label: what distinguishes it among the kernel's builds.
-        kernel: the ``triton.jit`` function.
-        types: Triton type of every argument that is no constexpr: "*u8", "i64", "fp32", ...
-        constants: values of the constexprs.
-        num_warps: warps of a program.
-        num_stages: pipeline depth; None where the launch leaves it to the compiler as well.
-        divisible: arguments known to be multiples of 16 (pointers always are).
-        matrix: matrix-multiply instructions must appear in the code: any (True), or those with
-            "bf16", "fp16" or "e4m3" operands.
-        spills: spill instructions that are accepted.
-        fails: part of the compiler's message if this build is expected to fail, else "".
-        fp_fusion: products and sums may become one instruction, which rounds once.
-        registers: of a thread, at most; 0 for as many as there are.
-    """
-
-    label: str
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int | None = None
-    divisible: tuple[str, ...] = ()
-    matrix: bool | str = False
-    spills: int = 0
-    fails: str = ""
-    fp_fusion: bool = True
-    registers: int = 0

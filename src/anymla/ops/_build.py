@@ -1,0 +1,40 @@
+"""What is compiled of a kernel without a device: one specialisation, and what it must fulfil."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """One specialisation of a kernel, to be compiled without a device.
+
+    Attributes:
+        label: what distinguishes it among the kernel's builds.
+        kernel: the ``triton.jit`` function.
+        types: Triton type of every argument that is no constexpr: "*u8", "i64", "fp32", ...
+        constants: values of the constexprs.
+        num_warps: warps of a program.
+        num_stages: pipeline depth; None where the launch leaves it to the compiler as well.
+        divisible: arguments known to be multiples of 16 (pointers always are).
+        matrix: matrix-multiply instructions must appear in the code: any (True), or those with
+            "bf16", "fp16" or "e4m3" operands.
+        spills: spill instructions that are accepted.
+        fails: part of the compiler's message if this build is expected to fail, else "".
+        fp_fusion: products and sums may become one instruction, which rounds once.
+        registers: of a thread, at most; 0 for as many as there are.
+    """
+
+    label: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int | None = None
+    divisible: tuple[str, ...] = ()
+    matrix: bool | str = False
+    spills: int = 0
+    fails: str = ""
+    fp_fusion: bool = True
+    registers: int = 0
