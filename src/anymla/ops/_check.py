@@ -85,6 +85,23 @@ def require(condition: bool, operation: str, argument: str, expected: str, got: 
         raise ValueError(f"{operation}: {argument} must be {expected}, got {got}")
 
 
+def overlaps(x: Tensor) -> bool:
+    """Whether elements of ``x`` may share memory, so that writing it has no defined result.
+
+    Each dimension must step over all that those of smaller strides span, as the dimensions of every
+    slice, transposition and padded page do; interleaved ones are not told from overlapping ones.
+    """
+    if x.is_contiguous() or not x.numel():
+        return False
+    span = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
 def _message(
     operation: str, name: str, value: Tensor, spec: str, dtypes: DTypes, sizes: dict[str, int]
 ) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._check import FLOAT32_UP, FLOATS, INT32, INT64, check, require
+from anymla.ops._check import FLOAT32_UP, FLOATS, INT32, INT64, check, overlaps, require
 from anymla.ops.streams import active_workspace
 
 __all__ = [
@@ -123,6 +123,12 @@ def skip_checks(known: bool) -> Iterator[None]:
         _skipped.reset(token)
 
 
+def _requires_grad(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_requires_grad, value))
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 class Operation:
     """A callable with a contract and a table of backends; made by ``operation``.
 
@@ -143,7 +149,14 @@ class Operation:
         self._contract = contract
         self._outputs = outputs
         self._signature = inspect.signature(contract)
+        self._leading = {
+            name: parameter.default
+            for name, parameter in self._signature.parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        }
         self._mutates = mutates
+        places = {name: place for place, name in enumerate(self._leading)}
+        self._written = tuple((name, places.get(name)) for name in mutates)
         functools.update_wrapper(self, contract)
 
     def register(
@@ -188,8 +201,7 @@ class Operation:
         """
         if torch.compiler.is_compiling():
             return self._call_traced(args, kwargs, backend)
-        if not _skipped.get():
-            self._contract(*args, **kwargs)
+        args, kwargs = self._accept(args, kwargs, known=_skipped.get())
         if backend is None and self._host is not None and args:
             first = args[0]
             if isinstance(first, Tensor) and first.is_cpu:
@@ -207,7 +219,7 @@ class Operation:
         Raises:
             TypeError, ValueError: the arguments break the contract.
         """
-        self._contract(*args, **kwargs)
+        args, kwargs = self._accept(args, kwargs)
         try:
             self._choose(backend, args, kwargs)
         except BackendUnavailable as unavailable:
@@ -223,10 +235,51 @@ class Operation:
         Raises:
             TypeError, ValueError: the arguments break the contract.
         """
-        self._contract(*args, **kwargs)
+        args, kwargs = self._accept(args, kwargs)
         answers = {name: each.support(args, kwargs) for name, each in self.backends.items()}
         picked = [name for name, each in answers.items() if each and each.automatic]
         return next((name for name in picked if name in _PRIORITY), None), answers
+
+    def _accept(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, known: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the arguments, unless they are ``known``, and pass them as backends take them."""
+        if not known:
+            self._contract(*args, **kwargs)
+        if kwargs and len(args) < len(self._leading):
+            args, kwargs = self._by_position(args, kwargs)
+        if not known:
+            if self._written:
+                self._check_written(args, kwargs)
+            if torch.is_grad_enabled():
+                self._refuse_gradients(args, kwargs)
+        return args, kwargs
+
+    def _by_position(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call, with everything that has a position passed by it."""
+        missing = list(self._leading)[len(args) :]
+        while missing and missing[-1] not in kwargs:
+            missing.pop()
+        rest = dict(kwargs)
+        return (*args, *(rest.pop(name, self._leading[name]) for name in missing)), rest
+
+    def _check_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, place in self._written:
+            written = kwargs.get(name) if place is None else args[place]
+            if written is not None and overlaps(written):
+                got = f"{list(written.shape)} of strides {list(written.stride())}"
+                require(False, self.name, name, "of elements that do not overlap", got)
+
+    def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Operations have no backward: what they return would be cut off in silence."""
+        if not any(map(_requires_grad, (*args, *kwargs.values()))):
+            return
+        for name, value in self._signature.bind(*args, **kwargs).arguments.items():
+            if _requires_grad(value):
+                expected = "detached or used under torch.no_grad() (there is no backward)"
+                require(False, self.name, name, expected, "requires_grad=True")
 
     def _choose(self, name: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Backend:
         if name is not None:
@@ -249,7 +302,11 @@ class Operation:
             f"{self.name}: no backend can run this call ({'; '.join(reasons)})"
         )
 
-    def _call_traced(self, args: Sequence[Any], kwargs: dict[str, Any], backend: str | None) -> Any:
+    def _call_traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None
+    ) -> Any:
+        if torch.is_grad_enabled():
+            self._refuse_gradients(args, kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)

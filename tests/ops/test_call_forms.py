@@ -1,0 +1,130 @@
+"""Every operation, called in every form that Python allows, and refused with one clear error."""
+
+import inspect
+
+import pytest
+import torch
+from sample_calls import call_with_targets, copied, operations, same_bytes, sample_call
+
+from anymla.ops._check import overlaps
+from anymla.ops._triton import INTERPRETED, has_triton
+
+OPERATIONS = operations()
+BACKENDS = [None, "reference", "torch", *(["triton"] if INTERPRETED and has_triton() else [])]
+
+
+def _positional(operation):
+    parameters = inspect.signature(operation._contract).parameters.values()
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+def _forms(operation, call):
+    """(name, args, kwargs) of the same call; tensors are copied for each."""
+    leading = [name for name in _positional(operation) if name in call]
+    for form, taken in (("positions", len(leading)), ("keywords", 0), ("mixed", 1)):
+        given = {name: copied(value) for name, value in call.items()}
+        args = [given.pop(name) for name in leading[:taken]]
+        yield form, args, dict(reversed(given.items()))
+
+
+def test_every_operation_has_a_sample_call():
+    for name, operation in OPERATIONS.items():
+        call = sample_call(name)
+        assert list(call) == [each for each in operation._signature.parameters if each in call]
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_keywords_and_positions_mean_the_same(name):
+    operation, call = OPERATIONS[name], sample_call(name)
+    for backend in BACKENDS:
+        found = {}
+        for form, args, kwargs in _forms(operation, call):
+            if not operation.supports(*args, backend=backend, **kwargs):
+                assert backend == "triton"
+                continue
+            result = operation(*args, backend=backend, **kwargs)
+            results = result if isinstance(result, tuple) else (result,)
+            bound = operation._signature.bind(*args, **kwargs).arguments
+            found[form] = (*results, *(bound.get(each) for each in operation._mutates))
+        for form, given in found.items():
+            for one, other in zip(found["positions"], given, strict=True):
+                assert (one is None and other is None) or same_bytes(one, other), (backend, form)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_explain_takes_keywords(name):
+    operation, call = OPERATIONS[name], sample_call(name)
+    answers = [operation.explain(*args, **kwargs) for _, args, kwargs in _forms(operation, call)]
+    assert answers[0] == answers[1] == answers[2]
+    chosen, by_backend = answers[0]
+    assert chosen == "torch"
+    assert set(by_backend) == set(operation.backends)
+
+
+def test_what_is_left_out_between_keywords_has_its_default():
+    """``lengths`` may be left out, and an argument after it given."""
+    operation, call = OPERATIONS["sparse_attention"], sample_call("sparse_attention")
+    del call["lengths"]
+    q, k_cache, indices = call.values()
+    sink = torch.zeros(2)
+    got = operation(sink=sink, indices=indices, k_cache=k_cache, q=q)
+    want = operation(q, k_cache, indices, None, sink=sink)
+    assert all(map(same_bytes, got, want))
+    for wrong, message in (({"tokens": q}, "tokens"), ({"sink": sink, "q": q}, "k_cache")):
+        with pytest.raises(TypeError, match=message):
+            operation(**wrong)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_inputs_that_require_grad_are_refused(name):
+    """Every tensor in turn; without gradients the same call runs."""
+    operation = OPERATIONS[name]
+    floats = (torch.float16, torch.bfloat16, torch.float32)
+    for argument, value in sample_call(name).items():
+        first = value[0] if isinstance(value, list) and value else value
+        if not isinstance(first, torch.Tensor) or first.dtype not in floats:
+            continue
+        call = sample_call(name)
+        changed = call[argument]
+        (changed[0] if isinstance(changed, list) else changed).requires_grad_()
+        message = rf"{name}: {argument} must be detached or .*no_grad.*, got requires_grad=True"
+        with torch.enable_grad():
+            for ask in (operation, operation.supports, operation.explain):
+                with pytest.raises(ValueError, match=message):
+                    ask(**call)
+        assert operation.supports(**call)
+
+
+WRITTEN = [(name, each) for name, found in OPERATIONS.items() for each in found._mutates]
+
+
+@pytest.mark.parametrize(("name", "argument"), WRITTEN)
+def test_written_tensors_that_overlap_are_refused(name, argument):
+    operation, call = OPERATIONS[name], call_with_targets(name)
+    operation(**call)
+    good = call[argument]
+    wide = max(range(good.ndim), key=lambda axis: (good.shape[axis] > 1, -axis))
+    assert good.shape[wide] > 1
+    for stride in (0, good.stride(wide) // 2):
+        strides = list(good.stride())
+        strides[wide] = stride
+        bad = good.as_strided(good.shape, strides)
+        with pytest.raises(ValueError, match=rf"{name}: {argument} must be .*"):
+            operation(**call | {argument: bad})
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "overlapping"),
+    [
+        ((2, 3), (3, 1), False),
+        ((2, 3), (1, 2), False),
+        ((2, 3), (2, 1), True),
+        ((2, 3), (0, 1), True),
+        ((1, 3), (0, 1), False),
+        ((0, 3), (0, 0), False),
+        ((2, 3, 4), (40, 4, 1), False),
+        ((2, 3, 4), (11, 4, 1), True),
+    ],
+)
+def test_overlaps(shape, strides, overlapping):
+    assert overlaps(torch.zeros(100).as_strided(shape, strides)) == overlapping
