@@ -196,16 +196,22 @@ def test_a_slot_listed_twice_counts_twice(backend, tokens):
     assert not torch.allclose(lse, single)
 
 
-def test_lengths_beyond_the_list_and_below_zero(backend):
-    made = scope(3, 5)
-    q = torch.randn(3, 2, 512)
-    lengths = torch.tensor([9, -4, 5], dtype=torch.int32)
-    out, lse = sparse_attention(q, made.cache, made.indices, lengths, backend=backend)
-    want, want_lse = sparse_attention(q, made.cache, made.indices, backend=backend)
-    assert torch.equal(out[[0, 2]], want[[0, 2]])
-    assert torch.equal(lse[[0, 2]], want_lse[[0, 2]])
-    assert not out[1].any()
-    assert (lse[1] == -torch.inf).all()
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("which", ["main", "extra"])
+@pytest.mark.parametrize(("length", "read"), [(9, 5), (-4, 0)])
+def test_lengths_beyond_the_list_and_below_zero(backend, tokens, which, length, read):
+    """One token's length among ordinary ones, or alone."""
+    made = Scene(torch.randn(tokens, 2, 512), scope(tokens, 5), scope(tokens, 5, page=2))
+    changed = made.main if which == "main" else made.extra
+    lengths = [5] * tokens
+    lengths[-1] = length
+    changed.lengths = torch.tensor(lengths, dtype=torch.int32)
+    out, lse = run(made, backend)
+    changed.lengths = None
+    changed.indices[-1, read:] = -1
+    want, want_lse = run(made, backend)
+    assert_close(out, want, atol=accumulation(512, torch.float32), scale=4.0)
+    assert_close(lse, want_lse, atol=accumulation(512, torch.float32), scale=8.0)
 
 
 def test_ranks_that_flash_mla_callers_use(backend):
@@ -608,6 +614,34 @@ def test_scale_multiplies_scores_only(backend):
     error = accumulation(512, torch.float32, c=4.0)
     assert_close(out, want.out, atol=error, rtol=error, scale=want.weight)
     assert_close(lse, want.lse, atol=error, rtol=error, scale=8.0)
+
+
+def check_scale_of_zero(tokens: int, heads: int, dtype: torch.dtype, backend: str) -> None:
+    """All listed rows weigh the same, whatever the queries."""
+    made = Scene(torch.randn(tokens, heads, 512).to(dtype), scope(tokens, 150, page=2))
+    rows = [made.main.rows(token) for token in range(tokens)]
+    attend(made.q, rows, scale=0.0).check(run(made, backend, scale=0.0))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_scale_of_zero(backend, tokens, dtype):
+    check_scale_of_zero(tokens, 2, dtype, backend)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_scale_of_zero_where_bfloat16_products_are_fast(tokens, monkeypatch):
+    """There a product of factor 0 returns early and leaves its result as it was allocated."""
+    real = torch.baddbmm
+
+    def product(addend, left, right, *, beta=1, alpha=1):
+        if alpha == 0:
+            return addend.clone()
+        return real(addend, left, right, beta=beta, alpha=alpha)
+
+    monkeypatch.setattr(torch, "baddbmm", product)
+    monkeypatch.setattr(torch_cpu, "_bfloat16_products_are_fast", lambda: True)
+    check_scale_of_zero(tokens, 40, torch.bfloat16, "torch")
 
 
 def test_inputs_are_left_alone(backend):

@@ -86,12 +86,11 @@ def _scores(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
     A bfloat16 product is accumulated in float32 and then rounded to bfloat16, which scores do not
     survive. Computing it again minus the rounded result leaves the part that was lost; the sum of
-    both is good to 2^-17, and two bfloat16 products cost less than one in float32.
+    both is good to 2^-17, and two bfloat16 products cost less than one in float32. The scale comes
+    last: oneDNN's products of factor 0 leave their result as it was allocated.
     """
     if left.dtype != torch.bfloat16:
         return torch.bmm(left, right).mul_(scale)
-    shape = (left.shape[0], left.shape[1], right.shape[2])
-    nothing = torch.empty(shape, dtype=left.dtype, device=left.device)
-    high = torch.baddbmm(nothing, left, right, beta=0, alpha=scale)
-    low = torch.baddbmm(high, left, right, beta=-1, alpha=scale)
-    return high.float().add_(low)
+    high = torch.bmm(left, right)
+    low = torch.baddbmm(high, left, right, beta=-1)
+    return high.float().add_(low).mul_(scale)
