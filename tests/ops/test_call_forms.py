@@ -92,7 +92,7 @@ def test_inputs_that_require_grad_are_refused(name):
             for ask in (operation, operation.supports, operation.explain):
                 with pytest.raises(ValueError, match=message):
                     ask(**call)
-        assert operation.supports(**call)
+        operation(**call)
 
 
 WRITTEN = [(name, each) for name, found in OPERATIONS.items() for each in found._mutates]

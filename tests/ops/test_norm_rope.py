@@ -252,6 +252,30 @@ def test_nothing_outlives_the_table_it_was_made_of(backend):
         del table
 
 
+def overwrite(way: str, table: Tensor, new: Tensor) -> None:
+    """Write a table in a way that torch may not count."""
+    if way == "data":
+        table.data.copy_(new)
+    elif way == "numpy":
+        table.numpy()[:] = new.numpy()
+    else:
+        table.copy_(new)
+
+
+@pytest.mark.parametrize("way", ["data", "numpy", "inference"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_a_table_that_is_written_turns_by_what_is_written(backend, way, tokens, inverse):
+    x, positions = torch.randn(tokens, 2, 128), torch.arange(tokens) + 3
+    with torch.inference_mode(way == "inference"):
+        table = TABLE[:8].clone()
+        rope(x, positions, table, inverse=inverse, backend=backend)
+        overwrite(way, table, TABLE[100:108])
+        got = rope(x, positions, table, inverse=inverse, backend=backend)
+        want = rope(x, positions + 100, TABLE, inverse=inverse, backend=backend)
+    assert torch.equal(got, want)
+
+
 def test_rope_is_interleaved_and_not_in_halves(backend):
     x = torch.zeros(1, 1, 512)
     x[0, 0, 448 + 2 * 3] = 1
@@ -543,7 +567,7 @@ def test_triton_refuses_float64():
     x, positions = torch.zeros(2, 1, 64), torch.zeros(2).long()
     with pytest.raises(BackendUnavailable, match="float32, but argument 0 is float64"):
         rope(x.double(), positions, TABLE, backend="triton")
-    with pytest.raises(BackendUnavailable, match="float32, but argument weight is float64"):
+    with pytest.raises(BackendUnavailable, match="float32, but argument 1 is float64"):
         rms_norm(x, weight=torch.ones(64).double(), eps=1e-6, backend="triton")
 
 
