@@ -176,6 +176,14 @@ def test_bare_bytes_of_a_page(tmp_path) -> None:
         read_page(tmp_path / "none", MAIN_FP8, 16)
 
 
+def test_a_page_without_end(tmp_path) -> None:
+    path = tmp_path / "page.bin"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CacheDumpError, match=r"cannot be a page: longer than 100000000 bytes"):
+        read_page(path, MAIN_FP8, 16)
+
+
 def problems(cache: torch.Tensor, layout_id: str, rows: int) -> dict[str, tuple[int, int, bool]]:
     found = check_cache_bytes(cache, dump_layout(layout_id), rows)
     return {each.kind: (each.count, each.first, each.harmless) for each in found}

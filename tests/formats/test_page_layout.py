@@ -234,3 +234,38 @@ def test_dump_errors(tmp_path):
     save_file({"pages": torch.zeros(1, 2)}, other)
     with pytest.raises(CacheDumpError, match=r"other: not a cache dump"):
         load_cache(other)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"meta": "["}, "bad header: not JSON"),
+        ({"meta": "[1]"}, "bad header: not a JSON object, but a list"),
+        ({"meta": "null"}, "bad header: not a JSON object, but null"),
+        ({"meta": "[" * 100_000}, "bad header: nested more than 64 deep"),
+        ({"meta": '{"rows": 1e400}'}, "bad header: the number 1e400 is too large"),
+        ({"entries_per_page": "1" + "0" * 5000}, "bad header: "),
+        ({"entries_per_page": "1" + "0" * 30}, "pages of 1728 bytes cannot hold 10"),
+        ({"entries_per_page": "0"}, "bad pages"),
+        ({"entries_per_page": "-2"}, "bad pages"),
+        ({"layout_id": "nonsense"}, "bad header: unknown cache layout 'nonsense'"),
+    ],
+)
+def test_dump_with_a_hostile_header(tmp_path, changed, message):
+    from safetensors.torch import save_file
+
+    header = {
+        "format": "anymla-cache",
+        "version": "1",
+        "layout_id": MAIN_FP8,
+        "entries_per_page": "2",
+        "meta": "{}",
+    }
+    path = tmp_path / "dump"
+    pages = torch.zeros(1, 1728, dtype=torch.uint8)
+    save_file({"pages": pages}, path, metadata=header)
+    assert load_cache(path)[2] == {}
+    save_file({"pages": pages}, path, metadata=header | changed)
+    with pytest.raises(CacheDumpError, match=rf"dump: {message}") as caught:
+        load_cache(path)
+    assert "\n" not in str(caught.value)

@@ -175,7 +175,7 @@ def write_header(path: Path, header: object, data: bytes = b"") -> None:
     ("header", "message"),
     [
         (b"{]", r"not a safetensors file: "),
-        ([1], r"not a safetensors file: its header is no object"),
+        ([1], r"not a safetensors file: header: not a JSON object"),
         ({"w": {"dtype": "F32"}}, r"bad header entry for w$"),
         ({"w": 3}, r"bad header entry for w$"),
         (
@@ -186,11 +186,41 @@ def write_header(path: Path, header: object, data: bytes = b"") -> None:
             {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
             r"w is F32 \[2\] in 4 bytes, which do not fit",
         ),
+        (b"[" * 100_000, r"not a safetensors file: header: nested more than 64 deep$"),
+        (b'{"w":' * 100_000, r"not a safetensors file: header: nested more than 64 deep$"),
+        (
+            b'{"w": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}',
+            r"header: Infinity is not JSON",
+        ),
+        (
+            b'{"w": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}}',
+            r"header: the number 1e400 is too large$",
+        ),
+        (
+            b'{"w": {"dtype": "F32", "shape": [1' + b"0" * 5000 + b'], "data_offsets": [0, 4]}}',
+            r"header: the integer 10*\.\.\. does not fit in 64 bits$",
+        ),
+        ({"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, r"bad header entry"),
+        ({"w": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}, r"bad header entry"),
+        ({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, r"bad header entry"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}, r"bad header entry"),
+        ({"w": {"dtype": "F32", "shape": [1] * 999, "data_offsets": [0, 4]}}, r"bad header entry"),
     ],
 )
 def test_bad_header(tmp_path: Path, header: object, message: str) -> None:
     write_header(tmp_path / "model.safetensors", header, b"\0" * 4)
     refused(tmp_path, message)
+
+
+@pytest.mark.parametrize("length", [100_000_001, 2**31, 2**63, 2**64 - 1])
+def test_a_header_that_claims_to_be_long_is_not_read(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length))
+    refused(tmp_path, rf"truncated, its header alone is {length} bytes$")
+    # A file with a hole takes no room on the disk.
+    with path.open("r+b") as file:
+        file.truncate(length + 8 if length < 2**33 else 2**33)
+    refused(tmp_path, rf"its header (alone )?is {length} bytes")
 
 
 def test_index_names_a_file_that_is_not_there(sharded: Path) -> None:
@@ -226,9 +256,17 @@ def test_index_without_weight_map(sharded: Path, weight_map: object) -> None:
     refused(sharded, r"index.json: has no weight_map from tensor names to files")
 
 
-def test_index_that_is_no_json(sharded: Path) -> None:
-    (sharded / "model.safetensors.index.json").write_text("{")
-    refused(sharded, r"index.json: cannot be read: ")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not JSON: "),
+        ("[" * 100_000, "nested more than 64 deep$"),
+        ("[]", "not a JSON object"),
+    ],
+)
+def test_index_that_is_no_json_object(sharded: Path, text: str, reason: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+    refused(sharded, rf"index.json: cannot be read: {reason}")
 
 
 def test_unknown_tensor(single: Path) -> None:

@@ -290,6 +290,39 @@ def test_nonsense_is_refused_or_harmless(name: str, value: Any) -> None:
         assert isinstance(ModelConfig.from_dict(flash(**{name: value})), ModelConfig)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "most"),
+    [
+        ("num_hidden_layers", 10**9, 1024),
+        ("num_nextn_predict_layers", 10**9, 64),
+        ("n_routed_experts", 10**8, 65536),
+        ("hc_sinkhorn_iters", 10**9, 1000),
+        ("hc_mult", 10**6, 64),
+        ("vocab_size", 2**31, 2**31 - 1),
+        ("sliding_window", 2**40, 2**31 - 1),
+        ("hidden_size", 1e300, 2**31 - 1),
+    ],
+)
+def test_sizes_that_nothing_has(name: str, value: float, most: int) -> None:
+    shown = int(value) if value < 1e100 else str(int(value))[:20]
+    with pytest.raises(ConfigError, match=rf"{name} is {shown}.*: an integer <= {most}$") as caught:
+        ModelConfig.from_dict(flash(**{name: value}))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_number_beyond_floats() -> None:
+    with pytest.raises(
+        ConfigError, match=r"rope_theta is 10*\.\.\., supported: a positive number$"
+    ):
+        ModelConfig.from_dict(flash(rope_theta=10**400))
+
+
+def test_a_long_value_is_not_repeated_whole() -> None:
+    with pytest.raises(ConfigError, match=r"compress_ratios is \[") as caught:
+        ModelConfig.from_dict(flash(compress_ratios=[-1] * 10**5))
+    assert len(str(caught.value)) < 300
+
+
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere: no such directory$"):
         ModelConfig.from_dir(tmp_path / "nowhere")
@@ -302,7 +335,11 @@ def test_directory_without_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read: "), ("[1]", "must hold a JSON object"), ("\xff", "cannot be read: ")],
+    [
+        ("{", "cannot be read: "),
+        ("[1]", "cannot be read: not a JSON object, but a list"),
+        ("\xff", "cannot be read: "),
+    ],
 )
 def test_config_that_is_no_json_object(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))

@@ -102,6 +102,18 @@ def other_decoder(path: Path) -> None:
 REFUSED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: (path / "tokenizer.json").unlink(), r"has no tokenizer.json$"),
     (lambda path: (path / "tokenizer.json").write_text("{"), r"tokenizer.json: cannot be read: "),
+    (
+        lambda path: (path / "tokenizer.json").write_text("[" * 100_000),
+        r"tokenizer.json: cannot be read: ",
+    ),
+    (
+        lambda path: (path / "tokenizer_config.json").write_text("[" * 100_000),
+        r"tokenizer_config.json: cannot be read: nested more than 64 deep$",
+    ),
+    (
+        lambda path: (path / "tokenizer_config.json").write_text("[]"),
+        r"tokenizer_config.json: cannot be read: not a JSON object",
+    ),
     (other_decoder, r"tokenizer.json: its decoder must be ByteLevel, got "),
     (unknown_bos, r"tokenizer_config.json: bos_token '<s>' is not in the vocabulary$"),
     (

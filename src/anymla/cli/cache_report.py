@@ -40,7 +40,7 @@ class Dump:
         """
         slots = self.cache.shape[0] * self.cache.shape[1]
         rows = self.meta.get("rows", slots)
-        return rows if isinstance(rows, int) and 0 <= rows <= slots else slots
+        return rows if type(rows) is int and 0 <= rows <= slots else slots
 
     def read(self, first: int, count: int) -> Tensor:
         """Float64 rows [count, channels]."""

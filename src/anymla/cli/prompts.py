@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from anymla.cli.bad_input import BadInput
 from anymla.cli.run_options import read_text
+from anymla.formats.untrusted import parse_object
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
 from anymla.runtime.request import Request, check_request
@@ -83,12 +83,7 @@ class RequestReader:
         return list(requests.values())
 
     def _from_line(self, default_id: str, line: str) -> Request:
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError("not a JSON object")
+        fields = parse_object(line)
         if unknown := sorted(fields.keys() - _BATCH_KEYS):
             raise ValueError(
                 f"unknown key {unknown[0]!r}, known are {', '.join(sorted(_BATCH_KEYS))}"

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.prompts import as_token_ids
 from anymla.cli.run_options import RunOptions, json_option, read_text, run_options
+from anymla.formats.untrusted import Refused, parse_json
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
 from anymla.ops.registry import BackendUnavailable
@@ -72,9 +73,9 @@ def command(
 
 def _read_token_ids(path: Path) -> tuple[int, ...]:
     try:
-        value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{path}: not JSON: {error}") from error
+        value = parse_json(read_text(path))
+    except Refused as error:
+        raise BadInput(f"{path}: {error}") from error
     if isinstance(value, dict):
         value = value.get("token_ids")
     try:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anymla.formats.interchange import dump_layout
 from anymla.formats.pages import pages_of
+from anymla.formats.untrusted import Refused, parse_object, read_bytes
 
 _VERSION = "1"
 
@@ -87,9 +88,11 @@ def read_page(path: str | Path, layout_id: str, entries: int) -> Tensor:
     if entries < 1:
         raise ValueError(f"read_page: entries must be at least 1, got {entries}")
     try:
-        held = Path(path).read_bytes()
+        held = read_bytes(Path(path))
     except OSError as error:
         raise CacheDumpError(f"{path}: cannot be read: {error.strerror}") from None
+    except Refused as error:
+        raise CacheDumpError(f"{path}: cannot be a page: {error}") from None
     needed = entries * layout.entry_bytes
     if len(held) < needed:
         raise CacheDumpError(
@@ -123,7 +126,7 @@ def load_cache(path: str | Path) -> tuple[Tensor, str, dict[str, Any]]:
     try:
         layout = dump_layout(header["layout_id"])
         entries = int(header["entries_per_page"])
-        meta = json.loads(header["meta"])
+        meta = parse_object(header["meta"])
     except (KeyError, ValueError) as error:
         raise CacheDumpError(f"{path}: bad header: {error}") from None
     if flat.ndim != 2 or flat.dtype != torch.uint8 or entries < 1:

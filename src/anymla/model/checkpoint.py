@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from anymla.formats.untrusted import MOST_BYTES, Refused, parse_object, read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -30,6 +31,9 @@ _ITEM_BYTES = {
     "I8": 1,
     "U8": 1,
 }
+
+
+_MOST_DIMENSIONS = 64
 
 
 class CheckpointError(ValueError):
@@ -158,9 +162,9 @@ def _sharded(directory: Path) -> dict[str, TensorInfo]:
     """Headers of all shards that the index names, checked against it."""
     path = directory / INDEX_FILE
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_object(path)["weight_map"]
         placed = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, Refused) as error:
         raise CheckpointError(f"{path}: cannot be read: {_first_line(error)}") from None
     except (KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: has no weight_map from tensor names to files") from None
@@ -196,18 +200,22 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             (length,) = struct.unpack("<Q", file.read(8))
             if 8 + length > size:
                 raise CheckpointError(f"{path}: truncated, its header alone is {length} bytes")
-            header = json.loads(file.read(length))
-    except (OSError, struct.error, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file: {_first_line(error)}") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: not a safetensors file: its header is no object")
+            if length > MOST_BYTES:
+                raise CheckpointError(
+                    f"{path}: its header is {length} bytes, safetensors allows {MOST_BYTES}"
+                )
+            header = parse_object(file.read(length))
+    except (OSError, struct.error, Refused) as error:
+        raise CheckpointError(
+            f"{path}: not a safetensors file: header: {_first_line(error)}"
+        ) from None
     header.pop("__metadata__", None)
     tensors: dict[str, TensorInfo] = {}
     end = 0
     for name, entry in header.items():
         try:
-            shape, dtype = tuple(int(n) for n in entry["shape"]), str(entry["dtype"])
-            begin, stop = (int(n) for n in entry["data_offsets"])
+            shape, dtype = _sizes(entry["shape"]), str(entry["dtype"])
+            begin, stop = _sizes(entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{path}: bad header entry for {name}") from None
         if dtype not in _ITEM_BYTES:
@@ -226,6 +234,19 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             f"{8 + length + end}"
         )
     return tensors
+
+
+def _sizes(values: object) -> tuple[int, ...]:
+    """A list of integers from 0 on, no longer than torch's shapes.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS:
+        raise ValueError
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError
+    return tuple(values)
 
 
 def enumerate_some(items: Sequence[str], shown: int = 3) -> str:

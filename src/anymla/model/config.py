@@ -9,7 +9,6 @@ nested ``rope_parameters``).
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.records import SplitFp8Layout
+from anymla.formats.untrusted import Refused, read_object
 from anymla.model.config_fields import ConfigError, Fields, unsupported
 from anymla.model.config_schedule import hash_layers, layer_ratios, rope_tables
 from anymla.ops.norm_rope.rope_tables import YarnScaling
@@ -25,6 +25,16 @@ __all__ = ["ConfigError", "ModelConfig", "Quantization"]
 
 MODEL_TYPE = "deepseek_v4"
 EXPERT_DTYPES = ("fp4", "fp8", "bf16")
+
+# Far above any model. Below them, what a configuration asks for can be counted out: every layer and
+# expert has tensors of its own, and every iteration is a pass.
+MOST_LAYERS = 1024
+MOST_MTP_LAYERS = 64
+MOST_EXPERTS = 65536
+_MOST_STREAMS = 64
+_MOST_ITERATIONS = 1000
+
+_MOST_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,20 +123,17 @@ class ModelConfig:
         """Read ``config.json`` of a checkpoint directory.
 
         Raises:
-            ConfigError: no such directory or file, not JSON, or as ``from_dict``.
+            ConfigError: no such directory or file, no JSON object, or as ``from_dict``.
         """
         path = Path(directory) / "config.json"
         if not Path(directory).is_dir():
             raise ConfigError(f"{directory}: no such directory")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_dict(read_object(path, _MOST_BYTES))
         except FileNotFoundError:
             raise ConfigError(f"{directory}: not a checkpoint, it has no config.json") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, Refused) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: must hold a JSON object")
-        return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -140,8 +147,8 @@ class ModelConfig:
         """
         fields = Fields(values)
         _require_family(fields)
-        layers = fields.integer("num_hidden_layers", minimum=1)
-        mtp = fields.integer("num_nextn_predict_layers", 0)
+        layers = fields.integer("num_hidden_layers", minimum=1, maximum=MOST_LAYERS)
+        mtp = fields.integer("num_nextn_predict_layers", 0, maximum=MOST_MTP_LAYERS)
         head_dim = fields.integer("head_dim", minimum=1)
         rope_dim = _rope_dim(fields, head_dim)
         ratios = layer_ratios(fields, layers, mtp)
@@ -166,10 +173,12 @@ class ModelConfig:
             compress_rope_theta=tables.compress_theta,
             yarn=tables.yarn,
             max_position_embeddings=fields.integer("max_position_embeddings", minimum=1),
-            hc_mult=fields.integer("hc_mult", minimum=1),
-            hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", minimum=1),
+            hc_mult=fields.integer("hc_mult", minimum=1, maximum=_MOST_STREAMS),
+            hc_sinkhorn_iters=fields.integer(
+                "hc_sinkhorn_iters", minimum=1, maximum=_MOST_ITERATIONS
+            ),
             hc_eps=fields.number("hc_eps"),
-            n_routed_experts=fields.integer("n_routed_experts", minimum=1),
+            n_routed_experts=fields.integer("n_routed_experts", minimum=1, maximum=MOST_EXPERTS),
             n_shared_experts=fields.integer("n_shared_experts", minimum=1),
             num_experts_per_tok=fields.integer("num_experts_per_tok", minimum=1),
             moe_intermediate_size=fields.integer("moe_intermediate_size", minimum=1),

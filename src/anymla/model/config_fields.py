@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+# What kernels keep positions, slots and token ids in is 32 bits wide.
+MOST_INTEGER = 2**31 - 1
+_MOST_SHOWN = 160
 
 
 class ConfigError(ValueError):
@@ -13,7 +17,10 @@ class ConfigError(ValueError):
 
 def unsupported(field: str, got: object, supported: str) -> ConfigError:
     """The error for a value that is legal JSON but nothing this package can run."""
-    return ConfigError(f"config: {field} is {got!r}, supported: {supported}")
+    shown = repr(got)
+    if len(shown) > _MOST_SHOWN:
+        shown = f"{shown[:_MOST_SHOWN]}..."
+    return ConfigError(f"config: {field} is {shown}, supported: {supported}")
 
 
 class Fields:
@@ -36,13 +43,22 @@ class Fields:
         """Whether the field is there and not null."""
         return self.values.get(field) is not None
 
-    def integer(self, field: str, default: int | None = None, *, minimum: int = 0) -> int:
-        """An integer of at least ``minimum``; required unless there is a default."""
+    def integer(
+        self,
+        field: str,
+        default: int | None = None,
+        *,
+        minimum: int = 0,
+        maximum: int = MOST_INTEGER,
+    ) -> int:
+        """An integer from ``minimum`` to ``maximum``; required unless there is a default."""
         value = self._value(field, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise unsupported(self.name(field), value, f"an integer >= {minimum}")
+        if value > maximum:
+            raise unsupported(self.name(field), value, f"an integer <= {maximum}")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
@@ -51,8 +67,7 @@ class Fields:
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value <= 0
+            or not 0 < value <= sys.float_info.max
         ):
             raise unsupported(self.name(field), value, "a positive number")
         return float(value)
@@ -81,6 +96,8 @@ class Fields:
         for item in value:
             if isinstance(item, bool) or not isinstance(item, int) or item < 0:
                 raise unsupported(self.name(field), value, "a list of integers >= 0")
+            if item > MOST_INTEGER:
+                raise unsupported(self.name(field), item, f"integers <= {MOST_INTEGER}")
         return tuple(value)
 
     def section(self, field: str) -> Fields:

@@ -6,9 +6,10 @@ import codecs
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import tokenizers
+
+from anymla.formats.untrusted import Refused, read_object
 
 
 class TokenizerError(ValueError):
@@ -108,12 +109,12 @@ def byte_letters() -> list[str]:
 
 def _leading_token(inner: tokenizers.Tokenizer, path: Path) -> int | None:
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, Refused) as error:
         raise TokenizerError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(config, dict) or not config.get("add_bos_token"):
+    if not config.get("add_bos_token"):
         return None
     token = config.get("bos_token")
     if isinstance(token, dict):

@@ -1,0 +1,150 @@
+"""Files and JSON that somebody else wrote: bounded in size and depth, numbers finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+# safetensors' own bound for a header, the largest JSON there is in a checkpoint.
+MOST_BYTES = 100_000_000
+# Configurations nest four deep.
+MOST_DEPTH = 64
+_MOST_INTEGER = 2**64
+_MOST_DIGITS = 20
+
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class Refused(ValueError):
+    """Input that is not what is read here; one line that does not name the file."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: as text, or as its bytes in UTF-8.
+
+    Raises:
+        Refused: no JSON; nested more than ``MOST_DEPTH`` deep; a number that is not finite or an
+            integer beyond 64 bits; half of a surrogate pair.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        value = json.loads(
+            text, parse_constant=_refused, parse_float=_finite, parse_int=_integer_of_64_bits
+        )
+    except UnicodeDecodeError as error:
+        raise Refused(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise Refused(f"not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    _check_depth(value)
+    if _HALF_CHARACTER.search(text):
+        _check_characters(value)
+    return value
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a text.
+
+    Raises:
+        Refused: as ``parse_json``, or another value than an object.
+    """
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise Refused(f"not a JSON object, but {_KINDS.get(type(value), 'null')}")
+    return value
+
+
+def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        Refused: as ``parse_object``, or a longer file.
+        OSError: it cannot be read.
+    """
+    return parse_object(read_bytes(path, most))
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """A file's bytes; never more than ``most`` of them reach memory.
+
+    Raises:
+        Refused: a longer file.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        held = file.read(most + 1)
+    if len(held) > most:
+        raise Refused(f"longer than {most} bytes")
+    return held
+
+
+_KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a flag"}
+
+
+def _refused(word: str) -> float:
+    raise Refused(f"{word} is not JSON, and no number to compute with")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise Refused(f"the number {digits[:20]} is too large")
+    return number
+
+
+def _integer_of_64_bits(digits: str) -> int:
+    # Python refuses to read thousands of digits; more than these are too many in any case.
+    if len(digits.lstrip("-")) <= _MOST_DIGITS and abs(number := int(digits)) < _MOST_INTEGER:
+        return number
+    shown = digits if len(digits) <= _MOST_DIGITS else f"{digits[:_MOST_DIGITS]}..."
+    raise Refused(f"the integer {shown} does not fit in 64 bits")
+
+
+def _check_depth(value: Any) -> None:
+    """Raise unless containers nest at most ``MOST_DEPTH`` deep; one level after the other."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        level = _containers(level)
+        if not level:
+            return
+        level = [child for each in level for child in _children(each)]
+    raise _too_deep()
+
+
+def _check_characters(value: Any) -> None:
+    level = [value]
+    while level:
+        for text in level:
+            if isinstance(text, str) and not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise Refused("a string holds half of a surrogate pair") from None
+        level = [
+            child
+            for each in _containers(level)
+            for child in (*each, *(each.values() if isinstance(each, dict) else ()))
+        ]
+
+
+def _containers(values: list[Any]) -> list[Any]:
+    return [each for each in values if isinstance(each, (dict, list))]
+
+
+def _children(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _too_deep() -> Refused:
+    return Refused(f"nested more than {MOST_DEPTH} deep")
