@@ -7,7 +7,7 @@ import torch
 from sample_calls import call_with_targets, copied, operations, same_bytes, sample_call
 
 from anymla.ops._check import overlaps
-from anymla.ops._triton import INTERPRETED, has_triton
+from anymla.ops.device import INTERPRETED, has_triton
 
 OPERATIONS = operations()
 BACKENDS = [None, "reference", "torch", *(["triton"] if INTERPRETED and has_triton() else [])]

@@ -49,7 +49,6 @@ class Cache:
 def hopper(monkeypatch):
     monkeypatch.setattr(support, "target_of", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(support, "triton_support", lambda q: Support(True))
-    monkeypatch.setattr(support, "has_gluon", lambda: True)
 
 
 def asked(q=None, cache=None, **keywords):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib.util
 import random
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 
 from anymla.bench.report import Result
 from anymla.model.load import load_model
+from anymla.ops.device import has_triton
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
@@ -147,7 +147,7 @@ def _wave(engine: Engine, waiting: list[Request], rng: random.Random) -> Iterato
 def _compilations() -> Iterator[list[str]]:
     """Names of the kernels that Triton is asked to compile inside."""
     found: list[str] = []
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         yield found
         return
     from triton import knobs

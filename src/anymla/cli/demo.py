@@ -14,6 +14,7 @@ from tqdm import tqdm
 from anymla.model.load import load_model
 from anymla.model.tokenizer import Tokenizer
 from anymla.model.transformer import Transformer
+from anymla.ops.device import triton_problem
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request
@@ -95,6 +96,9 @@ def command(
         click.echo(f"    {line}")
     if not report.ok:
         raise click.ClickException("the run and the oracle disagree")
+    problem = triton_problem()
+    if problem:
+        click.echo(f"{problem}; the torch backend, which ran here, does without")
     click.echo("OK: log-probabilities, cache bytes and selections agree with float64")
 
 

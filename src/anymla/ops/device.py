@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import os
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,31 +110,52 @@ def _architecture(properties: Any) -> Target:
     )
 
 
+# The least Triton that the kernels run on: with 3.5, 41 of 46 conformance cases fail.
+LEAST_TRITON = (3, 6)
+
+
+def triton_version() -> str | None:
+    """Version of the installed triton, "3.7.1"; None if there is none.
+
+    Read from its file: it is not imported before kernels are, and other vendors distribute it under
+    other names.
+    """
+    found = importlib.util.find_spec("triton")
+    if found is None or found.origin is None:
+        return None
+    line = re.search(r"^__version__ *= *['\"](.+?)['\"]", Path(found.origin).read_text(), re.M)
+    return line[1] if line else "of no known version"
+
+
 @functools.cache
+def triton_problem() -> str:
+    """Why no Triton kernel runs with this installation; "" if they do."""
+    version = triton_version()
+    if version is None:
+        elsewhere = "" if sys.platform == "linux" else ", which has wheels for Linux only"
+        return f"triton is not installed{elsewhere}"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        return f"triton {version} is installed, and the kernels need {least} or newer"
+    return ""
+
+
 def has_triton() -> bool:
-    """Whether triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether triton is new enough for Hopper's kernels; asked of its metadata alone."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)
+    """Whether triton is installed, in a version that the kernels run on."""
+    return not triton_problem()
 
 
 def runs_gluon(device: torch.device) -> bool:
     """Whether Hopper's kernels run there."""
-    return device.type == "cuda" and target_of(device).name == "sm_90" and has_gluon()
+    return device.type == "cuda" and target_of(device).name == "sm_90" and has_triton()
 
 
 @functools.cache
 def _support(device_type: str) -> Support:
-    if not has_triton():
-        return Support(False, "triton is not installed")
+    problem = triton_problem()
+    if problem:
+        return Support(False, problem)
     if device_type == "cpu" and INTERPRETED:
         return Support(True, automatic=False)
     if device_type not in ("cuda", "xpu"):

@@ -5,7 +5,6 @@ Imports no operation: Triton and anymla read TRITON_INTERPRET when they are firs
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import torch
@@ -20,10 +19,12 @@ def default_device() -> str:
 
 def prepare(device: str | None = None) -> None:
     """Before the operations are imported: without a GPU, Triton kernels are interpreted."""
-    on_cpu = (device or default_device()) == "cpu"
-    if on_cpu and importlib.util.find_spec("triton") is not None:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        if os.environ["TRITON_INTERPRET"] == "1":
-            from anymla.testing.triton_interpreter import install
+    if (device or default_device()) != "cpu":
+        return
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    from anymla.ops.device import has_triton
 
-            install()
+    if os.environ["TRITON_INTERPRET"] == "1" and has_triton():
+        from anymla.testing.triton_interpreter import install
+
+        install()

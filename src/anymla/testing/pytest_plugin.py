@@ -56,7 +56,9 @@ def _hypothesis_profiles() -> None:
 
 def _interpret_triton() -> None:
     """Without a GPU, let Triton kernels run in the repaired interpreter, if triton is there."""
-    if importlib.util.find_spec("triton") is None:
+    from anymla.ops.device import has_triton
+
+    if not has_triton():
         return
     if os.environ.get("TRITON_INTERPRET") == "1":
         from anymla.testing.triton_interpreter import install

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 
 from anymla.bench.environment import cpu_model, environment
-from anymla.ops.device import TARGETS, target_of
+from anymla.ops.device import TARGETS, target_of, triton_version
 
 _CPU_FLAGS = {
     "amx_bf16": "AMX bf16",
@@ -27,7 +25,6 @@ _CPU_FLAGS = {
 def machine(device: torch.device) -> dict[str, Any]:
     """Facts in the order in which they are shown; None for what is not known."""
     facts = environment("anymla doctor")
-    triton = _version("triton")
     shown = {
         "device": cpu_model(),
         "kind": "CPU",
@@ -44,7 +41,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         shown |= _xpu(device)
     return shown | {
         "torch": torch.__version__,
-        "triton": triton or "not installed",
+        "triton": triton_version() or "not installed",
         "python": facts["python"],
         "threads": torch.get_num_threads(),
         "busy": _busy(facts["load"], facts["cores"]) if device.type == "cpu" else None,
@@ -133,12 +130,3 @@ def _nvidia_driver() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.splitlines()[0].strip() if done.stdout else None
-
-
-def _version(package: str) -> str | None:
-    if importlib.util.find_spec(package) is None:
-        return None
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown version"

@@ -10,7 +10,7 @@ from torch import Tensor
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.records import SplitFp8Layout
-from anymla.ops.device import float32_support, has_gluon, target_of
+from anymla.ops.device import float32_support, target_of, triton_problem
 from anymla.ops.registry import Support
 
 _WIDEST = 512
@@ -120,7 +120,8 @@ def hopper_dense_support(
 def _hopper(device: torch.device) -> Support:
     if device.type != "cuda" or target_of(device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
-    return Support(True) if has_gluon() else Support(False, "needs triton 3.6 or newer")
+    problem = triton_problem()
+    return Support(not problem, problem)
 
 
 def _hopper_queries(q: Tensor) -> Support:

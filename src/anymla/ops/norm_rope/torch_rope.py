@@ -8,8 +8,8 @@ from torch import Tensor
 
 from anymla.ops import _host
 
-# Up to so many tokens NumPy makes the turns in a third of torch's time. They are not kept: a table can
-# be written without torch's counting it, and remembering saves a microsecond or two.
+# Up to so many tokens NumPy makes the turns in a third of torch's time. They are not kept: a table
+# can be written without torch's counting it, and remembering saves a microsecond or two.
 _FEW_TOKENS = 16
 
 

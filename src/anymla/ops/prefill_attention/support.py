@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops.device import has_gluon, target_of, triton_support
+from anymla.ops.device import target_of, triton_support
 from anymla.ops.registry import Support
 
 CHANNELS = 512
@@ -25,8 +25,6 @@ def runs_on(device: torch.device) -> Support:
         return support
     if target_of(device).name != "sm_90":
         return Support(False, "needs a Hopper GPU (compute capability 9.0)")
-    if not has_gluon():
-        return Support(False, "needs Triton 3.6 or newer")
     return Support(True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops.device import has_gluon, target_of, triton_support
+from anymla.ops.device import target_of, triton_support
 from anymla.ops.registry import Support
 
 _CHANNELS = 512
@@ -33,8 +33,6 @@ def gluon_rows_support(
     support = triton_support(q)
     if not support:
         return support
-    if not has_gluon():
-        return Support(False, "needs triton 3.6 or newer")
     if q.dtype not in (torch.bfloat16, torch.float16) or kv.dtype != q.dtype:
         return Support(False, "q and kv must both be float16, or both bfloat16")
     if q.shape[2] != _CHANNELS or value_dim != _CHANNELS:

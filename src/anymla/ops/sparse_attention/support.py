@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.ops.device import has_gluon, target_of, triton_support
+from anymla.ops.device import target_of, triton_support
 from anymla.ops.registry import Support
 from anymla.ops.sparse_attention.schedule import FEW_HEADS
 
@@ -59,8 +59,6 @@ def gluon_attention_support(
     support = triton_support(q)
     if not support:
         return support
-    if not has_gluon():
-        return Support(False, "needs triton 3.6 or newer")
     if q.dtype not in (torch.bfloat16, torch.float16):
         return Support(False, f"q must be bfloat16 or float16, got {q.dtype}")
     wide = layout == V32_FP8
