@@ -52,6 +52,7 @@ class FakeModel:
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=(1,),
             head_dim=0,
+            qk_rope_head_dim=0,
             hc_mult=1,
             hidden_size=2,
         )

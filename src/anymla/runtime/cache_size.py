@@ -44,18 +44,19 @@ def cache_sizes(config: ModelConfig, kv_cache: str, contexts: list[int]) -> list
     specs = layer_specs(config)
     sizes = []
     for group in cache_groups(specs):
-        page_bytes = _page_bytes(group, specs[group.layers[0]], CACHE_FORMATS[kv_cache])
+        of_a_page = page_bytes(group, specs[group.layers[0]], CACHE_FORMATS[kv_cache])
         held = {
-            length: group.worst_case_pages(length, 1) * page_bytes * len(group.layers)
+            length: group.worst_case_pages(length, 1) * of_a_page * len(group.layers)
             for length in contexts
         }
         sizes.append(
-            GroupSize(group.name, len(group.layers), page_bytes, group.tokens_per_page, held)
+            GroupSize(group.name, len(group.layers), of_a_page, group.tokens_per_page, held)
         )
     return sizes
 
 
-def _page_bytes(group: CacheGroup, spec: LayerSpec, cache_format: CacheFormat) -> int:
+def page_bytes(group: CacheGroup, spec: LayerSpec, cache_format: CacheFormat) -> int:
+    """Bytes from one page of a layer to the next, padding included."""
     indexed = group.kind in ("index", "index_state")
     layout = get_layout(cache_format.index if indexed else cache_format.main)
     if group.kind in ("state", "index_state"):

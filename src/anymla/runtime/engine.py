@@ -15,6 +15,7 @@ from anymla.ops.streams import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.decode_runner import decode_runner
+from anymla.runtime.engine_memory import require_engine_memory
 from anymla.runtime.forwarded import Forwarded
 from anymla.runtime.next_tokens import choose_next, score_prompts
 from anymla.runtime.options import EngineOptions
@@ -74,6 +75,10 @@ class Engine:
             on_finish: see the attribute.
             workspace: may be shared with whatever else runs on the same queue; None for one of
                 the engine's own.
+
+        Raises:
+            ValueError: options that the model does not allow.
+            NotEnoughMemory: sizes that the machine has no memory for; nothing has been taken.
         """
         self.model = model
         self.options = options
@@ -81,11 +86,22 @@ class Engine:
         self.workspace = Workspace(model.device) if workspace is None else workspace
         specs = running_specs(model, options)
         groups = cache_groups(specs)
+        formats, pages = cache_format(options), pool_sizes(groups, options)
+        require_engine_memory(
+            model.config,
+            specs,
+            groups,
+            formats,
+            pages,
+            options,
+            dtype=model.dtype,
+            device=model.device,
+        )
         self.store = CacheStore(
             groups,
             specs,
-            cache_format(options),
-            pool_sizes(groups, options),
+            formats,
+            pages,
             max_requests=options.max_requests,
             max_seq_len=options.max_seq_len,
             device=model.device,

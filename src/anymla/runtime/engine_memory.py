@@ -1,0 +1,96 @@
+"""What an engine's sizes take at least, reckoned before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from anymla.layers.caches import CacheFormat
+from anymla.layers.spec import LayerSpec
+from anymla.model.config import ModelConfig
+from anymla.ops.memory import require_memory
+from anymla.runtime.cache_groups import CacheGroup, ceil_div
+from anymla.runtime.cache_size import page_bytes
+from anymla.runtime.options import EngineOptions
+
+# Of Python's own objects: a number in a list, and an empty deque.
+_NUMBER_BYTES, _DEQUE_BYTES = 40, 600
+# Of a slot in a list of rows: what it is computed from, or the list and a copy of it.
+_SLOT_BYTES = 8
+
+
+def require_engine_memory(
+    config: ModelConfig,
+    specs: Sequence[LayerSpec],
+    groups: Sequence[CacheGroup],
+    cache_format: CacheFormat,
+    pages: Mapping[str, int],
+    options: EngineOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise unless the device, and the host beside it, have what an engine takes at the least.
+
+    Args:
+        config: the model.
+        specs: layers that have caches.
+        groups: of those layers.
+        cache_format: row formats.
+        pages: usable pages by group.
+        options: the engine's sizes.
+        dtype: of the activations.
+        device: of the model.
+
+    Raises:
+        NotEnoughMemory: they have not.
+    """
+    parts = {
+        "caches": sum(
+            (pages[group.name] + 1)
+            * page_bytes(group, specs[group.layers[0]], cache_format)
+            * len(group.layers)
+            for group in groups
+        ),
+        "block tables": sum(
+            4 * (options.max_requests + 1) * ceil_div(options.max_seq_len, group.tokens_per_page)
+            for group in groups
+        ),
+        "rotary table": 4 * options.max_seq_len * config.qk_rope_head_dim,
+        **_largest_step(config, groups, options, dtype.itemsize),
+    }
+    bookkeeping = {
+        "page and request lists": _NUMBER_BYTES * sum(pages.values())
+        + (_DEQUE_BYTES * len(groups) + _NUMBER_BYTES) * options.max_requests
+    }
+    what = (
+        f"an engine for {options.max_requests} requests of up to {options.max_seq_len} tokens, "
+        f"{options.batch_tokens} in a step,"
+    )
+    if device.type == "cpu":
+        require_memory(what, parts | bookkeeping)
+    else:
+        require_memory(what, parts, device)
+        require_memory(what, bookkeeping)
+
+
+def _largest_step(
+    config: ModelConfig, groups: Sequence[CacheGroup], options: EngineOptions, itemsize: int
+) -> dict[str, int]:
+    """Bytes of the largest step's streams, logits, and lists of rows to attend to."""
+    held = options.max_requests * options.max_seq_len
+    tokens = min(options.batch_tokens, held)
+    chosen = min(options.max_requests * (1 + options.draft_tokens), held)
+    listed = 0
+    for group in groups:
+        if group.kind == "window":
+            listed += group.retention or 0
+        elif group.kind == "compressed" and group.lists_entries(options.max_seq_len):
+            listed += options.max_seq_len // group.ratio
+    return {
+        # What a layer is given and what it leaves.
+        "streams of a step": 2 * tokens * config.hc_mult * config.hidden_size * itemsize,
+        "logits of a step": 4 * chosen * config.vocab_size,
+        "row lists of a step": _SLOT_BYTES * tokens * listed,
+    }
