@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import click
 
+from anymla.cli.terminal import one_line
 from anymla.ops.registry import BackendUnavailable
 
 
@@ -16,7 +17,7 @@ class BadInput(click.ClickException):
     exit_code = 2
 
     def __init__(self, message: object) -> None:
-        super().__init__(" ".join(str(message).split()))
+        super().__init__(one_line(message))
 
 
 _ABOUT_INPUT = (ValueError, OSError, BackendUnavailable)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.prompts import RequestDefaults, RequestReader
 from anymla.cli.run_options import RunOptions, json_option, read_text, run_options
+from anymla.cli.terminal import say
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
 from anymla.ops.registry import BackendUnavailable
@@ -128,7 +129,7 @@ def command(
             engine.on_finish = _Dumper(dump_cache)
         for request in requests:
             engine.submit(request)
-    with bad_input((BackendUnavailable,)):
+    with bad_input((BackendUnavailable, FloatingPointError)):
         completions = _run(engine, requests, tokenizer)
     if json_file is not None and not model.ranks.rank:
         report = {
@@ -170,15 +171,15 @@ def _run(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> list[
             if alone:
                 for token in report.new_tokens.get(requests[0].request_id, ()):
                     bar.close()
-                    click.echo(stream.push(token), nl=False)
+                    say(stream.push(token), nl=False)
                 continue
             bar.update(sum(map(len, report.new_tokens.values())))
             for completion in report.finished:
                 with tqdm.external_write_mode():
                     text = tokenizer.decode(completion.token_ids)
-                    click.echo(f"[{completion.request.request_id}] {text}")
+                    say(f"[{completion.request.request_id}] {text}")
     if alone:
-        click.echo(stream.finish())
+        say(stream.finish())
     return [done[request.request_id] for request in requests]
 
 

@@ -18,6 +18,7 @@ from anymla.cli.cache_report import (
     write_converted,
 )
 from anymla.cli.checkpoint_report import checkpoint_report
+from anymla.cli.terminal import say
 from anymla.layers.caches import CACHE_FORMATS
 
 
@@ -134,7 +135,7 @@ def command(
                     lines += row_lines(dump, shown_row)
         if json_file is not None:
             json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    click.echo("\n".join(lines))
+    say("\n".join(lines))
     if not report.get("ok", True):
         click.get_current_context().exit(1)
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from anymla import __version__
+from anymla.cli.terminal import one_line
 
 # Name, module below anymla.cli (with the command named ``command``), and the line in the help,
 # which is repeated here so that listing the commands need not import them.
@@ -64,13 +65,17 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            ctx.fail(f"{where}{error.strerror or error}")
-        except RuntimeError as error:
+            ctx.fail(one_line(f"{where}{error.strerror or error}"))
+        except click.ClickException as error:
+            error.message = one_line(error.message)
+            raise
+        except (MemoryError, RuntimeError) as error:
+            from anymla.ops.memory import ran_out
             from anymla.ops.registry import BackendUnavailable
 
-            if not isinstance(error, BackendUnavailable):
+            if not isinstance(error, BackendUnavailable) and not ran_out(error):
                 raise
-            ctx.fail(" ".join(str(error).split()))
+            ctx.fail(one_line(str(error) or "out of memory"))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

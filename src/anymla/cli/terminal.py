@@ -1,0 +1,34 @@
+"""Text of strangers on its way to a terminal: it must not move the cursor, nor fill the screen."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import click
+
+# C0 but tab and newline, DEL, C1, line separators, overrides of direction, half characters.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_MOST, _END = 400, 120
+
+
+def escaped(text: str) -> str:
+    """The text with control characters written as Python writes them."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def one_line(message: object, most: int = _MOST) -> str:
+    """A message in one line of at most ``most`` characters; of a longer one, both ends."""
+    text = " ".join(escaped(str(message)).split())
+    if len(text) <= most:
+        return text
+    return f"{text[: most - _END - 5]} ... {text[-_END:]}"
+
+
+def say(text: str, *, nl: bool = True) -> None:
+    """Print to stdout: escaped on a terminal, as it is into a file or a pipe."""
+    shown = escaped(text) if sys.stdout.isatty() else text
+    # click would take colours out of what goes into a pipe.
+    click.echo(shown, nl=nl, color=True)
