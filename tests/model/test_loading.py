@@ -1,3 +1,5 @@
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from anymla.model.config import ModelConfig
 from anymla.model.load import load_model
 from anymla.model.loading import Weights, exponent_bytes, load_weights
 from anymla.model.verify import present_config, verify
+from anymla.ops.memory import NotEnoughMemory
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 FP4 = "layers.1.ffn.experts.0.w1"
@@ -268,3 +271,100 @@ def test_every_single_tensor_is_needed(fp4: Path) -> None:
         assert name in report.missing
         checkpoint._tensors[name] = info
     assert verify(checkpoint, config).ok
+
+
+@pytest.mark.parametrize("layers", [1, 1024])
+def test_a_configuration_of_another_size(fp4: Path, tmp_path: Path, layers: int) -> None:
+    """Naming what is missing would take longer than anybody waits."""
+    ratios = [0] * (layers + 1)
+    directory = changed(
+        fp4, tmp_path, n_routed_experts=65536, num_hidden_layers=layers, compress_ratios=ratios
+    )
+    count = (layers + 1) * 65536 * 3
+    began = time.perf_counter()
+    with pytest.raises(CheckpointError, match=rf"config needs at least {count} tensors, the files"):
+        load_model(directory, progress=False)
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layers.1.attn.attn_sink", torch.nan),
+        ("layers.1.attn.attn_sink", torch.inf),
+        ("layers.1.attn.compressor.ape", torch.nan),
+        ("layers.1.ffn.gate.bias", -torch.inf),
+        ("layers.0.hc_attn_fn", torch.nan),
+        ("norm.weight", torch.inf),
+        ("embed.weight", torch.nan),
+    ],
+)
+def test_values_that_are_no_numbers(fp4: Path, tmp_path: Path, name: str, value: float) -> None:
+    directory = changed(fp4, tmp_path, lambda t: t[name].view(-1)[-1:].fill_(value))
+    with pytest.raises(CheckpointError, match=rf"{name} holds NaN or an infinity$"):
+        load_model(directory, progress=False)
+
+
+def test_a_sink_that_takes_no_share(fp4: Path, tmp_path: Path) -> None:
+    name = "layers.1.attn.attn_sink"
+    directory = changed(fp4, tmp_path, lambda t: t[name].fill_(-torch.inf))
+    assert verify(Checkpoint.open(directory), ModelConfig.from_dir(directory)).ok
+
+
+def test_copies_are_reckoned_before_they_are_made(
+    fp4: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(fp4)
+    plain = {
+        name: info
+        for name, info in checkpoint.items()
+        if info.dtype in ("BF16", "F32") and ".experts." not in name
+    }
+    copied = sum(4 * math.prod(info.shape) for info in plain.values() if info.dtype == "BF16")
+    has: list[int] = [copied]
+    monkeypatch.setattr("anymla.ops.memory.host_bytes", lambda: has[0])
+    load_model(fp4, dtype=torch.float32, progress=False)
+    has[0] -= 1
+    with pytest.raises(NotEnoughMemory, match=r"loading .*fp4.* \(weights in another dtype: "):
+        load_model(fp4, dtype=torch.float32, progress=False)
+    # Weights that stay in the mapped file take nothing.
+    load_model(fp4, progress=False)
+
+
+def test_a_device_takes_the_whole_checkpoint(fp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has = Checkpoint.open(fp4).nbytes - 1
+    monkeypatch.setattr("anymla.ops.memory.available_bytes", lambda device: has)
+    with pytest.raises(NotEnoughMemory, match=r"of memory on meta \(weights: "):
+        load_model(fp4, device="meta", progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_float32_holds_is_not_rounded(fp4: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Router bias, sinks, position embeddings and gates: bfloat16 would move choices and shares."""
+    names = {
+        "layers.1.ffn.gate.bias": lambda model: model.layers[1].ffn.router.bias,
+        "layers.1.attn.attn_sink": lambda model: model.layers[1].attention.heads.sink,
+        "layers.1.attn.compressor.ape": lambda model: model.layers[1].attention.compressor.ape,
+        "layers.1.attn.indexer.compressor.ape": (
+            lambda model: model.layers[1].attention.indexer.compressor.ape
+        ),
+        "layers.1.hc_attn_fn": lambda model: model.layers[1].attention_site.fn,
+        "layers.1.hc_attn_base": lambda model: model.layers[1].attention_site.base,
+        "layers.1.hc_attn_scale": lambda model: model.layers[1].attention_site.scale,
+        "hc_head_fn": lambda model: model.head.fn,
+    }
+    stored: Tensors = {}
+
+    def spread(tensors: Tensors) -> None:
+        for seed, name in enumerate(names):
+            generator = torch.Generator().manual_seed(seed)
+            stored[name] = tensors[name] = torch.rand(
+                tensors[name].shape, generator=generator, dtype=torch.float32
+            )
+            assert not torch.equal(stored[name], stored[name].bfloat16().float()), name
+
+    model = load_model(changed(fp4, tmp_path, spread), dtype=dtype, progress=False)
+    for name, find in names.items():
+        kept = find(model)
+        assert kept.dtype == torch.float32, name
+        assert torch.equal(kept, stored[name]), name

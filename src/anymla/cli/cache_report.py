@@ -14,6 +14,7 @@ from anymla.formats.cache_dump import load_cache, read_page, save_cache
 from anymla.formats.convert import convert_cache
 from anymla.formats.interchange import dump_layout
 from anymla.formats.pages import PageLayout
+from anymla.ops.memory import require_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +54,23 @@ def open_dump(path: Path, page_layout: str | None = None, entries: int | None = 
     Raises:
         CacheDumpError: neither, or one that cannot be read.
         ValueError: the layout is unknown, or is not the one in the dump's header.
+        NotEnoughMemory: it is larger than this machine can decode.
     """
     if entries is not None:
         if page_layout is None:
             raise ValueError("--entries is for a page's bare bytes: name its --layout as well")
         return Dump(path, read_page(path, page_layout, entries), dump_layout(page_layout), {})
+    if path.is_file():
+        # The file is mapped and then copied.
+        require_memory(f"reading {path}", {"pages": path.stat().st_size})
     cache, layout_id, meta = load_cache(path)
     if page_layout is not None and page_layout != layout_id:
         raise ValueError(f"{path}: holds layout {layout_id}, not {page_layout}")
-    return Dump(path, cache, dump_layout(layout_id), meta)
+    layout = dump_layout(layout_id)
+    # Decoded to float64, and the finite values of them once more.
+    decoded = 2 * 8 * cache.shape[0] * cache.shape[1] * layout.channels
+    require_memory(f"decoding {path}", {"rows": decoded})
+    return Dump(path, cache, layout, meta)
 
 
 def cache_report(dump: Dump) -> dict[str, Any]:

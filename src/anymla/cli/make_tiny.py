@@ -10,6 +10,7 @@ import click
 
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.model.checkpoint import Checkpoint
+from anymla.model.config import MOST_LAYERS
 from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
 from anymla.testing.tiny_options import SCALE_FORMATS, WEIGHTS, TinyOptions, default_ratios
 
@@ -54,7 +55,11 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
     metavar="DIR",
     help="Also write the bf16 checkpoint of exactly the dequantised values.",
 )
-@click.option("--layers", type=click.IntRange(min=1), help="Layers, if --ratios is not given.")
+@click.option(
+    "--layers",
+    type=click.IntRange(min=1, max=MOST_LAYERS),
+    help="Layers, if --ratios is not given.",
+)
 @click.option(
     "--ratios",
     callback=_ratios,

@@ -56,7 +56,7 @@ def command(
     with bad_input():
         engine = Engine.for_requests(model, run.engine_options(), [request])
         engine.submit(request)
-    with bad_input((BackendUnavailable,)):
+    with bad_input((BackendUnavailable, FloatingPointError)):
         logprobs = _run(engine, len(token_ids)).prompt_logprobs
     assert logprobs is not None
     result = {"token_ids": list(token_ids), "logprobs": list(logprobs)}
@@ -66,9 +66,14 @@ def command(
     known = [logprob for logprob in logprobs if logprob is not None]
     if known:
         mean = -math.fsum(known) / len(known)
-        click.echo(
-            f"{len(token_ids)} tokens, {mean:.6f} nats each, perplexity {math.exp(mean):.4f}"
-        )
+        click.echo(f"{len(token_ids)} tokens, {mean:.6f} nats each, perplexity {_exp(mean):.4f}")
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def _read_token_ids(path: Path) -> tuple[int, ...]:

@@ -268,6 +268,12 @@ def _expert_dtype(fields: Fields) -> str | None:
 
 def _require_consistent(config: ModelConfig) -> None:
     heads, groups = config.num_attention_heads, config.o_groups
+    if config.sliding_window > config.max_position_embeddings:
+        raise unsupported(
+            "sliding_window",
+            config.sliding_window,
+            f"at most max_position_embeddings = {config.max_position_embeddings}",
+        )
     if heads % groups:
         raise unsupported("o_groups", groups, f"a divisor of num_attention_heads = {heads}")
     if config.num_experts_per_tok > config.n_routed_experts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -11,8 +12,10 @@ from anymla.model.build import Builder
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
 from anymla.model.loading import load_weights
+from anymla.model.schema import FLOAT_DTYPES
 from anymla.model.transformer import Transformer
 from anymla.model.verify import present_config
+from anymla.ops.memory import require_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -43,6 +46,7 @@ def load_model(
     Raises:
         ValueError: unsupported dtype, or a weight that cannot be shared by so many ranks;
             ``ConfigError`` or ``CheckpointError`` for what the directory lacks.
+        NotEnoughMemory: the device has too little for it; nothing has been read.
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"load_model: dtype must be bfloat16 or float32, got {dtype}")
@@ -51,6 +55,9 @@ def load_model(
     config = present_config(checkpoint, config)
     device = torch.device(device)
     with load_weights(checkpoint, config, device=device, progress=progress) as weights:
+        require_memory(
+            f"loading {directory}", _least_bytes(checkpoint, dtype, device, ranks), device
+        )
         builder = Builder(
             config,
             weights.tensor,
@@ -61,3 +68,25 @@ def load_model(
             ranks=ranks,
         )
         return builder.transformer()
+
+
+def _least_bytes(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks
+) -> dict[str, int]:
+    """What the weights take on the device at the least.
+
+    On the CPU only plain weights of another dtype are copied, and the head, which is float32 there;
+    the others stay in the mapped files, and experts are converted when they are visited.
+    """
+    if device.type != "cpu":
+        return {"weights": checkpoint.nbytes // ranks.size}
+    copied = 0
+    stored_as = "F32" if dtype == torch.float32 else "BF16"
+    for name, info in checkpoint.items():
+        if info.dtype not in FLOAT_DTYPES or ".ffn.experts." in name:
+            continue
+        if name == "head.weight":
+            copied += 0 if info.dtype == "F32" else 4 * math.prod(info.shape)
+        elif info.dtype != stored_as:
+            copied += dtype.itemsize * math.prod(info.shape)
+    return {"weights in another dtype": copied}

@@ -22,6 +22,7 @@ where a weight is ``e2m1 * weight_scale * weight_scale_2``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 from anymla.formats.fp8_block import FP8_BLOCK
@@ -159,6 +160,22 @@ def expected_tensors(
     for prefix, shape in expected_linears(config).items():
         out |= linear_tensors(prefix, shape, weight_kind(tensors or {}, prefix))
     return out
+
+
+def least_tensors(config: ModelConfig) -> int:
+    """How many tensors there are at the least, without naming them: those of the experts."""
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    return layers * config.n_routed_experts * len(("w1", "w2", "w3"))
+
+
+def count_values(config: ModelConfig) -> int:
+    """Elements of all tensors, scales not counted; experts are not named one by one."""
+    total = sum(math.prod(expected.shape) for expected in expected_plain(config).values())
+    of_each = dataclasses.replace(config, n_routed_experts=1)
+    for prefix, shape in expected_linears(of_each).items():
+        copies = config.n_routed_experts if ".ffn.experts." in prefix else 1
+        total += copies * shape.rows * shape.columns
+    return total
 
 
 _MTP_NORMS = ("enorm", "hnorm", "norm")

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 
 import torch
+from torch import Tensor
 
 from anymla.layers.linear import WeightKind
 from anymla.model.checkpoint import Checkpoint, CheckpointError, enumerate_some
 from anymla.model.config import ModelConfig
-from anymla.model.schema import expected_linears, expected_tensors, weight_kind
+from anymla.model.schema import (
+    expected_linears,
+    expected_plain,
+    expected_tensors,
+    least_tensors,
+    weight_kind,
+)
+
+# Values of a tensor that is read as a whole before the model is built.
+_SMALL = 1 << 20
 
 EXPERT_KINDS: dict[str, WeightKind] = {"fp4": "mxfp4", "fp8": "fp8", "bf16": "plain"}
 
@@ -60,7 +71,16 @@ def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
     Args:
         checkpoint: the files.
         config: of the same directory, see ``present_config``.
+
+    Raises:
+        CheckpointError: the configuration is of another size altogether; nothing can be listed.
     """
+    least = least_tensors(config)
+    if least > 10 * len(checkpoint) + 10_000:
+        raise CheckpointError(
+            f"{checkpoint.directory}: config needs at least {least} tensors, the files have "
+            f"{len(checkpoint)}"
+        )
     expected = expected_tensors(config, checkpoint)
     missing = [n for n, e in expected.items() if n not in checkpoint and not e.optional]
     unexpected = [name for name in checkpoint if name not in expected]
@@ -84,6 +104,16 @@ def require_loadable(checkpoint: Checkpoint, config: ModelConfig) -> None:
     report = verify(checkpoint, config)
     if not report.ok:
         raise CheckpointError(f"{checkpoint.directory}: {report.summary()}")
+
+
+def _is_finite(name: str, values: Tensor) -> bool:
+    """Whether all are numbers; a sink of -inf is one that takes no share."""
+    if not values.is_floating_point():
+        return True
+    fine = values.isfinite()
+    if name.endswith(".attn_sink"):
+        fine |= values == -torch.inf
+    return bool(fine.all())
 
 
 def _wrong_kinds(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
@@ -115,8 +145,17 @@ def _wrong_kinds(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
 
 
 def _wrong_values(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
-    """Scales that no quantiser writes, and token tables that point outside the experts."""
-    wrong = []
+    """Scales that no quantiser writes, token tables beyond the experts, small tensors with NaN.
+
+    Large tensors are not read for this; what is wrong with them shows in the logits.
+    """
+    wrong = [
+        f"{name} holds NaN or an infinity"
+        for name, expected in expected_plain(config).items()
+        if name in checkpoint
+        and math.prod(expected.shape) <= _SMALL
+        and not _is_finite(name, checkpoint.tensor(name))
+    ]
     for prefix in expected_linears(config):
         kind = weight_kind(checkpoint, prefix)
         name = f"{prefix}.weight_scale_2" if kind == "nvfp4" else f"{prefix}.scale"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 from anymla.model.transformer import Transformer
@@ -13,15 +14,21 @@ from anymla.runtime.span import Span
 
 
 def score_prompts(model: Transformer, spans: Sequence[Span], forwarded: Forwarded) -> None:
-    """Add the log-probabilities of prompt tokens to the states that want them."""
+    """Add the log-probabilities of prompt tokens to the states that want them.
+
+    Raises:
+        FloatingPointError: a token's log-probability is NaN or an infinity.
+    """
     for span, first_row in zip(spans, forwarded.first_rows, strict=True):
         state = span.state
         if state.request.prompt_logprobs and not span.is_decode:
             targets = state.request.token_ids[span.start + 1 : span.stop + 1]
             rows = forwarded.hidden[first_row : first_row + len(targets)]
-            state.prompt_logprobs += next_token_logprobs(
-                model.logits, rows, targets, model.config.vocab_size
-            )
+            logprobs = next_token_logprobs(model.logits, rows, targets, model.config.vocab_size)
+            for position, logprob in enumerate(logprobs, start=span.start + 1):
+                if not math.isfinite(logprob):
+                    raise FloatingPointError(f"the logits for position {position} are not numbers")
+            state.prompt_logprobs += logprobs
 
 
 def choose_next(

@@ -16,9 +16,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from anymla.formats.untrusted import Refused, read_object
 from anymla.model.checkpoint import INDEX_FILE, SINGLE_FILE
 from anymla.model.config import ModelConfig
-from anymla.model.schema import LinearShape, expected_linears, expected_plain
+from anymla.model.schema import (
+    LinearShape,
+    count_values,
+    expected_linears,
+    expected_plain,
+    least_tensors,
+)
+from anymla.ops.memory import require_memory
 from anymla.testing.tiny_noise import Noise
 from anymla.testing.tiny_options import MARK, TinyOptions, tiny_config
 from anymla.testing.tiny_storage import (
@@ -30,6 +38,9 @@ from anymla.testing.tiny_storage import (
 )
 from anymla.testing.tiny_tokenizer import write_tokenizer
 from anymla.testing.tiny_weights import linear_values, plain_values
+
+# Of Python's own objects: a tensor with its name, and a token with its number.
+_TENSOR_BYTES, _TOKEN_BYTES = 1000, 200
 
 __all__ = ["TinyOptions", "tiny_config", "write_tiny_checkpoint"]
 
@@ -46,24 +57,37 @@ def write_tiny_checkpoint(
 
     Raises:
         ValueError: options that no model can have, or a directory that holds something else.
+        NotEnoughMemory: tensors that this machine cannot hold; nothing has been written.
     """
     options = options or TinyOptions()
     config = tiny_config(options)
     targets = [Path(directory)] if twin is None else [Path(directory), Path(twin)]
     if len({target.resolve() for target in targets}) < len(targets):
         raise ValueError(f"{directory}: the twin needs a directory of its own")
+    model = ModelConfig.from_dict(config)
+    require_memory(f"a checkpoint in {directory}", _least_bytes(options, model))
     for target in targets:
         _prepare(target)
     with _one_thread():
-        stored, values = _tensors(
-            options, ModelConfig.from_dict(config), keep_values=twin is not None
-        )
+        stored, values = _tensors(options, model, keep_values=twin is not None)
     _write(targets[0], config, stored, options.shards)
     if twin is not None:
         plain = {
             k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")
         }
         _write(targets[1], plain, values, options.shards)
+
+
+def _least_bytes(options: TinyOptions, config: ModelConfig) -> dict[str, int]:
+    """What the tensors take at the least before they are written."""
+    tables = config.num_hash_layers and 12 * config.vocab_size * config.n_routed_experts
+    return {
+        # A linear layer in FP4 takes half a byte a value, everything else more.
+        "values": count_values(config) // 2,
+        "tensors": _TENSOR_BYTES * least_tensors(config),
+        "token tables": tables,
+        "vocabulary": _TOKEN_BYTES * options.vocab,
+    }
 
 
 @contextlib.contextmanager
@@ -127,9 +151,8 @@ def _prepare(directory: Path) -> None:
     if not present:
         return
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        replaceable = MARK in config
-    except (OSError, ValueError, TypeError):
+        replaceable = MARK in read_object(directory / "config.json")
+    except (OSError, Refused):
         replaceable = False
     if not replaceable:
         raise ValueError(f"{directory}: is not empty and holds no tiny checkpoint to replace")

@@ -8,13 +8,14 @@ from typing import Any
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.nvfp4 import NVFP4_BLOCK
-from anymla.model.config import ModelConfig
+from anymla.model.config import MOST_LAYERS, MOST_MTP_LAYERS, ModelConfig
 from anymla.testing.tiny_tokenizer import MIN_VOCAB
 
 WEIGHTS = ("bf16", "fp8", "fp4")
 SCALE_FORMATS = ("ue8m0", "fp32")
 MARK = "anymla_tiny"
 _ORIGINAL_CONTEXT = 65536
+_MOST_SHARDS = 10_000
 
 
 def default_ratios(layers: int) -> tuple[int, ...]:
@@ -70,8 +71,14 @@ class TinyOptions:
             raise ValueError("ratios must name at least one layer")
         if self.vocab < MIN_VOCAB:
             raise ValueError(f"vocab must be at least {MIN_VOCAB}, got {self.vocab}")
-        if self.shards < 1:
-            raise ValueError(f"shards must be at least 1, got {self.shards}")
+        if not 1 <= self.shards <= _MOST_SHARDS:
+            raise ValueError(f"shards must be within 1..{_MOST_SHARDS}, got {self.shards}")
+        for name, count, most in (
+            ("ratios", len(self.ratios), MOST_LAYERS),
+            ("mtp", self.mtp, MOST_MTP_LAYERS),
+        ):
+            if count > most:
+                raise ValueError(f"{name} must mean at most {most} layers, got {count}")
         if self.weights == "fp4":
             self._require_multiples(MXFP4_BLOCK, "FP4 experts", "hidden", "moe_size")
         if self.nvfp4_attention:
