@@ -204,6 +204,26 @@ def test_decode_comes_first_and_the_budget_holds():
     assert all(sum(step.query_lens) <= 40 for step in model.steps)
 
 
+def test_drafts_count_in_the_budget():
+    model = FakeModel()
+    engine = Engine(model, _options(max_batch_tokens=40, chunk_size=30, draft_tokens=4))
+    engine.submit(Request("a", _prompt(10), 30))
+    engine.step()
+    engine.submit(Request("b", _prompt(100), 2))
+    engine.submit(Request("c", _prompt(100), 2))
+    engine.step()
+    # The token that was chosen and four guesses behind it, one chunk, and what is left.
+    assert model.steps[-1].query_lens == (5, 30, 5)
+    engine.run()
+    assert all(sum(step.query_lens) <= 40 for step in model.steps)
+
+
+def test_the_default_budget_has_room_for_every_draft_and_a_chunk():
+    assert _options(draft_tokens=4).batch_tokens == 3 * 5 + 100
+    with pytest.raises(ValueError, match=r"max_batch_tokens must be at least 15, .* got 14"):
+        _options(draft_tokens=4, max_batch_tokens=14)
+
+
 def test_a_full_pool_makes_requests_wait_in_order():
     requests = [Request(str(n), _prompt(200, n), 10) for n in range(4)]
     pages = {"c4": 2, "index": 2}  # two requests' worth
