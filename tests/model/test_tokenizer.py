@@ -130,3 +130,23 @@ def test_refused(spoil: Callable[[Path], Any], message: str, tmp_path: Path) -> 
     with pytest.raises(TokenizerError, match=message) as caught:
         Tokenizer.from_dir(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("known", ["", "ab"])
+def test_text_that_the_vocabulary_would_drop_is_refused(known: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 258, 1000)
+    inner = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = {letter: number + 2 for number, letter in enumerate(known)}
+    inner["model"]["vocab"] = {BOS: 0, EOS: 1} | vocab
+    (tmp_path / "tokenizer.json").write_text(json.dumps(inner))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.encode(known) == [0, *vocab.values()]
+    message = "vocabulary lacks 2 bytes of this text: 0xbc, 0xc3"
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode(known + "ü")
+
+
+def test_text_without_utf8_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 258, 1000)
+    with pytest.raises(ValueError, match="the text is not UTF-8: surrogates not allowed at 2"):
+        Tokenizer.from_dir(tmp_path).encode("ab\udcff")

@@ -29,6 +29,7 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
         self._bytes = _token_bytes(inner)
+        self._known = {token[0] for token in self._bytes.values() if len(token) == 1}
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> Tokenizer:
@@ -50,7 +51,20 @@ class Tokenizer:
         return cls(inner, _leading_token(inner, path.with_name("tokenizer_config.json")))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the leading token if the checkpoint asks for one."""
+        """Token ids of a text, with the leading token if the checkpoint asks for one.
+
+        Raises:
+            ValueError: a text that has no UTF-8, or characters that the vocabulary would drop.
+        """
+        try:
+            used = set(text.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not UTF-8: {error.reason} at {error.start}") from None
+        if lacking := sorted(used - self._known):
+            named = ", ".join(f"{byte:#04x}" for byte in lacking[:4])
+            raise ValueError(
+                f"the tokenizer's vocabulary lacks {len(lacking)} bytes of this text: {named}"
+            )
         ids: list[int] = self._inner.encode(text).ids
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
