@@ -28,6 +28,13 @@ def test_the_best_entries_in_any_order_are_right(chosen: list[int]) -> None:
     assert (found.checked, found.swapped) == (1, 0)
 
 
+def test_nothing_chosen_of_nothing_is_right() -> None:
+    selections = Selections()
+    nothing = torch.zeros(1, 0, dtype=torch.float64)
+    selections.judge(nothing, nothing.bool(), torch.tensor([[-1]]), 2, torch.ones(1), "layer 0")
+    assert (selections.checked, selections.swapped, selections.violations) == (1, 0, [])
+
+
 def test_a_swap_is_forgiven_within_the_bound_only() -> None:
     near = judged([0, 2], bound=1.5)
     assert (near.violations, near.swapped) == ([], 1)

@@ -50,8 +50,11 @@ class Selections:
         picked = picked[:, :candidates]
         distinct = picked.sum(1) == valid.sum(1)
         seen = ~(picked & ~visible).any(1)
-        worst_chosen = torch.where(picked, scores, torch.inf).amin(1, keepdim=False)
-        best_left = torch.where(visible & ~picked, scores, -torch.inf).amax(1)
+        # The spare column again: where there are no candidates at all, nothing is compared.
+        spare = scores.new_full((n, 1), torch.inf)
+        worst_chosen = torch.cat((torch.where(picked, scores, torch.inf), spare), 1).amin(1)
+        left = torch.where(visible & ~picked, scores, -torch.inf)
+        best_left = torch.cat((left, -spare), 1).amax(1)
         gap = best_left - worst_chosen
         swapped = exact & distinct & seen & (gap > 0)
         self.swapped += int(swapped.sum())
