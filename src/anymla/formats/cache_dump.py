@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from anymla.formats.files import naming
 from anymla.formats.interchange import dump_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.untrusted import Refused, parse_object, read_bytes
@@ -60,7 +61,8 @@ def save_cache(
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        save_file({"pages": flat}, temporary, metadata=header)
+        with naming(path):
+            save_file({"pages": flat}, temporary, metadata=header)
         os.replace(temporary, target)
     except SafetensorError as error:
         reason = str(error).splitlines()[0]

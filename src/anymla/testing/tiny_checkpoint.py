@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from anymla.formats.files import naming
 from anymla.formats.untrusted import Refused, read_object
 from anymla.model.checkpoint import INDEX_FILE, SINGLE_FILE
 from anymla.model.config import ModelConfig
@@ -66,16 +67,17 @@ def write_tiny_checkpoint(
         raise ValueError(f"{directory}: the twin needs a directory of its own")
     model = ModelConfig.from_dict(config)
     require_memory(f"a checkpoint in {directory}", _least_bytes(options, model))
-    for target in targets:
-        _prepare(target)
-    with _one_thread():
-        stored, values = _tensors(options, model, keep_values=twin is not None)
-    _write(targets[0], config, stored, options.shards)
-    if twin is not None:
-        plain = {
-            k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")
-        }
-        _write(targets[1], plain, values, options.shards)
+    with contextlib.ExitStack() as stack:
+        for target in targets:
+            stack.enter_context(_prepared(target))
+        with _one_thread():
+            stored, values = _tensors(options, model, keep_values=twin is not None)
+        _write(targets[0], config, stored, options.shards)
+        if twin is not None:
+            plain = {
+                k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")
+            }
+            _write(targets[1], plain, values, options.shards)
 
 
 def _least_bytes(options: TinyOptions, config: ModelConfig) -> dict[str, int]:
@@ -144,11 +146,28 @@ def _is_float32(name: str) -> bool:
     return leaf in ("attn_sink", "ape", "bias") or leaf.startswith("hc_")
 
 
+@contextlib.contextmanager
+def _prepared(directory: Path) -> Iterator[None]:
+    """A directory to write in, of which nothing is left if that fails."""
+    made = [place for place in (directory, *directory.parents) if not place.exists()]
+    try:
+        _prepare(directory)
+        try:
+            yield
+        except BaseException:
+            _clear(directory)
+            raise
+    except BaseException:
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        raise
+
+
 def _prepare(directory: Path) -> None:
     """Create the directory, or empty it of an earlier tiny checkpoint."""
     directory.mkdir(parents=True, exist_ok=True)
-    present = list(directory.iterdir())
-    if not present:
+    if not any(directory.iterdir()):
         return
     try:
         replaceable = MARK in read_object(directory / "config.json")
@@ -156,7 +175,13 @@ def _prepare(directory: Path) -> None:
         replaceable = False
     if not replaceable:
         raise ValueError(f"{directory}: is not empty and holds no tiny checkpoint to replace")
-    for path in [*directory.glob("*.safetensors"), directory / INDEX_FILE]:
+    _clear(directory)
+
+
+def _clear(directory: Path) -> None:
+    """Remove a checkpoint's files. The configuration last: it marks the rest as replaceable."""
+    names = (INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "config.json")
+    for path in [*directory.glob("*.safetensors"), *(directory / name for name in names)]:
         path.unlink(missing_ok=True)
 
 
@@ -164,22 +189,30 @@ def _write(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], shards: int
 ) -> None:
     # The configuration first: it marks a directory that was left half written as replaceable.
-    text = json.dumps(config, indent=2)
-    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
-    write_tokenizer(directory, config["vocab_size"], config["max_position_embeddings"])
+    _write_text(directory / "config.json", json.dumps(config, indent=2))
+    with naming(directory):
+        write_tokenizer(directory, config["vocab_size"], config["max_position_embeddings"])
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if shards == 1:
-        save_file(contiguous, directory / SINGLE_FILE, metadata={"format": "pt"})
+        _save(contiguous, directory / SINGLE_FILE)
         return
     names = list(contiguous)
     weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = names[len(names) * shard // shards : len(names) * (shard + 1) // shards]
-        save_file(
-            {name: contiguous[name] for name in part}, directory / file, metadata={"format": "pt"}
-        )
+        _save({name: contiguous[name] for name in part}, directory / file)
         weight_map |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in contiguous.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_text(directory / INDEX_FILE, json.dumps(index, indent=2))
+
+
+def _write_text(path: Path, text: str) -> None:
+    with naming(path):
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    with naming(path):
+        save_file(tensors, path, metadata={"format": "pt"})

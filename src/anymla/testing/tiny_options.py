@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.nvfp4 import NVFP4_BLOCK
-from anymla.model.config import MOST_LAYERS, MOST_MTP_LAYERS, ModelConfig
+from anymla.model.config import ModelConfig
+from anymla.model.schema import expected_linears, expected_plain
 from anymla.testing.tiny_tokenizer import MIN_VOCAB
 
 WEIGHTS = ("bf16", "fp8", "fp4")
 SCALE_FORMATS = ("ue8m0", "fp32")
 MARK = "anymla_tiny"
 _ORIGINAL_CONTEXT = 65536
-_MOST_SHARDS = 10_000
+# What a checkpoint for demonstrations and tests may ask of a machine: it is made in memory.
+MAX_VOCAB, MAX_LAYERS, MAX_EXPERTS, MAX_WEIGHTS = 2**20, 512, 2**16, 2**31
+MAX_ROPE_FACTOR = 2**31 // _ORIGINAL_CONTEXT  # positions are int32
 
 
 def default_ratios(layers: int) -> tuple[int, ...]:
@@ -71,14 +75,20 @@ class TinyOptions:
             raise ValueError("ratios must name at least one layer")
         if self.vocab < MIN_VOCAB:
             raise ValueError(f"vocab must be at least {MIN_VOCAB}, got {self.vocab}")
-        if not 1 <= self.shards <= _MOST_SHARDS:
-            raise ValueError(f"shards must be within 1..{_MOST_SHARDS}, got {self.shards}")
-        for name, count, most in (
-            ("ratios", len(self.ratios), MOST_LAYERS),
-            ("mtp", self.mtp, MOST_MTP_LAYERS),
+        layers = len(self.ratios) + self.mtp
+        for name, value, most in (
+            ("vocab", self.vocab, MAX_VOCAB),
+            ("layers, with mtp,", layers, MAX_LAYERS),
+            ("experts of all layers", self.experts * layers, MAX_EXPERTS),
         ):
-            if count > most:
-                raise ValueError(f"{name} must mean at most {most} layers, got {count}")
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
+        if not 1 <= self.rope_factor <= MAX_ROPE_FACTOR:
+            raise ValueError(
+                f"rope_factor must be in [1, {MAX_ROPE_FACTOR}], got {self.rope_factor}"
+            )
+        if self.shards < 1:
+            raise ValueError(f"shards must be at least 1, got {self.shards}")
         if self.weights == "fp4":
             self._require_multiples(MXFP4_BLOCK, "FP4 experts", "hidden", "moe_size")
         if self.nvfp4_attention:
@@ -98,6 +108,7 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
 
     Raises:
         ConfigError: options that no model can have.
+        ValueError: more weights than a tiny checkpoint may have, or shards than tensors.
     """
     config: dict[str, Any] = {
         "architectures": ["DeepseekV4ForCausalLM"],
@@ -167,5 +178,17 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
         }
     if options.weights != "bf16":
         config["expert_dtype"] = options.weights
-    ModelConfig.from_dict(config)
+    _check_size(options, ModelConfig.from_dict(config))
     return config
+
+
+def _check_size(options: TinyOptions, config: ModelConfig) -> None:
+    linears, plain = expected_linears(config).values(), expected_plain(config).values()
+    weights = sum(each.rows * each.columns for each in linears)
+    weights += sum(math.prod(each.shape) for each in plain)
+    if weights > MAX_WEIGHTS:
+        raise ValueError(
+            f"the checkpoint would hold {weights} weights, a tiny one at most {MAX_WEIGHTS}"
+        )
+    if options.shards > len(linears) + len(plain):
+        raise ValueError(f"shards must be at most one for each tensor, got {options.shards}")
