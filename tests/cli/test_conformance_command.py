@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from anymla.cli.main import main
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
+from anymla.testing.conformance.faults.fault import Fault
 from anymla.testing.conformance.isolated import Request, run_isolated
 from anymla.testing.conformance.registry import NotApplicable, load_cases
 
@@ -181,6 +182,12 @@ def test_a_crash_and_a_hang_are_one_cases_outcome(monkeypatch) -> None:
         (("--against", "torch:nothing_here"), "has no attribute 'nothing_here'"),
         (("--against", "torch:topk"), "topk is no operation of this package; name one with"),
         (("--against", "no_such_module:f"), "No module named 'no_such_module'"),
+        (("--timeout", "-1"), "-1.0 is not in the range x>0"),
+        (("--timeout", "0"), "0.0 is not in the range x>0"),
+        (("--timeout", "nan"), "must be finite, got nan"),
+        (("--write", __file__), "--write goes with --mutations, of all cases"),
+        (("--write", __file__, "--mutations", "--case", "A1"), "--write goes with --mutations, of"),
+        (("--mutations", "--backend", "torch"), "--mutations goes without --backend"),
     ],
 )
 def test_unusable_words_are_one_line_and_exit_code_2(words, message) -> None:
@@ -188,6 +195,34 @@ def test_unusable_words_are_one_line_and_exit_code_2(words, message) -> None:
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_judging_nothing_is_a_failure() -> None:
+    result = conformance("--backend", "torch", "--case", "M3", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "0 passed, 0 failed, 1 not applicable" in result.stdout
+    assert result.stderr == "Error: no case could be judged\n"
+
+
+def test_mutations_are_of_the_chosen_cases() -> None:
+    result = conformance("--mutations", "--case", "A1", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    head, rule, *rows = result.stdout.splitlines()
+    assert (head, rule) == ("| fault | in | caught by |", "|---|---|---|")
+    assert any(row.endswith("| A1 |") for row in rows)
+    assert {row.split("|")[3].strip() for row in rows} <= {"A1", "**nothing**"}
+    nothing = conformance("--mutations", "--case", "M3", "--device", "cpu")
+    assert nothing.exit_code == 1
+    assert "no fault is meant for" in nothing.stderr
+
+
+def test_a_fault_that_its_case_does_not_notice_is_a_failure(monkeypatch) -> None:
+    faults = [Fault("harmless", ("A1",), "sparse_attention", sparse_attention)]
+    monkeypatch.setattr("anymla.testing.conformance.mutations.load_faults", lambda: faults)
+    result = conformance("--mutations", "--case", "A1", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "| harmless | `sparse_attention` | **nothing** |" in result.stdout
+    assert result.stderr == "Error: not noticed: harmless\n"
 
 
 def test_a_library_with_flash_mlas_conventions_passes() -> None:

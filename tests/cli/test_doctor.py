@@ -125,7 +125,7 @@ def test_one_family() -> None:
 def test_a_device_that_is_not_there_is_one_line() -> None:
     result = doctor("--device", "xpu")
     assert result.exit_code == 2
-    assert "--device xpu: torch sees none on this machine" in result.output
+    assert "--device xpu: torch sees no such device on this machine" in result.output
 
 
 def test_a_row_that_cannot_be_written_is_said_before_anything_runs() -> None:

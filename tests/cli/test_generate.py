@@ -37,7 +37,7 @@ def test_text_is_streamed_and_reported(tiny, tmp_path):
     assert entry["finish_reason"] == "length"
     assert entry["text"] == tokenizer.decode(entry["token_ids"])
     assert result.stdout == entry["text"] + "\n"
-    assert "prefill: 100%" in result.stderr
+    assert result.stderr == ""  # progress bars are for terminals
     assert set(entry["timings"]) == {"waiting_s", "prefill_s", "decode_s", "total_s"}
     assert set(report["timings"]) == {"load_s", "run_s"}
     assert report["acceptance_rate"] is None
@@ -142,6 +142,8 @@ def _fails(result, pattern):
         (["--batch", "/nonexistent/f"], "/nonexistent/f: No such file or directory"),
         (["--prompt", "a", "--json", "/nonexistent/f"], "there is no directory /nonexistent"),
         (["--prompt", "a", "--draft-tokens", 2], "--draft-tokens needs --speculate"),
+        (["--prompt", "a", "--backend", "abacus"], "--backend abacus: there are .*torch"),
+        (["--prompt", "a\udcff"], "the text is not UTF-8: surrogates not allowed at 1"),
     ],
 )
 def test_unusable_input(tiny, arguments, pattern):
@@ -160,7 +162,6 @@ def test_a_device_that_is_not_there(tiny, device):
     ("arguments", "pattern"),
     [
         (["--speculate"], "speculation needs an MTP layer, and this checkpoint has none"),
-        (["--backend", "abacus"], r"\w+: no backend 'abacus'; there are: "),
     ],
 )
 def test_what_shows_once_the_model_is_loaded(tiny_without_mtp, arguments, pattern):
@@ -201,6 +202,7 @@ def test_text_that_is_not_utf8(tiny, tmp_path):
         ('{"prompt": "a", "token_ids": [1]}', 'needs either "prompt" or "token_ids"'),
         ('{"prompt": 5}', '"prompt" must be a string, got 5'),
         ('{"prompt": ""}', "the prompt is empty"),
+        (r'{"prompt": "a\ud800"}', "the text is not UTF-8: surrogates not allowed at 1"),
         ('{"token_ids": "abc"}', '"token_ids" must be a list of integers, got str'),
         ('{"token_ids": [1, true]}', '"token_ids" must hold integers, got True'),
         ('{"token_ids": [1, 258]}', "unknown token id 258, the vocabulary has 258"),

@@ -191,7 +191,7 @@ def test_an_empty_dump(tmp_path: Path) -> None:
         (["--checkpoint", "{tmp}"], "{tmp}: not a checkpoint, it has no config.json"),
         (["--cache", "{tmp}/none"], "{tmp}/none: cannot be read as a cache dump: "),
         (["--cache", "{tiny}/model.safetensors"], "{tiny}/model.safetensors: not a cache dump"),
-        (["--checkpoint", "{tiny}", "--json", "{tmp}/a/b"], "{tmp}/a/b: No such file or directory"),
+        (["--checkpoint", "{tiny}", "--json", "{tmp}/a/b"], "--json {tmp}/a/b: there is no dir"),
         (["--cache", "a", "--verify", "--compare", "b"], "--compare and --convert go alone"),
         (["--checkpoint", "{tiny}", "--row", "0"], "--verify, --compare, --convert, --layout, "),
     ],
@@ -300,7 +300,7 @@ def test_a_pages_bare_bytes(tmp_path: Path) -> None:
         (["--convert", "v4_index_fp8", "--output", "{tmp}/out"], "neither can become the other"),
         (["--convert", "rows_bf16_512"], "--convert and --output go together"),
         (["--entries", "64"], "--entries is for a page's bare bytes"),
-        (["--convert", "rows_bf16_512", "--output", "{tmp}/no/out"], "No such file or directory"),
+        (["--convert", "rows_bf16_512", "--output", "{tmp}/no/out"], "there is no directory"),
     ],
 )
 def test_what_cannot_be_done_writes_nothing(words, message, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import anymla
@@ -103,6 +104,31 @@ def test_what_the_machine_lacks_is_one_line(
     assert result.exit_code == 2
     assert result.stderr.endswith(f"Error: {message}\n")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "\n"),
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+        (OSError(28, "No space left on device", "/x"), 1, "Error: /x: No space left on device\n"),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), 2, "not UTF-8: "),
+        (RecursionError("maximum recursion depth exceeded"), 2, "is nested too deeply\n"),
+        (MemoryError(), 1, "Error: out of memory\n"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nMore"), 1, "Error: CUDA out of memory.\n"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), 1, "can't allocate memory"),
+        (ModuleNotFoundError("x", name="triton.language"), 2, "has no module triton.language\n"),
+    ],
+)
+def test_what_is_done_to_a_command_has_no_traceback(
+    failing: Callable[[BaseException], Result], error: BaseException, code: int, message: str
+) -> None:
+    result = failing(error)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert result.stderr.count("\n") == (code != 141)
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("error", [ValueError("ours"), RuntimeError("ours"), AssertionError()])

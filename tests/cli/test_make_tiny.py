@@ -88,6 +88,16 @@ def test_nvfp4_attention(tmp_path: Path) -> None:
         (["--weights", "int4"], "'int4' is not one of 'bf16', 'fp8', 'fp4'"),
         (["--vocab", "100"], "Error: vocab must be at least 258, got 100"),
         (["--rope-factor", "0.5"], "0.5 is not in the range x>=1"),
+        (["--rope-factor", "inf"], "must be finite, got inf"),
+        (["--rope-factor", "nan"], "must be finite, got nan"),
+        (["--rope-factor", "1e300"], "rope_factor must be in [1, 32768], got 1e+300"),
+        (["--vocab", "1000000000"], "vocab must be at most 1048576, got 1000000000"),
+        (["--layers", "1000000000"], "--layers must be at most 512, got 1000000000"),
+        (["--mtp", "1000000000"], "layers, with mtp, must be at most 512"),
+        (["--experts", "100000000"], "experts of all layers must be at most 65536"),
+        (["--hidden", "1000000000"], " weights, a tiny one at most 2147483648"),
+        (["--ratios", "1000000000000"], " weights, a tiny one at most 2147483648"),
+        (["--shards", "1000000000"], "shards must be at most one for each tensor"),
     ],
 )
 def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:

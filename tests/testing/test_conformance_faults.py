@@ -52,13 +52,21 @@ def test_every_case_has_a_fault() -> None:
 
 
 def test_tables_are_written_between_their_marks(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(mutations, "mutation_table", lambda: ["| new |"])
+    monkeypatch.setattr(mutations, "mutation_table", lambda found: ["| new |"])
     file = tmp_path / "conformance.md"
     file.write_text(DOCUMENT.read_text(encoding="utf-8"), encoding="utf-8")
-    mutations.write_tables(file)
+    mutations.write_tables(file, [])
     text = file.read_text(encoding="utf-8")
     assert f"{mutations.BEGIN}\n| new |\n{mutations.END}" in text
     assert text.split(mutations.BEGIN)[0] == DOCUMENT.read_text().split(mutations.BEGIN)[0]
+
+
+def test_tables_need_their_marks(tmp_path) -> None:
+    file = tmp_path / "x.md"
+    file.write_text("no marks")
+    with pytest.raises(ValueError, match=r"x.md: has no <!-- cases: begin --> with"):
+        mutations.write_tables(file, [])
+    assert file.read_text() == "no marks"
 
 
 def test_a_plain_row_is_no_default_layout(monkeypatch) -> None:

@@ -112,7 +112,7 @@ def recorded(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str,
     return {
         (row["module"], row["target"], row["digest"]): row
         for row in rows
-        if row["ok"] and row.get("triton") == triton.__version__ and "digest" in row
+        if row.get("ok") and row.get("triton") == triton.__version__ and "digest" in row
     }
 
 

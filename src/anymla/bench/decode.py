@@ -135,7 +135,7 @@ class _Peer:
 
 def _peer_class() -> Any:
     if importlib.util.find_spec("transformers") is None:
-        raise PeerMissing("transformers is not installed: pip install 'anymla[test]'")
+        raise PeerMissing("transformers is not installed: pip install '.[test]' in a clone")
     transformers = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -143,6 +143,6 @@ def _peer_class() -> Any:
     if found is None:
         raise PeerMissing(
             f"transformers {transformers.__version__} has no DeepSeek-V4; 5.23 has: "
-            "pip install 'anymla[test]'"
+            "pip install '.[test]' in a clone"
         )
     return found

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from anymla.formats.files import naming
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -35,9 +37,33 @@ class Result:
 
 def append_rows(path: Path, results: Iterable[Result], environment: dict[str, Any]) -> None:
     """Append the results to a file of JSON lines."""
-    with path.open("a", encoding="utf-8") as file:
-        for result in results:
-            file.write(json.dumps(result.row(environment)) + "\n")
+    append_lines(path, (result.row(environment) for result in results))
+
+
+def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Append rows to a file, one JSON object a line."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines; blank ones are skipped.
+
+    Raises:
+        ValueError: a line is no JSON object; the message names file and line.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: a row must be an object")
+        rows.append(row)
+    return rows
 
 
 def table(results: Sequence[Result]) -> list[str]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import collections
-import json
 from pathlib import Path
 from typing import Any
 
+from anymla.bench.report import read_lines
 from anymla.ops.device import TARGETS
 
 MATRIX_FILE, RUNS_FILE = "build_matrix.jsonl", "gpu_tests.jsonl"
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines; none if there is no such file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Rows of a file of JSON lines; none if there is no such file.
+
+    Raises:
+        ValueError: a line is no JSON object; the message names file and line.
+    """
+    return read_lines(path) if path.exists() else []
 
 
 def support_table(results: Path) -> list[str]:

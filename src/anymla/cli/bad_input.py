@@ -1,18 +1,29 @@
-"""What the user gave cannot be used: one line on stderr and exit code 2."""
+"""What goes wrong for a reason outside this package: one line on stderr and an exit code."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 
 import click
 
 from anymla.cli.terminal import one_line
-from anymla.ops.registry import BackendUnavailable
+
+# Errors of the machine while it does what it was rightly asked for.
+_MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+)
 
 
 class BadInput(click.ClickException):
-    """Shown as ``Error: <one line>``."""
+    """What the user gave cannot be used; shown as ``Error: <one line>``."""
 
     exit_code = 2
 
@@ -20,20 +31,34 @@ class BadInput(click.ClickException):
         super().__init__(one_line(message))
 
 
-_ABOUT_INPUT = (ValueError, OSError, BackendUnavailable)
+class MachineFailed(BadInput):
+    """The machine gave up (a full disk, no memory) on input that is in order."""
+
+    exit_code = 1
+
+
+def of_file(error: OSError) -> BadInput:
+    """What the system says of a file, with its name."""
+    where = f"{error.filename}: " if error.filename else ""
+    kind = MachineFailed if error.errno in _MACHINE else BadInput
+    return kind(f"{where}{error.strerror or error}")
 
 
 @contextlib.contextmanager
-def bad_input(kinds: tuple[type[Exception], ...] = _ABOUT_INPUT) -> Iterator[None]:
+def bad_input(kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn what the package says of unusable input, files or machines into ``BadInput``.
 
     Args:
-        kinds: exceptions that are about input. The default suits code that reads what the user
-            gave; while a model runs, a ValueError would be our own mistake.
+        kinds: exceptions that are about input, if not ValueError, OSError and BackendUnavailable.
+            These suit code that reads what the user gave; while a model runs, a ValueError would
+            be our own mistake.
     """
+    from anymla.ops.registry import BackendUnavailable  # imports torch
+
+    about_input = kinds or (ValueError, OSError, BackendUnavailable)
     try:
         yield
-    except kinds as error:
-        if isinstance(error, OSError) and error.filename:
-            raise BadInput(f"{error.filename}: {error.strerror}") from error
-        raise BadInput(error) from error
+    except BrokenPipeError:
+        raise  # nobody reads any more, which is no error
+    except about_input as error:
+        raise (of_file(error) if isinstance(error, OSError) else BadInput(error)) from error

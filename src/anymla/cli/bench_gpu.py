@@ -9,7 +9,10 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
+from anymla.bench.report import append_lines
+from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+from anymla.cli.files import write_text
 
 
 @click.command()
@@ -37,7 +40,13 @@ def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
     default=None,
     help="Only the first build of each kernel, or file of kernels, and target.",
 )
-@click.option("--workers", default=os.cpu_count() or 1, show_default=True, help="Processes.")
+@click.option(
+    "--workers",
+    default=os.cpu_count() or 1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Processes.",
+)
 def build_matrix(
     json_file: Path | None,
     chosen: tuple[str, ...],
@@ -60,19 +69,25 @@ def build_matrix(
         raise click.UsageError(f"unknown target {', '.join(unknown)}; there are: {list(TARGETS)}")
     targets = list(chosen) or list(TARGETS)
     work = [job for job in jobs(targets, first_of=first_of or "") if module in job.module]
+    if not work:
+        raise BadInput(
+            f"--module {module}: no such kernel file has builds for {', '.join(targets)}"
+        )
     whole = not (chosen or module or first_of)
-    known = {} if json_file is None else recorded(rows_of(json_file))
+    with bad_input():
+        known = {} if json_file is None else recorded(rows_of(json_file))
     missing = [job for job in work if job.key not in known]
     fresh = {}
-    built = tqdm(run(missing, workers), total=len(missing), desc="building", unit="kernel")
+    built = tqdm(
+        run(missing, workers), total=len(missing), desc="building", unit="kernel", disable=None
+    )
     for job, row in zip(missing, built, strict=True):
         fresh[job.key] = row
         if json_file is not None:
-            with json_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_lines(json_file, [row])
     rows = [known.get(job.key) or fresh[job.key] for job in work]
     if json_file is not None and whole:
-        json_file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
     bad = [row for row in rows if not row["ok"]]
     for row in bad:
         click.echo(f"{row['target']} {row['module']} {row['label']}: {row['problem']}")
@@ -131,4 +146,6 @@ def indexer(
     wanted = {"decode": DECODES, "prefill": PREFILLS, "all": (*DECODES, *PREFILLS)}[shapes]
     cases = [shape for shape in wanted if shape.keys <= most_keys]
     results = run(cases, chosen or ("triton", "gluon_sm90"), topk_library)
-    tell(tqdm(results, total=len(cases)), json_file, gpu_facts("anymla bench indexer"))
+    tell(
+        tqdm(results, total=len(cases), disable=None), json_file, gpu_facts("anymla bench indexer")
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import click
 import torch
 
 from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+from anymla.cli.numbers import Finite
 from anymla.runtime.options import DecodeMode
 
 
@@ -103,8 +105,8 @@ def model(
 @json_option
 @click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--steps", default=10_000, show_default=True, type=click.IntRange(min=1))
-@click.option("--seconds", default=float("inf"), help="Stop after so long.")
-def traffic(json_file: Path | None, device: str, steps: int, seconds: float) -> None:
+@click.option("--seconds", type=Finite(min=0, min_open=True), help="Stop after so long.")
+def traffic(json_file: Path | None, device: str, steps: int, seconds: float | None) -> None:
     """Serve random requests with a tiny model after its warm-up.
 
     Nothing may be compiled any more, and no memory be taken.
@@ -117,5 +119,5 @@ def traffic(json_file: Path | None, device: str, steps: int, seconds: float) -> 
         require_gpu()
         facts = gpu_facts("anymla bench traffic")
     with tempfile.TemporaryDirectory() as directory:
-        found = run(Path(directory), torch.device(device), steps=steps, seconds=seconds)
+        found = run(Path(directory), torch.device(device), steps=steps, seconds=seconds or math.inf)
         tell(found, json_file, facts)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from anymla.cli.bad_input import BadInput, bad_input
+from anymla.cli.files import OutputFile, write_text
 
 
 @click.command()
@@ -19,7 +20,7 @@ from anymla.cli.bad_input import BadInput, bad_input
 )
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     default=Path("report.html"),
     show_default=True,
     help="The page.",
@@ -29,7 +30,7 @@ from anymla.cli.bad_input import BadInput, bad_input
     "plots",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Write the plots here as well (needs matplotlib: pip install anymla[report]).",
+    help="Write the plots here as well (needs matplotlib: pip install '.[report]').",
 )
 @click.option("--figure", "keys", multiple=True, metavar="KEY", help="Only these plots.")
 @click.option(
@@ -70,7 +71,7 @@ def report(
         made = f"Made {facts['date']} from {len(rows)} rows by `anymla bench report`"
         if facts["commit"]:
             made += f", commit {facts['commit']}"
-        output.write_text(page(drawn, listed, made), encoding="utf-8")
+        write_text(output, page(drawn, listed, made))
         click.echo(f"{output}: {len(drawn)} figures, {len(listed)} tables, {len(rows)} rows")
         for document in documents:
             text = document.read_text(encoding="utf-8")
@@ -91,5 +92,5 @@ def report(
             write_png(figure, plots / f"{figure.key}.png")
         except ImportError as error:
             raise BadInput(
-                f"--png needs matplotlib: pip install anymla[report] ({error})"
+                f"--png needs matplotlib: pip install '.[report]' in a clone of anymla ({error})"
             ) from error

@@ -11,13 +11,14 @@ import click
 import torch
 
 from anymla.bench.report import Result, append_rows, line
+from anymla.cli.files import OutputFile
 
 _CASE_WIDTH = 44
 
 json_option = click.option(
     "--json",
     "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=OutputFile(),
     metavar="FILE",
     help="Append the rows here, one JSON object a line.",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,9 @@ import torch
 from tqdm import tqdm
 
 from anymla.cli.bad_input import BadInput, bad_input
-from anymla.testing.devices import default_device, prepare
+from anymla.cli.files import OutputFile, write_text
+from anymla.cli.numbers import Finite
+from anymla.testing.devices import named_device, prepare
 
 if TYPE_CHECKING:
     from anymla.testing.conformance.registry import Case
@@ -38,13 +39,17 @@ if TYPE_CHECKING:
     "By default 1 with --against, else 0.",
 )
 @click.option(
-    "--timeout", default=120.0, show_default=True, help="Seconds a case may take, with --jobs."
+    "--timeout",
+    type=Finite(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Seconds a case may take, with --jobs.",
 )
-@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+@click.option("--junit", type=OutputFile(), metavar="FILE")
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     metavar="FILE",
     help="Append a row a case here.",
 )
@@ -75,28 +80,33 @@ def command(
     """Run the conformance cases: what has gone wrong in real implementations of this attention.
 
     Each case is a line: its id, what must hold, and whether it does. Ends with exit code 1 if one
-    fails. Another library is judged through an adapter that translates its documented contract;
-    what of a case it does not claim to do is said.
+    fails, or if none of them could be judged. Another library is judged through an adapter that
+    translates its documented contract; what of a case it does not claim to do is said.
     """
     torch.set_num_threads(1)
-    prepare(device)
+    if write is not None and (chosen or not mutations):
+        raise BadInput("--write goes with --mutations, of all cases")
+    if mutations and (backend or against or junit or json_file):
+        raise BadInput("--mutations goes without --backend, --against, --junit and --json")
+    with bad_input():
+        place = str(named_device(device))
+    prepare(place)
     cases = _cases(chosen)
     if only_list:
         for case in cases:
             click.echo(f"{case.case_id:4} {case.story}" + _reason(case.absent))
         return
     if mutations:
-        _show_mutations(write)
+        _show_mutations(cases, write)
         return
     with bad_input():
         from anymla.testing.conformance.setup import subject_of
 
-        subject = subject_of(backend, against, device)
+        subject = subject_of(backend, against, place)
     if subject.adapter is not None and subject.adapter.translates:
         click.echo(f"{subject.name}: the adapter translates")
         click.echo("".join(f"  - {line}\n" for line in subject.adapter.translates), nl=False)
     jobs = (1 if against else 0) if jobs is None else jobs
-    place = device or default_device()
     running = _run(cases, subject, (backend, against, place), jobs, timeout)
     if json_file is not None:
         words = f"--against {against}" if against else f"--backend {backend}" if backend else ""
@@ -110,7 +120,9 @@ def command(
     if junit is not None:
         from anymla.testing.conformance.report import junit_xml
 
-        junit.write_text(junit_xml(outcomes), encoding="utf-8")
+        write_text(junit, junit_xml(outcomes))
+    if not counts["passed"] and not counts["failed"]:
+        raise click.ClickException("no case could be judged")
     if counts["failed"]:
         click.get_current_context().exit(1)
 
@@ -161,6 +173,7 @@ def _recorded(
 ) -> Iterator[Outcome]:
     """Append a row for each outcome as it comes."""
     from anymla.bench.environment import environment
+    from anymla.bench.report import append_lines
 
     facts: dict[str, Any] = environment(f"anymla conformance {words}".rstrip())
     if subject.device.type == "cuda":
@@ -170,18 +183,26 @@ def _recorded(
     version = subject.adapter.version if subject.adapter is not None else ""
     for outcome in outcomes:
         row = {"part": "conformance", **dataclasses.asdict(outcome), "version": version}
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | facts) + "\n")
+        append_lines(path, [row | facts])
         yield outcome
 
 
-def _show_mutations(write: Path | None) -> None:
-    from anymla.testing.conformance.mutations import mutation_table, write_tables
+def _show_mutations(cases: list[Case], write: Path | None) -> None:
+    """Print or store the table; end with exit code 1 if a fault that is meant for a case passes."""
+    from anymla.testing.conformance.mutations import caught, mutation_table, write_tables
 
+    found = caught(cases)
+    if not found:
+        raise click.ClickException("no fault is meant for, or may be noticed by, these cases")
     if write is not None:
-        write_tables(write)
-        return
-    click.echo("\n".join(mutation_table()))
+        with bad_input():
+            write_tables(write, found)
+    else:
+        click.echo("\n".join(mutation_table(found)))
+    chosen = {case.case_id for case in cases}
+    missed = [fault.words for fault, ids in found if chosen & {*fault.cases} - {*ids}]
+    if missed:
+        raise click.ClickException(f"not noticed: {', '.join(missed)}")
 
 
 def _reason(absent: str) -> str:

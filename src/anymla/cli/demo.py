@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 import time
+from collections.abc import Callable
 from typing import cast
 
 import click
 import torch
 from tqdm import tqdm
 
+from anymla.cli.bad_input import bad_input
+from anymla.cli.files import read_text
+from anymla.cli.manners import on_terminal
 from anymla.model.load import load_model
 from anymla.model.tokenizer import Tokenizer
 from anymla.model.transformer import Transformer
 from anymla.ops.device import triton_problem
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
-from anymla.runtime.request import Completion, Request
+from anymla.runtime.request import Completion, Request, check_request
 from anymla.testing.oracle import RecordedModel, Recorder, check_run
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 
+def _count(
+    name: str, default: int, text: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    number = click.IntRange(min=1)
+    return click.option(name, default=default, show_default=True, type=number, help=text)
+
+
 @click.command()
 @click.argument(
-    "texts", nargs=-1, required=True, type=click.Path(exists=True, path_type=pathlib.Path)
+    "texts",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=pathlib.Path),
 )
 @click.option(
     "--output",
@@ -33,9 +46,9 @@ from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
     show_default=True,
     help="Where the checkpoint is written.",
 )
-@click.option("--prompt-tokens", default=4096, show_default=True, help="Tokens read, at most.")
-@click.option("--new-tokens", default=64, show_default=True, help="Tokens generated.")
-@click.option("--chunk-size", default=512, show_default=True, help="Tokens of a prefill step.")
+@_count("--prompt-tokens", 4096, "Tokens read, at most.")
+@_count("--new-tokens", 64, "Tokens generated.")
+@_count("--chunk-size", 512, "Tokens of a prefill step.")
 def command(
     texts: tuple[pathlib.Path, ...],
     output: pathlib.Path,
@@ -52,16 +65,17 @@ def command(
     """
     # The model is tiny: more threads would spend their time waiting for each other.
     torch.set_num_threads(min(2, torch.get_num_threads()))
+    text = "\n".join(map(read_text, texts))
     directory = output / "checkpoint"
     began = time.perf_counter()
-    write_tiny_checkpoint(directory, TinyOptions())
+    with bad_input():
+        write_tiny_checkpoint(directory, TinyOptions())
     size = sum(file.stat().st_size for file in directory.iterdir())
     _say(1, f"wrote {directory}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")
 
-    model = load_model(directory, dtype=torch.float32)
+    model = load_model(directory, dtype=torch.float32, progress=on_terminal())
     ratios = ", ".join(str(spec.ratio) for spec in model.layer_specs if spec.role == "backbone")
     tokenizer = Tokenizer.from_dir(directory)
-    text = "\n".join(path.read_text(encoding="utf-8") for path in texts)
     prompt = tuple(tokenizer.encode(text)[:prompt_tokens])
     _say(
         2,
@@ -71,6 +85,8 @@ def command(
 
     recorder = Recorder()
     request = Request("demo", prompt, max_new_tokens=new_tokens, prompt_logprobs=True)
+    with bad_input():
+        check_request(request, model.config)
     options = EngineOptions(kv_cache="fp8", chunk_size=chunk_size, draft_tokens=len(model.drafts))
     engine = Engine.for_requests(
         cast("Transformer", RecordedModel(model, recorder)), options, [request]
@@ -79,9 +95,10 @@ def command(
     seconds = done.timings.as_dict()
     _say(
         3,
-        f"prefill {len(prompt) / seconds['prefill_s']:.0f} tokens/s, decode "
-        f"{(len(done.token_ids) - 1) / seconds['decode_s']:.1f} tokens/s, drafts accepted "
-        f"{done.accepted} of {done.drafted}; caches {engine.store.nbytes / 1e6:.2f} MB",
+        f"prefill {_rate(len(prompt), seconds['prefill_s'])}, decode "
+        f"{_rate(len(done.token_ids) - 1, seconds['decode_s'])}; {done.drafted} MTP drafts "
+        f"verified, which random weights seldom pass ({done.accepted} did); caches "
+        f"{engine.store.nbytes / 1e6:.2f} MB",
     )
 
     assert done.prompt_logprobs is not None
@@ -102,6 +119,10 @@ def command(
     click.echo("OK: log-probabilities, cache bytes and selections agree with float64")
 
 
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:.0f} tokens/s" if tokens and seconds else "nothing"
+
+
 def _say(part: int, text: str) -> None:
     click.echo(f"[{part}/4] {text}")
 
@@ -110,12 +131,13 @@ def _run(engine: Engine, request: Request, tokenizer: Tokenizer) -> Completion:
     """Step until the request is done, with a bar for the prompt and the text as it comes."""
     engine.submit(request)
     stream = tokenizer.stream()
-    bar = tqdm(total=len(request.token_ids), desc="prefill", unit="token", file=sys.stderr)
-    with bar:
+    # The text that follows shows its own progress, so the bar ends with the prompt.
+    with tqdm(total=len(request.token_ids), desc="prefill", unit="token", disable=None) as bar:
         while engine.busy:
             report = engine.step()
             bar.update(report.prompt_tokens)
             for token in report.new_tokens.get(request.request_id, ()):
+                bar.close()
                 click.echo(stream.push(token), nl=False)
             if report.finished:
                 click.echo(stream.finish())

@@ -16,8 +16,9 @@ from anymla.bench.doctor.clock import Ceilings, measure_ceilings
 from anymla.bench.doctor.examine import CANNOT, Finding, all_probes, examine
 from anymla.bench.doctor.machine import machine
 from anymla.bench.doctor.trial import Probe
-from anymla.cli.bad_input import BadInput
-from anymla.testing.devices import default_device
+from anymla.cli.bad_input import BadInput, bad_input
+from anymla.cli.files import STANDARD, OutputFile, write_text
+from anymla.testing.devices import named_device
 
 
 @click.command()
@@ -25,7 +26,7 @@ from anymla.testing.devices import default_device
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    type=OutputFile(allow_dash=True),
     metavar="FILE",
     help='Write the result as one JSON object on one line; "-" prints it instead of the table.',
 )
@@ -46,15 +47,12 @@ def command(
     copies or multiplies at most. Takes half a minute, more the first time on a GPU, for which
     kernels are compiled; needs no GPU and no triton. Ends with exit code 1 if a result is wrong.
     """
-    silent = str(json_file) == "-"
-    if json_file is not None and not silent and not json_file.absolute().parent.is_dir():
-        raise BadInput(f"--json {json_file}: there is no such folder")
+    silent = json_file == STANDARD
     if vllm:
         _show_plugin(json_file, silent=silent)
         return
-    place = torch.device(device or default_device())
-    if place.type != "cpu" and not getattr(torch, place.type).is_available():
-        raise BadInput(f"--device {place}: torch sees none on this machine")
+    with bad_input():
+        place = named_device(device)
     chosen = [probe for probe in all_probes() if not families or probe.family in families]
     unknown = sorted(set(families) - {probe.family for probe in chosen})
     if unknown:
@@ -74,7 +72,7 @@ def command(
     else:
         click.echo("\n".join(_table(findings, ceilings)))
         if json_file is not None:
-            json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+            write_text(json_file, json.dumps(result) + "\n")
     if not right:
         click.get_current_context().exit(1)
 
@@ -185,4 +183,4 @@ def _show_plugin(json_file: Path | None, *, silent: bool) -> None:
     for row in rows:
         click.echo(f"{row['part']:{widths[0]}}  {row['action']:{widths[1]}}  {row['why']}")
     if json_file is not None:
-        json_file.write_text(line + "\n", encoding="utf-8")
+        write_text(json_file, line + "\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import click
 from tqdm import tqdm
 
 from anymla.cli.bad_input import BadInput, bad_input
+from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
+from anymla.cli.manners import on_terminal
 from anymla.cli.prompts import RequestDefaults, RequestReader
 from anymla.cli.run_options import RunOptions, json_option, read_text, run_options
 from anymla.cli.terminal import say
@@ -99,6 +100,7 @@ def command(
         raise BadInput("give exactly one of --prompt, --prompt-file and --batch")
     if draft_tokens is not None and not speculate:
         raise BadInput("--draft-tokens needs --speculate")
+    refuse_overwriting("--json", json_file, prompt_file, batch)
     with bad_input():
         config = ModelConfig.from_dir(run.checkpoint)
         tokenizer = Tokenizer.from_dir(run.checkpoint)
@@ -130,7 +132,8 @@ def command(
         for request in requests:
             engine.submit(request)
     with bad_input((BackendUnavailable, FloatingPointError)):
-        completions = _run(engine, requests, tokenizer)
+        alone, show = batch is None, json_file != STANDARD
+        completions = _run(engine, requests, tokenizer, alone=alone, show=show)
     if json_file is not None and not model.ranks.rank:
         report = {
             "options": run.as_dict() | {"draft_tokens": drafts},
@@ -142,7 +145,7 @@ def command(
                 "run_s": time.perf_counter() - loaded,
             },
         }
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_text(json_file, json.dumps(report, indent=1) + "\n")
 
 
 def _given(path: Path | None) -> Path:
@@ -150,17 +153,17 @@ def _given(path: Path | None) -> Path:
     return path
 
 
-def _run(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> list[Completion]:
+def _run(
+    engine: Engine, requests: list[Request], tokenizer: Tokenizer, *, alone: bool, show: bool
+) -> list[Completion]:
     """Step until all is done, with a bar on stderr; completions in the order of ``requests``."""
-    _never_fail_to_print()
     done: dict[str, Completion] = {}
-    alone = len(requests) == 1
     stream = tokenizer.stream()
     # Streamed text shows its own progress, so the bar of a single request ends with its prompt.
     total = sum(len(request.token_ids) for request in requests)
     if not alone:
         total += sum(request.max_new_tokens for request in requests)
-    quiet = bool(engine.model.ranks.rank)
+    quiet = bool(engine.model.ranks.rank) or not on_terminal()
     desc = "prefill" if alone else "tokens"
     with tqdm(total=total, desc=desc, unit="token", disable=quiet) as bar:
         while engine.busy:
@@ -171,23 +174,18 @@ def _run(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> list[
             if alone:
                 for token in report.new_tokens.get(requests[0].request_id, ()):
                     bar.close()
-                    say(stream.push(token), nl=False)
+                    text = stream.push(token)
+                    if show:
+                        say(text, nl=False)
                 continue
             bar.update(sum(map(len, report.new_tokens.values())))
-            for completion in report.finished:
+            for completion in report.finished if show else ():
                 with tqdm.external_write_mode():
                     text = tokenizer.decode(completion.token_ids)
                     say(f"[{completion.request.request_id}] {text}")
-    if alone:
+    if alone and show:
         say(stream.finish())
     return [done[request.request_id] for request in requests]
-
-
-def _never_fail_to_print() -> None:
-    """Show "?" for characters that the terminal's encoding lacks."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
 
 
 def _result(done: Completion, tokenizer: Tokenizer) -> dict[str, Any]:

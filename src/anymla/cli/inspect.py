@@ -18,6 +18,7 @@ from anymla.cli.cache_report import (
     write_converted,
 )
 from anymla.cli.checkpoint_report import checkpoint_report
+from anymla.cli.files import STANDARD, OutputFile, refuse_overwriting, write_text
 from anymla.cli.terminal import say
 from anymla.layers.caches import CACHE_FORMATS
 
@@ -45,7 +46,7 @@ from anymla.layers.caches import CACHE_FORMATS
     metavar="LAYOUT",
     help="With --cache: write it in another layout, to --output.",
 )
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+@click.option("--output", type=OutputFile(whole=True), metavar="FILE")
 @click.option(
     "--layout",
     "page_layout",
@@ -74,9 +75,9 @@ from anymla.layers.caches import CACHE_FORMATS
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(allow_dash=True),
     metavar="FILE",
-    help="Write the result here as well.",
+    help='Write the result here as well; "-" prints it instead.',
 )
 def command(
     checkpoint: Path | None,
@@ -110,6 +111,8 @@ def command(
         raise BadInput("--compare and --convert go alone, without --verify and --row")
     if (convert is None) != (output is None):
         raise BadInput("--convert and --output go together")
+    refuse_overwriting("--output", output, cache)
+    refuse_overwriting("--json", json_file, cache, other, output)
     with bad_input():
         if checkpoint is not None:
             report = checkpoint_report(checkpoint, kv_cache)
@@ -134,8 +137,9 @@ def command(
                 if shown_row is not None:
                     lines += row_lines(dump, shown_row)
         if json_file is not None:
-            json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    say("\n".join(lines))
+            write_text(json_file, json.dumps(report, indent=1) + "\n")
+    if json_file != STANDARD:
+        say("\n".join(lines))
     if not report.get("ok", True):
         click.get_current_context().exit(1)
 

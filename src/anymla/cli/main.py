@@ -1,6 +1,7 @@
 """The command ``anymla``: finds its subcommands, and imports only the one that is asked for.
 
-Exit codes: 0 ok, 1 a check failed, 2 unusable input or a machine that cannot do it.
+Exit codes: 0 ok, 1 a check failed or the machine gave up (a full disk), 2 unusable input or a
+machine that cannot do it, 130 ended by Ctrl-C, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import click
 
 from anymla import __version__
-from anymla.cli.terminal import one_line
+from anymla.cli.manners import manners, never_fail_to_print
 
 # Name, module below anymla.cli (with the command named ``command``), and the line in the help,
 # which is repeated here so that listing the commands need not import them.
@@ -55,27 +56,16 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Read this group's own words, of which --help prints."""
+        never_fail_to_print()
+        with manners():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run; what the machine lacks is one line on stderr and exit code 2.
-
-        Commands themselves say which ValueErrors are about their input (``bad_input``); any other
-        is a mistake of this package and keeps its traceback.
-        """
-        try:
+        """Run; what the system or the user does to it is one line on stderr, or none."""
+        with manners():
             return super().invoke(ctx)
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            ctx.fail(one_line(f"{where}{error.strerror or error}"))
-        except click.ClickException as error:
-            error.message = one_line(error.message)
-            raise
-        except (MemoryError, RuntimeError) as error:
-            from anymla.ops.memory import ran_out
-            from anymla.ops.registry import BackendUnavailable
-
-            if not isinstance(error, BackendUnavailable) and not ran_out(error):
-                raise
-            ctx.fail(one_line(str(error) or "out of memory"))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,10 +9,17 @@ from typing import Any
 import click
 
 from anymla.cli.bad_input import BadInput, bad_input
+from anymla.cli.numbers import Finite
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import MOST_LAYERS
 from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
-from anymla.testing.tiny_options import SCALE_FORMATS, WEIGHTS, TinyOptions, default_ratios
+from anymla.testing.tiny_options import (
+    MAX_LAYERS,
+    SCALE_FORMATS,
+    WEIGHTS,
+    TinyOptions,
+    default_ratios,
+)
 
 _DEFAULTS = TinyOptions()
 
@@ -80,7 +87,7 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
 @_size("window", "Tokens of the sliding window.")
 @click.option(
     "--rope-factor",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1),
     default=_DEFAULTS.rope_factor,
     show_default=True,
     help="YaRN's factor; the longest position is 65536 times that.",
@@ -110,6 +117,8 @@ def command(
 
     The same options give the same bytes. An earlier tiny checkpoint there is replaced.
     """
+    if layers is not None and layers > MAX_LAYERS:
+        raise BadInput(f"--layers must be at most {MAX_LAYERS}, got {layers}")
     if ratios is None:
         ratios = default_ratios(layers) if layers else _DEFAULTS.ratios
     elif layers is not None and layers != len(ratios):

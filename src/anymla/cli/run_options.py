@@ -14,11 +14,15 @@ import click
 import torch
 
 from anymla.cli.bad_input import BadInput, bad_input
+from anymla.cli.files import OutputFile
+from anymla.cli.manners import on_terminal
 from anymla.layers.ranks import Ranks
 from anymla.model.load import DTYPES, load_model
 from anymla.model.transformer import Transformer
 from anymla.runtime.launch import joined, launched, local_device
 from anymla.runtime.options import EngineOptions
+from anymla.testing.conformance.ops import all_backends
+from anymla.testing.devices import named_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +51,18 @@ class RunOptions:
                 device=local_device(self.device),
                 backend=self.backend,
                 ranks=ranks,
-                progress=not ranks.rank,
+                progress=not ranks.rank and on_terminal(),
             )
 
-    def check_device(self) -> None:
-        """Raise BadInput unless torch sees the device; set the number of CPU threads."""
+    def check(self) -> None:
+        """Raise BadInput for a device or backend that is not here; set the number of threads."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        module = {"cuda": torch.cuda, "xpu": torch.xpu}.get(self.device)
-        if module is not None and not module.is_available():
-            raise BadInput(f"--device {self.device}: torch sees no such device on this machine")
+        with bad_input():
+            named_device(self.device)
+        if self.backend is not None and self.backend not in all_backends():
+            known = ", ".join(all_backends())
+            raise BadInput(f"--backend {self.backend}: there are {known}")
 
     def engine_options(self, **changes: Any) -> EngineOptions:
         """Options for an engine."""
@@ -115,7 +121,7 @@ def run_options(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**parameters: Any) -> None:
         run = RunOptions(**{name: parameters.pop(name) for name in names})
-        run.check_device()
+        run.check()
         with joined(local_device(run.device)) as ranks, _heard(ranks):
             function(run=run, **parameters)
 
@@ -136,31 +142,11 @@ def _heard(ranks: Ranks) -> Iterator[None]:
 
 def json_option(*, required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The ``--json FILE`` option; the file's directory must exist before anything runs."""
-
-    def check(_: click.Context, __: click.Parameter, value: Path | None) -> Path | None:
-        if value is not None and not value.parent.is_dir():
-            raise BadInput(f"--json {value}: there is no directory {value.parent}")
-        return value
-
     return click.option(
         "--json",
         "json_file",
         required=required,
-        type=click.Path(dir_okay=False, writable=True, path_type=Path),
-        callback=check,
+        type=OutputFile(allow_dash=True),
         metavar="FILE",
-        help="Write the result here.",
+        help='Write the result here; "-" prints it in place of the text.',
     )
-
-
-def read_text(path: Path) -> str:
-    """A file's text.
-
-    Raises:
-        BadInput: it cannot be read, or is not UTF-8.
-    """
-    with bad_input():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise BadInput(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error

@@ -10,6 +10,8 @@ import click
 from tqdm import tqdm
 
 from anymla.cli.bad_input import BadInput, bad_input
+from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
+from anymla.cli.manners import on_terminal
 from anymla.cli.prompts import as_token_ids
 from anymla.cli.run_options import RunOptions, json_option, read_text, run_options
 from anymla.formats.untrusted import Refused, parse_json
@@ -42,6 +44,7 @@ def command(
     """
     if (prompt_file is None) == (token_file is None):
         raise BadInput("give exactly one of --prompt-file and --token-ids")
+    refuse_overwriting("--json", json_file, prompt_file, token_file)
     with bad_input():
         config = ModelConfig.from_dir(run.checkpoint)
         if prompt_file is not None:
@@ -62,9 +65,9 @@ def command(
     result = {"token_ids": list(token_ids), "logprobs": list(logprobs)}
     if model.ranks.rank:
         return
-    json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    write_text(json_file, json.dumps(result) + "\n")
     known = [logprob for logprob in logprobs if logprob is not None]
-    if known:
+    if known and json_file != STANDARD:
         mean = -math.fsum(known) / len(known)
         click.echo(f"{len(token_ids)} tokens, {mean:.6f} nats each, perplexity {_exp(mean):.4f}")
 
@@ -90,7 +93,7 @@ def _read_token_ids(path: Path) -> tuple[int, ...]:
 
 
 def _run(engine: Engine, num_tokens: int) -> Completion:
-    quiet = bool(engine.model.ranks.rank)
+    quiet = bool(engine.model.ranks.rank) or not on_terminal()
     with tqdm(total=num_tokens, desc="scoring", unit="token", disable=quiet) as bar:
         while True:
             report = engine.step()

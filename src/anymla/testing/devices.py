@@ -17,6 +17,27 @@ def default_device() -> str:
     return "xpu" if torch.xpu.is_available() else "cpu"
 
 
+def named_device(name: str | None = None) -> torch.device:
+    """The device of that name, or the default one.
+
+    Raises:
+        ValueError: the name means nothing here, or torch does not see the device.
+    """
+    words = f"--device {name}"
+    try:
+        device = torch.device(default_device() if name is None else name)
+    except RuntimeError:
+        raise ValueError(f"{words}: must be cpu, cuda or xpu") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    module = {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
+    if module is None:
+        raise ValueError(f"{words}: must be cpu, cuda or xpu")
+    if (device.index or 0) >= module.device_count():
+        raise ValueError(f"{words}: torch sees no such device on this machine")
+    return device
+
+
 def prepare(device: str | None = None) -> None:
     """Before the operations are imported: without a GPU, Triton kernels are interpreted."""
     if (device or default_device()) != "cpu":

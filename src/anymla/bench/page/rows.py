@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from anymla.bench.report import read_lines
 
 Row = dict[str, Any]
 
@@ -19,19 +20,8 @@ def load_rows(results: Path) -> list[Row]:
     Raises:
         ValueError: a line is no JSON object; the message names file and line.
     """
-    rows: list[Row] = []
-    for path in sorted(results.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: no JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: a row must be an object")
-            rows.append({**row, "file": path.name})
-    return rows
+    files = sorted(results.glob("*.jsonl"))
+    return [{**row, "file": path.name} for path in files for row in read_lines(path)]
 
 
 def case_of(row: Row) -> str:

@@ -121,7 +121,7 @@ def plugin_view() -> list[dict[str, str]]:
     """
     version = installed_version()
     if version is None:
-        return [{"part": "vLLM", "action": "not installed", "why": "pip install anymla[vllm]"}]
+        return [{"part": "vLLM", "action": "not installed", "why": "pip install '.[vllm]'"}]
     refused = refusal(version)
     rows = [{"part": "vLLM", "action": version, "why": refused or "a tested version"}]
     for part in [] if refused else plan(this_machine(), mode()):

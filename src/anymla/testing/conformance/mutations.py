@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from anymla.testing.conformance.adapters import Adapter
@@ -18,14 +18,27 @@ BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
 _ONLY_IF_MEANT = ("C5", "C6", "C7", "L4", "A8")
 
 
-def caught_by(fault: Fault) -> list[str]:
+Caught = list[tuple[Fault, list[str]]]
+
+
+def caught_by(fault: Fault, cases: Iterable[Case] | None = None) -> list[str]:
     """Ids of the cases that fail with a fault in place, of those that may notice it."""
     subject = Subject(adapter=Adapter(fault.name, {fault.operation: fault.run}))
-    return [case.case_id for case in _noticing(fault) if run_case(case, subject).status == FAILED]
+    return [
+        case.case_id for case in _noticing(fault, cases) if run_case(case, subject).status == FAILED
+    ]
 
 
-def _noticing(fault: Fault) -> Iterator[Case]:
-    for case in load_cases().values():
+def caught(cases: Iterable[Case] | None = None) -> Caught:
+    """Run every fault that one of the cases (by default of all) may notice."""
+    cases = list(load_cases().values() if cases is None else cases)
+    return [
+        (fault, caught_by(fault, cases)) for fault in load_faults() if any(_noticing(fault, cases))
+    ]
+
+
+def _noticing(fault: Fault, cases: Iterable[Case] | None) -> Iterator[Case]:
+    for case in load_cases().values() if cases is None else cases:
         if case.run is None or case.gpu or fault.operation not in (*case.operations, *case.also):
             continue
         if case.case_id not in _ONLY_IF_MEANT or case.case_id in fault.cases:
@@ -37,10 +50,10 @@ def row(fault: Fault, cases: list[str]) -> str:
     return f"| {fault.words} | `{fault.operation}` | {', '.join(cases) or '**nothing**'} |"
 
 
-def mutation_table() -> list[str]:
-    """Run every fault; lines of the Markdown table."""
+def mutation_table(found: Caught) -> list[str]:
+    """Lines of the Markdown table."""
     head = ["| fault | in | caught by |", "|---|---|---|"]
-    return head + [row(fault, caught_by(fault)) for fault in load_faults()]
+    return head + [row(fault, cases) for fault, cases in found]
 
 
 def case_table() -> list[str]:
@@ -54,14 +67,20 @@ def case_table() -> list[str]:
     return lines
 
 
-def write_tables(path: Path) -> None:
-    """Put both tables between their marks in a Markdown file."""
+def write_tables(path: Path, found: Caught) -> None:
+    """Put both tables between their marks in a Markdown file.
+
+    Raises:
+        ValueError: the file has no such marks.
+    """
     text = path.read_text(encoding="utf-8")
     for begin, end, lines in (
         (CASES_BEGIN, CASES_END, case_table()),
-        (BEGIN, END, mutation_table()),
+        (BEGIN, END, mutation_table(found)),
     ):
-        before, rest = text.split(begin)
-        _, after = rest.split(end)
+        before, first, rest = text.partition(begin)
+        _, last, after = rest.partition(end)
+        if not first or not last:
+            raise ValueError(f"{path}: has no {begin} with {end} behind it")
         text = "\n".join([before + begin, *lines, end + after])
     path.write_text(text, encoding="utf-8")

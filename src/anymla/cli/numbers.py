@@ -1,0 +1,19 @@
+"""Numbers on the command line."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+
+
+class Finite(click.FloatRange):
+    """A number in a range, and no NaN, which no comparison would refuse."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number) or (math.isinf(number) and self.max is None):
+            self.fail(f"must be finite, got {number}.", param, ctx)
+        return number
