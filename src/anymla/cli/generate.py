@@ -14,7 +14,7 @@ from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
 from anymla.cli.manners import on_terminal
 from anymla.cli.prompts import RequestDefaults, RequestReader
-from anymla.cli.run_options import RunOptions, json_option, read_text, run_options
+from anymla.cli.run_options import RunOptions, json_option, run_options
 from anymla.cli.terminal import say
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer

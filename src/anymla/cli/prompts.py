@@ -8,7 +8,6 @@ from typing import Any
 
 from anymla.cli.bad_input import BadInput
 from anymla.cli.files import read_text
-from anymla.cli.run_options import read_text
 from anymla.formats.untrusted import parse_object
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
