@@ -310,11 +310,17 @@ def test_sizes_that_nothing_has(name: str, value: float, most: int) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_a_number_beyond_floats() -> None:
-    with pytest.raises(
-        ConfigError, match=r"rope_theta is 10*\.\.\., supported: a positive number$"
-    ):
-        ModelConfig.from_dict(flash(rope_theta=10**400))
+@pytest.mark.parametrize("value", [10**400, 1e300, 3.5e38, 1e-320, 1e-38])
+def test_a_number_beyond_float32(value: float) -> None:
+    for name in ("rope_theta", "swiglu_limit", "hc_eps"):
+        with pytest.raises(ConfigError, match=rf"{name} is .*, supported: a positive number that"):
+            ModelConfig.from_dict(flash(**{name: value}))
+
+
+def test_a_window_longer_than_every_position() -> None:
+    values = {"sliding_window": 10**9, "max_position_embeddings": 1 << 20}
+    with pytest.raises(ConfigError, match=r"sliding_window is 10{9}, supported: at most max_pos"):
+        ModelConfig.from_dict(flash(**values))
 
 
 def test_a_long_value_is_not_repeated_whole() -> None:

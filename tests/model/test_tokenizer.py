@@ -1,4 +1,5 @@
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,24 @@ def test_text_without_utf8_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 258, 1000)
     with pytest.raises(ValueError, match="the text is not UTF-8: surrogates not allowed at 2"):
         Tokenizer.from_dir(tmp_path).encode("ab\udcff")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_tokenizer_that_panics(directory: Path, tmp_path: Path) -> None:
+    """Rust's panics are BaseExceptions, which no ``except Exception`` catches."""
+    inner = json.loads((directory / "tokenizer.json").read_text())
+    inner["post_processor"]["special_tokens"] = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(inner))
+    with pytest.raises(
+        TokenizerError, match=r"cannot encode the text: no entry found|cannot be re"
+    ):
+        Tokenizer.from_dir(tmp_path).encode("a")
+
+
+def test_an_id_near_the_end_of_32_bits(directory: Path, tmp_path: Path) -> None:
+    inner = json.loads((directory / "tokenizer.json").read_text())
+    inner["model"]["vocab"]["a"] = 2**31 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(inner))
+    began = time.perf_counter()
+    assert 2**31 - 1 in Tokenizer.from_dir(tmp_path).encode("a")
+    assert time.perf_counter() - began < 2

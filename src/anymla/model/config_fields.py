@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 # What kernels keep positions, slots and token ids in is 32 bits wide.
 MOST_INTEGER = 2**31 - 1
+# Normal numbers of float32, in which the model computes.
+_LEAST_NUMBER, _MOST_NUMBER = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _MOST_SHOWN = 160
 
 
@@ -62,14 +63,14 @@ class Fields:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A finite positive number; required unless there is a default."""
+        """A positive number that float32 holds; required unless there is a default."""
         value = self._value(field, default)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not 0 < value <= sys.float_info.max
+            or not _LEAST_NUMBER <= value <= _MOST_NUMBER
         ):
-            raise unsupported(self.name(field), value, "a positive number")
+            raise unsupported(self.name(field), value, "a positive number that float32 holds")
         return float(value)
 
     def string(self, field: str, allowed: Sequence[str]) -> str | None:

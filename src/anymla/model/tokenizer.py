@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tokenizers
@@ -41,12 +41,11 @@ class Tokenizer:
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{directory}: has no tokenizer.json")
-        try:
+        with _library_errors(f"{path}: cannot be read"):
+            # Not the library's own text of it, which counts up to the largest id.
+            decoder = read_object(path).get("decoder")
             inner = tokenizers.Tokenizer.from_file(str(path))
-            decoder = json.loads(inner.to_str())["decoder"]
-        except Exception as error:  # the library raises bare Exception for a bad file
-            raise TokenizerError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
-        if (decoder or {}).get("type") != "ByteLevel":
+        if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
             raise TokenizerError(f"{path}: its decoder must be ByteLevel, got {decoder}")
         return cls(inner, _leading_token(inner, path.with_name("tokenizer_config.json")))
 
@@ -54,6 +53,7 @@ class Tokenizer:
         """Token ids of a text, with the leading token if the checkpoint asks for one.
 
         Raises:
+            TokenizerError: the tokenizer cannot encode it.
             ValueError: a text that has no UTF-8, or characters that the vocabulary would drop.
         """
         try:
@@ -65,7 +65,8 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer's vocabulary lacks {len(lacking)} bytes of this text: {named}"
             )
-        ids: list[int] = self._inner.encode(text).ids
+        with _library_errors("the tokenizer cannot encode the text"):
+            ids: list[int] = self._inner.encode(text).ids
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
@@ -94,6 +95,18 @@ class TextStream:
     def finish(self) -> str:
         """What is left: U+FFFD if the last character never became complete."""
         return self._decoder.decode(b"", final=True)
+
+
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Turn what the library raises into ``TokenizerError``: bare Exceptions, and Rust's panics."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TokenizerError(f"{what}: {reason}") from None
 
 
 def _token_bytes(inner: tokenizers.Tokenizer) -> dict[int, bytes]:
