@@ -124,3 +124,10 @@ def test_no_more_is_asked_for_than_is_taken(has):
         Engine(FakeModel(), options)
     has(taken * 1.1 + 200_000)
     Engine(FakeModel(), options)
+
+
+@pytest.mark.parametrize("sizes", [{"chunk_size": 10**8}, {"draft_tokens": 10**8}])
+def test_a_warm_up_of_steps_that_no_requests_could_fill(has, sizes):
+    has(64e9)
+    engine = Engine(FakeModel(), EngineOptions(max_requests=1, max_seq_len=200, **sizes))
+    refused(engine.warm_up, r"100000\d\d\d in a step, needs .*\(row lists of a step: ")

@@ -47,7 +47,7 @@ def manners() -> Iterator[None]:
     except (click.exceptions.Exit, click.Abort):
         raise
     except click.ClickException as error:
-        error.message = one_line(error.message)
+        error.__dict__["message"] = one_line(error.message)  # click calls it final
         raise
     except KeyboardInterrupt:
         click.echo(err=True)  # a progress bar's line, and the terminal's ^C, end here

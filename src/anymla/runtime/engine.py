@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -87,7 +88,8 @@ class Engine:
         specs = running_specs(model, options)
         groups = cache_groups(specs)
         formats, pages = cache_format(options), pool_sizes(groups, options)
-        require_engine_memory(
+        self._require_memory = functools.partial(
+            require_engine_memory,
             model.config,
             specs,
             groups,
@@ -97,6 +99,7 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
         )
+        self._require_memory()
         self.store = CacheStore(
             groups,
             specs,
@@ -183,6 +186,7 @@ class Engine:
         where none has been compiled before. Afterwards nothing is compiled, and no step needs
         more memory than was taken here.
         """
+        self._require_memory(padded=True)
         with self.workspace.active():
             WarmUp(self.model, self._planner, self.options).run()
             if self._runner is not None:

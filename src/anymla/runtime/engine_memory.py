@@ -30,6 +30,7 @@ def require_engine_memory(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    padded: bool = False,
 ) -> None:
     """Raise unless the device, and the host beside it, have what an engine takes at the least.
 
@@ -42,6 +43,7 @@ def require_engine_memory(
         options: the engine's sizes.
         dtype: of the activations.
         device: of the model.
+        padded: reckon with steps as large as the options allow, though no requests could fill them.
 
     Raises:
         NotEnoughMemory: they have not.
@@ -58,7 +60,7 @@ def require_engine_memory(
             for group in groups
         ),
         "rotary table": 4 * options.max_seq_len * config.qk_rope_head_dim,
-        **_largest_step(config, groups, options, dtype.itemsize),
+        **_largest_step(config, groups, options, dtype.itemsize, padded=padded),
     }
     bookkeeping = {
         "page and request lists": _NUMBER_BYTES * sum(pages.values())
@@ -76,12 +78,18 @@ def require_engine_memory(
 
 
 def _largest_step(
-    config: ModelConfig, groups: Sequence[CacheGroup], options: EngineOptions, itemsize: int
+    config: ModelConfig,
+    groups: Sequence[CacheGroup],
+    options: EngineOptions,
+    itemsize: int,
+    *,
+    padded: bool,
 ) -> dict[str, int]:
     """Bytes of the largest step's streams, logits, and lists of rows to attend to."""
     held = options.max_requests * options.max_seq_len
-    tokens = min(options.batch_tokens, held)
-    chosen = min(options.max_requests * (1 + options.draft_tokens), held)
+    tokens, chosen = options.batch_tokens, options.max_requests * (1 + options.draft_tokens)
+    if not padded:
+        tokens, chosen = min(tokens, held), min(chosen, held)
     listed = 0
     for group in groups:
         if group.kind == "window":
