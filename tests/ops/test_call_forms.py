@@ -128,3 +128,34 @@ def test_written_tensors_that_overlap_are_refused(name, argument):
 )
 def test_overlaps(shape, strides, overlapping):
     assert overlaps(torch.zeros(100).as_strided(shape, strides)) == overlapping
+
+
+TURNING = [name for name, found in OPERATIONS.items() if "cos_sin_cache" in found._leading]
+
+
+@pytest.mark.parametrize("name", TURNING)
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((0, 64), r"\[L, R\] with L >= 1"),
+        ((8, 63), r"\[L, R\] with R even"),
+        ((8, 0), r"\[L, R\] with R even"),
+        ((8, 514), r"\[L, R\] with R even and 2 <= R <= D="),
+        ((64,), r"float32 or float64 \[L, R\]"),
+    ],
+)
+def test_a_rotary_table_must_turn_every_token(name, shape, expected):
+    """Kernels read the table unchecked."""
+    call = sample_call(name) | {"cos_sin_cache": torch.rand(shape)}
+    with pytest.raises(ValueError, match=f"{name}: cos_sin_cache must be {expected}"):
+        OPERATIONS[name](**call)
+
+
+@pytest.mark.parametrize("name", TURNING)
+def test_a_rotary_table_is_wide_and_with_the_tokens(name):
+    call = sample_call(name)
+    table = call["cos_sin_cache"]
+    with pytest.raises(TypeError, match=f"{name}: cos_sin_cache must be float32 or float64"):
+        OPERATIONS[name](**call | {"cos_sin_cache": table.half()})
+    with pytest.raises(ValueError, match=f"{name}: cos_sin_cache must be on cpu, got meta"):
+        OPERATIONS[name](**call | {"cos_sin_cache": table.to("meta")})

@@ -85,6 +85,27 @@ def require(condition: bool, operation: str, argument: str, expected: str, got: 
         raise ValueError(f"{operation}: {argument} must be {expected}, got {got}")
 
 
+def check_turns(operation: str, table: object, like: Tensor, width: int) -> None:
+    """Require that ``cos_sin_cache`` turns channels of ``width`` for every token of ``like``.
+
+    Args:
+        operation: name for the message.
+        table: the argument: [L, R] float32 or float64, R even, 2 <= R <= width, and L >= 1 unless
+            there is no token.
+        like: the first argument, tokens first; the table is on its device.
+        width: channels of a head.
+    """
+    turned = check(operation, cos_sin_cache=(table, "L R", FLOAT32_UP))
+    if turned["R"] % 2 or not 2 <= turned["R"] <= width:
+        expected = f"[L, R] with R even and 2 <= R <= D={width}"
+        require(False, operation, "cos_sin_cache", expected, list(turned.values()))
+    if not turned["L"] and len(like):
+        require(False, operation, "cos_sin_cache", "[L, R] with L >= 1", list(turned.values()))
+    assert isinstance(table, Tensor)
+    if table.device != like.device:
+        require(False, operation, "cos_sin_cache", f"on {like.device}", table.device)
+
+
 def overlaps(x: Tensor) -> bool:
     """Whether elements of ``x`` may share memory, so that writing it has no defined result.
 

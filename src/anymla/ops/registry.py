@@ -23,7 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._check import FLOAT32_UP, FLOATS, INT32, INT64, check, overlaps, require
+from anymla.ops._check import (
+    FLOAT32_UP,
+    FLOATS,
+    INT32,
+    INT64,
+    check,
+    check_turns,
+    overlaps,
+    require,
+)
+from anymla.ops.registry import (
+    SUPPORTED,
+    Backend,
+    BackendUnavailable,
+    LazyFunction,
+    Support,
+    schema_of,
+)
 from anymla.ops.streams import active_workspace
 
 __all__ = [
@@ -35,6 +52,7 @@ __all__ = [
     "Operation",
     "Support",
     "check",
+    "check_turns",
     "operation",
     "require",
 ]

@@ -8,7 +8,16 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops.attention_output import composed
 from anymla.ops.attention_output.support import gluon_decode_support, gluon_support
-from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
+from anymla.ops.registry import (
+    FLOAT32_UP,
+    FLOATS,
+    INT32,
+    INT64,
+    check,
+    check_turns,
+    operation,
+    require,
+)
 from anymla.ops.sparse_attention.support import triton_attention_support
 
 _BLOCK = 128
@@ -134,8 +143,8 @@ def _check_output(
         name,
         q=(q, "T H D", FLOATS),
         positions=(positions, "T", INT64),
-        cos_sin_cache=(cos_sin_cache, "_ _", FLOAT32_UP),
     )
+    check_turns(name, cos_sin_cache, q, dims["D"])
     whole = groups > 0 and dims["H"] % groups == 0 and dims["D"] % _BLOCK == 0
     expected = f"[T, H, D] with H a multiple of {groups} groups and D of {_BLOCK}"
     require(whole, name, "q", expected, list(q.shape))

@@ -5,7 +5,16 @@ from torch import Tensor
 from anymla.ops.compressor import reference, torch_compress, torch_state
 from anymla.ops.device import float32_support
 from anymla.ops.kv_cache.checks import check_cache
-from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, INT64, check, operation, require
+from anymla.ops.registry import (
+    FLOAT32_UP,
+    FLOATS,
+    INT32,
+    INT64,
+    check,
+    check_turns,
+    operation,
+    require,
+)
 
 
 @operation(mutates=("state_cache",))
@@ -127,15 +136,12 @@ def compress_norm_rope_insert(
         token_to_req=(token_to_req, "T", INT32),
         positions=(positions, "T", INT64),
         norm_weight=(norm_weight, "D", FLOATS),
-        cos_sin_cache=(cos_sin_cache, "L Rd", FLOAT32_UP),
         k_slot_mapping=(k_slot_mapping, "T", INT64),
     )
     width = dims["D"]
     _check_state(name, state_cache, (4 if overlap else 2) * width)
     check_cache(name, "k_cache", k_cache, layout, channels=width, device=positions.device)
-    table = [dims["L"], dims["Rd"]]
-    fits = dims["Rd"] % 2 == 0 and 2 <= dims["Rd"] <= width and (dims["L"] > 0 or not dims["T"])
-    require(fits, name, "cos_sin_cache", f"[L, R] with L >= 1, R even, R <= D={width}", table)
+    check_turns(name, cos_sin_cache, positions, width)
 
 
 def _check_state(name: str, state_cache: Tensor, width: int) -> None:

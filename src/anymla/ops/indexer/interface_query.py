@@ -6,7 +6,7 @@ from torch import Tensor
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.ops.indexer import device_support, reference, torch_query
 from anymla.ops.indexer.reference import QUANTISATIONS
-from anymla.ops.registry import FLOAT32_UP, FLOATS, INT64, check, operation, require
+from anymla.ops.registry import FLOATS, INT64, check, check_turns, operation, require
 
 
 def _query_outputs(
@@ -74,11 +74,9 @@ def indexer_q_rope_quant(
         q=(q, "T H D", FLOATS),
         weights=(weights, "T H", FLOATS),
         positions=(positions, "T", INT64),
-        cos_sin_cache=(cos_sin_cache, "1+ R", FLOAT32_UP),
     )
-    width, turned = sizes["D"], sizes["R"]
-    even = turned % 2 == 0 and 2 <= turned <= width
-    require(even, name, "cos_sin_cache", f"[L, even R <= D={width}]", list(cos_sin_cache.shape))
+    width = sizes["D"]
+    check_turns(name, cos_sin_cache, q, width)
     require(quant in QUANTISATIONS, name, "quant", "one of " + ", ".join(QUANTISATIONS), quant)
     blocks = quant != "mxfp4" or width % MXFP4_BLOCK == 0
     require(blocks, name, "q", f"of a multiple of {MXFP4_BLOCK} channels for mxfp4", width)

@@ -8,7 +8,7 @@ from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.norm_rope import reference, torch_insert, torch_norm, torch_rope
-from anymla.ops.registry import FLOAT32_UP, FLOATS, INT64, check, operation, require
+from anymla.ops.registry import FLOATS, INT64, check, check_turns, operation, require
 
 
 def _like(x: Tensor) -> Tensor:
@@ -166,14 +166,8 @@ def _check_rows(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
-    rotated = check(name, cos_sin_cache=(table, "_ R", FLOAT32_UP))["R"]
-    if rotated % 2 or not 2 <= rotated <= width or width % 2:
-        expected = f"[L, R] with R even and 2 <= R <= D={width} (even)"
-        require(False, name, "cos_sin_cache", expected, list(table.shape))
-    if not len(table) and len(like):
-        require(False, name, "cos_sin_cache", "[L, R] with L >= 1", list(table.shape))
-    if table.device != like.device:
-        require(False, name, "cos_sin_cache", f"on {like.device}", table.device)
+    check_turns(name, table, like, width)
+    require(width % 2 == 0, name, "D", "even", width)
 
 
 rms_norm.register("reference", reference.rms_norm)

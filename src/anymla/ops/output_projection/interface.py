@@ -13,7 +13,15 @@ from anymla.ops.output_projection import (
     vendor_projection,
 )
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
-from anymla.ops.registry import FLOAT32_UP, FLOATS, INT64, Support, check, operation, require
+from anymla.ops.registry import (
+    FLOATS,
+    INT64,
+    Support,
+    check,
+    check_turns,
+    operation,
+    require,
+)
 
 _FP8 = torch.float8_e4m3fn
 _BLOCK = 128
@@ -37,7 +45,7 @@ def grouped_output_projection(
     Args:
         o: [T, H, D] floating point, H a multiple of G.
         positions: [T] int64, of the queries.
-        cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
+        cos_sin_cache: [L, R] float32 (or float64), as in ``norm_rope.rope``; read clamped to L.
         wo_a: [G, rank, H / G * D] of o's dtype.
 
     Returns:
@@ -54,9 +62,9 @@ def grouped_output_projection(
         name,
         o=(o, "T H D", FLOATS),
         positions=(positions, "T", INT64),
-        cos_sin_cache=(cos_sin_cache, "_ _", FLOAT32_UP),
         wo_a=(wo_a, "G _ J", o.dtype),
     )
+    check_turns(name, cos_sin_cache, o, dims["D"])
     _require_groups(name, dims["H"], dims["G"])
     width = dims["H"] // dims["G"] * dims["D"]
     require(dims["J"] == width, name, "wo_a", f"[G, rank, {width}]", list(wo_a.shape))
@@ -85,7 +93,7 @@ def inverse_rope_fp8_quant(
     Args:
         o: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
         positions: [T] int64, of the queries.
-        cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
+        cos_sin_cache: [L, R] float32 (or float64), as in ``norm_rope.rope``; read clamped to L.
         n_groups: G.
 
     Returns:
@@ -101,8 +109,8 @@ def inverse_rope_fp8_quant(
         name,
         o=(o, "T H D", FLOATS),
         positions=(positions, "T", INT64),
-        cos_sin_cache=(cos_sin_cache, "_ _", FLOAT32_UP),
     )
+    check_turns(name, cos_sin_cache, o, dims["D"])
     _require_groups(name, dims["H"], n_groups)
     require(dims["D"] % _BLOCK == 0, name, "o", "[T, H, D] with D a multiple of 128", dims["D"])
 
