@@ -195,6 +195,59 @@ def test_a_broken_row_stays_broken_and_alone(backend, layout, bad, count):
         assert torch.equal(read, cache.layout.decode(data, scales, torch.float32)[0])
 
 
+def not_finite(layout: str) -> Tensor:
+    """Rows with infinities, NaN of both signs, and large numbers beside them."""
+    rows = rows_of(layout, 8)
+    negative = torch.tensor(-0x400000, dtype=torch.int32).view(torch.float32)
+    rows[0, 5], rows[1, 5], rows[2, 5], rows[3, 5] = torch.inf, -torch.inf, torch.nan, negative
+    rows[4, 5:8] = torch.tensor([torch.inf, 3e38, -1e37])
+    rows[5, 5:8] = torch.tensor([torch.nan, -torch.inf, 3e38])
+    rows[6, -1], rows[7, -1] = torch.inf, -torch.inf
+    return rows
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if not each.startswith("rows")])
+@pytest.mark.parametrize("count", [1, 8])
+def test_every_writer_stores_the_same_bytes_of_rows_that_are_not_finite(backend, layout, count):
+    for rows in not_finite(layout).split(count):
+        cache = make_cache(layout, 1, 8)
+        slots = torch.arange(count)
+        quantize_and_insert_k_cache(rows, cache.tensor, slots, layout=layout, backend=backend)
+        data, scales = cache.layout.encode(rows)
+        data_plane, scale_plane = cache.layout.planes(cache.tensor)
+        assert torch.equal(data_plane[0, :count], data)
+        assert scales is None or torch.equal(scale_plane[0, :count], scales)
+
+
+def test_the_bytes_of_rows_that_are_not_finite():
+    """Block 0 of the main record, as docs/formats.md has it."""
+    layout = get_layout("v4_main_fp8")
+    data, scales = layout.encode(not_finite("v4_main_fp8"))
+    assert scales[:6, 0].tolist() == [255] * 6
+    assert data[:4, 5].tolist() == [0x7E, 0xFE, 0x7F, 0x7F]
+    assert data[4, 5:8].tolist() == [0x7E, 0x46, 0x9F]  # 3e38 / 2^126 = 3.5, 1e37 / 2^126 = 0.12
+    assert data[5, 5:8].tolist() == [0x7F, 0xFE, 0x46]
+    packed, scales = get_layout("v4_index_mxfp4").encode(not_finite("v4_index_mxfp4"))
+    assert scales[:6, 0].tolist() == [254] * 6
+    assert [byte >> 4 for byte in packed[:4, 2].tolist()] == [7, 15, 7, 7]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [1, 6])
+def test_rows_of_any_strides(backend, layout, dtype, count):
+    rows = rows_of(layout, count).to(dtype)
+    wide = torch.zeros(count, 2 * rows.shape[1], dtype=dtype)
+    wide[:, ::2] = rows
+    whole = make_cache(layout, 1, 8)
+    slots = torch.arange(count)
+    quantize_and_insert_k_cache(rows, whole.tensor, slots, layout=layout, backend="reference")
+    for strided in (rows.T.contiguous().T, wide[:, ::2]):
+        cache = make_cache(layout, 1, 8)
+        quantize_and_insert_k_cache(strided, cache.tensor, slots, layout=layout, backend=backend)
+        assert torch.equal(cache.storage, whole.storage)
+
+
 @given(
     seed=st.integers(0, 2**20),
     layout=st.sampled_from(LAYOUTS),

@@ -32,7 +32,8 @@ def encode_e2m1(x: Tensor) -> Tensor:
     for below, midpoint in enumerate(_MIDPOINTS):
         above_is_even = (below + 1) % 2 == 0
         code += magnitude >= midpoint if above_is_even else magnitude > midpoint
-    return code | (torch.signbit(x).to(torch.uint8) << 3)
+    negative = torch.signbit(x) & ~x.isnan()  # casts make NaN of either sign
+    return code | (negative.to(torch.uint8) << 3)
 
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.e2m1 import E2M1_MAX, decode_packed_e2m1, encode_e2m1, pack_nibbles
-from anymla.formats.ue8m0 import decode_ue8m0, encode_ue8m0, scale_exponent
+from anymla.formats.ue8m0 import LARGEST_CODE_EXPONENT, decode_ue8m0, encode_ue8m0, scale_exponent
 
 MXFP4_BLOCK = 32
 MXFP4_AMAX_FLOOR = 6 * 2.0**-126
@@ -33,7 +33,8 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().amax(-1)
     exponent = scale_exponent(amax, E2M1_MAX, MXFP4_AMAX_FLOOR).clamp(-127, 127)
     wide = blocks if x.dtype == torch.float64 else blocks.float()
-    codes = encode_e2m1(torch.ldexp(wide, -exponent.unsqueeze(-1)))
+    power = exponent.clamp(max=LARGEST_CODE_EXPONENT).unsqueeze(-1)
+    codes = encode_e2m1(torch.ldexp(wide, -power))
     return pack_nibbles(codes.flatten(-2)), encode_ue8m0(exponent)
 
 

@@ -10,9 +10,19 @@ from torch import Tensor
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.pages import PageLayout
-from anymla.formats.ue8m0 import decode_ue8m0, encode_ue8m0, scale_exponent
+from anymla.formats.ue8m0 import (
+    LARGEST_CODE_EXPONENT,
+    decode_ue8m0,
+    encode_ue8m0,
+    scale_exponent,
+)
 
 KV_AMAX_FLOOR = 1e-4
+
+
+def _scaled(blocks: Tensor, exponent: Tensor) -> Tensor:
+    """What codes are rounded from; blocks that are not finite are scaled by the largest power."""
+    return torch.ldexp(blocks, -exponent.clamp(max=LARGEST_CODE_EXPONENT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +41,7 @@ class SplitFp8Layout(PageLayout):
         rows = rows.bfloat16()
         blocks = rows[:, : self.nope].float().unflatten(1, (-1, self.block))
         exponent = scale_exponent(blocks.abs().amax(-1), E4M3_MAX, KV_AMAX_FLOOR)
-        codes = encode_e4m3(torch.ldexp(blocks, -exponent.unsqueeze(-1))).flatten(1)
+        codes = encode_e4m3(_scaled(blocks, exponent.unsqueeze(-1))).flatten(1)
         rope = rows[:, self.nope :].contiguous().view(torch.uint8)
         scales = torch.zeros(len(rows), self.scale_bytes, dtype=torch.uint8, device=rows.device)
         scales[:, : exponent.shape[1]] = encode_ue8m0(exponent)
@@ -70,7 +80,7 @@ class InlineFp8Layout(PageLayout):
         rows = rows.bfloat16()
         blocks = rows[:, : self.nope].float().unflatten(1, (-1, self.block))
         exponent = scale_exponent(blocks.abs().amax(-1), E4M3_MAX, KV_AMAX_FLOOR)
-        codes = encode_e4m3(torch.ldexp(blocks, -exponent.unsqueeze(-1))).flatten(1)
+        codes = encode_e4m3(_scaled(blocks, exponent.unsqueeze(-1))).flatten(1)
         scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         rope = rows[:, self.nope :].contiguous().view(torch.uint8)
         return torch.cat((codes, scales.view(torch.uint8), rope), 1), None
@@ -92,7 +102,7 @@ class RowFp8Layout(PageLayout):
         """Code rows [n, channels], rounded to bfloat16 first."""
         wide = rows.bfloat16().float()
         exponent = scale_exponent(wide.abs().amax(-1, keepdim=True), E4M3_MAX, KV_AMAX_FLOOR)
-        codes = encode_e4m3(torch.ldexp(wide, -exponent))
+        codes = encode_e4m3(_scaled(wide, exponent))
         scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         return codes, scale.view(torch.uint8)
 

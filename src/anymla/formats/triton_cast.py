@@ -92,9 +92,8 @@ def fp32_to_e2m1(x):
     code = (a > 0.25).to(tl.uint8) + (a >= 0.75).to(tl.uint8) + (a > 1.25).to(tl.uint8)
     code += (a >= 1.75).to(tl.uint8) + (a > 2.5).to(tl.uint8) + (a >= 3.5).to(tl.uint8)
     code += (a > 5.0).to(tl.uint8)
-    code = tl.where(x == x, code, 7)
     sign = (x.to(tl.uint32, bitcast=True) >> 28) & 8
-    return (code | sign).to(tl.uint8)
+    return tl.where(x == x, code | sign, 7).to(tl.uint8)
 
 
 @triton.jit

@@ -14,16 +14,20 @@ def scale_exponent(amax: Tensor, code_max: float, floor: float) -> Tensor:
     is what DeepSeek-V4's quantisers compute, without an approximate logarithm.
 
     Args:
-        amax: largest magnitude of each block, any shape, finite and >= 0.
+        amax: largest magnitude of each block, any shape, >= 0.
         code_max: largest magnitude of a code (448 for e4m3, 6 for e2m1).
         floor: lower bound applied to ``amax``.
 
     Returns:
-        int32 exponents, same shape.
+        int32 exponents, same shape; 128 or more where ``amax`` is infinite or NaN.
     """
     ratio = amax.float().clamp(min=floor) * (1.0 / code_max)
     bits = ratio.view(torch.int32)
     return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).int()
+
+
+# Of the power that values are divided by; only blocks that are not finite would have a larger one.
+LARGEST_CODE_EXPONENT = 126
 
 
 def encode_ue8m0(exponent: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Te
         return True
     if not isinstance(layout, (SplitFp8Layout, RowFp8Layout)):
         return False
-    bits = row.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    bits = row.bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
     split = isinstance(layout, SplitFp8Layout)
     quantised = bits[: layout.nope] if isinstance(layout, SplitFp8Layout) else bits
     width = layout.block if isinstance(layout, SplitFp8Layout) else layout.channels

@@ -19,7 +19,8 @@ from anymla.formats.records import (
     RowMxfp4Layout,
     SplitFp8Layout,
 )
-from anymla.formats.ue8m0 import decode_ue8m0
+from anymla.formats.ue8m0 import LARGEST_CODE_EXPONENT, decode_ue8m0
+from anymla.ops import _host
 
 # dtype of the values, device -> values by code, dtype that the codes are viewed as
 Table = Callable[[torch.dtype, torch.device], tuple[Tensor, torch.dtype]]
@@ -28,8 +29,8 @@ Table = Callable[[torch.dtype, torch.device], tuple[Tensor, torch.dtype]]
 def encode_rows(layout: PageLayout, rows: Tensor, data: Tensor, scales: Tensor | None) -> None:
     """Encode rows [n, channels] into uint8 values [n, data_bytes] and scales [n, scale_bytes].
 
-    The targets may be views of a page. The bytes are those of ``layout.encode`` for finite rows; a
-    block with a NaN or an infinity decodes to non-finite values with either encoder.
+    The targets may be views of a page, and the rows of any strides. The bytes are those of
+    ``layout.encode``.
     """
     if isinstance(layout, SplitFp8Layout):
         assert scales is not None
@@ -80,10 +81,9 @@ def _encode_split_fp8(layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales
     rows = rows.bfloat16()
     blocks = rows[:, : layout.nope].float().unflatten(1, (-1, layout.block))
     bits = scale_bits(blocks, E4M3_MAX, KV_AMAX_FLOOR)
-    # A row of bfloat16 never exceeds 448 scales, so the cast needs no clamp to saturate.
-    blocks.div_(bits.view(torch.float32).unsqueeze(-1))
-    data[:, : layout.nope].view(torch.float8_e4m3fn).copy_(blocks.flatten(1))
-    data[:, layout.nope :].copy_(rows[:, layout.nope :].view(torch.uint8))
+    codes = _e4m3_of(blocks, bits.unsqueeze(-1)).flatten(1)
+    data[:, : layout.nope].view(torch.float8_e4m3fn).copy_(codes)
+    data[:, layout.nope :].copy_(rows[:, layout.nope :].contiguous().view(torch.uint8))
     used = bits.shape[1]
     scales[:, :used].copy_(bits.bitwise_right_shift_(_MANTISSA_BITS))
     scales[:, used:].zero_()
@@ -92,18 +92,17 @@ def _encode_split_fp8(layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales
 def _encode_row_fp8(rows: Tensor, data: Tensor, scales: Tensor) -> None:
     wide = rows.bfloat16().float()
     bits = scale_bits(wide.unsqueeze(1), E4M3_MAX, KV_AMAX_FLOOR)
-    data.view(torch.float8_e4m3fn).copy_(wide.div_(bits.view(torch.float32)))
+    data.view(torch.float8_e4m3fn).copy_(_e4m3_of(wide, bits))
     scales.copy_(bits.view(torch.uint8))
 
 
 def _encode_row_mxfp4(rows: Tensor, data: Tensor, scales: Tensor) -> None:
     blocks = rows.bfloat16().float().unflatten(1, (-1, MXFP4_BLOCK))
     bits = scale_bits(blocks, E2M1_MAX, MXFP4_AMAX_FLOOR)
-    # Only a NaN leaves no exponent. e2m1 has none: the block saturates, like one with an infinity.
-    bits.view(torch.float32).masked_fill_(bits == 0, torch.inf)
-    blocks.div_(bits.view(torch.float32).unsqueeze(-1))
-    codes = torch.bucketize(blocks.abs(), _e2m1_bounds(rows.device), out_int32=True)
-    codes = (codes | (blocks.signbit().int() << 3)).flatten(1)
+    blocks = _divided(blocks, bits.unsqueeze(-1))
+    codes = torch.bucketize(blocks.abs().contiguous(), _e2m1_bounds(rows.device), out_int32=True)
+    negative = blocks.signbit() & (blocks == blocks)
+    codes = (codes | (negative.int() << 3)).flatten(1)
     data.copy_(codes[:, 0::2] | (codes[:, 1::2] << 4))
     scales.copy_(bits.bitwise_right_shift_(_MANTISSA_BITS).clamp_(max=254))
 
@@ -113,6 +112,7 @@ def _encode_row_mxfp4(rows: Tensor, data: Tensor, scales: Tensor) -> None:
 _MANTISSA = torch.tensor(0x7FFFFF, dtype=torch.int32, device="cpu")
 _EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
 _MANTISSA_BITS = torch.tensor(23, dtype=torch.int32, device="cpu")
+_LARGEST_SCALE = (LARGEST_CODE_EXPONENT + 127) << 23
 
 
 def scale_bits(blocks: Tensor, code_max: float, floor: float) -> Tensor:
@@ -127,10 +127,29 @@ def scale_bits(blocks: Tensor, code_max: float, floor: float) -> Tensor:
         floor: lower bound of amax.
 
     Returns:
-        int32 [...].
+        int32 [...]; those of infinity for a block with a NaN or an infinity.
     """
     bits = blocks.abs().amax(-1).clamp_(min=floor).mul_(1.0 / code_max).view(torch.int32)
-    return bits.add_(_MANTISSA).bitwise_and_(_EXPONENT)
+    # The bits of a NaN are larger than infinity's, and would overflow.
+    return bits.clamp_(max=0x7F800000).add_(_MANTISSA).bitwise_and_(_EXPONENT)
+
+
+def _divided(blocks: Tensor, bits: Tensor) -> Tensor:
+    """Divide float32 blocks [..., n] in place by scales [..., 1], as ``formats`` does."""
+    return blocks.div_(bits.clamp(max=_LARGEST_SCALE).view(torch.float32))
+
+
+def _e4m3_of(blocks: Tensor, bits: Tensor) -> Tensor:
+    """Float32 values that a cast to e4m3 codes rightly; takes the blocks' memory.
+
+    Finite rows of bfloat16 never exceed 448 scales, so only the others have to be saturated, and
+    their NaN made one that has no sign.
+    """
+    scaled = _divided(blocks, bits)
+    if _host.on_host(bits) and (not bits.numel() or int(bits.max()) < 0x7F800000):
+        return scaled
+    scaled.clamp_(-E4M3_MAX, E4M3_MAX)
+    return scaled.masked_fill_(scaled.isnan(), torch.nan)
 
 
 def _look_up(table: Table, codes: Tensor, dtype: torch.dtype) -> Tensor:
