@@ -60,6 +60,25 @@ def test_wrong_selections_are_named(chosen: list[int], fault: str) -> None:
     assert fault in line
 
 
+@pytest.mark.parametrize(
+    ("scores", "k", "chosen"),
+    [
+        ([1.0, 3.0, 3.0, 3.0, 2.0], 2, [1, 2]),
+        ([0.0, -0.0, 0.0, -1.0, 0.0], 3, [0, 1, 2]),
+        ([1.0, torch.inf, torch.nan, torch.inf, torch.nan], 3, [2, 4, 1]),
+        ([-torch.inf, -torch.inf, 1.0, -torch.inf, -torch.inf], 3, [2, 0, 1]),
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 7, [0, 1, 2, 3, 4, -1, -1]),
+    ],
+)
+def test_the_best_follow_the_rule_of_ties(scores, k, chosen) -> None:
+    """Padded with many equal scores that are not visible, which a sort may not let in."""
+    row = torch.tensor([scores + [9.0] * 100], dtype=torch.float64)
+    visible = torch.arange(105).unsqueeze(0) < 5
+    assert best(row, visible, k).tolist() == [chosen]
+    equal = torch.zeros(2, 1000, dtype=torch.float64)
+    assert best(equal, equal == 0, 300)[1].tolist() == list(range(300))
+
+
 def test_fewer_visible_than_wanted_means_all_of_them() -> None:
     assert not judged([3, 2, 1, 0, -1, -1], k=6).violations
     assert judged([3, 2, 1, -1, -1, -1], k=6).violations

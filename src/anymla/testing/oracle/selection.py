@@ -72,10 +72,15 @@ class Selections:
 
 
 def best(scores: Tensor, visible: Tensor, k: int) -> Tensor:
-    """The k best visible candidates [n, k], best first, -1 where there are fewer."""
-    masked = torch.where(visible, scores, -torch.inf)
-    if masked.shape[1] < k:
-        padding = masked.new_full((len(masked), k - masked.shape[1]), -torch.inf)
-        masked = torch.cat((masked, padding), 1)
-    values, chosen = masked.topk(k, 1)
-    return torch.where(values == -torch.inf, -1, chosen)
+    """The k best visible candidates [n, k], best first, -1 where there are fewer.
+
+    NaN comes before +inf, and among equal scores (0 and -0 are equal, as are NaNs) the lower
+    candidate comes first; a visible -inf is a score like any other.
+    """
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    # A stable sort puts NaN first; what is visible keeps its order in front of the rest.
+    hidden = ~visible.gather(1, order)
+    last = hidden.to(torch.uint8).sort(dim=1, stable=True).indices
+    order, hidden = order.gather(1, last), hidden.gather(1, last)
+    chosen = order.masked_fill(hidden, -1)[:, :k]
+    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]), value=-1)
