@@ -157,12 +157,23 @@ def _support(device_type: str) -> Support:
     if problem:
         return Support(False, problem)
     if device_type == "cpu" and INTERPRETED:
-        return Support(True, automatic=False)
+        return _interpreter_support()
     if device_type not in ("cuda", "xpu"):
         return Support(False, f"Triton kernels run on cuda and xpu tensors, got {device_type}")
     if INTERPRETED:
         return Support(False, "TRITON_INTERPRET=1 interprets kernels on CPU tensors only")
     return Support(True)
+
+
+def _interpreter_support() -> Support:
+    """Triton's own interpreter is silently wrong, so it is repaired before a kernel runs."""
+    try:
+        importlib.import_module("anymla.ops.triton_interpreter").install()
+    except (ImportError, AttributeError) as error:
+        version = importlib.metadata.version("triton")
+        reason = f"the interpreter of triton {version} is wrong and cannot be repaired ({error})"
+        return Support(False, f"{reason}; use another version, or a GPU")
+    return Support(True, automatic=False)
 
 
 def triton_support(*args: Any, **kwargs: Any) -> Support:

@@ -33,14 +33,6 @@ from anymla.ops._check import (
     overlaps,
     require,
 )
-from anymla.ops.registry import (
-    SUPPORTED,
-    Backend,
-    BackendUnavailable,
-    LazyFunction,
-    Support,
-    schema_of,
-)
 from anymla.ops.streams import active_workspace
 
 __all__ = [

@@ -46,6 +46,6 @@ def prepare(device: str | None = None) -> None:
     from anymla.ops.device import has_triton
 
     if os.environ["TRITON_INTERPRET"] == "1" and has_triton():
-        from anymla.testing.triton_interpreter import install
+        from anymla.ops.triton_interpreter import install
 
         install()

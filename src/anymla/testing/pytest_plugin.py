@@ -61,7 +61,7 @@ def _interpret_triton() -> None:
     if not has_triton():
         return
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from anymla.testing.triton_interpreter import install
+        from anymla.ops.triton_interpreter import install
 
         install()
     elif torch.cuda.is_available():

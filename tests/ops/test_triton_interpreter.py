@@ -1,5 +1,10 @@
 """The repaired interpreter and the kernels' number formats, over every code."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -10,6 +15,7 @@ from anymla.formats import triton_cast, triton_words  # noqa: E402
 from anymla.formats.e2m1 import decode_e2m1, encode_e2m1, unpack_nibbles  # noqa: E402
 from anymla.formats.e4m3 import decode_e4m3, encode_e4m3  # noqa: E402
 from anymla.formats.ue8m0 import decode_ue8m0, scale_exponent  # noqa: E402
+from anymla.ops import device, triton_interpreter  # noqa: E402
 from anymla.ops.device import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -17,6 +23,35 @@ pytestmark = pytest.mark.skipif(
 )
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 NATIVE = [False] if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9) else [0, 1]
+
+
+PLAIN = """
+import torch
+from anymla.ops.norm_rope import rms_norm
+torch.manual_seed(0)
+x, weight = torch.randn(4, 512).bfloat16(), torch.rand(512).bfloat16()
+with torch.no_grad():
+    got, want = (rms_norm(x, weight, 1e-6, backend=name) for name in ("triton", "reference"))
+print((got != want).sum().item())
+"""
+
+
+def test_a_program_that_only_sets_the_variable_gets_the_repaired_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "0\n"
+
+
+def test_an_interpreter_that_cannot_be_repaired_is_refused(monkeypatch):
+    def install():
+        raise AttributeError("no attribute 'cast_impl'")
+
+    monkeypatch.setattr(triton_interpreter, "install", install)
+    support = device._interpreter_support()
+    assert not support
+    assert re.search(r"triton 3\.\d+.* cannot be repaired \(no attribute", support.reason)
 
 
 @triton.jit

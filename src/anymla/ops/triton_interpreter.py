@@ -5,7 +5,7 @@ wrong with them: bfloat16 products and sums work on the codes (triton-lang/trito
 bfloat16 truncate, casts to 8-bit floats round ties away and lose the mantissa's carry. After
 ``install()`` arithmetic on them is float32 arithmetic, and every cast rounds to nearest even,
 saturating for 8-bit floats, as the GPU instructions do. The proof is in
-``tests/testing/test_triton_interpreter.py``, the first thing to look at when a new Triton release
+``tests/ops/test_triton_interpreter.py``, the first thing to look at when a new Triton release
 breaks.
 """
 
