@@ -3,15 +3,28 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Processes of the tests: one a core.
+JOBS ?= auto
+LOWEST_VENV ?= .venv-lowest
+LOWEST_READY := $(LOWEST_VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help demo test test-vllm lint types imports check bench build-matrix build-subset docs report tables clean
+# $(call venv,DIR), $(call pip,DIR,ARGUMENTS). pip's own --quiet hides why versions conflict: what it
+# says is kept, and shown when it fails.
+venv = $(PYTHON) -m venv $(1) || { rm -rf $(1); \
+  echo "$(PYTHON) makes no virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2) > $(1)/pip.log 2>&1 || \
+  { tail -n 40 $(1)/pip.log >&2; exit 1; }
+
+.PHONY: help demo test test-lowest test-vllm resolve lint types imports check bench build-matrix build-subset docs report tables clean
 
 help:
 	@echo "make demo    run DeepSeek-V4 end to end on a tiny checkpoint, checked against float64"
 	@echo "make test    run the CPU test suite"
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
+	@echo "make test-lowest run the conformance suite on the least versions that are allowed"
+	@echo "make resolve ask the public index whether everything can be installed, without installing it"
 	@echo "make check   lint, types and import contracts"
 	@echo "make bench   CPU benchmarks (several minutes)"
 	@echo "make report  a page of all recorded measurements, report.html"
@@ -23,21 +36,38 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "anymla needs Python 3.11 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo "installing into $(VENV): minutes, most of them for torch"
+	@$(call venv,$(VENV))
+	@$(call pip,$(VENV),--constraint constraints.txt torch==2.13.0)
+	@$(call pip,$(VENV),--constraint constraints.txt --editable '.[dev]')
 	@touch $(READY)
 
 demo: $(READY)
 	$(BIN)/anymla demo --output demo-output README.md docs/*.md
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# torch as constraints.txt has it, everything else as low as it goes.
+$(LOWEST_READY): pyproject.toml constraints.txt constraints-lowest.txt
+	@echo "installing into $(LOWEST_VENV)"
+	@$(call venv,$(LOWEST_VENV))
+	@$(call pip,$(LOWEST_VENV),--constraint constraints.txt torch==2.13.0)
+	@grep -v '^torch==' constraints-lowest.txt > $(LOWEST_VENV)/lowest.txt
+	@$(call pip,$(LOWEST_VENV),--no-deps -r $(LOWEST_VENV)/lowest.txt --editable .)
+	@touch $(LOWEST_READY)
+
+test-lowest: $(LOWEST_READY)
+	$(LOWEST_VENV)/bin/python -m anymla conformance --backend triton --jobs 2
+
+resolve: $(READY)
+	$(BIN)/python .ci/resolve.py
 
 $(VLLM_READY): pyproject.toml constraints-vllm.txt
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@echo "installing into $(VLLM_VENV)"
+	@$(call venv,$(VLLM_VENV))
+	@$(call pip,$(VLLM_VENV),--no-deps -r constraints-vllm.txt)
+	@$(call pip,$(VLLM_VENV),--no-deps --editable .)
 	@touch $(VLLM_READY)
 
 test-vllm: $(VLLM_READY)
@@ -73,8 +103,8 @@ tables: $(READY)
 	$(BIN)/anymla bench report --output report.html $(foreach file,$(shell grep -rl --include=*.md -e ': begin -->' README.md docs),--tables $(file))
 
 docs: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@$(call pip,$(VENV),--constraint constraints.txt --editable '.[docs]')
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) demo-output
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) demo-output

@@ -1,0 +1,101 @@
+"""What installs the package: pinned versions, least versions, and the Makefile's messages."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    texts = PROJECT["dependencies"] + [
+        each for extra in extras for each in PROJECT["optional-dependencies"][extra]
+    ]
+    return [each for each in map(Requirement, texts) if each.name != "anymla"]
+
+
+def test_everything_is_pinned_within_what_is_allowed() -> None:
+    pinned = pins("constraints.txt")
+    for each in requirements("triton", "test", "report", "docs", "dev"):
+        assert each.specifier.contains(pinned[each.name]), each
+
+
+def test_the_least_versions_are_those_that_are_run() -> None:
+    least = {
+        each.name: next(s.version for s in each.specifier if s.operator == ">=")
+        for each in requirements("triton")
+    }
+    run = pins("constraints-lowest.txt")
+    assert set(run) == set(least)
+    for name, version in least.items():
+        assert run[name] == version or run[name].startswith(f"{version}."), name
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_triton_is_asked_for_where_it_has_wheels(system) -> None:
+    triton = next(each for each in requirements("triton") if each.name == "triton")
+    assert triton.marker is not None
+    assert triton.marker.evaluate({"sys_platform": "linux"})
+    assert not triton.marker.evaluate({"sys_platform": system})
+
+
+def _make(tmp_path: Path, python: str) -> subprocess.CompletedProcess[str]:
+    """``make demo`` with a Python of our own, in a copy of what make reads."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\n{python}\n")
+    fake.chmod(0o755)
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    return subprocess.run(
+        ["make", "demo", f"PYTHON={fake}"],
+        cwd=tmp_path,
+        env=plain,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_python_without_venv_is_told_what_to_install(tmp_path) -> None:
+    done = _make(tmp_path, '[ "$1" != -m ]')
+    assert done.returncode
+    assert "apt install python3-venv" in done.stderr
+
+
+def test_pips_reason_is_shown_once_it_fails(tmp_path) -> None:
+    pip = "echo The conflict is caused by: somebody; exit 1"
+    done = _make(
+        tmp_path,
+        '[ "$1" = -c ] && exit 0\nmkdir -p "$3/bin"\n'
+        f'printf \'#!/bin/sh\\n{pip}\\n\' > "$3/bin/python"\nchmod +x "$3/bin/python"',
+    )
+    assert done.returncode
+    assert "The conflict is caused by: somebody" in done.stderr
+    assert not (tmp_path / ".venv" / ".ready").exists()
+
+
+def test_an_old_python_is_named(tmp_path) -> None:
+    done = _make(tmp_path, "exit 1")
+    assert done.returncode
+    assert "3.11 or newer" in done.stderr
+
+
+def test_this_python_is_one_that_is_listed() -> None:
+    name = f"Programming Language :: Python :: {sys.version_info[0]}.{sys.version_info[1]}"
+    if sys.version_info[:2] <= (3, 13):
+        assert name in PROJECT["classifiers"]
