@@ -24,6 +24,7 @@ from anymla.cli import (
     bench_same_code,
 )
 from anymla.cli.bench_rows import json_option
+from anymla.cli.run_options import threads_option
 
 _PARTS = ("machine", "attention", "decode", "context", "memory")
 
@@ -43,9 +44,7 @@ def command() -> None:
     type=click.Choice(_PARTS),
     help="Only this part; may be given several times.",
 )
-@click.option(
-    "--threads", default=1, show_default=True, type=click.IntRange(min=1), help="CPU threads."
-)
+@threads_option("CPU threads.", default=1, show_default=True)
 def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: int) -> None:
     """Run the CPU suite: attention, a whole tiny model, context, memory.
 

@@ -21,6 +21,7 @@ from anymla.ops.device import triton_problem
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request, check_request
+from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.oracle import RecordedModel, Recorder, check_run
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
@@ -63,8 +64,6 @@ def command(
     log-probability, every cache row and every selection with an independent float64 oracle. Ends
     with exit code 1 if they disagree. The weights are random, so the generated text is noise.
     """
-    # The model is tiny: more threads would spend their time waiting for each other.
-    torch.set_num_threads(min(2, torch.get_num_threads()))
     text = "\n".join(map(read_text, texts))
     directory = output / "checkpoint"
     began = time.perf_counter()
@@ -73,6 +72,7 @@ def command(
     size = sum(file.stat().st_size for file in directory.iterdir())
     _say(1, f"wrote {directory}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")
 
+    torch.set_num_threads(threads_for(weights_per_token(directory)))
     model = load_model(directory, dtype=torch.float32, progress=on_terminal())
     ratios = ", ".join(str(spec.ratio) for spec in model.layer_specs if spec.role == "backbone")
     tokenizer = Tokenizer.from_dir(directory)

@@ -21,8 +21,25 @@ from anymla.model.load import DTYPES, load_model
 from anymla.model.transformer import Transformer
 from anymla.runtime.launch import joined, launched, local_device
 from anymla.runtime.options import EngineOptions
+from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.conformance.ops import all_backends
 from anymla.testing.devices import named_device
+
+# Threads for each CPU that may be asked for: more only wait, and too many end the process.
+_THREADS_A_CPU = 8
+
+
+def threads_option(text: str, **settings: Any) -> Callable[..., Any]:
+    """The ``--threads N`` option, of a number that this machine can run."""
+
+    def check(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
+        cpus = os.cpu_count() or 1
+        most = _THREADS_A_CPU * cpus
+        if value is not None and not 1 <= value <= most:
+            raise BadInput(f"--threads {value}: 1 to {most} on this machine of {cpus} CPUs")
+        return value
+
+    return click.option("--threads", type=int, callback=check, help=text, **settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +62,8 @@ class RunOptions:
         """
         ranks = launched()
         with bad_input():
+            if self.threads is None and self.device == "cpu":
+                torch.set_num_threads(threads_for(weights_per_token(self.checkpoint)))
             return load_model(
                 self.checkpoint,
                 dtype=DTYPES[self.dtype],
@@ -108,9 +127,7 @@ _OPTIONS = (
     click.option(
         "--backend", metavar="NAME", help="Backend asked of every operation; default: the best."
     ),
-    click.option(
-        "--threads", type=click.IntRange(min=1), help="CPU threads; default: torch decides."
-    ),
+    threads_option("CPU threads; default: as many as the model's size pays for."),
 )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from anymla.model.schema import (
     least_tensors,
 )
 from anymla.ops.memory import require_memory
+from anymla.runtime.threads import threads
 from anymla.testing.tiny_noise import Noise
 from anymla.testing.tiny_options import MARK, TinyOptions, tiny_config
 from anymla.testing.tiny_storage import (
@@ -70,7 +70,7 @@ def write_tiny_checkpoint(
     with contextlib.ExitStack() as stack:
         for target in targets:
             stack.enter_context(_prepared(target))
-        with _one_thread():
+        with threads(1):  # thousands of small tensors gain nothing from more
             stored, values = _tensors(options, model, keep_values=twin is not None)
         _write(targets[0], config, stored, options.shards)
         if twin is not None:
@@ -90,17 +90,6 @@ def _least_bytes(options: TinyOptions, config: ModelConfig) -> dict[str, int]:
         "token tables": tables,
         "vocabulary": _TOKEN_BYTES * options.vocab,
     }
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Thousands of small tensors gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _tensors(

@@ -15,6 +15,7 @@ from anymla.bench.doctor.clock import Ceilings, seconds_of, synchronize
 from anymla.bench.doctor.trial import Probe, Trial
 from anymla.ops.device import target_of
 from anymla.ops.registry import Support
+from anymla.runtime.threads import threads
 
 NATIVE, SOFTWARE, FALLBACK, CANNOT = "native", "software FP8", "fallback", "cannot"
 _GENERAL = ("torch", "reference")
@@ -75,6 +76,21 @@ def examine(probe: Probe, device: torch.device, ceilings: Ceilings | None) -> Fi
         ceilings: None to leave the timing out.
     """
     torch.manual_seed(0)
+    # Few tokens: threads would wait for each other.
+    with threads(1):
+        finding = _checked(probe, device)
+    if ceilings is None or not finding.right:
+        return finding
+    tokens = probe.tokens["cpu" if device.type == "cpu" else "gpu"]
+    timed = probe.draw(tokens, device)
+    try:
+        return dataclasses.replace(finding, **_timed(timed, device, ceilings), tokens=tokens)
+    except Exception as failure:
+        problem = " ".join(f"not timed: {type(failure).__name__}: {failure}".split())
+        return dataclasses.replace(finding, problem=problem)
+
+
+def _checked(probe: Probe, device: torch.device) -> Finding:
     trial = probe.draw(probe.tokens["check"], device)
     picked, answers = trial.operation.explain(*trial.args, **trial.kwargs)
     how = _how(probe, picked, device)
@@ -90,16 +106,7 @@ def examine(probe: Probe, device: torch.device, ceilings: Ceilings | None) -> Fi
     except Exception as failure:  # whatever goes wrong is what the user wants to know
         problem = " ".join(f"{type(failure).__name__}: {failure}".split())
         return dataclasses.replace(finding, right=False, problem=problem)
-    finding = dataclasses.replace(finding, right=True, error=error)
-    if ceilings is None:
-        return finding
-    tokens = probe.tokens["cpu" if device.type == "cpu" else "gpu"]
-    timed = probe.draw(tokens, device)
-    try:
-        return dataclasses.replace(finding, **_timed(timed, device, ceilings), tokens=tokens)
-    except Exception as failure:
-        problem = " ".join(f"not timed: {type(failure).__name__}: {failure}".split())
-        return dataclasses.replace(finding, problem=problem)
+    return dataclasses.replace(finding, right=True, error=error)
 
 
 def _timed(trial: Trial, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
