@@ -28,7 +28,7 @@ help:
 	@echo "make check   lint, types and import contracts"
 	@echo "make bench   CPU benchmarks (several minutes)"
 	@echo "make report  a page of all recorded measurements, report.html"
-	@echo "make tables  the tables of measurements in README.md and docs, from benchmarks/results"
+	@echo "make tables  the tables and drawings of README.md and docs, from benchmarks/results"
 	@echo "make docs    the documentation as a site, in build/docs"
 	@echo "make build-matrix   build every Triton kernel for every GPU target, without a GPU"
 	@echo "make clean   remove .venv and the demo's output"
@@ -100,7 +100,7 @@ report: $(READY)
 	$(BIN)/anymla bench report --output report.html
 
 tables: $(READY)
-	$(BIN)/anymla bench report --output report.html $(foreach file,$(shell grep -rl --include=*.md -e ': begin -->' README.md docs),--tables $(file))
+	$(BIN)/anymla bench report --svg docs/figures --figure headline --figure layer-parts $(foreach file,$(shell grep -rl --include=*.md -e ': begin -->' README.md docs),--tables $(file))
 
 docs: $(READY)
 	@$(call pip,$(VENV),--constraint constraints.txt --editable '.[docs]')

@@ -2,6 +2,8 @@
 
 import json
 
+from anymla.bench.page.newest import newest
+from anymla.bench.page.rows import load_rows
 from anymla.bench.support_matrix import support_table
 
 
@@ -9,8 +11,15 @@ def test_the_last_run_counts_and_failures_are_counted(tmp_path):
     builds = [("kv_cache", True), ("kv_cache", False), ("moe", True)]
     (tmp_path / "build_matrix.jsonl").write_text(
         "\n".join(
-            json.dumps({"module": f"anymla.ops.{family}.triton_x", "target": "sm_90", "ok": ok})
-            for family, ok in builds
+            json.dumps(
+                {
+                    "module": f"anymla.ops.{family}.triton_x",
+                    "target": "sm_90",
+                    "label": f"kernel {number}",
+                    "ok": ok,
+                }
+            )
+            for number, (family, ok) in enumerate(builds)
         )
     )
     (tmp_path / "gpu_tests.jsonl").write_text(
@@ -19,6 +28,6 @@ def test_the_last_run_counts_and_failures_are_counted(tmp_path):
             for family, failed in (("kv_cache", 2), ("moe", 0), ("kv_cache", 0), ("moe", 1))
         )
     )
-    table = "\n".join(support_table(tmp_path))
+    table = "\n".join(support_table(newest(load_rows(tmp_path))))
     assert "**run**, built 1 of 2" in table
     assert "| run, 1 of 4 failed, built 1 |" in table

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import collections
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from anymla.bench.report import read_lines
+from anymla.bench.page.rows import Row
 from anymla.ops.device import TARGETS
 
-MATRIX_FILE, RUNS_FILE = "build_matrix.jsonl", "gpu_tests.jsonl"
 
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines; none if there is no such file.
-
-    Raises:
-        ValueError: a line is no JSON object; the message names file and line.
-    """
-    return read_lines(path) if path.exists() else []
-
-
-def support_table(results: Path) -> list[str]:
+def support_table(rows: Sequence[Row]) -> list[str]:
     """Lines of the Markdown table.
 
     A cell says "run" if the family's tests passed on that architecture when they last ran there,
@@ -29,12 +17,13 @@ def support_table(results: Path) -> list[str]:
     fit, "built m of n" otherwise.
 
     Args:
-        results: folder with ``build_matrix.jsonl`` and ``gpu_tests.jsonl``.
+        rows: the newest of each build (``module``) and of each run of tests (``family``).
     """
     built: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
-    for row in rows_of(results / MATRIX_FILE):
-        built[_family(row["module"]), row["target"]].append(row["ok"])
-    ran = {(row["family"], row["target"]): row for row in rows_of(results / RUNS_FILE)}
+    for row in rows:
+        if "module" in row:
+            built[_family(row["module"]), row["target"]].append(row["ok"])
+    ran = {(row["family"], row["target"]): row for row in rows if "family" in row}
     families = sorted({family for family, _ in built})
     lines = [
         "| operations | " + " | ".join(TARGETS) + " |",
@@ -50,7 +39,7 @@ def _family(module: str) -> str:
     return module.removeprefix("anymla.ops.").split(".")[0]
 
 
-def _cell(builds: list[bool], ran: dict[str, Any] | None) -> str:
+def _cell(builds: list[bool], ran: Row | None) -> str:
     if not builds:
         return "-"
     count = f"built {len(builds)}" if all(builds) else f"built {sum(builds)} of {len(builds)}"

@@ -61,7 +61,7 @@ def build_matrix(
     says of kernels that have not changed since is taken from there.
     """
     from anymla.bench.build_matrix import jobs, recorded, run
-    from anymla.bench.support_matrix import rows_of
+    from anymla.bench.page.rows import rows_of
     from anymla.ops.device import TARGETS
 
     unknown = sorted(set(chosen) - set(TARGETS))

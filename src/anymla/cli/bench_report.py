@@ -21,18 +21,16 @@ from anymla.cli.files import OutputFile, write_text
 @click.option(
     "--output",
     type=OutputFile(),
-    default=Path("report.html"),
-    show_default=True,
-    help="The page.",
+    help="The page; report.html where neither --svg nor --tables is given.",
 )
 @click.option(
-    "--png",
-    "plots",
+    "--svg",
+    "drawings",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Write the plots here as well (needs matplotlib: pip install '.[report]').",
+    help="Write the plots here, a file each.",
 )
-@click.option("--figure", "keys", multiple=True, metavar="KEY", help="Only these plots.")
+@click.option("--figure", "keys", multiple=True, metavar="KEY", help="Only these plots for --svg.")
 @click.option(
     "--tables",
     "documents",
@@ -44,53 +42,62 @@ from anymla.cli.files import OutputFile, write_text
 )
 def report(
     results: Path,
-    output: Path,
-    plots: Path | None,
+    output: Path | None,
+    drawings: Path | None,
     keys: tuple[str, ...],
     documents: tuple[Path, ...],
 ) -> None:
     """Write one HTML page with every recorded measurement.
 
     It needs no network, follows the reader's colour scheme, and fits a phone. Every figure says
-    where its rows come from; what falls short is on it.
+    where its rows come from; what falls short is on it. A newer row of the same thing supersedes
+    the older. Plots need the extra "report": pip install anymla[report].
     """
     from anymla.bench.environment import environment
     from anymla.bench.page.calculated import cache_by_context
     from anymla.bench.page.documents import readme_blocks, with_blocks
+    from anymla.bench.page.draw import svg_file
     from anymla.bench.page.figures import figures
-    from anymla.bench.page.html import page
+    from anymla.bench.page.headline import headline, sentences
+    from anymla.bench.page.newest import newest
+    from anymla.bench.page.page import FirstScreen, page
+    from anymla.bench.page.peers import decode_by_heads
     from anymla.bench.page.rows import load_rows
     from anymla.bench.page.tables import tables
 
     with bad_input():
-        rows = load_rows(results)
+        recorded = load_rows(results)
+        rows = newest(recorded)
+        if documents:
+            blocks = readme_blocks(rows)
+            for document in documents:
+                text = document.read_text(encoding="utf-8")
+                document.write_text(with_blocks(text, blocks), encoding="utf-8")
+            if output is None and drawings is None:
+                return
         facts = environment("anymla bench report")
         day = f"{facts['date'][:10]}, commit {facts['commit']}; `anymla bench report`"
+        first = headline(rows)
         drawn = [*figures(rows), cache_by_context(day)]
-        listed = tables(rows, results)
-        made = f"Made {facts['date']} from {len(rows)} rows by `anymla bench report`"
-        if facts["commit"]:
-            made += f", commit {facts['commit']}"
-        write_text(output, page(drawn, listed, made))
-        click.echo(f"{output}: {len(drawn)} figures, {len(listed)} tables, {len(rows)} rows")
-        for document in documents:
-            text = document.read_text(encoding="utf-8")
-            document.write_text(with_blocks(text, readme_blocks(rows, results)), encoding="utf-8")
-    if plots is None:
-        return
-    from anymla.bench.page.png import write_png
-
-    plots.mkdir(parents=True, exist_ok=True)
-    unknown = set(keys) - {figure.key for figure in drawn}
-    if unknown:
-        known = ", ".join(figure.key for figure in drawn)
-        raise BadInput(f"--figure {min(unknown)}: there are {known}")
-    for figure in drawn:
-        if keys and figure.key not in keys:
-            continue
         try:
-            write_png(figure, plots / f"{figure.key}.png")
+            if drawings is not None:
+                known = {each.key: each for each in ([first] if first else []) + drawn}
+                if unknown := set(keys) - set(known):
+                    raise BadInput(f"--figure {min(unknown)}: there are {', '.join(known)}")
+                drawings.mkdir(parents=True, exist_ok=True)
+                for key in keys or known:
+                    (drawings / f"{key}.svg").write_text(svg_file(known[key]), encoding="utf-8")
+            if output is None and drawings is not None:
+                return
+            output = output or Path("report.html")
+            made = f"Made {facts['date']} by `anymla bench report` from the newest {len(rows):,} "
+            made += f"of {len(recorded):,} rows"
+            made += f", commit {facts['commit']}" if facts["commit"] else ""
+            screen = FirstScreen(sentences(rows), first, decode_by_heads(rows))
+            write_text(output, page(screen, drawn, tables(rows), made))
         except ImportError as error:
             raise BadInput(
-                f"--png needs matplotlib: pip install '.[report]' in a clone of anymla ({error})"
+                "plots need matplotlib and jinja2: pip install '.[report]' in a clone of anymla "
+                f"({error})"
             ) from error
+    click.echo(f"{output}: {len(drawn) + bool(first)} figures, {len(rows)} rows")

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from anymla.bench.page.decode import decode_blocks
 from anymla.bench.page.evidence import evidence_blocks
 from anymla.bench.page.layers import layer_table
 from anymla.bench.page.peers import decode_by_heads, peer_table
 from anymla.bench.page.prefill import prefill_blocks
-from anymla.bench.page.reading import latest
 from anymla.bench.page.rows import Row
 from anymla.bench.page.table import markdown
 from anymla.bench.page.verdicts import conformance, failures
 from anymla.bench.support_matrix import support_table
 
 
-def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
-    """Lines between ``<!-- name: begin -->`` and ``<!-- name: end -->``, by name."""
-    new = latest(rows)
-    blocks = {"support": support_table(results)}
-    if decode := decode_by_heads(new):
-        blocks["decode"] = decode
-    if layers := layer_table(new):
+def readme_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Lines between ``<!-- name: begin -->`` and ``<!-- name: end -->``, by name.
+
+    Args:
+        rows: those that count (``newest``).
+    """
+    blocks = {"support": support_table(rows)}
+    decode = decode_by_heads(rows)
+    if decode.body:
+        blocks["decode"] = markdown(decode, numbers=True)
+    if layers := layer_table(rows):
         blocks["layer"] = layers
-    blocks |= prefill_blocks(new) | decode_blocks(new) | evidence_blocks(new)
+    blocks |= prefill_blocks(rows) | decode_blocks(rows) | evidence_blocks(rows)
     judged = conformance(rows)
     if judged.body:
         blocks["conformance"] = [
@@ -35,7 +37,7 @@ def readme_blocks(rows: Sequence[Row], results: Path) -> dict[str, list[str]]:
             "",
             *failures(rows),
         ]
-    compared = peer_table(new)
+    compared = peer_table(rows)
     if compared.body:
         blocks["peers"] = [*markdown(compared), "", f"({compared.source})"]
     return blocks

@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from anymla.bench.page.figure import Bar, Bars, Figure, Point, Series, Stacks, line, scatter
-from anymla.bench.page.layers import layer_parts
-from anymla.bench.page.peers import peer_figure
+from anymla.bench.page.figure import Bar, Bars, Figure, Plot, Point, Series, line, scatter
+from anymla.bench.page.layers import drawn_layers, layer_parts
+from anymla.bench.page.peers import decode_rows, peer_figure
 from anymla.bench.page.reading import (
     batch_of,
     group_of,
     in_order,
     index_place,
     is_number,
-    latest,
+    microseconds,
     own_us,
     part_of,
     series_of,
 )
-from anymla.bench.page.rows import Row, case_of, device_of, is_gpu, number_before, source
+from anymla.bench.page.rows import Row, device_of, is_gpu, name_of, number_before, source
 from anymla.bench.page.work import work_of
 
 _CONTEXT_PART = "decode step against context"
 
 
-def figures(rows: Sequence[Row]) -> list[Figure | Bars | Stacks]:
-    """Every figure that the rows allow."""
-    gpu = latest(row for row in rows if is_gpu(row))
-    cpu = latest(row for row in rows if not is_gpu(row))
+def figures(rows: Sequence[Row]) -> list[Plot]:
+    """Every figure that the rows allow.
+
+    Args:
+        rows: those that count (``newest``).
+    """
+    gpu = [row for row in rows if is_gpu(row)]
+    cpu = [row for row in rows if not is_gpu(row)]
     made = [
-        *_per_device(gpu, _roofline),
-        *(each for some in _by_part(gpu) for each in _per_device(some, peer_figure)),
         *_per_device(gpu, _decode),
-        *_per_device(gpu, _bandwidth),
+        *(each for some in _by_part(gpu) for each in _per_device(some, peer_figure)),
         *_per_device(gpu, _index_selection),
-        *_per_device(gpu, _index_parts),
         *_per_device(gpu, _layers),
+        *_per_device(gpu, _roofline),
         *_per_device(gpu, layer_parts),
+        *_per_device(gpu, _bandwidth),
         *_per_device(cpu, _context_speed),
         *_per_device(cpu, _context_memory),
     ]
@@ -48,12 +52,10 @@ def _by_part(rows: Sequence[Row]) -> list[list[Row]]:
     parts: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         parts[part_of(row)].append(row)
-    return list(parts.values())
+    return [parts[name] for name in sorted(parts)]
 
 
-def _per_device(
-    rows: Sequence[Row], make: Callable[[list[Row]], Figure | Bars | Stacks | None]
-) -> list[Figure | Bars | Stacks | None]:
+def _per_device(rows: Sequence[Row], make: Callable[[list[Row]], Plot | None]) -> list[Plot | None]:
     devices: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         devices[device_of(row)].append(row)
@@ -62,7 +64,7 @@ def _per_device(
 
 def ceilings_of(rows: Sequence[Row]) -> tuple[float, float] | None:
     """Measured bytes/s of a copy and flop/s of a bfloat16 product of a GPU's rows."""
-    held = {case_of(row): row for row in rows if row.get("part") == "device"}
+    held = {name_of(row): row for row in rows if row.get("part") == "device"}
     copy, product = held.get("copy"), held.get("bf16 product 8192^3")
     if copy is None or product is None:
         return None
@@ -81,7 +83,7 @@ def _roofline(rows: list[Row]) -> Figure | None:
         if not work.flops:
             continue
         rate, share = work.flops / us / 1e6, work.share(us, copy, product)
-        label = f"{case_of(row)}: {us:.4g} us, {rate:.4g} TFLOP/s, {share:.0%} of the roof"
+        label = f"{name_of(row)}: {us:.4g} us, {rate:.4g} TFLOP/s, {share:.0%} of the roof"
         groups[group_of(row)].append(Point(work.flops / work.bytes_moved, rate, label))
     series = [scatter(name, points) for name, points in groups.items()]
     lowest = min(point.x for points in groups.values() for point in points)
@@ -90,49 +92,50 @@ def _roofline(rows: list[Row]) -> Figure | None:
     at = sorted({lowest, ridge, max(highest, ridge * 2)})
     roof = [Point(x, min(x * copy, product) / 1e12, "") for x in at]
     limit = Series(
-        f"this device: {copy / 1e12:.2f} TB/s, {product / 1e12:.0f} TFLOP/s bf16, measured",
+        "roof",
         tuple(roof),
         limit=True,
     )
     return Figure(
-        "roofline",
-        "How close to the roof",
-        "floating-point operations a byte",
-        "TFLOP/s",
-        (*series, limit),
-        source([*timed, *(row for row in rows if row.get("part") == "device")]),
-        note="Bytes and operations are those that the call must move and do. Points on the line "
-        "are as fast as this device copies or multiplies. FP8 products may lie above it.",
+        key="roofline",
+        title="How close to the roof",
+        x_label="floating-point operations a byte",
+        y_label="TFLOP/s",
+        series=(*series, limit),
+        source=source([*timed, *(row for row in rows if row.get("part") == "device")]),
+        note="The roof is what this device was measured to copy and multiply in bfloat16: "
+        f"{copy / 1e12:.2f} TB/s, {product / 1e12:.0f} TFLOP/s. Bytes and operations are those "
+        "that the call must move and do; FP8 products may lie above it.",
     )
 
 
 def _decode(rows: list[Row]) -> Figure | None:
-    chosen = [row for row in rows if row.get("part") == "attention" and is_number(row.get("us"))]
-    chosen = [row for row in chosen if "invariant" not in case_of(row)]
-    groups: dict[str, list[Point]] = defaultdict(list)
+    """Times of decode attention themselves, where they are also compared."""
+    chosen = decode_rows(rows)
+    groups: dict[int, list[Point]] = defaultdict(list)
     for row in chosen:
-        heads, tokens = number_before("heads", case_of(row)), number_before("tokens", case_of(row))
-        if heads is None or tokens is None:
-            continue
-        slots = case_of(row).rsplit(", ", 1)[-1]
-        label = f"{case_of(row)}: {row['us']:g} us"
-        groups[f"{heads:g} heads, {slots}"].append(Point(tokens, row["us"], label))
-    groups = {name: points for name, points in groups.items() if len(points) > 1}
-    if not groups:
+        us = own_us(row) or 0.0
+        groups[row["heads"]].append(Point(row["batch"], us, f"{name_of(row)}: {us:.3g} us"))
+    series = [
+        line(f"{heads} heads", groups[heads]) for heads in sorted(groups) if len(groups[heads]) > 1
+    ]
+    if not series:
         return None
     return Figure(
-        "decode",
-        "Attention over the FP8 cache, by batch",
-        "tokens",
-        "microseconds",
-        tuple(line(name, points) for name, points in groups.items()),
-        source(chosen),
-        note="Lower is better. CUDA-graph replay, inputs not in the cache, medians.",
+        key="decode",
+        title="Decode attention by batch",
+        x_label="requests, one query each",
+        source=source(chosen),
+        note="Lower is better. 128 + 512 slots, 128 + 1024 for 128 heads. CUDA-graph replay, "
+        "inputs not in the L2 cache, medians.",
+        y_label="microseconds",
+        series=tuple(series),
     )
 
 
 def _bandwidth(rows: list[Row]) -> Bars | None:
     chosen = [row for row in rows if is_number(row.get("share_of_copy"))]
+    chosen = [row for row in chosen if "share_of_copy" in str(row.get("target"))]
     chosen = [row for row in chosen if not is_number(row.get("tflops")) and batch_of(row)]
     largest: dict[str, Row] = {}
     for row in chosen:
@@ -144,78 +147,70 @@ def _bandwidth(rows: list[Row]) -> Bars | None:
     ranked = sorted(largest.values(), key=lambda row: -float(row["share_of_copy"]))
     bars = tuple(
         Bar(
-            case_of(row),
+            series_of(row),
             row["share_of_copy"] * 100,
-            f"{row['share_of_copy']:.0%}, {row['gb_per_s']:,.0f} GB/s, {row['us']:g} us",
+            f"{row['share_of_copy']:.0%}, {microseconds(row['us'])} us",
             row.get("met") is False,
         )
         for row in ranked
     )
     return Bars(
-        "bandwidth",
-        "Operations that only move bytes, at their largest size",
-        "percent of the measured copy",
-        bars,
+        key="bandwidth",
+        title="Operations that only move bytes, at their largest size",
+        x_label="percent of the measured copy",
+        bars=bars,
         most=100.0,
         goal=75.0,
         source=source(ranked),
-        note="75 % was asked for where a line is drawn; what falls short of it is marked.",
+        note="75 % was asked for (the mark in each bar); what falls short of it is red and bold.",
     )
 
 
 def _index_selection(rows: list[Row]) -> Figure | None:
-    """The whole indexer in one operation."""
-    return _index_keys(rows, "indexer", "Index selection by context", selects=True)
-
-
-def _index_parts(rows: list[Row]) -> Figure | None:
-    """Scores, and scores with a selection, as operations of their own."""
-    return _index_keys(rows, "indexer-parts", "Index scores by context", selects=False)
-
-
-def _index_keys(rows: list[Row], key: str, title: str, *, selects: bool) -> Figure | None:
+    """The whole indexer in one operation, one query a request."""
     groups: dict[str, list[Point]] = defaultdict(list)
     chosen = []
     for row in rows:
-        mine = own_us(row)
-        place = index_place(row)
+        mine, place = own_us(row), index_place(row)
         if not part_of(row).startswith("indexer") or mine is None or place is None:
             continue
         group, keys = place
-        if group.startswith("select") is selects:
-            groups[group].append(Point(keys, mine, f"{case_of(row)}: {mine:g} us"))
-            chosen.append(row)
+        groups[group].append(Point(keys, mine, f"{name_of(row)}: {mine:g} us"))
+        chosen.append(row)
     groups = {name: groups[name] for name in sorted(groups, key=in_order) if len(groups[name]) > 1}
     if not groups:
         return None
     return Figure(
-        key,
-        title,
-        "entries (a quarter of the tokens)",
-        "microseconds",
-        tuple(line(name, points) for name, points in groups.items()),
-        source(chosen),
-        note="Lower is better. 256k entries are a context of a million tokens.",
+        key="indexer",
+        title="Index selection by context",
+        x_label="entries (a quarter of the tokens)",
+        source=source(chosen),
+        note="Lower is better: scores and the best 512, straight from the cache. 256k entries are "
+        "a context of a million tokens.",
+        y_label="microseconds",
+        series=tuple(line(name, points) for name, points in groups.items()),
     )
 
 
 def _layers(rows: list[Row]) -> Figure | None:
-    chosen = [row for row in rows if is_number(row.get("roofline_us")) and batch_of(row)]
+    """Layers at one context a ratio."""
+    chosen = drawn_layers(rows)
     groups: dict[str, list[Point]] = defaultdict(list)
     for row in chosen:
-        label = f"{case_of(row)}: {row['us']:g} us, the roof is {row['roofline_us']:g} us"
-        name = series_of(row) + (", on two queues" if row.get("side_stream") else "")
+        label = f"{name_of(row)}: {row['us']:g} us, the roof is {row['roofline_us']:g} us"
+        name = re.sub(r", context \d+$", "", series_of(row))
         groups[name].append(Point(batch_of(row) or 1, row["us"], label))
     if not groups:
         return None
     return Figure(
-        "layer",
-        "A whole decode layer, by batch",
-        "requests",
-        "microseconds",
-        tuple(line(name, points) for name, points in groups.items()),
-        source(chosen),
-        note="Attention, indexer, caches, projections, hyper-connections and experts of one layer.",
+        key="layer",
+        title="A whole decode layer by batch",
+        x_label="requests",
+        source=source(chosen),
+        note="Lower is better. Attention, indexer, caches, projections, hyper-connections and "
+        "experts of one layer at 64k tokens of context (ratio 0 sees its window only).",
+        y_label="microseconds",
+        series=tuple(line(name, points) for name, points in groups.items()),
     )
 
 
@@ -225,27 +220,24 @@ def _context_speed(rows: list[Row]) -> Figure | None:
         Point(
             tokens,
             row["decode_ms"],
-            f"{case_of(row)}: {row['decode_ms']:.1f} ms",
+            f"{name_of(row)}: {row['decode_ms']:.1f} ms",
             row.get("decode_ms_p10"),
             row.get("decode_ms_p90"),
         )
         for row in chosen
-        if (tokens := number_before("tokens", case_of(row))) is not None
+        if (tokens := number_before("tokens", name_of(row))) is not None
     ]
     if len(points) < 2:
         return None
     return Figure(
-        "context",
-        "A decode step against the context",
-        "tokens of context",
-        "milliseconds",
-        (
-            line(
-                "tiny model of four layers, FP8 cache; bars are the 10th to 90th percentile", points
-            ),
-        ),
-        source(chosen),
-        note="Only the indexer and the layers of ratio 128 look at more when the context grows.",
+        key="context",
+        title="A decode step of a tiny model against the context, on a CPU core",
+        x_label="tokens of context",
+        y_label="milliseconds",
+        series=(line("four layers", points),),
+        source=source(chosen),
+        note="FP8 cache; bars are the 10th to 90th percentile. Only the indexer and the layers of "
+        "ratio 128 look at more when the context grows.",
         log_y=False,
     )
 
@@ -253,20 +245,20 @@ def _context_speed(rows: list[Row]) -> Figure | None:
 def _context_memory(rows: list[Row]) -> Figure | None:
     chosen = [row for row in rows if str(row.get("part", "")).startswith(_CONTEXT_PART)]
     points = [
-        Point(tokens, row["cache_mb"], f"{case_of(row)}: {row['cache_mb']:.1f} MB")
+        Point(tokens, row["cache_mb"], f"{name_of(row)}: {row['cache_mb']:.1f} MB")
         for row in chosen
         if is_number(row.get("cache_mb"))
-        and (tokens := number_before("tokens", case_of(row))) is not None
+        and (tokens := number_before("tokens", name_of(row))) is not None
     ]
     if len(points) < 2:
         return None
     return Figure(
-        "memory",
-        "Cache memory against the context",
-        "tokens of context",
-        "MB",
-        (line("tiny model of four layers, FP8 cache", points),),
-        source(chosen),
-        note="The window and the compressor's state do not grow.",
+        key="memory",
+        title="Cache memory of a tiny model against the context",
+        x_label="tokens of context",
+        y_label="MB",
+        series=(line("four layers", points),),
+        source=source(chosen),
+        note="FP8 cache. The window and the compressor's state do not grow.",
         log_y=False,
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from anymla.bench.page.figure import Stack, Stacks
 from anymla.bench.page.reading import microseconds
-from anymla.bench.page.rows import Row, case_of, source
+from anymla.bench.page.rows import MODELS, Row, case_of, source
 
 _CASE = re.compile(r"(\w+), ratio (\d+), batch (\d+), context (\d+)$")
 # Families of kernels as people call them, in the order of a legend.
@@ -25,9 +25,9 @@ _DRAWN_CONTEXTS = (4096, 65536)
 
 
 def layer_rows(rows: Sequence[Row]) -> list[Row]:
-    """Measured layers on one queue: by model, ratio, context, batch."""
+    """Measured layers: by model, ratio, context, batch."""
     chosen = [row for row in rows if row.get("part") == "decode layer" and "parts_us" in row]
-    chosen = [row for row in chosen if not row.get("side_stream") and _CASE.match(case_of(row))]
+    chosen = [row for row in chosen if _CASE.match(case_of(row))]
     return sorted(chosen, key=_place)
 
 
@@ -49,30 +49,37 @@ def _parts(row: Row) -> list[float]:
     return [*named, sum(given.values())]
 
 
-def layer_parts(rows: Sequence[Row]) -> Stacks | None:
-    """Shares of a layer's kernels, at one context a ratio."""
+def drawn_layers(rows: Sequence[Row]) -> list[Row]:
+    """Measured layers at one context a ratio."""
     chosen = []
     for row in layer_rows(rows):
         _, ratio, _, context = _sizes(row)
         if context == _DRAWN_CONTEXTS[ratio > 0]:
             chosen.append(row)
+    return chosen
+
+
+def layer_parts(rows: Sequence[Row]) -> Stacks | None:
+    """Shares of a layer's kernels, at one context a ratio."""
+    chosen = drawn_layers(rows)
     if not chosen:
         return None
     stacks = []
     for row in chosen:
         model, ratio, batch, _ = _sizes(row)
+        *named, compressors, torch_us, rest = _parts(row)
         text = f"{row['us']:,.0f} us, roof {row['roofline_us']:,.0f}"
-        name = f"{model.capitalize()}, ratio {ratio}, batch {batch}"
-        stacks.append(Stack(name, tuple(_parts(row)), text))
+        name = f"{MODELS[model]}, ratio {ratio}, {batch} request{'s' if batch > 1 else ''}"
+        stacks.append(Stack(name, (*named, compressors + torch_us + rest), text))
     return Stacks(
-        "layer-parts",
-        "Where the time of a decode layer goes",
-        "percent of the kernels' time",
-        tuple(_PARTS.values()),
-        tuple(stacks),
-        source(chosen),
+        key="layer-parts",
+        title="Where the time of a decode layer goes",
+        x_label="percent of the kernels' time",
+        source=source(chosen),
         note="64k tokens of context (4k where there is a window only). The roof is what the bytes "
         "and operations take at this device's measured rates.",
+        parts=(*list(_PARTS.values())[:5], "rest"),
+        stacks=tuple(stacks),
     )
 
 
@@ -87,7 +94,7 @@ def layer_table(rows: Sequence[Row]) -> list[str]:
         others, times = row.get("others_us"), row.get("times_others")
         slower = isinstance(times, float) and times < 1
         cells = [
-            f"{model.capitalize()}, ratio {ratio}",
+            f"{MODELS[model]}, ratio {ratio}",
             f"{context:,}",
             str(batch),
             microseconds(row["us"]),

@@ -7,60 +7,85 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from anymla.bench.page.figure import Figure, Point, Series, line
+from anymla.bench.page.figure import Figure, Point, Series, line, short
 from anymla.bench.page.reading import (
     batch_of,
     in_order,
+    is_number,
     microseconds,
     own_us,
     part_of,
     peer_us,
     series_of,
 )
-from anymla.bench.page.rows import Row, case_of, source
+from anymla.bench.page.rows import Row, case_of, name_of, source
 from anymla.bench.page.table import Table, slug
 
 
 def peer_figure(rows: list[Row]) -> Figure | None:
-    """A line a kind of call, over its size."""
-    groups: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    """Times as fast as the fastest other library, a line a kind of call, over its size.
+
+    What was measured at one size only is left to the tables.
+    """
+    groups: dict[str, list[Point]] = defaultdict(list)
+    others: set[str] = set()
     compared = []
+    if any("other lengths" in part_of(row) for row in rows):
+        return None  # the same shapes with other random lengths
     for row in rows:
-        mine, batch = own_us(row), batch_of(row)
-        if mine is None or batch is None:
+        mine, batch, whole = own_us(row), batch_of(row), whole_peers(row)
+        if mine is None or batch is None or not whole:
             continue
-        for name, theirs in peer_us(row).items():
-            if "scores only" in name:
-                continue  # half of what is timed here
-            label = f"{case_of(row)}: {mine:.4g} us, {name} {theirs:.4g} us"
-            groups[name, series_of(row)].append(Point(batch, theirs / mine, label))
-            compared.append(row)
+        name = min(whole, key=whole.__getitem__)
+        label = f"{name_of(row)}: {mine:.4g} us, {name} {whole[name]:.4g} us"
+        groups[_series_name(row)].append(Point(batch, whole[name] / mine, label))
+        others.add(name)
+        compared.append(row)
+    groups = {name: points for name, points in groups.items() if len({p.x for p in points}) > 1}
     if not groups:
         return None
-    others = sorted({name for name, _ in groups})
-    named = {
-        name if len(others) == 1 else f"{other}: {name}": points
-        for (other, name), points in groups.items()
-    }
-    series = [line(name, named[name]) for name in sorted(named, key=in_order)]
+    series = [line(name, groups[name]) for name in sorted(groups, key=in_order)]
     xs = [point.x for points in groups.values() for point in points]
-    even = Series(
-        "as fast as the other", (Point(min(xs), 1, ""), Point(max(xs), 1, "")), limit=True
-    )
+    even = Series("equal", (Point(min(xs), 1, ""), Point(max(xs), 1, "")), limit=True)
     part = part_of(compared[0])
-    shown, than = re.sub(r" beside [^,]+", "", part), others[0]
-    if len(others) > 1:
-        shown, than = part, "others"
+    shown = re.sub(r" beside (FlashMLA|vLLM's)", "", part)
+    shown = shown.removesuffix(" a request").replace("indexer", "index selection")
     return Figure(
-        "peers-" + re.sub(r"\W+", "-", part.lower()),
-        f"Times as fast as {than}: {shown}",
-        "tokens of context" if "kind" in compared[0] else "batch: tokens or requests",
-        "their time / ours",
-        (*series, even),
-        source(compared),
+        key="peers-" + re.sub(r"\W+", "-", part.lower()),
+        title=f"{shown[0].upper()}{shown[1:]}, beside {' or '.join(sorted(others))}",
+        x_label=_drawn_over(compared[0]),
+        source=source(compared),
         note="In the same process, on the same inputs. Below 1 the other library is faster.",
-        log_y=False,
+        y_label="times as fast",
+        series=(*series, even),
     )
+
+
+def _drawn_over(row: Row) -> str:
+    if "kind" in row:
+        return "tokens of context"
+    return "queries" if case_of(row).startswith("prefill") else "requests"
+
+
+def whole_peers(row: Row) -> dict[str, float]:
+    """Microseconds of other libraries that do all of what is timed here, by name."""
+    return {name: us for name, us in peer_us(row).items() if "scores only" not in name}
+
+
+def _series_name(row: Row) -> str:
+    """What tells a row from those beside it in one plot."""
+    if is_number(row.get("extra")) and is_number(row.get("heads")):
+        short_lists = ", short lists" if row.get("ragged") else ""
+        usual = 1024 if row["heads"] == 128 else 512
+        width = "" if row["extra"] == usual else f", 128 + {row['extra']}"
+        return f"{row['heads']} heads{width}{short_lists}"
+    if is_number(row.get("width")):
+        return f"{row['heads']} heads, {row['width']} slots"
+    if found := re.match(r"decode \d+ x \d+ x (\d+)$", case_of(row)):
+        return f"{short(float(found[1]))} entries"
+    if found := re.match(r"prefill \d+ x (\d+)$", case_of(row)):
+        return f"{short(float(found[1]))} entries"
+    return series_of(row)
 
 
 def peer_table(rows: Sequence[Row]) -> Table:
@@ -76,7 +101,7 @@ def peer_table(rows: Sequence[Row]) -> Table:
             shown = f"{ratio:.2f}" if ratio >= 1 else f"!{ratio:.2f} slower"
             if "scores only" in name:
                 shown = "-"
-            body.append([case_of(row), name, shown, microseconds(mine), microseconds(theirs)])
+            body.append([name_of(row), name, shown, microseconds(mine), microseconds(theirs)])
     head = ["case", "other", "times", "us", "its us"]
     note = "times: how many times as fast as the other. Below 1 the other is faster."
     return Table("against", "Against other libraries", head, body, source(used), note)
@@ -97,28 +122,35 @@ def tables_by_peer(rows: Sequence[Row]) -> list[Table]:
     return made
 
 
-def decode_by_heads(rows: Sequence[Row]) -> list[str]:
-    """Markdown: decode attention of one query a request, heads down and requests across.
+def decode_rows(rows: Sequence[Row]) -> list[Row]:
+    """Decode attention beside FlashMLA, one query a request, at the models' usual lists."""
+    return [
+        row
+        for row in rows
+        if (row.get("rows"), row.get("page")) == (1, 64)
+        and row.get("extra") == (1024 if row.get("heads") == 128 else 512)
+        and not row.get("ragged")
+        and "flash_mla_microseconds" in row
+        and "same_bytes" not in row  # with FP8 heads
+    ]
+
+
+def decode_by_heads(rows: Sequence[Row]) -> Table:
+    """Decode attention of one query a request, heads down and requests across.
 
     Each cell has microseconds, and in brackets how many times as fast as FlashMLA.
     """
     found: dict[int, dict[int, str]] = defaultdict(dict)
-    for row in rows:
-        is_usual = row.get("rows") == 1 and row.get("page") == 64 and not row.get("ragged")
-        entries = 1024 if row.get("heads") == 128 else 512
-        if not is_usual or row.get("extra") != entries or "flash_mla_microseconds" not in row:
-            continue
-        if "same_bytes" in row:  # with FP8 heads
-            continue
+    used = decode_rows(rows)
+    for row in used:
         us, ratio = row["microseconds"], row["flash_mla_microseconds"] / row["microseconds"]
         found[row["heads"]][row["batch"]] = f"{us:.1f} ({ratio:.2f})"
-    if not found:
-        return []
     batches = sorted({batch for cells in found.values() for batch in cells})
-    first, *rest = (str(batch) for batch in batches)
-    lines = [f"| heads | {first} request | " + " | ".join(rest) + " |"]
-    lines.append("|--:" * (len(batches) + 1) + "|")
-    for heads in sorted(found, reverse=True):
-        cells = [found[heads].get(batch, "-") for batch in batches]
-        lines.append(f"| {heads} | " + " | ".join(cells) + " |")
-    return lines
+    first, *rest = map(str, batches or [1])
+    head = ["heads", f"{first} request", *rest]
+    body = [
+        [str(heads), *(found[heads].get(batch, "-") for batch in batches)]
+        for heads in sorted(found, reverse=True)
+    ]
+    note = "Microseconds by heads and requests; in brackets times as fast as FlashMLA."
+    return Table("decode-heads", "Decode attention", head, body, source(used), note)

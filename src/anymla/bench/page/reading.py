@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-from anymla.bench.page.rows import Row, case_of, device_of, number_before
+from anymla.bench.page.rows import Row, case_of, name_of, number_before
 
 # Times of other programs in a row, by key.
 PEERS = {
@@ -19,18 +18,6 @@ PEERS = {
 }
 _OURS = ("us", "microseconds", "gluon_sm90_us", "triton_us")
 _INDEX_CASE = re.compile(r"(decode|prefill) (\d+) x (?:(\d+) x )?(\d+)$")
-
-
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """The newest row of each measurement."""
-    newest: dict[tuple[str, ...], Row] = {}
-    for row in rows:
-        how = str(row.get("backend")), str(bool(row.get("side_stream")))
-        key = (device_of(row), str(row.get("part")), case_of(row), *how)
-        known = newest.get(key)
-        if known is None or str(row.get("date", "")) >= str(known.get("date", "")):
-            newest[key] = row
-    return list(newest.values())
 
 
 def own_us(row: Row) -> float | None:
@@ -53,39 +40,50 @@ def part_of(row: Row) -> str:
     """The part of a suite that a row belongs to; its file's name where it does not say."""
     part = str(row.get("part") or str(row.get("file", "")).removesuffix(".jsonl"))
     if is_number(row.get("extra")) and is_number(row.get("rows")):
-        return f"{part}, {'one query' if row['rows'] == 1 else 'two queries'} a request"
-    return f"{part}, prefill" if case_of(row).startswith("prefill ") else part
+        return f"{part}, {_queries(row['rows'])} a request"
+    if part == "indexer" and (found := _INDEX_CASE.search(case_of(row))):
+        return (
+            f"{part}, prefill"
+            if found[1] == "prefill"
+            else f"{part}, {_queries(found[3])} a request"
+        )
+    return part
+
+
+def _queries(count: object) -> str:
+    return "one query" if int(str(count)) == 1 else "two queries"
 
 
 def group_of(row: Row) -> str:
-    """Operations that are alike, for a plot of all of them."""
-    if "extra" in row:
-        return f"decode attention, {row.get('backend')}"
+    """Operations that are alike, for a plot of all of them; few enough to be told apart."""
+    if "extra" in row or "sparse_attention" in case_of(row):
+        return "decode attention"
     if "teraflops" in row:
-        return f"prefill attention, {row.get('backend')}"
+        return "prefill attention"
     name = operation_of(row)
     known = {
-        "sparse_attention": "decode attention, triton",
-        " linear": "linear layers",
-        "grouped_output_projection": "output projection",
-        "mqa_logits and": "index scores and top-k",
-        "mqa_logits": "index scores",
+        "mqa_logits": "indexer",
+        "topk_per_row": "indexer",
         "experts": "experts",
+        " linear": "linear layers",
+        "projection": "linear layers",
     }
-    return next((group for part, group in known.items() if part in name), name)
+    found = next((group for part, group in known.items() if part in name), None)
+    if found is None and (row.get("part") in ("layer", "product") and "others_us" in row):
+        return "linear layers"
+    return found or "other operations"
 
 
 def index_place(row: Row) -> tuple[str, float] | None:
-    """Series and number of entries of an indexer's row."""
-    case = case_of(row)
-    found = _INDEX_CASE.search(case)
-    if found:
-        kind, first, second, keys = found.groups()
-        return f"select 512, {kind} {first}{f' x {second}' if second else ''}", float(keys)
-    keys, requests = number_before("keys", case), number_before("x", case)
-    if keys is None or requests is None:
+    """Series and number of entries of a row of index selection, one query a request."""
+    found = _INDEX_CASE.search(case_of(row))
+    if found is None:
         return None
-    return f"{operation_of(row)}, {requests:g} rows", keys
+    kind, first, queries, keys = found.groups()
+    if kind == "decode" and int(queries or 1) != 1:
+        return None
+    unit = "queries" if kind == "prefill" else "request" if first == "1" else "requests"
+    return f"{kind}, {int(first):,} {unit}", float(keys)
 
 
 def batch_of(row: Row) -> float | None:
@@ -105,12 +103,12 @@ def batch_of(row: Row) -> float | None:
 
 def operation_of(row: Row) -> str:
     """A case without its sizes: everything before the first comma that a number follows."""
-    return re.split(r",? \d", case_of(row), maxsplit=1)[0].strip().rstrip(",")
+    return re.split(r",? \d", name_of(row), maxsplit=1)[0].strip().rstrip(",")
 
 
 def series_of(row: Row) -> str:
     """A case without what it is drawn over."""
-    text = case_of(row)
+    text = name_of(row)
     if "kind" in row:
         text = re.sub(r" (T=\d+ )?of \d+$", "", text)
     for pattern in (

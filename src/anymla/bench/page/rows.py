@@ -12,6 +12,9 @@ from anymla.bench.report import read_lines
 Row = dict[str, Any]
 
 _NUMBER = re.compile(r"(\d[\d,]*)")
+# Rows say "flash" for DeepSeek-V4-Flash, which nobody tells from FlashMLA beside it.
+MODELS = {"flash": "V4-Flash", "pro": "V4-Pro"}
+_MODEL = re.compile(r"^(flash|pro)\b")
 
 
 def load_rows(results: Path) -> list[Row]:
@@ -20,13 +23,27 @@ def load_rows(results: Path) -> list[Row]:
     Raises:
         ValueError: a line is no JSON object; the message names file and line.
     """
-    files = sorted(results.glob("*.jsonl"))
-    return [{**row, "file": path.name} for path in files for row in read_lines(path)]
+    paths = sorted(results.glob("*.jsonl"))
+    return [{**row, "file": path.name} for path in paths for row in rows_of(path)]
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Rows of a file of JSON lines; none if there is no such file.
+
+    Raises:
+        ValueError: as for ``load_rows``.
+    """
+    return read_lines(path) if path.exists() else []
 
 
 def case_of(row: Row) -> str:
     """What a row measured."""
     return str(row.get("case") or row.get("label") or "")
+
+
+def name_of(row: Row) -> str:
+    """What a row measured, as people read it: models by the names that they have."""
+    return _MODEL.sub(lambda found: MODELS[found[1]], case_of(row))
 
 
 def is_gpu(row: Row) -> bool:

@@ -35,9 +35,10 @@ def slug(text: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
 
 
-def markdown(table: Table) -> list[str]:
-    """A table as Markdown; what fell short is bold."""
-    lines = ["| " + " | ".join(table.head) + " |", "|---" * len(table.head) + "|"]
+def markdown(table: Table, *, numbers: bool = False) -> list[str]:
+    """A table as Markdown; what fell short is bold, columns of numbers are set to the right."""
+    rule = "|--:" if numbers else "|---"
+    lines = ["| " + " | ".join(table.head) + " |", rule * len(table.head) + "|"]
     for cells in table.body:
         shown = [f"**{cell[1:]}**" if cell.startswith("!") else cell for cell in cells]
         lines.append("| " + " | ".join(shown) + " |")

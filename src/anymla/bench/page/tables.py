@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from anymla.bench.page.peers import tables_by_peer
-from anymla.bench.page.reading import latest, microseconds, own_us
-from anymla.bench.page.rows import Row, case_of, device_of, source
+from anymla.bench.page.reading import microseconds, own_us
+from anymla.bench.page.rows import Row, device_of, name_of, source
 from anymla.bench.page.table import Table, slug
 from anymla.bench.page.verdicts import conformance
 from anymla.bench.support_matrix import support_table
 
 
-def tables(rows: Sequence[Row], results: Path) -> list[Table]:
-    """Every table that the rows allow."""
-    new = latest(rows)
-    made = [*tables_by_peer(new), _missed(new), _whole_model(new)]
-    made += [*_doctor(new), conformance(rows)]
-    made.append(_support(results))
-    made += [_everything(new, device) for device in dict.fromkeys(map(device_of, new))]
-    return [table for table in made if table is not None and table.body]
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Every table that the rows allow.
+
+    Args:
+        rows: those that count (``newest``).
+    """
+    measured = [row for row in rows if "module" not in row and "family" not in row]
+    made = [missed(measured), *tables_by_peer(measured), _whole_model(measured)]
+    made += [*_doctor(measured), conformance(measured), _support(rows)]
+    made += [_everything(measured, device) for device in dict.fromkeys(map(device_of, measured))]
+    return [table for table in made if table.body]
 
 
-def _missed(rows: Sequence[Row]) -> Table:
-    missed = [row for row in rows if row.get("met") is False]
-    body = [[case_of(row), f"!{_reached(row)}", _asked(row), device_of(row)] for row in missed]
+def missed(rows: Sequence[Row]) -> Table:
+    """What was asked of a row and not reached."""
+    short = [row for row in rows if row.get("met") is False]
+    body = [[name_of(row), f"!{_reached(row)}", _asked(row), device_of(row)] for row in short]
     head = ["case", "measured", "asked", "device"]
     note = "Every row with a target that was not met."
-    return Table("missed", "What falls short", head, body, source(missed), note)
+    return Table("missed", "What falls short", head, body, source(short), note)
 
 
 def _reached(row: Row) -> str:
@@ -37,6 +40,8 @@ def _reached(row: Row) -> str:
     target = str(row.get("target", ""))
     if "share_of_copy" in target:
         return f"{row['share_of_copy']:g} of copy"
+    if target.endswith(" us"):
+        return f"{own_us(row):.4g} us"
     for key, unit in (
         ("ratio", "times"),
         ("us", "us"),
@@ -56,7 +61,7 @@ def _whole_model(rows: Sequence[Row]) -> Table:
     chosen = [row for row in rows if "tokens_per_s" in row and "decode_ms" in row]
     body = [
         [
-            case_of(row),
+            name_of(row),
             f"{row['decode_ms']:.1f} ms",
             f"{row['tokens_per_s']:.0f}",
             f"{row['times_transformers']:.2f}" if "times_transformers" in row else "1",
@@ -90,8 +95,8 @@ def _doctor(rows: Sequence[Row]) -> list[Table]:
     return made
 
 
-def _support(results: Path) -> Table:
-    lines = support_table(results)
+def _support(rows: Sequence[Row]) -> Table:
+    lines = support_table(rows)
     cells = [
         [cell.strip().replace("**", "") for cell in line.strip("|").split("|")] for line in lines
     ]
@@ -112,7 +117,7 @@ def _everything(rows: Sequence[Row], device: str) -> Table:
         rate = f"{row['gb_per_s']:g}" if "gb_per_s" in row else ""
         work = f"{row['tflops']:g}" if row.get("tflops") is not None else ""
         asked = f"{met}: {row['target']}" if met else ""
-        body.append([case_of(row), microseconds(own_us(row) or 0.0), rate, work, asked])
+        body.append([name_of(row), microseconds(own_us(row) or 0.0), rate, work, asked])
     head = ["case", "us", "GB/s", "TFLOP/s", "asked"]
     title = f"Every timing on {device}"
     return Table(f"all-{slug(device)}", title, head, body, source(chosen), folded=True)

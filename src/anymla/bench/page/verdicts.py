@@ -15,11 +15,8 @@ def _judged(row: Row) -> str:
 
 
 def _verdicts(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """The newest row by what was judged and by case."""
-    judged = sorted(
-        (row for row in rows if row.get("part") == "conformance"),
-        key=lambda row: str(row.get("date", "")),
-    )
+    """Rows by what was judged and by case."""
+    judged = [row for row in rows if row.get("part") == "conformance"]
     return {(_judged(row), str(row["case_id"])): row for row in judged}
 
 
