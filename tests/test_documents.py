@@ -1,9 +1,13 @@
 """The documents' links lead somewhere."""
 
+import importlib
 import pathlib
+import pkgutil
 import re
 
 import pytest
+
+import anymla.ops
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -23,6 +27,29 @@ def test_links_lead_somewhere(document) -> None:
             assert heading in headings(found), f"{document.name}: {target}"
 
 
+PRIVATE = re.compile(
+    r"\banymla(?:\.\w+)*\.(?:_\w*|\w+\._\w*)|from anymla[\w.]* import \(?[^)\n]*\b_\w+"
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_nothing_private_is_named(document) -> None:
+    """What a reader copies is public: neither module nor name begins with an underscore."""
+    assert PRIVATE.findall(document.read_text(encoding="utf-8")) == []
+
+
+def test_every_public_operation_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for family in pkgutil.iter_modules(anymla.ops.__path__):
+        if family.ispkg:
+            module = importlib.import_module(f"anymla.ops.{family.name}")
+            for name in module.__all__:
+                assert f":: {module.__name__}.{name}\n" in text, name
+    for name in re.findall(r"^\.\. auto(?:function|class):: (\S+)$", text, re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
 def headings(document: pathlib.Path) -> set[str]:
     """Anchors of a document's headings, as GitHub and Sphinx make them."""
     lines = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
@@ -31,7 +58,9 @@ def headings(document: pathlib.Path) -> set[str]:
 
 def test_the_documents_are_in_the_table_of_contents() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    entries = set(re.search(r"```\{toctree\}\n(?::.*\n)*\n(.*?)```", text, re.DOTALL)[1].split())
+    groups = re.findall(r"```\{toctree\}\n((?::[^\n]*\n)*)\n(.*?)```", text, re.DOTALL)
+    assert all(":caption: " in options for options, _ in groups)
+    entries = {entry for _, group in groups for entry in group.split()}
     for document in (ROOT / "docs").glob("*.md"):
         name = document.stem
         assert name in entries or name in ("index", "performance")

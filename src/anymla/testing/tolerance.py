@@ -69,7 +69,7 @@ def assert_close(
     scale: Tensor | float = 1.0,
     name: str = "result",
 ) -> float:
-    """Require |got - want| <= atol * scale + rtol * |want| and print the largest error.
+    """Require ``|got - want| <= atol * scale + rtol * |want|`` and print the largest error.
 
     NaN, +inf and -inf must stand at the same places in both; only finite values are subtracted.
 
@@ -158,7 +158,7 @@ def assert_unbiased(rounded: Tensor, exact: Tensor, *, name: str = "rounding") -
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Largest |got - want| divided by the largest |want| (float64; 0 for empty tensors)."""
+    """Largest ``|got - want|`` divided by the largest ``|want|`` (float64; 0 if empty)."""
     if want.numel() == 0:
         return 0.0
     difference = (got.double() - want.double()).abs().max()

@@ -56,7 +56,8 @@ def hc_pre(
     """Collapse the streams to a sublayer's input, and compute the gates that expand it again.
 
     With f = flatten(h) and m = (f @ fn^T) / sqrt(mean(f^2) + norm_eps), split into pre [N],
-    post [N] and comb [N, N]:
+    post [N] and comb [N, N]::
+
         pre  = sigmoid(m_pre * scale[0] + base_pre) + hc_eps
         post = 2 sigmoid(m_post * scale[1] + base_post)
         comb = softmax(m_comb * scale[2] + base_comb, last axis) + hc_eps; then divided by its

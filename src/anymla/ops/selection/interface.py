@@ -106,9 +106,9 @@ def compute_global_topk_indices_and_lens(
         is_valid_token: [T or more] bool; the row of an invalid token is empty.
 
     Returns:
-        slots: [T, K] int32, ``table[r, i // B] * B + i % B``, or -1. Not compacted.
-        lens: [T] int32, the number of i >= 0: the leading columns in use, because selection puts
-            valid entries first.
+        slots: [T, K] int32, ``table[r, i // B] * B + i % B``, or -1, not compacted; and
+        lens [T] int32, the number of i >= 0: the leading columns in use, because selection puts
+        valid entries first.
 
     Raises:
         TypeError, ValueError: as ``check`` says; block_size below 1.
