@@ -1,4 +1,4 @@
-"""The README's support table says what the recorded evidence says, and no more."""
+"""The support table says what the recorded evidence says, and no more."""
 
 import json
 

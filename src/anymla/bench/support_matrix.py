@@ -1,4 +1,4 @@
-"""The README's support table, from recorded evidence and nothing else."""
+"""The support table of docs/portability.md, from recorded evidence and nothing else."""
 
 from __future__ import annotations
 
