@@ -7,12 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from anymla.bench.page.figure import Range, Ranges
-from anymla.bench.page.peers import whole_peers
-from anymla.bench.page.reading import is_number, own_us
+from anymla.bench.page.peers import others_of
+from anymla.bench.page.reading import own_us
 from anymla.bench.page.rows import Row, case_of, device_of, source
-
-# The reserved name of what is beside a whole layer: it is put together from several libraries.
-_ASSEMBLY = "FlashMLA + DeepGEMM"
 
 
 def comparisons(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
@@ -23,19 +20,13 @@ def comparisons(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
     made: dict[tuple[str, str], dict[str, float]] = {}
     for name, belongs in _FAMILIES.items():
         for row in rows:
-            mine, others = own_us(row), _others(row)
+            mine, others = own_us(row), others_of(row)
             if mine is None or not others or not belongs(row):
                 continue
             peer = min(others, key=others.__getitem__)
             cases = made.setdefault((name, peer), {})
             cases[f"{row.get('part')}: {case_of(row)}"] = others[peer] / mine
     return made
-
-
-def _others(row: Row) -> dict[str, float]:
-    if row.get("part") == "decode layer" and is_number(row.get("others_us")):
-        return {_ASSEMBLY: float(row["others_us"])}
-    return whole_peers(row)
 
 
 def _part(pattern: str, **values: object) -> Callable[[Row], bool]:
@@ -82,7 +73,7 @@ def headline(rows: Sequence[Row]) -> Ranges | None:
         low, high, middle = min(cases.values()), max(cases.values()), mean(cases.values())
         text = f"{middle:.2f} × {peer}"
         ranges.append(Range(name, low, middle, high, text))
-    used = [row for row in rows if own_us(row) and _others(row)]
+    used = [row for row in rows if own_us(row) and others_of(row)]
     return Ranges(
         key="headline",
         title="Times as fast as the libraries that engines use today",
@@ -106,9 +97,9 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     found = comparisons(rows)
     if not found:
         return []
-    used = [row for row in rows if own_us(row) and _others(row)]
+    used = [row for row in rows if own_us(row) and others_of(row)]
     devices = " and ".join(dict.fromkeys(map(device_of, used)))
-    ratios = [min(_others(row).values()) / (own_us(row) or 1.0) for row in used]
+    ratios = [min(others_of(row).values()) / (own_us(row) or 1.0) for row in used]
     lost = [ratio for ratio in ratios if ratio < 1]
     asked = [row for row in rows if row.get("met") is not None]
     short_of = [row for row in asked if row["met"] is False]

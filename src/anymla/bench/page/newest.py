@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from anymla.bench.page.reading import is_number, own_us, peer_us
-from anymla.bench.page.rows import Row, case_of, device_of, load_rows
+from anymla.bench.page.rows import Row, case_of, device_of
 
 _DECODE = re.compile(r"sparse_attention, (\d+) tokens, (\d+) heads, 128 \+ (\d+) slots$")
 _DECODE_PARTS = ("decode attention beside FlashMLA", "portable decode attention beside vLLM's")
-_SELECT = re.compile(r"(paged_mqa_logits)( and topk_per_row 512)?, (\d+) x (\d+) keys$")
-_BESIDE = re.compile(r"(?:decode|prefill) (\d+) x (?:(\d+) x )?(\d+)$")
+_SELECT = re.compile(r"paged_mqa_logits( and topk_per_row 512)?, (\d+) x (\d+) keys$")
+_BESIDE = re.compile(r"decode (\d+) x (\d+) x (\d+)$")
 _AT_MOST = re.compile(r"<= ([\d.]+) us$")
 
 
@@ -45,7 +44,7 @@ def things_of(row: Row) -> list[Thing]:
     made += [Thing(operation, shape, device, peer) for peer in peer_us(row)]
     if is_number(row.get("gluon_sm90_scores_us")) or is_number(row.get("triton_scores_us")):
         # A row of index selection also has the time of its first half.
-        made.append(Thing("index scores", shape, device, ""))
+        made.append(Thing(operation.replace("selection", "scores"), shape, device, ""))
     return made
 
 
@@ -67,10 +66,12 @@ def _operation(row: Row) -> tuple[str, str]:
         tokens, heads, extra = found.groups()
         return "decode attention", f"{tokens} x 1 queries, {heads} heads, 128 + {extra} slots"
     if found := _SELECT.match(case):
-        what = "index selection" if found[2] else "index scores"
-        return what, f"{found[3]} x 1 queries, {found[4]} keys"
+        what = "index selection" if found[1] else "index scores"
+        return what, f"{found[2]} x 1 queries, {found[3]} keys"
+    if part == "indexer" and case.startswith("prefill "):
+        return "index selection of a prefill", case.removeprefix("prefill ")
     if part == "indexer" and (found := _BESIDE.match(case)) and "topk_us" in row:
-        return "index selection", f"{found[1]} x {found[2] or 1} queries, {found[3]} keys"
+        return "index selection", f"{found[1]} x {found[2]} queries, {found[3]} keys"
     return part, f"{case}, run {row['run']}" if "run" in row else case
 
 
@@ -109,8 +110,3 @@ def _judged(row: Row, target: str | None) -> Row:
     found = _AT_MOST.match(target)
     assert found is not None
     return {**row, "target": target, "met": us <= float(found[1])}
-
-
-def newest_rows(results: Path) -> list[Row]:
-    """The rows that count, of all files of a folder."""
-    return newest(load_rows(results))

@@ -21,6 +21,9 @@ from anymla.bench.page.reading import (
 from anymla.bench.page.rows import Row, case_of, name_of, source
 from anymla.bench.page.table import Table, slug
 
+# What stands beside a whole layer is put together from several libraries.
+_ASSEMBLY = "FlashMLA + DeepGEMM"
+
 
 def peer_figure(rows: list[Row]) -> Figure | None:
     """Times as fast as the fastest other library, a line a kind of call, over its size.
@@ -70,6 +73,13 @@ def _drawn_over(row: Row) -> str:
 def whole_peers(row: Row) -> dict[str, float]:
     """Microseconds of other libraries that do all of what is timed here, by name."""
     return {name: us for name, us in peer_us(row).items() if "scores only" not in name}
+
+
+def others_of(row: Row) -> dict[str, float]:
+    """Microseconds of what an engine would use instead: one library, or several together."""
+    if row.get("part") == "decode layer" and is_number(row.get("others_us")):
+        return {_ASSEMBLY: float(row["others_us"])}
+    return whole_peers(row)
 
 
 def _series_name(row: Row) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anymla.bench.page.peers import tables_by_peer
+from anymla.bench.page.newest import things_of
+from anymla.bench.page.peers import others_of, tables_by_peer
 from anymla.bench.page.reading import microseconds, own_us
 from anymla.bench.page.rows import Row, device_of, name_of, source
 from anymla.bench.page.table import Table, slug
@@ -26,12 +27,27 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def missed(rows: Sequence[Row]) -> Table:
-    """What was asked of a row and not reached."""
+    """What was asked of a row and not reached, and where another library is faster."""
     short = [row for row in rows if row.get("met") is False]
-    body = [[name_of(row), f"!{_reached(row)}", _asked(row), device_of(row)] for row in short]
+    body = [[_named(row), f"!{_reached(row)}", _asked(row), device_of(row)] for row in short]
+    for row in rows:
+        mine, others = own_us(row), others_of(row)
+        if mine and others and min(others.values()) < mine:
+            peer = min(others, key=others.__getitem__)
+            ratio = f"!{others[peer] / mine:.2f} times"
+            body.append([_named(row), ratio, f"as fast as {peer}", device_of(row)])
+            short.append(row)
     head = ["case", "measured", "asked", "device"]
-    note = "Every row with a target that was not met."
+    note = "Every target that was not met, then every shape in which another library is faster."
     return Table("missed", "What falls short", head, body, source(short), note)
+
+
+def _named(row: Row) -> str:
+    """A case that says what ran where its own words do not."""
+    operation, shape, *_ = things_of(row)[0]
+    if operation in ("cache", "layer", "attention"):
+        return name_of(row)
+    return f"{operation}: {name_of({'case': shape})}"
 
 
 def _reached(row: Row) -> str:
