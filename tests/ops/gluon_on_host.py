@@ -455,24 +455,31 @@ def _stand_ins(language):
     }
 
 
+_SHARED = ("anymla.ops._gluon", "anymla.ops._gluon_epilogue")
+
+
+def _on_device(name):
+    return name.startswith(f"{family.__name__}.gluon_") or name in _SHARED
+
+
 @contextlib.contextmanager
 def _imports(stand_ins):
     """Import the family's Gluon files anew, and leave no trace of that."""
-    prefix = f"{family.__name__}.gluon_"
-    hidden = {name for name in sys.modules if name.startswith((prefix, "triton"))}
+    hidden = {name for name in sys.modules if _on_device(name) or name.startswith("triton")}
     real = {name: sys.modules.pop(name) for name in hidden}
     sys.modules.update(stand_ins)
     try:
         yield
     finally:
-        for name in [*stand_ins, *(name for name in sys.modules if name.startswith(prefix))]:
+        for name in [*stand_ins, *filter(_on_device, sys.modules)]:
             del sys.modules[name]
-            if name.startswith(prefix):
-                delattr(family, name.rpartition(".")[2])
+            if _on_device(name):
+                parent, _, last = name.rpartition(".")
+                delattr(sys.modules[parent], last)
         sys.modules.update(real)
-        for name in hidden:
-            if name.startswith(prefix):
-                setattr(family, name.rpartition(".")[2], real[name])
+        for name in filter(_on_device, hidden):
+            parent, _, last = name.rpartition(".")
+            setattr(sys.modules[parent], last, real[name])
 
 
 def on_host(*names):

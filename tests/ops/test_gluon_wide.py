@@ -37,7 +37,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
         tokens, heads, main.indices.shape[1], main.indices.shape[1], limit, limit,
         main.indices.stride(0), main.indices.stride(0), schedule.splits,
         q.stride(0) // 2, out.stride(0), torch.tensor(scale, dtype=torch.float32).item(), empty,
-        lse, lse, lse, 0, TURNED=0,
+        lse, lse, lse, 0, ROPE_DIM=0,
         TILES=schedule.tiles, SPLIT=schedule.cut, STREAM=schedule.stream, COST=TASK_COST, SIZE=128,
         TWO=False, LENGTH0=True, LENGTH1=False,
         PAGE0=main.cache.shape[1], PAGE1=main.cache.shape[1],

@@ -43,7 +43,7 @@ def spoken(monkeypatch, *parts):
     """The first part, imported anew with all of them, and the language it speaks."""
     language = Language()
     names = [f"anymla.ops.moe.gluon_sm90_{part}" for part in parts]
-    names += ["anymla.ops.pdl", "anymla.ops.sparse_attention.gluon_sm90_lists"]
+    names += ["anymla.ops.pdl", "anymla.ops._gluon"]
     stand_ins = host._stand_ins(language)
     copies = stand_ins["triton.experimental.gluon.language.nvidia.ampere"].async_copy
     copies.async_copy_global_to_shared = lambda to, pointer, mask=True: to.store(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops.attention_output.support import TURNED
-from anymla.ops.output_projection.triton_rotate import rotate_quantise
-from anymla.ops.output_projection.turned import Turned
+from anymla.ops._epilogue import QuantizedOut
+from anymla.ops.attention_output.support import ROPE_DIM
+from anymla.ops.device_epilogue import inverse_rope_quantize
 from anymla.ops.sparse_attention.gluon_sm90_attention import Call, attend
 from anymla.ops.streams import scratch
 
@@ -36,7 +36,7 @@ def sparse_attention_fp8_quant(
     plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract. Rounded to q's dtype in between, as separate calls do."""
-    to = Turned.allocate(q, positions, cos_sin_cache, native=True)
+    to = QuantizedOut.allocate(q, positions, cos_sin_cache, native=True)
     if q.shape[0] and q.shape[1]:
         lse = scratch(tuple(q.shape[:2]), torch.float32, q.device)
         call = Call.of(
@@ -49,11 +49,11 @@ def sparse_attention_fp8_quant(
             plan,
         )
         numbers = (call.q, call.scopes, call.sink, call.scale, float("-inf"), call.schedule)
-        whole = FUSED_WHOLE and cos_sin_cache.shape[1] == TURNED
+        whole = FUSED_WHOLE and cos_sin_cache.shape[1] == ROPE_DIM
         if whole or (call.schedule.cut and call.schedule.aligned):
             attend(*numbers, call.q, lse, to, call.plan)
         else:
             out = scratch(tuple(q.shape), q.dtype, q.device)
             attend(*numbers, out, lse, plan=call.plan)
-            rotate_quantise(out, to)
+            inverse_rope_quantize(out, to)
     return to.results(n_groups)

@@ -12,7 +12,7 @@ from anymla.ops.prefill_attention import support
 from anymla.ops.registry import Support
 from anymla.ops.sparse_attention.support import gluon_attention_support
 
-TURNED = 64
+ROPE_DIM = 64
 VALUES = 512
 # Whether decode's kernels are chosen without having been named.
 AUTOMATIC_DECODE = True
@@ -28,8 +28,8 @@ def gluon_support(
     **keywords: Any,
 ) -> Support:
     """``supports`` of backend ``gluon_sm90``."""
-    if cos_sin_cache.shape[1] != TURNED or cos_sin_cache.dtype != torch.float32:
-        return Support(False, f"{TURNED} float32 angles a position")
+    if cos_sin_cache.shape[1] != ROPE_DIM or cos_sin_cache.dtype != torch.float32:
+        return Support(False, f"{ROPE_DIM} float32 angles a position")
     return support.gluon_support(q, rows)
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops._epilogue import QuantizedOut
 from anymla.ops.device import target_of
-from anymla.ops.output_projection.turned import Turned
 from anymla.ops.sparse_attention.triton_attention import Results, attend, paged_lists
 from anymla.ops.streams import scratch
 
@@ -36,7 +36,7 @@ def sparse_attention_fp8_quant(
         (k_cache, layout, indices, lengths),
         (extra_cache, extra_layout, extra_indices, extra_lengths),
     )
-    turned = Turned.allocate(q, positions, cos_sin_cache, target_of(q.device).native_e4m3)
+    turned = QuantizedOut.allocate(q, positions, cos_sin_cache, target_of(q.device).native_e4m3)
     lse = scratch(tuple(q.shape[:2]), torch.float32, q.device)
     results = Results(turned.codes, lse, None, float("-inf"), turned)
     attend(q, lists, sink, scale, batch_invariant, results)

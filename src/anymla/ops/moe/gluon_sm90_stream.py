@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from anymla.ops._gluon import view
 from anymla.ops.moe.gluon_sm90_products import (
     above,
     factors_of,
@@ -32,7 +33,6 @@ from anymla.ops.moe.gluon_sm90_products import (
 )
 from anymla.ops.moe.gluon_sm90_requests import ask_rows, ask_weights, tile_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
-from anymla.ops.sparse_attention.gluon_sm90_lists import view
 
 
 @gluon.jit

@@ -10,10 +10,9 @@ from anymla.formats.fp8_block import (
     dequantize_fp8_weight,
     quantize_fp8_rows,
 )
+from anymla.ops._epilogue import AMAX_FLOOR
 from anymla.ops.norm_rope.reference import rope
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
-
-AMAX_FLOOR = 1e-10
 
 
 def grouped_output_projection(

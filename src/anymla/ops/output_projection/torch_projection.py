@@ -10,10 +10,10 @@ from anymla.formats.fp8_block import (
     dequantize_fp8_weight,
     quantize_fp8_rows,
 )
+from anymla.ops._epilogue import AMAX_FLOOR
 from anymla.ops.linear.torch_product import is_row, row_products
 from anymla.ops.norm_rope.torch_rope import rope, rotate_, turns
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
-from anymla.ops.output_projection.reference import AMAX_FLOOR
 
 
 def grouped_output_projection(

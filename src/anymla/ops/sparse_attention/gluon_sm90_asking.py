@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from anymla.ops._gluon import warpgroup_barrier
 from anymla.ops.sparse_attention.gluon_sm90_ends import HALF, HEADS, boxes
 from anymla.ops.sparse_attention.gluon_sm90_query import (
     CHUNKS,
@@ -12,7 +13,6 @@ from anymla.ops.sparse_attention.gluon_sm90_query import (
     take_copied,
     take_query,
 )
-from anymla.ops.sparse_attention.gluon_sm90_softmax import warps_meet
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
@@ -25,7 +25,7 @@ def clear(q_words, q_copy):
         for part in gl.static_range(2):
             q_words.index(part).store(gl.zeros([HEADS, HALF // 2], gl.int32, L))
         fence_async_shared()
-        warps_meet()
+        warpgroup_barrier()
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def call(there, q_copy, token, tile, H, q_words, q_here, TYPE: gl.constexpr):
         COUNT: gl.constexpr = HALF // WIDTH
         to = boxes(q_words, TYPE, BOX, WIDTH)
         # All warps have read the queries that were here.
-        warps_meet()
+        warpgroup_barrier()
         for part in gl.static_range(2):
             here = q_here.index(part)
             mbarrier.expect(here, BOX * HALF * 2)

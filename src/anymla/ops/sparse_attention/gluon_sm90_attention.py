@@ -9,9 +9,8 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import pages_of
+from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
 from anymla.ops.device import target_of
-from anymla.ops.output_projection import turned
-from anymla.ops.output_projection.turned import Turned
 from anymla.ops.pdl import pdl_launch
 from anymla.ops.registry import require
 from anymla.ops.sparse_attention.gluon_sm90_forms import form_of
@@ -19,13 +18,7 @@ from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE
 from anymla.ops.sparse_attention.gluon_sm90_merging import merge
 from anymla.ops.sparse_attention.gluon_sm90_plan import plan_numbers
 from anymla.ops.sparse_attention.gluon_sm90_softmax import SUMS
-from anymla.ops.sparse_attention.schedule import (
-    TASK_COST,
-    Schedule,
-    Stream,
-    choose,
-    seen_tokens,
-)
+from anymla.ops.sparse_attention.schedule import TASK_COST, Schedule, Stream, choose, seen_tokens
 from anymla.ops.streams import scratch
 
 _LARGEST_INT32 = 2**31 - 1
@@ -203,7 +196,7 @@ def attend(
     schedule: Schedule,
     out: Tensor,
     lse: Tensor,
-    to: Turned | None = None,
+    to: QuantizedOut | None = None,
     plan: Tensor | None = None,
 ) -> None:
     """Launch by a schedule, in as many parts as the workspace asks for.
@@ -231,7 +224,7 @@ def _launch(
     schedule: Schedule,
     out: Tensor,
     lse: Tensor,
-    to: Turned | None,
+    to: QuantizedOut | None,
     plan: Tensor | None,
 ) -> None:
     tokens, heads, _ = q.shape
@@ -256,7 +249,7 @@ def _launch(
         out if ends is None else ends.codes.view(torch.int16), lse, part, sums, spans, marks,
         tokens, heads, first.width, second.width, first.limit, second.limit,
         first.indices.stride(0), second.indices.stride(0), schedule.splits,
-        q.stride(0) // 2, out.stride(0), scale, empty, *turned.pointers(ends, lse),
+        q.stride(0) // 2, out.stride(0), scale, empty, *epilogue_pointers(ends, lse),
         SPLIT=schedule.cut, STREAM=int(schedule.stream), COST=TASK_COST,
         SIZE=seen_tokens(schedule, tokens),
         TWO=len(scopes) > 1,
@@ -264,7 +257,7 @@ def _launch(
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
         SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1),
-        TURNED=0 if ends is None else ends.table.shape[1], **form, num_warps=4,
+        ROPE_DIM=0 if ends is None else ends.rope.dim, **form, num_warps=4,
         launch_pdl=pdl_launch(q.device)["PDL"],
     )  # fmt: skip
     if schedule.cut:

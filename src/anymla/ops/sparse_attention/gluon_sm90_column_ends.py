@@ -3,11 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from anymla.ops._gluon import view
+from anymla.ops._gluon_epilogue import store_quantized_rows
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT
 from anymla.ops.sparse_attention.gluon_sm90_lists import CHANNELS
 from anymla.ops.sparse_attention.gluon_sm90_query import stored
-from anymla.ops.sparse_attention.gluon_sm90_softmax import SUMS, bottom_of, log_sum, view
-from anymla.ops.sparse_attention.gluon_sm90_turned import store_rows
+from anymla.ops.sparse_attention.gluon_sm90_softmax import SUMS, bottom_of, log_sum
 
 HALF = gl.constexpr(256)
 
@@ -39,8 +40,8 @@ def _store_out(
     HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     rows = _turned_over(y, words, out.TYPE, PART, HEADS)
-    if out.TURNED > 0:
-        store_rows(rows, out, token, H, head0, HEADS, PART)
+    if out.ROPE_DIM > 0:
+        store_quantized_rows(rows, out, token, H, head0, HEADS, PART)
     else:
         to = out.heads + token.to(gl.int64) * token_stride + head0 * HEAD
         _store_heads(rows, to, H - head0, HEAD, PART, HEADS)

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.ops._build import Build
+from anymla.ops._gluon import view, warpgroup_barrier
+from anymla.ops._gluon_epilogue import Output
 from anymla.ops.device import Target
 from anymla.ops.sparse_attention.gluon_sm90_column_ends import HALF, finish, leave
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT, produce
@@ -48,14 +50,11 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     predecessors_done,
     record_cut,
     record_span,
-    view,
-    warps_meet,
 )
-from anymla.ops.sparse_attention.gluon_sm90_turned import Output
 
 # Around the loop, with 32 heads; none in it.
 _SPILLS = 280
-_FOUR = {"TURNED": 64, "TILES": 4}
+_FOUR = {"ROPE_DIM": 64, "TILES": 4}
 
 
 @gluon.jit
@@ -63,7 +62,7 @@ def _largest(scores, exchange, HEADS: gl.constexpr, ROW: gl.constexpr):
     """Maximum of each column of scores [64, HEADS], of which every warp has 16 rows."""
     inside = gl.max(gl.reshape(scores, [4, 16, HEADS]), 1)
     exchange.store(inside)
-    warps_meet()
+    warpgroup_barrier()
     # Every thread reads the four maxima of the columns that it holds.
     STEPS: gl.constexpr = [[0, 1], [1, 0], [2, 0], [0, 8]]
     if HEADS == 32:
@@ -104,7 +103,7 @@ def _weights(
     p = gl.exp2(scores * factor - gl.expand_dims(peak * factor - SHIFT, 0))
     p_s.store(p.to(gl.float16))
     fence_async_shared()
-    warps_meet()
+    warpgroup_barrier()
     return p, decay, peak
 
 
@@ -138,7 +137,7 @@ def main_part(
         load_query(q_ptr, token, tile, H, q_token, q_words.index(0), HEADS, Q_HEAD, 0, False)
         load_query(q_ptr, token, tile, H, q_token, q_words.index(1), HEADS, Q_HEAD, 1, True)
         fence_async_shared()
-        warps_meet()
+        warpgroup_barrier()
         head = tile * HEADS + gl.arange(0, HEADS, layout=COLUMN)
         sink = load_sink(sink_ptr, head, H, SINK)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, COLUMN)
@@ -210,7 +209,7 @@ def columns_kernel(
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
     HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    TURNED: gl.constexpr, TILES: gl.constexpr,
+    ROPE_DIM: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """As ``tiles_kernel``; HEADS is 16 or 32, and with TILES > 1 tasks are whole."""
     lists = Lists(
@@ -228,7 +227,7 @@ def columns_kernel(
     right = gl.allocate_shared_memory(gl.int32, [BUFFERS, KEYS, HALF // 2], WORDS)
     q_s = view(q_words, gl.float16, [2, HEADS, HALF], HALVES)
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
-    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
+    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, ROPE_DIM, TYPE)
     k_left = view(left, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [BUFFERS, KEYS, HALF], HALVES)
     p_s = gl.allocate_shared_memory(
@@ -270,14 +269,14 @@ def builds(target: Target) -> Iterator[Build]:
     if target.name != "sm_90":
         return
     for heads, buffers in ((16, 3), (32, 2)):
-        for way in ({}, {"SPLIT": True}, {"SPLIT": True, "STREAM": True}, {"TURNED": 64}, _FOUR):
+        for way in ({}, {"SPLIT": True}, {"SPLIT": True, "STREAM": True}, {"ROPE_DIM": 64}, _FOUR):
             if way is _FOUR and heads > 16:
                 continue
             form = {"HEADS": heads, "BUFFERS": buffers, "PRODUCER_REGISTERS": 136, "TILES": 1}
             yield Build(
                 f"{heads} heads {' '.join(way)}".strip(),
                 columns_kernel,
-                ARGUMENT_TYPES | ({"out_ptr": "*i16"} if "TURNED" in way else {}),
+                ARGUMENT_TYPES | ({"out_ptr": "*i16"} if "ROPE_DIM" in way else {}),
                 form | BUILT | way,
                 divisible=("q_token", "out_token"),
                 matrix=True,

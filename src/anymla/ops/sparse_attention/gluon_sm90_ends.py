@@ -4,18 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from anymla.ops._gluon import opaque, view
+from anymla.ops._gluon_epilogue import store_quantized_chunks
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT
-from anymla.ops.sparse_attention.gluon_sm90_lists import anew
-from anymla.ops.sparse_attention.gluon_sm90_query import (
-    CHUNK,
-    CHUNKS,
-)
-from anymla.ops.sparse_attention.gluon_sm90_softmax import (
-    SUMS,
-    log_sum,
-    view,
-)
-from anymla.ops.sparse_attention.gluon_sm90_turned import store_chunks
+from anymla.ops.sparse_attention.gluon_sm90_query import CHUNK, CHUNKS
+from anymla.ops.sparse_attention.gluon_sm90_softmax import SUMS, log_sum
 
 _copy = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 HEADS = gl.constexpr(64)
@@ -67,7 +60,7 @@ def _send_half(
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WIDTH: gl.constexpr = 2 * CHUNK
     chunks = _chunks(words, TYPE)
-    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + anew(tile * 0)
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + opaque(tile * 0)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     there = gl.expand_dims(tile * HEADS + row < H, 1) & (gl.expand_dims(column, 0) >= 0)
     for chunk in range(0, CHUNKS):
@@ -101,9 +94,9 @@ def _send_out(
     words, buffer, out, angles, copies, token, tile, H, token_stride,
     HEAD: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    if out.TURNED > 0:
+    if out.ROPE_DIM > 0:
         chunks = _chunks(words, out.TYPE)
-        store_chunks(chunks, buffer * CHUNKS, out, angles, token, tile * HEADS, H, PART)
+        store_quantized_chunks(chunks, buffer * CHUNKS, out, angles, token, tile * HEADS, H, PART)
     elif copies[0] is not None:
         _copy_half(words, copies[0], token * H + tile * HEADS, buffer, out.TYPE, PART)
     else:
@@ -115,10 +108,10 @@ def _send_out(
 def stage(y, words, buffer, out, share, direct, TAIL: gl.constexpr):
     """Put half of a piece, a whole task's result if ``direct``, into the buffer it left last."""
     if not share.SPLIT:
-        _stage(y, words, buffer, out.TYPE, TAIL and out.TURNED == 0)
+        _stage(y, words, buffer, out.TYPE, TAIL and out.ROPE_DIM == 0)
     elif share.STREAM:
         if direct:
-            _stage(y, words, buffer, out.TYPE, TAIL and out.TURNED == 0)
+            _stage(y, words, buffer, out.TYPE, TAIL and out.ROPE_DIM == 0)
         else:
             _stage(y, words, buffer, gl.float16, TAIL)
     else:

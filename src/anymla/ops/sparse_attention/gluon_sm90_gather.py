@@ -52,16 +52,6 @@ _HALVES = gl.constexpr(
 
 
 @gluon.jit
-def tail_order(position, GROUP: gl.constexpr):
-    """Channel of the tail that is stored at a position of the tail; or word, of GROUP 4.
-
-    Contiguous and aligned in groups of GROUP, as the compiler can see.
-    """
-    group = position // GROUP
-    return ((group % 2) * 4 + group // 2) * GROUP + position % GROUP
-
-
-@gluon.jit
 def halves(words):
     """Two bfloat16 of each word as two float16."""
     return gl.inline_asm_elementwise(_HALVES, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)

@@ -4,12 +4,11 @@ A token's blocks are 64 columns of its first list, then 64 columns of its second
 that a token without rows gets its zeros. How blocks are shared out: ``gluon_sm90_shares``.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops._gluon import aggregate
 
 _LAYOUT = get_layout(MAIN_FP8)
 KEYS = gl.constexpr(64)
@@ -17,7 +16,6 @@ DATA = gl.constexpr(_LAYOUT.data_bytes)
 SCALES = gl.constexpr(_LAYOUT.scale_bytes)
 NOPE = gl.constexpr(_LAYOUT.nope)
 CHANNELS = gl.constexpr(_LAYOUT.channels)
-NEW_API = gl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 7))
 
 
 @aggregate
@@ -71,19 +69,6 @@ class Lists:
 
 
 @gluon.jit
-def anew(x):
-    """The same number, as one that the compiler does not know.
-
-    What follows from it is computed where it stands. Otherwise offsets and predicates that are the
-    same for all tasks are computed once and kept, which registers do not suffice for; and what is
-    spilled has left the L1 cache, through which all rows go, by the time it is needed.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def length_of(lengths, token, there, width, GIVEN: gl.constexpr):
     """Columns in use of a token's list: at most all of it, which is what they are unless given."""
     if GIVEN:
@@ -102,15 +87,6 @@ def counts(lists, token):
         n1 = n1 + length_of(lists.length1, token, token >= 0, lists.width1, lists.LENGTH1)
     blocks = gl.maximum(blocks0 + (n1 + KEYS - 1) // KEYS, 1)
     return n0, n1, blocks0, blocks
-
-
-@gluon.jit
-def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory as another type and shape."""
-    if NEW_API:
-        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
-    else:
-        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit
@@ -187,5 +163,5 @@ BUILT = {
     "SPLIT": False, "STREAM": False, "COST": 4, "SIZE": 128, "TWO": True,
     "LENGTH0": True, "LENGTH1": True, "PAGE0": 64, "PAGE1": 64,
     "STEP0": _PAGE_BYTES, "STEP1": _PAGE_BYTES, "SINK": True,
-    "Q_HEAD": _LAYOUT.channels // 2, "OUT_HEAD": _LAYOUT.channels, "TURNED": 0,
+    "Q_HEAD": _LAYOUT.channels // 2, "OUT_HEAD": _LAYOUT.channels, "ROPE_DIM": 0,
 }  # fmt: skip

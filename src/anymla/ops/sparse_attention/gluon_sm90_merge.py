@@ -10,7 +10,7 @@ A piece's result is float16: less its first channels' ``LIFT`` and a power of tw
 which is not 1 where float16 would not hold it.
 
 They are launched while the attention kernel still runs, and wait for its end. Results leave as they
-are, or rotated back and quantised for the output projection (TURNED).
+are, or rotated back and quantised for the output projection (ROPE_DIM).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anymla.ops.output_projection.triton_turned import store_turned
+from anymla.ops.device_epilogue import store_quantized
 from anymla.ops.sparse_attention.float16_range import LIFT
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -40,7 +40,7 @@ def _merge_head(
     part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, slot, others, count, row, token, head, part, H,
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
-    AT_ONCE: tl.constexpr, SINK: tl.constexpr, LIFTED: tl.constexpr, TURNED: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINK: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr,
     TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """WIDTH channels of a head from its pieces: ``slot``, ``others`` + 1, ``others`` + 2 ..
@@ -78,10 +78,11 @@ def _merge_head(
             value += tl.sum(values.to(tl.float32) * weight[:, None], 0)
     value = value * tl.where(channel < LIFTED, _UNLIFT, 1.0)
     value = value * tl.where(total == 0, 0.0, 1.0 / bottom)
-    if TURNED > 0:
-        store_turned(
+    if ROPE_DIM > 0:
+        store_quantized(
             value[None, :], (part * WIDTH).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
-            scales_ptr, positions_ptr, table_ptr, angles, 1, WIDTH, CHANNELS, TURNED, TYPE, NATIVE,
+            scales_ptr, positions_ptr, table_ptr, angles, 1, WIDTH, CHANNELS, ROPE_DIM, TYPE,
+            NATIVE,
         )  # fmt: skip
     else:
         to = out_ptr + token * out_token + head * out_head + channel
@@ -96,7 +97,7 @@ def _merge_group(
     part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, splits, row, token, head, H,
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
-    SINK: tl.constexpr, LIFTED: tl.constexpr, TURNED: tl.constexpr, TYPE: tl.constexpr,
+    SINK: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr, TYPE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads from few pieces, piece by piece."""
@@ -124,10 +125,10 @@ def _merge_group(
         bottom += tl.exp2(sink * _LOG2E - highest)
     value = value * tl.where(total == 0, 0.0, 1.0 / bottom)[:, None]
     value = value * tl.where(channel < LIFTED, _UNLIFT, 1.0)[None, :]
-    if TURNED > 0:
-        store_turned(
+    if ROPE_DIM > 0:
+        store_quantized(
             value, 0, token, head.to(tl.int32), H, out_ptr, scales_ptr, positions_ptr, table_ptr,
-            angles, GROUP, CHANNELS, CHANNELS, TURNED, TYPE, NATIVE,
+            angles, GROUP, CHANNELS, CHANNELS, ROPE_DIM, TYPE, NATIVE,
         )  # fmt: skip
     else:
         to = out_ptr + token * out_token + (head + heads)[:, None] * out_head + channel[None, :]
@@ -142,7 +143,7 @@ def merge_kernel(
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     MOST: tl.constexpr, AT_ONCE: tl.constexpr, SINK: tl.constexpr, PDL: tl.constexpr,
-    ORDERED: tl.constexpr, LIFTED: tl.constexpr, TURNED: tl.constexpr, TYPE: tl.constexpr,
+    ORDERED: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr, TYPE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the file.
@@ -151,7 +152,7 @@ def merge_kernel(
         part_ptr: float16 [slots, ROWS, CHANNELS].
         sums_ptr: float32 [slots, ROWS, 4]: reference exponent, sum, factor of the piece, and room.
         sink_ptr: float32 [H].
-        out_ptr: [T, H, CHANNELS]; codes if TURNED is not 0.
+        out_ptr: [T, H, CHANNELS]; codes if ROPE_DIM is not 0.
         lse_ptr: float32 [T, H].
         order_ptr: int32 [T], tokens; see ORDERED.
         H: heads.
@@ -161,7 +162,7 @@ def merge_kernel(
         out_token: stride of out.
         out_head: stride of out.
         empty: lse of a token without rows.
-        scales_ptr: as in ``store_turned``, like the next three and the last three.
+        scales_ptr: as in ``store_quantized``, like the next three and the last three.
         positions_ptr: likewise.
         table_ptr: likewise.
         angles: likewise.
@@ -175,7 +176,7 @@ def merge_kernel(
         PDL: launched before the attention kernel ended.
         ORDERED: tasks are of the tokens in this order.
         LIFTED: channels before this one are stored times 2^``LIFT``.
-        TURNED: see above, or 0.
+        ROPE_DIM: see above, or 0.
         TYPE: see above.
         NATIVE: see above.
     """
@@ -204,13 +205,13 @@ def merge_kernel(
         _merge_group(
             part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, splits, row, token, head, H,
             out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
-            ROWS, CHANNELS, GROUP, MOST, SINK, LIFTED, TURNED, TYPE, NATIVE,
+            ROWS, CHANNELS, GROUP, MOST, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
         )  # fmt: skip
     else:
         _merge_head(
             part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, first, splits, row, token, head,
             part, H, out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
-            ROWS, CHANNELS, WIDTH, MOST, AT_ONCE, SINK, LIFTED, TURNED, TYPE, NATIVE,
+            ROWS, CHANNELS, WIDTH, MOST, AT_ONCE, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
         )  # fmt: skip
 
 
@@ -220,7 +221,7 @@ def merge_stream_kernel(
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
     AT_ONCE: tl.constexpr, SINK: tl.constexpr, PDL: tl.constexpr, LIFTED: tl.constexpr,
-    TURNED: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
+    ROPE_DIM: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the file. Arguments that ``merge_kernel`` does not have are these.
 
@@ -250,5 +251,5 @@ def merge_stream_kernel(
                 part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, programs + first,
                 last + 1 - first, row, token, head, program * 0, H, out_token, out_head, empty,
                 scales_ptr, positions_ptr, table_ptr, angles, ROWS, CHANNELS, CHANNELS, MOST,
-                AT_ONCE, SINK, LIFTED, TURNED, TYPE, NATIVE,
+                AT_ONCE, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
             )  # fmt: skip

@@ -11,13 +11,9 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._build import Build
+from anymla.ops._epilogue import QuantizedOut, epilogue_constants, epilogue_pointers
 from anymla.ops.device import Target
-from anymla.ops.output_projection import turned
-from anymla.ops.output_projection.turned import Turned
-from anymla.ops.sparse_attention.gluon_sm90_merge import (
-    merge_kernel,
-    merge_stream_kernel,
-)
+from anymla.ops.sparse_attention.gluon_sm90_merge import merge_kernel, merge_stream_kernel
 from anymla.ops.sparse_attention.schedule import Schedule
 
 _STREAM_AT_ONCE, _STREAM_GROUP = 8, 2
@@ -55,7 +51,7 @@ def merge(
     out: Tensor,
     lse: Tensor,
     empty: float,
-    to: Turned | None,
+    to: QuantizedOut | None,
     *,
     lifted: int,
     early: bool = True,
@@ -79,10 +75,10 @@ def merge(
     tasks, rows = tokens * schedule.tiles, schedule.heads
     result = out if to is None else to.codes
     sinks = lse if sink is None else sink
-    end = (result.stride(0), result.stride(1), empty, *turned.pointers(to, lse))
+    end = (result.stride(0), result.stride(1), empty, *epilogue_pointers(to, lse))
     common = {
         "ROWS": rows, "CHANNELS": channels, "SINK": sink is not None, "LIFTED": lifted,
-        "PDL": early, **turned.constants(to),
+        "PDL": early, **epilogue_constants(to),
     }  # fmt: skip
     if early:
         common["launch_pdl"] = True
@@ -123,7 +119,7 @@ def _builds(quantised: bool) -> Iterator[Build]:
         "order_ptr": "*i32",
         "empty": "fp32",
     }
-    end = {"TURNED": 64 if quantised else 0, "TYPE": tl.bfloat16, "NATIVE": True}
+    end = {"ROPE_DIM": 64 if quantised else 0, "TYPE": tl.bfloat16, "NATIVE": True}
     note = ", quantised" if quantised else ""
     counts = ("H", "splits", "first_task", "rows", "tasks", "programs", "out_token", "out_head")
     types |= dict.fromkeys(counts, "i32")

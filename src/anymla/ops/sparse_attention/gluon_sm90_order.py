@@ -7,7 +7,8 @@ round are the shortest, which are cut where that ends sooner: if all are about a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, length_of, view
+from anymla.ops._gluon import view
+from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, length_of
 from anymla.ops.sparse_attention.schedule import MOST_ORDERED_TOKENS
 
 # Of keys that tokens are ordered by.

@@ -13,13 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops.sparse_attention.gluon_sm90_asking import (
-    call,
-    clear,
-    come,
-    give_back,
-    load,
-)
+from anymla.ops._gluon import opaque, warpgroup_barrier
+from anymla.ops._gluon_epilogue import prefetch_angles
+from anymla.ops.sparse_attention.gluon_sm90_asking import call, clear, come, give_back, load
 from anymla.ops.sparse_attention.gluon_sm90_ends import (
     HALF,
     HEADS,
@@ -31,14 +27,8 @@ from anymla.ops.sparse_attention.gluon_sm90_ends import (
     unlift,
 )
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT
-from anymla.ops.sparse_attention.gluon_sm90_lists import (
-    KEYS,
-    NOPE,
-    anew,
-)
-from anymla.ops.sparse_attention.gluon_sm90_query import (
-    load_tail,
-)
+from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, NOPE
+from anymla.ops.sparse_attention.gluon_sm90_query import load_tail
 from anymla.ops.sparse_attention.gluon_sm90_shares import piece
 from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     LOG2E,
@@ -50,9 +40,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     predecessors_done,
     record_cut,
     record_span,
-    warps_meet,
 )
-from anymla.ops.sparse_attention.gluon_sm90_turned import ask_for_angles
 
 
 @gluon.jit
@@ -81,8 +69,8 @@ def right_part(
         fence_async_shared()
         mbarrier.arrive(q_ready, count=1)
         angles = out.table
-        if out.TURNED > 0:
-            angles = ask_for_angles(out, token)
+        if out.ROPE_DIM > 0:
+            angles = prefetch_angles(out, token)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         count = last - first
         for block in range(0, count):
@@ -162,7 +150,7 @@ def main_part(
         if WIDE:
             load_tail(q_ptr, token, tile, H, q_token, tails[0], HEADS, Q_HEAD)
         fence_async_shared()
-        warps_meet()  # here, or the compiler puts one into the loop
+        warpgroup_barrier()  # here, or the compiler puts one into the loop
         head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
         sink = load_sink(sink_ptr, head, H, SINK)
         mbarrier.wait(q_ready, k & 1)
@@ -222,7 +210,7 @@ def main_part(
             )
             more = k + 1 < share.count
             call(more, copies[2], ahead, ahead_tile, H, q_words, q_here, TYPE)
-        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW) + anew(tile * 0)
+        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW) + opaque(tile * 0)
         top = highest * factor - SHIFT
         bottom = sums
         if not share.SPLIT or share.STREAM:

@@ -12,8 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from anymla.ops.sparse_attention.gluon_sm90_gather import halves, tail_order
-from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE, anew
+from anymla.ops._gluon import opaque
+from anymla.ops._gluon_epilogue import tail_order
+from anymla.ops.sparse_attention.gluon_sm90_gather import halves
+from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 HALF = gl.constexpr(256)
@@ -70,7 +72,7 @@ def load_query(
         TAIL: the last 64 of these are the tail.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    zero = anew(tile * 0)
+    zero = opaque(tile * 0)
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + zero
     word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
     if TAIL:
@@ -87,7 +89,7 @@ def load_query(
 def load_tail(q_ptr, token, tile, H, token_stride, to, HEADS: gl.constexpr, HEAD: gl.constexpr):
     """The last 64 of 576 channels of a tile of heads, to int32 [HEADS, CHUNK] in shared memory."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + anew(tile * 0)
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + opaque(tile * 0)
     word = tail_order(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 4)
     start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + 2 * CHUNKS * CHUNK
     at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(word, 0)

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anymla.ops._gluon import view, warpgroup_barrier
+from anymla.ops._gluon_epilogue import angles_of, store_quantized_block
 from anymla.ops.sparse_attention.gluon_sm90_gather import LIFT
 from anymla.ops.sparse_attention.gluon_sm90_lists import CHANNELS, KEYS, NOPE, address, slots_of
 from anymla.ops.sparse_attention.gluon_sm90_shares import piece
@@ -25,10 +27,7 @@ from anymla.ops.sparse_attention.gluon_sm90_softmax import (
     bottom_of,
     load_sink,
     log_sum,
-    view,
-    warps_meet,
 )
-from anymla.ops.sparse_attention.gluon_sm90_turned import angles_of, store_run
 from anymla.ops.sparse_attention.gluon_sm90_wide_gather import row_address
 from anymla.ops.sparse_attention.gluon_sm90_wide_rescan import fetch_tail, fetch_wide_rows
 
@@ -84,13 +83,13 @@ def _weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
     sums = sums * decay + gl.sum(p, 1)
     p_s.store(p.to(gl.bfloat16))
     fence_async_shared()
-    warps_meet()
+    warpgroup_barrier()
     low = low * gl.expand_dims(decay, 1)
     high = high * gl.expand_dims(decay, 1)
     low = warpgroup_mma(p_s, k_s.index(quarter * 2), low, is_async=True)
     high = warpgroup_mma(p_s, k_s.index(quarter * 2 + 1), high, is_async=True)
     low, high = warpgroup_mma_wait(0, deps=[low, high])
-    warps_meet()
+    warpgroup_barrier()
     return low, high, peak, sums
 
 
@@ -117,7 +116,7 @@ def _pass(
             valid, data, marks = address(slots, block < blocks0, lists)
             _fetch_rows(valid, data, marks, k_s, L)
         fence_async_shared()
-        warps_meet()
+        warpgroup_barrier()
         scores = gl.zeros([64, KEYS], gl.float32, S)
         # Unrolled, its operands' addresses would be the same numbers as the kernel's own, which the
         # compiler would then keep in registers across the kernel's loop.
@@ -151,11 +150,13 @@ def _write(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     bottom = bottom_of(sums, top, load_sink(sink_ptr, head, H, SINK))
     share = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / bottom), 1)
-    if out.TURNED > 0:
+    if out.ROPE_DIM > 0:
         row = token.to(gl.int64) * H + head0
         quarter = column // (2 * _CHUNK)
         angles = angles_of(out, token)
-        store_run(low * share, high * share, out, angles, row, head < H, quarter, True, False)
+        store_quantized_block(
+            low * share, high * share, out, angles, row, head < H, quarter, True, False
+        )
     else:
         to = out.heads + token.to(gl.int64) * out_token + head0.to(gl.int64) * out_head
         _store(to, out_head, head, head0, H, column, low * share, S)

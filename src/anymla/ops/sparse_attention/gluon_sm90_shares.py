@@ -20,8 +20,8 @@ A *task* is one tile of heads of one token, a *piece* a range of a task's blocks
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
+from anymla.ops._gluon import aggregate
 from anymla.ops.sparse_attention.gluon_sm90_lists import KEYS, counts, length_of
 from anymla.ops.sparse_attention.gluon_sm90_order import order_tokens, place_of
 from anymla.ops.sparse_attention.gluon_sm90_softmax import predecessors_done

@@ -3,8 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops.sparse_attention.gluon_sm90_lists import NEW_API, counts
-from anymla.ops.sparse_attention.gluon_sm90_lists import view as view
+from anymla.ops.sparse_attention.gluon_sm90_lists import counts
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -14,15 +13,6 @@ SHIFT = gl.constexpr(15.0)
 # Numbers a head that a piece leaves beside its result: reference exponent, sum, factor of the
 # result, and room.
 SUMS = gl.constexpr(4)
-
-
-@gluon.jit
-def warps_meet():
-    """Barrier of the warps of a partition."""
-    if NEW_API:
-        gl.barrier()
-    else:
-        gl.thread_barrier()
 
 
 @gluon.jit

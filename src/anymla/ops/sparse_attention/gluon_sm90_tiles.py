@@ -37,30 +37,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.ops._build import Build
+from anymla.ops._gluon import view
+from anymla.ops._gluon_epilogue import Output
 from anymla.ops.device import Target
-from anymla.ops.sparse_attention.gluon_sm90_ends import (
-    HALF,
-    HEADS,
-)
+from anymla.ops.sparse_attention.gluon_sm90_ends import HALF, HEADS
 from anymla.ops.sparse_attention.gluon_sm90_gather import produce
-from anymla.ops.sparse_attention.gluon_sm90_lists import (
-    ARGUMENT_TYPES,
-    BUILT,
-    COUNTS,
-    KEYS,
-    Lists,
-)
+from anymla.ops.sparse_attention.gluon_sm90_lists import ARGUMENT_TYPES, BUILT, COUNTS, KEYS, Lists
 from anymla.ops.sparse_attention.gluon_sm90_parts import main_part, right_part
-from anymla.ops.sparse_attention.gluon_sm90_query import (
-    CHUNK,
-    CHUNKS,
-)
+from anymla.ops.sparse_attention.gluon_sm90_query import CHUNK, CHUNKS
 from anymla.ops.sparse_attention.gluon_sm90_rescan import any_marked, rescan
 from anymla.ops.sparse_attention.gluon_sm90_shares import share_of
-from anymla.ops.sparse_attention.gluon_sm90_softmax import (
-    view,
-)
-from anymla.ops.sparse_attention.gluon_sm90_turned import Output
 from anymla.ops.sparse_attention.gluon_sm90_wide_gather import produce_wide
 from anymla.ops.sparse_attention.schedule import Stream
 
@@ -90,14 +76,14 @@ def tiles_kernel(
     SIZE: gl.constexpr, TWO: gl.constexpr, LENGTH0: gl.constexpr, LENGTH1: gl.constexpr,
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
-    RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, TURNED: gl.constexpr,
+    RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ROPE_DIM: gl.constexpr,
     WIDE: gl.constexpr,
 ):  # fmt: skip
     """See the file.
 
     SPLIT and STREAM are ``cut`` and ``stream`` of the schedule; q_token and Q_HEAD count int32
-    words, limit0 and limit1 rows, STEP0 and STEP1 bytes. What comes after ``empty``, and TURNED, is
-    as in ``gluon_sm90_turned.Output``. WIDE: rows are those of V3.2, see ``gluon_sm90_wide``.
+    words, limit0 and limit1 rows, STEP0 and STEP1 bytes. What comes after ``empty``, and ROPE_DIM,
+    is as in ``_gluon_epilogue.Output``. WIDE: rows are those of V3.2, see ``gluon_sm90_wide``.
     """
     lists = Lists(
         rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
@@ -115,7 +101,7 @@ def tiles_kernel(
     k_left = view(left, gl.float16, [2, KEYS, HALF], HALVES)
     k_right = view(right, gl.float16, [2, KEYS, HALF], HALVES)
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
-    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, TURNED, TYPE)
+    out = Output(out_ptr, scales_ptr, positions_ptr, table_ptr, angles, ROPE_DIM, TYPE)
     # There is no room for two buffers of P beside V3.2's tails.
     P: gl.constexpr = 1 if WIDE else 2
     p_s = gl.allocate_shared_memory(gl.float16, [P, HEADS, KEYS], HALVES)
@@ -187,7 +173,7 @@ def copies(**constants: object) -> tuple[dict[str, str], dict[str, None]]:
     merged = "SPLIT" in constants and "STREAM" not in constants
     box = f"[{HEADS.value}, {HALF.value}],{NVMMASharedLayout(128, 16, rank=2)!r}>"
     there = {
-        "out_copy": "" if merged or "TURNED" in constants else "bf16",
+        "out_copy": "" if merged or "ROPE_DIM" in constants else "bf16",
         "part_copy": "fp16" if "SPLIT" in constants else "",
         "q_copy": "" if "WIDE" in constants or "q_copy" in constants else "bf16",
     }
@@ -201,7 +187,7 @@ def build(label: str, **constants: object) -> Build:
     return Build(
         label,
         tiles_kernel,
-        ARGUMENT_TYPES | types | ({"out_ptr": "*i16"} if "TURNED" in constants else {}),
+        ARGUMENT_TYPES | types | ({"out_ptr": "*i16"} if "ROPE_DIM" in constants else {}),
         {"TILES": 1, "RIGHT_REGISTERS": 160, "PRODUCER_REGISTERS": 72, "WIDE": False}
         | BUILT
         | missing
@@ -223,8 +209,8 @@ def builds(target: Target) -> Iterator[Build]:
                 PAGE1=2, STEP1=1728)  # fmt: skip
     yield build("mixed", SPLIT=True, STREAM=int(Stream.MIXED))
     yield build("mixed, 128 heads", SPLIT=True, STREAM=int(Stream.MIXED), TILES=2, q_copy=None)
-    yield build("quantised", TURNED=64)
-    yield build("quantised, stream", TURNED=64, SPLIT=True, STREAM=True, SIZE=256)
+    yield build("quantised", ROPE_DIM=64)
+    yield build("quantised, stream", ROPE_DIM=64, SPLIT=True, STREAM=True, SIZE=256)
     yield build("planned", SPLIT=True, STREAM=int(Stream.PLANNED))
     yield build("one list, no lengths, pages of 53", TWO=False, LENGTH0=False, LENGTH1=False,
                 SINK=False, PAGE0=53, STEP0=31104)  # fmt: skip

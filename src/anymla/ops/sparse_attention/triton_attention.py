@@ -12,12 +12,18 @@ from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
 from anymla.ops import device as device_facts
+from anymla.ops._epilogue import QuantizedOut, epilogue_constants, epilogue_pointers
 from anymla.ops.device import Target
-from anymla.ops.output_projection import turned
-from anymla.ops.output_projection.triton_rotate import rotate_quantise
-from anymla.ops.output_projection.turned import Turned
-from anymla.ops.sparse_attention.tiles import MODES, Tile, invariant_splits, tile
-from anymla.ops.sparse_attention.tiles import splits as split_count
+from anymla.ops.device_epilogue import inverse_rope_quantize
+from anymla.ops.sparse_attention.tiles import (
+    MODES,
+    Tile,
+    invariant_splits,
+    tile,
+)
+from anymla.ops.sparse_attention.tiles import (
+    splits as split_count,
+)
 from anymla.ops.sparse_attention.triton_merge import MERGE_VALUES, SUMS, merge_kernel, merge_warps
 from anymla.ops.sparse_attention.triton_scan import row_constants, scan_kernel
 from anymla.ops.streams import scratch
@@ -147,7 +153,7 @@ class Results:
     lse: Tensor
     peaks: Tensor | None
     empty_lse: float
-    turned: Turned | None = None
+    turned: QuantizedOut | None = None
 
     def of(self, tokens: slice) -> Results:
         """The results of some tokens."""
@@ -219,7 +225,7 @@ def attend(
             plain = dataclasses.replace(to, out=out, turned=None)
         scan(q, lists, sink, scale, chosen, mode, target, 1, 1, 0, plain, plain.out, to.lse)
         if to.turned is not None:
-            rotate_quantise(plain.out, to.turned)
+            inverse_rope_quantize(plain.out, to.turned)
         return
     step = max(1, min(tokens, _WORKSPACE_BYTES // (4 * total * heads * values)))
     part = scratch((step, total, heads, values), torch.float32, q.device)
@@ -242,9 +248,9 @@ def merge(part: Tensor, sums: Tensor, sink: Tensor | None, to: Results) -> None:
     merge_kernel[(tokens * heads * -(-values // MERGE_VALUES),)](
         part, sums, _or(sink, lse), out if to.turned is None else to.turned.codes, lse,
         _or(peaks, lse), heads, count, out.stride(0), out.stride(1), int(sink is not None),
-        to.empty_lse, *turned.pointers(to.turned, lse),
+        to.empty_lse, *epilogue_pointers(to.turned, lse),
         S=triton.next_power_of_2(count), VALUES=values, BV=MERGE_VALUES,
-        PEAK=peaks is not None, SUMS=SUMS, **turned.constants(to.turned),
+        PEAK=peaks is not None, SUMS=SUMS, **epilogue_constants(to.turned),
         num_warps=merge_warps(count),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.output_projection.triton_turned import store_turned
+from anymla.ops.device_epilogue import store_quantized
 
 MERGE_VALUES = 256
 SUMS = 3
@@ -32,11 +32,11 @@ def merge_kernel(
     has_sink, empty, scales_ptr, positions_ptr, table_ptr, angles,
     S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr,
     PEAK: tl.constexpr, SUMS: tl.constexpr,
-    TURNED: tl.constexpr = 0, TYPE: tl.constexpr = None, NATIVE: tl.constexpr = False,
+    ROPE_DIM: tl.constexpr = 0, TYPE: tl.constexpr = None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """See the file; S is a power of two of at least ``splits``.
 
-    If TURNED is not 0, ``out_ptr`` takes codes, and what ``store_turned`` needs is given.
+    If ROPE_DIM is not 0, ``out_ptr`` takes codes, and what ``store_quantized`` needs is given.
     """
     slices: tl.constexpr = (VALUES + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
@@ -57,10 +57,10 @@ def merge_kernel(
     sink = tl.where(tl.zeros([], tl.int32) < has_sink, tl.load(sink_ptr + head), float("-inf"))
     bottom = total + tl.exp2(sink * _LOG2E - highest)
     value = tl.sum(part * weight[:, None], 0) * tl.where(total == 0, 0.0, 1.0 / bottom)
-    if TURNED > 0:
-        store_turned(
+    if ROPE_DIM > 0:
+        store_quantized(
             value[None, :], (piece * BV).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
-            scales_ptr, positions_ptr, table_ptr, angles, 1, BV, VALUES, TURNED, TYPE, NATIVE,
+            scales_ptr, positions_ptr, table_ptr, angles, 1, BV, VALUES, ROPE_DIM, TYPE, NATIVE,
         )  # fmt: skip
     else:
         to = out_ptr + token * out_token + head * out_head + channel
@@ -91,7 +91,7 @@ def builds(target: Target) -> Iterator[Build]:
                 merge_kernel,
                 types | {"out_ptr": out, "empty": "fp32"},
                 {"S": count, "VALUES": get_layout(MAIN_FP8).channels, "BV": MERGE_VALUES,
-                 "PEAK": out == "*fp32", "SUMS": SUMS, "TURNED": 0, "TYPE": tl.float32,
+                 "PEAK": out == "*fp32", "SUMS": SUMS, "ROPE_DIM": 0, "TYPE": tl.float32,
                  "NATIVE": False},
                 num_warps=merge_warps(count),
                 divisible=("out_token", "out_head"),
@@ -102,7 +102,7 @@ def builds(target: Target) -> Iterator[Build]:
             merge_kernel,
             types | {"out_ptr": "*u8", "empty": "fp32"},
             {"S": 16, "VALUES": get_layout(MAIN_FP8).channels, "BV": MERGE_VALUES,
-             "PEAK": False, "SUMS": SUMS, "TURNED": 64, "TYPE": tl.bfloat16, "NATIVE": native},
+             "PEAK": False, "SUMS": SUMS, "ROPE_DIM": 64, "TYPE": tl.bfloat16, "NATIVE": native},
             num_warps=merge_warps(16),
             divisible=("out_token", "out_head"),
         )  # fmt: skip

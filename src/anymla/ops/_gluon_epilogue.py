@@ -1,24 +1,38 @@
-"""Heads on their way out: as they are, or rotated back and quantised for the output projection.
+"""Inverse RoPE and FP8 quantisation of heads in Gluon: stores for the epilogues of kernels.
 
-The bytes are those of ``rotate_quantise_kernel`` after attention: heads are rounded to the type of
-the queries, the last channels turn back by the angles of the query's position, and every run of 128
-channels gets a power of two as its scale.
+The bytes are those of ``inverse_rope_quantize_kernel`` after attention: heads are rounded to the
+type of the queries, the last channels rotate back by the angles of the query's position, and every
+quant block of 128 channels gets a power of two as its scale.
 """
+
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops.output_projection.reference import AMAX_FLOOR
-from anymla.ops.sparse_attention.gluon_sm90_gather import tail_order
-from anymla.ops.sparse_attention.gluon_sm90_lists import CHANNELS
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops._epilogue import AMAX_FLOOR
+from anymla.ops._gluon import aggregate
 
-_RUN = gl.constexpr(FP8_BLOCK)
+CHANNELS = gl.constexpr(get_layout(MAIN_FP8).channels)
+_BLOCK = gl.constexpr(FP8_BLOCK)
 _PAIRS = gl.constexpr(FP8_BLOCK // 2)
 _FLOOR = gl.constexpr(AMAX_FLOOR)
 _TAIL_PAIRS = gl.constexpr(32)
 _CODES = gl.constexpr("{ .reg .b16 c; cvt.rn.satfinite.e4m3x2.f32 c, $2, $1; cvt.u32.u16 $0, c; }")
+
+
+@gluon.jit
+def tail_order(position, GROUP: gl.constexpr):
+    """Channel of the tail (the rotated channels) that is stored at a position of it.
+
+    Producers that read 16 bytes a lane leave its groups of eight channels in the order
+    0 4 1 5 2 6 3 7. Of packed pairs GROUP is 4. Contiguous and aligned in groups of GROUP, as the
+    compiler can see.
+    """
+    group = position // GROUP
+    return ((group % 2) * 4 + group // 2) * GROUP + position % GROUP
 
 
 @aggregate
@@ -27,11 +41,11 @@ class Output:
 
     Attributes:
         heads: [T, H, 512] of TYPE; or int16 [T, H, 256], two codes each.
-        scales: float32 [T, H, 4]; unused like the next three if TURNED is 0.
+        scales: float32 [T, H, 4]; unused like the next three if ROPE_DIM is 0.
         positions: int64 [T].
-        table: float32 [angles, TURNED], cosines then sines.
+        table: float32 [angles, ROPE_DIM], cosines then sines.
         angles: rows of the table.
-        TURNED: channels that turn with the position, 64; or 0 for heads as they are.
+        ROPE_DIM: channels that rotate with the position, 64; or 0 for heads as they are.
         TYPE: of queries and heads.
     """
 
@@ -40,17 +54,17 @@ class Output:
     positions: gl.tensor
     table: gl.tensor
     angles: gl.tensor
-    TURNED: gl.constexpr
+    ROPE_DIM: gl.constexpr
     TYPE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, heads, scales, positions, table, angles, TURNED, TYPE):
+    def __init__(self, heads, scales, positions, table, angles, ROPE_DIM, TYPE):
         self.heads = heads
         self.scales = scales
         self.positions = positions
         self.table = table
         self.angles = angles
-        self.TURNED = gl.constexpr(TURNED)
+        self.ROPE_DIM = gl.constexpr(ROPE_DIM)
         self.TYPE = gl.constexpr(TYPE)
 
 
@@ -59,15 +73,15 @@ def angles_of(to, token):
     """Where the cosines of a token's position begin."""
     position = gl.load(to.positions + token)
     position = gl.minimum(gl.maximum(position, 0), to.angles - 1)
-    return to.table + position * to.TURNED
+    return to.table + position * to.ROPE_DIM
 
 
 @gluon.jit
-def ask_for_angles(to, token):
+def prefetch_angles(to, token):
     """The same, long before the angles are needed, which are then near."""
     angles = angles_of(to, token)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    words = gl.arange(0, 128, layout=L) % to.TURNED
+    words = gl.arange(0, 128, layout=L) % to.ROPE_DIM
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [angles + words],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -76,16 +90,16 @@ def ask_for_angles(to, token):
 
 
 @gluon.jit
-def turn_back(a, b, angles, pair, turns):
-    """Pairs of channels turned back where ``turns``; ``pair`` counts those that do."""
-    cos = gl.load(angles + pair, mask=turns, other=1.0)
-    sin = gl.load(angles + (_TAIL_PAIRS + pair), mask=turns, other=0.0)
+def rotate_back(a, b, angles, pair, rotates):
+    """Pairs of channels rotated back where ``rotates``; ``pair`` counts those that do."""
+    cos = gl.load(angles + pair, mask=rotates, other=1.0)
+    sin = gl.load(angles + (_TAIL_PAIRS + pair), mask=rotates, other=0.0)
     return a * cos + b * sin, b * cos - a * sin
 
 
 @gluon.jit
 def exponent_of(largest):
-    """The exponent of a run's scale."""
+    """The exponent of a quant block's scale."""
     ratio = gl.maximum(largest, _FLOOR) * (1.0 / 448.0)
     bits = ratio.to(gl.int32, bitcast=True)
     return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
@@ -108,25 +122,25 @@ def codes_of(a, b, exponent):
 
 @gluon.jit
 def _stored_pair(pair):
-    """Pair of channels of the last run that is stored at a place of it."""
+    """Pair of channels of the last quant block that is stored at a place of it."""
     tail = pair >= _PAIRS - _TAIL_PAIRS
     order = _PAIRS - _TAIL_PAIRS + tail_order(pair - (_PAIRS - _TAIL_PAIRS), 4)
     return gl.where(tail, order, pair)
 
 
 @gluon.jit
-def _runs(y, to, token, ROWS: gl.constexpr, PART: gl.constexpr):
-    """Both runs of half a head: codes [ROWS, 2, 64], two in each word, and exponents [ROWS, 2]."""
+def _blocks(y, to, token, ROWS: gl.constexpr, PART: gl.constexpr):
+    """Both quant blocks of half a head: codes [ROWS, 2, 64], in pairs, and exponents [ROWS, 2]."""
     y = y.to(to.TYPE).to(gl.float32)
     a, b = gl.split(gl.reshape(y, [ROWS, 2, _PAIRS, 2]))
     if PART == 1:
         L: gl.constexpr = a.type.layout
-        run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
-        last = gl.expand_dims(gl.expand_dims(run, 0), 2) == 1
+        block = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        last = gl.expand_dims(gl.expand_dims(block, 0), 2) == 1
         place = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
         pair = _stored_pair(place) - (_PAIRS - _TAIL_PAIRS)
         pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
-        c, d = turn_back(a, b, angles_of(to, token), pair, last & (pair >= 0))
+        c, d = rotate_back(a, b, angles_of(to, token), pair, last & (pair >= 0))
         a = gl.where(last, c, a)
         b = gl.where(last, d, b)
     exponent = exponent_of(gl.max(gl.maximum(gl.abs(a), gl.abs(b)), 2))
@@ -138,35 +152,35 @@ def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constex
     L: gl.constexpr = exponent.type.layout
     r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), 1)
     c = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, L)), 0)
-    at = to.scales + row * (CHANNELS // _RUN) + (r * (CHANNELS // _RUN) + c + PART * 2)
+    at = to.scales + row * (CHANNELS // _BLOCK) + (r * (CHANNELS // _BLOCK) + c + PART * 2)
     gl.store(at, power_of(exponent), mask=(r < valid) & (c >= 0))
 
 
 @gluon.jit
-def store_rows(x, to, token, H, head, ROWS: gl.constexpr, PART: gl.constexpr):
-    """Half of the heads from ``head`` on, as rows eight channels to a thread: [ROWS, 256]."""
-    codes, exponent = _runs(x, to, token, ROWS, PART)
+def store_quantized_rows(x, to, token, H, head, ROWS: gl.constexpr, PART: gl.constexpr):
+    """Store half the channels of heads from ``head`` on, eight to a thread: [ROWS, 256]."""
+    codes, exponent = _blocks(x, to, token, ROWS, PART)
     row = token.to(gl.int64) * H + head
     L: gl.constexpr = codes.type.layout
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    block = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
     place = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
     r = gl.expand_dims(gl.expand_dims(r, 1), 2)
-    run = gl.expand_dims(gl.expand_dims(run, 0), 2)
+    block = gl.expand_dims(gl.expand_dims(block, 0), 2)
     pair = gl.expand_dims(gl.expand_dims(place, 0), 1)
     if PART == 1:
         order = gl.expand_dims(gl.expand_dims(_stored_pair(place), 0), 1)
-        pair = gl.where(run == 1, order, pair)
+        pair = gl.where(block == 1, order, pair)
     at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
-    gl.store(at + (run * _PAIRS + pair), codes.to(gl.int16), mask=(r < H - head) & (pair >= 0))
+    gl.store(at + (block * _PAIRS + pair), codes.to(gl.int16), mask=(r < H - head) & (pair >= 0))
     _store_scales(exponent, to, row, H - head, ROWS, PART)
 
 
 @gluon.jit
-def store_run(
+def store_quantized_block(
     low, high, to, angles, row, there, quarter, TAIL: gl.constexpr, ORDERED: gl.constexpr
 ):
-    """A run of 64 heads in two tiles [64, 64].
+    """Store a quant block of 64 heads, given as two tiles [64, 64].
 
     Args:
         low: the first 64 channels.
@@ -175,7 +189,7 @@ def store_run(
         angles: of the token; see ``angles_of``.
         row: of the first head among all heads of all tokens, as int64.
         there: whether there is a head, [64].
-        quarter: which run.
+        quarter: which quant block.
         TAIL: it may be the last.
         ORDERED: the tail, which is the last tile, is in ``tail_order``.
     """
@@ -185,13 +199,13 @@ def store_run(
     place = gl.arange(0, _PAIRS // 2, layout=gl.SliceLayout(0, P))
     beyond = gl.expand_dims(place, 0)
     if TAIL:
-        last = quarter == CHANNELS // _RUN - 1
+        last = quarter == CHANNELS // _BLOCK - 1
         if ORDERED:
             beyond = gl.expand_dims(gl.where(last, tail_order(place, 4), place), 0)
-        e, f = turn_back(c, d, angles, beyond, (beyond >= 0) & last)
+        e, f = rotate_back(c, d, angles, beyond, (beyond >= 0) & last)
         c = gl.where(last, e, c)
         d = gl.where(last, f, d)
-        # As if turned by nothing: a zero's sign may be lost.
+        # As if rotated by nothing: a zero's sign may be lost.
         e, f = a + b * 0.0, b - a * 0.0
         a = gl.where(last, e, a)
         b = gl.where(last, f, b)
@@ -205,13 +219,13 @@ def store_run(
     wide = gl.expand_dims(exponent, 1)
     gl.store(at + gl.expand_dims(place, 0), codes_of(a, b, wide).to(gl.int16), mask=mask)
     gl.store(at + (beyond + _PAIRS // 2), codes_of(c, d, wide).to(gl.int16), mask=mask)
-    scales = to.scales + row * (CHANNELS // _RUN) + quarter
-    gl.store(scales + r * (CHANNELS // _RUN), power_of(exponent), mask=there)
+    scales = to.scales + row * (CHANNELS // _BLOCK) + quarter
+    gl.store(scales + r * (CHANNELS // _BLOCK), power_of(exponent), mask=there)
 
 
 @gluon.jit
-def store_chunks(chunks, first, to, angles, token, head, H, PART: gl.constexpr):
-    """Half of the heads ``head`` .. ``head`` + 63 of a token, from shared memory.
+def store_quantized_chunks(chunks, first, to, angles, token, head, H, PART: gl.constexpr):
+    """Store half the channels of heads ``head`` .. ``head`` + 63 of a token from shared memory.
 
     Args:
         chunks: [.., 64, 64] of ``to.TYPE``.
@@ -226,7 +240,7 @@ def store_chunks(chunks, first, to, angles, token, head, H, PART: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = token.to(gl.int64) * H + head
     there = gl.arange(0, 64, layout=gl.SliceLayout(1, L)) < H - head
-    for run in range(0, 2):
-        low = chunks.index(first + run * 2).load(L)
-        high = chunks.index(first + run * 2 + 1).load(L)
-        store_run(low, high, to, angles, row, there, PART * 2 + run, PART == 1, True)
+    for block in range(0, 2):
+        low = chunks.index(first + block * 2).load(L)
+        high = chunks.index(first + block * 2 + 1).load(L)
+        store_quantized_block(low, high, to, angles, row, there, PART * 2 + block, PART == 1, True)

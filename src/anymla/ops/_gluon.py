@@ -1,0 +1,59 @@
+"""What Gluon kernels of several families share: names that changed, barriers, views of memory.
+
+Triton 3.6 and 3.9 differ in the names of some functions; each stands here once, under one name.
+"""
+
+# mypy: ignore-errors
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate  # public from 3.9 on
+
+__all__ = ["NEW_API", "aggregate", "mbarrier_wait", "opaque", "view", "warpgroup_barrier"]
+
+NEW_API = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
+
+
+@gluon.jit
+def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory as another type and shape."""
+    if NEW_API:
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def warpgroup_barrier():
+    """Barrier of the warps of a partition, or of all warps where nothing is specialised."""
+    if NEW_API:
+        gl.barrier()
+    else:
+        gl.thread_barrier()
+
+
+@gluon.jit
+def mbarrier_wait(address, number, parity):
+    """Wait until an mbarrier's phase of a parity is over; for barriers that a kernel places itself.
+
+    address: of the first barrier, in shared memory; number: which of those behind it.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2;"
+        " @!p bra AGAIN; mov.b32 $0, 0; }",
+        "=r,r,r", [address + 8 * number, parity], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def opaque(x):
+    """The same int32, as one that the compiler does not know: what follows is computed in place.
+
+    Otherwise offsets and predicates that are the same for all work tiles are computed once and
+    kept, which registers do not suffice for; and what is spilled has left the L1 cache, through
+    which all rows go, by the time it is needed.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,199 @@
+"""Inverse RoPE and FP8 quantisation of heads in Triton: inside a kernel, and as one of its own.
+
+store_quantized                 finished heads of a kernel, before they leave it
+inverse_rope_quantize_kernel    heads in memory; grid: (blocks of heads, quant blocks of a head),
+so that only the CTAs of rotated channels read angles
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
+from anymla.ops._epilogue import AMAX_FLOOR, QuantizedOut
+from anymla.ops.pdl import pdl_launch
+
+_BLOCK = tl.constexpr(FP8_BLOCK)
+_FLOOR = tl.constexpr(AMAX_FLOOR)
+# Heads of a program of the kernel: 16 values a thread, or 4 for latency.
+ROWS = 16
+FEW_ROWS = 4
+# Up to here there are too few heads for more than that to be worth it.
+_FEW_HEADS = 1024
+
+
+@triton.jit
+def store_quantized(
+    value, first, token, head, H, codes_ptr, scales_ptr, positions_ptr, table_ptr, angles,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROPE_DIM: tl.constexpr,
+    TYPE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Rotate back, quantise and store; the bytes of ``inverse_rope_quantize_kernel``.
+
+    Args:
+        value: float32 [ROWS, WIDTH], channels ``first`` .. of heads ``head`` .. of one token.
+        first: a multiple of 128, as WIDTH and D are.
+        token: of which token.
+        head: the first of the heads; those from H on are not stored.
+        H: heads.
+        codes_ptr: uint8 [T, H, D].
+        scales_ptr: float32 [T, H, D / 128].
+        positions_ptr: int64 [T].
+        table_ptr: float32 [angles, ROPE_DIM], cosines then sines.
+        angles: rows of the table.
+        ROWS: a power of two.
+        WIDTH: a power of two; channels from D on are not stored.
+        D: channels of a head.
+        ROPE_DIM: how many of them, the last, rotate with the position.
+        TYPE: to which the output would be rounded in between.
+        NATIVE: see ``triton_cast``.
+    """
+    BLOCKS: tl.constexpr = WIDTH // _BLOCK
+    PAIRS: tl.constexpr = _BLOCK // 2
+    number = tl.arange(0, ROWS * BLOCKS)
+    row = head + number // BLOCKS
+    start = first + number % BLOCKS * _BLOCK
+    inside = (row < H) & (start < D)
+    value = value.to(TYPE).to(tl.float32)
+    even, odd = tl.split(tl.reshape(value, (ROWS * BLOCKS, PAIRS, 2)))
+    position = tl.load(positions_ptr + token)
+    position = tl.minimum(tl.maximum(position, 0), angles - 1)
+    pair = (start[:, None] - (D - ROPE_DIM)) // 2 + tl.arange(0, PAIRS)[None, :]
+    rotates = inside[:, None] & (pair >= 0) & (pair < ROPE_DIM // 2)
+    at = table_ptr + position * ROPE_DIM + pair
+    cos = tl.load(at, rotates, other=1.0)
+    sin = tl.load(at + ROPE_DIM // 2, rotates, other=0.0)
+    touched = (start + _BLOCK > D - ROPE_DIM)[:, None]
+    rotated = tl.where(touched, even * cos + odd * sin, even)
+    odd = tl.where(touched, odd * cos - even * sin, odd)
+    even = rotated
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
+    exponent = scale_exponent(largest, 448.0, _FLOOR)
+    # An infinite value has exponent 128, whose inverse is no normal number.
+    inverse = exp2_int(tl.maximum(-exponent, -126))[:, None]
+    scaled = tl.reshape(tl.join(even * inverse, odd * inverse), (ROWS * BLOCKS, _BLOCK))
+    place = token.to(tl.int64) * H + row
+    at = (place * D + start)[:, None] + tl.arange(0, _BLOCK)[None, :]
+    tl.store(codes_ptr + at, fp32_to_e4m3(scaled, NATIVE), inside[:, None])
+    tl.store(scales_ptr + place * (D // _BLOCK) + start // _BLOCK, exp2_int(exponent), inside)
+
+
+@triton.jit
+def _angles(
+    positions, table, heads, inside, first, angles, HEADS, D, ROPE_DIM, PAIRS: tl.constexpr
+):
+    """Cosines and sines [n, PAIRS] of the pairs from channel ``first`` on; 1 and 0 outside."""
+    position = tl.load(positions + heads // HEADS, inside, other=0)
+    position = tl.minimum(tl.maximum(position, 0), angles - 1)
+    pair = (first - (D - ROPE_DIM)) // 2 + tl.arange(0, PAIRS)
+    rotates = inside[:, None] & ((pair >= 0) & (pair < ROPE_DIM // 2))[None, :]
+    at = table + (position * ROPE_DIM)[:, None] + pair[None, :]
+    cos = tl.load(at, rotates, other=1.0)
+    sin = tl.load(at + ROPE_DIM // 2, rotates, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def _load_pairs(o, at, mask):
+    """Even and odd channels, float32, of the pairs at ``at``; 16-bit pairs are loaded as one."""
+    if o.dtype.element_ty == tl.float32:
+        even = tl.load(o + 2 * at, mask, other=0.0)
+        odd = tl.load(o + 2 * at + 1, mask, other=0.0)
+    else:
+        both = tl.load(o.to(tl.pointer_type(tl.uint32)) + at, mask, other=0)
+        if o.dtype.element_ty == tl.bfloat16:
+            even = (both << 16).to(tl.float32, bitcast=True)
+            odd = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            even = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            odd = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return even, odd
+
+
+@triton.jit(do_not_specialize=["count", "angles"])
+def inverse_rope_quantize_kernel(
+    o,
+    positions,
+    table,
+    codes,
+    scales,
+    count,
+    angles,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    FLOOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rotate back and quantise one block of WIDTH channels of ROWS of the ``count`` heads."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    PAIRS: tl.constexpr = WIDTH // 2
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    inside = head < count
+    first = block * WIDTH
+    pair = tl.arange(0, PAIRS)
+    mask = inside[:, None]
+    if D % WIDTH > 0:
+        mask = mask & (pair < D // 2 - block * PAIRS)[None, :]
+    at = (head.to(tl.int64) * (D // 2) + block * PAIRS)[:, None] + pair[None, :]
+    even, odd = _load_pairs(o, at, mask)
+    if first + WIDTH > D - ROPE_DIM:
+        cos, sin = _angles(positions, table, head, inside, first, angles, HEADS, D, ROPE_DIM, PAIRS)
+        rotated = even * cos + odd * sin
+        odd = odd * cos - even * sin
+        even = rotated
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
+    exponent = scale_exponent(largest, 448.0, FLOOR)
+    # An infinite value has exponent 128, whose inverse is no normal number.
+    inverse = exp2_int(tl.maximum(-exponent, -126))[:, None]
+    # Neighbours are converted together and stored as bytes: put together as 16-bit numbers by
+    # shifts, the ptxas of Triton 3.6 loses every second even channel.
+    value = tl.reshape(tl.join(even * inverse, odd * inverse), (ROWS, WIDTH))
+    channel = first + tl.arange(0, WIDTH)
+    mask = inside[:, None]
+    if D % WIDTH > 0:
+        mask = mask & (channel < D)[None, :]
+    at = (head.to(tl.int64) * D)[:, None] + channel[None, :]
+    tl.store(codes + at, fp32_to_e4m3(value, NATIVE), mask)
+    tl.store(scales + head.to(tl.int64) * PER_HEAD + block, exp2_int(exponent), inside)
+
+
+def inverse_rope_quantize(o: Tensor, to: QuantizedOut) -> None:
+    """Launch: rotate the heads o [T, H, D] back and quantise them."""
+    tokens, heads, d = o.shape
+    if not o.numel():
+        return
+    rows = ROWS if tokens * heads > _FEW_HEADS else FEW_ROWS
+    inverse_rope_quantize_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(d, FP8_BLOCK))](
+        _aligned(o),
+        to.rope.positions,
+        to.rope.table,
+        to.codes,
+        to.scales,
+        tokens * heads,
+        len(to.rope.table),
+        HEADS=heads,
+        D=d,
+        ROPE_DIM=to.rope.dim,
+        FLOOR=AMAX_FLOOR,
+        WIDTH=FP8_BLOCK,
+        ROWS=rows,
+        NATIVE=to.native,
+        **pdl_launch(o.device),
+    )
+
+
+def _aligned(o: Tensor) -> Tensor:
+    """Contiguous, and pairs of channels where they can be loaded as one."""
+    o = o.contiguous()
+    return o if o.storage_offset() % 2 == 0 else o.clone()
