@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from gluon_on_host import on_host, value
 
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.ops.sparse_attention import float16_range
@@ -36,20 +35,25 @@ def test_triton_takes_its_limits_from_there():
 
 
 def test_gluon_finds_the_same_bytes():
-    gather, _ = on_host("gather")
-    assert gather.LIFT == 2.0**float16_range.LIFT
+    gluon = pytest.importorskip("anymla.testing.gluon")
+    from anymla.ops.sparse_attention import gluon_sm90_gather as gather
+    from anymla.ops.sparse_attention import gluon_sm90_wide_gather as wide
+
+    machine = gluon.Machine()
+    assert gather.LIFT.value == 2.0**float16_range.LIFT
+    inexact = machine.function(gather._inexact)
     first, last = exact_scale_bytes(float16_range.LIFT)
     for place in range(8):
         bytes_ = torch.full((256, 8), 119, dtype=torch.uint8)
         bytes_[:, place] = torch.arange(256, dtype=torch.uint8)
         low, high = bytes_.view(torch.int32).unbind(1)
-        found = torch.as_tensor(gather._inexact(value(low), value(high))) != 0
+        found = (inexact(gluon.as_value(low), gluon.as_value(high)) != 0).tensor
         byte = torch.arange(256)
         outside = (byte < first) | (byte > last)
         # The eighth byte of an entry is padding.
         assert torch.equal(found, outside if place < 7 else torch.zeros(256, dtype=torch.bool))
-    wide, _ = on_host("wide_gather")
     scales = 2.0 ** torch.arange(-126, 128).double()
-    found = wide._inexact(value(scales.float().view(torch.int32))) != 0
+    bits = gluon.as_value(scales.float().view(torch.int32))
+    found = (machine.function(wide._inexact)(bits) != 0).tensor
     outside = (scales < 2.0 ** (first - 127)) | (scales > 2.0 ** (last - 127))
-    assert torch.equal(torch.as_tensor(found), outside & (scales > 2.0**-100))
+    assert torch.equal(found, outside & (scales > 2.0**-100))

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from gluon_on_host import launch, on_host, value
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("triton")
+
+from anymla.ops.sparse_attention.gluon_sm90_lists import Lists
+from anymla.ops.sparse_attention.gluon_sm90_plan import plan_kernel, plan_numbers
+from anymla.ops.sparse_attention.gluon_sm90_shares import piece, share_of
 from anymla.ops.sparse_attention.schedule import (
     TASK_COST,
     Schedule,
@@ -14,33 +18,27 @@ from anymla.ops.sparse_attention.schedule import (
     choose,
     seen_tokens,
 )
+from anymla.testing.gluon import Machine
 
-LISTS, SHARES, PLAN, LANGUAGE = on_host("lists", "shares", "plan")
+MACHINE = Machine(seed=None)
+LISTS, SHARE_OF, PIECE = (MACHINE.function(each) for each in (Lists, share_of, piece))
 NO_PLAN = torch.zeros(0, dtype=torch.int32)
 
 
-def length_pointer(lengths):
-    return LANGUAGE.memory.pointer(torch.tensor([*lengths, 0], dtype=torch.int32))
-
-
 def lists_of(lengths0, lengths1, widths):
-    """Lists of tokens with these lengths, on the host."""
-    nothing = length_pointer([])
+    """Lists of tokens with these lengths, as a kernel has them."""
+    memory = [torch.tensor([*(each or []), 0], dtype=torch.int32) for each in (lengths0, lengths1)]
+    values = (*([NO_PLAN] * 4), *memory, *widths, 1 << 30, 1 << 30, 0, 0)
     given_ = (lengths0 is not None, lengths1 is not None)
-    return LISTS.Lists(
-        nothing, nothing, nothing, nothing,
-        length_pointer(lengths0 or []), length_pointer(lengths1 or []),
-        value(widths[0]), value(widths[1]), 1 << 30, 1 << 30, 0, 0,
-        widths[1] > 0, *given_, 64, 64, 37440, 37440,
-    )  # fmt: skip
+    return LISTS(*map(MACHINE.argument, values), widths[1] > 0, *given_, 64, 64, 37440, 37440)
 
 
 def plan_of(schedule, lengths, widths):
     """What the plan's kernel makes of the lengths."""
     tokens = len(lengths[0])
-    plan = torch.full((PLAN.plan_numbers(schedule, tokens),), -9, dtype=torch.int32)
-    launch(
-        LANGUAGE, PLAN.plan_kernel, 1 if schedule.ordered else schedule.programs,
+    plan = torch.full((plan_numbers(schedule, tokens),), -9, dtype=torch.int32)
+    MACHINE.launch(
+        plan_kernel, 1 if schedule.ordered else schedule.programs,
         *(torch.tensor([*each, 0], dtype=torch.int32) for each in lengths), plan,
         tokens, *widths, schedule.splits, schedule.programs, TILES=schedule.tiles, COST=TASK_COST,
         SIZE=128, TWO=widths[1] > 0, LENGTH0=True, LENGTH1=True, ORDERED=schedule.ordered,
@@ -50,17 +48,17 @@ def plan_of(schedule, lengths, widths):
 
 def pieces_of(schedule, tokens, lists, plan=NO_PLAN, programs=None):
     """All pieces of all programs, or some: (program, task, first, last, direct, slot, mark)."""
-    LANGUAGE.programs = schedule.programs
-    plan = LANGUAGE.memory.pointer(plan)
+    plan = MACHINE.argument(plan)
+    MACHINE.grid = (schedule.programs, 1, 1)
     for program in range(schedule.programs) if programs is None else programs:
-        LANGUAGE.program = program
+        MACHINE.begin((program, 0, 0), "share_of")
         size = max(128, 1 << (tokens - 1).bit_length(), seen_tokens(schedule, tokens))
-        share = SHARES.share_of(
-            lists, value(tokens), value(schedule.splits), plan, schedule.tiles, schedule.cut,
+        share = SHARE_OF(
+            lists, *map(MACHINE.argument, (tokens, schedule.splits)), plan, schedule.tiles, schedule.cut,
             schedule.stream, TASK_COST, size,
         )  # fmt: skip
-        for k in range(int(share.count)):
-            token, tile, _, _, _, first, last, direct, slot, mark = SHARES.piece(k, share, lists)
+        for k in map(MACHINE.argument, range(int(share.count))):
+            token, tile, _, _, _, first, last, direct, slot, mark = PIECE(k, share, lists)
             task = int(token) * schedule.tiles + int(tile)
             yield program, task, int(first), int(last), bool(direct), int(slot), int(mark)
 

@@ -2,19 +2,23 @@
 
 import pytest
 import torch
-from gluon_on_host import Rows, launch, on_host
+
+pytest.importorskip("triton")
+
 from paged import a_device
 from test_gluon_attention import Cache, asked, fake, hopper  # noqa: F401, a fixture
 from test_gluon_kernels import merge, schedule_of
 
 from anymla.formats.page_layout import V32_FP8, get_layout
 from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.sparse_attention.gluon_sm90_tiles import tiles_kernel
 from anymla.ops.sparse_attention.schedule import TASK_COST
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
 from anymla.testing.device_bridge import on_device
+from anymla.testing.gluon import Descriptor
+from anymla.testing.gluon import run as run_kernel
 
-TILES, LANGUAGE = on_host("tiles")
 CHANNELS, VALUES = 576, 512
 
 
@@ -30,8 +34,9 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     marks = torch.full((schedule.pieces(tokens), 64), torch.nan)
     sink = torch.zeros(heads) if made.sink is None else made.sink.float()
     limit = len(main.cache) * main.cache.shape[1]
-    launch(
-        LANGUAGE, TILES.tiles_kernel, schedule.programs,
+    rows = lambda x: Descriptor(x.view(-1, VALUES), [64, VALUES // 2])  # noqa: E731
+    run_kernel(
+        tiles_kernel, schedule.programs,
         q, main.cache, main.cache, main.indices, main.indices, main.lengths, main.lengths, sink,
         out, lse, part, sums, spans, marks,
         tokens, heads, main.indices.shape[1], main.indices.shape[1], limit, limit,
@@ -43,8 +48,8 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
         PAGE0=main.cache.shape[1], PAGE1=main.cache.shape[1],
         STEP0=main.cache.stride(0), STEP1=main.cache.stride(0), SINK=made.sink is not None,
         Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1), RIGHT_REGISTERS=0, PRODUCER_REGISTERS=0,
-        WIDE=True, q_copy=None, out_copy=Rows(out.view(-1, VALUES)) if heads % 64 == 0 else None,
-        part_copy=Rows(part.view(-1, VALUES)) if schedule.cut else None,
+        WIDE=True, q_copy=None, out_copy=rows(out) if heads % 64 == 0 else None,
+        part_copy=rows(part) if schedule.cut else None,
     )  # fmt: skip
     if schedule.cut:
         sink = sink if made.sink is not None else None
@@ -60,7 +65,6 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
     ],
 )  # fmt: skip
 def test_any_lists(heads, tokens, page, way):
-    pytest.importorskip("triton")
     lengths = [200, 0, 7, 64][:tokens]
     made = Scene(
         torch.randn(tokens, heads, CHANNELS).bfloat16(),
@@ -80,7 +84,6 @@ def test_any_lists(heads, tokens, page, way):
     ],
 )  # fmt: skip
 def test_what_float16_cannot_hold(what, way):
-    pytest.importorskip("triton")
     heads = 64
     q = torch.randn(2, heads, CHANNELS).bfloat16()
     main = scope(2, 70, lengths=[70, 66], layout=V32_FP8)
@@ -123,7 +126,6 @@ def test_what_float16_cannot_hold(what, way):
 
 def test_blocks_whose_codes_are_zeros_may_have_the_smallest_scale():
     """Other writers divide by the largest magnitude, but by no less than the smallest float32."""
-    pytest.importorskip("triton")
     made = Scene(
         torch.randn(2, 64, CHANNELS).bfloat16(), scope(2, 70, layout=V32_FP8), value_dim=VALUES
     )

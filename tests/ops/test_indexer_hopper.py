@@ -3,7 +3,7 @@
 import pytest
 import torch
 from index_scores import D, i32
-from index_scores_on_host import PAGE, H, in_pages, score, spoken
+from index_scores_on_host import PAGE, H, in_pages, score
 from paged import make_cache
 
 from anymla.formats.page_layout import INDEX_FP8, get_layout
@@ -11,11 +11,6 @@ from anymla.ops.indexer import device_support
 from anymla.ops.indexer.selection_plan import GROUP
 
 NOTHING = -(2**31)
-
-
-@pytest.fixture
-def kernel(monkeypatch):
-    yield from spoken(monkeypatch)
 
 
 def ordered(x):
@@ -38,7 +33,7 @@ def ordered(x):
 @pytest.mark.parametrize(
     ("span", "ahead", "programs"), [(192, False, None), (256, True, None), (256, True, 2)]
 )
-def test_scores_and_maxima(kernel, stride, together, owners, span, ahead, programs):
+def test_scores_and_maxima(stride, together, owners, span, ahead, programs):
     rows, k = len(owners or [0] * 4), 40
     padded = make_cache(INDEX_FP8, 9, PAGE, gap=0).tensor
     packed = torch.full((9 * stride + 64,), 0xFF, dtype=torch.uint8)
@@ -59,7 +54,6 @@ def test_scores_and_maxima(kernel, stride, together, owners, span, ahead, progra
     lengths[0], lengths[rows - 1] = 256, 40
     starts = i32([0, 17, 90, 3, 64, 1][:rows]) if owners else None
     got, maxima = score(
-        kernel,
         q,
         *in_pages(cache),
         weights,
@@ -92,7 +86,7 @@ def test_scores_and_maxima(kernel, stride, together, owners, span, ahead, progra
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_many_tiles(kernel, ahead):
+def test_many_tiles(ahead):
     pages, rows = 9, 4
     codes = torch.randint(-2, 3, (pages, PAGE, D)).to(torch.float8_e4m3fn)
     scales = torch.randint(1, 4, (pages, PAGE)).float()
@@ -101,7 +95,7 @@ def test_many_tiles(kernel, ahead):
     weights, lengths = torch.randint(-2, 3, (rows, H)).float(), i32([576, 575, 420, 30])
     table = torch.stack((torch.randperm(pages), torch.randperm(pages))).int()
     got, maxima = score(
-        kernel, q, codes, words, weights, lengths, table, 40,
+        q, codes, words, weights, lengths, table, 40,
         starts=None, owners=None, together=2, span=576, ahead=ahead, programs=1,
     )  # fmt: skip
     for row, length in enumerate(lengths.tolist()):
@@ -116,7 +110,7 @@ def test_many_tiles(kernel, ahead):
 
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("table", [i32([[2, 0, 5]]), i32([[2, 0, 5], [4, -1, 1]]), None])
-def test_what_is_not_seen_is_filled(kernel, together, table):
+def test_what_is_not_seen_is_filled(together, table):
     requests, rows = 1 if table is None else len(table), 4
     context = 192 if table is None else 300
     codes = torch.randint(-2, 3, (6, PAGE, D)).to(torch.float8_e4m3fn)
@@ -128,7 +122,7 @@ def test_what_is_not_seen_is_filled(kernel, together, table):
     weights = torch.randint(-2, 3, (rows, H)).float()
     lengths, starts = i32([192, 130, 0, 60]), i32([0, 70, 0, 7]) if table is None else None
     got, _ = score(
-        kernel, q, codes, words, weights, lengths, table, 0,
+        q, codes, words, weights, lengths, table, 0,
         starts=starts, owners=None, together=together, span=128, context=context,
     )  # fmt: skip
     for row in range(rows):

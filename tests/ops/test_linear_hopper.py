@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gluon_straight import Descriptor, run
+
+pytest.importorskip("triton")
 
 from anymla.formats.e4m3 import decode_e4m3, encode_e4m3
 from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
@@ -10,11 +11,14 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops.device import TARGETS
 from anymla.ops.linear import fp8_block_linear
+from anymla.ops.linear.gluon_sm90_rows import rows_kernel
+from anymla.ops.linear.gluon_sm90_runs import runs_kernel
+from anymla.ops.linear.gluon_sm90_tens import tens_kernel
 from anymla.ops.linear.hopper_forms import form
 from anymla.ops.output_projection import grouped_output_projection_fp8
+from anymla.testing.gluon import Descriptor, run
 from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 
-pytest.importorskip("triton")
 # Of a run: four instructions of 32 products, of values whose sizes are alike (docs/numerics.md).
 FP8_SUMS = Bound(2 * (128 / 32) ** 0.5 * 2.0**-13, "2 * sqrt(128 / 32) * 2^-13, FP8 instructions")
 
@@ -63,8 +67,6 @@ def words(codes, lines):
 
 
 def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
-    from anymla.ops.linear.gluon_sm90_runs import runs_kernel
-
     (tokens, groups, width), n = x.shape, w.shape[1]
     out = torch.full((tokens, groups, n), torch.nan)
     tiles = groups * n // rows
@@ -82,8 +84,6 @@ def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
 
 
 def by_rows(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
-    from anymla.ops.linear.gluon_sm90_rows import rows_kernel
-
     (tokens, groups, width), n = x.shape, w.shape[1]
     out = torch.full((tokens, groups, n), torch.nan)
     tiles = groups * n // rows
@@ -100,8 +100,6 @@ def by_rows(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
 
 
 def tens(x, x_scales, w, scales, rows, programs, at_once, stages=5):
-    from anymla.ops.linear.gluon_sm90_tens import tens_kernel
-
     (tokens, groups, width), n = x.shape, w.shape[1]
     out = torch.full((tokens, groups, n), torch.nan)
     tiles = groups * n // rows
@@ -134,8 +132,6 @@ def test_few_tokens(tokens, groups, n, runs, rows, warps, programs, scale_format
 
 
 def test_products_of_bfloat16_in_float32():
-    from anymla.ops.linear.gluon_sm90_runs import runs_kernel
-
     tokens, n, runs, warps, rows = 5, 96, 6, 4, 32
     x, w = torch.randn(tokens, runs * 64).bfloat16(), torch.randn(n, runs * 64).bfloat16()
     given, weight = (

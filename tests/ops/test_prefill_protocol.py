@@ -15,8 +15,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gluon_simulator import Deadlock, Descriptor, Hazard, Pointer, simulate
-
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import gluon_sm90_prefill_consumers as consumers
@@ -25,16 +23,10 @@ from anymla.ops.prefill_attention import gluon_sm90_prefill_softmax as softmax
 from anymla.ops.prefill_attention.gluon_sm90_prefill_kernel import prefill_kernel
 from anymla.ops.prefill_attention.named_rows import named_rows
 from anymla.ops.sparse_attention import sparse_attention_rows
+from anymla.testing.gluon import Deadlock, Descriptor, Hazard
+from anymla.testing.gluon import run as run_kernel
 
 _LOG2E = 1.4426950408889634
-NAMES = {
-    "_load_tile": "load_tile",
-    "_load_rows": "load_rows",
-    "_store_tile": "store_tile",
-    "reserve": "reserve_words",
-    "wait": "wait_word",
-    "arrive": "arrive_word",
-}
 
 
 def run(
@@ -63,20 +55,21 @@ def run(
         turning = (positions, table.flatten(), len(table))
     listed = case.runs if case.lists is None else case.lists
     sink = torch.zeros(heads) if case.sink is None else case.sink
-    simulate(
+    run_kernel(
         kernel,
-        Pointer(case.q.flatten()),
+        grid,
+        case.q.flatten(),
         Descriptor(case.q.view(-1, dim), (64, dim // 2)),
         Descriptor(case.rows, (64, dim // 2)),
         Descriptor(out.view(tokens * heads, -1), (64, dim // 2)),
-        *(Pointer(x.flatten()) for x in (case.rows, case.runs, listed, sink)),
-        Pointer(out.view(-1)),
-        Pointer(scales.view(-1)),
-        Pointer(turning[0]),
-        Pointer(turning[1]),
+        *(x.flatten() for x in (case.rows, case.runs, listed, sink)),
+        out.view(-1),
+        scales.view(-1),
+        turning[0],
+        turning[1],
         turning[2],
-        Pointer(lse.view(-1)),
-        Pointer((lse if peaks is None else peaks).view(-1)),
+        lse.view(-1),
+        (lse if peaks is None else peaks).view(-1),
         dim**-0.5 * _LOG2E,
         empty,
         listed.stride(0),
@@ -85,10 +78,8 @@ def run(
         len(case.rows),
         tokens * blocks,
         heads,
-        grid=grid,
         seed=seed,
-        names=NAMES,
-        changed=changed,
+        replacements=changed,
         HEAD_BLOCKS=blocks,
         LISTED=case.lists is not None,
         BARE=case.runs.dim() == 1,
@@ -237,7 +228,7 @@ def test_every_pair_of_small_block_counts(listed):
 
 
 def altered(tmp_path, module, *changes: tuple[str, str]) -> dict:
-    """A module's device functions with its source changed, by name."""
+    """A module's device functions with its source changed, by those that they stand for."""
     source = pathlib.Path(module.__file__).read_text(encoding="utf-8")
     for old, new in changes:
         assert source.count(old) >= 1
@@ -247,7 +238,11 @@ def altered(tmp_path, module, *changes: tuple[str, str]) -> dict:
     spec = importlib.util.spec_from_file_location("altered_kernel", path)
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
-    return {name: value for name, value in vars(changed).items() if hasattr(value, "fn")}
+    return {
+        vars(module)[name]: value
+        for name, value in vars(changed).items()
+        if hasattr(value, "fn") and value is not vars(module)[name]
+    }
 
 
 STALE_COUNT = (

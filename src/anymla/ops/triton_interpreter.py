@@ -43,6 +43,7 @@ def install() -> None:
     reduction.apply_impl = _with_fast_xor(reduction.apply_impl)
     executor = interpreter.GridExecutor
     executor.__call__ = _without_warnings(executor.__call__)
+    _patch_once()
 
 
 def _is_coded(dtype: Any) -> bool:
@@ -156,3 +157,36 @@ def _without_warnings(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return run
+
+
+def _patch_once() -> None:
+    """Let device functions find the language as their launch has patched it.
+
+    The interpreter looks through all of the language for what is left to patch whenever a device
+    function calls another, which took most of a test's time.
+    """
+    patch = interpreter._patch_lang
+    patched: set[frozenset[int]] = set()
+
+    def modules_of(function: Any) -> frozenset[int]:
+        """Of the language, those that a function's module knows."""
+        return frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
+
+    def launch(function: Any) -> Any:
+        scope = patch(function)
+        patched.clear()  # what an earlier launch patched it has restored
+        patched.add(modules_of(function))
+        return scope
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = modules_of(self.fn)
+        if modules not in patched:
+            patch(self.fn)
+            patched.add(modules)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter._patch_lang = launch
+    interpreter.InterpretedFunction.__call__ = call

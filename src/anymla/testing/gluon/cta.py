@@ -1,0 +1,387 @@
+"""One CTA: its partitions, one of which goes on at a time, and what is under way beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from anymla.testing.gluon.errors import Deadlock, Hazard
+from anymla.testing.gluon.order import Access, Clock
+from anymla.testing.gluon.shared_memory import Barrier, Shared
+
+
+class _Killed(BaseException):
+    """Another partition has failed."""
+
+
+@dataclasses.dataclass(eq=False)
+class Partition:
+    """Warps that run one function.
+
+    Attributes:
+        number: among those of the kernel.
+        name: the function's.
+        warps: how many.
+        clock: what it knows to be done.
+        products: matrix instructions that it has started, and how many of them it has waited for.
+        stores: groups of TMA stores, likewise.
+        copies: of cp.async, those that it has started.
+        groups: after how many copies each of its groups ended.
+        flying: its copies that have not landed.
+        landed: what happens when all copies up to one have.
+        waiting: what it waits for.
+    """
+
+    number: int
+    name: str
+    warps: int
+    clock: Clock
+    products: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    stores: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    copies: int = 0
+    groups: list[int] = dataclasses.field(default_factory=list)
+    flying: set[int] = dataclasses.field(default_factory=set)
+    landed: list[tuple[int, Callable[[], None]]] = dataclasses.field(default_factory=list)
+    waiting: Wait | None = None
+
+    def __post_init__(self) -> None:
+        self.tick()
+
+    def tick(self) -> None:
+        """What it does from here on is not what others have been told of."""
+        self.clock.known[self.number] = self.clock.known.get(self.number, 0) + 1
+
+    def access(self, what: str) -> Access:
+        """By its threads."""
+        return Access(self.number, self.clock.known[self.number], True, f"{self.name} {what}")
+
+    def land(self, number: int) -> None:
+        """A copy of cp.async is there."""
+        self.flying.discard(number)
+        first = min(self.flying, default=self.copies + 1)
+        ready = [action for last, action in self.landed if last < first]
+        self.landed = [each for each in self.landed if each[0] >= first]
+        for action in ready:
+            action()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """What a partition waits for, in words, and whether it is there."""
+
+    what: object
+    done: Callable[[], bool]
+
+
+class Cta:
+    """One CTA of a launch.
+
+    Partitions are threads, of which one runs at a time. At every operation on shared memory or
+    barriers another may go on, as ``seed`` has it; without a seed that is so only where one waits,
+    and copies land when nobody can go on without them.
+    """
+
+    def __init__(self, seed: int | None, name: str, warps: int) -> None:
+        self.random = None if seed is None else random.Random(seed)
+        self.steps = 0
+        self.flights: list[Callable[[], None]] = []
+        self.barriers = 0
+        self.main = Partition(0, name, warps, Clock())
+        self._alone = True
+        self._current = self.main
+        self._alive: list[Partition] = []
+        self._error: BaseException | None = None
+
+    @property
+    def partition(self) -> Partition:
+        """Who is running."""
+        return self._current
+
+    # Who goes on.
+
+    def specialise(self, functions: Sequence[tuple[Any, Any]], warps: Sequence[int]) -> None:
+        """Run a function a partition, and go on when all have ended."""
+        if not self._alone:
+            raise Hazard("a partition is split into partitions")
+        if len(warps) != len(functions) - 1:
+            raise Hazard(f"{len(functions)} partitions, and warps of {len(warps)} beside the first")
+        count = [self.main.warps, *warps]
+        before = self.main.clock
+        names = [function.__name__ for function, _ in functions]
+        for number, name in enumerate(names):
+            if names.count(name) > 1:
+                names[number] = f"{name} (partition {number})"
+        parts = [
+            Partition(number, names[number], count[number], before.copy())
+            for number in range(len(functions))
+        ]
+        self._alive = list(parts)
+        self._turns = [threading.Semaphore(0) for _ in parts]
+        self._finished = threading.Event()
+        self._alone = False
+        if self.random is not None:
+            # A run has its favourites, so that some partition is far ahead wherever it may be.
+            self._weights = [10 ** self.random.uniform(-1.5, 1.5) for _ in parts]
+            self._staying = self.random.choice((0.5, 0.8, 0.95))
+            self._landing = self.random.choice((0.05, 0.3, 0.9))
+        threads = [
+            threading.Thread(target=self._run, args=(part, *each), daemon=True)
+            for part, each in zip(parts, functions, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        self._pass_on()
+        self._finished.wait()
+        for turn in self._turns:
+            turn.release()
+        for thread in threads:
+            thread.join()
+        self._alone = True
+        self._current = self.main
+        if self._error is not None:
+            raise self._error
+        for part in parts:
+            self._ends(part)
+            before.join(part.clock)
+        self.main.tick()
+
+    def end(self) -> None:
+        """The kernel has ended: nothing may be under way."""
+        self._ends(self.main)
+        if self.flights:
+            raise Hazard("the kernel ends before its copies have landed")
+
+    def _ends(self, part: Partition) -> None:
+        if part.stores[0] > part.stores[1]:
+            raise Hazard(f"{part.name} ends without waiting for its TMA stores to have read")
+        if part.products[0] > part.products[1]:
+            raise Hazard(f"{part.name} ends without waiting for its matrix instructions")
+
+    def _run(self, part: Partition, function: Callable[..., object], arguments: Any) -> None:
+        torch.set_num_threads(1)  # a thread of its own has forgotten what was set
+        self._turns[part.number].acquire()
+        if self._error is not None:
+            return
+        try:
+            function(*arguments)
+            self._alive.remove(part)
+            self._pass_on()
+        except _Killed:
+            return
+        except BaseException as error:
+            self._error = self._error or error
+            self._finished.set()
+
+    def _pass_on(self) -> None:
+        """Give the turn to a partition that can go on, after landing some copies."""
+        while self._alive:
+            if self.random is not None:
+                while self.flights and self.random.random() < self._landing:
+                    self._land()
+            ready = [p for p in self._alive if p.waiting is None or p.waiting.done()]
+            if ready:
+                if self.random is None or len(ready) == 1:
+                    chosen = ready[0]
+                else:
+                    weights = [self._weights[part.number] for part in ready]
+                    chosen = self.random.choices(ready, weights)[0]
+                self._current = chosen
+                self._turns[chosen.number].release()
+                return
+            if not self.flights:
+                waits = "; ".join(
+                    f"{p.name} for {p.waiting.what}" for p in self._alive if p.waiting is not None
+                )
+                raise Deadlock(f"all wait for ever: {waits}")
+            self._land()
+        self._finished.set()
+
+    def _land(self) -> None:
+        number = 0 if self.random is None else self.random.randrange(len(self.flights))
+        self.flights.pop(number)()
+
+    def pause(self) -> None:
+        """Let another partition go first, perhaps."""
+        self.steps += 1
+        if self._alone:
+            if self.random is not None and self.flights and self.random.random() < 0.3:
+                self._land()
+            return
+        me = self._current
+        if me.waiting is None:
+            if self.random is None or self.random.random() < self._staying:
+                return
+        elif self.random is None and me.waiting.done():
+            me.waiting = None
+            return
+        self._pass_on()
+        self._turns[me.number].acquire()
+        if self._error is not None:
+            raise _Killed
+        me.waiting = None
+
+    def wait(self, what: object, done: Callable[[], bool]) -> None:
+        """Until something is done, by others or by what is under way."""
+        if self._alone:
+            self.pause()
+            while not done():
+                if not self.flights:
+                    raise Deadlock(f"{self._current.name} waits for ever for {what}")
+                self._land()
+            return
+        self._current.waiting = Wait(what, done)
+        self.pause()
+
+    # Accesses by threads.
+
+    def touch(self, shared: Shared, *, writes: bool) -> None:
+        """A load or a store of the running partition."""
+        self.pause()
+        part = self._current
+        if writes:
+            shared.writes(part.clock, part.access("writes"))
+        else:
+            shared.reads(part.clock, part.access("reads"))
+
+    def fence(self) -> None:
+        """``fence.proxy.async``."""
+        self._current.clock.fence()
+
+    # Barriers.
+
+    def arrive(self, barrier: Barrier, count: int = 1, size: int = 0) -> None:
+        """The running partition arrives; ``size`` bytes are to land as well."""
+        self.pause()
+        part = self._current
+        barrier.arrive(part.clock, count, size)
+        part.tick()
+
+    def wait_barrier(self, barrier: Barrier, parity: int) -> None:
+        """Until the phase of a parity is over."""
+        self.wait(barrier, lambda: barrier.done(parity))
+        self._current.clock.join(barrier.clock)
+
+    # TMA.
+
+    def load_box(self, shared: Shared, box: Callable[[], torch.Tensor], barrier: Barrier) -> None:
+        """A copy whose bytes a barrier counts; ``box`` reads global memory when it lands."""
+        self.pause()
+        part = self._current
+        what = f"the TMA load that {part.name} has started"
+        # Its phase is over only when it has landed.
+        access = Access(barrier, barrier.phase + 1, False, f"{what} overwrites")
+        shared.writes(part.clock, access)
+
+        def land() -> None:
+            shared.fill(box())
+            barrier.land(shared.nbytes)
+
+        self.flights.append(land)
+
+    def store_box(self, shared: Shared, write: Callable[[torch.Tensor], None]) -> None:
+        """A copy out of shared memory, read at any time until it has been waited for."""
+        self.pause()
+        part = self._current
+        part.stores[0] += 1
+        what = f"the TMA store that {part.name} has started reads"
+        shared.reads(part.clock, Access((part.number, "bulk"), part.stores[0], False, what))
+        write(shared.contents())
+
+    def wait_stores(self, outstanding: int) -> None:
+        """Until the running partition's TMA stores have read, but the last ones."""
+        self.pause()
+        self._waited(self._current, self._current.stores, "bulk", outstanding)
+
+    # cp.async.
+
+    def copy_rows(self, shared: Shared, data: torch.Tensor) -> None:
+        """A copy by the threads of the running partition."""
+        self.pause()
+        part = self._current
+        part.copies += 1
+        number = part.copies
+        what = f"the copy that {part.name} has started overwrites"
+        shared.writes(part.clock, Access((part.number, "copies"), number, True, what))
+        part.flying.add(number)
+
+        def land() -> None:
+            shared.fill(data)
+            part.land(number)
+
+        self.flights.append(land)
+
+    def commit(self) -> None:
+        """The running partition's copies so far are a group."""
+        self._current.groups.append(self._current.copies)
+
+    def wait_groups(self, outstanding: int) -> None:
+        """Until all groups of the running partition have landed, but the last ones."""
+        part = self._current
+        done = len(part.groups) - outstanding
+        last = part.groups[done - 1] if done > 0 else 0
+        self.wait(
+            f"{len(part.groups) - outstanding} groups of its copies",
+            lambda: min(part.flying, default=last + 1) > last,
+        )
+        self._knows(part, "copies", last)
+
+    def arrive_after_copies(self, barrier: Barrier, *, counted: bool) -> None:
+        """Every thread arrives when its copies so far have landed."""
+        self.pause()
+        part = self._current
+        threads, last = 32 * part.warps, part.copies
+        if counted:
+            barrier.expect_more(threads)
+        clock = Clock(dict(part.clock.known), dict(part.clock.fenced))
+        clock.known[part.number, "copies"] = last
+        part.tick()
+
+        def action() -> None:
+            barrier.arrive(clock, threads)
+
+        if min(part.flying, default=last + 1) > last:
+            action()
+        else:
+            part.landed.append((last, action))
+
+    # Matrix instructions.
+
+    def multiply(self, *operands: Shared) -> int:
+        """The number of a matrix instruction that reads operands until it has been waited for."""
+        self.pause()
+        part = self._current
+        part.products[0] += 1
+        number = part.products[0]
+        what = f"a matrix instruction of {part.name} reads"
+        for operand in operands:
+            operand.reads(part.clock, Access((part.number, "products"), number, False, what))
+        return number
+
+    def wait_products(self, outstanding: int) -> None:
+        """Until the running partition's matrix instructions are done, but the last ones."""
+        self.pause()
+        self._waited(self._current, self._current.products, "products", outstanding)
+
+    def _waited(self, part: Partition, counts: list[int], what: str, outstanding: int) -> None:
+        counts[1] = max(counts[1], counts[0] - outstanding)
+        self._knows(part, what, counts[1])
+
+    def _knows(self, part: Partition, what: str, time: int) -> None:
+        known = part.clock.known
+        known[part.number, what] = max(known.get((part.number, what), 0), time)
+
+
+def where() -> str:
+    """Line of the kernel that is running."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__gluon_on_cpu__") is None:
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

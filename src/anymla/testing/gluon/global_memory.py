@@ -1,0 +1,125 @@
+"""Global memory: the storages of the tensors that a kernel is given, by their real addresses."""
+
+from __future__ import annotations
+
+import bisect
+
+import torch
+from torch import Tensor
+
+from anymla.testing.gluon.errors import Hazard
+from anymla.testing.gluon.kinds import Kind, kind_of_torch, pointer_to
+from anymla.testing.gluon.values import Value, as_value
+
+
+class GlobalMemory:
+    """Tensors that addresses may point into."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._bytes: list[Tensor] = []
+
+    def pointer(self, tensor: Tensor, kind: Kind | None = None) -> Value:
+        """Where a tensor begins; its whole storage may be reached from there."""
+        if tensor.device.type != "cpu":
+            raise ValueError(f"a kernel on a CPU takes tensors on the CPU, not on {tensor.device}")
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        place = bisect.bisect_left(self._starts, start)
+        known = place < len(self._starts) and self._starts[place] == start
+        if not known or self._bytes[place].numel() < storage.nbytes():
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            if known:
+                self._bytes[place] = whole
+            else:
+                self._starts.insert(place, start)
+                self._bytes.insert(place, whole)
+        return Value(tensor.data_ptr(), pointer_to(kind or kind_of_torch(tensor.dtype)))
+
+    def _storage(self, address: int, size: int) -> tuple[Tensor, int]:
+        place = bisect.bisect_right(self._starts, address) - 1
+        if place >= 0:
+            inside = address - self._starts[place]
+            if inside + size <= self._bytes[place].numel():
+                return self._bytes[place], self._starts[place]
+        raise Hazard(f"an access to {address:#x}, which is outside of all tensors")
+
+    def _elements(self, addresses: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+        """A storage's elements, and which of them the addresses are."""
+        size = kind.itemsize
+        low, high = (int(x) for x in addresses.aminmax())
+        storage, start = self._storage(low, size)
+        if self._storage(high, size)[1] != start:
+            raise Hazard("an access to addresses in several tensors at once is not modelled")
+        place = addresses - start
+        if size > 1 and bool((place & (size - 1)).any()):
+            raise Hazard(f"an access to elements of {size} bytes that are not aligned")
+        whole = storage[: storage.numel() // size * size].view(kind.memory)
+        return whole, place // size if size > 1 else place
+
+    def load(self, pointer: Value, mask: Value | None, other: Value | None) -> Value:
+        """Elements; those that a mask hides are ``other``, or poison."""
+        kind = pointer.kind.element
+        if kind is None:
+            raise TypeError("a load from what is no address")
+        addresses = pointer.tensor
+        if mask is not None:
+            there = mask.tensor
+            addresses, there = torch.broadcast_tensors(addresses, there)
+            if not there.all():
+                return Value(self._some(addresses, there, kind, other), kind)
+        if not addresses.numel():
+            return Value(torch.empty(addresses.shape, dtype=kind.torch), kind)
+        if addresses.ndim == 0:
+            address = int(addresses)
+            storage, start = self._storage(address, kind.itemsize)
+            raw = storage[address - start : address - start + kind.itemsize]
+            if (address - start) % kind.itemsize:
+                raise Hazard("an access to an element that is not aligned")
+            data = raw.view(kind.memory)[0]
+            if kind.is_float:
+                return Value(data.clone(), kind)
+            number = int(data)
+            return as_value(number & kind.mask if kind.widened else number, kind)
+        whole, place = self._elements(addresses, kind)
+        return Value(_held(whole[place], kind), kind)
+
+    def _some(self, addresses: Tensor, there: Tensor, kind: Kind, other: Value | None) -> Tensor:
+        out: Tensor
+        if other is None:
+            out = poison(addresses.shape, kind)
+        else:
+            out = other.cast(kind).tensor.expand(addresses.shape).clone()
+        if there.any():
+            whole, place = self._elements(addresses[there], kind)
+            out[there] = _held(whole[place], kind)
+        return out
+
+    def store(self, pointer: Value, x: Value, mask: Value | None) -> None:
+        """Write elements, but those that a mask hides."""
+        kind = pointer.kind.element
+        if kind is None:
+            raise TypeError("a store to what is no address")
+        data = x.cast(kind).tensor
+        addresses, data = torch.broadcast_tensors(pointer.tensor, data)
+        if mask is not None:
+            there = torch.broadcast_to(mask.tensor, addresses.shape)
+            if not there.all():
+                addresses, data = addresses[there], data[there]
+        if not addresses.numel():
+            return
+        whole, place = self._elements(addresses, kind)
+        whole[place] = data.to(kind.memory) if kind.widened else data
+
+
+def _held(data: Tensor, kind: Kind) -> Tensor:
+    return data.to(kind.torch) & kind.mask if kind.widened else data
+
+
+def poison(shape: tuple[int, ...], kind: Kind) -> Tensor:
+    """What nobody has written: NaN, or all bits."""
+    if kind.is_float:
+        return torch.full(shape, torch.nan).to(kind.torch)
+    if kind.torch is torch.bool:
+        return torch.ones(shape, dtype=torch.bool)
+    return torch.full(shape, -1 if kind.signed else kind.mask, dtype=kind.torch)
