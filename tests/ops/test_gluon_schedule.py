@@ -54,8 +54,8 @@ def pieces_of(schedule, tokens, lists, plan=NO_PLAN, programs=None):
         MACHINE.begin((program, 0, 0), "share_of")
         size = max(128, 1 << (tokens - 1).bit_length(), seen_tokens(schedule, tokens))
         share = SHARE_OF(
-            lists, *map(MACHINE.argument, (tokens, schedule.splits)), plan, schedule.tiles, schedule.cut,
-            schedule.stream, TASK_COST, size,
+            lists, *map(MACHINE.argument, (tokens, schedule.splits)), plan, schedule.tiles,
+            schedule.cut, schedule.stream, TASK_COST, size,
         )  # fmt: skip
         for k in map(MACHINE.argument, range(int(share.count))):
             token, tile, _, _, _, first, last, direct, slot, mark = PIECE(k, share, lists)

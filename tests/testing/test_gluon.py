@@ -1,13 +1,27 @@
 """Gluon kernels on a CPU: what they compute, and what they do not wait for."""
 
+import importlib.util
+import pathlib
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
 import gluon_example as example
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from anymla.testing.gluon import Descriptor, run
+from anymla.testing.gluon import (
+    Deadlock,
+    Descriptor,
+    Hazard,
+    Machine,
+    NotModelled,
+    as_value,
+    run,
+)
 
 
 def matmul(seed=0, tiles=6, **more):
@@ -23,3 +37,177 @@ def matmul(seed=0, tiles=6, **more):
 @pytest.mark.parametrize("seed", [None, *range(10)])
 def test_the_example(seed):
     matmul(seed)
+
+
+# What is missing --------------------------------------------------------------------------------
+
+FUNCTIONS = ("_produce", "_multiply")
+MISSING = {
+    "the producer fills a buffer that is still read": "mbarrier.wait(empty.index(s)",
+    "the consumer reads before the copy is there": "mbarrier.wait(full.index(s)",
+    "the result is used before it is there": "acc = warpgroup_mma_wait(",
+    "nobody gives a buffer back": "mbarrier.arrive(empty.index(s)",
+    "the barrier never hears of the bytes": "mbarrier.expect(full.index(s)",
+}
+
+
+def without(line, tmp_path):
+    """The example's kernel without the line that begins so."""
+    source = pathlib.Path(example.__file__).read_text()
+    (found,) = [each for each in source.splitlines(keepends=True) if each.strip().startswith(line)]
+    path = tmp_path / "changed_example.py"
+    path.write_text(source.replace(found, ""))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("what", MISSING)
+@pytest.mark.parametrize("seed", [None, *range(5)])
+def test_a_line_that_is_missing_is_found_at_once(what, seed, tmp_path):
+    changed = without(MISSING[what], tmp_path)
+    replacements = {getattr(example, name): getattr(changed, name) for name in FUNCTIONS}
+    with pytest.raises((Deadlock, Hazard)):
+        matmul(seed, replacements=replacements)
+
+
+def test_messages_say_who_and_what(tmp_path):
+    changed = without(MISSING["the consumer reads before the copy is there"], tmp_path)
+    with pytest.raises(Hazard, match=r"fp16 \[2, 64, 64\]: nothing orders it after the .* _"):
+        matmul(replacements={example._multiply: changed._multiply})
+    changed = without(MISSING["nobody gives a buffer back"], tmp_path)
+    with pytest.raises(Deadlock, match=r"_produce for mbarrier 2.* lacks 1 of 1 arrivals"):
+        matmul(replacements={example._multiply: changed._multiply})
+
+
+_load, _store = example._load, tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _read_kernel(desc, out, FENCE: gl.constexpr):
+    """Threads read a buffer that TMA then fills again."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    memory = gl.allocate_shared_memory(gl.float32, [4, 32], FLAT)
+    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(there, count=1)
+    total = gl.zeros([4, 32], gl.float32, L)
+    for i in range(2):
+        mbarrier.expect(there, 512)
+        _load(desc, [4 * i, 0], there, memory)
+        mbarrier.wait(there, i & 1)
+        total += memory.load(L)
+        if FENCE:
+            fence_async_shared()
+    row = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, L)), 1)
+    column = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, L)), 0)
+    gl.store(out + row * 32 + column, total)
+
+
+def test_a_refill_after_reads_of_threads_needs_a_fence():
+    x, out = torch.randn(8, 32), torch.zeros(4, 32)
+    run(_read_kernel, 1, Descriptor(x, [4, 32]), out, FENCE=True)
+    assert torch.equal(out, x[:4] + x[4:])
+    with pytest.raises(Hazard, match="no fence_async_shared"):
+        run(_read_kernel, 1, Descriptor(x, [4, 32]), out, FENCE=False)
+
+
+@gluon.jit
+def _store_kernel(desc, WAIT: gl.constexpr):
+    """Threads write what TMA is taking away."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    memory = gl.allocate_shared_memory(gl.float32, [4, 32], FLAT)
+    for i in range(2):
+        memory.store(gl.full([4, 32], i + 1, gl.float32, L))
+        fence_async_shared()
+        _store(desc, [4 * i, 0], memory)
+        if WAIT or i == 1:
+            tma.store_wait(0)
+
+
+def test_a_tma_store_is_waited_for():
+    x = torch.zeros(8, 32)
+    run(_store_kernel, 1, Descriptor(x, [4, 32]), WAIT=True)
+    assert torch.equal(x[:, 0], torch.tensor([1.0] * 4 + [2.0] * 4))
+    with pytest.raises(Hazard, match="nothing orders"):
+        run(_store_kernel, 1, Descriptor(x, [4, 32]), WAIT=False)
+
+
+@gluon.jit
+def _arithmetic_kernel(out, a, b):
+    n = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [4], [0])) - 4
+    gl.store(out + n + 4, n // 3)
+    gl.store(out + n + 12, n % 3)
+    gl.store(out + n + 20, (n * 2147483647 + 1) >> 1)
+    gl.store(out + n + 28, n.to(gl.uint32, bitcast=True) // 65536)
+    gl.store(out + 36, a // b)
+    gl.store(out + 37, gl.atomic_add(out + 36, 5))
+
+
+def test_integers_are_those_of_the_hardware():
+    out = torch.zeros(40, dtype=torch.int32)
+    run(_arithmetic_kernel, 1, out, -7, 2)
+    n = range(-4, 4)
+    assert out[:8].tolist() == [int(each / 3) for each in n]
+    assert out[8:16].tolist() == [each - 3 * int(each / 3) for each in n]
+    wrapped = [((each * 2147483647 + 1 + 2**31) % 2**32 - 2**31) >> 1 for each in n]
+    assert out[16:24].tolist() == wrapped
+    assert out[24:32].tolist() == [each % 2**32 // 65536 for each in n]
+    assert out[36:38].tolist() == [2, -3]
+
+
+@gluon.jit
+def _asm_kernel(out, x):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, layout=L)
+    total = gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 s; redux.sync.add.s32 s, $1, 0xffffffff;"
+        " setp.lt.s32 p, $1, 4; mov.b32 $0, s; @p add.s32 $0, $1, 100; }",
+        "=r,r", [gl.load(x + lane)], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    gl.store(out + lane, total)
+
+
+def test_inline_ptx():
+    out = torch.zeros(32, dtype=torch.int32)
+    run(_asm_kernel, 1, out, torch.arange(32, dtype=torch.int32), num_warps=1)
+    assert out.tolist() == [100, 101, 102, 103] + [496] * 28
+
+
+@gluon.jit
+def _outside_kernel(x, n):
+    at = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(x + at, at, mask=at < n)
+
+
+def test_what_is_outside_of_a_tensor_is_found():
+    x = torch.zeros(40, dtype=torch.int32)
+    run(_outside_kernel, 1, x, 40)
+    assert x.tolist() == list(range(40))
+    with pytest.raises(Hazard, match="outside of all tensors"):
+        run(_outside_kernel, 1, x, 41)
+
+
+@gluon.jit
+def _histogram_kernel(x):
+    gl.histogram(gl.load(x + gl.arange(0, 32)), 4)
+
+
+def test_what_is_not_modelled_says_so():
+    with pytest.raises(NotModelled, match="histogram"):
+        run(_histogram_kernel, 1, torch.zeros(32, dtype=torch.int32))
+
+
+@gluon.jit
+def _twice(x):
+    return x * 2
+
+
+def test_device_functions_alone():
+    machine = Machine()
+    twice = machine.function(_twice)
+    assert int(twice(machine.argument(21))) == 42
+    assert twice(machine.argument(2**30)) == -(2**31)
+    assert torch.equal(twice(as_value(torch.tensor([1.5, 2]))).tensor, torch.tensor([3.0, 4]))

@@ -2,7 +2,7 @@
 
 The output projection reads heads that are rotated back by the query's position and quantised in
 blocks of 128 channels. A kernel that has finished heads can do that before it stores them:
-``_triton_epilogue`` and ``_gluon_epilogue`` are the stores, this file is what a launcher gives them.
+``_triton_epilogue`` and ``_gluon_epilogue`` are the stores, this file is what launchers give them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,9 +56,9 @@ class Partition:
         """What it does from here on is not what others have been told of."""
         self.clock.known[self.number] = self.clock.known.get(self.number, 0) + 1
 
-    def access(self, what: str) -> Access:
+    def access(self) -> Access:
         """By its threads."""
-        return Access(self.number, self.clock.known[self.number], True, f"{self.name} {what}")
+        return Access(self.number, self.clock.known[self.number], True, self.name)
 
     def land(self, number: int) -> None:
         """A copy of cp.async is there."""
@@ -245,9 +244,9 @@ class Cta:
         self.pause()
         part = self._current
         if writes:
-            shared.writes(part.clock, part.access("writes"))
+            shared.writes(part.clock, part.access())
         else:
-            shared.reads(part.clock, part.access("reads"))
+            shared.reads(part.clock, part.access())
 
     def fence(self) -> None:
         """``fence.proxy.async``."""
@@ -275,7 +274,7 @@ class Cta:
         part = self._current
         what = f"the TMA load that {part.name} has started"
         # Its phase is over only when it has landed.
-        access = Access(barrier, barrier.phase + 1, False, f"{what} overwrites")
+        access = Access(barrier, barrier.phase + 1, False, what)
         shared.writes(part.clock, access)
 
         def land() -> None:
@@ -289,7 +288,7 @@ class Cta:
         self.pause()
         part = self._current
         part.stores[0] += 1
-        what = f"the TMA store that {part.name} has started reads"
+        what = f"the TMA store that {part.name} has started"
         shared.reads(part.clock, Access((part.number, "bulk"), part.stores[0], False, what))
         write(shared.contents())
 
@@ -306,7 +305,7 @@ class Cta:
         part = self._current
         part.copies += 1
         number = part.copies
-        what = f"the copy that {part.name} has started overwrites"
+        what = f"the copy that {part.name} has started"
         shared.writes(part.clock, Access((part.number, "copies"), number, True, what))
         part.flying.add(number)
 
@@ -338,7 +337,7 @@ class Cta:
         threads, last = 32 * part.warps, part.copies
         if counted:
             barrier.expect_more(threads)
-        clock = Clock(dict(part.clock.known), dict(part.clock.fenced))
+        clock = part.clock.copy()
         clock.known[part.number, "copies"] = last
         part.tick()
 
@@ -358,7 +357,7 @@ class Cta:
         part = self._current
         part.products[0] += 1
         number = part.products[0]
-        what = f"a matrix instruction of {part.name} reads"
+        what = f"a matrix instruction of {part.name}"
         for operand in operands:
             operand.reads(part.clock, Access((part.number, "products"), number, False, what))
         return number
@@ -375,13 +374,3 @@ class Cta:
     def _knows(self, part: Partition, what: str, time: int) -> None:
         known = part.clock.known
         known[part.number, what] = max(known.get((part.number, what), 0), time)
-
-
-def where() -> str:
-    """Line of the kernel that is running."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__gluon_on_cpu__") is None:
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

@@ -57,13 +57,13 @@ class Access:
         actor: who.
         time: of the actor's.
         generic: by threads, not by TMA or a matrix instruction.
-        what: for messages.
+        who: for messages.
     """
 
     actor: Actor
     time: int
     generic: bool
-    what: str
+    who: str
 
     def before(self, clock: Clock, *, generic: bool) -> str:
         """Why an access that knows ``clock`` may not follow this one; nothing if it may."""

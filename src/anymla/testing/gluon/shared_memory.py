@@ -54,7 +54,7 @@ class Allocation:
         for other in self._overlapping[place]:
             written = self._writes.get(other)
             if written is not None:
-                self._check(written, clock, access, "written")
+                self._check(written, clock, access, "reads", "write")
         self._reads.setdefault(place, {})[access.actor] = access
 
     def writes(self, place: Place, clock: Clock, access: Access) -> None:
@@ -62,16 +62,16 @@ class Allocation:
         for other in self._overlapping[place]:
             written = self._writes.get(other)
             if written is not None:
-                self._check(written, clock, access, "written")
+                self._check(written, clock, access, "writes", "write")
             for read in self._reads.get(other, {}).values():
-                self._check(read, clock, access, "read")
+                self._check(read, clock, access, "writes", "read")
         self._reads.pop(place, None)
         self._writes[place] = access
 
-    def _check(self, earlier: Access, clock: Clock, now: Access, what: str) -> None:
+    def _check(self, earlier: Access, clock: Clock, now: Access, does: str, what: str) -> None:
         reason = earlier.before(clock, generic=now.generic)
         if reason:
-            raise Hazard(f"{now.what} {self.name}: {reason} its being {what} by {earlier.what}")
+            raise Hazard(f"{now.who} {does} {self.name}: {reason} the {what} by {earlier.who}")
 
 
 class Shared:

@@ -33,6 +33,8 @@ class Layout:
     """Stands for every layout of registers."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Layout:
+        """Parameters of a layout do not matter."""
+        """Itself."""
         return self
 
     def __getattr__(self, name: str) -> Layout:
