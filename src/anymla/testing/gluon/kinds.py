@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import dtype as DType  # "torch" is a field
 from triton.experimental.gluon import language as gl
 
 
@@ -25,8 +26,8 @@ class Kind:
     """
 
     dtype: Any
-    torch: torch.dtype
-    memory: torch.dtype
+    torch: DType
+    memory: DType
     bits: int
     is_float: bool = False
     signed: bool = True

@@ -173,7 +173,8 @@ class Language:
     def abs(self, x: Any) -> Value:
         """Magnitude."""
         given = as_value(x)
-        return Value(abs(given.data), given.kind)
+        data = given.data
+        return Value(data.abs() if isinstance(data, Tensor) else abs(data), given.kind)
 
     def fma(self, a: Any, b: Any, c: Any) -> Value:
         """Rounded once."""

@@ -285,8 +285,8 @@ class _Run:
             self.put(low, word & 0xFFFF)
             self.put(high, (word >> 16) & 0xFFFF)
         elif source.startswith("{"):
-            low, high = (_bits(self.get(each)) for each in self.names(source))
-            self.put(to, (low & 0xFFFF) | (high << 16))
+            lower, upper = (_bits(self.get(each)) for each in self.names(source))
+            self.put(to, (lower & 0xFFFF) | (upper << 16))
         else:
             self.put(to, self.get(source))
 

@@ -259,7 +259,7 @@ def as_value(x: Any, like: Kind | None = None) -> Value:
     if isinstance(x, Tensor):
         kind = kind_of(x.dtype)
         if x.ndim == 0 and not kind.is_float:
-            return Value(x.item() if kind is not BOOL else bool(x), kind)
+            return Value(bool(x) if kind is BOOL else int(x), kind)
         return Value(x.to(kind.torch), kind)
     kind = literal_kind(x)
     if like is not None and (like.is_float or not kind.is_float):
