@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -96,6 +96,31 @@ WAYS = {
 }
 
 
+def uneven(tokens, heads, widths):
+    """A call whose tokens' lengths go from nothing to full lists, one by one."""
+    lengths = [[(7 * t * t + t) % (width + 1) for t in range(tokens)] for width in widths]
+    return tokens, heads, widths, lengths
+
+
+SINGLE = uneven(1, 64, (128, 512))
+
+
+def every_way(test):
+    """Examples that are always run: every way of sharing out, where there are pieces to cut.
+
+    Twenty drawn ones need not contain each: those of a kernel that nobody has drawn go untested.
+    """
+    test = example(SINGLE, 132, "chosen")(test)
+    for way in WAYS:
+        for call, processors in (
+            (uneven(3, 64, (128, 512)), 20),  # fewer tasks than programs
+            (uneven(7, 128, (64, 300)), 4),  # more, in several rounds; two tiles of heads
+        ):
+            test = example(call, processors, way)(test)
+    return test
+
+
+@every_way
 @given(calls(), st.sampled_from([1, 3, 20, 78, 114, 132, 144]), st.sampled_from(sorted(WAYS)))
 def test_every_block_has_one_program(call, processors, way):
     tokens, heads, widths, lengths = call
@@ -234,6 +259,13 @@ def test_programs_fit_the_machine(heads, processors):
             assert chosen.tiles * chosen.heads >= heads
             assert chosen.splits <= blocks_of(widths)
             assert chosen.slots(tokens) >= 1
+
+
+def test_every_kind_of_schedule_is_an_example():
+    tokens, heads, widths, _ = SINGLE
+    kinds = {choose(tokens, heads, widths, 132, lengths=True).stream}
+    kinds |= {(each or {}).get("stream", Stream.NO) for each in WAYS.values()}
+    assert kinds == set(Stream)
 
 
 def test_schedules_of_known_shapes():

@@ -317,6 +317,29 @@ def test_foreign_ids_are_skipped_with_their_weights(backend: str, tokens: int) -
     assert_identical(none, torch.zeros_like(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", ["plain", "mxfp4"])
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_one_token_is_a_row_of_two(weight_format: str, dtype: torch.dtype, absent: int) -> None:
+    """The ways of a single token, with an expert that is not in the lists, on a host."""
+    bank = Bank(weight_format, 4, dtype)
+    ids, weights = torch.tensor([[13, 10, 11], [12, 13, 10]], dtype=torch.int32), torch.rand(2, 3)
+    weights[:, absent] += 3  # no other expert may take its weight
+    ids[:, absent] = torch.tensor([9, 14])
+    x = torch.randn(2, D).to(dtype)
+    arguments = {**bank.arguments(), "quantize_activations": False, "expert_offset": 10}
+    together = experts(x, ids, weights, **arguments, backend="torch")
+    alone = [
+        experts(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], **arguments, backend="torch")
+        for t in range(2)
+    ]
+    # Products add in other orders and are then rounded: each by a unit at most.
+    error = accumulation(D, torch.float32, 8) + ulps(dtype, 2)
+    assert_close(torch.cat(alone), together, atol=error)
+    exact = bank.expected(x, ids, weights, 10)
+    assert float((together - exact).norm() / exact.norm()) <= error
+
+
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_shards_add_up(tokens: int) -> None:
     bank, (ids, weights) = Bank("plain", 8), routing(tokens, 4, 8)
