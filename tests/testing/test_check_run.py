@@ -75,6 +75,16 @@ def test_the_engine_agrees_with_the_oracle(tmp_path, tiny, options) -> None:
         assert report.max_difference < 5e-5
 
 
+def test_a_narrow_model_whose_first_layer_pools(tmp_path) -> None:
+    """Its first layer has the narrowest bound, and entries that pool rows of unlike gates."""
+    tiny = dataclasses.replace(TINY, hidden=80, weights="bf16", ratios=(4, 128))
+    write_tiny_checkpoint(tmp_path, tiny)
+    torch.manual_seed(0)
+    report = judge(tmp_path, GOOD, kv="fp32")
+    assert not report.rows["compressed"].unexplained
+    assert report.ok
+
+
 def test_requests_of_a_batch_are_told_apart(tmp_path) -> None:
     write_tiny_checkpoint(tmp_path, dataclasses.replace(TINY, ratios=(4, 128)))
     recorder, done, logprobs = run(tmp_path, GOOD, [150, 7, 131], drafts=1, chunk=40)

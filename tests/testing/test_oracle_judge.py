@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymla.formats.page_layout import get_layout
-from anymla.testing.oracle.attention import LayerRows
+from anymla.testing.oracle.attention import LayerRows, compress, pooled_error
 from anymla.testing.oracle.judge import Judge
 from anymla.testing.oracle.recording import Recording, StoredRows
 from anymla.testing.oracle.selection import Selections, best
@@ -19,6 +19,27 @@ def judged(chosen: list[int], bound: float = 0.1, k: int = 2) -> Selections:
         SCORES, VISIBLE, torch.tensor([chosen]), k, torch.tensor([bound]), "layer 0 topk"
     )
     return selections
+
+
+@pytest.mark.parametrize(("ratio", "width"), [(4, 128), (16, 64)])
+def test_errors_of_pooled_rows_are_what_small_errors_make(ratio: int, width: int) -> None:
+    """Entries of many slightly wrong rows and gates, against the derivative."""
+    kv, gate = torch.randn(2, 3 * ratio, width, dtype=torch.float64).unbind()
+    ape, norm = torch.randn(ratio, width).double(), torch.rand(64).double() + 0.5
+    rest = (ape, norm, torch.rand(8), 1e-6)
+    exact, error = compress(kv, 3 * gate, *rest), pooled_error(kv, 3 * gate, *rest)
+    total = torch.zeros_like(exact)
+    for _ in range(400):
+        off = [
+            each
+            + 1e-6 * torch.randn_like(each) * (each.abs() + each.square().mean(-1, True).sqrt())
+            for each in (kv, 3 * gate)
+        ]
+        total += (compress(*off, *rest) - exact).square()
+    share = (total / 400).sqrt() / (1e-6 * error)
+    # A mean of 400 squares is off by 7 %; a pair's larger error counts for both of its channels.
+    assert 0.9 < float(share[:, :-16].median()) < 1.1
+    assert float(share.max()) < 1.3
 
 
 @pytest.mark.parametrize("chosen", [[0, 1], [1, 0], [0, 1, -1, -1]])

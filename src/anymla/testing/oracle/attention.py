@@ -34,11 +34,16 @@ class RowRounding:
 
 @dataclasses.dataclass
 class LayerRows:
-    """What a layer writes to its caches, exact: window [T, D], compressed [E, D], index [E, Di]."""
+    """What a layer writes to its caches, exact: window [T, D], compressed [E, D], index [E, Di].
+
+    Attributes:
+        pooled_error: of the compressed entries and the index keys, what ``pooled_error`` says.
+    """
 
     window: Tensor
     compressed: Tensor | None = None
     index: Tensor | None = None
+    pooled_error: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def rounded(self, rounding: RowRounding) -> LayerRows:
         """The rows as they read back from a cache."""
@@ -112,20 +117,19 @@ class AttentionOracle:
         kv = rms_norm(self._project(x, "wkv"), self._tensor("kv_norm.weight"), self.config.norm_eps)
         rows = LayerRows(rotate(kv, positions, self.inv_freq))
         if self.ratio:
-            rows.compressed = self._compress(x, "compressor")
+            rows.compressed, rows.pooled_error["compressed"] = self._compress(x, "compressor")
         if self.selects:
-            rows.index = self._compress(x, "indexer.compressor")
+            rows.index, rows.pooled_error["index"] = self._compress(x, "indexer.compressor")
         return rows
 
-    def _compress(self, x: Tensor, name: str) -> Tensor:
-        """Entries [T // r, D]: softmax over each window's rows, channel by channel."""
-        return compress(
-            self._project(x, f"{name}.wkv"),
-            self._project(x, f"{name}.wgate"),
-            self._tensor(f"{name}.ape"),
-            self._tensor(f"{name}.norm.weight"),
-            self.inv_freq,
-            self.config.norm_eps,
+    def _compress(self, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Entries [T // r, D], softmax over each window's rows by channel; and their error."""
+        kv, gate = self._project(x, f"{name}.wkv"), self._project(x, f"{name}.wgate")
+        ape, norm = self._tensor(f"{name}.ape"), self._tensor(f"{name}.norm.weight")
+        eps = self.config.norm_eps
+        return (
+            compress(kv, gate, ape, norm, self.inv_freq, eps),
+            pooled_error(kv, gate, ape, norm, self.inv_freq, eps),
         )
 
     def visible(self, tokens: slice, entries: int) -> Tensor:
@@ -201,16 +205,55 @@ def compress(
         inv_freq: of the rotation at each window's first position.
         eps: of the norm.
     """
-    (ratio, _), dim = ape.shape, len(norm)
-    count = len(kv) // ratio
-    kv = kv[: count * ratio].unflatten(0, (count, ratio))
-    score = gate[: count * ratio].unflatten(0, (count, ratio)) + ape
-    if kv.shape[-1] == 2 * dim:
-        # The first half of the channels belongs to the next window's entry.
-        kv = torch.cat((_shifted(kv[..., :dim], 0.0), kv[..., dim:]), 1)
-        score = torch.cat((_shifted(score[..., :dim], -torch.inf), score[..., dim:]), 1)
-    pooled = (score.softmax(1) * kv).sum(1)
-    return rotate(rms_norm(pooled, norm, eps), torch.arange(count) * ratio, inv_freq)
+    ratio = len(ape)
+    weight = _windows(gate + _repeated(ape, gate), ratio, len(norm), -torch.inf).softmax(1)
+    pooled = (weight * _windows(kv, ratio, len(norm), 0.0)).sum(1)
+    return rotate(rms_norm(pooled, norm, eps), torch.arange(len(pooled)) * ratio, inv_freq)
+
+
+def pooled_error(
+    kv: Tensor, gate: Tensor, ape: Tensor, norm: Tensor, inv_freq: Tensor, eps: float
+) -> Tensor:
+    """Error [T // r, D] of ``compress`` for one unit of error in the rows that it pools.
+
+    A number of kv or gate is off by a unit of itself and of its row's root mean square, like any
+    other that a layer computes. Errors of different rows are independent and add as squares, in
+
+        c = sum_i p_i kv_i:   dc = sum_i p_i dkv_i + sum_i p_i (kv_i - c) dgate_i
+
+    The norm then divides by the root mean square of c, which is smaller than that of its rows. The
+    rotation mixes the channels of a pair.
+    """
+    ratio, dim = len(ape), len(norm)
+    weight = _windows(gate + _repeated(ape, gate), ratio, dim, -torch.inf).softmax(1)
+    rows = _windows(kv, ratio, dim, 0.0)
+    off_rows, off_gates = (_windows(_unit(each), ratio, dim, 0.0) for each in (kv, gate))
+    pooled = (weight * rows).sum(1)
+    terms = off_rows.square() + ((rows - pooled.unsqueeze(1)) * off_gates).square()
+    size = (pooled.square().mean(-1, keepdim=True) + eps).sqrt()
+    error = (weight.square() * terms).sum(1).sqrt() * norm.abs() / size
+    start = dim - 2 * len(inv_freq)
+    pairs = error[:, start:].unflatten(1, (-1, 2)).norm(dim=-1).repeat_interleave(2, 1)
+    return torch.cat((error[:, :start], pairs), 1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """What a relative error of 1 is of numbers [..., W]: of each, and of its row's size."""
+    return x.abs() + x.square().mean(-1, keepdim=True).sqrt()
+
+
+def _repeated(ape: Tensor, gate: Tensor) -> Tensor:
+    return ape.repeat(-(-len(gate) // len(ape)), 1)[: len(gate)]
+
+
+def _windows(x: Tensor, ratio: int, dim: int, absent: float) -> Tensor:
+    """What each entry pools of x [T, W]: [T // r, r or 2 r, D]; ``absent`` before the first row."""
+    count = len(x) // ratio
+    x = x[: count * ratio].unflatten(0, (count, ratio))
+    if x.shape[-1] == dim:
+        return x
+    # The first half of the channels belongs to the next window's entry.
+    return torch.cat((_shifted(x[..., :dim], absent), x[..., dim:]), 1)
 
 
 def spans(n: int) -> Iterator[slice]:

@@ -42,7 +42,8 @@ class Judge:
     Attributes:
         recording: what the run stored and decided.
         error: bound on the relative error of what each layer computes. A channel of a cache row
-            may be off by so much of its value and of the row's root mean square; an index score by
+            may be off by so much of its value and of the row's root mean square, and where rows
+            were pooled of ``pooled_error``, which adds as squares; an index score by
             so much of ``IndexQueries.magnitudes``; an expert's score by so much of the largest.
         found: findings by kind of row.
         selections: findings about selections, by "topk" and "experts".
@@ -56,15 +57,21 @@ class Judge:
 
     def rows(self, layer: int, exact: LayerRows) -> tuple[LayerRows, bool]:
         """The recorded rows, judged; and whether the index keys are Hadamard-transformed."""
-        window = self._stored(layer, WINDOW, exact.window)
+        window = self._stored(layer, WINDOW, exact.window, None)
         compressed = index = None
         rotated = False
         if exact.compressed is not None:
-            compressed = self._stored(layer, COMPRESSED, exact.compressed)
+            error = exact.pooled_error.get(COMPRESSED)
+            compressed = self._stored(layer, COMPRESSED, exact.compressed, error)
         if exact.index is not None:
             rotated = self._layout(layer, INDEX, len(exact.index)) == "v4_index_mxfp4"
-            keys = hadamard(exact.index) if rotated else exact.index
-            index = self._stored(layer, INDEX, keys)
+            keys, error = exact.index, exact.pooled_error.get(INDEX)
+            if rotated:
+                # Independent errors of all channels in each.
+                keys = hadamard(keys)
+                if error is not None:
+                    error = error.square().mean(1, keepdim=True).sqrt()
+            index = self._stored(layer, INDEX, keys, error)
         return LayerRows(window, compressed, index), rotated
 
     def entries(
@@ -116,20 +123,29 @@ class Judge:
     def _layout(self, layer: int, kind: str, n: int) -> str:
         return self.recording.rows(layer, kind, n).layout_id if n else ""
 
-    def _stored(self, layer: int, kind: str, exact: Tensor) -> Tensor:
+    def _stored(self, layer: int, kind: str, exact: Tensor, pooled: Tensor | None) -> Tensor:
         if not len(exact):
             return exact
         stored = self.recording.rows(layer, kind, len(exact))
         findings = self.found.setdefault(kind, RowFindings(stored.layout_id))
-        self._compare(findings, layer, kind, stored, exact)
+        self._compare(findings, layer, kind, stored, exact, pooled)
         return stored.decode()
 
     def _compare(
-        self, findings: RowFindings, layer: int, kind: str, stored: StoredRows, exact: Tensor
+        self,
+        findings: RowFindings,
+        layer: int,
+        kind: str,
+        stored: StoredRows,
+        exact: Tensor,
+        pooled: Tensor | None,
     ) -> None:
         row_format = ROW_FORMATS[stored.layout_id]
         size = exact.square().mean(1, keepdim=True).sqrt()
-        slack = (size + exact.abs()) * self.error[layer]
+        unit = size + exact.abs()
+        if pooled is not None:
+            unit = torch.hypot(unit, pooled)
+        slack = unit * self.error[layer]
         explained = row_format.explains(stored.data, stored.scales, exact - slack, exact + slack)
         values, expected = stored.decode(), row_format.round(exact)
         findings.rows += len(exact)
