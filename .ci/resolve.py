@@ -22,7 +22,6 @@ LINUX = "x86_64-manylinux_2_28"
 ELSEWHERE = ("macos", "windows")
 # Asks for other versions than the tests do, in an environment of its own.
 APART = "vllm"
-_INDEX = "https://pypi.org/simple"
 _OWN = ("UV_", "PIP_")
 _KEPT = ("UV_CACHE_DIR", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS")
 
@@ -49,14 +48,13 @@ def main() -> int:
             what = f"anymla[{extra}]" if extra else "anymla"
             print(f"Python {python}, {system}: {what} with {constraints or 'no constraints'}")
             print("  " + reason.replace("\n", "\n  "), flush=True)
-    print(f"{len(asked)} installations asked of {_INDEX}, {failed} impossible")
+    print(f"{len(asked)} installations asked of the public index, {failed} impossible")
     return bool(failed)
 
 
 def resolve(python: str, system: str, extra: str, constraints: str | None) -> str:
     """Why it cannot be installed; "" if it can."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config"]
-    command += ["--default-index", _INDEX]
     # vLLM asks for packages that a compiler builds where wheels are for a newer libc.
     command += [] if extra == APART else ["--only-binary", ":all:"]
     command += ["--python-version", python, "--python-platform", system]
