@@ -10,9 +10,8 @@ from index_scores import D
 
 pytest.importorskip("triton")
 
-from anymla.ops.indexer import gluon_sm90_words as barriers
-from anymla.ops.indexer.gluon_sm90_scores import page_scores_kernel
-from anymla.ops.indexer.selection_plan import GROUP, padded_entries
+from anymla.ops.indexer import gluon_sm90_scores
+from anymla.ops.indexer.config import GROUP, padded_entries
 from anymla.testing.gluon import Descriptor, Machine
 
 H, PAGE, WARPS = 64, 64, 4
@@ -21,12 +20,12 @@ H, PAGE, WARPS = 64, 64, 4
 def machine(seed=0):
     """That runs the kernel."""
 
-    def give_back(words, buffer, scale, lane):
-        cta, at = made.cta, int(words + 8 * buffer)
+    def release(scratch, stage, scale, lane):
+        cta, at = made.cta, int(scratch + 8 * stage)
         cta.arrive(made.raw.barrier(at), WARPS)
         return scale
 
-    made = Machine(seed=seed, num_warps=WARPS, replacements={barriers.give_back: give_back})
+    made = Machine(seed=seed, num_warps=WARPS, replacements={gluon_sm90_scores._release: release})
     return made
 
 
@@ -40,7 +39,7 @@ def in_pages(cache):
 
 def score(
     q, keys, words, weights, lengths, table, k, *, starts, owners, together, span,
-    context=0, ahead=False, programs=None, seed=0,
+    context=0, overlap=False, programs=None, seed=0,
 ):  # fmt: skip
     """Scores and maxima as the kernel leaves them: NaN and 77 where it wrote nothing.
 
@@ -53,7 +52,7 @@ def score(
     maxima = torch.full((rows, columns // GROUP), 77, dtype=torch.int32)
     requests = 1 if table is None else len(table)
     machine(seed).launch(
-        page_scores_kernel,
+        gluon_sm90_scores.scores_kernel,
         (programs or -(-rows // together), -(-max(covered, context) // span)),
         Descriptor(q.flatten(0, 1), (together * H, D)),
         Descriptor(keys, (1, PAGE, D)),
@@ -80,8 +79,8 @@ def score(
         context,
         -(-rows // together),
         ROWS=together,
-        BUFFERS=4,
-        AHEAD=ahead,
+        STAGES=4,
+        OVERLAP=overlap,
         CONSUMER_REGISTERS=112,
         PRODUCER_REGISTERS=24,
         FILL=context > 0,

@@ -7,8 +7,8 @@ from index_scores_on_host import PAGE, H, in_pages, score
 from paged import make_cache
 
 from anymla.formats.page_layout import INDEX_FP8, get_layout
-from anymla.ops.indexer import device_support
-from anymla.ops.indexer.selection_plan import GROUP
+from anymla.ops.indexer import support
+from anymla.ops.indexer.config import GROUP
 
 NOTHING = -(2**31)
 
@@ -31,9 +31,9 @@ def ordered(x):
     ],
 )
 @pytest.mark.parametrize(
-    ("span", "ahead", "programs"), [(192, False, None), (256, True, None), (256, True, 2)]
+    ("span", "overlap", "programs"), [(192, False, None), (256, True, None), (256, True, 2)]
 )
-def test_scores_and_maxima(stride, together, owners, span, ahead, programs):
+def test_scores_and_maxima(stride, together, owners, span, overlap, programs):
     rows, k = len(owners or [0] * 4), 40
     padded = make_cache(INDEX_FP8, 9, PAGE, gap=0).tensor
     packed = torch.full((9 * stride + 64,), 0xFF, dtype=torch.uint8)
@@ -64,7 +64,7 @@ def test_scores_and_maxima(stride, together, owners, span, ahead, programs):
         owners=None if owners is None else i32(owners),
         together=together,
         span=span,
-        ahead=ahead,
+        overlap=overlap,
         programs=programs,
     )
     entry = torch.arange(256)
@@ -85,8 +85,8 @@ def test_scores_and_maxima(stride, together, owners, span, ahead, programs):
         assert torch.equal(maxima[row, :16], torch.where(rank == NOTHING, 77, rank))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_many_tiles(ahead):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_tiles(overlap):
     pages, rows = 9, 4
     codes = torch.randint(-2, 3, (pages, PAGE, D)).to(torch.float8_e4m3fn)
     scales = torch.randint(1, 4, (pages, PAGE)).float()
@@ -96,7 +96,7 @@ def test_many_tiles(ahead):
     table = torch.stack((torch.randperm(pages), torch.randperm(pages))).int()
     got, maxima = score(
         q, codes, words, weights, lengths, table, 40,
-        starts=None, owners=None, together=2, span=576, ahead=ahead, programs=1,
+        starts=None, owners=None, together=2, span=576, overlap=overlap, programs=1,
     )  # fmt: skip
     for row, length in enumerate(lengths.tolist()):
         page = table[row // 2].long()
@@ -143,6 +143,6 @@ def test_what_is_not_seen_is_filled(together, table):
 def test_other_machines_are_refused():
     cache = get_layout(INDEX_FP8).allocate(1, 64)
     given = (torch.randn(1, H, D), cache, torch.randn(1, H), i32([3]), i32([[0]]), 1)
-    support = device_support.hopper_support(*given)
-    assert not support
-    assert "compute capability 9.0" in support.reason
+    answer = support.sm90_select_support(*given)
+    assert not answer
+    assert "compute capability 9.0" in answer.reason

@@ -11,8 +11,8 @@ from index_scores import i32
 
 pytest.importorskip("triton")
 
+from anymla.ops.indexer.config import GROUP
 from anymla.ops.indexer.gluon_sm90_topk import topk_kernel
-from anymla.ops.indexer.selection_plan import GROUP
 from anymla.testing.gluon import run
 
 
@@ -67,7 +67,7 @@ def test_selection(kind, groups, k, cut):
     ]  # fmt: skip
     run(
         topk_kernel, rows, *given,
-        GROUPS=groups, ELEMENTS=512 if groups else 1024, KEPT=kept, PDL=True, WARPS=4,
+        GROUPS=groups, ELEMENTS=512 if groups else 1024, PADDED_K=kept, PDL=True, WARPS=4,
     )  # fmt: skip
     for row in range(rows):
         first, last = int(starts[row]), int(lengths[row])

@@ -11,7 +11,7 @@ from anymla.formats.e4m3 import decode_e4m3
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.ops import _host
-from anymla.ops.indexer import mqa_logits, torch_keys
+from anymla.ops.indexer import mqa_logits, torch_scores
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical
 
 
@@ -27,21 +27,21 @@ def test_bulk_e4m3_is_exact_for_every_code(monkeypatch, seen, dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     want = decode_e4m3(codes, dtype)
     assert torch.equal(
-        torch_keys.decode_e4m3_bulk(codes, dtype).nan_to_num(7e7), want.nan_to_num(7e7)
+        torch_scores.decode_e4m3_bulk(codes, dtype).nan_to_num(7e7), want.nan_to_num(7e7)
     )
     fp8 = codes.view(torch.float8_e4m3fn)
     assert torch.equal(
-        torch_keys.decode_e4m3_bulk(fp8, dtype).nan_to_num(7e7), want.nan_to_num(7e7)
+        torch_scores.decode_e4m3_bulk(fp8, dtype).nan_to_num(7e7), want.nan_to_num(7e7)
     )
     finite = codes[~want.isnan()]
-    assert_identical(torch_keys.decode_e4m3_bulk(finite, dtype), decode_e4m3(finite, dtype))
+    assert_identical(torch_scores.decode_e4m3_bulk(finite, dtype), decode_e4m3(finite, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bulk_mxfp4_is_exact_for_every_byte_and_scale(dtype):
     packed = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(256, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, 16, 1)
-    got = torch_keys.decode_mxfp4_bulk(packed, scales, dtype)
+    got = torch_scores.decode_mxfp4_bulk(packed, scales, dtype)
     want = dequantize_mxfp4(packed, scales, dtype)
     assert torch.equal(got.isnan(), want.isnan())
     assert_identical(got.nan_to_num(7.0), want.nan_to_num(7.0))

@@ -1,4 +1,4 @@
-"""What is selected, for any scores and by every form of a call, in bounded memory."""
+"""What is selected, for any scores and by every config of a call, in bounded memory."""
 
 import dataclasses
 import math
@@ -12,8 +12,8 @@ from index_selection import a_call, arbitrary_scores, by_rule, integers, keys_in
 from paged import BACKENDS, make_cache, runnable, use_backend
 
 from anymla.formats.page_layout import INDEX_FP8, ROWS_FP32_128, get_layout
+from anymla.ops.indexer import config as configs
 from anymla.ops.indexer import select_topk, torch_select
-from anymla.ops.indexer.selection_plan import plan_selection
 from anymla.testing.allocation import LargestAllocation
 
 LEAST = 1 << 24
@@ -97,7 +97,7 @@ def test_short_contexts_are_not_scored(run, monkeypatch):
     # Nothing is read: pages that do not exist, queries of NaN.
     if run == "triton":
         module = pytest.importorskip("anymla.ops.indexer.triton_select")
-        monkeypatch.setattr(module, "select_scores", None)
+        monkeypatch.setattr(module, "write_scores", None)
     monkeypatch.setattr(torch_select, "_select", None)
     cache = make_cache(INDEX_FP8, 1, 16).tensor
     q, weights = torch.full((3, 2, D), torch.nan), torch.full((3, 2), torch.nan)
@@ -108,41 +108,39 @@ def test_short_contexts_are_not_scored(run, monkeypatch):
     assert got.tolist() == [list(range(n)) + [-1] * (12 - n) for n in (12, 0, 5)]
 
 
-def plans(monkeypatch, **sizes):
-    """Make Triton's launcher take a plan of these sizes."""
+def force_config(monkeypatch, **sizes):
+    """Make Triton's launcher take a config of these sizes."""
     module = pytest.importorskip("anymla.ops.indexer.triton_select")
 
-    def plan(rows, entries, k, **limits):
-        usual = plan_selection(rows, entries, k, **limits)
-        if usual.form == "all":
+    def choose(rows, entries, k, **limits):
+        usual = configs.choose_select_config(rows, entries, k, **limits)
+        if usual.algorithm == "all":
             return usual
-        return dataclasses.replace(usual, **{"rows": rows, **sizes})
+        return dataclasses.replace(usual, **{"chunk": rows, "samples": 64, "block": 64, **sizes})
 
-    monkeypatch.setattr(module, "plan_selection", plan)
-    monkeypatch.setattr(module.triton_sample_select, "SAMPLES", 64)
-    monkeypatch.setattr(module, "tile_and_warps", lambda *_: (64, 4))
+    monkeypatch.setattr(module, "choose_select_config", choose)
 
 
-FORMS = (
+CONFIGS = (
     {},
-    {"rows": 1},
-    {"form": "groups", "elements": 0, "groups": 64},
-    {"form": "groups", "elements": 0, "groups": 64, "rows": 3},
-    {"form": "samples", "elements": 0, "capacity": 128},
-    {"form": "samples", "elements": 0, "capacity": 256, "rows": 2},
-    {"form": "samples", "elements": 0, "capacity": 64, "parts": 2},
-    {"form": "samples", "elements": 0, "capacity": 128, "parts": 4},
+    {"chunk": 1},
+    {"algorithm": "groups", "elements": 0, "groups": 64},
+    {"algorithm": "groups", "elements": 0, "groups": 64, "chunk": 3},
+    {"algorithm": "samples", "elements": 0, "capacity": 128},
+    {"algorithm": "samples", "elements": 0, "capacity": 256, "chunk": 2},
+    {"algorithm": "samples", "elements": 0, "capacity": 64, "splits": 2},
+    {"algorithm": "samples", "elements": 0, "capacity": 128, "splits": 4},
 )
 
 
-@pytest.mark.parametrize("sizes", FORMS, ids=str)
-def test_every_plan_selects_alike(sizes, monkeypatch):
-    # Conformance I7: rounds, parts and selectors are of no consequence. Row 3 misleads samples:
+@pytest.mark.parametrize("sizes", CONFIGS, ids=str)
+def test_every_config_selects_alike(sizes, monkeypatch):
+    # Conformance I7: chunks, splits and algorithms are of no consequence. Row 3 misleads samples:
     # ascending scores, and the next one descending; row 5 is one tie.
     run = use_backend("triton", monkeypatch)
     if run != "triton":
-        pytest.skip("plans are Triton's")
-    plans(monkeypatch, **sizes)
+        pytest.skip("configs are Triton's")
+    force_config(monkeypatch, **sizes)
     rows = torch.stack(
         (
             torch.randn(300).mul(8).round(),
@@ -172,18 +170,21 @@ def test_every_plan_selects_alike(sizes, monkeypatch):
         assert got[row].tolist() == by_rule(rows[row][first:last], 0, 20), row
 
 
-@pytest.mark.parametrize("parts", [1, 7, 1000])
-def test_every_split_of_scores_selects_alike(parts, monkeypatch):
+@pytest.mark.parametrize("splits", [1, 2, 1000])
+def test_every_split_of_scores_selects_alike(splits, monkeypatch):
     run = use_backend("triton", monkeypatch)
-    tiles = pytest.importorskip("anymla.ops.indexer.triton_tiles")
-    monkeypatch.setattr(tiles, "_PROGRAMS", parts)
-    monkeypatch.setattr(tiles, "_MOST_TILES", 1)
+    module = pytest.importorskip("anymla.ops.indexer.triton_select_scores")
+
+    def split_size(groups, keys, config):
+        return max(1, keys // config.keys // splits) * config.keys
+
+    monkeypatch.setattr(module, "split_size", split_size)
     a_call(3, [150, 90, 140], [0, 0, 1], 10, starts=[0, 40, 33]).check(run)
 
 
 @pytest.mark.parametrize("name", ["torch", "torch without looking at values"])
 @pytest.mark.parametrize("merged", [90, 300, 5000])
-def test_every_run_of_keys_selects_alike(name, merged, monkeypatch):
+def test_every_chunk_of_keys_selects_alike(name, merged, monkeypatch):
     run = use_backend(name, monkeypatch)
     monkeypatch.setattr(torch_select, "_merged", lambda batch: merged)
     for dtype in (torch.float32, torch.float64):

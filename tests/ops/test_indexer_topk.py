@@ -16,8 +16,9 @@ from anymla.ops.indexer import (
     mqa_logits,
     paged_mqa_logits,
     topk_per_row,
-    torch_topk,
+    torch_select,
 )
+from anymla.ops.indexer.config import TopkConfig
 
 # Scores have no FP8 in them, so one kind of Triton kernels is enough.
 KINDS = (*BACKENDS, "triton")
@@ -163,34 +164,25 @@ def test_result_does_not_depend_on_the_block(run, monkeypatch):
     lengths = [(37 * row * row) % 3001 for row in range(40)]
     whole = topk_per_row(logits, i32([0] * 40), i32(lengths), 512, backend=run)
     for block in (1, 7000):
-        monkeypatch.setattr(torch_topk, "_CPU_BLOCK", block)
-        monkeypatch.setattr(torch_topk, "_DEVICE_BLOCK", block)
+        monkeypatch.setattr(torch_select, "_CPU_BLOCK", block)
+        monkeypatch.setattr(torch_select, "_DEVICE_BLOCK", block)
         small = topk_per_row(logits, i32([0] * 40), i32(lengths), 512, backend=run)
         assert torch.equal(small, whole)
 
 
 @pytest.mark.parametrize(
-    ("k", "parts", "part_resident", "merge_resident"),
+    ("k", "splits", "resident", "merge_resident"),
     [(10, 12, True, True), (40, 12, True, False), (130, 3, False, False), (700, 1, False, False)],
 )
 @pytest.mark.parametrize("sorted_at_most", [2048, 8])
-def test_every_plan_selects_alike(
-    monkeypatch, k, parts, part_resident, merge_resident, sorted_at_most
+def test_every_config_selects_alike(
+    monkeypatch, k, splits, resident, merge_resident, sorted_at_most
 ):
-    # Parts and candidates of one tile and of several; winners that are sorted and that are ranked.
+    # Splits and candidates of one block and of several; winners sorted and ranked.
     run = use_backend("triton", monkeypatch)
     triton_topk = pytest.importorskip("anymla.ops.indexer.triton_topk")
-    triton_winners = pytest.importorskip("anymla.ops.indexer.triton_winners")
-    sizes = {"_SMALL_TILE": 64, "_TILE": 256, "_MOST_CANDIDATES": 512}
-    for name, value in sizes.items():
-        monkeypatch.setattr(triton_topk, name, value)
-    monkeypatch.setattr(triton_winners, "_MOST_SORTED", sorted_at_most)
-    plan = triton_topk.plan_of(2, 3000, k)
-    assert (plan.parts, plan.part_resident, plan.merge_resident) == (
-        parts,
-        part_resident,
-        merge_resident,
-    )
+    config = TopkConfig(splits, 256, 256, resident, merge_resident, k <= sorted_at_most)
+    monkeypatch.setattr(triton_topk, "choose_topk_config", lambda *_: config)
     logits = torch.stack((torch.randn(3000), torch.randint(-3, 3, (3000,)).float()))
     check_rule(logits, [0, 5], [3000, 2990], k, run)
 

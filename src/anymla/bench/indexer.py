@@ -104,47 +104,35 @@ def _ours(backend: str, shape: Shape, sets: list[Inputs]) -> dict[str, Any]:
 
 
 def score_only(backend: str, given: Inputs, shape: Shape) -> None:
-    """The scores of a selection without the selection, in its own rounds."""
-    from anymla.ops import device as device_facts
-    from anymla.ops.indexer.interface_select import SCRATCH_BYTES
-    from anymla.ops.indexer.selection_plan import GROUP, padded_entries, plan_selection
+    """The scores of a selection without the top-k, in its own chunks."""
+    from anymla.ops.device import target_of
+    from anymla.ops.indexer.config import GROUP, choose_select_config, padded_entries
+    from anymla.ops.indexer.inputs import select_inputs
+    from anymla.ops.indexer.interface import SCRATCH_BYTES
 
-    name = {"triton": "triton_select_scores", "gluon_sm90": "gluon_sm90_select"}[backend]
-    scorer = importlib.import_module(f"anymla.ops.indexer.{name}").select_scores
+    name = {"triton": "triton_select_scores", "gluon_sm90": "gluon_sm90_launch"}[backend]
+    write_scores = importlib.import_module(f"anymla.ops.indexer.{name}").write_scores
     device = given.q.device
-    plan = plan_selection(
+    target = target_of(device)
+    config = choose_select_config(
         shape.rows,
         shape.keys,
         TOPK,
-        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
+        sm_count=target.sm_count,
         scratch_bytes=SCRATCH_BYTES,
         histograms=backend == "gluon_sm90",
     )
     columns = padded_entries(shape.keys)
-    scores = torch.empty(plan.rows, columns, device=device)
+    scores = torch.empty(config.chunk, columns, device=device)
     maxima = None
-    if plan.form == "groups":
-        maxima = torch.empty(plan.rows, columns // GROUP, dtype=torch.int32, device=device)
-    for first in range(0, shape.rows, plan.rows):
-        part = slice(first, first + plan.rows)
-        scorer(
-            given.q[part],
-            None,
-            given.weights[part],
-            given.cache,
-            INDEX_FP8,
-            given.table,
-            given.lengths[part],
-            None,
-            None,
-            scores,
-            maxima,
-            first_row=first,
-            per_request=shape.queries,
-            covered=shape.keys,
-            k=TOPK,
-            target=device_facts.target_of(device),
-        )
+    if config.algorithm == "groups":
+        maxima = torch.empty(config.chunk, columns // GROUP, dtype=torch.int32, device=device)
+    inputs = select_inputs(
+        given.q, None, given.weights, given.cache, INDEX_FP8, given.table, given.lengths, None,
+        None, shape.keys, TOPK,
+    )  # fmt: skip
+    for first in range(0, shape.rows, config.chunk):
+        write_scores(inputs.chunk(slice(first, first + config.chunk)), scores, maxima, target)
 
 
 def _peers(deep_gemm: Any, shape: Shape, sets: list[Inputs], with_vllm: bool) -> dict[str, Any]:

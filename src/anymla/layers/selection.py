@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops.indexer import select_topk
-from anymla.ops.indexer.interface_select import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
+from anymla.ops.indexer.interface import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

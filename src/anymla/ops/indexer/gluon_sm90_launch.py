@@ -1,6 +1,8 @@
-"""Launching Hopper's scores: keys in pages or in one list, and the grid."""
+"""Launching Hopper's kernels: scores of keys in pages or in one list, and top-k of rows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -8,101 +10,184 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
-from anymla.ops.device import target_of
-from anymla.ops.indexer.gluon_sm90_scores import (
-    BUFFERS,
-    PRODUCER_REGISTERS,
-    WIDTH,
-    page_scores_kernel,
+from anymla.ops.device import Target, target_of
+from anymla.ops.indexer.config import (
+    SelectConfig,
+    choose_sm90_score_config,
+    choose_sm90_topk_config,
+    sm90_context_splits,
 )
-from anymla.ops.indexer.gluon_sm90_sums import HEADS
-from anymla.ops.indexer.gluon_sm90_walk import PAGE
-from anymla.ops.indexer.score_forms import form_of
-from anymla.ops.indexer.selection_plan import prefill_parts
+from anymla.ops.indexer.gluon_sm90_scores import (
+    HEADS,
+    PAGE,
+    PRODUCER_REGISTERS,
+    STAGES,
+    WIDTH,
+    scores_kernel,
+)
+from anymla.ops.indexer.gluon_sm90_topk import topk_kernel
+from anymla.ops.indexer.inputs import (
+    ScoreInputs,
+    dense_inputs,
+    paged_inputs,
+    select_inputs,
+    writable,
+)
+from anymla.ops.indexer.triton_select import select_chunks
 from anymla.ops.pdl import pdl_launch
 
-# Keys [pages, 64, 128] of FP8, and float32 among which are the scales of page p in row p.
-Keys = tuple[TensorDescriptor, TensorDescriptor]
 
-
-def keys_in_pages(index_cache: Tensor) -> Keys:
-    """Of an index cache of FP8 pages of 64."""
-    cache = pages_of(index_cache)
-    pages, stride = len(cache), cache.stride(0)
-    codes, words = cache.view(torch.float8_e4m3fn), cache.view(torch.float32)
-    return (
-        TensorDescriptor(
-            codes, [pages, PAGE, WIDTH], [stride, WIDTH, 1], [1, PAGE, WIDTH],
-            NVMMASharedLayout(128, 8, rank=3),
-        ),
-        TensorDescriptor(
-            words, [pages, PAGE * (WIDTH + 4) // 4], [stride // 4, 1], [1, PAGE],
-            NVMMASharedLayout(0, 32, rank=2),
-        ),
-    )  # fmt: skip
-
-
-def keys_in_a_list(keys: Tensor, scale: Tensor) -> Keys:
-    """Of keys [N, 128] and their scales [N], N a multiple of 64, as pages in order."""
-    pages = len(keys) // PAGE
-    return (
-        TensorDescriptor(
-            keys, [pages, PAGE, WIDTH], [PAGE * WIDTH, WIDTH, 1], [1, PAGE, WIDTH],
-            NVMMASharedLayout(128, 8, rank=3),
-        ),
-        TensorDescriptor(
-            scale, [pages, PAGE], [PAGE, 1], [1, PAGE], NVMMASharedLayout(0, 32, rank=2)
-        ),
-    )  # fmt: skip
-
-
-def score(
+def mqa_logits(
     q: Tensor,
-    keys: Keys,
+    k: Tensor,
+    k_scale: Tensor | None,
     weights: Tensor,
-    table: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.mqa_logits``; for what ``sm90_dense_support`` lets through."""
+    logits = writable(out, (len(q), len(k)), torch.float32, q.device)
+    if logits.numel():
+        inputs = dense_inputs(q, q_scales, weights, k, k_scale, starts, ends)
+        write_scores(inputs, logits, None, target_of(q.device), context=len(k))
+    return logits if out is None or out is logits else out.copy_(logits)
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_context: int,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.paged_mqa_logits``; for what ``sm90_paged_support`` lets through."""
+    shape = (q.shape[0] * q.shape[1], max_context)
+    logits = writable(out, shape, torch.float32, q.device)
+    if not len(index_cache):
+        logits.fill_(-torch.inf)
+    elif logits.numel():
+        inputs = paged_inputs(
+            q, q_scales, weights, index_cache, layout, context_lens, block_table, max_context
+        )
+        write_scores(inputs, logits, None, target_of(q.device), context=max_context)
+    return logits if out is None or out is logits else out.copy_(logits)
+
+
+def select_topk(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
     lengths: Tensor,
-    starts: Tensor | None,
-    owners: Tensor | None,
+    block_table: Tensor,
+    k: int,
+    *,
+    max_context: int | None = None,
+    token_to_req: Tensor | None = None,
+    starts: Tensor | None = None,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    scratch_bytes: int = 9 << 25,
+    out: Tensor | None = None,
+    slot_table: Tensor | None = None,
+    slot_page_size: int = 64,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.select_topk``; for what ``sm90_select_support`` lets through."""
+    inputs = select_inputs(
+        q, q_scales, weights, index_cache, layout, block_table, lengths, starts, token_to_req,
+        max_context, k,
+    )  # fmt: skip
+    asked = (out, slots, counts, slot_table, slot_page_size)
+    return select_chunks(write_scores, row_topk, inputs, asked, scratch_bytes)
+
+
+def write_scores(
+    inputs: ScoreInputs,
     scores: Tensor,
     maxima: Tensor | None,
+    target: Target,
     *,
-    first_row: int,
-    per_request: int,
-    requests: int,
-    covered: int,
-    k: int,
     context: int = 0,
 ) -> None:
-    """Scores of tokens; arguments as of ``triton_select_scores.select_scores``, and others.
-
-    ``keys`` are in pages that ``table`` lists for ``requests`` requests; without a table there is
-    one, which has them in order. With a ``context`` above 0, entries up to there that a token does
-    not see become -inf.
-    """
-    rows, pages = len(q), keys[0].shape[0]
-    # Neighbours share keys unless every request has one token.
-    shared = per_request > 1 if owners is None else rows > requests
-    together = 2 if shared else 1
+    """``triton_scores.write_scores`` for what the supports let through."""
+    keys, scales = _descriptors(inputs)
+    rows, pages = len(inputs.q), keys.shape[0]
+    table = inputs.block_table
+    together = 2 if inputs.neighbours_share_keys else 1
     items = triton.cdiv(rows, together)
-    tiles = triton.cdiv(max(covered, context), PAGE)
-    room = target_of(q.device).sm_count
-    form = form_of(items, tiles, shared, room)
-    room *= form.programs
-    span = triton.cdiv(tiles, prefill_parts(items, tiles, room)) * PAGE
-    parts = triton.cdiv(max(covered, context), span)
+    tiles = triton.cdiv(max(inputs.covered, context), PAGE)
+    config = choose_sm90_score_config(items, tiles, together == 2, target.sm_count)
+    ctas = target.sm_count * config.ctas_per_sm
+    split_size = triton.cdiv(tiles, sm90_context_splits(items, tiles, ctas)) * PAGE
+    splits = triton.cdiv(max(inputs.covered, context), split_size)
     queries = TensorDescriptor(
-        q.view(torch.float8_e4m3fn).view(rows * HEADS, WIDTH), [rows * HEADS, WIDTH], [WIDTH, 1],
-        [together * HEADS, WIDTH], NVMMASharedLayout(128, 8, rank=2),
+        inputs.q.view(torch.float8_e4m3fn).view(rows * HEADS, WIDTH), [rows * HEADS, WIDTH],
+        [WIDTH, 1], [together * HEADS, WIDTH], NVMMASharedLayout(128, 8, rank=2),
     )  # fmt: skip
-    limits = {"maxnreg": form.registers} if form.registers else {}
-    page_scores_kernel[(min(items, room) if parts == 1 else items, parts)](
-        queries, *keys, table, *((0, 0) if table is None else table.stride()), lengths, starts,
-        owners, weights, weights.stride(0), scores, scores.stride(0), maxima,
-        0 if maxima is None else maxima.stride(0), first_row, rows, max(per_request, 1), requests,
-        pages, covered, k, span, context, items,
-        ROWS=together, BUFFERS=BUFFERS, AHEAD=form.ahead,
-        CONSUMER_REGISTERS=form.consumer_registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        FILL=context > 0, num_warps=4, **limits, **pdl_launch(q.device),
+    limits = {"maxnreg": config.registers} if config.registers else {}
+    scores_kernel[(min(items, ctas) if splits == 1 else items, splits)](
+        queries, keys, scales, table, *((0, 0) if table is None else table.stride()),
+        inputs.lengths, inputs.starts, inputs.requests, inputs.weights, inputs.weights.stride(0),
+        scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0),
+        inputs.first_row, rows, max(inputs.rows_per_request, 1), inputs.num_requests, pages,
+        inputs.covered, inputs.k, split_size, context, items,
+        ROWS=together, STAGES=STAGES, OVERLAP=config.overlap,
+        CONSUMER_REGISTERS=config.consumer_registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        FILL=context > 0, num_warps=4, **limits, **pdl_launch(inputs.q.device),
+    )  # fmt: skip
+
+
+def row_topk(
+    config: SelectConfig, scores: Tensor, maxima: Tensor | None, arguments: tuple[Any, ...]
+) -> None:
+    """Launch the top-k of rows that are held whole or by groups.
+
+    Args:
+        config: of the call.
+        scores: [rows, entries] bits of float32.
+        maxima: [rows, groups] or None.
+        arguments: further arguments of the kernel, from ``lengths`` on.
+    """
+    rows = len(arguments[0])
+    topk = choose_sm90_topk_config(config, rows)
+    limits = {"maxnreg": topk.registers} if topk.registers else {}
+    topk_kernel[(rows,)](
+        scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0), *arguments,
+        GROUPS=topk.groups, ELEMENTS=topk.elements, PADDED_K=config.padded_k, WARPS=topk.warps,
+        num_warps=topk.warps, **limits, **pdl_launch(scores.device),
+    )  # fmt: skip
+
+
+def _descriptors(inputs: ScoreInputs) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Keys [pages, 64, 128] of FP8, and float32 among which are the scales of page p in row p."""
+    if inputs.layout is None:
+        # A list, a multiple of 64, as pages in order.
+        keys, scales = inputs.keys, inputs.key_scale
+        pages = len(keys) // PAGE
+        stride, scales_width, scales_stride = PAGE * WIDTH, PAGE, PAGE
+    else:
+        cache = pages_of(inputs.keys)
+        pages, stride = len(cache), cache.stride(0)
+        keys, scales = cache.view(torch.float8_e4m3fn), cache.view(torch.float32)
+        scales_width, scales_stride = PAGE * (WIDTH + 4) // 4, stride // 4
+    return (
+        TensorDescriptor(
+            keys, [pages, PAGE, WIDTH], [stride, WIDTH, 1], [1, PAGE, WIDTH],
+            NVMMASharedLayout(128, 8, rank=3),
+        ),
+        TensorDescriptor(
+            scales, [pages, scales_width], [scales_stride, 1], [1, PAGE],
+            NVMMASharedLayout(0, 32, rank=2),
+        ),
     )  # fmt: skip

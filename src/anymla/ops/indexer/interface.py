@@ -2,7 +2,7 @@
 
     score[t, w] = sum_h weight[t, h] * relu(q[t, h] . key[w])
 
-over index heads h and compressed entries w, of which every token keeps the best k. The sum takes
+over index heads h and compressed entries w, of which every token keeps the top k. The sum takes
 the weights as they are, of either sign. Source: DeepSeek-V4 reference, inference/model.py
 (Indexer); DeepSeek-V3.2-Exp report, "lightning indexer".
 """
@@ -10,30 +10,111 @@ the weights as they are, of either sign. Source: DeepSeek-V4 reference, inferenc
 import torch
 from torch import Tensor
 
+from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.page_layout import INDEX_FP8
+from anymla.formats.pages import pages_of
 from anymla.ops.device import float32_support
 from anymla.ops.indexer import (
-    device_support,
     reference,
+    support,
+    torch_query,
     torch_scores,
-    torch_topk,
+    torch_select,
 )
-from anymla.ops.indexer.checks import CODED_Q, check_queries
-from anymla.ops.indexer.interface_query import indexer_q_rope_quant
-from anymla.ops.indexer.interface_select import select_topk
-from anymla.ops.indexer.reference import wide_dtype
+from anymla.ops.indexer.reference import QUANTISATIONS, wide_dtype
 from anymla.ops.kv_cache.checks import check_cache
-from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
+from anymla.ops.registry import (
+    FLOAT32_UP,
+    FLOATS,
+    INT32,
+    INT64,
+    check,
+    check_turns,
+    operation,
+    require,
+)
 
-__all__ = [
-    "indexer_q_rope_quant",
-    "mqa_logits",
-    "paged_mqa_logits",
-    "select_topk",
-    "topk_per_row",
-]
+# What ``select_topk`` allocates at most unless told otherwise (a wave of an H200 at a million
+# tokens), and the least it can be told.
+SCRATCH_BYTES = 9 << 25
+LEAST_SCRATCH_BYTES = 1 << 24
 
-_FP8 = (torch.float8_e4m3fn,)
+_QUERY_DTYPES = (*FLOATS, torch.float8_e4m3fn, torch.uint8)
+
+
+def _query_outputs(
+    q: Tensor, weights: Tensor, *, quant: str, **_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, width = q.shape
+    scales = torch.empty(0, dtype=torch.uint8, device=q.device)
+    out = q
+    if quant == "fp8":
+        out = q.to(torch.float8_e4m3fn)
+    elif quant == "mxfp4":
+        out = q.new_empty((tokens, heads, width // 2), dtype=torch.uint8)
+        scales = q.new_empty((tokens, heads, width // MXFP4_BLOCK), dtype=torch.uint8)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    return torch.empty_like(out), scales, weights.new_empty(weights.shape, dtype=wide)
+
+
+@operation(outputs=_query_outputs)
+def indexer_q_rope_quant(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    softmax_scale: float,
+    head_scale: float,
+    quant: str = "fp8",
+    hadamard: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate the index queries by position, quantise them, and scale the head weights.
+
+    RoPE rotates the last channels of each head (see ``rope``). If ``quant`` is not "none", the
+    result is rounded to bfloat16, as keys are. ``hadamard`` then multiplies by the normalised
+    Hadamard matrix, which must have been done to the keys too. Then:
+
+    - "fp8": e4m3 codes with one scale for each head, 2^ceil(log2(max(amax, 1e-4) / 448)). The
+      scale is multiplied into the weights: relu commutes with it.
+    - "mxfp4": e2m1 codes, one scale byte for 32 channels (see ``quantize_mxfp4``).
+    - "none": left as they are.
+
+    Args:
+        q: [T, Hi, D] floating point.
+        weights: [T, Hi] floating point.
+        positions: [T] int64; read clamped to the table.
+        cos_sin_cache: [L, R] float32 or float64, see ``rope``.
+        softmax_scale: D^-0.5, multiplied into the weights.
+        head_scale: Hi^-0.5, multiplied into the weights.
+        quant: "fp8", "mxfp4" or "none".
+        hadamard: transform the queries; D must be a power of two.
+
+    Returns:
+        q: [T, Hi, D] float8_e4m3fn, or [T, Hi, D/2] packed uint8, or [T, Hi, D] of q's dtype.
+        q_scales: [T, Hi, D/32] uint8 for "mxfp4"; else empty [0].
+        weights: [T, Hi] float32 (float64 for float64 weights), scaled.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device; unknown quant; D that it cannot take.
+
+    Source: DeepSeek-V4 reference, inference/model.py (Indexer) for rotation and MXFP4; vLLM's
+    operation for FP8 with the folded scale.
+    """
+    name = "indexer_q_rope_quant"
+    sizes = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        weights=(weights, "T H", FLOATS),
+        positions=(positions, "T", INT64),
+    )
+    width = sizes["D"]
+    check_turns(name, cos_sin_cache, q, width)
+    require(quant in QUANTISATIONS, name, "quant", "one of " + ", ".join(QUANTISATIONS), quant)
+    blocks = quant != "mxfp4" or width % MXFP4_BLOCK == 0
+    require(blocks, name, "q", f"of a multiple of {MXFP4_BLOCK} channels for mxfp4", width)
+    power_of_two = not hadamard or width & (width - 1) == 0
+    require(power_of_two, name, "q", "of 2^n channels for the Hadamard transform", width)
 
 
 @operation(
@@ -82,15 +163,15 @@ def mqa_logits(
     name = "mqa_logits"
     sizes = check(
         name,
-        q=(q, "M H _", CODED_Q),
-        k=(k, "N D", (*FLOATS, *_FP8)),
+        q=(q, "M H _", _QUERY_DTYPES),
+        k=(k, "N D", (*FLOATS, torch.float8_e4m3fn)),
         k_scale=(k_scale, "N", torch.float32),
         weights=(weights, "M H", FLOAT32_UP),
         starts=(starts, "M", INT32),
         ends=(ends, "M", INT32),
     )
-    check(name, dims=sizes, out=(out, "M N", wide_dtype(q, weights)), q=(q, "M H _", CODED_Q))
-    check_queries(name, q, q_scales, sizes["D"])
+    check(name, dims=sizes, out=(out, "M N", wide_dtype(q, weights)), q=(q, "M H _", _QUERY_DTYPES))
+    _check_queries(name, q, q_scales, sizes["D"])
 
 
 @operation(
@@ -146,7 +227,7 @@ def paged_mqa_logits(
     per_request = getattr(context_lens, "ndim", 1) == 1
     check(
         name,
-        q=(q, "R J H _", CODED_Q),
+        q=(q, "R J H _", _QUERY_DTYPES),
         weights=(weights, "_ H", FLOAT32_UP),
         context_lens=(context_lens, "R" if per_request else "R J", INT32),
         block_table=(block_table, "R _", INT32),
@@ -160,7 +241,7 @@ def paged_mqa_logits(
     )
     width = q.shape[3] * (2 if q.dtype == torch.uint8 else 1)
     check_cache(name, "index_cache", index_cache, layout, channels=width, device=q.device)
-    check_queries(name, q, q_scales, width)
+    _check_queries(name, q, q_scales, width)
 
 
 @operation(
@@ -170,7 +251,7 @@ def paged_mqa_logits(
 def topk_per_row(
     logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """Indices of the k best scores of each row, exactly.
+    """Indices of the top-k scores of each row, exactly.
 
     Of the columns ``starts[m] <= n < ends[m]``, the first k in this order: higher score first, NaN
     above +inf, and among equal scores (0 and -0 are equal, as are NaNs) the lower index first. A
@@ -201,24 +282,145 @@ def topk_per_row(
     )
 
 
+@operation(
+    mutates=("out", "slots", "counts"),
+    outputs=lambda q, lengths, k, **_: (lengths.new_empty((len(q), k)),),
+)
+def select_topk(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    k: int,
+    *,
+    max_context: int | None = None,
+    token_to_req: Tensor | None = None,
+    starts: Tensor | None = None,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+    out: Tensor | None = None,
+    slot_table: Tensor | None = None,
+    slot_page_size: int = 64,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Top-k index entries of every token, exactly, in memory that the caller bounds.
+
+    Token t of request r sees entries ``starts[t] <= w < lengths[t]`` of r, and scores each as
+    ``sum_h weights[t, h] * relu(q[t, h] . key(r, w))``, key(r, w) being the decoded entry at slot
+    ``block_table[r, w // B] * B + w % B`` (-inf where that page is negative or beyond the cache).
+    Chosen are the first k by: higher score first, NaN above +inf, and among equal scores (0 and -0
+    are equal, as are NaNs) the lower entry first; -inf is a score like any other. They are listed
+    in ascending order, so that a row with at most k entries, which is not scored, lists all of
+    them. Scores exist a chunk of tokens at a time; no result depends on chunks, tiles, or the other
+    tokens of the call.
+
+    Args:
+        q: [T, Hi, D] floating point or float8_e4m3fn, or [T, Hi, D/2] packed e2m1 with q_scales.
+        index_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
+        weights: [T, Hi] float32 (or float64).
+        lengths: [T] int32, one past the last visible entry; clamped to what the block table and
+            max_context cover.
+        block_table: [R, pages] int32.
+        k: any number >= 1.
+        max_context: no row sees more entries than this; None for all that the table covers. Work
+            and memory follow it, so that nothing has to be read back from a device.
+        token_to_req: [T] int32, block-table row of each token; outside [0, R) it selects nothing.
+            None where each request has T / R tokens, one request after the other. Tokens of a
+            request should be neighbours: they then share the keys that are read.
+        starts: [T] int32, first visible entry; None for 0. Results are relative to it.
+        layout: layout id of the cache, of D channels.
+        q_scales: [T, Hi, D/32] uint8, scale bytes of a packed q.
+        scratch_bytes: at most this much memory is allocated beside results, 16 MiB or more.
+        out: [T, k] int32 to write into, or None.
+        slot_table: [R, pages'] int32, block table of the entries that the keys stand for; needed
+            for ``slots``.
+        slot_page_size: entries of a page of ``slot_table``.
+        slots: [T, k] int32 to be filled with the slots of the chosen entries in ``slot_table``, -1
+            behind and where there is no such page; or None.
+        counts: [T] int32 to be filled with the number of entries chosen; or None.
+
+    Returns:
+        [T, k] int32, ``out`` if given: entries relative to ``starts``, ascending, then -1.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device or layout; a packed q without q_scales; k
+            below 1; too little scratch, by what a token's scores take; slots without slot_table.
+
+    Source: DeepSeek-V4 reference, inference/model.py (Indexer).
+    """
+    name = "select_topk"
+    require(k >= 1, name, "k", ">= 1", k)
+    check(
+        name,
+        dims={"K": k},
+        q=(q, "T H _", _QUERY_DTYPES),
+        weights=(weights, "T H", FLOAT32_UP),
+        lengths=(lengths, "T", INT32),
+        block_table=(block_table, "R _", INT32),
+        token_to_req=(token_to_req, "T", INT32),
+        starts=(starts, "T", INT32),
+        out=(out, "T K", INT32),
+        slot_table=(slot_table, "R _", INT32),
+        slots=(slots, "T K", INT32),
+        counts=(counts, "T", INT32),
+    )
+    requests = len(block_table)
+    even = token_to_req is not None or (len(q) % requests == 0 if requests else len(q) == 0)
+    require(even, name, "token_to_req", f"given for {len(q)} tokens of {requests} requests", None)
+    require(max_context is None or max_context >= 0, name, "max_context", ">= 0", max_context)
+    width = q.shape[2] * (2 if q.dtype == torch.uint8 else 1)
+    check_cache(name, "index_cache", index_cache, layout, channels=width, device=q.device)
+    _check_queries(name, q, q_scales, width)
+    require(slots is None or slot_table is not None, name, "slot_table", "given for slots", None)
+    require(slot_page_size >= 1, name, "slot_page_size", ">= 1", slot_page_size)
+    entries = block_table.shape[1] * pages_of(index_cache).shape[1]
+    context = entries if max_context is None else min(entries, max_context)
+    least = max(LEAST_SCRATCH_BYTES, 8 * context)
+    require(scratch_bytes >= least, name, "scratch_bytes", f">= {least}", scratch_bytes)
+
+
+def _check_queries(name: str, q: Tensor, q_scales: Tensor | None, width: int) -> None:
+    """Queries [.., H, _] must have ``width`` channels, and packed ones their scale bytes.
+
+    Raises:
+        TypeError, ValueError: they do not.
+    """
+    packed = q.dtype == torch.uint8
+    require(
+        q.shape[-1] == (width // 2 if packed else width),
+        name,
+        "q",
+        f"of {width} channels" + (" (two to a byte)" if packed else ""),
+        list(q.shape),
+    )
+    if packed:
+        require(q_scales is not None, name, "q_scales", "given for a packed q", None)
+        spec = "M H S" if q.ndim == 3 else "R J H S"
+        sizes = {"S": width // MXFP4_BLOCK, **dict(zip(spec.split(), q.shape[:-1], strict=False))}
+        check(name, dims=sizes, q_scales=(q_scales, spec, torch.uint8))
+
+
+indexer_q_rope_quant.register("reference", reference.indexer_q_rope_quant)
+indexer_q_rope_quant.register("torch", torch_query.indexer_q_rope_quant)
 mqa_logits.register("reference", reference.mqa_logits)
 mqa_logits.register("torch", torch_scores.mqa_logits)
 paged_mqa_logits.register("reference", reference.paged_mqa_logits)
 paged_mqa_logits.register("torch", torch_scores.paged_mqa_logits)
 topk_per_row.register("reference", reference.topk_per_row)
-topk_per_row.register("torch", torch_topk.topk_per_row)
+topk_per_row.register("torch", torch_select.topk_per_row)
+select_topk.register("reference", reference.select_topk)
+select_topk.register("torch", torch_select.select_topk)
 
 _TRITON = "anymla.ops.indexer.triton_"
-mqa_logits.register_lazy("triton", f"{_TRITON}scores", supports=device_support.dense_support)
-paged_mqa_logits.register_lazy("triton", f"{_TRITON}paged", supports=device_support.paged_support)
-mqa_logits.register_lazy(
-    "gluon_sm90",
-    "anymla.ops.indexer.gluon_sm90_logits",
-    supports=device_support.hopper_dense_support,
-)
-paged_mqa_logits.register_lazy(
-    "gluon_sm90",
-    "anymla.ops.indexer.gluon_sm90_logits",
-    supports=device_support.hopper_paged_support,
-)
+_SM90 = "anymla.ops.indexer.gluon_sm90_launch"
+indexer_q_rope_quant.register_lazy("triton", f"{_TRITON}query", supports=support.query_support)
+mqa_logits.register_lazy("triton", f"{_TRITON}scores", supports=support.dense_support)
+mqa_logits.register_lazy("gluon_sm90", _SM90, supports=support.sm90_dense_support)
+paged_mqa_logits.register_lazy("triton", f"{_TRITON}paged", supports=support.paged_support)
+paged_mqa_logits.register_lazy("gluon_sm90", _SM90, supports=support.sm90_paged_support)
 topk_per_row.register_lazy("triton", f"{_TRITON}topk", supports=float32_support)
+select_topk.register_lazy("triton", f"{_TRITON}select", supports=support.select_support)
+select_topk.register_lazy("gluon_sm90", _SM90, supports=support.sm90_select_support)

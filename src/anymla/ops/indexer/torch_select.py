@@ -1,27 +1,25 @@
-"""Selection in bounded memory: scores of a run of keys at a time, merged into the best so far.
+"""Top-k of index scores in bounded memory: a chunk of keys at a time, merged into the top-k so far.
 
 A score and its place are one integer that orders as the rule says, so that merging is a top-k of
 what was kept and what is new:
 
-    keys   | run | run | ..       tokens of a request (or one of each) x run  ->  scores
-    best so far (k)  +  scores of the run (n)   ->   best so far (k)
+    keys   | chunk | chunk | ..   tokens of a request (or one of each) x chunk  ->  scores
+    top-k so far (k)  +  scores of the chunk (n)   ->   top-k so far (k)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.ops import _host
+from anymla.ops._slots import slots_of
 from anymla.ops.indexer.reference import wide_dtype
-from anymla.ops.indexer.torch_keys import PagedKeys
-from anymla.ops.indexer.torch_scores import decoded_queries, score_rows
-from anymla.ops.indexer.torch_topk import NOT_A_COLUMN, ordered_keys
-from anymla.ops.selection.torch_slots import slots_of
+from anymla.ops.indexer.torch_scores import PagedKeys, decoded_queries, score_rows
 
 # Bytes that a score costs while it is merged, and a channel of a key while it is decoded.
 _MERGE_BYTES = 48
@@ -30,6 +28,11 @@ _DECODE_BYTES = 24
 _CPU_ROWS = 64
 _CPU_MERGED = 1 << 20
 _COLUMN = 0x7FFFFFFF
+_NAN_RANK = 0x7F800001  # float32 bits just above +inf's
+NOT_A_COLUMN = torch.iinfo(torch.int64).min
+# ``topk_per_row``: elements of a block of rows, 2 MiB of int64 on a CPU, 128 MiB elsewhere.
+_CPU_BLOCK = 1 << 18
+_DEVICE_BLOCK = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,7 @@ def select_topk(
     slots: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface_select.select_topk``."""
+    """See ``interface.select_topk``."""
     wide = wide_dtype(q, weights)
     keys = PagedKeys(index_cache, layout, wide)
     tokens, requests = len(q), len(block_table)
@@ -83,7 +86,7 @@ def select_topk(
     visible = (lasts - firsts).clamp(min=0)
 
     column = torch.arange(k, device=q.device)
-    best = torch.where(column < visible.unsqueeze(1), column, -1)
+    top = torch.where(column < visible.unsqueeze(1), column, -1)
     # A cache without pages leaves nothing but ties, which the first entries win.
     if covered > k and tokens and keys.pages:
         # Rows that list all of their entries see nothing as far as scores are concerned.
@@ -100,15 +103,15 @@ def select_topk(
         )
         for rows, group in _groups(batch, owners, each):
             chosen = _select(batch, rows, group)
-            best[rows] = torch.where(scored[rows].unsqueeze(1), chosen, best[rows])
+            top[rows] = torch.where(scored[rows].unsqueeze(1), chosen, top[rows])
     if slots is not None:
         assert slot_table is not None
-        entry = torch.where(best >= 0, best + firsts.unsqueeze(1), -1)
+        entry = torch.where(top >= 0, top + firsts.unsqueeze(1), -1)
         found = slots_of(entry, owners.unsqueeze(1), slot_table, slot_page_size)
         slots.copy_(found.masked_fill_(found > _COLUMN, -1))
     if counts is not None:
         counts.copy_(visible.clamp(max=k))
-    return best.int() if out is None else out.copy_(best)
+    return top.int() if out is None else out.copy_(top)
 
 
 def _groups(batch: _Batch, owners: Tensor, each: int) -> Iterator[tuple[slice, Tensor]]:
@@ -165,7 +168,7 @@ def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
     decoded = batch.scratch_bytes // 4 // (_DECODE_BYTES * len(groups) * q.shape[-1])
     width = max(min(width, decoded) // keys.page_size, 1) * keys.page_size
 
-    best: Tensor | None = None
+    top: Tensor | None = None
     for at in range(begin, end, width):
         stop = min(at + width, end)
         part = q.new_full((len(q), stop - at), -torch.inf)
@@ -183,17 +186,17 @@ def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
         column = torch.arange(at, stop, device=q.device)
         hidden = (column < firsts.unsqueeze(1)) | (column >= lasts.unsqueeze(1))
         if part.dtype == torch.float64:
-            best = _merge_float64(best, part, column, hidden, k)
+            top = _merge_float64(top, part, column, hidden, k)
         else:
             new = ordered_keys(part, _COLUMN - column).masked_fill_(hidden, NOT_A_COLUMN)
-            best = new if best is None else torch.cat((best, new), 1)
-            if best.shape[1] > k:
-                best = best.topk(k, dim=1, sorted=False).values
-    assert best is not None
-    if best.dtype == torch.float64:
-        entry = best[:, best.shape[1] // 2 :].long()
+            top = new if top is None else torch.cat((top, new), 1)
+            if top.shape[1] > k:
+                top = top.topk(k, dim=1, sorted=False).values
+    assert top is not None
+    if top.dtype == torch.float64:
+        entry = top[:, top.shape[1] // 2 :].long()
     else:
-        entry = torch.where(best == NOT_A_COLUMN, -1, _COLUMN - (best & _COLUMN))
+        entry = torch.where(top == NOT_A_COLUMN, -1, _COLUMN - (top & _COLUMN))
     none = entry < 0
     entry = torch.where(none, _COLUMN, entry - firsts.unsqueeze(1)).sort(dim=1).values
     entry = torch.where(entry == _COLUMN, -1, entry)
@@ -201,20 +204,104 @@ def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
 
 
 def _merge_float64(
-    best: Tensor | None, part: Tensor, column: Tensor, hidden: Tensor, k: int
+    top: Tensor | None, part: Tensor, column: Tensor, hidden: Tensor, k: int
 ) -> Tensor:
     """Scores, and behind them columns, of the best of both: [rows, 2 n], n at most k.
 
     A float64 score and its column do not fit one integer; -1 stands for no column.
     """
     columns = torch.where(hidden, -1, column).to(part.dtype)
-    if best is not None:
-        kept = best.shape[1] // 2
-        part = torch.cat((best[:, :kept], part), 1)
-        columns = torch.cat((best[:, kept:], columns), 1)
+    if top is not None:
+        kept = top.shape[1] // 2
+        part = torch.cat((top[:, :kept], part), 1)
+        columns = torch.cat((top[:, kept:], columns), 1)
     order = torch.sort(part, dim=1, descending=True, stable=True).indices
     absent = columns.gather(1, order) < 0
     order = order.gather(1, torch.sort(absent, dim=1, stable=True).indices)[:, :k]
     # Back in the order of columns, which the next merge rests on.
     order = order.sort(dim=1).values
     return torch.cat((part.gather(1, order), columns.gather(1, order)), 1)
+
+
+def topk_per_row(
+    logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
+) -> Tensor:
+    """See ``interface.topk_per_row``."""
+    shape = (len(logits), k)
+    top = starts.new_full(shape, -1) if out is None else out.fill_(-1)
+    width = logits.shape[1]
+    starts = starts.long()
+    firsts, lasts = starts.clamp(min=0), ends.long().clamp(max=width)
+    if _host.on_host(logits):
+        blocks = _blocks_of_similar_rows(firsts.tolist(), lasts.tolist())
+    else:
+        blocks = _blocks_of_all_columns(len(logits), width)
+    for row, row_end, first, last in blocks:
+        rows = slice(row, row_end)
+        order = _topk_columns(
+            logits[rows, first:last],
+            (firsts[rows] - first).unsqueeze(1),
+            (lasts[rows] - first).unsqueeze(1),
+            min(k, last - first),
+        )
+        relative = order + (first - starts[rows]).unsqueeze(1)
+        top[rows, : order.shape[1]] = torch.where(order >= 0, relative, -1).int()
+    return top
+
+
+def _topk_columns(scores: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
+    """Columns of the top-k scores of each row with first <= column < last, then -1; int64."""
+    column = torch.arange(scores.shape[1], device=scores.device)
+    outside = (column < first) | (column >= last)
+    if scores.dtype == torch.float64:
+        order = torch.sort(scores, dim=1, descending=True, stable=True).indices
+        unseen, moved = torch.sort(outside.gather(1, order), dim=1, stable=True)
+        return order.gather(1, moved).masked_fill_(unseen, -1)[:, :k]
+    key = ordered_keys(scores, column.flip(0)).masked_fill_(outside, NOT_A_COLUMN)
+    top = key.topk(k, dim=1)
+    return top.indices.masked_fill_(top.values == NOT_A_COLUMN, -1)
+
+
+def ordered_keys(scores: Tensor, low: Tensor) -> Tensor:
+    """int64 of float32 scores [.., N] and of a number below 2^31 [N], which decides between equals.
+
+    -0 equals 0, and NaN is the highest score.
+    """
+    # Adding zero turns -0 into 0; flipping a negative number's other bits orders bits as numbers.
+    bits = (scores + 0.0).view(torch.int32)
+    rank = bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    rank.masked_fill_(scores.isnan(), _NAN_RANK)
+    return rank.long().bitwise_left_shift_(32).bitwise_or_(low)
+
+
+def _blocks_of_all_columns(rows: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """(row, row_end, first, last) for blocks of rows of full width."""
+    step = max(1, _DEVICE_BLOCK // max(width, 1))
+    for row in range(0, rows if width else 0, step):
+        yield row, min(row + step, rows), 0, width
+
+
+def _blocks_of_similar_rows(
+    firsts: Sequence[int], lasts: Sequence[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """(row, row_end, first, last) for blocks of rows that see nearly the same columns.
+
+    Columns [first, last) hold what each row sees; a block is not much wider than its shortest row.
+    """
+    row = 0
+    while row < len(firsts):
+        first, last = firsts[row], lasts[row]
+        if first >= last:
+            row += 1
+            continue
+        row_end, shortest = row + 1, last - first
+        while row_end < len(firsts):
+            wider = min(first, firsts[row_end]), max(last, lasts[row_end])
+            width = wider[1] - wider[0]
+            least = min(shortest, lasts[row_end] - firsts[row_end])
+            if width > 1024 + 2 * least or width * (row_end + 1 - row) > _CPU_BLOCK or least < 1:
+                break
+            (first, last), shortest = wider, least
+            row_end += 1
+        yield row, row_end, first, last
+        row = row_end

@@ -23,6 +23,7 @@ from anymla.formats.triton_rows import cache_bytes, row_codec
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
 from anymla.ops.device import Target
+from anymla.ops.indexer.config import choose_score_config, split_size
 from anymla.ops.indexer.triton_operands import (
     KIND_OF_CODEC,
     KIND_OF_DTYPE,
@@ -37,7 +38,6 @@ from anymla.ops.indexer.triton_scores import (
     codes_of,
     fill_hidden,
 )
-from anymla.ops.indexer.triton_tiles import paged_tile_of, span_of
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "pages", "context", "covered", "span"])
@@ -136,9 +136,9 @@ def paged_mqa_logits(
         q_kind = KIND_OF_DTYPE[q.dtype]
         math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
         keys = requests * max_context
-        tile = paged_tile_of(rows, heads, codec.channels, math, target, keys=keys)
+        tile = choose_score_config(rows, heads, codec.channels, math, target, paged_keys=keys)
         groups = triton.cdiv(rows, tile.rows)
-        span = span_of(requests * groups, max_context, tile)
+        span = split_size(requests * groups, max_context, tile)
         each = context_lens.ndim == 2
         weights = weights if weights.stride(1) == 1 else weights.contiguous()
         paged_scores_kernel[(requests * groups, triton.cdiv(max_context, span))](
@@ -164,7 +164,7 @@ def paged_mqa_logits(
             HEADS=heads,
             PADDED_HEADS=tile.heads,
             PADDED=tile.width,
-            PART=tile.part,
+            PART=tile.block_k,
             ROWS=tile.rows,
             KEYS=tile.keys,
             ENTRIES=entries,
@@ -200,7 +200,7 @@ def builds(target: Target) -> Iterator[Build]:
         codec = row_codec(layout)
         math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
         for rows in (1, 2):
-            tile = paged_tile_of(rows, heads, codec.channels, math, target)
+            tile = choose_score_config(rows, heads, codec.channels, math, target, paged_keys=0)
             types = {
                 "q": POINTER_OF_KIND[q_kind],
                 "weights": "*fp32",
@@ -214,7 +214,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "HEADS": heads,
                 "PADDED_HEADS": tile.heads,
                 "PADDED": tile.width,
-                "PART": tile.part,
+                "PART": tile.block_k,
                 "ROWS": tile.rows,
                 "KEYS": tile.keys,
                 "ENTRIES": entries,

@@ -21,6 +21,7 @@ from torch import Tensor
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
 from anymla.ops.device import Target
+from anymla.ops.indexer.config import choose_score_config, split_size
 from anymla.ops.indexer.triton_operands import (
     KIND_OF_DTYPE,
     head_sums,
@@ -29,7 +30,6 @@ from anymla.ops.indexer.triton_operands import (
     math_of,
     query_lines,
 )
-from anymla.ops.indexer.triton_tiles import span_of, tile_of
 
 # Columns of a row that are filled with -inf at a time.
 FILL = 512
@@ -148,9 +148,9 @@ def mqa_logits(
         target = device_facts.target_of(q.device)
         q_kind, k_kind = KIND_OF_DTYPE[q.dtype], KIND_OF_DTYPE[k.dtype]
         math = math_of(q_kind, k_kind, target)
-        tile = tile_of(rows, heads, width, math, target)
+        tile = choose_score_config(rows, heads, width, math, target)
         groups = triton.cdiv(rows, tile.rows)
-        span = span_of(groups, keys, tile)
+        span = split_size(groups, keys, tile)
         k = k if k.stride(1) == 1 else k.contiguous()
         weights = weights if weights.stride(1) == 1 else weights.contiguous()
         dense_scores_kernel[(groups, triton.cdiv(keys, span))](
@@ -172,7 +172,7 @@ def mqa_logits(
             PADDED_HEADS=tile.heads,
             WIDTH=width,
             PADDED=tile.width,
-            PART=tile.part,
+            PART=tile.block_k,
             ROWS=tile.rows,
             KEYS=tile.keys,
             Q_KIND=q_kind,
@@ -203,7 +203,7 @@ def builds(target: Target) -> Iterator[Build]:
     for q_kind, k_kind in kinds:
         math = math_of(q_kind, k_kind, target)
         for rows in (1, 2):
-            tile = tile_of(rows, heads, width, math, target)
+            tile = choose_score_config(rows, heads, width, math, target)
             coded = k_kind == "e4m3"
             types = {
                 "q": POINTER_OF_KIND[q_kind],
@@ -222,7 +222,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "PADDED_HEADS": tile.heads,
                 "WIDTH": width,
                 "PADDED": tile.width,
-                "PART": tile.part,
+                "PART": tile.block_k,
                 "ROWS": tile.rows,
                 "KEYS": tile.keys,
                 "Q_KIND": q_kind,

@@ -1,42 +1,518 @@
-"""From the index cache to the best entries, on the device, a round of tokens at a time.
+"""``select_topk`` on the device: scores of a chunk of tokens, then top-k of each row.
 
-A round is two launches: scores into scratch that the next round uses again, then a selector, which
-writes entries, slots and counts. Sizes decide everything (``selection_plan``), values nothing, so a
+A chunk is two launches: scores into scratch that the next chunk uses again, then a top-k kernel,
+which writes entries, slots and counts. Sizes decide everything (``config``), values nothing, so a
 call can be captured in a graph.
+
+Short rows, and rows whose scores came with the maximum of each 16 ("row", "groups"). The k-th
+largest maximum is at most the k-th score, since k groups have a score at least as large; and of
+the groups that equal it, the first ones hold all ties that can win, because each of them has a tie
+that comes earlier. So the k best groups, first ones among equals, hold the selection, and no more
+is read:
+
+    maxima   | 7 | 2 | 9 | 4 | ..   ->  the k best groups, in order of entries
+    scores   | .. 16 .. | .. 16 ..   ->  top-k of k * 16 scores, in order of entries
+
+A row with no more groups than are kept is read as it is, without maxima.
+
+Other rows ("samples"). A split of a row collects the scores that pass a threshold from samples, in
+order of entries; what is collected of a row is selected from. If the samples misled (fewer than k,
+or more than the capacity), the row is bisected instead, so that the result never depends on them.
+
+    collect  row | split | split | ..  ->  candidates of a split    grid (splits, rows)
+    merge    candidates of a row       ->  k entries                grid (rows,)
+
+With one split, ``collect`` merges its own row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
-from anymla.ops import device as device_facts
-from anymla.ops.indexer import triton_sample_select
-from anymla.ops.indexer.selection_plan import (
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
+from anymla.ops.indexer.config import (
     GROUP,
-    SelectionPlan,
+    MAX_GROUPS,
+    MAX_GROUPS_K,
+    MAX_ROW_ENTRIES,
+    SelectConfig,
+    choose_select_config,
     padded_entries,
-    plan_selection,
+    row_registers,
+    row_warps,
+    sample_block_and_warps,
 )
-from anymla.ops.indexer.triton_group_select import group_select_kernel, options_of, warps_of
-from anymla.ops.indexer.triton_sample_select import (
-    sample_collect_kernel,
-    sample_finish_kernel,
-    tile_and_warps,
-)
-from anymla.ops.indexer.triton_select_scores import select_scores
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.indexer.inputs import ScoreInputs, SelectOutputs, select_inputs, writable
+from anymla.ops.indexer.triton_select_scores import row_ranges, write_scores
+from anymla.ops.indexer.triton_topk import NOTHING, kth_largest, narrow, ordered, places
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 
-# Writes the scores of a round; arguments of ``triton_select_scores.select_scores``.
-Scorer = Callable[..., None]
-# Launches a backend's own selector: (plan, scores, maxima, what every selector's kernel is given).
-Selector = Callable[[SelectionPlan, Tensor, Tensor | None, tuple[Any, ...]], None]
+_GROUP = tl.constexpr(GROUP)
+_EACH = tl.constexpr(4)  # neighbours that a thread loads at once
+_RUN = tl.constexpr(8)  # samples side by side
+_LARGEST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _store_slots(
+    out,
+    slots,
+    table,
+    table_stride,
+    table_pages,
+    slot_page,
+    start,
+    count,
+    k,
+    PADDED_K: tl.constexpr,
+):
+    """The slots of ``count`` entries that a row has been given, then -1.
+
+    ``out`` and ``slots`` point to the row's results, ``table`` to its request's pages.
+    """
+    place = tl.arange(0, PADDED_K)
+    there = place < count
+    entry = start + tl.load(out + place, mask=there, other=0)
+    column = entry // slot_page
+    page = tl.load(
+        table + column.to(tl.int64) * table_stride, mask=there & (column < table_pages), other=-1
+    )
+    slot = page.to(tl.int64) * slot_page + entry % slot_page
+    slot = tl.where((page >= 0) & (slot < 0x80000000), slot, -1)
+    tl.store(slots + place, slot.to(tl.int32), mask=place < k)
+
+
+@triton.jit
+def _store_all(
+    out,
+    slots,
+    table,
+    table_stride,
+    table_pages,
+    slot_page,
+    start,
+    count,
+    k,
+    PADDED_K: tl.constexpr,
+):
+    """The row of a token with at most k entries: all of them, then -1."""
+    place = tl.arange(0, PADDED_K)
+    tl.store(out + place, tl.where(place < count, place, -1), mask=place < k)
+    if slots is not None:
+        # Written by other threads of this CTA.
+        tl.debug_barrier()
+        _store_slots(
+            out, slots, table, table_stride, table_pages, slot_page, start, count, k, PADDED_K
+        )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page"
+    ]
+)  # fmt: skip
+def row_topk_kernel(
+    scores,
+    scores_stride,
+    maxima,
+    maxima_stride,
+    chosen_groups,
+    lengths,
+    starts,
+    requests,
+    out,
+    out_stride,
+    slots,
+    slots_stride,
+    counts,
+    table,
+    table_row_stride,
+    table_column_stride,
+    table_pages,
+    slot_page,
+    first_row,
+    per_request,
+    num_requests,
+    covered,
+    k,
+    GROUPS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    SCORED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Top-k of a row; ``scores`` are bits of float32, ``chosen_groups`` scratch [rows, PADDED_K].
+
+    With 0 GROUPS the row has no maxima, and at most ELEMENTS entries; else ELEMENTS is 16 PADDED_K.
+
+    Without SCORED the first entries are chosen: all there are, unless no score could be had. PDL:
+    see ``pdl_launch``.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    request, start, end = row_ranges(
+        lengths, starts, requests, row, True, first_row, per_request, num_requests, covered
+    )
+    count = end - start
+    if counts is not None:
+        tl.store(counts + row, tl.minimum(count, k))
+    out += row * out_stride
+    if slots is not None:
+        slots += row * slots_stride
+        table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
+    # Without scores the first entries are chosen; all there are, unless no score could be had.
+    if (count <= k) | (not SCORED):
+        _store_all(
+            out, slots, table, table_column_stride, table_pages, slot_page, start,
+            tl.minimum(count, k), k, PADDED_K,
+        )  # fmt: skip
+    else:
+        scores += row * scores_stride
+        if GROUPS == 0:
+            # Whole lines are read, which rows are padded to: masks by lines leave loads wide.
+            line = tl.arange(0, ELEMENTS // _EACH)[:, None] * _EACH + start // _EACH * _EACH
+            entry = line + tl.arange(0, _EACH)[None, :]
+            inside = line < end
+            at_least = tl.full((), NOTHING + 1, tl.int32)
+        else:
+            chosen_groups += row * PADDED_K
+            first, last = start // _GROUP, tl.cdiv(end, _GROUP)
+            groups = last - first
+            at_least = tl.full((), NOTHING + 1, tl.int32)
+            if groups > k:
+                line = tl.arange(0, GROUPS // _EACH)[:, None] * _EACH + first // _EACH * _EACH
+                number = line + tl.arange(0, _EACH)[None, :]
+                best = tl.load(
+                    maxima + row * maxima_stride + number, mask=line < last, other=NOTHING
+                )
+                best = tl.where((number >= first) & (number < last), best, NOTHING)
+                limit, above = kth_largest(best, groups, k, True)
+                place, taken = places(best, limit, k - above)
+                tl.store(chosen_groups + place, number, mask=taken)
+                at_least = tl.where(above == k, limit + 1, limit)
+            else:
+                every = tl.arange(0, PADDED_K)
+                tl.store(chosen_groups + every, first + every, mask=every < groups)
+            # Written by other threads of this CTA.
+            tl.debug_barrier()
+            kept = tl.arange(0, PADDED_K)
+            inside = kept < tl.minimum(groups, k)
+            group = tl.load(chosen_groups + kept, mask=inside, other=0)
+            entry = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+            inside = inside[:, None]
+        key = ordered(tl.load(scores + entry, mask=inside, other=0))
+        there = inside & (entry >= start) & (entry < end)
+        key = tl.where(there & (key >= at_least), key, NOTHING)
+        candidates = tl.sum((key != NOTHING).to(tl.int32))
+        limit = tl.full((), NOTHING, tl.int32)
+        above = k
+        if candidates > k:
+            limit, above = kth_largest(key, candidates, k, GROUPS == 0)
+        place, taken = places(key, limit, k - above)
+        tl.store(out + place, entry - start, mask=taken)
+        if slots is not None:
+            # Written by other threads of this CTA.
+            tl.debug_barrier()
+            _store_slots(
+                out,
+                slots,
+                table,
+                table_column_stride,
+                table_pages,
+                slot_page,
+                start,
+                k,
+                k,
+                PADDED_K,
+            )
+
+
+@triton.jit
+def _load_keys(scores, at, start, end, BLOCK: tl.constexpr):
+    """Entries [at, at + BLOCK), neighbours in a line, and their keys; NOTHING outside of the row's.
+
+    ``at`` is a multiple of 4. Whole lines are read, which rows are padded to: masks by lines leave
+    loads wide.
+    """
+    line = at + tl.arange(0, BLOCK // _EACH)[:, None] * _EACH
+    entry = line + tl.arange(0, _EACH)[None, :]
+    key = ordered(tl.load(scores + entry, mask=line < end, other=0))
+    return entry, tl.where((entry >= start) & (entry < end), key, NOTHING)
+
+
+@triton.jit
+def _sample_threshold(scores, count, k, SAMPLES: tl.constexpr):
+    """A key that at least k of a row's are likely to reach, and not many more.
+
+    ``scores`` points to the first of ``count``.
+    """
+    number = tl.arange(0, SAMPLES)
+    at = (number // _RUN).to(tl.int64) * (count // (SAMPLES // _RUN)) + number % _RUN
+    key = ordered(tl.load(scores + at))
+    expected = k.to(tl.float32) * SAMPLES / count
+    # Three and a half standard deviations above what k of count would be among the samples.
+    rank = (expected + 3.5 * tl.sqrt(expected) + 4.0).to(tl.int32)
+    low = tl.full((), NOTHING + 1, tl.int32)
+    if rank < SAMPLES:
+        every = tl.full((), SAMPLES, tl.int32)
+        low, _reach, _above = narrow(key, every, rank, rank // 8 + 1, True)
+    return low
+
+
+@triton.jit
+def _select_candidates(
+    keys,
+    entries,
+    found,
+    total,
+    k,
+    start,
+    out,
+    SPLITS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """Top-k of ``total`` candidates, at most CAPACITY; split p has found[p] from p * CAPACITY."""
+    element = tl.arange(0, CAPACITY // _EACH)[:, None] * _EACH + tl.arange(0, _EACH)[None, :]
+    at = element
+    if SPLITS > 1:
+        end = 0
+        for split in tl.static_range(SPLITS - 1):
+            here = tl.load(found + split)
+            end += here
+            at += tl.where(element >= end, CAPACITY - here, 0)
+    there = element < total
+    entry = tl.load(entries + at, mask=there, other=0)
+    key = tl.where(there, tl.load(keys + at, mask=there, other=0), NOTHING)
+    limit = tl.full((), NOTHING, tl.int32)
+    above = k
+    if total > k:
+        limit, above = kth_largest(key, total, k, False)
+    place, taken = places(key, limit, k - above)
+    tl.store(out + place, entry - start, mask=taken)
+
+
+@triton.jit
+def _select_by_bisection(scores, start, end, k, out, BLOCK: tl.constexpr):
+    """Top-k of any row by bisecting the range of keys, reading the row every time: slow."""
+    low = tl.full((), NOTHING + 1, tl.int32)
+    high = tl.full((), _LARGEST, tl.int32)
+    begin = start // _EACH * _EACH
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)
+        reach = 0
+        for at in range(begin, end, BLOCK):
+            entry, key = _load_keys(scores, at, start, end, BLOCK)
+            reach += tl.sum((key >= middle).to(tl.int32))
+        if reach >= k:
+            low = middle
+        else:
+            high = middle - 1
+    above = 0
+    for at in range(begin, end, BLOCK):
+        entry, key = _load_keys(scores, at, start, end, BLOCK)
+        above += tl.sum((key > low).to(tl.int32))
+    need = k - above
+    written = 0
+    for at in range(begin, end, BLOCK):
+        entry, key = _load_keys(scores, at, start, end, BLOCK)
+        place, taken = places(key, low, need)
+        tl.store(out + written + place, entry - start, mask=taken)
+        written += tl.sum(taken.to(tl.int32))
+        need -= tl.minimum(tl.sum((key == low).to(tl.int32)), need)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page"
+    ]
+)  # fmt: skip
+def sample_collect_kernel(
+    scores,
+    scores_stride,
+    keys,
+    entries,
+    found,
+    lengths,
+    starts,
+    requests,
+    out,
+    out_stride,
+    slots,
+    slots_stride,
+    counts,
+    table,
+    table_row_stride,
+    table_column_stride,
+    table_pages,
+    slot_page,
+    first_row,
+    per_request,
+    num_requests,
+    covered,
+    k,
+    SPLITS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Candidates of a split of a row, BLOCK entries a step; ``found`` counts all that pass.
+
+    PDL: see ``pdl_launch``.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    request, start, end = row_ranges(
+        lengths, starts, requests, row, True, first_row, per_request, num_requests, covered
+    )
+    count = end - start
+    out += row * out_stride
+    if slots is not None:
+        slots += row * slots_stride
+        table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
+    if counts is not None:
+        tl.store(counts + row, tl.minimum(count, k))
+    if count <= k:
+        if split == 0:
+            _store_all(
+                out, slots, table, table_column_stride, table_pages, slot_page, start, count, k,
+                PADDED_K,
+            )  # fmt: skip
+    else:
+        scores += row * scores_stride
+        threshold = tl.full((), NOTHING + 1, tl.int32)
+        if count > CAPACITY:
+            threshold = _sample_threshold(scores + start, count, k, SAMPLES)
+        begin = start // _EACH * _EACH
+        size = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK) * BLOCK
+        first = begin + split * size
+        last = tl.minimum(first + size, end)
+        keys += (row * SPLITS + split) * CAPACITY
+        entries += (row * SPLITS + split) * CAPACITY
+        collected = 0
+        for at in range(first, last, BLOCK):
+            entry, key = _load_keys(scores, at, start, last, BLOCK)
+            one = (key >= threshold).to(tl.int32)
+            per_line = tl.sum(one, 1)
+            if tl.max(per_line, 0) > 0:
+                before = collected + tl.cumsum(per_line, 0) - per_line
+                place = before[:, None] + tl.cumsum(one, 1) - 1
+                fits = (one > 0) & (place < CAPACITY)
+                tl.store(entries + place, entry, mask=fits)
+                tl.store(keys + place, key, mask=fits)
+                collected += tl.sum(per_line, 0)
+        if SPLITS > 1:
+            tl.store(found + row * SPLITS + split, collected)
+        else:
+            # Written by other threads of this CTA.
+            tl.debug_barrier()
+            if (collected >= k) & (collected <= CAPACITY):
+                _select_candidates(keys, entries, found, collected, k, start, out, 1, CAPACITY)
+            else:
+                _select_by_bisection(scores, start, end, k, out, BLOCK)
+            if slots is not None:
+                tl.debug_barrier()
+                _store_slots(
+                    out, slots, table, table_column_stride, table_pages, slot_page, start, k, k,
+                    PADDED_K,
+                )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page"
+    ]
+)  # fmt: skip
+def sample_merge_kernel(
+    scores,
+    scores_stride,
+    keys,
+    entries,
+    found,
+    lengths,
+    starts,
+    requests,
+    out,
+    out_stride,
+    slots,
+    slots_stride,
+    table,
+    table_row_stride,
+    table_column_stride,
+    table_pages,
+    slot_page,
+    first_row,
+    per_request,
+    num_requests,
+    covered,
+    k,
+    SPLITS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Top-k of a row from the candidates of its splits."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    request, start, end = row_ranges(
+        lengths, starts, requests, row, True, first_row, per_request, num_requests, covered
+    )
+    count = end - start
+    if count > k:
+        out += row * out_stride
+        if slots is not None:
+            slots += row * slots_stride
+            table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
+        keys += row * SPLITS * CAPACITY
+        entries += row * SPLITS * CAPACITY
+        each = tl.load(found + row * SPLITS + tl.arange(0, SPLITS))
+        total = tl.sum(each, 0)
+        if (total >= k) & (total <= CAPACITY):
+            _select_candidates(
+                keys, entries, found + row * SPLITS, total, k, start, out, SPLITS, CAPACITY
+            )
+        else:
+            _select_by_bisection(scores + row * scores_stride, start, end, k, out, BLOCK)
+        if slots is not None:
+            # Written by other threads of this CTA.
+            tl.debug_barrier()
+            _store_slots(
+                out,
+                slots,
+                table,
+                table_column_stride,
+                table_pages,
+                slot_page,
+                start,
+                k,
+                k,
+                PADDED_K,
+            )
+
+
+# Writes the scores of a chunk: (inputs, scores, maxima, target).
+WriteScores = Callable[[ScoreInputs, Tensor, Tensor | None, Target], None]
+# Launches a backend's own top-k of "row" and "groups": (config, scores, maxima, kernel arguments).
+RowTopk = Callable[[SelectConfig, Tensor, Tensor | None, tuple[Any, ...]], None]
 
 
 def select_topk(
@@ -59,184 +535,256 @@ def select_topk(
     slots: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface_select.select_topk``."""
-    return select_rounds(
-        select_scores,
-        q, index_cache, weights, lengths, block_table, k, max_context, token_to_req, starts,
-        layout, q_scales, scratch_bytes, out, slot_table, slot_page_size, slots, counts,
+    """See ``interface.select_topk``."""
+    inputs = select_inputs(
+        q, q_scales, weights, index_cache, layout, block_table, lengths, starts, token_to_req,
+        max_context, k,
     )  # fmt: skip
+    asked = (out, slots, counts, slot_table, slot_page_size)
+    return select_chunks(write_scores, None, inputs, asked, scratch_bytes)
 
 
-def select_rounds(
-    scorer: Scorer,
-    q: Tensor,
-    index_cache: Tensor,
-    weights: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    k: int,
-    max_context: int | None,
-    token_to_req: Tensor | None,
-    starts: Tensor | None,
-    layout: str,
-    q_scales: Tensor | None,
+def select_chunks(
+    score: WriteScores,
+    row_topk: RowTopk | None,
+    inputs: ScoreInputs,
+    asked: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int],
     scratch_bytes: int,
-    out: Tensor | None,
-    slot_table: Tensor | None,
-    slot_page_size: int,
-    slots: Tensor | None,
-    counts: Tensor | None,
-    selector: Selector | None = None,
 ) -> Tensor:
-    """``select_topk`` with scores from ``scorer``, and ``selector`` for rows that it can hold."""
-    tokens, requests = len(q), len(block_table)
-    cache = pages_of(index_cache)
-    covered = block_table.shape[1] * cache.shape[1]
-    covered = covered if max_context is None else min(covered, max_context)
-    best = _writable(out, (tokens, k), q.device)
-    filled = None if slots is None else _writable(slots, (tokens, k), q.device)
-    if tokens:
-        target = device_facts.target_of(q.device)
-        # Without pages all scores are -inf, and the first entries win.
-        entries = covered if cache.shape[0] else 0
-        plan = plan_selection(
-            tokens,
-            entries,
-            k,
-            multiprocessors=device_facts.target_of(q.device).sm_count,
+    """``select_topk`` with scores from ``score``, and ``row_topk`` for rows that it can hold.
+
+    Args:
+        score: writes scores.
+        row_topk: a backend's own top-k kernel, or None.
+        inputs: of the call.
+        asked: out, slots, counts, slot_table and slot_page_size as the caller gave them.
+        scratch_bytes: bound of what the call allocates.
+    """
+    out, slots, counts, slot_table, slot_page_size = asked
+    device, shape = inputs.q.device, (len(inputs.q), inputs.k)
+    outputs = SelectOutputs(
+        writable(out, shape, torch.int32, device),
+        None if slots is None else writable(slots, shape, torch.int32, device),
+        counts if counts is None or counts.is_contiguous() else torch.empty_like(inputs.lengths),
+        None if slots is None else slot_table,
+        slot_page_size,
+    )
+    if len(inputs.q):
+        target = target_of(device)
+        config = choose_select_config(
+            len(inputs.q),
+            # Without pages all scores are -inf, and the first entries win.
+            inputs.covered if len(pages_of(inputs.keys)) else 0,
+            inputs.k,
+            sm_count=target.sm_count,
             scratch_bytes=scratch_bytes,
-            histograms=selector is not None,
+            histograms=row_topk is not None,
         )
-        q, weights = q.contiguous(), weights if weights.stride(1) == 1 else weights.contiguous()
-        q_scales = None if q_scales is None else q_scales.contiguous()
-        lengths = lengths.contiguous()
-        starts = None if starts is None else starts.contiguous()
-        owners = None if token_to_req is None else token_to_req.contiguous()
-        counted = counts if counts is None or counts.is_contiguous() else torch.empty_like(lengths)
-        memory = _Scratch(plan, covered, q.device)
-        each = tokens // requests if requests and token_to_req is None else 1
-        for first in range(0, tokens, plan.rows):
-            part = slice(first, first + plan.rows)
-            begin = None if starts is None else starts[part]
-            owner = None if owners is None else owners[part]
-            if plan.form != "all":
-                scorer(
-                    q[part],
-                    None if q_scales is None else q_scales[part],
-                    weights[part],
-                    index_cache,
-                    layout,
-                    block_table,
-                    lengths[part],
-                    begin,
-                    owner,
-                    memory.scores,
-                    memory.maxima,
-                    first_row=first,
-                    per_request=each,
-                    covered=covered,
-                    k=k,
-                    target=target,
-                )
-            results = (
-                best[part],
-                None if filled is None else filled[part],
-                None if counted is None else counted[part],
-            )
-            _select(
-                plan, memory, lengths[part], begin, owner, results, slot_table, slot_page_size,
-                first, each, requests, covered, k, target, selector,
-            )  # fmt: skip
-        if counts is not None and counted is not counts:
-            counts.copy_(counted)
-    if slots is not None and filled is not slots:
-        slots.copy_(filled)
-    return best if out is None or best is out else out.copy_(best)
+        memory = _Scratch(config, inputs.covered, device)
+        for first in range(0, len(inputs.q), config.chunk):
+            chunk, chunk_outputs = inputs, outputs
+            if config.chunk < len(inputs.q):
+                part = slice(first, first + config.chunk)
+                chunk, chunk_outputs = inputs.chunk(part), outputs.chunk(part)
+            if config.algorithm != "all":
+                score(chunk, memory.scores, memory.maxima, target)
+            arguments = _row_arguments(chunk, chunk_outputs)
+            if row_topk is not None and config.algorithm in ("row", "groups"):
+                bits = memory.scores.view(torch.int32)
+                row_topk(config, bits, memory.maxima, arguments)
+            else:
+                _launch_topk(config, memory, arguments, target)
+    for given, written in ((counts, outputs.counts), (slots, outputs.slots)):
+        if given is not None and written is not None and written is not given:
+            given.copy_(written)
+    return outputs.out if out is None or outputs.out is out else out.copy_(outputs.out)
 
 
 class _Scratch:
-    """What a round needs; made once a call."""
+    """What the top-k of a chunk needs; made once a call."""
 
-    def __init__(self, plan: SelectionPlan, covered: int, device: torch.device) -> None:
+    def __init__(self, config: SelectConfig, covered: int, device: torch.device) -> None:
         def integers(*shape: int) -> Tensor:
             return scratch(shape, torch.int32, device)
 
         columns = padded_entries(covered)
-        rows = plan.rows if plan.form != "all" else 0
+        rows = config.chunk if config.algorithm != "all" else 0
         self.scores = scratch((rows, columns), torch.float32, device)
-        self.maxima = integers(rows, columns // GROUP) if plan.form == "groups" else None
-        self.groups = integers(rows, plan.kept) if plan.form == "groups" else None
-        if plan.form == "samples":
-            self.keys = integers(rows, plan.parts, plan.capacity)
-            self.entries = integers(rows, plan.parts, plan.capacity)
-            self.found = integers(rows, plan.parts)
+        self.maxima = integers(rows, columns // GROUP) if config.algorithm == "groups" else None
+        self.groups = integers(rows, config.padded_k) if config.algorithm == "groups" else None
+        if config.algorithm == "samples":
+            self.keys = integers(rows, config.splits, config.capacity)
+            self.entries = integers(rows, config.splits, config.capacity)
+            self.found = integers(rows, config.splits)
 
 
-def _select(
-    plan: SelectionPlan,
-    memory: _Scratch,
-    lengths: Tensor,
-    starts: Tensor | None,
-    owners: Tensor | None,
-    results: tuple[Tensor, Tensor | None, Tensor | None],
-    slot_table: Tensor | None,
-    slot_page_size: int,
-    first_row: int,
-    per_request: int,
-    requests: int,
-    covered: int,
-    k: int,
-    target: device_facts.Target,
-    selector: Selector | None,
-) -> None:
-    """Launch the selector of a round."""
-    best, slots, counts = results
-    rows = len(best)
-    scores = memory.scores.view(torch.int32)
-    if slots is None:
-        slot_table = None
-    table_strides = (0, 0) if slot_table is None else slot_table.stride()
-    given = (lengths, starts, owners, best, best.stride(0))
-    given += (slots, 0 if slots is None else slots.stride(0))
-    about_slots = (
-        slot_table,
-        *table_strides,
-        0 if slot_table is None else slot_table.shape[1],
-        slot_page_size,
+def _row_arguments(inputs: ScoreInputs, outputs: SelectOutputs) -> tuple[Any, ...]:
+    """Arguments of every top-k kernel, from ``lengths`` to ``k``."""
+    slots, table = outputs.slots, outputs.slot_table
+    return (
+        inputs.lengths,
+        inputs.starts,
+        inputs.requests,
+        outputs.out,
+        outputs.out.stride(0),
+        slots,
+        0 if slots is None else slots.stride(0),
+        outputs.counts,
+        table,
+        *((0, 0) if table is None else table.stride()),
+        0 if table is None else table.shape[1],
+        outputs.slot_page_size,
+        inputs.first_row,
+        max(inputs.rows_per_request, 1),
+        inputs.num_requests,
+        inputs.covered,
+        inputs.k,
     )
-    sizes = (first_row, max(per_request, 1), requests, covered, k)
-    if selector is not None and plan.form in ("whole", "groups"):
-        selector(plan, scores, memory.maxima, (*given, counts, *about_slots, *sizes))
-        return
-    options = pdl_launch(best.device) | options_of(rows, target)
-    if plan.form == "samples":
-        tile, warps = tile_and_warps(rows, plan.capacity, target)
+
+
+_COUNTS = 7  # place of ``counts`` among them
+
+
+def _launch_topk(
+    config: SelectConfig, memory: _Scratch, arguments: tuple[Any, ...], target: Target
+) -> None:
+    """Launch the top-k of a chunk."""
+    scores, rows = memory.scores.view(torch.int32), len(arguments[0])
+    options = pdl_launch(scores.device) | row_registers(rows, target)
+    if config.algorithm == "samples":
+        block, warps = sample_block_and_warps(rows, config, target)
         found = (memory.keys, memory.entries, memory.found)
-        sample_collect_kernel[(plan.parts, rows)](
-            scores, scores.stride(0), *found, *given, counts, *about_slots, *sizes,
-            PARTS=plan.parts, CAPACITY=plan.capacity, SAMPLES=triton_sample_select.SAMPLES,
-            TILE=tile, KEPT=plan.kept, num_warps=warps, **options,
+        sample_collect_kernel[(config.splits, rows)](
+            scores, scores.stride(0), *found, *arguments,
+            SPLITS=config.splits, CAPACITY=config.capacity, SAMPLES=config.samples,
+            BLOCK=block, PADDED_K=config.padded_k, num_warps=warps, **options,
         )  # fmt: skip
-        if plan.parts > 1:
-            sample_finish_kernel[(rows,)](
-                scores, scores.stride(0), *found, *given, *about_slots, *sizes,
-                PARTS=plan.parts, CAPACITY=plan.capacity, TILE=tile, KEPT=plan.kept,
-                num_warps=warps, **options,
+        if config.splits > 1:
+            sample_merge_kernel[(rows,)](
+                scores, scores.stride(0), *found, *arguments[:_COUNTS], *arguments[_COUNTS + 1 :],
+                SPLITS=config.splits, CAPACITY=config.capacity, BLOCK=block,
+                PADDED_K=config.padded_k, num_warps=warps, **options,
             )  # fmt: skip
         return
     maxima = memory.maxima
-    elements = plan.elements or plan.kept * GROUP
-    held = plan.kept if plan.form == "all" else elements
-    group_select_kernel[(rows,)](
+    elements = config.elements or config.padded_k * GROUP
+    held = config.padded_k if config.algorithm == "all" else elements
+    row_topk_kernel[(rows,)](
         scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0),
-        memory.groups, *given, counts, *about_slots, *sizes,
-        GROUPS=plan.groups, ELEMENTS=elements, KEPT=plan.kept, SCORED=plan.form != "all",
-        num_warps=warps_of(held, plan.groups, rows, target), **options,
+        memory.groups, *arguments,
+        GROUPS=config.groups, ELEMENTS=elements, PADDED_K=config.padded_k,
+        SCORED=config.algorithm != "all",
+        num_warps=row_warps(held, config.groups, rows, target), **options,
     )  # fmt: skip
 
 
-def _writable(given: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """The caller's tensor where kernels can write it, else a new one."""
-    if given is not None and given.stride(1) == 1:
-        return given
-    return torch.empty(shape, dtype=torch.int32, device=device)
+def builds(target: Target) -> Iterator[Build]:
+    """Every size that ``config`` can choose, few rows and many; one split and several."""
+    numbers = (
+        "scores_stride", "maxima_stride", "out_stride", "slots_stride", "table_row_stride",
+        "table_column_stride", "table_pages", "slot_page", "first_row", "per_request",
+        "num_requests", "covered", "k",
+    )  # fmt: skip
+    pointers = ("scores", "maxima", "chosen_groups", "lengths", "requests", "out")
+    nothing = ("maxima", "chosen_groups", "starts", "slots", "counts", "table")
+    yield Build(
+        "nothing scored",
+        row_topk_kernel,
+        {
+            **dict.fromkeys(("scores", "lengths", "requests", "out"), "*i32"),
+            **dict.fromkeys(numbers, "i32"),
+        },
+        {
+            **dict.fromkeys(nothing),
+            "GROUPS": 0,
+            "ELEMENTS": 512,
+            "PADDED_K": 512,
+            "SCORED": False,
+            "PDL": target_has_pdl(target),
+        },
+        num_warps=row_warps(512, 0, 1, target),
+    )
+    for elements in (2048, 8192, MAX_ROW_ENTRIES):
+        yield Build(
+            f"rows of {elements}",
+            row_topk_kernel,
+            {
+                **dict.fromkeys(("scores", "lengths", "requests", "out"), "*i32"),
+                **dict.fromkeys(numbers, "i32"),
+            },
+            {
+                **dict.fromkeys(nothing),
+                "GROUPS": 0,
+                "ELEMENTS": elements,
+                "PADDED_K": 512,
+                "SCORED": True,
+                "PDL": target_has_pdl(target),
+            },
+            num_warps=row_warps(elements, 0, 1, target),
+            # A few where programs of Ada have no more registers; many in the widest rows.
+            spills={MAX_ROW_ENTRIES: 100, 2048: 4}.get(elements, 0),
+        )
+    for padded_k in (16, 512, MAX_GROUPS_K):
+        for groups in (64, 4096, MAX_GROUPS):
+            for rows, with_slots in ((1, True), (2048, False)):
+                given = ("slots", "counts", "table") if with_slots else ()
+                missing = () if with_slots else ("slots", "counts", "table")
+                yield Build(
+                    f"{padded_k} of {groups} groups" + ", many rows" * (rows > 1),
+                    row_topk_kernel,
+                    {
+                        **dict.fromkeys((*pointers, *given), "*i32"),
+                        **dict.fromkeys(numbers, "i32"),
+                    },
+                    {
+                        "starts": None,
+                        **dict.fromkeys(missing),
+                        "GROUPS": groups,
+                        "ELEMENTS": padded_k * GROUP,
+                        "PADDED_K": padded_k,
+                        "SCORED": True,
+                        "PDL": target_has_pdl(target),
+                    },
+                    num_warps=row_warps(padded_k * GROUP, groups, rows, target),
+                    # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.
+                    spills=140 if padded_k == MAX_GROUPS_K else 60,
+                )
+
+    numbers = (
+        "scores_stride", "out_stride", "slots_stride", "table_row_stride", "table_column_stride",
+        "table_pages", "slot_page", "first_row", "per_request", "num_requests", "covered", "k",
+    )  # fmt: skip
+    pointers = ("scores", "keys", "entries", "found", "lengths", "requests", "out")
+    cases = ((1, 4096, 2048, 512), (32, 4096, 1, 1024), (1, 8192, 2048, 2048), (32, 8192, 1, 2048))
+    for splits, capacity, rows, padded_k in cases:
+        config = SelectConfig("samples", rows, padded_k, splits=splits, capacity=capacity)
+        block, warps = sample_block_and_warps(rows, config, target)
+        shared = {
+            "starts": None,
+            "SPLITS": splits,
+            "CAPACITY": capacity,
+            "BLOCK": block,
+            "PADDED_K": padded_k,
+        }
+        shared["PDL"] = target_has_pdl(target)
+        extra = ("slots", "table") if splits > 1 else ()
+        missing = {} if splits > 1 else {"slots": None, "table": None}
+        types = {**dict.fromkeys((*pointers, *extra), "*i32"), **dict.fromkeys(numbers, "i32")}
+        label = f"{splits} splits of {capacity}"
+        yield Build(
+            label,
+            sample_collect_kernel,
+            types,
+            {**shared, **missing, "counts": None, "SAMPLES": config.samples},
+            num_warps=warps,
+            spills=16,
+        )
+        if splits > 1:
+            yield Build(
+                label,
+                sample_merge_kernel,
+                types,
+                {**shared, **missing},
+                num_warps=warps,
+                spills=100 if capacity > 4096 or target.narrow else 16,
+            )

@@ -21,8 +21,8 @@ from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_BF16_128
 from anymla.formats.triton_rows import cache_bytes, row_codec
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.indexer.selection_plan import GROUP
-from anymla.ops.indexer.triton_emit import row_bounds
+from anymla.ops.indexer.config import GROUP, choose_score_config, score_registers, split_size
+from anymla.ops.indexer.inputs import ScoreInputs
 from anymla.ops.indexer.triton_operands import (
     KIND_OF_CODEC,
     KIND_OF_DTYPE,
@@ -30,13 +30,30 @@ from anymla.ops.indexer.triton_operands import (
     math_of,
     query_lines,
 )
-from anymla.ops.indexer.triton_order import NOTHING, ordered_result
 from anymla.ops.indexer.triton_pages import tile_scores
 from anymla.ops.indexer.triton_scores import POINTER_OF_KIND, codes_of
-from anymla.ops.indexer.triton_tiles import Tile, paged_tile_of, span_of
+from anymla.ops.indexer.triton_topk import NOTHING, ordered_result
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit
+def row_ranges(
+    lengths, starts, owners, row, live, first_row, per_request, requests, covered
+):  # fmt: skip
+    """Request and entries [start, end) of rows; (0, 0) where there is nothing to see."""
+    if owners is None:
+        request = ((first_row + row) // per_request).to(tl.int32)
+    else:
+        request = tl.load(owners + row, mask=live, other=-1)
+    end = tl.minimum(tl.load(lengths + row, mask=live, other=0), covered)
+    if starts is None:
+        start = tl.zeros_like(end)
+    else:
+        start = tl.maximum(tl.load(starts + row, mask=live, other=0), 0)
+    sees = (request >= 0) & (request < requests) & (start < end)
+    return request, tl.where(sees, start, 0), tl.where(sees, end, 0)
 
 
 @triton.jit(
@@ -94,7 +111,7 @@ def select_scores_kernel(
     member = tl.arange(0, ROWS)
     row = tl.program_id(0).to(tl.int64) * ROWS + member
     live = row < rows
-    request, start, end = row_bounds(
+    request, start, end = row_ranges(
         lengths, starts, owners, row, live, first_row, per_request, requests, covered
     )
     scored = live & (end - start > k)
@@ -139,74 +156,40 @@ def select_scores_kernel(
                     )
 
 
-def select_scores(
-    q: Tensor,
-    q_scales: Tensor | None,
-    weights: Tensor,
-    index_cache: Tensor,
-    layout: str,
-    block_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    owners: Tensor | None,
-    scores: Tensor,
-    maxima: Tensor | None,
-    *,
-    first_row: int,
-    per_request: int,
-    covered: int,
-    k: int,
-    target: Target,
+def write_scores(
+    inputs: ScoreInputs, scores: Tensor, maxima: Tensor | None, target: Target
 ) -> None:
-    """Write the scores of a round of tokens.
+    """Write the scores of a chunk of tokens, and the maximum of every 16.
 
     Args:
-        q: [rows, H, _] contiguous, tokens of this round; so are the next ones.
-        q_scales: scale bytes of packed queries, or None.
-        weights: [rows, H].
-        index_cache: the keys in ``layout``.
-        layout: layout id.
-        block_table: [R, pages].
-        lengths: [rows].
-        starts: [rows] or None.
-        owners: [rows] request of each token, or None for ``per_request`` tokens of each.
+        inputs: of the chunk.
         scores: [>= rows, >= covered] float32, written where an entry is visible to a scored row.
         maxima: [>= rows, >= covered / 16] int32, written likewise; or None.
-        first_row: number of the first token in the whole call.
-        per_request: tokens of each request where there are no owners.
-        covered: entries that there are to see.
-        k: rows of at most so many entries are not scored.
         target: of the device.
     """
-    rows, heads = q.shape[:2]
-    codec = row_codec(layout)
-    q_kind = KIND_OF_DTYPE[q.dtype]
+    rows, heads = inputs.q.shape[:2]
+    codec = row_codec(inputs.layout)
+    q_kind = KIND_OF_DTYPE[inputs.q.dtype]
     math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
-    # Neighbours share keys unless every request has one token.
-    shared = per_request > 1 if owners is None else rows > len(block_table)
-    together = 2 if shared else 1
-    keys = rows * covered
-    tile = paged_tile_of(together, heads, codec.channels, math, target, keys=keys)
+    together = 2 if inputs.neighbours_share_keys else 1
+    tile = choose_score_config(
+        together, heads, codec.channels, math, target, paged_keys=rows * inputs.covered
+    )
     groups = triton.cdiv(rows, tile.rows)
-    span = span_of(groups, covered, tile)
-    cache, page_stride, pages, entries = cache_bytes(index_cache)
-    select_scores_kernel[(groups, triton.cdiv(covered, span))](
-        codes_of(q), q_scales, weights, weights.stride(0), cache, page_stride,
-        block_table, *block_table.stride(), lengths, starts, owners,
-        scores, scores.stride(0), maxima, 0 if maxima is None else maxima.stride(0),
-        first_row, rows, max(per_request, 1), len(block_table), pages, covered, k, span,
-        HEADS=heads, PADDED_HEADS=tile.heads, PADDED=tile.width, PART=tile.part, ROWS=tile.rows,
+    span = split_size(groups, inputs.covered, tile)
+    cache, page_stride, pages, entries = cache_bytes(inputs.keys)
+    select_scores_kernel[(groups, triton.cdiv(inputs.covered, span))](
+        codes_of(inputs.q), inputs.q_scales, inputs.weights, inputs.weights.stride(0), cache,
+        page_stride, inputs.block_table, *inputs.block_table.stride(), inputs.lengths,
+        inputs.starts, inputs.requests, scores, scores.stride(0), maxima,
+        0 if maxima is None else maxima.stride(0), inputs.first_row, rows,
+        max(inputs.rows_per_request, 1), inputs.num_requests, pages, inputs.covered, inputs.k, span,
+        HEADS=heads, PADDED_HEADS=tile.heads, PADDED=tile.width, PART=tile.block_k, ROWS=tile.rows,
         KEYS=tile.keys, ENTRIES=entries, CODEC=codec, Q_KIND=q_kind, MATH=math,
         NATIVE=target.native_e4m3, CANONICAL_NAN=target.backend == "cuda", STAGES=tile.stages,
-        num_warps=tile.warps, num_stages=tile.stages, **registers_of(tile, math, target),
-        **pdl_launch(q.device),
+        num_warps=tile.warps, num_stages=tile.stages, **score_registers(tile, math, target),
+        **pdl_launch(inputs.q.device),
     )  # fmt: skip
-
-
-def registers_of(tile: Tile, math: str, target: Target) -> dict[str, int]:
-    """Launch options: two rows of FP8 products fit four programs on a multiprocessor."""
-    bounded = math == "e4m3" and tile.rows > 1 and target.backend == "cuda"
-    return {"maxnreg": 128} if bounded else {}
 
 
 def builds(target: Target) -> Iterator[Build]:
@@ -229,7 +212,7 @@ def builds(target: Target) -> Iterator[Build]:
         codec = row_codec(layout)
         math = math_of(q_kind, KIND_OF_CODEC[codec.kind], target)
         for rows in (1, 2):
-            tile = paged_tile_of(rows, heads, codec.channels, math, target)
+            tile = choose_score_config(rows, heads, codec.channels, math, target, paged_keys=0)
             types = {
                 "q": POINTER_OF_KIND[q_kind],
                 "weights": "*fp32",
@@ -244,7 +227,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "HEADS": heads,
                 "PADDED_HEADS": tile.heads,
                 "PADDED": tile.width,
-                "PART": tile.part,
+                "PART": tile.block_k,
                 "ROWS": tile.rows,
                 "KEYS": tile.keys,
                 "ENTRIES": entries,

@@ -1,20 +1,29 @@
-"""Exact top-k of rows, on the device: select by digits, then order the winners.
+"""Exact top-k of rows on the device: radix select by histograms, then the winners in order.
 
-Scores become integers of the same order. A program finds the k-th largest of its part of a row
-digit by digit, from histograms of 256 bins, and keeps the k best in the order of their columns;
-few long rows are cut into parts whose winners are selected from once more. The winners are sorted
-last (``triton_winners``). Nothing depends on the order in which programs run.
+Scores become integers of the same order. A CTA finds the k-th largest of its split of a row digit
+by digit, from histograms of 256 bins, and keeps the top-k in the order of their columns; few long
+rows have several splits, whose winners are selected from once more. The winners are ordered last.
+Nothing depends on the order in which CTAs run.
 
-    select   row | part | part | ..    ->  k candidates a part       grid (rows, parts)
-    merge    candidates of a row       ->  k winners                 grid (rows,)
-    order    winners of a row          ->  best first                grid (rows,)
+    select   row | split | split | ..  ->  k candidates a split     grid (rows, splits)
+    merge    candidates of a row       ->  k winners                grid (rows,)
+    sort     winners of a row, in a sorting network  ->  k columns  grid (rows,)
+    rank     each goes where as many are better      ->  k columns  grid (rows, blocks of winners)
 
-Workspace: int32 [rows, parts * k] candidates and [rows, k] winners.
+Workspace: int32 [rows, splits * k] candidates and [rows, k] winners.
+
+The k-th largest of values that a CTA holds in registers is found by counting instead
+(``kth_largest``, which ``triton_select`` uses): how many keys reach two probes at a time narrows
+(low, high] until the count is the wanted one or one key is left. Where probes are set decides how
+long it takes, never what comes out:
+
+    first    around the quantile of a normal distribution with the keys' mean and deviation
+    then     around where the logarithm of the count, interpolated, is the wanted one
+    fifth    at thirds of the range, which bounds the search whatever the scores are
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -24,53 +33,176 @@ from torch import Tensor
 
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.indexer.triton_order import ordered
-from anymla.ops.indexer.triton_winners import columns_in_sight, order_winners
+from anymla.ops.indexer.config import choose_topk_config, next_power_of_2, sort_warps, topk_warps
 from anymla.ops.streams import scratch
 
-_SMALL_TILE, _TILE = 1024, 4096
-# Parts of a row: enough programs for a GPU, and candidates that are few against the row.
-_PROGRAMS = 512
-_MOST_CANDIDATES = 2 * _TILE
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How rows are selected from.
-
-    Attributes:
-        parts: parts of a row.
-        part_tile: columns that a program looks at together.
-        merge_tile: the same among candidates.
-        part_resident: a part fits one tile.
-        merge_resident: the candidates of a row fit one tile.
-    """
-
-    parts: int
-    part_tile: int
-    merge_tile: int
-    part_resident: bool
-    merge_resident: bool
-
-
-def plan_of(rows: int, columns: int, kept: int) -> Plan:
-    """The plan for ``kept`` = min(k, columns) winners."""
-    parts = min(
-        triton.cdiv(columns, _TILE),
-        triton.cdiv(_PROGRAMS, max(rows, 1)),
-        _MOST_CANDIDATES // kept,
-        columns // (2 * kept),
-    )
-    parts = max(parts, 1)
-    part, candidates = triton.cdiv(columns, parts), parts * kept
-    part_tile, merge_tile = (_TILE if n > _SMALL_TILE else _SMALL_TILE for n in (part, candidates))
-    return Plan(parts, part_tile, merge_tile, part <= part_tile, candidates <= merge_tile)
+# A score becomes an int32 that orders as scores do ("key"): -0 is 0, every NaN the largest. No key
+# is NOTHING, which stands for an entry that is absent.
+NAN_KEY = tl.constexpr(0x7F800001)  # just above +inf's bits
+NOTHING = tl.constexpr(-0x80000000)
+_LARGEST = tl.constexpr(0x7FFFFFFF)
+# Winners that a CTA ranks, and those that it compares them with at a time.
+_RANKED, _COMPARED = 32, 256
 
 
 @triton.jit
-def _load(line, candidates, first, at, count, MERGE: tl.constexpr, TILE: tl.constexpr):
-    """Columns, existence and keys (unsigned) of elements [at, at + TILE) of ``count``."""
-    element = at + tl.arange(0, TILE)
+def ordered(bits):
+    """Keys of float32 scores, given as their bits."""
+    magnitude = bits & 0x7FFFFFFF
+    key = tl.where(magnitude == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(magnitude > 0x7F800000, NAN_KEY, key)
+
+
+@triton.jit
+def ordered_result(x, CANONICAL: tl.constexpr):
+    """Keys of float32 results; CANONICAL where arithmetic makes no NaN but the one of all ones."""
+    if CANONICAL:
+        bits = (x + 0.0).to(tl.int32, bitcast=True)
+        return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_KEY)
+    else:
+        return ordered(x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _as_float(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_key(x):
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _log2(count):
+    """Roughly, by the bits of a float32; of 0 as of a half."""
+    x = tl.maximum(count.to(tl.float32), 0.5)
+    return x.to(tl.int32, bitcast=True).to(tl.float32) * (1.0 / 8388608)
+
+
+@triton.jit
+def _normal_quantile(count, wanted):
+    """Deviations above the mean that ``wanted`` of ``count`` normal values exceed, roughly.
+
+    Source: Abramowitz and Stegun, 26.2.23.
+    """
+    r = tl.sqrt(1.3862944 * (_log2(count) - _log2(wanted)))
+    above = 2.515517 + r * (0.802853 + r * 0.010328)
+    return r - above / (1.0 + r * (1.432788 + r * (0.189269 + r * 0.001308)))
+
+
+@triton.jit
+def _probes(low, high, count_low, count_high, wanted, step, guess, margin):
+    """Two keys in (low, high] to count at, in order."""
+    top, bottom = _log2(count_low), _log2(count_high)
+    first, last = _as_float(low), _as_float(high)
+    middle = first + (last - first) * ((top - _log2(wanted)) / (top - bottom))
+    # The share is off by about the root of what lies between.
+    spread = (last - first) * 0.25 / tl.sqrt((count_low - count_high).to(tl.float32))
+    middle = tl.where(step == 0, guess, middle)
+    spread = tl.where(step == 0, margin, spread)
+    lower, upper = _as_key(middle - spread), _as_key(middle + spread)
+    if step % 5 == 4:
+        # A quarter of the difference cannot overflow.
+        third = ((high >> 2) - (low >> 2)) // 3 * 4
+        lower, upper = low + third, high - third
+    lower = tl.minimum(tl.maximum(lower, low + 1), high)
+    return lower, tl.minimum(tl.maximum(upper, lower), high)
+
+
+@triton.jit
+def narrow(key, count, wanted, slack, NORMAL: tl.constexpr):
+    """(low, reach, above): ``reach`` keys are >= low, and ``above`` are > low or, nearly, so.
+
+    Either ``reach`` is at least ``wanted`` and at most ``slack`` more, or low is the ``wanted``-th
+    largest key and ``above`` the number of larger ones.
+
+    Args:
+        key: int32 of any shape, at most 32,767, NOTHING where there is none.
+        count: how many keys there are; at least ``wanted``.
+        wanted: at least 1.
+        slack: at least 0.
+        NORMAL: look first where normally distributed scores would have it.
+    """
+    there = key != NOTHING
+    high = tl.max(key)
+    low = tl.min(tl.where(there, key, _LARGEST))
+    guess, margin, step = _as_float(low), 0.0, 1
+    if NORMAL:
+        x = tl.where(there, _as_float(key), 0.0)
+        number = count.to(tl.float32)
+        mean = tl.sum(x) / number
+        deviation = tl.sqrt(tl.maximum(tl.sum(x * x) / number - mean * mean, 0.0))
+        guess = mean + deviation * _normal_quantile(count, wanted)
+        margin, step = deviation * 0.075, 0
+    # Always: reach = count(>= low) >= wanted > above = count(> high).
+    reach, above = count, tl.zeros_like(count)
+    while (low < high) & (reach > wanted + slack):
+        lower, upper = _probes(low, high, reach, above, wanted, step, guess, margin)
+        counts = tl.sum((key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16))
+        more, less = counts & 0xFFFF, counts >> 16
+        if less >= wanted:
+            low = upper
+            reach = less
+        else:
+            high = upper - 1
+            above = less
+            if more >= wanted:
+                low = lower
+                reach = more
+            else:
+                high = lower - 1
+                above = more
+        step += 1
+    return low, reach, above
+
+
+@triton.jit
+def kth_largest(key, count, wanted, NORMAL: tl.constexpr):
+    """(limit, above): the ``above`` keys > limit and ``wanted - above`` of those == limit are best.
+
+    Arguments are those of ``narrow``.
+    """
+    low, reach, above = narrow(key, count, wanted, 0, NORMAL)
+    whole = reach == wanted
+    return tl.where(whole, low - 1, low), tl.where(whole, wanted, above)
+
+
+@triton.jit
+def places(key, limit, need):
+    """Where elements go that are chosen, in the order of elements, and whether they are.
+
+    Chosen are keys > limit and the first ``need`` keys == limit.
+
+    Args:
+        key: [LINES, EACH] int32, fewer than 2^15, neighbours in a line.
+        limit: a key, or NOTHING.
+        need: keys == limit that are chosen.
+    """
+    beyond = key > limit
+    same = (key == limit) & (key != NOTHING)
+    # Two counts side by side.
+    pair = beyond.to(tl.int32) + (same.to(tl.int32) << 16)
+    line = tl.sum(pair, 1)
+    running = (tl.cumsum(line, 0) - line)[:, None] + tl.cumsum(pair, 1)
+    equal = running >> 16
+    place = (running & 0xFFFF) + tl.minimum(equal, need) - 1
+    return place, beyond | (same & (equal <= need))
+
+
+@triton.jit
+def _visible_columns(starts, ends, row, columns):
+    """First visible column and number of visible columns of a row."""
+    first = tl.maximum(tl.load(starts + row), 0)
+    length = tl.maximum(tl.minimum(tl.load(ends + row), columns).to(tl.int64) - first, 0)
+    return first, length.to(tl.int32)
+
+
+@triton.jit
+def _load(line, candidates, first, at, count, MERGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns, existence and keys (unsigned) of elements [at, at + BLOCK) of ``count``."""
+    element = at + tl.arange(0, BLOCK)
     inside = element < count
     if MERGE:
         column = tl.load(candidates + element, mask=inside, other=-1)
@@ -82,13 +214,13 @@ def _load(line, candidates, first, at, count, MERGE: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
-def _digits(key, inside, prefix, shift):
+def _digit_histogram(key, inside, prefix, shift):
     """Histogram of the digit at ``shift`` of the keys that begin with ``prefix``."""
     begins = inside & (((key >> shift) >> 8) == prefix)
     return tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=begins)
 
 
-@triton.jit(do_not_specialize=["columns", "k", "kept", "parts"])
+@triton.jit(do_not_specialize=["columns", "k", "kept", "splits"])
 def select_kernel(
     logits,
     row_stride,
@@ -99,30 +231,30 @@ def select_kernel(
     columns,
     k,
     kept,
-    parts,
+    splits,
     MERGE: tl.constexpr,
     RESIDENT: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The k best of a part of a row, or of a row's candidates, as columns in ascending order.
+    """Top-k of a split of a row, or of a row's candidates, as columns in ascending order.
 
     ``kept`` columns are written, -1 where there are fewer. With MERGE the elements are the
-    ``parts * kept`` candidates of the row.
+    ``splits * kept`` candidates of the row.
     """
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    first, length = columns_in_sight(starts, ends, row, columns)
+    split = tl.program_id(1)
+    first, length = _visible_columns(starts, ends, row, columns)
     line = logits + row * row_stride
     if MERGE:
-        count = parts * kept
+        count = splits * kept
         candidates += row * count
         out += row * kept
         exist = length
     else:
-        share = tl.cdiv(length, parts)
-        first += part * share
-        count = tl.minimum(tl.maximum(length - part * share, 0), share)
-        out += (row * parts + part) * kept
+        size = tl.cdiv(length, splits)
+        first += split * size
+        count = tl.minimum(tl.maximum(length - split * size, 0), size)
+        out += (row * splits + split) * kept
         exist = count
     wanted = tl.minimum(k, exist)
 
@@ -133,31 +265,31 @@ def select_kernel(
     need = wanted
     left = tl.where(exist > k, 4, 0)
     if RESIDENT:
-        column, inside, key = _load(line, candidates, first, 0, count, MERGE, TILE)
+        column, inside, key = _load(line, candidates, first, 0, count, MERGE, BLOCK)
     bins = tl.arange(0, 256)
     while left > 0:
         shift = ((left - 1) * 8).to(tl.uint32)
         if RESIDENT:
-            found = _digits(key, inside, prefix, shift)
+            histogram = _digit_histogram(key, inside, prefix, shift)
         else:
-            found = tl.zeros((256,), tl.int32)
-            for at in range(0, count, TILE):
-                column, inside, key = _load(line, candidates, first, at, count, MERGE, TILE)
-                found += _digits(key, inside, prefix, shift)
-        at_least = tl.sum(found, 0) - tl.cumsum(found, 0) + found
+            histogram = tl.zeros((256,), tl.int32)
+            for at in range(0, count, BLOCK):
+                column, inside, key = _load(line, candidates, first, at, count, MERGE, BLOCK)
+                histogram += _digit_histogram(key, inside, prefix, shift)
+        at_least = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
         digit = tl.max(tl.where(at_least >= need, bins, 0), 0)
-        need -= tl.sum(tl.where(bins > digit, found, 0), 0)
-        alike = tl.sum(tl.where(bins == digit, found, 0), 0)
+        need -= tl.sum(tl.where(bins > digit, histogram, 0), 0)
+        alike = tl.sum(tl.where(bins == digit, histogram, 0), 0)
         prefix = (prefix << 8) | digit.to(tl.uint32)
         left = tl.where(alike == need, 0, left - 1)
 
     above, equal = 0, 0
-    for at in range(0, count, TILE):
+    for at in range(0, count, BLOCK):
         if not RESIDENT:
-            column, inside, key = _load(line, candidates, first, at, count, MERGE, TILE)
+            column, inside, key = _load(line, candidates, first, at, count, MERGE, BLOCK)
         beyond = inside & ((key >> shift) > prefix)
         same = inside & ((key >> shift) == prefix)
-        # Two counts side by side: a tile has fewer than 2^15 elements.
+        # Two counts side by side: a block has fewer than 2^15 elements.
         pair = beyond.to(tl.int32) + (same.to(tl.int32) << 16)
         running = tl.cumsum(pair, 0)
         above_here = above + (running & 0xFFFF)
@@ -167,9 +299,73 @@ def select_kernel(
         total = tl.sum(pair, 0)
         above += total & 0xFFFF
         equal += total >> 16
-    for at in range(wanted, kept, TILE):
-        rest = at + tl.arange(0, TILE)
-        tl.store(out + rest, tl.full((TILE,), -1, tl.int32), mask=rest < kept)
+    for at in range(wanted, kept, BLOCK):
+        rest = at + tl.arange(0, BLOCK)
+        tl.store(out + rest, tl.full((BLOCK,), -1, tl.int32), mask=rest < kept)
+
+
+@triton.jit
+def _composite(line, winners, place, kept):
+    """int64 of (score, lower column first) of winners, the lowest number where there is none."""
+    column = tl.load(winners + place, mask=place < kept, other=-1)
+    key = ordered(tl.load(line + column, mask=column >= 0, other=0)).to(tl.int64)
+    order = (key << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    return tl.where(column >= 0, order, -0x8000000000000000)
+
+
+@triton.jit
+def _column_of(order, start):
+    """Inverse of ``_composite``, relative to ``start``; -1 where there is none."""
+    column = 0x7FFFFFFF - (order & 0x7FFFFFFF)
+    return tl.where(order == -0x8000000000000000, -1, column - start).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["k", "kept"])
+def sort_kernel(logits, row_stride, starts, winners, out, out_stride, k, kept, BLOCK: tl.constexpr):
+    """A row's winners, best first, and -1 up to k."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    order = _composite(logits + row * row_stride, winners + row * kept, place, kept)
+    order = tl.sort(order, descending=True)
+    start = tl.load(starts + row).to(tl.int64)
+    out += row * out_stride
+    tl.store(out + place, _column_of(order, start), mask=place < k)
+    for at in range(BLOCK, k, BLOCK):
+        tl.store(out + at + place, tl.full((BLOCK,), -1, tl.int32), mask=at + place < k)
+
+
+@triton.jit(do_not_specialize=["k", "kept", "columns"])
+def rank_kernel(
+    logits,
+    row_stride,
+    starts,
+    ends,
+    winners,
+    out,
+    out_stride,
+    columns,
+    k,
+    kept,
+    RANKED: tl.constexpr,
+    COMPARED: tl.constexpr,
+):
+    """RANKED of a row's winners: each goes where as many are better than it; -1 up to k."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
+    line = logits + row * row_stride
+    winners += row * kept
+    _, length = _visible_columns(starts, ends, row, columns)
+    mine = _composite(line, winners, place, kept)
+    rank = tl.full((RANKED,), 0, tl.int32)
+    for at in range(0, kept, COMPARED):
+        others = _composite(line, winners, at + tl.arange(0, COMPARED), kept)
+        rank += tl.sum((others[None, :] > mine[:, None]).to(tl.int32), 1)
+    exists = mine != -0x8000000000000000
+    start = tl.load(starts + row).to(tl.int64)
+    out += row * out_stride
+    tl.store(out + rank, _column_of(mine, start), mask=exists)
+    beyond = (place >= tl.minimum(length, kept)) & (place < k)
+    tl.store(out + place, tl.full((RANKED,), -1, tl.int32), mask=beyond)
 
 
 def topk_per_row(
@@ -184,53 +380,94 @@ def topk_per_row(
     if not rows or not kept:
         best.fill_(-1)
         return best if out is None or out is best else out.copy_(best)
-    plan = plan_of(rows, columns, kept)
+    config = choose_topk_config(rows, columns, kept)
     # As integers, so that a score is its bits, whatever they mean.
     bits = (logits if logits.stride(1) == 1 else logits.contiguous()).view(torch.int32)
     stride = bits.stride(0)
     starts, ends = starts.contiguous(), ends.contiguous()
     winners = scratch((rows, kept), torch.int32, logits.device)
-    found = winners
-    if plan.parts > 1:
-        found = scratch((rows, plan.parts * kept), torch.int32, logits.device)
-    select_kernel[(rows, plan.parts)](
-        bits, stride, starts, ends, found, found, columns, k, kept, plan.parts,
-        MERGE=False, RESIDENT=plan.part_resident, TILE=plan.part_tile,
-        num_warps=_warps(plan.part_tile),
+    candidates = winners
+    if config.splits > 1:
+        candidates = scratch((rows, config.splits * kept), torch.int32, logits.device)
+    select_kernel[(rows, config.splits)](
+        bits, stride, starts, ends, candidates, candidates, columns, k, kept, config.splits,
+        MERGE=False, RESIDENT=config.resident, BLOCK=config.block,
+        num_warps=topk_warps(config.block),
     )  # fmt: skip
-    if plan.parts > 1:
+    if config.splits > 1:
         select_kernel[(rows, 1)](
-            bits, stride, starts, ends, found, winners, columns, k, kept, plan.parts,
-            MERGE=True, RESIDENT=plan.merge_resident, TILE=plan.merge_tile,
-            num_warps=_warps(plan.merge_tile),
+            bits, stride, starts, ends, candidates, winners, columns, k, kept, config.splits,
+            MERGE=True, RESIDENT=config.merge_resident, BLOCK=config.merge_block,
+            num_warps=topk_warps(config.merge_block),
         )  # fmt: skip
-    order_winners(bits, starts, ends, winners, best)
+    _order_winners(bits, starts, ends, winners, best, config.sorted)
     return best if out is None or out is best else out.copy_(best)
 
 
-def _warps(tile: int) -> int:
-    return 8 if tile > _SMALL_TILE else 4
+def _order_winners(
+    bits: Tensor, starts: Tensor, ends: Tensor, winners: Tensor, out: Tensor, by_sorting: bool
+) -> None:
+    """Write each row's winners in order.
+
+    Args:
+        bits: [M, N] int32, the scores.
+        starts: [M] int32.
+        ends: [M] int32.
+        winners: [M, min(k, N)] int32, columns in any order, then -1.
+        out: [M, k] int32, written.
+        by_sorting: in a sorting network, not by counting.
+    """
+    rows, columns = bits.shape
+    kept, k = winners.shape[1], out.shape[1]
+    if by_sorting:
+        block = max(next_power_of_2(kept), 64)
+        sort_kernel[(rows,)](
+            bits, bits.stride(0), starts, winners, out, out.stride(0), k, kept,
+            BLOCK=block, num_warps=sort_warps(block),
+        )  # fmt: skip
+    else:
+        rank_kernel[(rows, triton.cdiv(k, _RANKED))](
+            bits, bits.stride(0), starts, ends, winners, out, out.stride(0), columns, k, kept,
+            RANKED=_RANKED, COMPARED=_COMPARED,
+        )  # fmt: skip
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Every tile: resident or not, parts and merging."""
+    """Every block: resident or not, splits and merging; every size that is sorted, and ranking."""
     pointers = {"logits": "*i32", "starts": "*i32", "out": "*i32", "row_stride": "i32"}
-    for tile in (_SMALL_TILE, _TILE):
+    for block in (1024, 4096):
         for resident in (True, False):
-            if not resident and tile == _SMALL_TILE:
+            if not resident and block == 1024:
                 continue
             for merge in (False, True):
                 yield Build(
-                    f"tile {tile}" + (" resident" if resident else "") + " merge" * merge,
+                    f"block {block}" + (" resident" if resident else "") + " merge" * merge,
                     select_kernel,
                     {
                         **pointers,
                         "ends": "*i32",
                         "candidates": "*i32",
-                        **dict.fromkeys(("columns", "k", "kept", "parts"), "i32"),
+                        **dict.fromkeys(("columns", "k", "kept", "splits"), "i32"),
                     },
-                    {"MERGE": merge, "RESIDENT": resident, "TILE": tile},
-                    num_warps=_warps(tile),
-                    # sm_80 puts some of a tile's keys aside during a histogram.
+                    {"MERGE": merge, "RESIDENT": resident, "BLOCK": block},
+                    num_warps=topk_warps(block),
+                    # sm_80 puts some of a block's keys aside during a histogram.
                     spills=40,
                 )
+    numbers = dict.fromkeys(("out_stride", "k", "kept"), "i32")
+    block = 64
+    while block <= 2048:
+        yield Build(
+            f"sort {block}",
+            sort_kernel,
+            {**pointers, **numbers, "winners": "*i32"},
+            {"BLOCK": block},
+            num_warps=sort_warps(block),
+        )
+        block *= 2
+    yield Build(
+        "",
+        rank_kernel,
+        {**pointers, **numbers, "ends": "*i32", "winners": "*i32", "columns": "i32"},
+        {"RANKED": _RANKED, "COMPARED": _COMPARED},
+    )

@@ -2,11 +2,12 @@
 
 from anymla.ops.selection.interface import (
     combine_topk_swa_indices,
+    compressed_rows,
     compute_global_topk_indices_and_lens,
     slot_mapping,
     token_to_request,
+    window_rows,
 )
-from anymla.ops.selection.interface_rows import compressed_rows, window_rows
 
 __all__ = [
     "combine_topk_swa_indices",

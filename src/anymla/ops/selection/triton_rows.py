@@ -1,9 +1,8 @@
-"""Rows of cache slots that each token reads, on the device.
+"""Slots and index rows on the device: where tokens write, and which cache entries each reads.
 
-Grid: (tokens, blocks of columns); ``compute_global_topk_indices_and_lens`` counts a row, so one
-program passes over all its columns.
-
-    token t  | BLOCK columns | BLOCK | ...
+slot_mapping, token_to_request   grid (blocks of tokens,)
+selected entries                 grid (tokens,)
+all entries, windows, combined   grid (tokens, blocks of columns)
 """
 
 from __future__ import annotations
@@ -17,12 +16,91 @@ from torch import Tensor
 
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.selection.triton_slots import TABLE_TYPES, slot32_of
+from anymla.ops.selection.reference import combined_width
+
+# Tokens of a CTA: of slot_mapping, and of token_to_request.
+_SLOT_BLOCK, _TOKEN_BLOCK = 256, 128
+# Prefix sums of the requests that a CTA compares at a time: with many tokens, with one.
+_STARTS, _REQUEST_STARTS = 32, 256
 
 
 def block_of(width: int) -> int:
-    """Columns of a program: of two sizes, so that an unseen width builds nothing new."""
+    """Columns of a CTA: one of two sizes, so that an unseen width compiles nothing new."""
     return 128 if width <= 128 else 512
+
+
+@triton.jit
+def slot_of(
+    entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE: tl.constexpr
+):
+    """int64 slots of entries (int32 or int64, any shape), -1 for what does not exist."""
+    page = entry // PAGE
+    covered = tl.where((request >= 0) & (request < requests), pages, 0)
+    exists = wanted & (entry >= 0) & (page < covered)
+    cell = request.to(tl.int64) * row_stride + page.to(tl.int64) * column_stride
+    physical = tl.load(table + cell, mask=exists, other=-1).to(tl.int64)
+    return tl.where(physical >= 0, physical * PAGE + (entry - page * PAGE), -1)
+
+
+@triton.jit
+def slot32_of(
+    entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE: tl.constexpr
+):
+    """As ``slot_of`` in int32; a slot that would wrap around is no slot."""
+    slot = slot_of(entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE)
+    return tl.where(slot <= 0x7FFFFFFF, slot, -1).to(tl.int32)
+
+
+@triton.jit
+def request_of(token, starts, first, requests, STARTS: tl.constexpr):
+    """Requests [n] of tokens [n] int32, -1 where there is none.
+
+    ``starts`` points at the requests' prefix sums, of which ``first`` is subtracted.
+    """
+    passed = tl.full(token.shape, 0, tl.int32)
+    for at in range(0, requests + 1, STARTS):
+        column = at + tl.arange(0, STARTS)
+        known = column <= requests
+        start = tl.load(starts + column, mask=known, other=0) - first
+        begun = known[None, :] & (start[None, :] <= token[:, None])
+        passed += tl.sum(begun.to(tl.int32), 1)
+    return tl.where(passed <= requests, passed - 1, -1)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "pages"])
+def slot_mapping_kernel(
+    positions,
+    token_to_req,
+    table,
+    out,
+    tokens,
+    row_stride,
+    column_stride,
+    requests,
+    pages,
+    PAGE: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The slots of a block of tokens."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    position = tl.load(positions + token, mask=inside, other=-1)
+    request = tl.load(token_to_req + token, mask=inside, other=-1)
+    entry = position // RATIO
+    closes = (position >= 0) & (position - entry * RATIO == RATIO - 1)
+    slot = slot_of(entry, request, closes, table, row_stride, column_stride, requests, pages, PAGE)
+    tl.store(out + token, slot, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests"])
+def token_to_request_kernel(
+    starts, out, tokens, requests, BLOCK: tl.constexpr, STARTS: tl.constexpr
+):
+    """The requests of a block of tokens."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    request = request_of(token, starts, 0, requests, STARTS)
+    tl.store(out + token, request, mask=token < tokens)
 
 
 @triton.jit
@@ -52,14 +130,14 @@ def global_topk_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token: slots of its selected entries, and how many there are."""
+    """Slots of a token's selected entries, and their number."""
     token = tl.program_id(0).to(tl.int64)
     request = _valid_request(token, token_to_req, is_valid, requests, True)
-    looked = tl.where(request >= 0, width, 0)
+    end = tl.where(request >= 0, width, 0)
     count = 0
     for at in range(0, width, BLOCK):
         column = at + tl.arange(0, BLOCK)
-        entry = tl.load(topk + token * topk_stride + column, mask=column < looked, other=-1)
+        entry = tl.load(topk + token * topk_stride + column, mask=column < end, other=-1)
         count += tl.sum((entry >= 0).to(tl.int32), 0)
         slot = slot32_of(
             entry, request, entry >= 0, table, row_stride, column_stride, requests, pages, PAGE
@@ -87,7 +165,7 @@ def compressed_rows_kernel(
     HAS_VALID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token and a block of columns: all entries that it sees."""
+    """A block of columns of a token: all entries that it sees."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     request = _valid_request(token, token_to_req, is_valid, requests, HAS_VALID)
@@ -119,7 +197,7 @@ def window_rows_kernel(
     HAS_VALID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token and a block of columns: its window in ascending order."""
+    """A block of columns of a token: its window in ascending order."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     request = _valid_request(token, token_to_req, is_valid, requests, HAS_VALID)
@@ -142,6 +220,96 @@ def window_rows_kernel(
     if block == 0:
         length = tl.minimum(tl.maximum(last + 1, 0), window)
         tl.store(lens + token, length.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["requests", "topk", "width", "window", "rows", "entry_rows"])
+def combine_kernel(
+    topk_indices,
+    topk_stride,
+    query_start_loc,
+    seq_lens,
+    gather_lens,
+    indices,
+    lens,
+    requests,
+    topk,
+    width,
+    window,
+    rows,
+    entry_rows,
+    RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STARTS: tl.constexpr,
+):
+    """A block of columns of a token's combined row; ``rows`` and ``entry_rows`` are M and N."""
+    token = tl.program_id(0)
+    block = tl.program_id(1)
+    base = tl.load(query_start_loc)
+    tokens = token + tl.arange(0, 1)
+    request = tl.max(request_of(tokens, query_start_loc, base, requests, STARTS), 0)
+    known = request >= 0
+    end = tl.load(query_start_loc + request + 1, mask=known, other=0) - base
+    seq_len = tl.load(seq_lens + request, mask=known, other=0).to(tl.int64)
+    gathered = tl.load(gather_lens + request, mask=known, other=0)
+
+    position = seq_len - end + token
+    entries = tl.minimum(tl.maximum(position + 1, 0) // RATIO, topk)
+    entries = tl.where(known, entries, 0)
+    window_start = tl.maximum(position - (window - 1), 0)
+    length = entries + tl.maximum(position + 1 - window_start, 0)
+    length = tl.where(known, length, 0)
+
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    selects = column < entries
+    line = topk_indices + token.to(tl.int64) * topk_stride
+    chosen = tl.load(line + column, mask=selects, other=-1).to(tl.int64)
+    moved = entry_rows + (window_start - (seq_len - gathered)) + (column - entries)
+    offset = tl.where(selects, chosen, moved)
+    lowest = tl.where(selects, 0, entry_rows)
+    limit = tl.where(selects, entry_rows, rows)
+    exists = (column < length) & (offset >= lowest) & (offset < limit)
+    index = tl.where(exists, request.to(tl.int64) * rows + offset, -1)
+    out = indices + token.to(tl.int64) * width
+    tl.store(out + column, index.to(tl.int32), mask=column < width)
+    if block == 0:
+        tl.store(lens + token, length.to(tl.int32))
+
+
+def slot_mapping(
+    positions: Tensor, token_to_req: Tensor, block_table: Tensor, *, page_size: int, ratio: int = 1
+) -> Tensor:
+    """See ``interface.slot_mapping``."""
+    tokens = len(positions)
+    out = torch.empty(tokens, dtype=torch.int64, device=positions.device)
+    if tokens:
+        slot_mapping_kernel[(triton.cdiv(tokens, _SLOT_BLOCK),)](
+            positions.contiguous(),
+            token_to_req.contiguous(),
+            block_table,
+            out,
+            tokens,
+            *block_table.stride(),
+            *block_table.shape,
+            PAGE=page_size,
+            RATIO=ratio,
+            BLOCK=_SLOT_BLOCK,
+        )
+    return out
+
+
+def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """See ``interface.token_to_request``."""
+    out = torch.empty(num_tokens, dtype=torch.int32, device=query_start_loc.device)
+    if num_tokens:
+        token_to_request_kernel[(triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
+            query_start_loc.contiguous(),
+            out,
+            num_tokens,
+            len(query_start_loc) - 1,
+            BLOCK=_TOKEN_BLOCK,
+            STARTS=_STARTS,
+        )
+    return out
 
 
 def compute_global_topk_indices_and_lens(
@@ -238,14 +406,79 @@ def window_rows(
     return slots, lens
 
 
+def combine_topk_swa_indices(
+    topk_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor,
+    *,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    M: int,
+    N: int,
+) -> tuple[Tensor, Tensor]:
+    """See ``interface.combine_topk_swa_indices``."""
+    tokens, device = len(topk_indices), topk_indices.device
+    width = combined_width(topk, window_size)
+    indices = torch.empty(tokens, width, dtype=torch.int32, device=device)
+    lens = torch.empty(tokens, dtype=torch.int32, device=device)
+    if topk_indices.stride(1) != 1:
+        topk_indices = topk_indices.contiguous()
+    block = block_of(width)
+    if tokens:
+        combine_kernel[(tokens, triton.cdiv(width, block))](
+            topk_indices,
+            topk_indices.stride(0),
+            query_start_loc.contiguous(),
+            seq_lens.contiguous(),
+            gather_lens.contiguous(),
+            indices,
+            lens,
+            len(seq_lens),
+            topk,
+            width,
+            window_size,
+            M,
+            N,
+            RATIO=max(compress_ratio, 1),
+            BLOCK=block,
+            STARTS=_REQUEST_STARTS,
+        )
+    return indices, lens
+
+
 def _rows(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device=like.device)
 
 
+# Types of the block table's arguments, for builds.
+_TABLE_TYPES = {
+    "table": "*i32",
+    "row_stride": "i32",
+    "column_stride": "i32",
+    "requests": "i32",
+    "pages": "i32",
+}
+
+
 def builds(target: Target) -> Iterator[Build]:
     """Specialisations; page sizes and ratios are the caller's, so common ones stand for all."""
-    results = {"slots": "*i32", "lens": "*i32"}
     tokens = {"positions": "*i64", "token_to_req": "*i32"}
+    for page, ratio in ((64, 1), (64, 4), (2, 128), (3, 5)):
+        yield Build(
+            f"page {page} ratio {ratio}",
+            slot_mapping_kernel,
+            {**tokens, **_TABLE_TYPES, "tokens": "i32", "out": "*i64"},
+            {"PAGE": page, "RATIO": ratio, "BLOCK": _SLOT_BLOCK},
+        )
+    yield Build(
+        "",
+        token_to_request_kernel,
+        {"starts": "*i32", "out": "*i32", "tokens": "i32", "requests": "i32"},
+        {"BLOCK": _TOKEN_BLOCK, "STARTS": _STARTS},
+    )
+    results = {"slots": "*i32", "lens": "*i32"}
     for width in (128, 512):
         constants = {"PAGE": 64, "BLOCK": block_of(width)}
         yield Build(
@@ -253,7 +486,7 @@ def builds(target: Target) -> Iterator[Build]:
             global_topk_kernel,
             {
                 **results,
-                **TABLE_TYPES,
+                **_TABLE_TYPES,
                 "topk": "*i32",
                 "topk_stride": "i32",
                 "token_to_req": "*i32",
@@ -270,12 +503,29 @@ def builds(target: Target) -> Iterator[Build]:
             yield Build(
                 label,
                 compressed_rows_kernel,
-                {**tokens, **results, **TABLE_TYPES, **valid_type, "local": "*i32", "width": "i32"},
+                {
+                    **tokens,
+                    **results,
+                    **_TABLE_TYPES,
+                    **valid_type,
+                    "local": "*i32",
+                    "width": "i32",
+                },
                 {**constants, **valid_constant, "RATIO": 128},
             )
             yield Build(
                 label,
                 window_rows_kernel,
-                {**tokens, **results, **TABLE_TYPES, **valid_type, "window": "i32"},
+                {**tokens, **results, **_TABLE_TYPES, **valid_type, "window": "i32"},
                 {**constants, **valid_constant},
+            )
+    pointers = ("topk_indices", "query_start_loc", "seq_lens", "gather_lens", "indices", "lens")
+    numbers = ("topk_stride", "requests", "topk", "width", "window", "rows", "entry_rows")
+    for width in (128, 512):
+        for ratio in (1, 4, 128):
+            yield Build(
+                f"block {width} ratio {ratio}",
+                combine_kernel,
+                {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(numbers, "i32")},
+                {"RATIO": ratio, "BLOCK": block_of(width), "STARTS": _REQUEST_STARTS},
             )

@@ -1,4 +1,4 @@
-"""What the Triton backends of the indexer can take; answered without importing triton."""
+"""What the device backends of the indexer support; answered without importing triton."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from anymla.formats.records import SplitFp8Layout
 from anymla.ops.device import float32_support, target_of, triton_problem
 from anymla.ops.registry import Support
 
-_WIDEST = 512
-_MOST_HEADS = 256
-_MOST_SELECTED = 2048
-# Whether Hopper's own scores are chosen without having been named.
-_HOPPER_AUTOMATIC = True
+_MAX_WIDTH = 512
+_MAX_HEADS = 256
+_MAX_K = 2048
 
 
 def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
-    """Of ``indexer_q_rope_quant``: turning pairs stand at even channels."""
+    """Of ``indexer_q_rope_quant``: RoPE rotates pairs of channels."""
     if q.shape[2] % 2:
         return Support(False, f"heads of an even number of channels, got {q.shape[2]}")
     return float32_support(q, *args, **kwargs)
@@ -29,9 +27,9 @@ def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
 
 def dense_support(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Support:
     """Of ``mqa_logits``: a tile holds all heads of a row and whole keys."""
-    if k.shape[1] > _WIDEST or q.shape[1] > _MOST_HEADS:
+    if k.shape[1] > _MAX_WIDTH or q.shape[1] > _MAX_HEADS:
         return Support(
-            False, f"at most {_WIDEST} channels and {_MOST_HEADS} heads, got {list(q.shape)}"
+            False, f"at most {_MAX_WIDTH} channels and {_MAX_HEADS} heads, got {list(q.shape)}"
         )
     return float32_support(q, k, *args, **kwargs)
 
@@ -43,8 +41,8 @@ def paged_support(
     kind = get_layout(layout)
     if isinstance(kind, SplitFp8Layout):
         return Support(False, f"not the split rows of {layout}")
-    if q.shape[2] > _MOST_HEADS:
-        return Support(False, f"at most {_MOST_HEADS} heads, got {q.shape[2]}")
+    if q.shape[2] > _MAX_HEADS:
+        return Support(False, f"at most {_MAX_HEADS} heads, got {q.shape[2]}")
     # Scales of an FP8 page are float32 numbers.
     step = 4 if kind.dtype == torch.uint8 else kind.dtype.itemsize
     stride = index_cache.stride(0) * kind.dtype.itemsize
@@ -63,13 +61,13 @@ def select_support(
     **kwargs: Any,
 ) -> Support:
     """Of ``select_topk``: as for paged scores, and a selection that fits in registers."""
-    if k > _MOST_SELECTED:
-        return Support(False, f"selects at most {_MOST_SELECTED}, got {k}")
+    if k > _MAX_K:
+        return Support(False, f"selects at most {_MAX_K}, got {k}")
     layout = kwargs.get("layout", INDEX_FP8)
     return paged_support(q.unsqueeze(1), index_cache, weights, lengths, block_table, layout=layout)
 
 
-def hopper_support(
+def sm90_select_support(
     q: Tensor,
     index_cache: Tensor,
     weights: Tensor,
@@ -78,34 +76,34 @@ def hopper_support(
     k: int,
     **kwargs: Any,
 ) -> Support:
-    """Of ``select_topk`` with Hopper's own scores: FP8 queries of 64 heads, pages of 64 keys."""
-    support = _hopper(q.device)
+    """Of ``select_topk`` by ``gluon_sm90``: FP8 queries of 64 heads, FP8 pages of 64 keys."""
+    support = _sm90(q.device)
     if support:
         support = select_support(q, index_cache, weights, lengths, block_table, k, **kwargs)
     if support:
-        support = _hopper_pages(q, index_cache, kwargs.get("layout", INDEX_FP8))
+        support = _sm90_pages(q, index_cache, kwargs.get("layout", INDEX_FP8))
     return support
 
 
-def hopper_paged_support(
+def sm90_paged_support(
     q: Tensor, index_cache: Tensor, *args: Any, layout: str = INDEX_FP8, **kwargs: Any
 ) -> Support:
-    """Of ``paged_mqa_logits`` by Hopper's own kernel."""
-    support = _hopper(q.device)
+    """Of ``paged_mqa_logits`` by ``gluon_sm90``: as for ``select_topk``."""
+    support = _sm90(q.device)
     if support:
         support = paged_support(q, index_cache, *args, layout=layout, **kwargs)
     if support:
-        support = _hopper_pages(q.flatten(0, 1), index_cache, layout)
+        support = _sm90_pages(q.flatten(0, 1), index_cache, layout)
     return support
 
 
-def hopper_dense_support(
+def sm90_dense_support(
     q: Tensor, k: Tensor, k_scale: Tensor | None, *args: Any, **kwargs: Any
 ) -> Support:
-    """Of ``mqa_logits`` by Hopper's own kernel: FP8 keys, a multiple of 64 of them."""
-    support = _hopper(q.device)
+    """Of ``mqa_logits`` by ``gluon_sm90``: FP8 keys, a multiple of 64 of them."""
+    support = _sm90(q.device)
     if support:
-        support = _hopper_queries(q)
+        support = _sm90_queries(q)
     if not support:
         return support
     if k.dtype != torch.float8_e4m3fn or k_scale is None or len(k) % 64 or not len(k):
@@ -114,24 +112,24 @@ def hopper_dense_support(
         return Support(False, "keys and scales that are contiguous")
     if k.data_ptr() % 16 or k_scale.data_ptr() % 16:
         return Support(False, "keys and scales must lie at multiples of 16 bytes")
-    return Support(True, automatic=_HOPPER_AUTOMATIC)
+    return Support(True)
 
 
-def _hopper(device: torch.device) -> Support:
+def _sm90(device: torch.device) -> Support:
     if device.type != "cuda" or target_of(device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
     problem = triton_problem()
     return Support(not problem, problem)
 
 
-def _hopper_queries(q: Tensor) -> Support:
+def _sm90_queries(q: Tensor) -> Support:
     if q.dtype != torch.float8_e4m3fn or tuple(q.shape[1:]) != (64, 128):
         return Support(False, f"FP8 queries of 64 heads of 128, got {q.dtype} {list(q.shape)}")
     return Support(True)
 
 
-def _hopper_pages(q: Tensor, index_cache: Tensor, layout: str) -> Support:
-    support = _hopper_queries(q)
+def _sm90_pages(q: Tensor, index_cache: Tensor, layout: str) -> Support:
+    support = _sm90_queries(q)
     if not support:
         return support
     cache = pages_of(index_cache)
@@ -139,4 +137,4 @@ def _hopper_pages(q: Tensor, index_cache: Tensor, layout: str) -> Support:
         return Support(False, f"FP8 keys in pages of 64, got {layout}, {cache.shape[1]}")
     if cache.stride(0) % 16 or cache.data_ptr() % 16:
         return Support(False, "pages must lie at multiples of 16 bytes")
-    return Support(True, automatic=_HOPPER_AUTOMATIC)
+    return Support(True)
