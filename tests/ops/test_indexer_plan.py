@@ -61,9 +61,7 @@ def test_configs_stay_within_their_scratch(rows, entries, k, sm_count, scratch, 
         (64, 1_000_000, 512, "samples", 1, "samples"),
     ],
 )
-def test_shapes_take_the_algorithm_that_was_measured(
-    rows, entries, k, algorithm, splits, by_histograms
-):
+def test_shapes_take_what_was_measured(rows, entries, k, algorithm, splits, by_histograms):
     limits = {"sm_count": 132, "scratch_bytes": 1 << 30}
     config = choose_select_config(rows, entries, k, **limits)
     assert (config.algorithm, config.splits) == (algorithm, splits)

@@ -1,4 +1,4 @@
-"""Index queries: rotated, quantised a head at a time."""
+"""Index queries: RoPE, Hadamard transform, quantisation of each head."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Index queries: rotated, quantised a head at a time, on the device.
+"""Index queries on the device: RoPE, Hadamard transform, quantisation of each head.
 
-Grid: (tokens, blocks of heads). A program holds its heads' channels, turns the last of them by the
+Grid: (tokens, blocks of heads). A CTA holds its heads' channels, rotates the last of them by the
 token's position, rounds, transforms, and writes codes and the heads' weights.
 
                  channels
-    heads  | ........ | turned |  -> codes, scale bytes
-           | ........ | turned |     weight * scale
+    heads  | ........ | rotated |  -> codes, scale bytes
+           | ........ | rotated |     weight * scale
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from anymla.ops.device import Target
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
-# Channels of a program's tile: 16 for each thread.
+# Channels of a CTA's tile: 16 for each thread.
 _TILE = 2048
 _NUM_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """How a block of channels becomes codes; a constexpr.
+class QuantRule:
+    """How a quant block of channels becomes codes; a constexpr.
 
     Attributes:
         block: channels that share a scale, 0 for no codes.
@@ -53,17 +53,17 @@ class Rule:
 
 
 @functools.cache
-def rule_of(quant: str, width: int) -> Rule:
+def quant_rule(quant: str, width: int) -> QuantRule:
     """The rule of "fp8", "mxfp4" or "none" for heads of ``width`` channels."""
     if quant == "fp8":
-        return Rule(triton.next_power_of_2(width), E4M3_MAX, KV_AMAX_FLOOR)
+        return QuantRule(triton.next_power_of_2(width), E4M3_MAX, KV_AMAX_FLOOR)
     if quant == "mxfp4":
-        return Rule(MXFP4_BLOCK, E2M1_MAX, MXFP4_AMAX_FLOOR)
-    return Rule(0)
+        return QuantRule(MXFP4_BLOCK, E2M1_MAX, MXFP4_AMAX_FLOOR)
+    return QuantRule(0)
 
 
 def heads_of(heads: int, width: int) -> int:
-    """Heads of a program."""
+    """Heads of a CTA."""
     padded = triton.next_power_of_2(width)
     return max(1, min(triton.next_power_of_2(heads), _TILE // padded))
 
@@ -95,7 +95,7 @@ def query_kernel(
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token and HEADS of its heads; PDL: see ``pdl_launch``."""
+    """Codes and weights of HEADS heads of a token; PDL: see ``pdl_launch``."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -203,7 +203,7 @@ def indexer_q_rope_quant(
             PADDED=padded,
             LOG=padded.bit_length() - 1,
             ROPE=table.shape[1],
-            RULE=rule_of(quant, width),
+            RULE=quant_rule(quant, width),
             PACKED=packed,
             HADAMARD=hadamard,
             NATIVE=device_facts.target_of(device).native_e4m3,
@@ -216,7 +216,7 @@ def indexer_q_rope_quant(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Every quantisation of queries of 64 heads of 128 channels, of which 64 turn."""
+    """Every quantisation of queries of 64 heads of 128 channels, of which 64 are rotated."""
     width = 128
     for quant in ("fp8", "mxfp4", "none"):
         for dtype, weights in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
@@ -245,7 +245,7 @@ def builds(target: Target) -> Iterator[Build]:
                         "PADDED": width,
                         "LOG": 7,
                         "ROPE": 64,
-                        "RULE": rule_of(quant, width),
+                        "RULE": quant_rule(quant, width),
                         "PACKED": quant == "mxfp4",
                         "HADAMARD": hadamard,
                         "NATIVE": target.native_e4m3,
