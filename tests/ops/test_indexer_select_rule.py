@@ -173,7 +173,7 @@ def test_every_config_selects_alike(sizes, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 2, 1000])
 def test_every_split_of_scores_selects_alike(splits, monkeypatch):
     run = use_backend("triton", monkeypatch)
-    module = pytest.importorskip("anymla.ops.indexer.triton_select_scores")
+    module = pytest.importorskip("anymla.ops.indexer.triton_scores")
 
     def split_size(groups, keys, config):
         return max(1, keys // config.keys // splits) * config.keys

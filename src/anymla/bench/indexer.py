@@ -110,7 +110,7 @@ def score_only(backend: str, given: Inputs, shape: Shape) -> None:
     from anymla.ops.indexer.inputs import select_inputs
     from anymla.ops.indexer.interface import SCRATCH_BYTES
 
-    name = {"triton": "triton_select_scores", "gluon_sm90": "gluon_sm90_launch"}[backend]
+    name = {"triton": "triton_scores", "gluon_sm90": "gluon_sm90_launch"}[backend]
     write_scores = importlib.import_module(f"anymla.ops.indexer.{name}").write_scores
     device = given.q.device
     target = target_of(device)

@@ -1,131 +1,530 @@
-"""Index scores against one dense list of keys, on the device.
+"""Index scores on the device: rows of queries against keys in pages, or in one list.
 
-Grid: (groups of rows, parts of the keys). A program keeps its rows' queries, all heads side by
-side, and passes over the keys that any of them sees; the rest of its part is -inf.
+    score[row, key] = sum_h weight[row, h] * relu(q[row, h] . key)
 
-                rows x heads (queries)
-          k  |                       |      relu, times weights, summed over a row's heads
-          e  |  keys . queries       |  ->  [keys, rows]
-          y  |                       |
+Grid: (groups of neighbouring rows, splits of the context). A CTA keeps its rows' queries, all heads
+side by side, and passes over the keys that they see, once for each request among them. A tile of
+keys [KEYS, D] is multiplied with the heads, [rows x heads, D], and the products of a row's heads
+are summed:
+
+    keys of a request | tile | tile | ..  x  [rows x heads]  ->  scores [rows, keys]
+                                                                 maxima [rows, keys / 16]
+
+One kernel with three options. Keys lie in pages that a block table lists, or, without one, in a
+list. With a ``context`` what a row does not see is -inf up to there; without, it is not written.
+With ``maxima`` the largest of each 16 scores is written as an ordered integer, for the top-k by
+groups.
+
+Kinds of values are "e4m3" and "e2m1" (codes), "fp16", "bf16" and "fp32". The product is taken in
+the narrowest arithmetic that holds both operands' values exactly; sums are always float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops import device as device_facts
-from anymla.ops._build import Build
-from anymla.ops.device import Target
-from anymla.ops.indexer.config import choose_score_config, split_size
-from anymla.ops.indexer.triton_operands import (
-    KIND_OF_DTYPE,
-    head_sums,
-    load_operand,
-    load_queries,
-    math_of,
-    query_lines,
+from anymla.formats.mxfp4 import MXFP4_BLOCK
+from anymla.formats.page_layout import (
+    INDEX_FP8,
+    INDEX_MXFP4,
+    ROWS_BF16_128,
+    ROWS_FP32_128,
 )
+from anymla.formats.triton_cast import e2m1_to_fp32, e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
+from anymla.formats.triton_rows import cache_bytes, row_codec
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
+from anymla.ops.indexer.config import GROUP, choose_score_config, score_registers, split_size
+from anymla.ops.indexer.inputs import ScoreInputs, dense_inputs, paged_inputs, writable
+from anymla.ops.indexer.triton_topk import NOTHING, ordered_result
+from anymla.ops.pdl import pdl_launch, target_has_pdl
 
+_BLOCK = tl.constexpr(MXFP4_BLOCK)
+_GROUP = tl.constexpr(GROUP)
 # Columns of a row that are filled with -inf at a time.
-FILL = 512
+_FILL = tl.constexpr(512)
+
+_KIND_OF_DTYPE = {
+    torch.float8_e4m3fn: "e4m3",
+    torch.uint8: "e2m1",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
+_KIND_OF_CODEC = {"row_fp8": "e4m3", "row_mxfp4": "e2m1", "bf16": "bf16", "fp32": "fp32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ListFormat:
+    """Keys in a list, in place of the codec of pages; a constexpr.
+
+    Attributes:
+        value: kind of their values.
+        channels: of a key.
+        kind: tells it from a codec.
+    """
+
+    value: str
+    channels: int
+    kind: str = "list"
+
+
+def math_of(q_kind: str, k_kind: str, target: Target) -> str:
+    """Arithmetic of the product: "e4m3", "fp16", "bf16" or "fp32"."""
+    kinds = {q_kind, k_kind}
+    if kinds == {"e4m3"}:
+        return "e4m3" if target.dot_e4m3 else "fp16"
+    if kinds <= {"e4m3", "fp16"}:
+        return "fp16"
+    # An e2m1 value with its scale has bfloat16's range.
+    return "bf16" if kinds <= {"e4m3", "e2m1", "bf16"} else "fp32"
 
 
 @triton.jit
-def fill_hidden(out, out_stride, row, live, first, last, FILL: tl.constexpr):
-    """Write -inf to columns [first, last) of rows ``row`` [ROWS] int64."""
-    ROWS: tl.constexpr = row.shape[0]
-    hidden = tl.full((ROWS, FILL), float("-inf"), tl.float32)
-    for at in range(first, last, FILL):
-        column = at + tl.arange(0, FILL)
-        mask = live[:, None] & (column < last)[None, :]
-        tl.store(out + row[:, None] * out_stride + column[None, :], hidden, mask=mask)
+def _as_operand(x, KIND: tl.constexpr, MATH: tl.constexpr, NATIVE: tl.constexpr):
+    """Values, or e4m3 codes, of any shape in the type that the product takes."""
+    if KIND == "e4m3" and MATH == "e4m3":
+        y = x.to(tl.float8e4nv, bitcast=True)
+    elif KIND == "e4m3" and MATH == "fp16":
+        y = e4m3_to_fp16(x, NATIVE)
+    else:
+        wide = e4m3_to_fp32(x, NATIVE) if KIND == "e4m3" else x
+        if MATH == "fp16":
+            y = wide.to(tl.float16)
+        elif MATH == "bf16":
+            y = wide.to(tl.bfloat16)
+        else:
+            y = wide.to(tl.float32)
+    return y
 
 
-@triton.jit(do_not_specialize=["rows", "keys", "span"])
-def dense_scores_kernel(
+@triton.jit
+def _load_operand(
+    rows,
+    there,
+    first,
+    KIND: tl.constexpr,
+    MATH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PART: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Channels [first, first + PART) of rows of WIDTH, padded to PADDED, as [N, PART].
+
+    ``rows`` [N] are pointers to values, or e4m3 codes; zeros where not ``there`` [N].
+    """
+    channel = first + tl.arange(0, PART)
+    mask = there[:, None]
+    if PADDED != WIDTH:
+        mask = mask & (channel < WIDTH)[None, :]
+    if KIND == "e4m3" and MATH == "e4m3":
+        # As FP8 from the start, so that loads and products overlap: codes that are converted
+        # first go through registers.
+        rows = rows.to(tl.pointer_type(tl.float8e4nv))
+        return tl.load(rows[:, None] + channel[None, :], mask=mask, other=0.0)
+    else:
+        x = tl.load(rows[:, None] + channel[None, :], mask=mask, other=0)
+        return _as_operand(x, KIND, MATH, NATIVE)
+
+
+@triton.jit
+def _load_packed(
+    rows,
+    scales,
+    there,
+    first,
+    MATH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """``_load_operand`` of packed e2m1 codes with their scale bytes; ``first`` starts a block."""
+    ROWS: tl.constexpr = rows.shape[0]
+    BLOCKS: tl.constexpr = PART // _BLOCK
+    byte = first // 2 + tl.arange(0, PART // 2)
+    block = first // _BLOCK + tl.arange(0, BLOCKS)
+    mask, scale_mask = there[:, None], there[:, None]
+    if PADDED != WIDTH:
+        mask = mask & (byte < WIDTH // 2)[None, :]
+        scale_mask = scale_mask & (block < WIDTH // _BLOCK)[None, :]
+    packed = tl.load(rows[:, None] + byte[None, :], mask=mask, other=0)
+    scale = tl.load(scales[:, None] + block[None, :], mask=scale_mask, other=0)
+    x = tl.join(e2m1_to_fp32(packed & 15), e2m1_to_fp32(packed >> 4))
+    x = tl.reshape(x, (ROWS, BLOCKS, _BLOCK)) * ue8m0_to_fp32(scale)[:, :, None]
+    return _as_operand(tl.reshape(x, (ROWS, PART)), "fp32", MATH, False)
+
+
+@triton.jit
+def _query_lines(
+    row, live, weights, weights_stride, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr
+):
+    """Lines of q [.., HEADS, D] of rows ``row`` [ROWS] int64, their weights and their existence.
+
+    Each is [ROWS * PADDED_HEADS], a row's heads side by side.
+    """
+    LINES: tl.constexpr = row.shape[0] * PADDED_HEADS
+    head = tl.arange(0, PADDED_HEADS)
+    exists = tl.reshape(live[:, None] & (head < HEADS)[None, :], (LINES,))
+    line = tl.reshape(row[:, None] * HEADS + head[None, :], (LINES,))
+    place = tl.reshape(row[:, None] * weights_stride + head[None, :], (LINES,))
+    return line, tl.load(weights + place, mask=exists, other=0.0), exists
+
+
+@triton.jit
+def _load_queries(
+    q,
+    q_scales,
+    line,
+    exists,
+    first,
+    KIND: tl.constexpr,
+    MATH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PART: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Channels [first, first + PART) of the ``line``-s that ``_query_lines`` gives."""
+    if KIND == "e2m1":
+        scales = q_scales + line * (WIDTH // _BLOCK)
+        return _load_packed(
+            q + line * (WIDTH // 2), scales, exists, first, MATH, WIDTH, PADDED, PART
+        )
+    else:
+        return _load_operand(
+            q + line * WIDTH, exists, first, KIND, MATH, WIDTH, PADDED, PART, NATIVE
+        )
+
+
+@triton.jit
+def _sum_heads(
+    dots,
+    weights,
+    exists,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ALL_EXIST: tl.constexpr,
+):
+    """``sum_h weights[row, h] * relu(dots[key, row, h])``, float32 [KEYS, ROWS].
+
+    Args:
+        dots: [KEYS, ROWS * HEADS] float32.
+        weights: [ROWS * HEADS] float32.
+        exists: [ROWS * HEADS], whether there is such a head.
+        ROWS: rows of queries.
+        HEADS: heads of a row.
+        ALL_EXIST: ``exists`` is known to be true for every row that counts.
+    """
+    KEYS: tl.constexpr = dots.shape[0]
+    # A NaN must stay one: no candidate is dropped silently.
+    terms = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
+    if not ALL_EXIST:
+        # An infinite key times the zeros of a head that does not exist would be NaN.
+        terms = tl.where(exists[None, :], terms, 0.0)
+    return tl.sum(tl.reshape(terms, (KEYS, ROWS, HEADS)), 2)
+
+
+@triton.jit
+def row_ranges(
+    lengths, starts, requests, row, live, first_row, per_request, num_requests, covered
+):  # fmt: skip
+    """Request and entries [start, end) of rows; (0, 0) where there is nothing to see."""
+    if requests is None:
+        request = ((first_row + row) // per_request).to(tl.int32)
+    else:
+        request = tl.load(requests + row, mask=live, other=-1)
+    end = tl.minimum(tl.load(lengths + row, mask=live, other=0), covered)
+    if starts is None:
+        start = tl.zeros_like(end)
+    else:
+        start = tl.maximum(tl.load(starts + row, mask=live, other=0), 0)
+    sees = (request >= 0) & (request < num_requests) & (start < end)
+    return request, tl.where(sees, start, 0), tl.where(sees, end, 0)
+
+
+@triton.jit
+def _load_keys(
+    keys,
+    at,
+    scales_at,
+    there,
+    first,
+    FORMAT: tl.constexpr,
+    MATH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PART: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Channels [first, first + PART) of keys at offsets [KEYS]; scales of FP8 are left.
+
+    Offsets are bytes in pages, elements in a list.
+    """
+    WIDTH: tl.constexpr = FORMAT.channels
+    if FORMAT.kind == "row_mxfp4":
+        return _load_packed(keys + at, keys + scales_at, there, first, MATH, WIDTH, PADDED, PART)
+    elif FORMAT.kind == "row_fp8":
+        return _load_operand(keys + at, there, first, "e4m3", MATH, WIDTH, PADDED, PART, NATIVE)
+    elif FORMAT.kind == "bf16":
+        rows = (keys + at).to(tl.pointer_type(tl.bfloat16))
+        return _load_operand(rows, there, first, "bf16", MATH, WIDTH, PADDED, PART, NATIVE)
+    elif FORMAT.kind == "fp32":
+        rows = (keys + at).to(tl.pointer_type(tl.float32))
+        return _load_operand(rows, there, first, "fp32", MATH, WIDTH, PADDED, PART, NATIVE)
+    else:
+        tl.static_assert(FORMAT.kind == "list")
+        return _load_operand(
+            keys + at, there, first, FORMAT.value, MATH, WIDTH, PADDED, PART, NATIVE
+        )
+
+
+@triton.jit
+def _locate(
+    table,
+    table_stride,
+    at,
+    stop,
+    pages,
+    page_stride,
+    KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Where keys [at, at + KEYS) are; ``at`` is a multiple of KEYS, below ``stop``.
+
+    Returns byte offsets of their pages [KEYS] int64, their places there, and whether they exist;
+    those that do not are given a page that does. Whole pages cost the fewest instructions.
+    """
+    number = tl.arange(0, KEYS)
+    wide = tl.full((), 1, tl.int64)
+    if ENTRIES % KEYS == 0:
+        page = tl.load(table + wide * (at // ENTRIES) * table_stride)
+        known = (page >= 0) & (page < pages)
+        page_at = tl.where(known, page, 0).to(tl.int64) * page_stride
+        place = at % ENTRIES + number
+        there = tl.full((KEYS,), 1, tl.int1) & known
+        return page_at + tl.zeros((KEYS,), tl.int64), place, there
+    elif KEYS == 2 * ENTRIES:
+        cell = table + wide * (at // ENTRIES) * table_stride
+        first = tl.load(cell)
+        second = tl.load(cell + table_stride, mask=at + ENTRIES < stop, other=-1)
+        first_known = (first >= 0) & (first < pages)
+        second_known = (second >= 0) & (second < pages)
+        first_at = tl.where(first_known, first, 0).to(tl.int64) * page_stride
+        second_at = tl.where(second_known, second, 0).to(tl.int64) * page_stride
+        front = number < ENTRIES
+        there = (front & first_known) | ((number >= ENTRIES) & second_known)
+        return tl.where(front, first_at, second_at), number % ENTRIES, there
+    else:
+        key = at + number
+        page = tl.load(
+            table + (key // ENTRIES).to(tl.int64) * table_stride, mask=key < stop, other=-1
+        )
+        there = (page >= 0) & (page < pages)
+        return tl.where(there, page, 0).to(tl.int64) * page_stride, key % ENTRIES, there
+
+
+@triton.jit
+def _fill(out, first, last):
+    """Write -inf to columns [first, last) of a row."""
+    nothing = tl.full((_FILL,), float("-inf"), tl.float32)
+    for at in range(first, last, _FILL):
+        column = at + tl.arange(0, _FILL)
+        tl.store(out + column, nothing, mask=column < last)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "rows", "per_request", "num_requests", "pages", "covered", "k", "split",
+        "context",
+    ]
+)  # fmt: skip
+def scores_kernel(
     q,
     q_scales,
     weights,
     weights_stride,
-    k,
-    k_stride,
-    k_scale,
-    starts,
-    ends,
-    out,
-    out_stride,
-    rows,
     keys,
-    span,
+    keys_stride,
+    key_scale,
+    table,
+    table_row_stride,
+    table_column_stride,
+    lengths,
+    starts,
+    requests,
+    scores,
+    scores_stride,
+    maxima,
+    maxima_stride,
+    first_row,
+    rows,
+    per_request,
+    num_requests,
+    pages,
+    covered,
+    k,
+    split,
+    context,
     HEADS: tl.constexpr,
-    PADDED_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    PART: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    CONFIG: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    FORMAT: tl.constexpr,
     Q_KIND: tl.constexpr,
-    K_KIND: tl.constexpr,
     MATH: tl.constexpr,
     NATIVE: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    FILL: tl.constexpr,
-    STAGES: tl.constexpr,
+    CANONICAL_NAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """ROWS rows and ``span`` keys."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Scores of CONFIG.rows rows against ``split`` keys; rows are numbered from ``first_row``.
+
+    Args:
+        q: queries, see ``_load_queries``.
+        q_scales: scale bytes of packed queries.
+        weights: of the heads.
+        weights_stride: of a row.
+        keys: bytes of pages, or values of a list.
+        keys_stride: bytes of a page, or elements of a key.
+        key_scale: of the keys of a list, or None.
+        table: block table, or None for a list.
+        table_row_stride: of the table.
+        table_column_stride: of the table.
+        lengths: one past a row's last entry.
+        starts: a row's first entry, or None for 0.
+        requests: a row's request, or None for ``per_request`` rows of each.
+        scores: written.
+        scores_stride: of a row.
+        maxima: written, or None.
+        maxima_stride: of a row.
+        first_row: see above.
+        rows: rows of the call.
+        per_request: see ``requests``.
+        num_requests: rows of the table.
+        pages: of the cache.
+        covered: entries that there are to see.
+        k: rows of at most so many entries are not scored.
+        split: a multiple of CONFIG.keys.
+        context: columns up to which what is not seen is -inf; None where it is not written.
+        HEADS: of a row.
+        CONFIG: a ``ScoreConfig``.
+        ENTRIES: of a page.
+        FORMAT: codec of pages, or a ``ListFormat``.
+        Q_KIND: kind of the queries' values.
+        MATH: arithmetic of the product.
+        NATIVE: the device converts e4m3 itself.
+        CANONICAL_NAN: see ``ordered_result``.
+        PDL: see ``pdl_launch``.
+    """
+    ROWS: tl.constexpr = CONFIG.rows
+    PADDED_HEADS: tl.constexpr = CONFIG.heads
+    PADDED: tl.constexpr = CONFIG.width
+    PART: tl.constexpr = CONFIG.block_k
+    KEYS: tl.constexpr = CONFIG.keys
+    STAGES: tl.constexpr = CONFIG.stages
+    # Requests that a group of rows may be of.
+    REQUESTS: tl.constexpr = 1 if FORMAT.kind == "list" else ROWS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    member = tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + member
     live = row < rows
-    first = tl.program_id(1) * span
-    last = tl.minimum(first + span, keys)
-    start = tl.maximum(tl.load(starts + row, mask=live, other=0), 0)
-    end = tl.minimum(tl.load(ends + row, mask=live, other=0), keys)
-    # Rows that see nothing must not widen what is read.
-    start = tl.where(start < end, start, keys)
-    end = tl.where(start < end, end, 0)
-    lowest = tl.maximum(tl.min(start, 0), first)
-    stop = tl.minimum(tl.max(end, 0), last)
-    lowest = tl.where(lowest < stop, first + (lowest - first) // KEYS * KEYS, last)
-    fill_hidden(out, out_stride, row, live, first, lowest, FILL)
-    if lowest < stop:
-        line, weight, exists = query_lines(row, live, weights, weights_stride, HEADS, PADDED_HEADS)
+    request, start, end = row_ranges(
+        lengths, starts, requests, row, live, first_row, per_request, num_requests, covered
+    )
+    scored = live & (end - start > k)
+    end = tl.where(scored, end, 0)
+    first = tl.program_id(1) * split
+    reach = tl.minimum(tl.max(end, 0), first + split)
+    if first < reach:
+        line, weight, exists = _query_lines(row, live, weights, weights_stride, HEADS, PADDED_HEADS)
+        queries = weight
         if PART == PADDED:
-            queries = load_queries(
-                q, q_scales, line, exists, 0, Q_KIND, MATH, WIDTH, PADDED, PART, NATIVE
+            queries = _load_queries(
+                q, q_scales, line, exists, 0, Q_KIND, MATH, FORMAT.channels, PADDED, PART, NATIVE
             )
-        for at in tl.range(lowest, stop, KEYS, num_stages=STAGES):
-            key = at + tl.arange(0, KEYS)
-            wanted = key < stop
-            lines = k + key.to(tl.int64) * k_stride
-            if PART == PADDED:
-                tile = load_operand(lines, wanted, 0, K_KIND, MATH, WIDTH, PADDED, PART, NATIVE)
-                dots = tl.dot(tile, tl.trans(queries))
-            else:
-                dots = tl.zeros((KEYS, ROWS * PADDED_HEADS), tl.float32)
-                for part in range(0, PADDED, PART):
-                    queries = load_queries(
-                        q, q_scales, line, exists, part, Q_KIND, MATH, WIDTH, PADDED, PART, NATIVE
+        for turn in range(REQUESTS):
+            mine = tl.sum(tl.where(member == turn, request, 0), 0)
+            same = scored & (request == mine)
+            done = tl.sum((same & (member < turn)).to(tl.int32), 0)
+            lowest = tl.min(tl.where(same, start, covered), 0)
+            lowest = tl.maximum(lowest, first) // KEYS * KEYS
+            stop = tl.minimum(tl.max(tl.where(same, end, 0), 0), first + split)
+            stop = tl.where(done > 0, 0, stop)
+            if table is not None:
+                pages_of_request = table + mine.to(tl.int64) * table_row_stride
+            for at in tl.range(lowest, stop, KEYS, num_stages=STAGES):
+                if table is None:
+                    place = at + tl.arange(0, KEYS)
+                    there = place < stop
+                    values_at = place.to(tl.int64) * keys_stride
+                    scales_at = place
+                    # A list ends where no row sees any more.
+                    readable = there
+                else:
+                    page_at, place, there = _locate(
+                        pages_of_request, table_column_stride, at, stop, pages, keys_stride, KEYS,
+                        ENTRIES,
+                    )  # fmt: skip
+                    scales_at = page_at + ENTRIES * FORMAT.data_bytes + place * FORMAT.scale_bytes
+                    values_at = page_at + place * FORMAT.data_bytes
+                    # Every entry of the cache may be read; what is not meant is left out of the
+                    # results, which costs less than a mask on every load.
+                    readable = tl.full((KEYS,), 1, tl.int1)
+                if PART == PADDED:
+                    tile = _load_keys(
+                        keys, values_at, scales_at, readable, 0, FORMAT, MATH, PADDED, PART, NATIVE
                     )
-                    tile = load_operand(
-                        lines, wanted, part, K_KIND, MATH, WIDTH, PADDED, PART, NATIVE
+                    dots = tl.dot(tile, tl.trans(queries))
+                else:
+                    dots = tl.zeros((KEYS, ROWS * PADDED_HEADS), tl.float32)
+                    for part in range(0, PADDED, PART):
+                        some = _load_queries(
+                            q, q_scales, line, exists, part, Q_KIND, MATH, FORMAT.channels, PADDED,
+                            PART, NATIVE,
+                        )  # fmt: skip
+                        tile = _load_keys(
+                            keys, values_at, scales_at, readable, part, FORMAT, MATH, PADDED, PART,
+                            NATIVE,
+                        )  # fmt: skip
+                        dots = tl.dot(tile, tl.trans(some), dots, input_precision="ieee")
+                sums = _sum_heads(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
+                if FORMAT.kind == "row_fp8":
+                    pointers = (keys + scales_at).to(tl.pointer_type(tl.float32))
+                    sums = sums * tl.load(pointers)[:, None]
+                elif key_scale is not None:
+                    sums = sums * tl.load(key_scale + place, mask=there, other=0.0)[:, None]
+                if table is not None:
+                    sums = tl.where(there[:, None], sums, float("-inf"))
+                key = at + tl.arange(0, KEYS)
+                seen = same[None, :] & (key[:, None] >= start[None, :])
+                seen = seen & (key[:, None] < end[None, :])
+                tl.store(scores + row[None, :] * scores_stride + key[:, None], sums, mask=seen)
+                if maxima is not None:
+                    PARTS: tl.constexpr = KEYS // _GROUP
+                    rank = tl.where(seen, ordered_result(sums, CANONICAL_NAN), NOTHING)
+                    best = tl.max(tl.reshape(rank, (PARTS, _GROUP, ROWS)), 1)
+                    group = at // _GROUP + tl.arange(0, PARTS)
+                    tl.store(
+                        maxima + row[None, :] * maxima_stride + group[:, None],
+                        best,
+                        mask=same[None, :] & (best != NOTHING),
                     )
-                    dots = tl.dot(tile, tl.trans(queries), dots, input_precision="ieee")
-            scores = head_sums(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
-            if HAS_SCALE:
-                scores = scores * tl.load(k_scale + key, mask=wanted, other=0.0)[:, None]
-            seen = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
-            tl.store(
-                out + row[None, :] * out_stride + key[:, None],
-                tl.where(seen, scores, float("-inf")),
-                mask=live[None, :] & (key < last)[:, None],
-            )
-        fill_hidden(
-            out, out_stride, row, live, lowest + tl.cdiv(stop - lowest, KEYS) * KEYS, last, FILL
-        )
+    if context is not None:
+        last = tl.minimum(first + split, context)
+        for turn in range(ROWS):
+            number = tl.program_id(0).to(tl.int64) * ROWS + turn
+            if number < rows:
+                mine = member == turn
+                out = scores + number * scores_stride
+                _fill(out, first, tl.minimum(tl.sum(tl.where(mine, start, 0), 0), last))
+                _fill(out, tl.maximum(tl.sum(tl.where(mine, end, 0), 0), first), last)
 
 
 def mqa_logits(
@@ -140,113 +539,181 @@ def mqa_logits(
     out: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.mqa_logits``."""
-    (rows, heads, _), (keys, width) = q.shape, k.shape
-    logits = out
-    if logits is None or logits.stride(1) != 1:
-        logits = torch.empty(rows, keys, dtype=torch.float32, device=q.device)
-    if rows and keys:
-        target = device_facts.target_of(q.device)
-        q_kind, k_kind = KIND_OF_DTYPE[q.dtype], KIND_OF_DTYPE[k.dtype]
-        math = math_of(q_kind, k_kind, target)
-        tile = choose_score_config(rows, heads, width, math, target)
-        groups = triton.cdiv(rows, tile.rows)
-        span = split_size(groups, keys, tile)
-        k = k if k.stride(1) == 1 else k.contiguous()
-        weights = weights if weights.stride(1) == 1 else weights.contiguous()
-        dense_scores_kernel[(groups, triton.cdiv(keys, span))](
-            codes_of(q.contiguous()),
-            None if q_scales is None else q_scales.contiguous(),
-            weights,
-            weights.stride(0),
-            codes_of(k),
-            k.stride(0),
-            None if k_scale is None else k_scale.contiguous(),
-            starts.contiguous(),
-            ends.contiguous(),
-            logits,
-            logits.stride(0),
-            rows,
-            keys,
-            span,
-            HEADS=heads,
-            PADDED_HEADS=tile.heads,
-            WIDTH=width,
-            PADDED=tile.width,
-            PART=tile.block_k,
-            ROWS=tile.rows,
-            KEYS=tile.keys,
-            Q_KIND=q_kind,
-            K_KIND=k_kind,
-            MATH=math,
-            NATIVE=target.native_e4m3,
-            HAS_SCALE=k_scale is not None,
-            FILL=FILL,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+    logits = writable(out, (len(q), len(k)), torch.float32, q.device)
+    if logits.numel():
+        inputs = dense_inputs(q, q_scales, weights, k, k_scale, starts, ends)
+        write_scores(inputs, logits, None, target_of(q.device), context=len(k))
     return logits if out is None or out is logits else out.copy_(logits)
 
 
-def codes_of(x: Tensor) -> Tensor:
+def paged_mqa_logits(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_context: int,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.paged_mqa_logits``."""
+    shape = (q.shape[0] * q.shape[1], max_context)
+    logits = writable(out, shape, torch.float32, q.device)
+    if not len(index_cache):
+        logits.fill_(-torch.inf)
+    elif logits.numel():
+        inputs = paged_inputs(
+            q, q_scales, weights, index_cache, layout, context_lens, block_table, max_context
+        )
+        write_scores(inputs, logits, None, target_of(q.device), context=max_context)
+    return logits if out is None or out is logits else out.copy_(logits)
+
+
+def write_scores(
+    inputs: ScoreInputs,
+    scores: Tensor,
+    maxima: Tensor | None,
+    target: Target,
+    *,
+    context: int = 0,
+) -> None:
+    """Write the scores of some rows, and the maximum of every 16.
+
+    Args:
+        inputs: the rows.
+        scores: [>= rows, >= covered] float32, written where an entry is visible to a scored row.
+        maxima: [>= rows, >= covered / 16] int32, written likewise; or None.
+        target: of the device.
+        context: columns up to which what a row does not see becomes -inf; 0 for none.
+    """
+    rows, heads = inputs.q.shape[:2]
+    table = inputs.block_table
+    keys, keys_stride, pages, entries = _codes(inputs.keys), inputs.keys.stride(0), 0, 0
+    if inputs.layout is None:
+        k_kind = _KIND_OF_DTYPE[inputs.keys.dtype]
+        key_format: Any = ListFormat(k_kind, inputs.keys.shape[1])
+    else:
+        key_format = row_codec(inputs.layout)
+        k_kind = _KIND_OF_CODEC[key_format.kind]
+        keys, keys_stride, pages, entries = cache_bytes(inputs.keys)
+    q_kind = _KIND_OF_DTYPE[inputs.q.dtype]
+    math = math_of(q_kind, k_kind, target)
+    config = choose_score_config(
+        2 if inputs.neighbours_share_keys else 1,
+        heads,
+        key_format.channels,
+        math,
+        target,
+        paged_keys=None if table is None else rows * inputs.covered,
+    )
+    groups, columns = triton.cdiv(rows, config.rows), max(inputs.covered, context)
+    split = split_size(groups, columns, config)
+    scores_kernel[(groups, triton.cdiv(columns, split))](
+        _codes(inputs.q), inputs.q_scales, inputs.weights, inputs.weights.stride(0),
+        keys, keys_stride, inputs.key_scale, table, *((0, 0) if table is None else table.stride()),
+        inputs.lengths, inputs.starts, inputs.requests, scores, scores.stride(0), maxima,
+        0 if maxima is None else maxima.stride(0), inputs.first_row, rows,
+        max(inputs.rows_per_request, 1), inputs.num_requests, pages, inputs.covered, inputs.k,
+        split, context or None,
+        HEADS=heads, CONFIG=config, ENTRIES=entries, FORMAT=key_format, Q_KIND=q_kind, MATH=math,
+        NATIVE=target.native_e4m3, CANONICAL_NAN=target.backend == "cuda",
+        num_warps=config.warps, num_stages=config.stages,
+        **score_registers(config, math, target), **pdl_launch(inputs.q.device),
+    )  # fmt: skip
+
+
+def _codes(x: Tensor) -> Tensor:
     """FP8 values as bytes: kernels take no pointer to FP8."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-POINTER_OF_KIND = {"e4m3": "*u8", "e2m1": "*u8", "fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
+_POINTERS = {"e4m3": "*u8", "e2m1": "*u8", "fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """64 heads of 128 channels: a row alone and several, in every arithmetic."""
-    heads, width = 64, 128
-    kinds = (("e4m3", "e4m3"), ("bf16", "e4m3"), ("e2m1", "bf16"), ("fp32", "fp32"))
-    for q_kind, k_kind in kinds:
-        math = math_of(q_kind, k_kind, target)
-        for rows in (1, 2):
-            tile = choose_score_config(rows, heads, width, math, target)
-            coded = k_kind == "e4m3"
-            types = {
-                "q": POINTER_OF_KIND[q_kind],
+    """64 heads of 128 channels, pages of 64: a row alone and two, in every arithmetic.
+
+    Scores of a selection with maxima and without, filled scores of pages, and of a list.
+    """
+    for q_kind, layout, with_maxima, with_requests in (
+        ("e4m3", INDEX_FP8, True, True),
+        ("e4m3", INDEX_FP8, False, True),
+        ("e4m3", INDEX_FP8, True, False),
+        ("bf16", INDEX_FP8, True, True),
+        ("e2m1", INDEX_MXFP4, True, True),
+        ("bf16", ROWS_BF16_128, True, True),
+    ):
+        given = {"maxima": with_maxima, "requests": with_requests, "table": True}
+        yield from _pair_of_builds(q_kind, row_codec(layout), layout, given, target)
+    for q_kind, layout in (
+        ("e4m3", INDEX_FP8),
+        ("bf16", INDEX_FP8),
+        ("e2m1", INDEX_MXFP4),
+        ("bf16", INDEX_MXFP4),
+        ("bf16", ROWS_BF16_128),
+        ("fp32", ROWS_FP32_128),
+    ):
+        given = {"table": True, "context": True}
+        yield from _pair_of_builds(q_kind, row_codec(layout), layout, given, target)
+    for q_kind, k_kind in (
+        ("e4m3", "e4m3"), ("bf16", "e4m3"), ("e2m1", "bf16"), ("fp32", "fp32")
+    ):  # fmt: skip
+        given = {"starts": True, "context": True, "key_scale": k_kind == "e4m3"}
+        yield from _pair_of_builds(q_kind, ListFormat(k_kind, 128), k_kind, given, target)
+
+
+def _pair_of_builds(
+    q_kind: str, key_format: Any, label: str, given: dict[str, bool], target: Target
+) -> Iterator[Build]:
+    """Builds for a row alone and for two; ``given`` are the optional arguments that there are."""
+    paged = "table" in given
+    k_kind = _KIND_OF_CODEC[key_format.kind] if paged else key_format.value
+    math = math_of(q_kind, k_kind, target)
+    numbers = (
+        "weights_stride", "keys_stride", "table_row_stride", "table_column_stride",
+        "scores_stride", "maxima_stride", "first_row", "rows", "per_request", "num_requests",
+        "pages", "covered", "k", "split",
+    )  # fmt: skip
+    optional = {
+        "q_scales": "*u8", "key_scale": "*fp32", "table": "*i32", "starts": "*i32",
+        "requests": "*i32", "maxima": "*i32", "context": "i32",
+    }  # fmt: skip
+    given = given | {"q_scales": q_kind == "e2m1"}
+    for rows in (1, 2):
+        config = choose_score_config(
+            rows, 64, key_format.channels, math, target, paged_keys=0 if paged else None
+        )
+        options = [name for name in ("maxima", "requests", "context") if given.get(name)]
+        yield Build(
+            ", ".join((f"{q_kind} x {label} in {math}", f"{config.rows} rows", *options)),
+            scores_kernel,
+            {
+                "q": _POINTERS[q_kind],
                 "weights": "*fp32",
-                "weights_stride": "i32",
-                "k": POINTER_OF_KIND[k_kind],
-                "k_stride": "i32",
-                "starts": "*i32",
-                "ends": "*i32",
-                "out": "*fp32",
-                "out_stride": "i32",
-                **dict.fromkeys(("rows", "keys", "span"), "i32"),
-            }
-            constants = {
-                "HEADS": heads,
-                "PADDED_HEADS": tile.heads,
-                "WIDTH": width,
-                "PADDED": tile.width,
-                "PART": tile.block_k,
-                "ROWS": tile.rows,
-                "KEYS": tile.keys,
+                "keys": "*u8" if paged else _POINTERS[k_kind],
+                "lengths": "*i32",
+                "scores": "*fp32",
+                **dict.fromkeys(numbers, "i32"),
+                **{name: kind for name, kind in optional.items() if given.get(name)},
+            },
+            {
+                **{name: None for name in optional if not given.get(name)},
+                "HEADS": 64,
+                "CONFIG": config,
+                "ENTRIES": 64 if paged else 0,
+                "FORMAT": key_format,
                 "Q_KIND": q_kind,
-                "K_KIND": k_kind,
                 "MATH": math,
                 "NATIVE": target.native_e4m3,
-                "HAS_SCALE": coded,
-                "FILL": FILL,
-                "STAGES": tile.stages,
-            }
-            for name, given in (("q_scales", q_kind == "e2m1"), ("k_scale", coded)):
-                if given:
-                    types[name] = "*u8" if name == "q_scales" else "*fp32"
-                else:
-                    constants[name] = None
-            yield Build(
-                f"{q_kind} x {k_kind} in {math}, {tile.rows} rows",
-                dense_scores_kernel,
-                types,
-                constants,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                divisible=("weights_stride", "k_stride", "out_stride"),
-                matrix=math != "fp32",
-                # Packed queries are decoded once, before the loop; float32 is for verification.
-                spills=32 if q_kind == "e2m1" or math == "fp32" else 0,
-            )
+                "CANONICAL_NAN": target.backend == "cuda",
+                "PDL": target_has_pdl(target),
+            },
+            num_warps=config.warps,
+            num_stages=config.stages,
+            divisible=("weights_stride", "keys_stride"),
+            matrix=math != "fp32",
+            # Packed queries are decoded once, before the loop; float32 is for verification.
+            spills=48 if q_kind == "e2m1" or math == "fp32" else 16,
+        )

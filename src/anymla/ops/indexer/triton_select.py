@@ -52,7 +52,7 @@ from anymla.ops.indexer.config import (
     sample_block_and_warps,
 )
 from anymla.ops.indexer.inputs import ScoreInputs, SelectOutputs, select_inputs, writable
-from anymla.ops.indexer.triton_select_scores import row_ranges, write_scores
+from anymla.ops.indexer.triton_scores import row_ranges, write_scores
 from anymla.ops.indexer.triton_topk import NOTHING, kth_largest, narrow, ordered, places
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
