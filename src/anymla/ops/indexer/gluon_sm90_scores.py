@@ -34,9 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
 from anymla.ops._build import Build
+from anymla.ops._gluon import aggregate, mbarrier_wait, view
 from anymla.ops.device import Target
 from anymla.ops.indexer.config import GROUP, SM90_FEW_PAIRS, SM90_OVERLAP, SM90_SINGLE
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, target_has_pdl
@@ -55,8 +55,7 @@ _G = gl.constexpr(GROUP)
 _PAGES_CHECKED = gl.constexpr(512)  # page ids that are looked at together
 _NAN_KEY = gl.constexpr(0x7F800001)  # as of triton_topk
 _KEEP_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
-# Names changed after triton 3.6.
-_NEW = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
+# The name changed after triton 3.6.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Shared memory that the kernel reserves beside what the compiler manages: warps of a warpgroup
@@ -274,16 +273,6 @@ def _init_empty_barriers(scratch, FIRST: gl.constexpr, COUNT: gl.constexpr, WARP
 
 
 @gluon.jit
-def _wait_empty(scratch, stage, parity):
-    """Wait until a stage has been released."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2;"
-        " @!p bra AGAIN; mov.b32 $0, 0; }",
-        "=r,r,r", [scratch + 8 * stage, parity], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _lane_of(like):
     """Lane of each thread in its warp, laid out as ``like``."""
     return gl.inline_asm_elementwise(
@@ -476,15 +465,6 @@ class Epilogue:
 
 
 @gluon.jit
-def _view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory as another type and shape."""
-    if _NEW:
-        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
-    else:
-        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
-
-
-@gluon.jit
 def _max_nan(a, b):
     return gl.maximum(a, b, propagate_nan=_KEEP_NAN)
 
@@ -553,7 +533,7 @@ def _issue_wgmma(
         pipeline.keys.index(stage), queries.permute((1, 0)),
         gl.zeros([_P, ROWS * _H], gl.float32, ACC), use_acc=False, is_async=True,
     )  # fmt: skip
-    return dots, _view(pipeline.scales.index(stage), gl.float32, [_P], FLAT).load(
+    return dots, view(pipeline.scales.index(stage), gl.float32, [_P], FLAT).load(
         gl.SliceLayout(1, L)
     )
 
@@ -917,13 +897,13 @@ def _produce(
         for tile in range(INDEX, work.tiles0 + work.tiles1, _C):
             next_page, _at = _page_of(rows, work, tile + _C)
             stage = n % DEPTH * _C + INDEX
-            _wait_empty(pipeline.scratch, stage, ((n // DEPTH) & 1) ^ 1)
+            mbarrier_wait(pipeline.scratch, stage, ((n // DEPTH) & 1) ^ 1)
             n += 1
             mbarrier.expect(pipeline.full.index(stage), _P * _D + _P * 4)
             # Any page will do where there is none; its scores are not used.
             there = (page >= 0) & (page < rows.pages)
             source = gl.where(there, page, 0)
-            keys = _view(pipeline.keys.index(stage), gl.float8e4nv, [1, _P, _D], L3)
+            keys = view(pipeline.keys.index(stage), gl.float8e4nv, [1, _P, _D], L3)
             _tma_load(keys_desc, [source, 0, 0], pipeline.full.index(stage), keys)
             _tma_load(
                 scales_desc,
@@ -936,7 +916,7 @@ def _produce(
         if INDEX == 0:
             next_item = item + gl.num_programs(0)
             if next_item < items:
-                _wait_empty(pipeline.scratch, STAGES + phase % 2, ((phase // 2) & 1) ^ 1)
+                mbarrier_wait(pipeline.scratch, STAGES + phase % 2, ((phase // 2) & 1) ^ 1)
                 _load_queries(q_desc, pipeline, next_item, phase, ROWS, STAGES)
 
 

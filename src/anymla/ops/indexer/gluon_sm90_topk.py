@@ -28,6 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anymla.ops._build import Build
+from anymla.ops._gluon import warpgroup_barrier
 from anymla.ops.device import Target
 from anymla.ops.indexer.config import (
     GROUP,
@@ -48,7 +49,6 @@ _NO_GROUP = gl.constexpr(1 << 26)
 _KEEP_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
 # As a float32, 2^23 + n has n in its lowest bits.
 _MAGIC = gl.constexpr(0x4B000000)
-_NEW = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
 
 # Shared memory that the kernel reserves beside what the compiler manages: Triton has no atomics in
 # shared memory, and none of its threads writes where it likes there. In int32:
@@ -199,15 +199,6 @@ def _store_crossing(at, before, own, d, c, b, a, wanted, number):
 
 
 @gluon.jit
-def _barrier():
-    """Barrier of a CTA's threads."""
-    if _NEW:
-        gl.barrier()
-    else:
-        gl.thread_barrier()
-
-
-@gluon.jit
 def _reserve_scratch():
     """Address of the reserved shared memory."""
     return gl.inline_asm_elementwise(
@@ -280,7 +271,7 @@ def _store_in_order(scratch, at, x, limit, entry, WARPS: gl.constexpr):
     LINE: gl.constexpr = count.type.layout
     warp = gl.arange(0, THREADS, layout=ONE) // 32
     before = _warp_ranks(scratch + (_RANKS + warp) * 4, gl.convert_layout(count, ONE))
-    _barrier()
+    warpgroup_barrier()
     before += _sum_of_warps_before(scratch + _RANKS * 4, warp)
     before = gl.expand_dims(gl.convert_layout(before, LINE), 1)
     before = gl.reshape(gl.broadcast(before, gl.reshape(entry, [THREADS, EACH]))[0], [x.shape[0]])
@@ -426,7 +417,7 @@ def _scan_digits(scratch, first, wanted, WARPS: gl.constexpr):
     above += gl.where(past_d, d, 0) + gl.where(past_c, c, 0) + gl.where(past_b, b, 0)
     found = gl.zeros_like(line) + scratch + _FOUND * 4
     _store3(found, digit, above, hits, crosses)
-    _barrier()
+    warpgroup_barrier()
     digit, above, hits, _ = _load4(scratch + _FOUND * 4)
     return digit, above, hits
 
@@ -447,7 +438,7 @@ def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
     # As unsigned numbers in the same order.
     number = key ^ _NOTHING
     _increment(scratch + ((number >> 21) & 2047) * 4)
-    _barrier()
+    warpgroup_barrier()
     prefix, above, hits = _scan_digits(scratch, 0, wanted, WARPS)
     shift = 21
     if above + hits > wanted:
@@ -456,7 +447,7 @@ def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
             ((number >> 21) & 2047) == prefix, (number >> 10) & 2047, _UNREAD - _DIGITS
         )
         _increment(scratch + (_DIGITS + digit) * 4)
-        _barrier()
+        warpgroup_barrier()
         digit, more, hits = _scan_digits(scratch, _DIGITS, wanted - above, WARPS)
         above += more
         prefix = (prefix << 11) | digit
@@ -466,7 +457,7 @@ def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
                 ((number >> 10) & 0x3FFFFF) == prefix, number & 1023, _UNREAD - 2 * _DIGITS
             )
             _increment(scratch + (2 * _DIGITS + digit) * 4)
-            _barrier()
+            warpgroup_barrier()
             digit, more, hits = _scan_digits(scratch, 2 * _DIGITS, wanted - above, WARPS)
             above += more
             prefix = (prefix << 10) | digit
@@ -524,7 +515,7 @@ def _score_range(scratch, x, FEW: gl.constexpr, WARPS: gl.constexpr):
         gl.convert_layout(best, ONE),
         gl.convert_layout(bound, ONE),
     )
-    _barrier()
+    warpgroup_barrier()
     return _cta_extremes(scratch + _EXTREMES * 4, WARPS)
 
 
@@ -535,11 +526,11 @@ def _scan_bins(scratch, wanted, BINS: gl.constexpr, WARPS: gl.constexpr):
     line = gl.arange(0, BINS // 4, layout=L)
     a, b, c, d = _load4(scratch + (BINS - 4 - 4 * line) * 4)
     own = _warp_sum(scratch + (_WARP_SUMS + line // 32) * 4, a + b + c + d)
-    _barrier()
+    warpgroup_barrier()
     before = _sum_of_warps_before(scratch + _WARP_SUMS * 4, line // 32)
     found = scratch + _FOUND * 4
     _store_crossing(found, before, own, d, c, b, a, wanted, BINS - 1 - 4 * line)
-    _barrier()
+    warpgroup_barrier()
     return _load4(found)
 
 
@@ -559,7 +550,7 @@ def _kth_candidate(scratch, count, wanted, WARPS: gl.constexpr):
     it = (who < count) & (better == wanted - 1)
     bits = x.to(gl.int32, bitcast=True)
     _store3(gl.zeros_like(who) + scratch + _FOUND * 4, bits, entry, behind, it)
-    _barrier()
+    warpgroup_barrier()
     bits, entry, behind, _ = _load4(scratch + _FOUND * 4)
     return bits.to(gl.float32, bitcast=True), entry, behind
 
@@ -594,7 +585,7 @@ def _store_topk(
         # What is below the bound has a bin to itself, the lowest.
         number = gl.maximum(gl.fma(x + least, scale, 8388609.0), 8388608.0)
         _increment(scratch + (number.to(gl.int32, bitcast=True) - _MAGIC) * 4)
-        _barrier()
+        warpgroup_barrier()
         its, above, zero, crossed = _scan_bins(scratch, wanted, BINS, WARPS)
         # Once more, with a zero that compilers do not know, so that registers keep nothing.
         number = gl.fma(x + (least + zero.to(gl.float32, bitcast=True)), scale, 8388609.0)
@@ -606,7 +597,7 @@ def _store_topk(
             entry,
             WARPS,
         )
-        _barrier()
+        warpgroup_barrier()
         count = _load1(scratch + _CANDIDATES * 4)
         # Where entries are few, fewer than are wanted may reach the bound.
         found = (crossed > 0) & (its > 0) & (count <= _MAX_CANDIDATES)
@@ -618,9 +609,9 @@ def _store_topk(
         _store_in_order(scratch, at, x, limit, entry, WARPS)
     else:
         zero = _load1(scratch + _FOUND * 4 + 8)
-        _barrier()
+        warpgroup_barrier()
         _clear_digits(scratch, WARPS)
-        _barrier()
+        warpgroup_barrier()
         # Computed again, which is rare, so that nothing has to be kept in registers.
         there = (entry >= start + zero) & (entry < end + zero)
         key = gl.where(there, _ordered(x.to(gl.int32, bitcast=True)), _NOTHING)
@@ -726,7 +717,7 @@ def topk_kernel(
         best = gl.load(
             maxima + row * maxima_stride + number, mask=number < (groups + 3) // 4 * 4, other=0
         )
-    _barrier()
+    warpgroup_barrier()
     count = end - start
     if counts is not None:
         gl.store(counts + row, gl.minimum(count, k))
@@ -748,7 +739,7 @@ def topk_kernel(
             else:
                 _store1(scratch + (_GROUPS_CHOSEN + number - first) * 4, number, best != _NOTHING)
             _clear_bins(scratch, WARPS)
-            _barrier()
+            warpgroup_barrier()
             line = element // _G
             group = _load1(scratch + (_GROUPS_CHOSEN + gl.minimum(line, PADDED_K - 1)) * 4)
             entry = gl.where(line < gl.minimum(last - first, k), group, _NO_GROUP) * _G
@@ -770,7 +761,7 @@ def topk_kernel(
             _neighbours(ELEMENTS, PADDED_K, WARPS),
             WARPS,
         )
-        _barrier()
+        warpgroup_barrier()
         entry_of = _load1(scratch + (_ENTRIES + place_of) * 4) - start
     gl.store(out + place_of, entry_of, mask=place_of < k)
     if slots is not None:
