@@ -23,7 +23,6 @@ from anymla.bench.indexer_cases import (
     WIDTH,
     Inputs,
     Pool,
-    Shape,
     pages_needed,
 )
 from anymla.bench.indexer_peers import (
@@ -36,12 +35,13 @@ from anymla.bench.indexer_peers import (
 from anymla.bench.report import Result
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.ops.indexer import select_topk
+from anymla.ops.indexer.shapes import SelectShape
 
 Call = Callable[[], object]
 
 
 def run(
-    shapes: Sequence[Shape], backends: Sequence[str], topk_library: Path | None = None
+    shapes: Sequence[SelectShape], backends: Sequence[str], topk_library: Path | None = None
 ) -> Iterator[Result]:
     """Time every shape with every backend, next to the peers that this machine has."""
     deep_gemm = importlib.import_module("deep_gemm") if _has("deep_gemm") else None
@@ -64,7 +64,7 @@ def run(
         yield Result("indexer", shape.label, values)
 
 
-def _usable(backend: str, shape: Shape, given: Inputs) -> bool:
+def _usable(backend: str, shape: SelectShape, given: Inputs) -> bool:
     return bool(
         select_topk.supports(
             given.q,
@@ -79,7 +79,7 @@ def _usable(backend: str, shape: Shape, given: Inputs) -> bool:
     )
 
 
-def _ours(backend: str, shape: Shape, sets: list[Inputs]) -> dict[str, Any]:
+def _ours(backend: str, shape: SelectShape, sets: list[Inputs]) -> dict[str, Any]:
     def call(given: Inputs) -> Call:
         return lambda: select_topk(
             given.q,
@@ -103,7 +103,7 @@ def _ours(backend: str, shape: Shape, sets: list[Inputs]) -> dict[str, Any]:
     }
 
 
-def score_only(backend: str, given: Inputs, shape: Shape) -> None:
+def score_only(backend: str, given: Inputs, shape: SelectShape) -> None:
     """The scores of a selection without the top-k, in its own chunks."""
     from anymla.ops.device import target_of
     from anymla.ops.indexer.config import GROUP, choose_select_config, padded_entries
@@ -135,7 +135,9 @@ def score_only(backend: str, given: Inputs, shape: Shape) -> None:
         write_scores(inputs.chunk(slice(first, first + config.chunk)), scores, maxima, target)
 
 
-def _peers(deep_gemm: Any, shape: Shape, sets: list[Inputs], with_vllm: bool) -> dict[str, Any]:
+def _peers(
+    deep_gemm: Any, shape: SelectShape, sets: list[Inputs], with_vllm: bool
+) -> dict[str, Any]:
     """DeepGEMM's scores alone, with torch.topk, and with vLLM's kernels."""
     scores = prefill_scores if shape.prefill else decode_scores
     calls = [scores(deep_gemm, shape, given) for given in sets]
@@ -167,7 +169,7 @@ def _peers(deep_gemm: Any, shape: Shape, sets: list[Inputs], with_vllm: bool) ->
     return values
 
 
-def _time(calls: Sequence[Call], shape: Shape) -> float:
+def _time(calls: Sequence[Call], shape: SelectShape) -> float:
     work = shape.rows * shape.keys
     if work > 1 << 28:
         calls = calls[:1]

@@ -9,44 +9,11 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import copies_for
+from anymla.ops.indexer.shapes import V4_FLASH, SelectShape
 
-HEADS, WIDTH, PAGE, TOPK, RATIO = 64, 128, 64, 512, 4
+HEADS, WIDTH, PAGE = V4_FLASH.heads, V4_FLASH.channels, V4_FLASH.page_size
+TOPK, RATIO = V4_FLASH.topk, V4_FLASH.ratio
 _PAGE_BYTES = PAGE * (WIDTH + 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of one case: ``requests`` of ``queries`` each over ``keys``; prefills are causal."""
-
-    requests: int
-    queries: int
-    keys: int
-    prefill: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Queries in all."""
-        return self.requests * self.queries
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        if self.prefill:
-            return f"prefill {self.queries} x {self.keys}"
-        return f"decode {self.requests} x {self.queries} x {self.keys}"
-
-
-DECODES = tuple(
-    Shape(requests, queries, keys)
-    for keys in (2048, 8192, 32_768, 262_144)
-    for requests in (1, 8, 32, 128)
-    for queries in (1, 2)
-)
-PREFILLS = tuple(
-    Shape(1, queries, keys, prefill=True)
-    for queries in (2048, 8192)
-    for keys in (8192, 65_536, 262_144)
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +40,7 @@ class Pool:
             scales = torch.rand(len(part), PAGE, device="cuda") + 0.5
             part[:, PAGE * WIDTH :] = scales.view(torch.uint8)
 
-    def inputs(self, shape: Shape, copies: int) -> list[Inputs]:
+    def inputs(self, shape: SelectShape, copies: int) -> list[Inputs]:
         """Sets of inputs that read different pages."""
         each = shape.requests * shape.keys // PAGE
         order = torch.randperm(len(self.cache), device="cuda").int()
@@ -91,7 +58,7 @@ class Pool:
         return sets
 
 
-def pages_needed(shapes: Sequence[Shape]) -> int:
+def pages_needed(shapes: Sequence[SelectShape]) -> int:
     """Pages of a pool from which every shape can take cold inputs."""
     cold = copies_for(1) * 64
     return max([cold, (512 << 20) // _PAGE_BYTES, *(s.requests * s.keys // PAGE for s in shapes)])

@@ -11,7 +11,8 @@ from torch import Tensor
 from anymla.bench.indexer_cases import HEADS, PAGE, TOPK, WIDTH
 
 if TYPE_CHECKING:
-    from anymla.bench.indexer_cases import Inputs, Shape
+    from anymla.bench.indexer_cases import Inputs
+    from anymla.ops.indexer.shapes import SelectShape
 
 _VLLM_WORKSPACE = 1 << 20
 # A peer's scores, with -inf written where nothing is visible if asked; and a peer's selector.
@@ -19,7 +20,7 @@ Scores = Callable[[bool], Tensor]
 Select = Callable[[Tensor, Tensor], object]
 
 
-def decode_scores(deep_gemm: Any, shape: Shape, given: Inputs) -> Scores:
+def decode_scores(deep_gemm: Any, shape: SelectShape, given: Inputs) -> Scores:
     """DeepGEMM's of a decode, whose schedule is made beforehand."""
     lengths = given.lengths.view(shape.requests, shape.queries)
     plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE, deep_gemm.get_num_sms())
@@ -35,7 +36,7 @@ def decode_scores(deep_gemm: Any, shape: Shape, given: Inputs) -> Scores:
     return call
 
 
-def prefill_scores(deep_gemm: Any, shape: Shape, given: Inputs) -> Scores:
+def prefill_scores(deep_gemm: Any, shape: SelectShape, given: Inputs) -> Scores:
     """DeepGEMM's of a prefill, whose keys have been gathered beforehand."""
     pages = given.cache.view(len(given.cache), -1)[given.table[0].long()]
     keys = pages[:, : PAGE * WIDTH].contiguous().view(torch.float8_e4m3fn).view(-1, WIDTH)
@@ -51,7 +52,7 @@ def prefill_scores(deep_gemm: Any, shape: Shape, given: Inputs) -> Scores:
     return call
 
 
-def vllm_kernels(shape: Shape) -> dict[str, Select]:
+def vllm_kernels(shape: SelectShape) -> dict[str, Select]:
     """Selectors of vLLM's library, by name; not every one takes every shape."""
     ops = torch.ops._C
     out = torch.empty(shape.rows, TOPK, dtype=torch.int32, device="cuda")

@@ -135,8 +135,8 @@ def indexer(
     DeepGEMM is taken where Python finds it; its first calls compile for half a minute.
     """
     from anymla.bench.indexer import run
-    from anymla.bench.indexer_cases import DECODES, PREFILLS
     from anymla.ops.indexer import select_topk
+    from anymla.ops.indexer.shapes import DECODES, PREFILLS
 
     require_gpu()
     unknown = sorted(set(chosen) - set(select_topk.backends))

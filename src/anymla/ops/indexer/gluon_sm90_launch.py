@@ -108,8 +108,8 @@ def select_topk(
         q, q_scales, weights, index_cache, layout, block_table, lengths, starts, token_to_req,
         max_context, k,
     )  # fmt: skip
-    asked = (out, slots, counts, slot_table, slot_page_size)
-    return select_chunks(write_scores, row_topk, inputs, asked, scratch_bytes)
+    requested = (out, slots, counts, slot_table, slot_page_size)
+    return select_chunks(write_scores, row_topk, inputs, requested, scratch_bytes)
 
 
 def write_scores(

@@ -37,7 +37,7 @@ _DEVICE_BLOCK = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """What every part of a call needs."""
+    """Operands of a call."""
 
     q: Tensor
     weights: Tensor

@@ -29,6 +29,7 @@ from anymla.formats.triton_rows import block_exponent
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
 from anymla.ops.device import Target
+from anymla.ops.indexer.shapes import V4_FLASH
 from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
@@ -216,8 +217,8 @@ def indexer_q_rope_quant(
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Every quantisation of queries of 64 heads of 128 channels, of which 64 are rotated."""
-    width = 128
+    """Every quantisation of V4-Flash's index queries."""
+    width = V4_FLASH.channels
     for quant in ("fp8", "mxfp4", "none"):
         for dtype, weights in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
             for hadamard in (False, True):
@@ -243,13 +244,13 @@ def builds(target: Target) -> Iterator[Build]:
                     {
                         "WIDTH": width,
                         "PADDED": width,
-                        "LOG": 7,
-                        "ROPE": 64,
+                        "LOG": width.bit_length() - 1,
+                        "ROPE": V4_FLASH.rope,
                         "RULE": quant_rule(quant, width),
                         "PACKED": quant == "mxfp4",
                         "HADAMARD": hadamard,
                         "NATIVE": target.native_e4m3,
-                        "HEADS": heads_of(64, width),
+                        "HEADS": heads_of(V4_FLASH.heads, width),
                         "PDL": target_has_pdl(target),
                     },
                     num_warps=_NUM_WARPS,

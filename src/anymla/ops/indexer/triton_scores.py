@@ -43,6 +43,7 @@ from anymla.ops._build import Build
 from anymla.ops.device import Target, target_of
 from anymla.ops.indexer.config import GROUP, choose_score_config, score_registers, split_size
 from anymla.ops.indexer.inputs import ScoreInputs, dense_inputs, paged_inputs, writable
+from anymla.ops.indexer.shapes import V4_FLASH
 from anymla.ops.indexer.triton_topk import NOTHING, ordered_result
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
@@ -66,12 +67,12 @@ class ListFormat:
     """Keys in a list, in place of the codec of pages; a constexpr.
 
     Attributes:
-        value: kind of their values.
+        values: kind of their values (constexpr has a ``value`` of its own).
         channels: of a key.
         kind: tells it from a codec.
     """
 
-    value: str
+    values: str
     channels: int
     kind: str = "list"
 
@@ -114,14 +115,14 @@ def _load_operand(
     MATH: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
-    PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Channels [first, first + PART) of rows of WIDTH, padded to PADDED, as [N, PART].
+    """Channels [first, first + BLOCK_K) of rows of WIDTH, padded to PADDED, as [N, BLOCK_K].
 
     ``rows`` [N] are pointers to values, or e4m3 codes; zeros where not ``there`` [N].
     """
-    channel = first + tl.arange(0, PART)
+    channel = first + tl.arange(0, BLOCK_K)
     mask = there[:, None]
     if PADDED != WIDTH:
         mask = mask & (channel < WIDTH)[None, :]
@@ -144,12 +145,12 @@ def _load_packed(
     MATH: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
-    PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """``_load_operand`` of packed e2m1 codes with their scale bytes; ``first`` starts a block."""
     ROWS: tl.constexpr = rows.shape[0]
-    BLOCKS: tl.constexpr = PART // _BLOCK
-    byte = first // 2 + tl.arange(0, PART // 2)
+    BLOCKS: tl.constexpr = BLOCK_K // _BLOCK
+    byte = first // 2 + tl.arange(0, BLOCK_K // 2)
     block = first // _BLOCK + tl.arange(0, BLOCKS)
     mask, scale_mask = there[:, None], there[:, None]
     if PADDED != WIDTH:
@@ -159,7 +160,7 @@ def _load_packed(
     scale = tl.load(scales[:, None] + block[None, :], mask=scale_mask, other=0)
     x = tl.join(e2m1_to_fp32(packed & 15), e2m1_to_fp32(packed >> 4))
     x = tl.reshape(x, (ROWS, BLOCKS, _BLOCK)) * ue8m0_to_fp32(scale)[:, :, None]
-    return _as_operand(tl.reshape(x, (ROWS, PART)), "fp32", MATH, False)
+    return _as_operand(tl.reshape(x, (ROWS, BLOCK_K)), "fp32", MATH, False)
 
 
 @triton.jit
@@ -189,18 +190,18 @@ def _load_queries(
     MATH: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
-    PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Channels [first, first + PART) of the ``line``-s that ``_query_lines`` gives."""
+    """Channels [first, first + BLOCK_K) of the ``line``-s that ``_query_lines`` gives."""
     if KIND == "e2m1":
         scales = q_scales + line * (WIDTH // _BLOCK)
         return _load_packed(
-            q + line * (WIDTH // 2), scales, exists, first, MATH, WIDTH, PADDED, PART
+            q + line * (WIDTH // 2), scales, exists, first, MATH, WIDTH, PADDED, BLOCK_K
         )
     else:
         return _load_operand(
-            q + line * WIDTH, exists, first, KIND, MATH, WIDTH, PADDED, PART, NATIVE
+            q + line * WIDTH, exists, first, KIND, MATH, WIDTH, PADDED, BLOCK_K, NATIVE
         )
 
 
@@ -260,28 +261,28 @@ def _load_keys(
     FORMAT: tl.constexpr,
     MATH: tl.constexpr,
     PADDED: tl.constexpr,
-    PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Channels [first, first + PART) of keys at offsets [KEYS]; scales of FP8 are left.
+    """Channels [first, first + BLOCK_K) of keys at offsets [KEYS]; scales of FP8 are left.
 
     Offsets are bytes in pages, elements in a list.
     """
     WIDTH: tl.constexpr = FORMAT.channels
     if FORMAT.kind == "row_mxfp4":
-        return _load_packed(keys + at, keys + scales_at, there, first, MATH, WIDTH, PADDED, PART)
+        return _load_packed(keys + at, keys + scales_at, there, first, MATH, WIDTH, PADDED, BLOCK_K)
     elif FORMAT.kind == "row_fp8":
-        return _load_operand(keys + at, there, first, "e4m3", MATH, WIDTH, PADDED, PART, NATIVE)
+        return _load_operand(keys + at, there, first, "e4m3", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
     elif FORMAT.kind == "bf16":
         rows = (keys + at).to(tl.pointer_type(tl.bfloat16))
-        return _load_operand(rows, there, first, "bf16", MATH, WIDTH, PADDED, PART, NATIVE)
+        return _load_operand(rows, there, first, "bf16", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
     elif FORMAT.kind == "fp32":
         rows = (keys + at).to(tl.pointer_type(tl.float32))
-        return _load_operand(rows, there, first, "fp32", MATH, WIDTH, PADDED, PART, NATIVE)
+        return _load_operand(rows, there, first, "fp32", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
     else:
         tl.static_assert(FORMAT.kind == "list")
         return _load_operand(
-            keys + at, there, first, FORMAT.value, MATH, WIDTH, PADDED, PART, NATIVE
+            keys + at, there, first, FORMAT.values, MATH, WIDTH, PADDED, BLOCK_K, NATIVE
         )
 
 
@@ -424,7 +425,7 @@ def scores_kernel(
     ROWS: tl.constexpr = CONFIG.rows
     PADDED_HEADS: tl.constexpr = CONFIG.heads
     PADDED: tl.constexpr = CONFIG.width
-    PART: tl.constexpr = CONFIG.block_k
+    BLOCK_K: tl.constexpr = CONFIG.block_k
     KEYS: tl.constexpr = CONFIG.keys
     STAGES: tl.constexpr = CONFIG.stages
     # Requests that a group of rows may be of.
@@ -445,14 +446,14 @@ def scores_kernel(
     if first < reach:
         line, weight, exists = _query_lines(row, live, weights, weights_stride, HEADS, PADDED_HEADS)
         queries = weight
-        if PART == PADDED:
+        if BLOCK_K == PADDED:
             queries = _load_queries(
-                q, q_scales, line, exists, 0, Q_KIND, MATH, FORMAT.channels, PADDED, PART, NATIVE
+                q, q_scales, line, exists, 0, Q_KIND, MATH, FORMAT.channels, PADDED, BLOCK_K, NATIVE
             )
-        for turn in range(REQUESTS):
-            mine = tl.sum(tl.where(member == turn, request, 0), 0)
+        for index in range(REQUESTS):
+            mine = tl.sum(tl.where(member == index, request, 0), 0)
             same = scored & (request == mine)
-            done = tl.sum((same & (member < turn)).to(tl.int32), 0)
+            done = tl.sum((same & (member < index)).to(tl.int32), 0)
             lowest = tl.min(tl.where(same, start, covered), 0)
             lowest = tl.maximum(lowest, first) // KEYS * KEYS
             stop = tl.minimum(tl.max(tl.where(same, end, 0), 0), first + split)
@@ -477,21 +478,30 @@ def scores_kernel(
                     # Every entry of the cache may be read; what is not meant is left out of the
                     # results, which costs less than a mask on every load.
                     readable = tl.full((KEYS,), 1, tl.int1)
-                if PART == PADDED:
+                if BLOCK_K == PADDED:
                     tile = _load_keys(
-                        keys, values_at, scales_at, readable, 0, FORMAT, MATH, PADDED, PART, NATIVE
+                        keys,
+                        values_at,
+                        scales_at,
+                        readable,
+                        0,
+                        FORMAT,
+                        MATH,
+                        PADDED,
+                        BLOCK_K,
+                        NATIVE,
                     )
                     dots = tl.dot(tile, tl.trans(queries))
                 else:
                     dots = tl.zeros((KEYS, ROWS * PADDED_HEADS), tl.float32)
-                    for part in range(0, PADDED, PART):
+                    for channel_at in range(0, PADDED, BLOCK_K):
                         some = _load_queries(
-                            q, q_scales, line, exists, part, Q_KIND, MATH, FORMAT.channels, PADDED,
-                            PART, NATIVE,
+                            q, q_scales, line, exists, channel_at, Q_KIND, MATH,
+                            FORMAT.channels, PADDED, BLOCK_K, NATIVE,
                         )  # fmt: skip
                         tile = _load_keys(
-                            keys, values_at, scales_at, readable, part, FORMAT, MATH, PADDED, PART,
-                            NATIVE,
+                            keys, values_at, scales_at, readable, channel_at, FORMAT, MATH,
+                            PADDED, BLOCK_K, NATIVE,
                         )  # fmt: skip
                         dots = tl.dot(tile, tl.trans(some), dots, input_precision="ieee")
                 sums = _sum_heads(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
@@ -518,10 +528,10 @@ def scores_kernel(
                     )
     if context is not None:
         last = tl.minimum(first + split, context)
-        for turn in range(ROWS):
-            number = tl.program_id(0).to(tl.int64) * ROWS + turn
+        for index in range(ROWS):
+            number = tl.program_id(0).to(tl.int64) * ROWS + index
             if number < rows:
-                mine = member == turn
+                mine = member == index
                 out = scores + number * scores_stride
                 _fill(out, first, tl.minimum(tl.sum(tl.where(mine, start, 0), 0), last))
                 _fill(out, tl.maximum(tl.sum(tl.where(mine, end, 0), 0), first), last)
@@ -633,7 +643,7 @@ _POINTERS = {"e4m3": "*u8", "e2m1": "*u8", "fp16": "*fp16", "bf16": "*bf16", "fp
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """64 heads of 128 channels, pages of 64: a row alone and two, in every arithmetic.
+    """V4-Flash's heads and pages: a row alone and two, in every arithmetic.
 
     Scores of a selection with maxima and without, filled scores of pages, and of a list.
     """
@@ -661,7 +671,9 @@ def builds(target: Target) -> Iterator[Build]:
         ("e4m3", "e4m3"), ("bf16", "e4m3"), ("e2m1", "bf16"), ("fp32", "fp32")
     ):  # fmt: skip
         given = {"starts": True, "context": True, "key_scale": k_kind == "e4m3"}
-        yield from _pair_of_builds(q_kind, ListFormat(k_kind, 128), k_kind, given, target)
+        yield from _pair_of_builds(
+            q_kind, ListFormat(k_kind, V4_FLASH.channels), k_kind, given, target
+        )
 
 
 def _pair_of_builds(
@@ -669,7 +681,7 @@ def _pair_of_builds(
 ) -> Iterator[Build]:
     """Builds for a row alone and for two; ``given`` are the optional arguments that there are."""
     paged = "table" in given
-    k_kind = _KIND_OF_CODEC[key_format.kind] if paged else key_format.value
+    k_kind = _KIND_OF_CODEC[key_format.kind] if paged else key_format.values
     math = math_of(q_kind, k_kind, target)
     numbers = (
         "weights_stride", "keys_stride", "table_row_stride", "table_column_stride",
@@ -683,7 +695,7 @@ def _pair_of_builds(
     given = given | {"q_scales": q_kind == "e2m1"}
     for rows in (1, 2):
         config = choose_score_config(
-            rows, 64, key_format.channels, math, target, paged_keys=0 if paged else None
+            rows, V4_FLASH.heads, key_format.channels, math, target, paged_keys=0 if paged else None
         )
         options = [name for name in ("maxima", "requests", "context") if given.get(name)]
         yield Build(
@@ -700,9 +712,9 @@ def _pair_of_builds(
             },
             {
                 **{name: None for name in optional if not given.get(name)},
-                "HEADS": 64,
+                "HEADS": V4_FLASH.heads,
                 "CONFIG": config,
-                "ENTRIES": 64 if paged else 0,
+                "ENTRIES": V4_FLASH.page_size if paged else 0,
                 "FORMAT": key_format,
                 "Q_KIND": q_kind,
                 "MATH": math,

@@ -7,10 +7,10 @@ call can be captured in a graph.
 Short rows, and rows whose scores came with the maximum of each 16 ("row", "groups"). The k-th
 largest maximum is at most the k-th score, since k groups have a score at least as large; and of
 the groups that equal it, the first ones hold all ties that can win, because each of them has a tie
-that comes earlier. So the k best groups, first ones among equals, hold the selection, and no more
+that comes earlier. So the top-k groups, first ones among equals, hold the selection, and no more
 is read:
 
-    maxima   | 7 | 2 | 9 | 4 | ..   ->  the k best groups, in order of entries
+    maxima   | 7 | 2 | 9 | 4 | ..   ->  the top-k groups, in order of entries
     scores   | .. 16 .. | .. 16 ..   ->  top-k of k * 16 scores, in order of entries
 
 A row with no more groups than are kept is read as it is, without maxima.
@@ -540,15 +540,15 @@ def select_topk(
         q, q_scales, weights, index_cache, layout, block_table, lengths, starts, token_to_req,
         max_context, k,
     )  # fmt: skip
-    asked = (out, slots, counts, slot_table, slot_page_size)
-    return select_chunks(write_scores, None, inputs, asked, scratch_bytes)
+    requested = (out, slots, counts, slot_table, slot_page_size)
+    return select_chunks(write_scores, None, inputs, requested, scratch_bytes)
 
 
 def select_chunks(
     score: WriteScores,
     row_topk: RowTopk | None,
     inputs: ScoreInputs,
-    asked: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int],
+    requested: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int],
     scratch_bytes: int,
 ) -> Tensor:
     """``select_topk`` with scores from ``score``, and ``row_topk`` for rows that it can hold.
@@ -557,10 +557,10 @@ def select_chunks(
         score: writes scores.
         row_topk: a backend's own top-k kernel, or None.
         inputs: of the call.
-        asked: out, slots, counts, slot_table and slot_page_size as the caller gave them.
+        requested: out, slots, counts, slot_table and slot_page_size as the caller gave them.
         scratch_bytes: bound of what the call allocates.
     """
-    out, slots, counts, slot_table, slot_page_size = asked
+    out, slots, counts, slot_table, slot_page_size = requested
     device, shape = inputs.q.device, (len(inputs.q), inputs.k)
     outputs = SelectOutputs(
         writable(out, shape, torch.int32, device),
@@ -721,7 +721,7 @@ def builds(target: Target) -> Iterator[Build]:
                 "PDL": target_has_pdl(target),
             },
             num_warps=row_warps(elements, 0, 1, target),
-            # A few where programs of Ada have no more registers; many in the widest rows.
+            # A few where CTAs of Ada have no more registers; many in the widest rows.
             spills={MAX_ROW_ENTRIES: 100, 2048: 4}.get(elements, 0),
         )
     for padded_k in (16, 512, MAX_GROUPS_K):
