@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.output_projection import inverse_rope_fp8_quant, turned
+from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
+from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import gluon_sm90_merging as merging
 from anymla.ops.sparse_attention import gluon_sm90_plan as planning
 from anymla.ops.sparse_attention.gluon_sm90_columns import columns_kernel
@@ -81,7 +82,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None, seed=0)
         *(len(each.cache) * each.cache.shape[1] for each in (first, second)),
         first.indices.stride(0), second.indices.stride(0), schedule.splits,
         q.stride(0) // 2, out.stride(0), torch.tensor(scale, dtype=torch.float32).item(), empty,
-        *turned.pointers(to, lse), TURNED=0 if to is None else to.table.shape[1],
+        *epilogue_pointers(to, lse), ROPE_DIM=0 if to is None else to.rope.dim,
         SPLIT=schedule.cut, STREAM=schedule.stream, COST=TASK_COST, SIZE=128,
         TWO=len(scopes) > 1, LENGTH0=True, LENGTH1=True,
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
@@ -155,7 +156,7 @@ def test_merges_leave_the_fp8_that_a_second_kernel_would(way, monkeypatch):
     merge(*numbers, out, lse, -torch.inf)
     assert out.any(-1)[0].all()
     table, positions = torch.randn(9, 64), torch.tensor([8, 3])
-    to = turned.Turned.allocate(out, positions, table, native=False)
+    to = QuantizedOut.allocate(out, positions, table, native=False)
     to.codes[:], to.scales[:] = 0, 1
     merge(*numbers, out, torch.empty_like(lse), -torch.inf, to)
     want = inverse_rope_fp8_quant(out, positions, table, n_groups=4, backend="triton")
@@ -197,7 +198,7 @@ def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads, w
     schedule = schedule_of(heads, 4, way, 3)
     table, positions = torch.randn(9, 64), torch.tensor([8, 3, 0, 5])
     out, _ = run(made, schedule)
-    to = turned.Turned.allocate(made.q, positions, table, native=False)
+    to = QuantizedOut.allocate(made.q, positions, table, native=False)
     run(made, schedule, to=to)
     want = inverse_rope_fp8_quant(out, positions, table, n_groups=1, backend="triton")
     got = to.results(1)

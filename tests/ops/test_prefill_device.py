@@ -148,7 +148,7 @@ def test_every_block_count(device):
 def test_any_number_of_sms(device, programs, monkeypatch):
     from anymla.ops.prefill_attention import gluon_sm90_prefill
 
-    known = dataclasses.replace(target_of(device), sm_count=programs)
+    known = dataclasses.replace(target_of(torch.device(device)), sm_count=programs)
     monkeypatch.setattr(gluon_sm90_prefill, "target_of", lambda device: known)
     case = prefill(
         programs, tokens=60, heads=64, dtype=torch.float16, listed=True, entries=900, device=device

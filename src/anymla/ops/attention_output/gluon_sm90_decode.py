@@ -7,8 +7,8 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._epilogue import QuantizedOut
+from anymla.ops._triton_epilogue import inverse_rope_quantize
 from anymla.ops.attention_output.support import ROPE_DIM
-from anymla.ops.device_epilogue import inverse_rope_quantize
 from anymla.ops.sparse_attention.gluon_sm90_attention import Call, attend
 from anymla.ops.streams import scratch
 

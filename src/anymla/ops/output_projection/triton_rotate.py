@@ -17,13 +17,13 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._build import Build
 from anymla.ops._epilogue import AMAX_FLOOR, QuantizedOut
-from anymla.ops.device import Target, target_of
-from anymla.ops.device_epilogue import (
+from anymla.ops._triton_epilogue import (
     FEW_ROWS,
     ROWS,
     inverse_rope_quantize,
     inverse_rope_quantize_kernel,
 )
+from anymla.ops.device import Target, target_of
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anymla.ops.device_epilogue import store_quantized
+from anymla.ops._triton_epilogue import store_quantized
 from anymla.ops.sparse_attention.float16_range import LIFT
 
 _LOG2E = tl.constexpr(1.4426950408889634)

@@ -13,8 +13,8 @@ from anymla.formats.pages import pages_of
 from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
 from anymla.ops import device as device_facts
 from anymla.ops._epilogue import QuantizedOut, epilogue_constants, epilogue_pointers
+from anymla.ops._triton_epilogue import inverse_rope_quantize
 from anymla.ops.device import Target
-from anymla.ops.device_epilogue import inverse_rope_quantize
 from anymla.ops.sparse_attention.tiles import (
     MODES,
     Tile,

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._build import Build
+from anymla.ops._triton_epilogue import store_quantized
 from anymla.ops.device import Target
-from anymla.ops.device_epilogue import store_quantized
 
 MERGE_VALUES = 256
 SUMS = 3
