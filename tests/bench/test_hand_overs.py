@@ -128,7 +128,7 @@ for kernel in (build.kernel, getattr(changed, name)):
     print(len(unfenced_reads(code.asm["ptx"])), len(idle_barriers(code.asm["ttgir"])), end=" ")
 """
 LINEAR, ATTENTION = "anymla.ops.linear.gluon_sm90_", "anymla.ops.sparse_attention.gluon_sm90_"
-LAST = "    moved = (out_copy, part_copy, q_copy)\n"
+LAST = "    descs = (out_desc, part_desc, q_desc)\n"
 IDLE = "gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())"
 
 
@@ -137,7 +137,7 @@ IDLE = "gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())"
     ("builds", "kernel", "old", "new", "found"),
     [
         (f"{LINEAR}linear", f"{LINEAR}runs.runs_kernel", "fence_async_shared()\n", "pass\n", "1 0"),
-        (f"{ATTENTION}tiles", f"{ATTENTION}tiles.tiles_kernel", LAST,
+        (f"{ATTENTION}launch", f"{ATTENTION}decode_m64.decode_m64_kernel", LAST,
          f"{LAST}    idle = {IDLE}\n    mbarrier.init(idle, count=1)\n", "0 1"),
     ],
     ids=["a fence is missing", "a barrier is not used"],

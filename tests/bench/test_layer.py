@@ -74,7 +74,7 @@ def test_every_combination_is_a_case():
 
 def test_kernels_are_known_by_their_family():
     pytest.importorskip("triton")
-    assert family("scan_kernel") == "sparse_attention"
+    assert family("decode_kernel") == "sparse_attention"
     assert family("mix_kernel") == "hyper_connection"
     assert family("nvjet_tst_128x64") == "torch"
 

@@ -11,14 +11,13 @@ from paged import a_device
 from prefill_cases import Prefill, prefill
 
 from anymla.formats.fp8_block import dequantize_fp8_rows
-from anymla.ops.attention_output import prefill_attention_fp8_quant
-from anymla.ops.attention_output.support import gluon_support as quantised_support
 from anymla.ops.device import TARGETS, target_of
 from anymla.ops.output_projection import inverse_rope_fp8_quant
-from anymla.ops.prefill_attention import support
+from anymla.ops.prefill_attention import prefill_attention_fp8_quant, support
+from anymla.ops.prefill_attention.support import gluon_fp8_quant_support as quantised_support
 from anymla.ops.registry import Support
 from anymla.ops.sparse_attention import sparse_attention_rows
-from anymla.ops.sparse_attention.rows_support import gluon_rows_support
+from anymla.ops.sparse_attention.support import gluon_rows_support
 
 BACKEND = "gluon_sm90"
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._check import FLOATS, INT64, check, check_turns, require
 
 # A block whose largest magnitude is below has the scale of this one.
 AMAX_FLOOR = 1e-10
@@ -100,6 +101,32 @@ def epilogue_constants(to: QuantizedOut | None) -> dict[str, Any]:
         return {"ROPE_DIM": 0, "TYPE": tl.float32, "NATIVE": False}
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     return {"ROPE_DIM": to.rope.dim, "TYPE": types[to.dtype], "NATIVE": to.native}
+
+
+def quantized_results(*, q: Tensor, n_groups: int, **_: object) -> tuple[Tensor, Tensor]:
+    """Empty results of an attention whose output leaves as FP8: codes and scales."""
+    tokens, heads, dim = q.shape
+    width = heads // n_groups * dim
+    return (
+        q.new_empty((tokens, n_groups, width), dtype=torch.float8_e4m3fn),
+        q.new_empty((tokens, n_groups, width // FP8_BLOCK), dtype=torch.float32),
+    )
+
+
+def check_quantized(
+    name: str, q: Tensor, positions: Tensor, cos_sin_cache: Tensor, groups: int
+) -> dict[str, int]:
+    """Check what such an attention takes besides; sizes by letter."""
+    dims = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        positions=(positions, "T", INT64),
+    )
+    check_turns(name, cos_sin_cache, q, dims["D"])
+    whole = groups > 0 and dims["H"] % groups == 0 and dims["D"] % FP8_BLOCK == 0
+    expected = f"[T, H, D] with H a multiple of {groups} groups and D of {FP8_BLOCK}"
+    require(whole, name, "q", expected, list(q.shape))
+    return dims
 
 
 def composed(

@@ -60,7 +60,7 @@ def prefill_attention_fp8_quant(
     sink: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``attention_output.interface``."""
+    """See the contract."""
     tokens, heads, channels = q.shape
     shape = (tokens, n_groups, heads // n_groups * channels)
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=q.device)

@@ -1,12 +1,13 @@
-"""Contract of attention during prefill."""
+"""Contracts of attention during prefill."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from anymla.ops._epilogue import check_quantized, composed, quantized_results
 from anymla.ops.prefill_attention import reference, torch_prefill
-from anymla.ops.prefill_attention.support import gluon_support
+from anymla.ops.prefill_attention.support import gluon_fp8_quant_support, gluon_support
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.sparse_attention.support import triton_attention_support
 
@@ -80,6 +81,58 @@ def prefill_attention(
     require(entries >= 0, name, "entries", "at least 0", entries)
 
 
+@operation(outputs=quantized_results)
+def prefill_attention_fp8_quant(
+    q: Tensor,
+    rows: Tensor,
+    runs: Tensor,
+    lists: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    window: int,
+    entries: int = 0,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``prefill_attention``, then ``inverse_rope_fp8_quant`` of its output.
+
+    The output may be rounded to q's dtype in between or not, as for ``sparse_attention_fp8_quant``.
+
+    Args:
+        q: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
+        rows: [N, D] floating point.
+        runs: [T, 4] int32, as for ``prefill_attention``, like all that is not named here.
+        lists: [T, K] int32, or None.
+        positions: [T] int64, of the queries.
+        cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
+        n_groups: G.
+        window: the most rows of a window.
+        entries: without lists the most entries of a token.
+        sink: [H] float32 or float64, or None.
+        scale: of the scores; None for D ** -0.5.
+
+    Returns:
+        values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device, or a negative bound.
+    """
+    name = "prefill_attention_fp8_quant"
+    dims = check_quantized(name, q, positions, cos_sin_cache, n_groups)
+    check(
+        name,
+        dims=dims,
+        rows=(rows, "_ D", FLOATS),
+        runs=(runs, "T 4", INT32),
+        lists=(lists, "T _", INT32),
+        sink=(sink, "H", FLOAT32_UP),
+    )
+    require(window >= 0, name, "window", "at least 0", window)
+    require(entries >= 0, name, "entries", "at least 0", entries)
+
+
 _FAMILY = "anymla.ops.prefill_attention"
 prefill_attention.register("reference", reference.prefill_attention)
 prefill_attention.register("torch", torch_prefill.prefill_attention)
@@ -88,4 +141,13 @@ prefill_attention.register_lazy(
 )
 prefill_attention.register_lazy(
     "gluon_sm90", f"{_FAMILY}.gluon_sm90_prefill", supports=gluon_support
+)
+for _backend in ("reference", "torch", "triton"):
+    prefill_attention_fp8_quant.register(
+        _backend,
+        composed(prefill_attention_fp8_quant, prefill_attention, _backend),
+        supports=triton_attention_support if _backend == "triton" else None,
+    )
+prefill_attention_fp8_quant.register_lazy(
+    "gluon_sm90", f"{_FAMILY}.gluon_sm90_prefill", supports=gluon_fp8_quant_support
 )

@@ -12,6 +12,7 @@ from anymla.ops.device import target_of, triton_support
 from anymla.ops.registry import Support
 
 CHANNELS = 512
+ROPE_DIM = 64  # channels that the quantising epilogue rotates
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 _OPERANDS = (torch.float16, torch.bfloat16)
@@ -44,3 +45,18 @@ def gluon_support(
     if len(rows) == 0:
         return Support(False, "at least one row")
     return support
+
+
+def gluon_fp8_quant_support(
+    q: Tensor,
+    rows: Tensor,
+    runs: Tensor,
+    lists: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    **keywords: Any,
+) -> Support:
+    """``supports`` of backend ``gluon_sm90`` of ``prefill_attention_fp8_quant``."""
+    if cos_sin_cache.shape[1] != ROPE_DIM or cos_sin_cache.dtype != torch.float32:
+        return Support(False, f"{ROPE_DIM} float32 angles a position")
+    return gluon_support(q, rows)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from anymla.ops.prefill_attention.named_rows import by
-from anymla.ops.sparse_attention.triton_attention import sparse_attention_rows
+from anymla.ops.sparse_attention.triton_launch import sparse_attention_rows
 
 prefill_attention = by(sparse_attention_rows)

@@ -4,20 +4,27 @@ The tail of a key is stored as it is, its other channels times ``LIFT``; so the 
 stored times ``LIFT``, and scores are ``LIFT`` times what they should be throughout.
 
 What float16 does not hold becomes NaN, so that the scores, and with them the sums, are NaN; see
-``gluon_sm90_rescan``. That is numbers that are too large. What is too small is off by 2^-25 at
-most, and a score by no more than a thousandth for the scales that the kernels take.
+``gluon_sm90_bf16_fallback``. That is numbers that are too large. What is too small is off by 2^-25
+at most, and a score by no more than a thousandth for the scales that the kernels take.
+
+TMA brings the queries of a tile of 64 heads (``q_load_issue``, ``q_load_wait``) where heads are
+whole tiles, or half a one, and lie side by side; elsewhere threads load them (``q_load``). On the
+way through registers they become float16, in place.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from anymla.ops._gluon import opaque
+from anymla.ops._gluon import opaque, view, warpgroup_barrier
 from anymla.ops._gluon_epilogue import tail_order
-from anymla.ops.sparse_attention.gluon_sm90_gather import halves
-from anymla.ops.sparse_attention.gluon_sm90_lists import NOPE
+from anymla.ops.sparse_attention.config import M64
+from anymla.ops.sparse_attention.gluon_sm90_kv_producer import NOPE, float16_pairs
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+HEADS = gl.constexpr(M64)  # of a tile whose rows are heads
 HALF = gl.constexpr(256)
 _TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
 _LIFT_HALVES = gl.constexpr("mul.rn.f16x2 $0, $1, $2;")
@@ -25,29 +32,29 @@ _LIFTED = gl.constexpr(0x58005800)  # LIFT as two float16
 _ONES = gl.constexpr(0x3C003C00)
 # x 0 + x: an infinity becomes NaN.
 _NO_INFINITY = gl.constexpr("{ .reg .b32 z; mov.b32 z, 0; fma.rn.f16x2 $0, $1, z, $1; }")
-# Words of 64 channels, which a row of a tile in shared memory holds, and chunks of half a head.
+# Pairs of 64 channels, which a row of a tile in shared memory holds, and chunks of half a head.
 CHUNK = gl.constexpr(32)
 CHUNKS = gl.constexpr(HALF.value // 64)
 
 
 @gluon.jit
-def _factored(words, tail, HALVES: gl.constexpr, TAIL: gl.constexpr):
-    """Words of a query as float16 that keys are multiplied with."""
-    if not HALVES:
-        words = halves(words)
+def _factored(packed, tail, FLOAT16: gl.constexpr, TAIL: gl.constexpr):
+    """Packed pairs of a query as the float16 that keys are multiplied with."""
+    if not FLOAT16:
+        packed = float16_pairs(packed)
     if TAIL:
-        words = gl.inline_asm_elementwise(
-            _LIFT_HALVES, "=r,r,r", [words, gl.where(tail, _LIFTED, _ONES)],
+        packed = gl.inline_asm_elementwise(
+            _LIFT_HALVES, "=r,r,r", [packed, gl.where(tail, _LIFTED, _ONES)],
             dtype=gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     return gl.inline_asm_elementwise(
-        _NO_INFINITY, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
+        _NO_INFINITY, "=r,r", [packed], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
 def stored(column, WORD: gl.constexpr):
-    """Channel, less 256, that a column of the right half holds; in words of WORD channels."""
+    """Channel, less 256, that a column of the right half holds; in groups of WORD channels."""
     TAIL: gl.constexpr = _TAIL // WORD
     return gl.where(column < TAIL, column, TAIL + tail_order(column - TAIL, 8 // WORD))
 
@@ -64,10 +71,10 @@ def load_query(
         token: of which token.
         tile: which HEADS heads; those from H on are zeros.
         H: number of heads.
-        token_stride: in words of 32 bits.
+        token_stride: in int32.
         to: int32 [HEADS, 128] in shared memory.
         HEADS: heads of a tile.
-        HEAD: stride of a head, in words.
+        HEAD: stride of a head, in int32.
         PART: 0 for channels 0 .. 255, 1 for 256 .. 511.
         TAIL: the last 64 of these are the tail.
     """
@@ -80,9 +87,9 @@ def load_query(
     start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + PART * (HALF // 2)
     at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(word, 0)
     inside = gl.expand_dims(tile * HEADS + row < H, 1)
-    words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
+    packed = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
     tail = gl.expand_dims(word, 0) >= _TAIL // 2
-    to.store(_factored(words, tail, q_ptr.dtype.element_ty == gl.float16, TAIL))
+    to.store(_factored(packed, tail, q_ptr.dtype.element_ty == gl.float16, TAIL))
 
 
 @gluon.jit
@@ -94,30 +101,30 @@ def load_tail(q_ptr, token, tile, H, token_stride, to, HEADS: gl.constexpr, HEAD
     start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + 2 * CHUNKS * CHUNK
     at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(word, 0)
     inside = gl.expand_dims(tile * HEADS + row < H, 1)
-    words = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
-    to.store(_factored(words, words == words, q_ptr.dtype.element_ty == gl.float16, True))
+    packed = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
+    to.store(_factored(packed, packed == packed, q_ptr.dtype.element_ty == gl.float16, True))
 
 
 @gluon.jit
-def ask_query(
+def issue_query(
     q_ptr, token, tile, H, token_stride, chunks,
     HEADS: gl.constexpr, HEAD: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Start what ``load_query`` does; ``take_query`` ends it.
+    """Start what ``load_query`` does; ``finish_query`` ends it.
 
-    In loops: every trip does the same, but code that runs once a task is paid for by fetching it.
-    They are slower than the code without, once that is there.
+    In loops: every trip does the same, but code that runs once a work tile is paid for by fetching
+    it. They are slower than the code without, once that is there.
 
     Args:
         q_ptr: bfloat16 or float16.
         token: of which token.
         tile: which HEADS heads; those from H on are zeros.
         H: number of heads.
-        token_stride: in words of 32 bits.
+        token_stride: in int32.
         chunks: int32 [2 CHUNKS, HEADS, CHUNK] in shared memory.
         HEADS: heads of a tile.
-        HEAD: stride of a head, in words.
+        HEAD: stride of a head, in int32.
         FIRST: first chunk.
         COUNT: how many.
         TAIL: the last of all is the tail, and among these.
@@ -137,35 +144,101 @@ def ask_query(
 
 
 @gluon.jit
-def take_query(
-    chunks, HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, HALVES: gl.constexpr,
+def finish_query(
+    chunks, HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, FLOAT16: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Wait for what this partition asked for, and make it what keys are multiplied with.
+    """Wait for what this partition issued, and make it what keys are multiplied with.
 
-    HALVES: queries are float16. Other arguments are those of ``ask_query``.
+    FLOAT16: queries are float16. Other arguments are those of ``issue_query``.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     async_copy.wait_group(0)
     for chunk in range(FIRST, FIRST + COUNT):
         here = chunks.index(chunk)
         tail = chunk == 2 * CHUNKS - 1
-        here.store(_factored(here.load(L), tail, HALVES, TAIL))
+        here.store(_factored(here.load(L), tail, FLOAT16, TAIL))
 
 
 @gluon.jit
-def take_copied(
-    chunks, HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, HALVES: gl.constexpr,
+def finish_query_tma(
+    chunks, HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, FLOAT16: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Make what the copy engine has left what keys are multiplied with; see ``take_query``."""
+    """Make what TMA has brought what keys are multiplied with; see ``finish_query``."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     for chunk in range(FIRST, FIRST + COUNT - TAIL):
         here = chunks.index(chunk)
-        here.store(_factored(here.load(L), False, HALVES, False))
+        here.store(_factored(here.load(L), False, FLOAT16, False))
     if TAIL:
         here = chunks.index(FIRST + COUNT - 1)
-        words = _factored(here.load(L), True, HALVES, True)
+        packed = _factored(here.load(L), True, FLOAT16, True)
         # Into ``tail_order``.
-        words = gl.permute(gl.reshape(words, [HEADS, 2, 4, 4]), (0, 2, 1, 3))
-        here.store(gl.reshape(words, [HEADS, CHUNK]))
+        packed = gl.permute(gl.reshape(packed, [HEADS, 2, 4, 4]), (0, 2, 1, 3))
+        here.store(gl.reshape(packed, [HEADS, CHUNK]))
+
+
+@gluon.jit
+def boxes(packed, TYPE: gl.constexpr, BOX: gl.constexpr, WIDTH: gl.constexpr):
+    """WIDTH channels of BOX heads each, as TMA moves them."""
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    COUNT: gl.constexpr = 2 * (HALF // WIDTH) * (HEADS // BOX)
+    return view(packed, TYPE, [COUNT, BOX, WIDTH], HALVES)
+
+
+@gluon.jit
+def clear_query(q_packed, q_desc):
+    """Write zeros where TMA does not bring heads."""
+    if q_desc.block_shape[0] < HEADS:
+        L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        for part in gl.static_range(2):
+            q_packed.index(part).store(gl.zeros([HEADS, HALF // 2], gl.int32, L))
+        fence_async_shared()
+        warpgroup_barrier()
+
+
+@gluon.jit
+def q_load_issue(there, q_desc, token, tile, H, q_packed, q_full, TYPE: gl.constexpr):
+    """Let TMA bring the queries of a split, if there is one; for ``q_load_wait``."""
+    if there:
+        BOX: gl.constexpr = q_desc.block_shape[0]
+        WIDTH: gl.constexpr = q_desc.block_shape[1]
+        COUNT: gl.constexpr = HALF // WIDTH
+        to = boxes(q_packed, TYPE, BOX, WIDTH)
+        # All warps have read the queries that were here.
+        warpgroup_barrier()
+        for part in gl.static_range(2):
+            here = q_full.index(part)
+            mbarrier.expect(here, BOX * HALF * 2)
+            for i in gl.static_range(COUNT):
+                at = [token * H + tile * HEADS, part * HALF + i * WIDTH]
+                _tma_load(q_desc, at, here, to.index((part * COUNT + i) * (HEADS // BOX)))
+
+
+@gluon.jit
+def q_load_wait(q_chunks, q_full, k, FLOAT16: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr):
+    """Wait for half of the queries of split k, and round them to float16."""
+    mbarrier.wait(q_full.index(PART), k & 1)
+    finish_query_tma(q_chunks, HEADS, PART * CHUNKS, CHUNKS, FLOAT16, TAIL)
+
+
+@gluon.jit
+def q_load(
+    q_ptr, token, tile, H, q_token, q_packed, q_chunks, work,
+    Q_HEAD: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    """Load half of the queries of a split by threads, now."""
+    if work.SPLIT and not work.PARTLY:
+        load_query(q_ptr, token, tile, H, q_token, q_packed.index(PART), HEADS, Q_HEAD, PART, TAIL)
+    else:
+        FLOAT16: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
+        FIRST: gl.constexpr = PART * CHUNKS
+        issue_query(q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, FIRST, CHUNKS, TAIL)
+        finish_query(q_chunks, HEADS, FIRST, CHUNKS, FLOAT16, TAIL)
+
+
+@gluon.jit
+def q_release(q_free, last):
+    """Give the queries' memory back, after consumer 0's last scores of a split."""
+    if last:
+        mbarrier.arrive(q_free, count=1)

@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops._epilogue import check_quantized, composed, quantized_results
 from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
-from anymla.ops.sparse_attention import reference, torch_attention
-from anymla.ops.sparse_attention.rows_support import gluon_rows_support
-from anymla.ops.sparse_attention.support import gluon_attention_support, triton_attention_support
+from anymla.ops.sparse_attention import reference, torch_device
+from anymla.ops.sparse_attention.support import (
+    gluon_attention_support,
+    gluon_fp8_quant_support,
+    gluon_rows_support,
+    triton_attention_support,
+)
 
 VALUE_DIM = 512
 
@@ -80,7 +85,7 @@ def sparse_attention(
         batch_invariant: a row's result is the same, bit for bit, in any batch (of one token or
             of many, whatever the others list). It may be slower.
         plan: int32 [n] from ``sparse_attention_plan`` for as many tokens and heads and lists as
-            wide, or None. Backends that share out work in another way ignore it, and so does a
+            wide, or None. Backends that cut work in another way ignore it, and so does a
             batch-invariant call.
         out: [T, H, value_dim] of q's dtype to write the output into, or None.
 
@@ -182,6 +187,58 @@ def sparse_attention_rows(
     _check_values(name, dims, value_dim, out, q.dtype)
 
 
+@operation(outputs=quantized_results)
+def sparse_attention_fp8_quant(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    layout: str = MAIN_FP8,
+    extra_layout: str = MAIN_FP8,
+    batch_invariant: bool = False,
+    plan: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``sparse_attention``, then ``inverse_rope_fp8_quant`` of its output.
+
+    The output may be rounded to q's dtype in between, as separate calls do, or not at all, which is
+    what a backend gains that does both at once.
+
+    Args:
+        q: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
+        k_cache: as for ``sparse_attention``, like all that is not named here.
+        indices: [T, K] (or [T, 1, K]) int32.
+        lengths: [T] int32, or None.
+        positions: [T] int64, of the queries.
+        cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
+        n_groups: G.
+        sink: [H] float32 or float64, or None.
+        scale: of the scores; None for D ** -0.5.
+        extra_cache: second cache, or None.
+        extra_indices: [T, K'] (or [T, 1, K']) int32.
+        extra_lengths: [T] int32.
+        layout: layout id of k_cache.
+        extra_layout: layout id of extra_cache.
+        batch_invariant: as for ``sparse_attention``.
+        plan: int32 [n], likewise, or None.
+
+    Returns:
+        values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
+
+    Raises:
+        TypeError, ValueError: as the two operations; also for one that a backend calls.
+    """
+    check_quantized("sparse_attention_fp8_quant", q, positions, cos_sin_cache, n_groups)
+
+
 def _check_values(
     name: str, dims: dict[str, int], value_dim: int, out: Tensor | None, dtype: torch.dtype
 ) -> None:
@@ -195,21 +252,24 @@ def _flat(x: Tensor | None) -> Tensor | None:
     return x.squeeze(1) if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == 1 else x
 
 
-_TRITON = "anymla.ops.sparse_attention.triton_attention"
+_FAMILY = "anymla.ops.sparse_attention"
+_TRITON, _GLUON = f"{_FAMILY}.triton_launch", f"{_FAMILY}.gluon_sm90_launch"
 
 sparse_attention.register("reference", reference.sparse_attention)
-sparse_attention.register("torch", torch_attention.sparse_attention)
-sparse_attention.register_lazy(
-    "gluon_sm90",
-    "anymla.ops.sparse_attention.gluon_sm90_attention",
-    supports=gluon_attention_support,
-)
+sparse_attention.register("torch", torch_device.sparse_attention)
+sparse_attention.register_lazy("gluon_sm90", _GLUON, supports=gluon_attention_support)
 sparse_attention.register_lazy("triton", _TRITON, supports=triton_attention_support)
 sparse_attention_rows.register("reference", reference.sparse_attention_rows)
-sparse_attention_rows.register("torch", torch_attention.sparse_attention_rows)
+sparse_attention_rows.register("torch", torch_device.sparse_attention_rows)
 sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_attention_support)
 sparse_attention_rows.register_lazy(
     "gluon_sm90",
     "anymla.ops.prefill_attention.gluon_sm90_prefill",
     supports=gluon_rows_support,
 )
+for _backend in ("reference", "torch"):
+    sparse_attention_fp8_quant.register(
+        _backend, composed(sparse_attention_fp8_quant, sparse_attention, _backend)
+    )
+sparse_attention_fp8_quant.register_lazy("triton", _TRITON, supports=triton_attention_support)
+sparse_attention_fp8_quant.register_lazy("gluon_sm90", _GLUON, supports=gluon_fp8_quant_support)

@@ -1,4 +1,4 @@
-"""Sharing out the work of attention by slots once for several calls."""
+"""Cut the work of decode attention once for several calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from anymla.ops._check import INT32, check
 from anymla.ops.device import runs_gluon, target_of
-from anymla.ops.sparse_attention import support
-from anymla.ops.sparse_attention.schedule import choose
+from anymla.ops.sparse_attention.config import choose_schedule
 
 
 def sparse_attention_plan(
@@ -21,10 +20,10 @@ def sparse_attention_plan(
     width: int,
     extra_width: int | None = None,
 ) -> Tensor | None:
-    """Share out the work of calls of ``sparse_attention`` whose lists are as long.
+    """Cut the work of calls of ``sparse_attention`` whose lists are as long.
 
     Layers of a step, or a step's calls of one layer's kind, list as many rows of each token, so
-    that one plan serves them all. It says which program of the device does which part; results
+    that one plan serves them all. It says which CTA computes which splits; results
     differ by rounding alone, and stay right for lists that are shorter or longer than those it was
     made of. A plan is made on the device, without waiting for it, and may be captured in a graph.
 
@@ -47,14 +46,14 @@ def sparse_attention_plan(
     some = extra_lengths if lengths is None else lengths
     if some is None or not len(some) or not heads or torch.compiler.is_compiling():
         return None
-    if not (support.PLANS and runs_gluon(some.device)):
+    if not runs_gluon(some.device):
         return None
 
     widths = (width,) if extra_width is None else (width, extra_width)
-    processors = target_of(some.device).sm_count
-    schedule = choose(len(some), heads, widths, processors, lengths=True, planned=True)
+    sms = target_of(some.device).sm_count
+    schedule = choose_schedule(len(some), heads, widths, sms, lengths=True, planned=True)
     if not schedule.planned:
         return None
-    kernel = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_plan")
+    kernel = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_launch")
     made: Tensor = kernel.make_plan(schedule, len(some), lengths, extra_lengths, widths)
     return made

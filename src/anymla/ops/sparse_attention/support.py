@@ -10,21 +10,22 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops.device import target_of, triton_support
 from anymla.ops.registry import Support
-from anymla.ops.sparse_attention.schedule import FEW_HEADS
+from anymla.ops.sparse_attention.config import SWAP_AB_HEADS
 
 LARGEST_CHANNELS = 640
-# Whether the Hopper kernels are chosen without having been named.
-AUTOMATIC = True
-AUTOMATIC_WIDE = True  # likewise, for V3.2's rows
-PLANS = True  # whether there are plans for them
+VALUES = get_layout(MAIN_FP8).channels
 _LARGEST_PAGE = 1 << 30
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
 # Queries that float16 rounds to a multiple of 2^-24 must not matter either.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 0.25
+_LARGEST_ROWS_SCALE = 2.0**30
+# A CTA of the prefill kernel goes through a token's whole list. With few tokens many CTAs had
+# better share it.
+_MANY_TOKENS, _SHORT_LIST = 32, 1024
 
 
 def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
-    """``supports`` of both operations; ``rows`` is the first cache, or the rows."""
+    """``supports`` of Triton's kernels; ``rows`` is the first cache, or the rows."""
     support = triton_support(q)
     if not support:
         return support
@@ -61,9 +62,8 @@ def gluon_attention_support(
         return support
     if q.dtype not in (torch.bfloat16, torch.float16):
         return Support(False, f"q must be bfloat16 or float16, got {q.dtype}")
-    wide = layout == V32_FP8
-    if wide:
-        support = _wide_support(q, extra_cache, value_dim)
+    if layout == V32_FP8:
+        support = _v32_support(q, extra_cache, value_dim)
         if not support:
             return support
     elif layout != MAIN_FP8 or (extra_cache is not None and extra_layout != MAIN_FP8):
@@ -80,19 +80,62 @@ def gluon_attention_support(
         if cache.shape[1] * cache.shape[-1] > _LARGEST_PAGE:
             return Support(False, f"pages must be below {_LARGEST_PAGE} bytes")
     # float16 queries are promised more than products of float16 probabilities keep.
-    chosen = AUTOMATIC_WIDE if wide else AUTOMATIC
-    return Support(True, automatic=chosen and q.dtype == torch.bfloat16)
+    return Support(True, automatic=q.dtype == torch.bfloat16)
 
 
-def _wide_support(q: Tensor, extra_cache: Tensor | None, value_dim: int | None) -> Support:
+def _v32_support(q: Tensor, extra_cache: Tensor | None, value_dim: int | None) -> Support:
     """What the kernel for V3.2's rows takes beyond that."""
-    values = get_layout(MAIN_FP8).channels
     if q.dtype != torch.bfloat16:
         return Support(False, f"q must be bfloat16 for {V32_FP8}, got {q.dtype}")
     if extra_cache is not None:
         return Support(False, f"one cache of {V32_FP8}")
-    if value_dim != values:
-        return Support(False, f"{values} channels of {V32_FP8} are values, got {value_dim}")
-    if q.shape[1] <= FEW_HEADS:
-        return Support(False, f"more than {FEW_HEADS} heads for {V32_FP8}, got {q.shape[1]}")
+    if value_dim != VALUES:
+        return Support(False, f"{VALUES} channels of {V32_FP8} are values, got {value_dim}")
+    if q.shape[1] <= SWAP_AB_HEADS:
+        return Support(False, f"more than {SWAP_AB_HEADS} heads for {V32_FP8}, got {q.shape[1]}")
     return Support(True)
+
+
+def gluon_fp8_quant_support(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    **keywords: Any,
+) -> Support:
+    """``supports`` of backend ``gluon_sm90`` of ``sparse_attention_fp8_quant``."""
+    found = gluon_attention_support(q, k_cache, **keywords)
+    if found and q.shape[2] != VALUES:
+        return Support(False, f"{VALUES} channels, got {q.shape[2]}")
+    return found
+
+
+def gluon_rows_support(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *args: Any,
+    scale: float | None = None,
+    value_dim: int = VALUES,
+    **keywords: Any,
+) -> Support:
+    """``supports`` of backend ``gluon_sm90`` of ``sparse_attention_rows``."""
+    if q.device.type != "cuda" or target_of(q.device).name != "sm_90":
+        return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
+    support = triton_support(q)
+    if not support:
+        return support
+    if q.dtype not in (torch.bfloat16, torch.float16) or kv.dtype != q.dtype:
+        return Support(False, "q and kv must both be float16, or both bfloat16")
+    if q.shape[2] != VALUES or value_dim != VALUES:
+        return Support(False, f"{VALUES} channels, all of them values")
+    if scale is not None and not _LEAST_SCALE <= scale <= _LARGEST_ROWS_SCALE:
+        return Support(False, f"scale must be positive and of ordinary size, got {scale}")
+    if not len(kv):
+        return Support(False, "at least one row")
+    many = len(q) >= _MANY_TOKENS or indices.shape[-1] <= _SHORT_LIST
+    return Support(True, automatic=many)

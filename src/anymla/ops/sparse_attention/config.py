@@ -1,0 +1,362 @@
+"""Every choice of sparse attention's kernels, as pure functions of shapes and the machine.
+
+``choose_schedule`` is Hopper's (Gluon): tiles of heads, and how the work is cut. Lengths lie on the
+device and are not known here, so it decides by the widths of the lists; the kernels then cut every
+token's own blocks. ``gluon_sm90_tile_scheduler`` says what the ways to cut mean. ``choose_tile``
+and ``choose_splits`` are the portable kernels' (Triton).
+
+Numbers below were measured on an H200 unless they say otherwise; shapes are heads, tokens, columns
+of both lists. Sections are those of docs/performance/sparse_attention.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from anymla.ops.device import Target
+
+# Hopper ------------------------------------------------------------------------------------------
+
+KEYS = 64  # listed rows of a block
+
+# Up to so many heads keys are the rows of matrices (swap_ab), above it heads (m64).
+# 8 heads cost 1.6 times less than as half-empty rows of 64 ("Two forms").
+SWAP_AB_HEADS = 32
+# 17 to 32 heads are half a tile of 64 from so many tokens on: these tiles take less time a block,
+# and more until the first is done. 32 heads, 8 requests, 128 + 512: 10.2 -> 9.8 us; 32 requests:
+# 18.7 -> 16.8 us ("What bounds them", row "half a tile of 64").
+_HALF_TILE_TOKENS = 3
+# Splits of so few blocks may be those of full lists, which do not wait for lengths: a token with
+# short ones takes no longer than one with full ones ("Sharing out the work").
+_BY_WIDTH_BLOCKS = 3
+# Lists of so few blocks, windows alone, take less than a work tile's start and end. Those are
+# shorter for tiles of 16 heads, if there is an SM for each.
+_WINDOW_BLOCKS, _NARROW_HEADS = 2, 16
+# Time of starting and ending a work tile, or a split of one, in blocks: the slope and the offset of
+# times over the number of blocks.
+TILE_COST = 4
+# Time of combining a split, likewise.
+_COMBINE_COST = 1.5
+# Lists of so many blocks that have lengths may differ in length from token to token by more than
+# stream-K costs; with 18 blocks (128 + 1,024) it was slower even where lengths were random.
+_STREAM_K_BLOCKS = 32
+MOST_STREAM_K_TOKENS = 2048
+_FEWEST_STREAM_K_TOKENS = 4
+# CTAs compare each token with each to order them. 128 heads, 64 requests of two queries, lengths up
+# to 1,024: 92 us in turn, 65 us the longest first ("Sharing out the work").
+MOST_ORDERED_TOKENS = 512
+# Blocks of a split in a batch-invariant call, and the most splits.
+_INVARIANT_BLOCKS = 4
+_MOST_INVARIANT = 8
+
+M64 = 64  # heads of a tile whose rows are heads
+# Registers of a thread; consumer warpgroup 0 gets the rest of 512 (m64) or 512 / 2 (swap_ab).
+CONSUMER1_REGISTERS = 160
+M64_PRODUCER_REGISTERS = 72
+SWAP_AB_PRODUCER_REGISTERS = 136
+# Blocks of rows in shared memory by heads of a tile: three where 32 heads leave the space.
+SWAP_AB_BUFFERS = {16: 3, 32: 2}
+
+
+class Cut(enum.IntEnum):
+    """Which work tiles are cut into splits; see ``gluon_sm90_tile_scheduler``."""
+
+    NONE = 0
+    EVERY = 1
+    TAIL = 2
+    STREAM_K = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a call is launched on Hopper.
+
+    Attributes:
+        heads: heads of a tile: 16 or 32 (swap_ab), or 64 (m64).
+        head_tiles: tiles of heads.
+        ctas: of the launch.
+        splits: of a work tile that is cut by numbers; 1 for none.
+        cut: which work tiles are cut.
+        longest_first: CTAs take the longest tokens first.
+        planned: ranges, or the order, were worked out before, once for all layers of a step.
+        by_width: splits are those of full lists, so that the kernel need not wait for lengths.
+        one_block: of them each is one block.
+        invariant: results must not depend on the other tokens of the call.
+    """
+
+    heads: int
+    head_tiles: int
+    ctas: int
+    splits: int = 1
+    cut: Cut = Cut.NONE
+    longest_first: bool = False
+    planned: bool = False
+    by_width: bool = False
+    one_block: bool = False
+    invariant: bool = False
+
+    @property
+    def combined(self) -> bool:
+        """Whether all work tiles are cut, so that their combine alone writes heads."""
+        return self.cut == Cut.EVERY
+
+    def first_cut(self, tokens: int) -> int:
+        """Work tiles before this one are whole."""
+        return tokens * self.head_tiles // self.ctas * self.ctas if self.cut == Cut.TAIL else 0
+
+    def split_count(self, tokens: int) -> int:
+        """How many splits have a number, so many tokens at a time."""
+        work_tiles, whole = tokens * self.head_tiles, self.first_cut(tokens)
+        if self.cut == Cut.STREAM_K:
+            return work_tiles + self.ctas
+        return whole + (work_tiles - whole) * self.splits
+
+    def slots(self, tokens: int) -> int:
+        """How many splits have memory for their partial, so many tokens at a time."""
+        if self.cut == Cut.NONE:
+            return 1
+        if self.cut == Cut.STREAM_K:
+            return 2 * self.ctas
+        return self.split_count(tokens) - self.first_cut(tokens)
+
+    def seen_tokens(self, tokens: int) -> int:
+        """Tokens that every CTA looks at, at least; few sizes, because each is compiled."""
+        if self.cut == Cut.STREAM_K and not self.planned:
+            return stream_k_size(tokens)
+        if self.longest_first and not self.planned:
+            return 256 if tokens <= 256 else MOST_ORDERED_TOKENS
+        return 128
+
+    def query_by_tma(self, v32: bool) -> bool:
+        """Whether TMA may bring queries to tiles of 64 heads.
+
+        Where some work tiles are cut, two tiles take 8 % longer if it does.
+        """
+        return not (v32 or (self.cut == Cut.TAIL and self.head_tiles > 1))
+
+
+def stream_k_size(tokens: int) -> int:
+    """Tokens that the CTAs of stream-K look at."""
+    return 512 if tokens <= 512 else MOST_STREAM_K_TOKENS
+
+
+def tile_heads(heads: int) -> int:
+    """Heads of a tile where tokens are few."""
+    if heads > SWAP_AB_HEADS:
+        return M64
+    return 16 if heads <= 16 else 32
+
+
+def blocks_of(widths: tuple[int, ...]) -> int:
+    """Blocks of a token whose lists are full; at least one."""
+    return max(1, sum(-(-width // KEYS) for width in widths))
+
+
+def choose_schedule(
+    tokens: int,
+    heads: int,
+    widths: tuple[int, ...],
+    sm_count: int,
+    *,
+    lengths: bool = False,
+    batch_invariant: bool = False,
+    planned: bool = False,
+    v32: bool = False,
+) -> Schedule:
+    """The schedule of a call on Hopper.
+
+    Args:
+        tokens: T, at least 1.
+        heads: query heads H, at least 1.
+        widths: columns of the lists.
+        sm_count: SMs of the device.
+        lengths: the lists have lengths of their own.
+        batch_invariant: cut a token the same way in any batch.
+        planned: ranges of stream-K, or the order, are or can be worked out before; see ``plan``.
+        v32: rows are those of V3.2, which have tiles of 64 heads alone, and whose producers wait
+            for the lengths in any case.
+    """
+    tile = tile_heads(heads)
+    if tile == SWAP_AB_HEADS and tokens >= _HALF_TILE_TOKENS and not batch_invariant:
+        tile = M64
+    blocks = blocks_of(widths)
+    narrow = tokens * -(-heads // _NARROW_HEADS) <= sm_count and not (batch_invariant or v32)
+    if tile > SWAP_AB_HEADS and blocks <= _WINDOW_BLOCKS and narrow:
+        tile = _NARROW_HEADS
+    head_tiles = -(-heads // tile)
+    work_tiles = tokens * head_tiles
+    if batch_invariant:
+        splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
+        ctas = min(work_tiles * splits, sm_count)
+        cut = Cut.EVERY if splits > 1 else Cut.NONE
+        return Schedule(tile, head_tiles, ctas, splits, cut, invariant=True)
+    fits = _FEWEST_STREAM_K_TOKENS <= tokens <= MOST_STREAM_K_TOKENS
+    if lengths and blocks >= _STREAM_K_BLOCKS and fits:
+        even = work_tiles * (blocks + TILE_COST) / sm_count
+        if even >= 2 * TILE_COST:
+            return Schedule(tile, head_tiles, sm_count, cut=Cut.STREAM_K, planned=planned)
+    chosen = _by_numbers(tile, head_tiles, work_tiles, blocks, sm_count)
+    if lengths and work_tiles > sm_count and tokens <= MOST_ORDERED_TOKENS:
+        return dataclasses.replace(chosen, longest_first=True, planned=planned)
+    if chosen.cut == Cut.EVERY:
+        if chosen.splits == blocks:
+            return dataclasses.replace(chosen, by_width=True, one_block=True)
+        if -(-blocks // chosen.splits) <= _BY_WIDTH_BLOCKS and not v32:
+            return dataclasses.replace(chosen, by_width=True)
+    return chosen
+
+
+def _by_numbers(
+    tile: int, head_tiles: int, work_tiles: int, blocks: int, sm_count: int
+) -> Schedule:
+    """Cut nothing, everything, or the last wave, whichever ends first if all lists are full."""
+    waves, rest = divmod(work_tiles, sm_count)
+    whole = (waves + (rest > 0)) * (blocks + TILE_COST)
+    plain = Schedule(tile, head_tiles, min(work_tiles, sm_count))
+    most = min(sm_count // rest, blocks) if rest else 1
+    if most == 1:
+        return plain
+    longest = -(-blocks // most)
+    splits = -(-blocks // longest)
+    if waves * (blocks + TILE_COST) + longest + TILE_COST + _COMBINE_COST >= whole:
+        return plain
+    if waves:
+        return Schedule(tile, head_tiles, sm_count, splits, Cut.TAIL)
+    return Schedule(tile, head_tiles, work_tiles * splits, splits, Cut.EVERY)
+
+
+@dataclasses.dataclass(frozen=True)
+class CombineTile:
+    """What a program of ``combine_splits_kernel`` combines.
+
+    Attributes:
+        group: heads.
+        width: channels.
+        at_once: partials that are read at a time.
+        warps: of the program.
+    """
+
+    group: int
+    width: int
+    at_once: int
+    warps: int
+
+
+# Programs that are launched in the time that one takes; and what more heads are combined by, if
+# they have few partials.
+_COMBINE_PROGRAMS = 1056
+_COMBINE_GROUP, _FEW_PARTIALS = 4, 4
+# Of stream-K: partials at a time, heads of a program.
+STREAM_K_AT_ONCE, STREAM_K_GROUP = 8, 2
+
+
+def choose_combine_tile(heads: int, channels: int, most: int) -> CombineTile:
+    """The tile for so many heads of all work tiles, of at most ``most`` (2^n) partials."""
+    if most <= _FEW_PARTIALS and heads > _COMBINE_PROGRAMS:
+        return CombineTile(_COMBINE_GROUP, channels, most, 4)
+    if heads * 2 > _COMBINE_PROGRAMS:
+        return CombineTile(1, channels, min(most, 8), 1)
+    return CombineTile(1, channels // 2, min(most, 16), 1)
+
+
+# Triton ------------------------------------------------------------------------------------------
+
+MODES = ("float16", "bfloat16", "float32")
+_KIB = 1024
+# Programs that share a token's lists in a batch-invariant call.
+_INVARIANT_SPLITS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a program of the portable kernel computes.
+
+    Attributes:
+        heads: heads of a program, a power of two of at least 16.
+        keys: listed rows a step, a power of two of at least 16.
+        keys_first: swap_ab: products are rows x heads instead of heads x rows.
+        warps: of a program.
+        stages: depth of the pipeline of row loads; 1 is none.
+        once: see ``triton_decode.coded_tile``.
+    """
+
+    heads: int
+    keys: int
+    keys_first: bool
+    warps: int
+    stages: int = 1
+    once: bool = True
+
+
+# FP8 rows, 128 + 512 slots: the fastest of some forty tiles each. Pipelines deeper than 1 and
+# rows x heads lost everywhere.
+_ONE_STEP = Tile(16, 32, False, 4)
+_FEW_HEADS = Tile(16, 64, False, 8)
+_HALF_HEADS = Tile(32, 64, False, 8)
+_MANY_HEADS = Tile(64, 64, False, 8, once=False)
+
+
+def choose_tile(
+    heads: int, keys: int, tokens: int | None, mode: str, target: Target, channels: int = 512
+) -> Tile:
+    """The tile of a call of the portable kernel.
+
+    Args:
+        heads: query heads H.
+        keys: columns of the lists of a token.
+        tokens: T, or None for a tile that suits any number.
+        mode: one of MODES, the type of the products' operands.
+        target: the machine.
+        channels: of a row.
+    """
+    if target.backend == "cpu":
+        return Tile(16, 32, False, 4)
+    if target.name.startswith("gfx1"):
+        return Tile(16, 16, False, 8)
+    if mode == "float32" or target.shared_bytes < 64 * _KIB:
+        return Tile(16, 16, False, 4)
+    if target.backend != "cuda":
+        return Tile(16, 32, False, 4)
+    if target.name != "sm_90":
+        # 32 heads and 32 rows of more than 512 channels are 104 KiB.
+        fits = channels <= 512 or target.shared_bytes >= 128 * _KIB
+        return Tile(32, 32, False, 8) if heads > 16 and fits else _ONE_STEP
+    if tokens is not None:
+        # Every step of every token has an SM of its own, or half of one.
+        steps = tokens * -(-heads // _ONE_STEP.heads) * -(-keys // _ONE_STEP.keys)
+        if steps <= target.sm_count * (2 if heads > 32 else 1):
+            return _ONE_STEP
+    if heads > 32:
+        return _MANY_HEADS
+    return _FEW_HEADS if heads <= 16 else _HALF_HEADS
+
+
+def choose_splits(programs: int, keys: int, tile: Tile, sm_count: int) -> int:
+    """How many programs of the portable kernel share a token's lists.
+
+    Args:
+        programs: tokens x blocks of heads.
+        keys: columns of the lists of a token.
+        tile: of the call.
+        sm_count: SMs of the device.
+
+    Returns:
+        At least 1, at most one for every step.
+    """
+    steps = max(1, -(-keys // tile.keys))
+    most = min(sm_count // max(programs, 1), steps)
+    if most <= 1:
+        return 1
+    # As few as leave the longest split as short.
+    return -(-steps // -(-steps // most))
+
+
+def invariant_splits(keys: int, tile: Tile) -> int:
+    """How many programs share a token's lists in a batch-invariant call."""
+    return choose_splits(1, keys, tile, _INVARIANT_SPLITS)
+
+
+def combine_warps(splits: int) -> int:
+    """Warps of a program of the portable combine."""
+    return 4 if splits > 8 else 2

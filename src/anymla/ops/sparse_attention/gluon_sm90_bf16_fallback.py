@@ -1,0 +1,336 @@
+"""Compute again, in bfloat16, the splits whose rows or queries float16 does not hold.
+
+The kernels notice such splits by the tail's sums: NaN, which is what queries and rows that float16
+does not hold become, reaches all channels of a head, infinities of the tail stay there. NaN in a
+listed row looks the same. They leave overflow flags: one number a head of every split in memory,
+NaN if it is concerned, and their sum in shared memory. After its last split a CTA looks at that
+sum, which costs one read of shared memory, and overwrites what flagged splits left. Here one
+warpgroup does everything in turn, a quarter of the channels at a time: about five times slower, and
+hardly ever run.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anymla.ops._gluon import view, warpgroup_barrier
+from anymla.ops._gluon_epilogue import CHANNELS, angles_of, store_quantized_block
+from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
+    LOG2E,
+    NO_MAXIMUM,
+    SUMS,
+    denominator,
+    load_sink,
+    log_sum,
+)
+from anymla.ops.sparse_attention.gluon_sm90_kv_producer import (
+    LIFT,
+    MASKED,
+    NOPE,
+    V32_SCALES,
+    V32_TAIL,
+    address,
+    slots_of,
+    v32_address,
+)
+from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import KEYS, split_at
+
+_CHUNK = gl.constexpr(64)
+_CHUNKS = gl.constexpr(CHANNELS.value // 64)
+_CODED = gl.constexpr(NOPE.value // 64)
+# Partials are scaled to less than 2^8, so that LIFT times that is less than 2^15.
+_LARGEST_EXPONENT = gl.constexpr(127 + 7)
+
+
+@gluon.jit
+def _fetch_q(q_ptr, token, head0, H, token_stride, head_stride, to):
+    """The first 512 channels of 64 heads, to [8, 64, 64]."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    row = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
+    at = q_ptr + gl.expand_dims(row, 1) + column
+    for chunk in range(0, _CHUNKS):
+        q = gl.load(at + chunk * _CHUNK, mask=gl.expand_dims(head < H, 1), other=0.0)
+        to.index(chunk).store(q.to(gl.float32).to(gl.bfloat16))
+
+
+@gluon.jit
+def _fetch_rows(valid, data, scales_at, to, L: gl.constexpr):
+    """Decode a block of rows to [8, 64, 64]."""
+    column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    there = gl.expand_dims(valid, 1) & (column >= 0)
+    at = gl.expand_dims(data, 1) + column
+    for chunk in range(0, _CODED):
+        codes = (at + chunk * _CHUNK).to(gl.pointer_type(gl.uint8))
+        codes = gl.load(codes, mask=there, other=0)
+        byte = gl.load((scales_at + chunk).to(gl.pointer_type(gl.uint8)), mask=valid, other=127)
+        bits = byte.to(gl.int32)
+        bits = gl.where(bits == 0, 0x00400000, gl.where(bits == 255, 0x7FC00000, bits << 23))
+        factor = gl.expand_dims(bits.to(gl.float32, bitcast=True), 1)
+        rows = codes.to(gl.float8e4nv, bitcast=True).to(gl.float32) * factor
+        to.index(chunk).store(rows.to(gl.bfloat16))
+    tail = (gl.expand_dims(data, 1) + NOPE + column * 2).to(gl.pointer_type(gl.bfloat16))
+    to.index(_CODED).store(gl.load(tail, mask=there, other=0.0))
+
+
+@gluon.jit
+def _fetch_tail(q_ptr, token, head0, H, token_stride, head_stride, to):
+    """The last 64 of 576 channels of 64 heads, to [64, 64]."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    row = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
+    at = q_ptr + gl.expand_dims(row, 1) + (column + _CHUNKS * _CHUNK)
+    to.store(gl.load(at, mask=gl.expand_dims(head < H, 1), other=0.0))
+
+
+@gluon.jit
+def _fetch_v32_rows(valid, data, to, to_tail, L: gl.constexpr):
+    """Decode a block of rows to [8, 64, 64] and [64, 64]."""
+    column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    there = gl.expand_dims(valid, 1) & (column >= 0)
+    at = gl.expand_dims(data, 1) + column
+    for chunk in range(0, _CHUNKS):
+        codes = (at + chunk * _CHUNK).to(gl.pointer_type(gl.uint8))
+        codes = gl.load(codes, mask=there, other=0)
+        scale = (data + (V32_SCALES + chunk // 2 * 4)).to(gl.pointer_type(gl.float32))
+        factor = gl.expand_dims(gl.load(scale, mask=valid, other=1.0), 1)
+        rows = codes.to(gl.float8e4nv, bitcast=True).to(gl.float32) * factor
+        to.index(chunk).store(rows.to(gl.bfloat16))
+    tail = (gl.expand_dims(data, 1) + V32_TAIL + column * 2).to(gl.pointer_type(gl.bfloat16))
+    to_tail.store(gl.load(tail, mask=there, other=0.0))
+
+
+@gluon.jit
+def _weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
+    """Add a block to the sums of a pass: its values in k_s, weighed by its scores."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    listed = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(0, S))
+    scores = gl.where(gl.expand_dims(listed, 0) != 0, scores, MASKED)
+    peak = gl.maximum(highest, gl.max(scores, 1))
+    decay = gl.exp2((highest - peak) * factor)
+    p = gl.exp2(scores * factor - gl.expand_dims(peak * factor, 1))
+    sums = sums * decay + gl.sum(p, 1)
+    p_s.store(p.to(gl.bfloat16))
+    fence_async_shared()
+    warpgroup_barrier()
+    low = low * gl.expand_dims(decay, 1)
+    high = high * gl.expand_dims(decay, 1)
+    low = warpgroup_mma(p_s, k_s.index(quarter * 2), low, is_async=True)
+    high = warpgroup_mma(p_s, k_s.index(quarter * 2 + 1), high, is_async=True)
+    low, high = warpgroup_mma_wait(0, deps=[low, high])
+    warpgroup_barrier()
+    return low, high, peak, sums
+
+
+@gluon.jit
+def _pass(
+    lists, token, n0, n1, blocks0, first, last, factor, q_s, k_s, p_s, quarter, q_tail, k_tail,
+    V32: gl.constexpr,
+):  # fmt: skip
+    """Scores of all blocks, and sums of one quarter of the channels, as two tiles of 64."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    r = gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
+    low = gl.zeros([64, _CHUNK], gl.float32, S)
+    high = gl.zeros([64, _CHUNK], gl.float32, S)
+    highest = gl.full([64], NO_MAXIMUM, gl.float32, ROW)
+    sums = gl.zeros([64], gl.float32, ROW)
+    for block in range(first, last):
+        slots = slots_of(block, last, token, n0, n1, blocks0, lists, r)
+        if V32:
+            valid, data = v32_address(slots, lists)
+            _fetch_v32_rows(valid, data, k_s, k_tail, L)
+        else:
+            valid, data, scales_at = address(slots, block < blocks0, lists)
+            _fetch_rows(valid, data, scales_at, k_s, L)
+        fence_async_shared()
+        warpgroup_barrier()
+        scores = gl.zeros([64, KEYS], gl.float32, S)
+        # Unrolled, its operands' addresses would be the same numbers as the kernel's own, which the
+        # compiler would then keep in registers across the kernel's loop.
+        for chunk in range(0, _CHUNKS):
+            scores = warpgroup_mma(
+                q_s.index(chunk), k_s.index(chunk).permute((1, 0)), scores, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        if V32:
+            scores = warpgroup_mma(q_tail, k_tail.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        low, high, highest, sums = _weigh(
+            scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter
+        )
+    return low, high, highest * factor, sums
+
+
+@gluon.jit
+def _store(to, row_stride, head, head0, H, column0, y, L: gl.constexpr):
+    column = gl.expand_dims(column0 + gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    at = to + gl.expand_dims((head - head0).to(gl.int64) * row_stride, 1) + column
+    gl.store(at, y.to(to.dtype.element_ty), mask=gl.expand_dims(head < H, 1) & (column >= 0))
+
+
+@gluon.jit
+def _store_output(
+    out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top, sums,
+    empty, sink_ptr, SINK: gl.constexpr,
+):  # fmt: skip
+    """Store a quarter of the output of a whole work tile."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    bottom = denominator(sums, top, load_sink(sink_ptr, head, H, SINK))
+    work = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / bottom), 1)
+    if out.ROPE_DIM > 0:
+        row = token.to(gl.int64) * H + head0
+        quarter = column // (2 * _CHUNK)
+        angles = angles_of(out, token)
+        store_quantized_block(
+            low * work, high * work, out, angles, row, head < H, quarter, True, False
+        )
+    else:
+        to = out.heads + token.to(gl.int64) * out_token + head0.to(gl.int64) * out_head
+        _store(to, out_head, head, head0, H, column, low * work, S)
+        _store(to, out_head, head, head0, H, column + _CHUNK, high * work, S)
+    gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
+
+
+@gluon.jit
+def _store_partial(
+    part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest,
+    ROWS: gl.constexpr, V32: gl.constexpr,
+):  # fmt: skip
+    """Store a quarter of a split's partial, times a power of two with which float16 holds it.
+
+    The channels before the tail times ``LIFT`` besides, as in other partials.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    to = part_ptr + slot.to(gl.int64) * (ROWS * CHANNELS)
+    exponent = gl.minimum((largest.to(gl.int32, bitcast=True) >> 23) - _LARGEST_EXPONENT, 126)
+    exponent = gl.maximum(exponent, -126).to(gl.int32)
+    up = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
+    down = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
+    work = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / sums) * down, 1)
+    _store(to, CHANNELS, head, head0, H, column, low * work * LIFT, S)
+    tail = LIFT
+    if not V32:
+        tail = gl.where(column + _CHUNK == NOPE, 1.0, LIFT)
+    _store(to, CHANNELS, head, head0, H, column + _CHUNK, high * work * tail, S)
+    at = sums_ptr + (slot.to(gl.int64) * ROWS + (head - head0)) * SUMS
+    gl.store(at, top, mask=head < H)
+    gl.store(at + 1, sums, mask=head < H)
+    gl.store(at + 2, up, mask=head < H)
+
+
+@gluon.jit
+def _largest_of(low, high, sums):
+    """The largest magnitude of a quarter of a split's result, for each head."""
+    both = gl.maximum(gl.max(gl.abs(low), 1), gl.max(gl.abs(high), 1))
+    return gl.where(sums == 0, 0.0, both / sums)
+
+
+@gluon.jit
+def any_overflow(overflowed, ROWS: gl.constexpr):
+    """Whether the overflow flags of a CTA's splits, summed up in shared memory, have a NaN."""
+    L: gl.constexpr = gl.BlockedLayout([ROWS // 32 if ROWS > 32 else 1], [32], [4], [0])
+    flags = gl.sum(overflowed.load(L), 0)  # in every warp by itself
+    return flags != flags
+
+
+@gluon.jit
+def _store_quarter(
+    out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, work, token, whole, slot, head, head0,
+    H, quarter, low, high, top, sums, empty, sink_ptr, ROWS: gl.constexpr, SINK: gl.constexpr,
+    largest, V32: gl.constexpr,
+):  # fmt: skip
+    """Store a quarter of the channels of a split, as output or as partial."""
+    column = quarter * (2 * _CHUNK)
+    if not work.SPLIT:
+        _store_output(
+            out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top, sums,
+            empty, sink_ptr, SINK,
+        )  # fmt: skip
+    elif work.PARTLY:
+        if whole:
+            _store_output(
+                out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top,
+                sums, empty, sink_ptr, SINK,
+            )  # fmt: skip
+        else:
+            _store_partial(
+                part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest,
+                ROWS, V32,
+            )  # fmt: skip
+    else:
+        _store_partial(
+            part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest, ROWS,
+            V32,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _begin(whole, work):
+    """The first of eight steps: four look for the largest, which whole tasks do without."""
+    if not work.SPLIT:
+        return 4
+    elif work.PARTLY:
+        return gl.where(whole, 4, 0)
+    else:
+        return 0
+
+
+@gluon.jit
+def bf16_fallback(
+    lists, work, q_ptr, out, lse_ptr, part_ptr, sums_ptr, flags_ptr, sink_ptr, H,
+    q_token, q_head, out_token, out_head, scale, empty, q_memory, k_memory, p_memory,
+    ROWS: gl.constexpr, SINK: gl.constexpr, q_tail_memory=None, k_tail_memory=None,
+    V32: gl.constexpr = False,
+):  # fmt: skip
+    """Overwrite the results of the CTA's flagged splits.
+
+    q_memory and k_memory are shared memory of at least 64 KiB each, p_memory of 8 KiB, that nobody
+    uses any more; if V32 (rows are those of V3.2), so are the tails' memories, of at least 8 KiB.
+    ROWS: heads of a tile, as in part and sums. Strides are in elements; the other arguments are the
+    kernels'.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_s = view(q_memory, gl.bfloat16, [_CHUNKS, 64, _CHUNK], SHARED)
+    k_s = view(k_memory, gl.bfloat16, [_CHUNKS, KEYS, _CHUNK], SHARED)
+    p_s = view(p_memory, gl.bfloat16, [1, 64, KEYS], SHARED).index(0)
+    q_tail, k_tail = None, None
+    if V32:
+        q_tail = view(q_tail_memory, gl.bfloat16, [1, 64, _CHUNK], SHARED).index(0)
+        k_tail = view(k_tail_memory, gl.bfloat16, [1, KEYS, _CHUNK], SHARED).index(0)
+    for k in range(0, work.count):
+        token, tile, n0, n1, blocks0, first, last, whole, slot, number = split_at(k, work, lists)
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        flags = gl.sum(gl.load(flags_ptr + number * ROWS + gl.arange(0, ROWS, layout=L)), 0)
+        if flags != flags:
+            head0 = tile * ROWS
+            head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+            if ROWS < 64:  # the others are another tile's
+                head = gl.where(head < head0 + ROWS, head, H)
+            _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
+            if V32:
+                _fetch_tail(q_ptr, token, head0, H, q_token, q_head, q_tail)
+            largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
+            # Partials need the largest of all channels before the first is written.
+            for step in range(_begin(whole, work), 8):
+                quarter = step % 4
+                low, high, top, sums = _pass(
+                    lists, token, n0, n1, blocks0, first, last, scale * LOG2E, q_s, k_s, p_s,
+                    quarter, q_tail, k_tail, V32,
+                )  # fmt: skip
+                if step < 4:
+                    largest = gl.maximum(largest, _largest_of(low, high, sums))
+                else:
+                    _store_quarter(
+                        out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, work, token, whole,
+                        slot, head, head0, H, quarter, low, high, top, sums, empty, sink_ptr,
+                        ROWS, SINK, largest, V32,
+                    )  # fmt: skip

@@ -1,0 +1,620 @@
+"""Tile scheduler of Hopper's decode kernels: which CTA computes which splits of which work tiles.
+
+A *work tile* is one tile of heads of one token, a *split* a range of a work tile's blocks. A
+token's blocks are 64 columns of its first list, then 64 columns of its second; at least one, so
+that a token without rows gets its zeros. ``config.Schedule`` says how a launch hands out splits:
+
+    Cut.NONE       data-parallel: CTAs take whole work tiles in turn.
+    Cut.EVERY      every work tile is cut into the same number of splits, each by its own length;
+                   split v belongs to CTA v mod CTAs.
+    Cut.TAIL       data-parallel with split tail: whole work tiles as long as there is one for every
+                   CTA; the rest is cut as above.
+    Cut.STREAM_K   all blocks of all work tiles, in order, plus a fixed cost for each, are cut into
+                   one work range for every CTA. A CTA's first and last split may be parts of a
+                   work tile; but where cutting costs more than it saves, cuts move to the nearest
+                   end of a work tile.
+
+    BY_WIDTH        splits are ranges of the blocks of full lists, so that nothing waits for lengths
+                    before it reads the list; ONE_BLOCK: as many splits as there are blocks.
+    LONGEST_FIRST   the longest tokens come first, and in every second wave CTAs take them in the
+                    opposite order. What is left for the last wave are the shortest, which are cut
+                    where that ends sooner: if all are about as long, it does.
+    PLANNED         ranges, or the order, are read from a plan that ``plan_work_kernel`` made once
+                    for all layers of a step. Lists may be shorter or longer than those that it was
+                    made for: a work tile's last split ends where the work tile does.
+
+A plan of an order is the order of tokens, int32 [T], and whether the last wave is better not cut.
+Of stream-K it is
+    int32 [work tiles + CTAs, 2]   what ``combine_stream_k_kernel`` reads: first and last CTA of
+                                   every work tile that is cut; for every CTA the work tile that its
+                                   range begins in the middle of, or -1
+    int32 [CTAs, 4]                first work tile, splits, first block of the first split, end
+                                   block of the last split or 0
+"""
+
+from collections.abc import Iterator
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from anymla.ops._build import Build
+from anymla.ops._gluon import aggregate, view
+from anymla.ops.device import Target
+from anymla.ops.sparse_attention.config import KEYS as _KEYS
+from anymla.ops.sparse_attention.config import MOST_ORDERED_TOKENS, TILE_COST, Cut
+
+KEYS = gl.constexpr(_KEYS)
+_NONE = gl.constexpr(int(Cut.NONE))
+_TAIL = gl.constexpr(int(Cut.TAIL))
+_STREAM_K = gl.constexpr(int(Cut.STREAM_K))
+# Units of work, which are blocks and fixed costs, that a CTA of stream-K has at least; fewer CTAs
+# work if there are not enough.
+_LEAST = gl.constexpr(4)
+# What combining costs a CTA, in units.
+_COMBINE = gl.constexpr(6)
+# A cut so close to a work tile's end moves to the end: splits of a block or less cost more than
+# they save.
+_SNAP = gl.constexpr(2)
+# Of keys that tokens are ordered by.
+_TOKENS = gl.constexpr(MOST_ORDERED_TOKENS)
+_MOST_BLOCKS = gl.constexpr((1 << 30) // MOST_ORDERED_TOKENS)
+# What cutting the last wave costs besides, in units.
+_CUTTING = gl.constexpr(5)
+RANGE = gl.constexpr(4)  # numbers of a CTA in a plan
+# Arguments of the kernels that do not make a specialisation.
+COUNTS = (
+    "T", "H", "width0", "width1", "limit0", "limit1", "stride0", "stride1", "splits", "angles",
+)  # fmt: skip
+
+
+@aggregate
+class Lists:
+    """Both lists of all tokens and the caches they point into; see the kernels' arguments."""
+
+    rows0: gl.tensor
+    rows1: gl.tensor
+    list0: gl.tensor
+    list1: gl.tensor
+    length0: gl.tensor
+    length1: gl.tensor
+    width0: gl.tensor
+    width1: gl.tensor
+    limit0: gl.tensor
+    limit1: gl.tensor
+    stride0: gl.tensor
+    stride1: gl.tensor
+    TWO: gl.constexpr
+    LENGTH0: gl.constexpr
+    LENGTH1: gl.constexpr
+    PAGE0: gl.constexpr
+    PAGE1: gl.constexpr
+    STEP0: gl.constexpr
+    STEP1: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, rows0, rows1, list0, list1, length0, length1, width0, width1, limit0, limit1,
+        stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+    ):  # fmt: skip
+        self.rows0 = rows0
+        self.rows1 = rows1
+        self.list0 = list0
+        self.list1 = list1
+        self.length0 = length0
+        self.length1 = length1
+        self.width0 = width0
+        self.width1 = width1
+        self.limit0 = limit0
+        self.limit1 = limit1
+        self.stride0 = stride0
+        self.stride1 = stride1
+        self.TWO = gl.constexpr(TWO)
+        self.LENGTH0 = gl.constexpr(LENGTH0)
+        self.LENGTH1 = gl.constexpr(LENGTH1)
+        self.PAGE0 = gl.constexpr(PAGE0)
+        self.PAGE1 = gl.constexpr(PAGE1)
+        self.STEP0 = gl.constexpr(STEP0)
+        self.STEP1 = gl.constexpr(STEP1)
+
+
+@gluon.jit
+def gdc_wait():
+    """If this grid was launched early, wait for those before it."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;",
+        "=r,r",
+        [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def gdc_launch_dependents():
+    """Let the next grid be launched, which waits for this one's end by itself."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r,r",
+        [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def length_of(lengths, token, there, width, GIVEN: gl.constexpr):
+    """Columns in use of a token's list: at most all of it, which is what they are unless given."""
+    if GIVEN:
+        return gl.minimum(gl.maximum(gl.load(lengths + token, mask=there, other=0), 0), width)
+    else:
+        return width
+
+
+@gluon.jit
+def counts(lists, token):
+    """Columns in use of both lists of a token, and blocks of the first and of both."""
+    n0 = length_of(lists.length0, token, token >= 0, lists.width0, lists.LENGTH0)
+    blocks0 = (n0 + KEYS - 1) // KEYS
+    n1 = n0 * 0
+    if lists.TWO:
+        n1 = n1 + length_of(lists.length1, token, token >= 0, lists.width1, lists.LENGTH1)
+    blocks = gl.maximum(blocks0 + (n1 + KEYS - 1) // KEYS, 1)
+    return n0, n1, blocks0, blocks
+
+
+@gluon.jit
+def place_of(k, cta, ctas):
+    """Which split of its wave k a CTA takes, if the longest come first."""
+    return gl.where(k % 2 == 1, ctas - 1 - cta, cta)
+
+
+@gluon.jit
+def _rank_keys(lists, tokens, T):
+    """Numbers that are the larger, the earlier a token is taken: by blocks, then by number."""
+    there = tokens < T
+    n0 = length_of(lists.length0, tokens, there, lists.width0, lists.LENGTH0)
+    blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
+    if lists.TWO:
+        n1 = length_of(lists.length1, tokens, there, lists.width1, lists.LENGTH1)
+        blocks = blocks + (n1 + KEYS - 1) // KEYS
+    keys = gl.minimum(gl.maximum(blocks, 1), _MOST_BLOCKS) * _TOKENS + (_TOKENS - 1 - tokens)
+    return gl.where(there, keys, -1).to(gl.int32)
+
+
+@gluon.jit
+def _better_whole(units, rank, T, splits, ctas, HEAD_TILES: gl.constexpr, COST: gl.constexpr):
+    """Whether the work tiles of the last wave had better not be cut, as 0 or 1.
+
+    Args:
+        units: of work in each token's work tiles.
+        rank: the tokens' places in the order.
+        T: tokens.
+        splits: of a work tile that is cut.
+        ctas: of the launch.
+        HEAD_TILES: tiles of heads.
+        COST: of a work tile or split besides its blocks.
+    """
+    work_tiles = T * HEAD_TILES
+    late = rank >= work_tiles // ctas * ctas // HEAD_TILES
+    total = gl.sum(units, 0) * HEAD_TILES // ctas
+    rest = gl.sum(gl.where(late, units, 0), 0) * HEAD_TILES // ctas
+    longest = gl.max(units, 0)
+    largest = gl.max(gl.where(late, units, 0), 0)
+    whole = gl.maximum(longest, total + largest // 2)
+    split = (gl.maximum(largest - COST, 0) + splits - 1) // splits + COST
+    return (whole <= gl.maximum(longest, total - rest) + split + _CUTTING).to(gl.int32)
+
+
+@gluon.jit
+def order_tokens(
+    lists, order, T, splits, ctas, HEAD_TILES: gl.constexpr, COST: gl.constexpr,
+    SIZE: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    """Write down in which order tokens are taken; every CTA does, and all write the same.
+
+    SIZE: a power of two of at least T, 128 and at most 512. If TAIL, returns, and writes behind
+    the order, whether the work tiles of the last wave are better not cut.
+    """
+    K: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
+    L: gl.constexpr = gl.BlockedLayout([SIZE // 128, 32], [32, 1], [4, 1], [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    keys = gl.allocate_shared_memory(gl.int32, [SIZE], FLAT)
+    keys.store(_rank_keys(lists, gl.arange(0, SIZE, layout=K), T))
+    chunks = view(keys, gl.int32, [SIZE // 32, 32], FLAT)
+    tokens = gl.arange(0, SIZE, layout=gl.SliceLayout(1, L))
+    key = _rank_keys(lists, tokens, T)
+    own = gl.expand_dims(key, 1)
+    rank = tokens * 0
+    for chunk in range(0, (T + 31) // 32):
+        others = gl.expand_dims(chunks.index(chunk).load(gl.SliceLayout(0, L)), 0)
+        rank += gl.sum((others > own).to(gl.int32), 1)
+    gl.store(order + rank, tokens, mask=tokens < T)
+    if TAIL:
+        units = gl.where(key >= 0, key // _TOKENS + COST, 0)
+        uncut = _better_whole(units, rank, T, splits, ctas, HEAD_TILES, COST)
+        gl.store(order + T, uncut)
+        return uncut
+    else:
+        return T * 0
+
+
+@aggregate
+class WorkRange:
+    """The splits of one CTA.
+
+    Attributes:
+        first: number of the first split, or of the first work tile (stream-K).
+        count: how many splits.
+        begin: first block of the first split (stream-K).
+        end: end block of the last split, 0 for all of its work tile (stream-K).
+        work_tiles: tokens x tiles of heads.
+        splits: of a work tile that is cut; 0 if none is after all.
+        HEAD_TILES: tiles of heads.
+        SPLIT: work tiles may be cut.
+        PARTLY: some are and some are not, which is known at run time.
+        TAIL: data-parallel with split tail.
+        PLANNED: see the file, like the others.
+        LONGEST_FIRST: likewise.
+        order: int32 [T], tokens in the order in which they are taken, if LONGEST_FIRST.
+        BY_WIDTH: likewise.
+        ONE_BLOCK: likewise.
+    """
+
+    first: gl.tensor
+    count: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    work_tiles: gl.tensor
+    splits: gl.tensor
+    HEAD_TILES: gl.constexpr
+    SPLIT: gl.constexpr
+    PARTLY: gl.constexpr
+    TAIL: gl.constexpr
+    PLANNED: gl.constexpr
+    LONGEST_FIRST: gl.constexpr
+    order: gl.tensor
+    BY_WIDTH: gl.constexpr
+    ONE_BLOCK: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, first, count, begin, end, work_tiles, splits, HEAD_TILES, SPLIT, PARTLY, TAIL,
+        PLANNED, LONGEST_FIRST, order, BY_WIDTH=False, ONE_BLOCK=False,
+    ):  # fmt: skip
+        self.first = first
+        self.count = count
+        self.begin = begin
+        self.end = end
+        self.work_tiles = work_tiles
+        self.splits = splits
+        self.HEAD_TILES = gl.constexpr(HEAD_TILES)
+        self.SPLIT = gl.constexpr(SPLIT)
+        self.PARTLY = gl.constexpr(PARTLY)
+        self.TAIL = gl.constexpr(TAIL)
+        self.PLANNED = gl.constexpr(PLANNED)
+        self.LONGEST_FIRST = gl.constexpr(LONGEST_FIRST)
+        self.order = order
+        self.BY_WIDTH = gl.constexpr(BY_WIDTH)
+        self.ONE_BLOCK = gl.constexpr(ONE_BLOCK)
+
+
+@gluon.jit
+def _count(total, cta, ctas, LONGEST_FIRST: gl.constexpr):
+    """How many of all splits a CTA takes."""
+    if LONGEST_FIRST:
+        waves = total // ctas
+        last = place_of(waves, cta, ctas) < total - waves * ctas
+        return waves + last.to(gl.int32)
+    else:
+        return (total - cta + ctas - 1) // ctas
+
+
+@gluon.jit
+def _even_range(
+    work_tiles, splits, order, HEAD_TILES: gl.constexpr, SPLIT: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, BY_WIDTH: gl.constexpr, ONE_BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Work of this CTA where every work tile has as many splits."""
+    total = work_tiles * splits
+    cta = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    count = _count(total, cta, ctas, LONGEST_FIRST)
+    zero = cta * 0
+    return WorkRange(
+        cta, count, zero, zero, work_tiles, splits, HEAD_TILES, SPLIT, False, False, False,
+        LONGEST_FIRST, order, BY_WIDTH, ONE_BLOCK,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _tail_range(
+    work_tiles, splits, uncut, order, HEAD_TILES: gl.constexpr, LONGEST_FIRST: gl.constexpr
+):
+    """Work of this CTA where only the last wave is cut; uncut: it is not after all."""
+    cta = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    whole = work_tiles // ctas * ctas
+    if LONGEST_FIRST:
+        splits = gl.where(uncut != 0, 0, splits)
+    total = whole + (work_tiles - whole) * gl.maximum(splits, 1)
+    count = _count(total, cta, ctas, LONGEST_FIRST)
+    zero = cta * 0
+    return WorkRange(
+        cta, count, zero, zero, work_tiles, splits, HEAD_TILES, True, True, True, False,
+        LONGEST_FIRST, order,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _cut(place, tokens, ends, cost, blocks, T, uncut, COST: gl.constexpr, HEAD_TILES: gl.constexpr):
+    """The work tile and block that a range starting at ``place`` starts with."""
+    passed = (ends <= place) & (tokens < T)
+    token = gl.sum(passed.to(gl.int32), 0)
+    start = gl.max(gl.where(passed, ends, 0), 0)
+    here = tokens == token
+    units = gl.maximum(gl.sum(gl.where(here, cost, 0), 0), 1)
+    most = gl.maximum(gl.sum(gl.where(here, blocks, 0), 0), 1)
+    tile = (place - start) // units
+    done = place - start - tile * units
+    block = gl.minimum(gl.maximum(done - COST, 0), most)
+    block = gl.where(block < _SNAP, 0, gl.where(most - block < _SNAP, most, block))
+    block = gl.where(uncut, gl.where(done * 2 < units, 0, most), block)
+    work_tile = token * HEAD_TILES + tile
+    whole = block >= most
+    return gl.where(whole, work_tile + 1, work_tile), gl.where(whole, 0, block)
+
+
+@gluon.jit
+def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr):
+    """Work of this CTA in stream-K; SIZE is a power of two of at least max(T, 128)."""
+    L: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
+    tokens = gl.arange(0, SIZE, layout=L)
+    there = tokens < T
+    n0 = length_of(lists.length0, tokens, there, lists.width0, lists.LENGTH0)
+    blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
+    if lists.TWO:
+        n1 = length_of(lists.length1, tokens, there, lists.width1, lists.LENGTH1)
+        blocks = blocks + (n1 + KEYS - 1) // KEYS
+    blocks = gl.maximum(blocks, 1)
+    cost = gl.where(there, blocks + COST, 0)
+    ends = gl.associative_scan(cost * HEAD_TILES, 0, _add)
+    total = gl.max(ends, 0).to(gl.int64)
+    # The longest range, if work tiles stay whole and if they are cut.
+    ctas = gl.num_programs(0)
+    longest = gl.max(cost, 0).to(gl.int64)
+    even = total // ctas
+    waves = (T * HEAD_TILES + ctas - 1) // ctas
+    whole = gl.where(longest * (T * HEAD_TILES) == total, waves * longest, even + longest // 2)
+    uncut = whole <= even + (COST + _COMBINE)
+    cta = gl.program_id(0)
+    working = gl.minimum(ctas, gl.maximum(total // _LEAST, 1))
+    low = gl.minimum(cta * total // working, total).to(gl.int32)
+    high = gl.minimum((cta + 1) * total // working, total).to(gl.int32)
+    first, begin = _cut(low, tokens, ends, cost, blocks, T, uncut, COST, HEAD_TILES)
+    last, end = _cut(high, tokens, ends, cost, blocks, T, uncut, COST, HEAD_TILES)
+    count = last - first + gl.where(end > 0, 1, 0)
+    count = gl.where((first == last) & (begin >= end), 0, count)
+    first = gl.where(count > 0, first, 0)
+    return WorkRange(
+        first, count, begin, end, T * HEAD_TILES, T * 0 + 1, HEAD_TILES, True, True, False, False,
+        False, lists.list0,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _planned_range(plan, T, HEAD_TILES: gl.constexpr):
+    """Work of this CTA in a plan of stream-K."""
+    work_tiles = T * HEAD_TILES
+    at = plan + (work_tiles + gl.num_programs(0)) * 2 + gl.program_id(0) * RANGE
+    return WorkRange(
+        gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), work_tiles, T * 0 + 1,
+        HEAD_TILES, True, True, False, True, False, plan,
+    )  # fmt: skip
+
+
+@gluon.jit
+def work_range(
+    lists, T, splits, plan, HEAD_TILES: gl.constexpr, CUT: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, PLANNED: gl.constexpr, BY_WIDTH: gl.constexpr,
+    ONE_BLOCK: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr,
+):  # fmt: skip
+    """Work of this CTA; the constants are those of ``config.Schedule``.
+
+    plan: int32; what was planned, or memory for the order of tokens.
+    """
+    TAIL: gl.constexpr = CUT == _TAIL
+    NOW: gl.constexpr = LONGEST_FIRST and not PLANNED
+    # Every partition waits for itself, before it reads anything.
+    if NOW or CUT == _STREAM_K:
+        gdc_wait()
+    uncut = T * 0
+    if NOW:
+        ctas = gl.num_programs(0)
+        uncut = order_tokens(lists, plan, T, splits, ctas, HEAD_TILES, COST, SIZE, TAIL)
+    if TAIL:
+        if LONGEST_FIRST and PLANNED:
+            gdc_wait()
+            uncut = gl.load(plan + T)
+        return _tail_range(T * HEAD_TILES, splits, uncut, plan, HEAD_TILES, LONGEST_FIRST)
+    elif CUT == _STREAM_K:
+        if PLANNED:
+            return _planned_range(plan, T, HEAD_TILES)
+        else:
+            return _stream_k_range(lists, T, HEAD_TILES, COST, SIZE)
+    else:
+        return _even_range(
+            T * HEAD_TILES, splits, plan, HEAD_TILES, CUT != _NONE, LONGEST_FIRST, BY_WIDTH,
+            ONE_BLOCK,
+        )  # fmt: skip
+
+
+@gluon.jit
+def split_at(k, work, lists):
+    """Split k of the CTA: its token, tile of heads, columns, blocks, and where its partial goes.
+
+    Returns:
+        token, tile, n0, n1, blocks0, first, last, whole, slot, number: the split is blocks
+        first .. last - 1. ``whole``: of its work tile, whose result it writes. Otherwise it stores
+        its partial to ``slot``. ``number``: of the split among all of the launch.
+    """
+    cta = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    if work.TAIL:
+        number = work.first + k * ctas
+        if work.LONGEST_FIRST:
+            number = k * ctas + place_of(k, cta, ctas)
+        uncut = work.work_tiles // ctas * ctas
+        whole = number < uncut
+        slot = number - uncut
+        if work.LONGEST_FIRST:
+            whole = whole | (work.splits == 0)
+        splits = gl.maximum(work.splits, 1)
+        work_tile = gl.where(whole, number, uncut + slot // splits)
+        token = work_tile // work.HEAD_TILES
+        if work.LONGEST_FIRST:
+            token = gl.load(work.order + token)
+        n0, n1, blocks0, blocks = counts(lists, token)
+        each = gl.where(whole, blocks, (blocks + splits - 1) // splits)
+        first = gl.where(whole, 0, (slot - (work_tile - uncut) * splits) * each)
+        last = gl.maximum(gl.minimum(blocks, first + each), first + 1)
+    elif work.PARTLY:
+        work_tile = work.first + k
+        token = work_tile // work.HEAD_TILES
+        n0, n1, blocks0, blocks = counts(lists, token)
+        first = gl.where(k == 0, work.begin, 0)
+        cut = (k + 1 == work.count) & (work.end > 0)
+        last = gl.where(cut, work.end, blocks)
+        if work.PLANNED:
+            last = gl.maximum(gl.minimum(last, blocks), first + 1)
+        whole = (first == 0) & ~cut
+        slot = gl.where(first > 0, ctas + cta, cta)
+        number = gl.where(first > 0, work.work_tiles + cta, work_tile)
+    elif work.SPLIT:
+        slot = work.first + k * ctas
+        work_tile = slot // work.splits
+        token = work_tile // work.HEAD_TILES
+        n0, n1, blocks0, blocks = counts(lists, token)
+        first = slot - work_tile * work.splits
+        # A split without blocks still takes one, whose columns are past the end of the lists.
+        if work.BY_WIDTH:
+            wide0 = blocks0 * 0 + (lists.width0 + KEYS - 1) // KEYS
+            end = gl.where(n1 > 0, wide0 + (n1 + KEYS - 1) // KEYS, blocks0)
+            blocks0 = wide0
+            if work.ONE_BLOCK:
+                last = first + 1
+            else:
+                wide = wide0
+                if lists.TWO:
+                    wide = wide + (lists.width1 + KEYS - 1) // KEYS
+                each = (gl.maximum(wide, 1) + work.splits - 1) // work.splits
+                first = first * each
+                last = gl.maximum(gl.minimum(end, first + each), first + 1)
+        else:
+            each = (blocks + work.splits - 1) // work.splits
+            first = first * each
+            last = gl.maximum(gl.minimum(blocks, first + each), first + 1)
+        whole = False
+        number = slot
+    else:
+        slot = work.first + k * ctas
+        if work.LONGEST_FIRST:
+            slot = k * ctas + place_of(k, cta, ctas)
+        work_tile = slot
+        token = work_tile // work.HEAD_TILES
+        if work.LONGEST_FIRST:
+            token = gl.load(work.order + token)
+        n0, n1, blocks0, blocks = counts(lists, token)
+        first = slot * 0
+        last = blocks
+        whole = True
+        number = slot
+    return token, work_tile % work.HEAD_TILES, n0, n1, blocks0, first, last, whole, slot, number
+
+
+@gluon.jit
+def record_begin(spans_ptr, work):
+    """Tell the combine which work tile the CTA's range begins in the middle of, if any."""
+    if work.PARTLY and not (work.TAIL or work.PLANNED):
+        inside = (work.begin > 0) & (work.count > 0)
+        at = spans_ptr + (work.work_tiles + gl.program_id(0)) * 2
+        gl.store(at, gl.where(inside, work.first, -1))
+
+
+@gluon.jit
+def record_span(spans_ptr, work_tile, first, last, token, lists, work):
+    """Tell the combine which CTAs have the first and the last split of a work tile."""
+    if not work.PLANNED:
+        _, _, _, blocks = counts(lists, token)
+        if first == 0:
+            gl.store(spans_ptr + work_tile * 2, gl.program_id(0))
+        if last == blocks:
+            gl.store(spans_ptr + work_tile * 2 + 1, gl.program_id(0))
+
+
+@gluon.jit(do_not_specialize=("T", "width0", "width1", "splits", "ctas"))
+def plan_work_kernel(
+    length0_ptr, length1_ptr, plan_ptr, T, width0, width1, splits, ctas,
+    HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr, TWO: gl.constexpr,
+    LENGTH0: gl.constexpr, LENGTH1: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+):  # fmt: skip
+    """Make a plan; grid: the CTAs of the decode kernel, or one for the order. See the file."""
+    lists = Lists(
+        length0_ptr, length1_ptr, length0_ptr, length1_ptr, length0_ptr, length1_ptr,
+        width0, width1, width0, width1, width0, width1, TWO, LENGTH0, LENGTH1, 1, 1, 0, 0,
+    )  # fmt: skip
+    if LONGEST_FIRST:
+        order_tokens(lists, plan_ptr, T, splits, ctas, HEAD_TILES, COST, SIZE, True)
+    else:
+        _plan_stream_k(lists, plan_ptr, T, HEAD_TILES, COST, SIZE)
+
+
+@gluon.jit
+def _plan_stream_k(
+    lists, plan_ptr, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr
+):
+    work = _stream_k_range(lists, T, HEAD_TILES, COST, SIZE)
+    cta = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    inside = (work.begin > 0) & (work.count > 0)
+    gl.store(plan_ptr + (work.work_tiles + cta) * 2, gl.where(inside, work.first, -1))
+    # The last split starts its work tile and does not end it; the first ends its work tile, having
+    # begun elsewhere.
+    starts = (work.end > 0) & ((work.count > 1) | (work.begin == 0)) & (work.count > 0)
+    ends = inside & ((work.count > 1) | (work.end == 0))
+    gl.store(plan_ptr + (work.first + work.count - 1) * 2, cta, mask=starts)
+    gl.store(plan_ptr + work.first * 2 + 1, cta, mask=ends)
+    at = plan_ptr + (work.work_tiles + ctas) * 2 + cta * RANGE
+    gl.store(at, work.first)
+    gl.store(at + 1, work.count)
+    gl.store(at + 2, work.begin)
+    gl.store(at + 3, work.end)
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Both sizes of stream-K, and the order."""
+    if target.name != "sm_90":
+        return
+    types = dict.fromkeys(("length0_ptr", "length1_ptr", "plan_ptr"), "*i32")
+    types |= dict.fromkeys(("T", "width0", "width1", "splits", "ctas"), "i32")
+    for size in (512, 2048):
+        yield Build(
+            f"{size} tokens",
+            plan_work_kernel,
+            types,
+            {"HEAD_TILES": 2, "COST": TILE_COST, "SIZE": size, "TWO": True, "LENGTH0": True,
+             "LENGTH1": True, "LONGEST_FIRST": False},
+        )  # fmt: skip
+    yield Build(
+        "order of 512 tokens",
+        plan_work_kernel,
+        types,
+        {"HEAD_TILES": 1, "COST": TILE_COST, "SIZE": 512, "TWO": True, "LENGTH0": True,
+         "LENGTH1": True, "LONGEST_FIRST": True},
+    )  # fmt: skip

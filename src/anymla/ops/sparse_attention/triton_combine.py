@@ -1,0 +1,521 @@
+"""Combine the partials of the splits of every work tile: one softmax over the splits and the sink.
+
+    combine_float32_kernel    partials of the portable kernel: float32, all tokens cut into the same
+                              number of splits. Grid: tokens x heads x slices of ``BV`` values; a
+                              program reads [splits, BV].
+    combine_splits_kernel     partials of Hopper's kernels: float16, work tiles that are all cut
+                              into the same number of splits. Grid: work tiles x heads of a tile x
+                              slices of the channels; a program reads one row of each partial.
+    combine_stream_k_kernel   the same partials of stream-K. Grid: CTAs of the decode kernel x
+                              groups of heads; where a CTA's range begins in a work tile, the first
+                              such CTA of the work tile combines it, row by row, partial by partial.
+
+A partial of float32 has ``SUMS`` numbers a head besides: reference exponent, sum of probabilities
+and highest score (written only if it is asked for). One of float16 is divided by its sum, less its
+first channels' ``LIFT`` and a power of two for each head, which is not 1 where float16 would not
+hold it.
+
+Hopper's are launched while the decode kernel still runs, and wait for its end. The output leaves as
+it is, or rotated back and quantised for the output projection (ROPE_DIM > 0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops._build import Build
+from anymla.ops._epilogue import QuantizedOut, epilogue_constants, epilogue_pointers
+from anymla.ops._triton_epilogue import store_quantized
+from anymla.ops.device import Target
+from anymla.ops.sparse_attention.config import (
+    STREAM_K_AT_ONCE,
+    STREAM_K_GROUP,
+    Cut,
+    Schedule,
+    choose_combine_tile,
+    combine_warps,
+)
+from anymla.ops.sparse_attention.float16_range import LIFT
+
+SLICE = 256  # values of a program of ``combine_float32_kernel``
+SUMS = 3
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_NO_SPLIT = tl.constexpr(-1e30)
+_UNLIFT = tl.constexpr(2.0**-LIFT)
+
+
+@triton.jit(do_not_specialize=["H", "splits", "has_sink", "angles"])
+def combine_float32_kernel(
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, peak_ptr, H, splits, out_token, out_head,
+    has_sink, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    S: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr,
+    PEAK: tl.constexpr, SUMS: tl.constexpr,
+    ROPE_DIM: tl.constexpr = 0, TYPE: tl.constexpr = None, NATIVE: tl.constexpr = False,
+):  # fmt: skip
+    """Combine; see the file. S is a power of two of at least ``splits``.
+
+    If ROPE_DIM is not 0, ``out_ptr`` takes codes, and what ``store_quantized`` needs is given.
+    """
+    slices: tl.constexpr = (VALUES + BV - 1) // BV
+    program = tl.program_id(0).to(tl.int64)
+    slice_of = program % slices
+    head = program // slices % H
+    token = program // slices // H
+    split = tl.arange(0, S)
+    row = (token * splits + split) * H + head
+    there = split < splits
+    top = tl.load(sums_ptr + row * SUMS, mask=there, other=-1e30)
+    sums = tl.load(sums_ptr + row * SUMS + 1, mask=there, other=0.0)
+    channel = slice_of * BV + tl.arange(0, BV)
+    inside = there[:, None] & (channel < VALUES)[None, :]
+    part = tl.load(part_ptr + row[:, None] * VALUES + channel[None, :], mask=inside, other=0.0)
+    highest = tl.max(top, 0)
+    weight = tl.exp2(top - highest)
+    total = tl.sum(sums * weight, 0)
+    sink = tl.where(tl.zeros([], tl.int32) < has_sink, tl.load(sink_ptr + head), float("-inf"))
+    bottom = total + tl.exp2(sink * _LOG2E - highest)
+    value = tl.sum(part * weight[:, None], 0) * tl.where(total == 0, 0.0, 1.0 / bottom)
+    if ROPE_DIM > 0:
+        store_quantized(
+            value[None, :], (slice_of * BV).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
+            scales_ptr, positions_ptr, table_ptr, angles, 1, BV, VALUES, ROPE_DIM, TYPE, NATIVE,
+        )  # fmt: skip
+    else:
+        to = out_ptr + token * out_token + head * out_head + channel
+        tl.store(to, value.to(out_ptr.dtype.element_ty), mask=channel < VALUES)
+    if slice_of == 0:
+        lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
+        tl.store(lse_ptr + token * H + head, lse)
+        if PEAK:
+            peak = tl.max(tl.load(sums_ptr + row * SUMS + 2, mask=there, other=-1e30), 0)
+            peak = tl.where(total == 0, float("-inf"), peak * _LN2)
+            tl.store(peak_ptr + token * H + head, peak)
+
+
+@triton.jit
+def _weight(sums_ptr, at, there):
+    """Reference exponents of partials, and with them the sums and what to multiply partials by."""
+    top = tl.load(sums_ptr + at * 4, mask=there, other=_NO_SPLIT)
+    sums = tl.load(sums_ptr + at * 4 + 1, mask=there, other=0.0)
+    return top, sums, sums * tl.load(sums_ptr + at * 4 + 2, mask=there, other=0.0)
+
+
+@triton.jit
+def _combine_head(
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, slot, others, count, row, token, head, part, H,
+    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINK: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr,
+    TYPE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """WIDTH channels of a head from its partials: ``slot``, ``others`` + 1, ``others`` + 2 ..
+
+    One warp, and nothing goes through shared memory.
+    """
+    channel = part * WIDTH + tl.arange(0, WIDTH)
+    split = tl.arange(0, MOST)
+    there = split < count
+    at = tl.where(split == 0, slot, others + split).to(tl.int64) * ROWS + row
+    if MOST == AT_ONCE:
+        # Loaded at once, before anything is computed.
+        values = tl.load(
+            part_ptr + at[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0,
+            volatile=True,
+        )  # fmt: skip
+    top, sums, factor = _weight(sums_ptr, at, there)
+    highest = tl.max(top, 0)
+    total = tl.sum(sums * tl.exp2(top - highest), 0)
+    bottom = total
+    if SINK:
+        bottom += tl.exp2(tl.load(sink_ptr + head) * _LOG2E - highest)
+    if MOST == AT_ONCE:
+        value = tl.sum(values.to(tl.float32) * (factor * tl.exp2(top - highest))[:, None], 0)
+    else:
+        value = tl.zeros([WIDTH], tl.float32)
+        for start in range(0, count, AT_ONCE):
+            some = start + tl.arange(0, AT_ONCE)
+            here = tl.where(some == 0, slot, others + some).to(tl.int64) * ROWS + row
+            listed = some < count
+            tops, _, factors = _weight(sums_ptr, here, listed)
+            weight = factors * tl.exp2(tops - highest)
+            rows_of = part_ptr + here[:, None] * CHANNELS + channel[None, :]
+            values = tl.load(rows_of, mask=listed[:, None], other=0.0)
+            value += tl.sum(values.to(tl.float32) * weight[:, None], 0)
+    value = value * tl.where(channel < LIFTED, _UNLIFT, 1.0)
+    value = value * tl.where(total == 0, 0.0, 1.0 / bottom)
+    if ROPE_DIM > 0:
+        store_quantized(
+            value[None, :], (part * WIDTH).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
+            scales_ptr, positions_ptr, table_ptr, angles, 1, WIDTH, CHANNELS, ROPE_DIM, TYPE,
+            NATIVE,
+        )  # fmt: skip
+    else:
+        to = out_ptr + token * out_token + head * out_head + channel
+        tl.store(to, value.to(out_ptr.dtype.element_ty))
+    if part == 0:
+        lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
+        tl.store(lse_ptr + token * H + head, lse)
+
+
+@triton.jit
+def _combine_group(
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, splits, row, token, head, H,
+    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+    SINK: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr, TYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """GROUP heads from few partials, one by one."""
+    heads = tl.arange(0, GROUP)
+    there = head + heads < H
+    channel = tl.arange(0, CHANNELS)
+    highest = tl.full([GROUP], _NO_SPLIT, tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    value = tl.zeros([GROUP, CHANNELS], tl.float32)
+    for split in tl.static_range(MOST):
+        listed = there & (heads * 0 + split < splits)
+        at = (first + split) * ROWS + row + heads
+        values = tl.load(
+            part_ptr + at[:, None] * CHANNELS + channel[None, :], mask=listed[:, None], other=0.0
+        )
+        top, sums, factor = _weight(sums_ptr, at, listed)
+        peak = tl.maximum(highest, top)
+        decay, weight = tl.exp2(highest - peak), tl.exp2(top - peak)
+        total = total * decay + sums * weight
+        value = value * decay[:, None] + values.to(tl.float32) * (factor * weight)[:, None]
+        highest = peak
+    bottom = total
+    if SINK:
+        sink = tl.load(sink_ptr + head + heads, mask=there, other=0.0)
+        bottom += tl.exp2(sink * _LOG2E - highest)
+    value = value * tl.where(total == 0, 0.0, 1.0 / bottom)[:, None]
+    value = value * tl.where(channel < LIFTED, _UNLIFT, 1.0)[None, :]
+    if ROPE_DIM > 0:
+        store_quantized(
+            value, 0, token, head.to(tl.int32), H, out_ptr, scales_ptr, positions_ptr, table_ptr,
+            angles, GROUP, CHANNELS, CHANNELS, ROPE_DIM, TYPE, NATIVE,
+        )  # fmt: skip
+    else:
+        to = out_ptr + token * out_token + (head + heads)[:, None] * out_head + channel[None, :]
+        tl.store(to, value.to(out_ptr.dtype.element_ty), mask=there[:, None])
+    lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
+    tl.store(lse_ptr + token * H + head + heads, lse, mask=there)
+
+
+@triton.jit(do_not_specialize=["H", "splits", "first_cut", "rows", "angles"])
+def combine_splits_kernel(
+    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, order_ptr, H, splits, first_cut, rows,
+    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    MOST: tl.constexpr, AT_ONCE: tl.constexpr, SINK: tl.constexpr, PDL: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr, TYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Combine; see the file.
+
+    Args:
+        part_ptr: float16 [slots, ROWS, CHANNELS].
+        sums_ptr: float32 [slots, ROWS, 4]: reference exponent, sum, factor of the partial, padding.
+        sink_ptr: float32 [H].
+        out_ptr: [T, H, CHANNELS]; codes if ROPE_DIM is not 0.
+        lse_ptr: float32 [T, H].
+        order_ptr: int32 [T], tokens; see LONGEST_FIRST.
+        H: heads.
+        splits: of a work tile.
+        first_cut: work tiles before it were not cut.
+        rows: heads of a tile that there are, at most ROWS.
+        out_token: stride of out.
+        out_head: stride of out.
+        empty: lse of a token without rows.
+        scales_ptr: as in ``store_quantized``, like the next three and the last three.
+        positions_ptr: likewise.
+        table_ptr: likewise.
+        angles: likewise.
+        ROWS: heads of a tile.
+        CHANNELS: of a row.
+        WIDTH: channels of a program.
+        GROUP: heads of a program, whose channels are all, if it is not 1.
+        MOST: a power of two, at least the number of splits of any work tile.
+        AT_ONCE: partials that are read at a time, a power of two.
+        SINK: there is one.
+        PDL: launched before the decode kernel ended.
+        LONGEST_FIRST: work tiles are of the tokens in this order.
+        LIFTED: channels before this one are stored times 2^``LIFT``.
+        ROPE_DIM: see above, or 0.
+        TYPE: see above.
+        NATIVE: see above.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slices: tl.constexpr = CHANNELS // WIDTH
+    program = tl.program_id(0).to(tl.int64)
+    part = program % slices
+    groups = tl.cdiv(rows, GROUP)
+    row = program // slices % groups * GROUP
+    number = program // slices // groups
+    work_tile = first_cut + number
+    tiles = tl.cdiv(H, ROWS)
+    token = work_tile // tiles
+    if LONGEST_FIRST:
+        work_tiles = first_cut + tl.num_programs(0) // (slices * groups)
+        if tl.load(order_ptr + work_tiles // tiles) != 0:
+            return
+        token = tl.load(order_ptr + token).to(tl.int64)
+    head = work_tile % tiles * ROWS + row
+    if head >= H:
+        return
+    first = number * splits
+    if GROUP > 1:
+        _combine_group(
+            part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, splits, row, token, head, H,
+            out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+            ROWS, CHANNELS, GROUP, MOST, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
+        )  # fmt: skip
+    else:
+        _combine_head(
+            part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, first, splits, row, token, head,
+            part, H, out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+            ROWS, CHANNELS, WIDTH, MOST, AT_ONCE, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["H", "work_tiles", "ctas", "angles"])
+def combine_stream_k_kernel(
+    part_ptr, sums_ptr, spans_ptr, sink_ptr, out_ptr, lse_ptr, H, work_tiles, ctas,
+    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINK: tl.constexpr, PDL: tl.constexpr, LIFTED: tl.constexpr,
+    ROPE_DIM: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Combine; see the file. Arguments that ``combine_splits_kernel`` does not have are these.
+
+    spans_ptr: int32 [work_tiles + ctas, 2]: first and last CTA of each work tile, then for each
+    CTA the work tile that its range begins in the middle of, or -1. work_tiles, ctas: of the
+    decode kernel. GROUP: heads of a program.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    groups: tl.constexpr = ROWS // GROUP
+    cta = tl.program_id(0) // groups
+    work_tile = tl.load(spans_ptr + (work_tiles + cta) * 2).to(tl.int64)
+    if work_tile < 0:
+        return
+    first = tl.load(spans_ptr + work_tile * 2)
+    last = tl.load(spans_ptr + work_tile * 2 + 1)
+    if first != cta - 1:
+        return
+    tiles = tl.cdiv(H, ROWS)
+    token = work_tile // tiles
+    for number in tl.static_range(GROUP):
+        row = (tl.program_id(0) % groups) * GROUP + number
+        head = work_tile % tiles * ROWS + row
+        if head < H:
+            _combine_head(
+                part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, ctas + first,
+                last + 1 - first, row, token, head, cta * 0, H, out_token, out_head, empty,
+                scales_ptr, positions_ptr, table_ptr, angles, ROWS, CHANNELS, CHANNELS, MOST,
+                AT_ONCE, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
+            )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOut:
+    """What a call writes.
+
+    Attributes:
+        out: [T, H, values].
+        lse: float32 [T, H].
+        empty_lse: lse of a token without rows.
+        max_logits: float32 [T, H] for the largest scores, or None.
+        quantized: if given, the output goes there, and not to ``out``, whose shape counts.
+    """
+
+    out: Tensor
+    lse: Tensor
+    empty_lse: float = float("-inf")
+    max_logits: Tensor | None = None
+    quantized: QuantizedOut | None = None
+
+    def of(self, tokens: slice) -> AttentionOut:
+        """The results of some tokens."""
+        peaks = None if self.max_logits is None else self.max_logits[tokens]
+        quantized = None if self.quantized is None else self.quantized.of(tokens)
+        return AttentionOut(self.out[tokens], self.lse[tokens], self.empty_lse, peaks, quantized)
+
+
+@dataclasses.dataclass(frozen=True)
+class Partials:
+    """What the splits of Hopper's kernels store; see ``combine_splits_kernel``.
+
+    Attributes:
+        part: float16 [slots, heads of a tile, channels].
+        sums: float32 [slots, heads of a tile, 4].
+        spans: int32; of stream-K see ``combine_stream_k_kernel``, otherwise the order of tokens if
+            there is one.
+        lifted: channels before this one are stored times 2^``LIFT``.
+    """
+
+    part: Tensor
+    sums: Tensor
+    spans: Tensor
+    lifted: int
+
+
+def combine_float32(part: Tensor, sums: Tensor, sink: Tensor | None, to: AttentionOut) -> None:
+    """Launch for ``part`` [>= T, splits, H, values] of the portable kernel."""
+    out, lse = to.out, to.lse
+    tokens, heads, values = out.shape
+    count = part.shape[1]
+    combine_float32_kernel[(tokens * heads * -(-values // SLICE),)](
+        part, sums, lse if sink is None else sink,
+        out if to.quantized is None else to.quantized.codes, lse,
+        lse if to.max_logits is None else to.max_logits, heads, count, out.stride(0),
+        out.stride(1), int(sink is not None), to.empty_lse, *epilogue_pointers(to.quantized, lse),
+        S=triton.next_power_of_2(count), VALUES=values, BV=SLICE,
+        PEAK=to.max_logits is not None, SUMS=SUMS, **epilogue_constants(to.quantized),
+        num_warps=combine_warps(count),
+    )  # fmt: skip
+
+
+def combine(
+    schedule: Schedule,
+    partials: Partials,
+    sink: Tensor | None,
+    to: AttentionOut,
+    *,
+    pdl: bool = True,
+) -> None:
+    """Launch for partials of Hopper's kernels.
+
+    Args:
+        schedule: of the decode kernel.
+        partials: what it stored.
+        sink: float32 [H], or None.
+        to: results of the work tiles that were cut.
+        pdl: while the decode kernel still runs.
+    """
+    tokens, heads, channels = to.out.shape
+    part, sums, spans, lse = partials.part, partials.sums, partials.spans, to.lse
+    work_tiles, rows = tokens * schedule.head_tiles, schedule.heads
+    result = to.out if to.quantized is None else to.quantized.codes
+    sinks = lse if sink is None else sink
+    end = (
+        result.stride(0), result.stride(1), to.empty_lse, *epilogue_pointers(to.quantized, lse),
+    )  # fmt: skip
+    common = {
+        "ROWS": rows, "CHANNELS": channels, "SINK": sink is not None,
+        "LIFTED": partials.lifted, "PDL": pdl, **epilogue_constants(to.quantized),
+    }  # fmt: skip
+    if pdl:
+        common["launch_pdl"] = True
+    if schedule.cut == Cut.STREAM_K:
+        combine_stream_k_kernel[(schedule.ctas * (rows // STREAM_K_GROUP),)](
+            part, sums, spans, sinks, result, lse, heads, work_tiles, schedule.ctas, *end,
+            GROUP=STREAM_K_GROUP, MOST=triton.next_power_of_2(schedule.ctas),
+            AT_ONCE=STREAM_K_AT_ONCE, num_warps=1, **common,
+        )  # fmt: skip
+        return
+    most = triton.next_power_of_2(schedule.splits)
+    whole, some = schedule.first_cut(tokens), min(heads, rows)
+    # What is added up in which order depends on the tile.
+    all_heads = some if schedule.invariant else (work_tiles - whole) * some
+    tile = choose_combine_tile(all_heads, channels, most)
+    groups = -(-some // tile.group)
+    combine_splits_kernel[((work_tiles - whole) * groups * (channels // tile.width),)](
+        part, sums, sinks, result, lse, spans, heads, schedule.splits, whole, some, *end,
+        WIDTH=tile.width, GROUP=tile.group, MOST=most, AT_ONCE=tile.at_once,
+        LONGEST_FIRST=schedule.longest_first, num_warps=tile.warps, **common,
+    )  # fmt: skip
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Some numbers of splits, and stream-K; as they are, and quantised."""
+    yield from _float32_builds(target)
+    if target.name != "sm_90":
+        return
+    for quantised in (False, True):
+        yield from _builds(quantised)
+
+
+def _builds(quantised: bool) -> Iterator[Build]:
+    floats = ("sums_ptr", "sink_ptr", "lse_ptr", "scales_ptr", "table_ptr")
+    types = {**dict.fromkeys(floats, "*fp32"), "positions_ptr": "*i64", "angles": "i32"}
+    types |= {
+        "part_ptr": "*fp16",
+        "out_ptr": "*u8" if quantised else "*bf16",
+        "spans_ptr": "*i32",
+        "order_ptr": "*i32",
+        "empty": "fp32",
+    }
+    end = {"ROPE_DIM": 64 if quantised else 0, "TYPE": tl.bfloat16, "NATIVE": True}
+    note = ", quantised" if quantised else ""
+    counts = ("H", "splits", "first_cut", "rows", "work_tiles", "ctas", "out_token", "out_head")
+    types |= dict.fromkeys(counts, "i32")
+    channels, lifted = get_layout(MAIN_FP8).channels, get_layout(MAIN_FP8).nope
+    for rows, most, heads in (
+        (64, 2, 64),
+        (64, 4, 4096),
+        (16, 16, 64),
+        (64, 16, 1024),
+        (64, 32, 64),
+    ):
+        tile = choose_combine_tile(heads, channels, most)
+        yield Build(
+            f"{heads} heads of {rows}, {most} splits{note}",
+            combine_splits_kernel,
+            types,
+            {"ROWS": rows, "CHANNELS": channels, "WIDTH": tile.width, "GROUP": tile.group,
+             "MOST": most, "AT_ONCE": tile.at_once, "SINK": True, "PDL": True, "LIFTED": lifted,
+             "LONGEST_FIRST": most == 2, **end},
+            num_warps=tile.warps,
+            divisible=("out_token", "out_head"),
+        )  # fmt: skip
+    for rows in (16, 64):
+        yield Build(
+            f"{rows} rows{note}",
+            combine_stream_k_kernel,
+            types,
+            {"ROWS": rows, "CHANNELS": channels, "GROUP": STREAM_K_GROUP, "MOST": 256,
+             "AT_ONCE": STREAM_K_AT_ONCE, "SINK": True, "PDL": True, "LIFTED": lifted, **end},
+            num_warps=1,
+            divisible=("out_token", "out_head"),
+        )  # fmt: skip
+
+
+def _float32_builds(target: Target) -> Iterator[Build]:
+    """Of the portable kernel: some numbers of splits, both types of output, quantised."""
+    floats = ("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "peak_ptr", "scales_ptr", "table_ptr")
+    types = {**dict.fromkeys(floats, "*fp32"), "positions_ptr": "*i64"}
+    types |= dict.fromkeys(("H", "splits", "has_sink", "out_token", "out_head", "angles"), "i32")
+    for out in ("*bf16", "*fp32"):
+        for count in (2, 16, 32):
+            yield Build(
+                f"{count} splits {out}",
+                combine_float32_kernel,
+                types | {"out_ptr": out, "empty": "fp32"},
+                {"S": count, "VALUES": get_layout(MAIN_FP8).channels, "BV": SLICE,
+                 "PEAK": out == "*fp32", "SUMS": SUMS, "ROPE_DIM": 0, "TYPE": tl.float32,
+                 "NATIVE": False},
+                num_warps=combine_warps(count),
+                divisible=("out_token", "out_head"),
+            )  # fmt: skip
+    for native in sorted({False, target.native_e4m3}):
+        yield Build(
+            f"16 splits, quantised, {'native' if native else 'bits'}",
+            combine_float32_kernel,
+            types | {"out_ptr": "*u8", "empty": "fp32"},
+            {"S": 16, "VALUES": get_layout(MAIN_FP8).channels, "BV": SLICE,
+             "PEAK": False, "SUMS": SUMS, "ROPE_DIM": 64, "TYPE": tl.bfloat16, "NATIVE": native},
+            num_warps=combine_warps(16),
+            divisible=("out_token", "out_head"),
+        )  # fmt: skip

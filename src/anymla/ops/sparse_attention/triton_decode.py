@@ -1,0 +1,596 @@
+"""Decode attention in Triton, on any GPU: one token over a range of its listed rows.
+
+Grid: one axis of tokens x blocks of heads x splits, the splits of a token side by side.
+
+A program walks over its share of the token's lists, blocks of ``BN`` columns, first those of one
+cache, then those of the other, with a running maximum, sums of probabilities and five accumulators
+(128 + 128 + 128 + 64 + 64 channels for V4's rows), or four where the last tile is no value (V3.2's
+rows). Scores are sums of one product a tile. The slots of the next block are read while this one is
+computed. With ``SPLIT`` the programs of a token store partials for ``triton_combine``.
+
+Products are heads x rows, or, with ``KEYS_FIRST`` (swap_ab), rows x heads, which pads no heads
+where a matrix instruction wants 64 rows. Scores are [heads, rows] or [rows, heads], accumulators
+[heads, channels] or [channels, heads].
+
+Rows are read as tiles of 128 and 64 channels. A V4 row is three tiles of two blocks of codes, one
+block of codes, and the bfloat16 tail: 448 + 64 channels = 128 + 128 + 128 + 64 + 64. A V3.2 row is
+four tiles of a block of codes and the tail: 512 + 64. A plain row is tiles of 128 and what is left.
+
+MODE is the precision of the products: 0 for float16, 1 for bfloat16, 2 for float32; the order is
+that of ``config.MODES``. FP8 rows are computed in float16: every row is multiplied by ``LIFT``, and
+``float16_range`` says which scales are exact then. The tail is for magnitudes below 512, or any
+that float16 holds if it is part of the key alone: then the query is multiplied instead. Whatever
+lies outside becomes NaN or infinite on purpose: it shows in the sums, and then the program computes
+its range again in bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.formats.pages import PageLayout
+from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
+from anymla.formats.triton_cast import e4m3_to_fp16, e4m3_to_fp32, exp2_int, ue8m0_to_fp32
+from anymla.ops._build import Build
+from anymla.ops.device import Target
+from anymla.ops.sparse_attention import float16_range
+from anymla.ops.sparse_attention.config import MODES, Tile, choose_tile
+from anymla.ops.sparse_attention.triton_combine import SUMS
+
+# What FP8 says of the rows: plain, scales in a plane of their own, or in the row.
+PLAIN, SPLIT_PLANES, INLINE = 0, 1, 2
+
+LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_SUMS = tl.constexpr(SUMS)
+_NO_MAXIMUM = tl.constexpr(-1e30)
+# float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
+_SHIFT = tl.constexpr(15.0)
+_LIFT_EXPONENT = tl.constexpr(float16_range.LIFT)
+LIFT = tl.constexpr(2.0**float16_range.LIFT)
+_LEAST_BYTE = tl.constexpr(float16_range.exact_scale_bytes(float16_range.LIFT)[0])
+_LAST_BYTE = tl.constexpr(float16_range.exact_scale_bytes(float16_range.LIFT)[1])
+_LEAST_SCALE = tl.constexpr(2.0 ** float16_range.exact_scale_exponents(float16_range.LIFT)[0])
+_LAST_SCALE = tl.constexpr(2.0 ** float16_range.exact_scale_exponents(float16_range.LIFT)[1])
+# Writers give all-zero blocks scales down to the smallest float32; no code makes one of 2^-100 or
+# less visible beside any other block.
+_NOTHING = tl.constexpr(2.0**-100)
+_FLOAT16_MAX = tl.constexpr(float16_range.FLOAT16_MAX)
+
+
+@triton.jit
+def narrow(x, MODE: tl.constexpr):
+    """Round float32 to the operands' type."""
+    if MODE == 0:
+        return x.to(tl.float16)
+    elif MODE == 1:
+        return x.to(tl.bfloat16)
+    else:
+        return x
+
+
+@triton.jit
+def coded_tile(
+    data,
+    scales,
+    ok,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Blocks FIRST .. FIRST + COUNT of e4m3 rows.
+
+    Args:
+        data: uint8 pointers [n] to the rows' codes.
+        scales: uint8 pointers [n] to their scale bytes.
+        ok: bool [n]; other rows are not read and give zeros.
+        FIRST: first block.
+        COUNT: blocks, a power of two.
+        BLOCK: channels that share a scale.
+        MODE: type of the result.
+        NATIVE: convert by instructions.
+        ONCE: decode once for products whose operands are registers (half the instructions of
+            the loop; measured on an H200 it takes a quarter of the time off).
+
+    Returns:
+        [n, COUNT * BLOCK].
+    """
+    block = FIRST + tl.arange(0, COUNT)
+    channel = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    codes = tl.load(data[:, None, None] + channel, mask=ok[:, None, None], other=0)
+    byte = tl.load(scales[:, None] + block[None, :], mask=ok[:, None], other=_LAST_BYTE)
+    if MODE == 0:
+        exponent = byte.to(tl.int32)
+        exact = (exponent >= _LEAST_BYTE) & (exponent <= _LAST_BYTE)
+        factor = ((exponent + _LIFT_EXPONENT) << 23).to(tl.float32, bitcast=True)
+        factor = tl.where(exact, factor, float("nan"))
+    else:
+        factor = ue8m0_to_fp32(byte)
+    if ONCE:
+        # Not needed for the values, which are zeros there: a factor that does not come from memory
+        # alone keeps the compiler from decoding once for each of the two products.
+        factor = tl.where(ok[:, None], factor, 0.0)
+    if MODE == 0:
+        rows = e4m3_to_fp16(codes, NATIVE) * factor.to(tl.float16)[:, :, None]
+    else:
+        rows = narrow(e4m3_to_fp32(codes, NATIVE) * factor[:, :, None], MODE)
+    return tl.reshape(rows, [data.shape[0], COUNT * BLOCK])
+
+
+@triton.jit
+def inline_tile(
+    data,
+    scales,
+    ok,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Block FIRST of e4m3 rows whose scales are float32 at pointers ``scales`` [n].
+
+    Arguments as in ``coded_tile``; any scale is taken, and the value rounded to the result's type.
+
+    Returns:
+        [n, BLOCK].
+    """
+    channel = FIRST * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(data[:, None] + channel[None, :], mask=ok[:, None], other=0)
+    factor = tl.load(scales + FIRST, mask=ok, other=1.0)
+    if MODE == 0:
+        size = tl.abs(factor)
+        fits = ((size >= _LEAST_SCALE) & (size <= _LAST_SCALE)) | (size <= _NOTHING)
+        factor = tl.where(fits, factor * LIFT, float("nan"))
+    if ONCE:
+        factor = tl.where(ok, factor, 0.0)
+    if MODE == 0:
+        return e4m3_to_fp16(codes, NATIVE) * factor.to(tl.float16)[:, None]
+    else:
+        return narrow(e4m3_to_fp32(codes, NATIVE) * factor[:, None], MODE)
+
+
+@triton.jit
+def plain_tile(
+    rows,
+    ok,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Channels FIRST .. FIRST + WIDTH of plain rows at pointers [n]; zeros past CHANNELS."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    inside = ok[:, None]
+    if FIRST + WIDTH > CHANNELS:
+        inside = inside & (channel < CHANNELS)[None, :]
+    x = tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
+    if MODE == 0:
+        return (x.to(tl.float32) * LIFT).to(tl.float16)
+    elif MODE == 1:
+        return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def tail_tile(rows, ok, WIDTH: tl.constexpr, MODE: tl.constexpr, KEY: tl.constexpr):
+    """WIDTH bfloat16 channels at pointers [n]; with KEY they are no value, and not lifted."""
+    if KEY and MODE == 0:
+        channel = tl.arange(0, WIDTH)
+        x = tl.load(rows[:, None] + channel[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
+        # An infinity could hide behind a probability of 0.
+        return tl.where(tl.abs(x) <= _FLOAT16_MAX, x, float("nan")).to(tl.float16)
+    else:
+        return plain_tile(rows, ok, 0, WIDTH, WIDTH, MODE)
+
+
+@triton.jit
+def load_heads(
+    q, stride, heads, H, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Channels of q as float32: [heads, WIDTH], or [WIDTH, heads]."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    if KEYS_FIRST:
+        at = channel[:, None] + heads[None, :] * stride
+        inside = (heads < H)[None, :] & (channel < CHANNELS)[:, None]
+    else:
+        at = heads[:, None] * stride + channel[None, :]
+        inside = (heads < H)[:, None] & (channel < CHANNELS)[None, :]
+    return tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def largest_of(x, KEYS_FIRST: tl.constexpr):
+    """The largest magnitude of every head."""
+    return tl.max(tl.abs(x), 0 if KEYS_FIRST else 1)
+
+
+@triton.jit
+def across(x, KEYS_FIRST: tl.constexpr):
+    """Values of the heads, to be broadcast over the other axis."""
+    if KEYS_FIRST:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def score(q, rows, scores, KEYS_FIRST: tl.constexpr):
+    """Scores, with those of one more tile of channels."""
+    if KEYS_FIRST:
+        return tl.dot(rows, q, scores, input_precision="ieee")
+    else:
+        return tl.dot(q, tl.trans(rows), scores, input_precision="ieee")
+
+
+@triton.jit
+def weigh(p, rows, sums, decay, KEYS_FIRST: tl.constexpr):
+    """Sums that decay, with a step's rows weighed by p."""
+    if KEYS_FIRST:
+        return tl.dot(tl.trans(rows), p, sums * decay, input_precision="ieee")
+    else:
+        return tl.dot(p, rows, sums * decay, input_precision="ieee")
+
+
+@triton.jit
+def zeros(BH: tl.constexpr, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Zeros for the heads by WIDTH others."""
+    if KEYS_FIRST:
+        return tl.zeros([WIDTH, BH], tl.float32)
+    else:
+        return tl.zeros([BH, WIDTH], tl.float32)
+
+
+@triton.jit
+def store_heads(
+    to, stride, heads, H, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Write channels FIRST .. FIRST + WIDTH of the heads, as far as there are VALUES."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    if KEYS_FIRST:
+        at = channel[:, None] + heads[None, :] * stride
+        inside = (heads < H)[None, :] & (channel < VALUES)[:, None]
+    else:
+        at = heads[:, None] * stride + channel[None, :]
+        inside = (heads < H)[:, None] & (channel < VALUES)[None, :]
+    tl.store(to + at, x.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _next_slots(
+    block, blocks0, n0, n1, list0, list1, limit0, limit1, BN: tl.constexpr, TWO: tl.constexpr
+):
+    """Slots of a block of columns, -1 where there is none."""
+    if TWO:
+        here = block < blocks0
+        column = tl.where(here, block, block - blocks0) * BN + tl.arange(0, BN)
+        slots = tl.load(
+            tl.where(here, list0, list1) + column, mask=column < tl.where(here, n0, n1), other=-1
+        )
+        limit = tl.where(here, limit0, limit1)
+    else:
+        column = block * BN + tl.arange(0, BN)
+        slots = tl.load(list0 + column, mask=column < n0, other=-1)
+        limit = limit0
+    return tl.where((slots >= 0) & (slots < limit), slots, -1)
+
+
+@triton.jit
+def walk(
+    q, q_stride, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
+    kv0, kv1, page0, page1, entries0, entries1, row_stride,
+    BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr, KEY: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Blocks first .. last: (highest score, its reference, sum of p, five sums of p times rows).
+
+    Scores are in units of log 2; ``KEY`` leaves the last sum at 0.
+    """
+    T3: tl.constexpr = 384 + W3
+    q0 = load_heads(q, q_stride, heads, H, 0, 128, CHANNELS, KEYS_FIRST)
+    q1 = load_heads(q, q_stride, heads, H, 128, 128, CHANNELS, KEYS_FIRST)
+    q2 = load_heads(q, q_stride, heads, H, 256, 128, CHANNELS, KEYS_FIRST)
+    q3 = load_heads(q, q_stride, heads, H, 384, W3, CHANNELS, KEYS_FIRST)
+    q4 = load_heads(q, q_stride, heads, H, T3, W4, CHANNELS, KEYS_FIRST)
+    factor = tl.full([BH], 1.0, tl.float32) * (scale * LOG2E)
+    if MODE == 0:
+        # A power of two brings each head's largest magnitude into [1, 2).
+        largest = tl.maximum(largest_of(q0, KEYS_FIRST), largest_of(q1, KEYS_FIRST))
+        largest = tl.maximum(largest, largest_of(q2, KEYS_FIRST))
+        largest = tl.maximum(largest, largest_of(q3, KEYS_FIRST))
+        largest = tl.maximum(largest, largest_of(q4, KEYS_FIRST))
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+        exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+        shrink = across(exp2_int(-exponent), KEYS_FIRST)
+        q0, q1, q2, q3, q4 = q0 * shrink, q1 * shrink, q2 * shrink, q3 * shrink, q4 * shrink
+        factor = factor * exp2_int(exponent) * (1.0 / LIFT)
+        if KEY:
+            q4 = q4 * LIFT
+    q0, q1, q2 = narrow(q0, MODE), narrow(q1, MODE), narrow(q2, MODE)
+    q3, q4 = narrow(q3, MODE), narrow(q4, MODE)
+    factor = across(factor, KEYS_FIRST)
+
+    shift = _SHIFT if MODE == 0 else 0.0
+    highest = tl.full([BH], _NO_MAXIMUM, tl.float32)
+    total = zeros(BH, BN, KEYS_FIRST)
+    a0 = zeros(BH, 128, KEYS_FIRST)
+    a1 = zeros(BH, 128, KEYS_FIRST)
+    a2 = zeros(BH, 128, KEYS_FIRST)
+    a3 = zeros(BH, W3, KEYS_FIRST)
+    a4 = zeros(BH, W4, KEYS_FIRST)
+    upcoming = _next_slots(first, blocks0, n0, n1, list0, list1, limit0, limit1, BN, TWO)
+    for block in range(first, last):
+        slots = upcoming
+        upcoming = _next_slots(block + 1, blocks0, n0, n1, list0, list1, limit0, limit1, BN, TWO)
+        ok = slots >= 0
+        slots = tl.maximum(slots, 0)
+        if TWO:
+            here = block < blocks0
+            kv = tl.where(here, kv0, kv1)
+            entries = tl.where(here, entries0, entries1)
+            page_stride = tl.where(here, page0, page1)
+        else:
+            kv = kv0
+            entries = entries0
+            page_stride = page0
+        page = slots // entries
+        offset = slots - page * entries
+        pages = kv + page.to(tl.int64) * page_stride
+        if FP8 == 2:
+            data = pages + offset.to(tl.int64) * DATA
+            scales_at = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.float32))
+            tail = (data + (CHANNELS - W4 + SCALES)).to(tl.pointer_type(tl.bfloat16))
+            k0 = inline_tile(data, scales_at, ok, 0, BLOCK, MODE, NATIVE, ONCE)
+            k1 = inline_tile(data, scales_at, ok, 1, BLOCK, MODE, NATIVE, ONCE)
+            k2 = inline_tile(data, scales_at, ok, 2, BLOCK, MODE, NATIVE, ONCE)
+            k3 = inline_tile(data, scales_at, ok, 3, BLOCK, MODE, NATIVE, ONCE)
+            k4 = tail_tile(tail, ok, W4, MODE, KEY)
+        elif FP8 == 1:
+            data = pages + offset.to(tl.int64) * DATA
+            scales_at = pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
+            tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
+            k0 = coded_tile(data, scales_at, ok, 0, 2, BLOCK, MODE, NATIVE, ONCE)
+            k1 = coded_tile(data, scales_at, ok, 2, 2, BLOCK, MODE, NATIVE, ONCE)
+            k2 = coded_tile(data, scales_at, ok, 4, 2, BLOCK, MODE, NATIVE, ONCE)
+            k3 = coded_tile(data, scales_at, ok, 6, 1, BLOCK, MODE, NATIVE, ONCE)
+            k4 = tail_tile(tail, ok, W4, MODE, KEY)
+        else:
+            rows = pages + offset.to(tl.int64) * row_stride
+            k0 = plain_tile(rows, ok, 0, 128, CHANNELS, MODE)
+            k1 = plain_tile(rows, ok, 128, 128, CHANNELS, MODE)
+            k2 = plain_tile(rows, ok, 256, 128, CHANNELS, MODE)
+            k3 = plain_tile(rows, ok, 384, W3, CHANNELS, MODE)
+            k4 = plain_tile(rows, ok, T3, W4, CHANNELS, MODE)
+        s = zeros(BH, BN, KEYS_FIRST)
+        s = score(q0, k0, s, KEYS_FIRST)
+        s = score(q1, k1, s, KEYS_FIRST)
+        s = score(q2, k2, s, KEYS_FIRST)
+        s = score(q3, k3, s, KEYS_FIRST)
+        s = score(q4, k4, s, KEYS_FIRST)
+        s = tl.where(across(ok, not KEYS_FIRST), s * factor, float("-inf"))
+        peak = tl.maximum(highest, tl.max(s, 0 if KEYS_FIRST else 1))
+        decay = across(tl.exp2(highest - peak), KEYS_FIRST)
+        highest = peak
+        p = tl.exp2(s - across(peak - shift, KEYS_FIRST))
+        total = total * decay + p
+        p = narrow(p, MODE)
+        a0 = weigh(p, k0, a0, decay, KEYS_FIRST)
+        a1 = weigh(p, k1, a1, decay, KEYS_FIRST)
+        a2 = weigh(p, k2, a2, decay, KEYS_FIRST)
+        a3 = weigh(p, k3, a3, decay, KEYS_FIRST)
+        if not KEY:
+            a4 = weigh(p, k4, a4, decay, KEYS_FIRST)
+    sums = tl.sum(total, 0 if KEYS_FIRST else 1)
+    if MODE == 0:
+        small = 1.0 / LIFT
+        a0, a1, a2, a3, a4 = a0 * small, a1 * small, a2 * small, a3 * small, a4 * small
+    return highest, highest - shift, sums, a0, a1, a2, a3, a4
+
+
+# Numbers rather than constants, so that a call with lengths or a sink compiles nothing new.
+COUNTS = ["H", "K0", "K1", "limit0", "limit1", "list_stride0", "list_stride1", "entries0",
+          "entries1", "splits", "total", "at", "has_length0", "has_length1",
+          "has_sink"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def decode_kernel(
+    q_ptr, kv0_ptr, list0_ptr, length0_ptr, kv1_ptr, list1_ptr, length1_ptr, sink_ptr,
+    out_ptr, lse_ptr, peak_ptr, part_ptr, sums_ptr,
+    H, K0, K1, limit0, limit1, list_stride0, list_stride1, entries0, entries1,
+    splits, total, at, has_length0, has_length1, has_sink, scale, empty,
+    q_token, q_head, out_token, out_head, page0, page1, row_stride,
+    BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
+    PEAK: tl.constexpr, SPLIT: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Attend; see the file. Partials: part [T, total, H, VALUES], sums [T, total, H, 3]."""
+    T3: tl.constexpr = 384 + W3
+    KEY: tl.constexpr = VALUES <= T3
+    program = tl.program_id(0).to(tl.int64)
+    groups = tl.cdiv(H, BH)
+    split = (program % splits).to(tl.int32)
+    group = (program // splits % groups).to(tl.int32)
+    token = program // splits // groups
+    heads = group * BH + tl.arange(0, BH)
+    none = tl.zeros([], tl.int32)
+    # Without lengths, or a sink, the pointers lead to other numbers of the same kind.
+    n0 = tl.where(none < has_length0, tl.load(length0_ptr + token), K0)
+    n1 = tl.where(none < has_length1, tl.load(length1_ptr + token), K1)
+    n0 = tl.minimum(tl.maximum(n0, 0), none + K0)
+    n1 = tl.minimum(tl.maximum(n1, 0), none + K1)
+    list0 = list0_ptr + token * list_stride0
+    list1 = list1_ptr + token * list_stride1
+    blocks0 = tl.cdiv(n0, BN)
+    blocks = blocks0
+    if TWO:
+        blocks += tl.cdiv(n1, BN)
+    each = tl.cdiv(blocks, splits)
+    first = split * each
+    last = tl.minimum(first + each, blocks)
+    q = q_ptr + token * q_token
+
+    peak, top, sums, a0, a1, a2, a3, a4 = walk(
+        q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
+        kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
+        BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, KEY, MODE, NATIVE,
+        ONCE,
+    )  # fmt: skip
+    if MODE == 0:
+        # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
+        seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0)
+        if not KEY:
+            seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
+        if seen != seen:
+            peak, top, sums, a0, a1, a2, a3, a4 = walk(
+                q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1,
+                limit0, limit1, kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
+                BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, KEY, 1,
+                NATIVE, ONCE,
+            )  # fmt: skip
+
+    if SPLIT:
+        row = (token * total + at + split) * H
+        to = part_ptr + row * VALUES
+        stride = VALUES
+        left = sums_ptr + (row + heads) * _SUMS
+        tl.store(left, top, mask=heads < H)
+        tl.store(left + 1, sums, mask=heads < H)
+        if PEAK:
+            tl.store(left + 2, peak, mask=heads < H)
+    else:
+        sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
+        sink = tl.where(none < has_sink, sink, float("-inf"))
+        bottom = sums + tl.exp2(sink * LOG2E - top)
+        share = across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
+        a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
+        lse = tl.where(sums == 0, empty, (top + tl.log2(sums)) * _LN2)
+        tl.store(lse_ptr + token * H + heads, lse, mask=heads < H)
+        if PEAK:
+            peak = tl.where(sums == 0, float("-inf"), peak * _LN2)
+            tl.store(peak_ptr + token * H + heads, peak, mask=heads < H)
+        to = out_ptr + token * out_token
+        stride = out_head
+    store_heads(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
+    store_heads(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
+    store_heads(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
+    store_heads(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
+    if not KEY:
+        store_heads(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
+
+
+_POINTERS = {"length0_ptr": "*i32", "length1_ptr": "*i32", "list0_ptr": "*i32", "list1_ptr": "*i32",
+             "sink_ptr": "*fp32", "lse_ptr": "*fp32", "peak_ptr": "*fp32", "part_ptr": "*fp32",
+             "sums_ptr": "*fp32"}  # fmt: skip
+_INTEGERS = (*COUNTS, "q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
+_ALIGNED = ("q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What kind of call a specialisation is for.
+
+    Attributes:
+        mode: one of MODES.
+        layout: FP8 layout of the rows, or None for plain rows of the mode's type.
+        channels: of a row.
+        two: two caches.
+        peak: the largest scores are asked for.
+    """
+
+    mode: str
+    layout: str | None = None
+    channels: int = 512
+    two: bool = True
+    peak: bool = False
+
+    def __str__(self) -> str:
+        scales_at = (self.layout, f"{self.channels} channels", "peak" if self.peak else None)
+        return " ".join([self.mode, *(mark for mark in scales_at if mark)])
+
+
+_CALLS = (
+    _Call("float16", MAIN_FP8),
+    _Call("float16", V32_FP8, channels=576, two=False),
+    _Call("bfloat16"),
+    _Call("bfloat16", two=False, peak=True),
+    _Call("bfloat16", channels=576, two=False, peak=True),
+    _Call("float32"),
+)
+
+
+def build(chosen: Tile, call: _Call, target: Target, *, split: bool) -> Build:
+    """One specialisation."""
+    layout = None if call.layout is None else get_layout(call.layout)
+    q = "*fp32" if call.mode == "float32" else "*bf16"
+    rows = "*u8" if layout else q
+    return Build(
+        f"{chosen} {call}{' split' if split else ''}",
+        decode_kernel,
+        {"q_ptr": q, "out_ptr": q, "kv0_ptr": rows, "kv1_ptr": rows, "scale": "fp32",
+         "empty": "fp32"} | _POINTERS | dict.fromkeys(_INTEGERS, "i32"),
+        {"BH": chosen.heads, "BN": chosen.keys, "KEYS_FIRST": chosen.keys_first, "TWO": call.two,
+         "PEAK": call.peak, "SPLIT": split,
+         "CHANNELS": call.channels, "VALUES": 512, "MODE": MODES.index(call.mode),
+         "NATIVE": target.native_e4m3, "ONCE": chosen.once} | row_constants(layout, call.channels),
+        num_warps=chosen.warps, num_stages=chosen.stages, divisible=_ALIGNED,
+        matrix=call.mode != "float32", spills=_accepted_spills(chosen, target, call.channels),
+    )  # fmt: skip
+
+
+def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:
+    """What the kernel has to know of rows: of an FP8 layout, or plain ones of ``channels``."""
+    wide = -(-max(channels, 512) // 64) * 64 - 512
+    tiles = {"W3": 128 if wide else 64, "W4": 128 if wide > 64 else 64}
+    if isinstance(coded, SplitFp8Layout):
+        kind = {"FP8": SPLIT_PLANES, "BLOCK": coded.block, "SCALES": coded.scale_bytes}
+        return kind | {"DATA": coded.data_bytes} | tiles
+    if isinstance(coded, InlineFp8Layout):
+        assert (coded.nope, coded.block) == (512, 128)
+        kind = {"FP8": INLINE, "BLOCK": coded.block, "SCALES": coded.rope_start - coded.nope}
+        return kind | {"DATA": coded.data_bytes} | tiles
+    return {"FP8": PLAIN, "BLOCK": 0, "SCALES": 0, "DATA": 0} | tiles
+
+
+def _accepted_spills(chosen: Tile, target: Target, channels: int) -> int:
+    """Spill instructions over both loops, of which the second hardly ever runs.
+
+    64 heads x 512 channels of sums are half of all registers of an H200's SM, and it
+    is still the fastest tile there. RDNA has no registers for queries as matrix operands, whatever
+    the tile; nothing was measured on it.
+    """
+    if target.name.startswith("gfx1"):
+        return 1500
+    if chosen.heads == 64:
+        return 700
+    if target.native_e4m3:
+        return 10
+    return 100 if channels <= 512 else 200
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every tile of every kind of call, with and without splits."""
+    for call in _CALLS:
+        tiles = {
+            choose_tile(heads, 640, tokens, call.mode, target, call.channels)
+            for heads in (16, 32, 64)
+            for tokens in (1, None)
+        }
+        for chosen in sorted(tiles, key=str):
+            for split in (False, True):
+                yield build(chosen, call, target, split=split)

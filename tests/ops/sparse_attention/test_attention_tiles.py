@@ -1,0 +1,55 @@
+import itertools
+
+import pytest
+
+from anymla.ops.device import CPU, TARGETS
+from anymla.ops.sparse_attention.config import (
+    MODES,
+    Tile,
+    choose_splits,
+    choose_tile,
+    invariant_splits,
+)
+
+STEP = Tile(16, 32, False, 4)
+
+
+@pytest.mark.parametrize("target", [*TARGETS.values(), CPU], ids=lambda target: target.name)
+@pytest.mark.parametrize("mode", MODES)
+def test_tiles_suit_matrix_instructions(target, mode):
+    for heads, tokens in itertools.product((1, 8, 16, 20, 32, 64, 128), (None, 1, 8, 4096)):
+        chosen = choose_tile(heads, 640, tokens, mode, target)
+        for size in (chosen.heads, chosen.keys, chosen.warps):
+            assert size & (size - 1) == 0
+        assert min(chosen.heads, chosen.keys) >= 16
+        assert chosen.heads < 2 * max(heads, 16)
+
+
+def test_wide_rows_take_smaller_tiles_where_memory_is_short():
+    for name, heads in (("sm_86", 16), ("sm_89", 16), ("sm_120", 16), ("sm_80", 32)):
+        chosen = choose_tile(128, 2048, 4096, "float16", TARGETS[name], channels=576)
+        assert chosen.heads == heads
+        assert choose_tile(128, 640, 4096, "float16", TARGETS[name]).heads == 32
+
+
+def test_splits_fill_the_machine_without_overfilling_it():
+    for programs, keys in itertools.product((1, 8, 40, 128, 200, 5000), (0, 1, 32, 33, 640, 8000)):
+        count = choose_splits(programs, keys, STEP, 132)
+        steps = max(1, -(-keys // STEP.keys))
+        assert 1 <= count <= steps
+        assert count == 1 or count * programs <= 132
+        # No split is left without a step.
+        share = -(-steps // count)
+        assert (count - 1) * share < steps
+
+
+def test_splits_of_one_token_are_one_step_each():
+    assert choose_splits(1, 640, STEP, 132) == 20
+    assert choose_splits(1, 100_000, STEP, 132) <= 132
+
+
+def test_invariant_calls_choose_by_the_lists_alone():
+    target = TARGETS["sm_90"]
+    chosen = choose_tile(64, 640, None, "float16", target)
+    assert chosen == choose_tile(64, 640, None, "float16", target, 8)
+    assert [invariant_splits(keys, chosen) for keys in (1, 64, 128, 640)] == [1, 1, 2, 4]
