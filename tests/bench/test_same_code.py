@@ -38,6 +38,12 @@ def test_names_lines_and_comments_do_not_count():
     assert normalised(PTX.replace(".debug_str", ".debug_loc")) == normalised(PTX)
 
 
+def test_names_in_symbols_of_amd_assembly_do_not_count():
+    code = "\t.type gather_kernel,@function\n\t.set .Lgather_kernel.num_vgpr, 12\n"
+    assert normalised(code) == normalised(code.replace("gather_kernel", "load_rows"))
+    assert normalised(code) != normalised(code.replace("12", "13"))
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [("param_0]", "param_1]"), ("ld.param.b64", "ld.param.b32"), ("ret;", "trap;")],

@@ -51,7 +51,9 @@ def normalised(code: str) -> str:
     names = dict.fromkeys(_SYMBOL.findall(code))
     # Longest first, since one name may begin another.
     for place, name in sorted(enumerate(names), key=lambda item: -len(item[1])):
-        code = re.sub(rf"(?<![\w$]){re.escape(name)}(?=$|[^\w$]|_param)", f"F{place}", code)
+        code = re.sub(
+            rf"(?<![\w$])(\.L)?{re.escape(name)}(?=$|[^\w$]|_param)", rf"\g<1>F{place}", code
+        )
     return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
 
 
