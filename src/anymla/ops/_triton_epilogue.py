@@ -5,6 +5,8 @@ inverse_rope_quantize_kernel    heads in memory; grid: (blocks of heads, quant b
 so that only the CTAs of rotated channels read angles
 """
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

@@ -41,7 +41,7 @@ def probes() -> Iterator[Probe]:
     yield Probe("indexer", "top 512", _topk, {"check": 3, "cpu": 16, "gpu": 256})
     yield Probe("sparse_attention", "window + top 512, sink", _attention, _FEW, fp8=True)
     yield Probe("prefill_attention", "window + top 512 of a chunk", _prefill, _CHUNK)
-    yield Probe("attention_output", "attention, turned back, FP8", _quantised, _FEW, fp8=True)
+    yield Probe("sparse_attention", "attention, rotated back, FP8", _quantised, _FEW, fp8=True)
 
 
 def _filled(layout_id: str, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -21,14 +21,14 @@ from anymla.ops.device import Target
 KEYS = 64  # listed rows of a block
 
 # Up to so many heads keys are the rows of matrices (swap_ab), above it heads (m64).
-# 8 heads cost 1.6 times less than as half-empty rows of 64 ("Two forms").
+# 8 heads cost 1.6 times less than as half-empty rows of 64 ("Two kernels").
 SWAP_AB_HEADS = 32
 # 17 to 32 heads are half a tile of 64 from so many tokens on: these tiles take less time a block,
 # and more until the first is done. 32 heads, 8 requests, 128 + 512: 10.2 -> 9.8 us; 32 requests:
 # 18.7 -> 16.8 us ("What bounds them", row "half a tile of 64").
 _HALF_TILE_TOKENS = 3
 # Splits of so few blocks may be those of full lists, which do not wait for lengths: a token with
-# short ones takes no longer than one with full ones ("Sharing out the work").
+# short ones takes no longer than one with full ones ("Cutting the work").
 _BY_WIDTH_BLOCKS = 3
 # Lists of so few blocks, windows alone, take less than a work tile's start and end. Those are
 # shorter for tiles of 16 heads, if there is an SM for each.
@@ -44,7 +44,7 @@ _STREAM_K_BLOCKS = 32
 MOST_STREAM_K_TOKENS = 2048
 _FEWEST_STREAM_K_TOKENS = 4
 # CTAs compare each token with each to order them. 128 heads, 64 requests of two queries, lengths up
-# to 1,024: 92 us in turn, 65 us the longest first ("Sharing out the work").
+# to 1,024: 92 us in turn, 65 us the longest first ("Cutting the work").
 MOST_ORDERED_TOKENS = 512
 # Blocks of a split in a batch-invariant call, and the most splits.
 _INVARIANT_BLOCKS = 4
