@@ -274,7 +274,7 @@ def _store_quarter(
 
 @gluon.jit
 def _begin(whole, work):
-    """The first of eight steps: four look for the largest, which whole tasks do without."""
+    """The first of eight steps: four look for the largest, which whole work tiles do without."""
     if not work.SPLIT:
         return 4
     elif work.PARTLY:

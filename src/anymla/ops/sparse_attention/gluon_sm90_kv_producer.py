@@ -156,9 +156,9 @@ def _loads_before_here(BETWEEN: gl.constexpr):
 
 @gluon.jit
 def _into_l2(data, scales_at, valid, lane):
-    """Ask for rows up to the L2 cache: nine pieces of 64 bytes, and their scales.
+    """Prefetch rows to the L2 cache: nine times 64 bytes, and their scales.
 
-    Four lanes share a row, and each asks for three: the third of the second lane is the scales.
+    Four lanes share a row, and each prefetches three: the third of the second lane is the scales.
     """
     there = gl.expand_dims(valid, 1)
     data = gl.expand_dims(data, 1)
