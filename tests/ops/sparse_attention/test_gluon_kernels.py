@@ -5,7 +5,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from anymla.ops.sparse_attention.schedule import Schedule, tile_heads
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
