@@ -139,7 +139,7 @@ def test_without_the_extra_the_page_says_what_to_install(tmp_path, monkeypatch) 
     words = ["bench", "report", "--results", str(RESULTS), "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2
-    assert "pip install anymla[report]" in result.output
+    assert "pip install '.[report]'" in result.output
     assert not (tmp_path / "out").exists()
 
 

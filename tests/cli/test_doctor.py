@@ -132,7 +132,7 @@ def test_a_row_that_cannot_be_written_is_said_before_anything_runs() -> None:
     result = doctor("--json", "/there/is/no/such.jsonl")
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert "--json /there/is/no/such.jsonl: there is no such folder" in result.stderr
+    assert "--json /there/is/no/such.jsonl: there is no directory /there/is/no" in result.stderr
 
 
 def test_a_busy_machine_is_said() -> None:

@@ -89,11 +89,6 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], Result
         (FileNotFoundError(2, "No such file or directory", "/x"), "/x: No such file or directory"),
         (OSError("disk on fire"), "disk on fire"),
         (BackendUnavailable("no triton\nhere"), "no triton here"),
-        (MemoryError(), "out of memory"),
-        (
-            RuntimeError("DefaultCPUAllocator: can't\n allocate"),
-            "DefaultCPUAllocator: can't allocate",
-        ),
         (click.UsageError("a\x1b[2J"), r"a\x1b[2J"),
     ],
 )

@@ -27,13 +27,13 @@ def has(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "value", "pattern"),
     [
-        ("--hidden", 10**9, "(values: "),
-        ("--vocab", 10**9, "of memory ("),
-        ("--heads", 10**9, "(values: "),
-        ("--experts", 10**9, "n_routed_experts is 1000000000, supported: an integer <= 65536"),
-        ("--mtp", 10**9, "mtp must mean at most 64 layers, got 1000000000"),
-        ("--layers", 10**9, "1000000000 is not in the range 1<=x<=1024"),
-        ("--shards", 10**9, "shards must be within 1..10000, got 1000000000"),
+        ("--hidden", 10**9, "weights, a tiny one at most 2147483648"),
+        ("--vocab", 10**9, "vocab must be at most 1048576, got 1000000000"),
+        ("--heads", 10**9, "weights, a tiny one at most 2147483648"),
+        ("--experts", 10**9, "experts of all layers must be at most 65536, got 5000000000"),
+        ("--mtp", 10**9, "layers, with mtp, must be at most 512, got 1000000004"),
+        ("--layers", 10**9, "1000000000 is not in the range 1<=x<=512"),
+        ("--shards", 10**9, "shards must be at most one for each tensor, got 1000000000"),
         ("--window", 10**9, "sliding_window is 1000000000, supported: at most max_position"),
     ],
 )

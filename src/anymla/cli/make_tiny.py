@@ -11,7 +11,6 @@ import click
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.numbers import Finite
 from anymla.model.checkpoint import Checkpoint
-from anymla.model.config import MOST_LAYERS
 from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
 from anymla.testing.tiny_options import (
     MAX_LAYERS,
@@ -64,7 +63,7 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
 )
 @click.option(
     "--layers",
-    type=click.IntRange(min=1, max=MOST_LAYERS),
+    type=click.IntRange(min=1, max=MAX_LAYERS),
     help="Layers, if --ratios is not given.",
 )
 @click.option(

@@ -86,8 +86,8 @@ CPU = Target("interpreter", "cpu", 32, 64 * _KIB, False, False)
 def target_of(device: torch.device) -> Target:
     """The architecture of a device that Triton can run on, with the device's own number of SMs."""
     if device.type == "xpu":
-        slices = getattr(torch.xpu.get_device_properties(device), "gpu_subslice_count", 64)
-        return dataclasses.replace(XPU, sm_count=int(slices))
+        found = torch.xpu.get_device_properties(device) if torch.xpu.is_available() else None
+        return dataclasses.replace(XPU, sm_count=int(getattr(found, "gpu_subslice_count", 64)))
     if device.type != "cuda":
         return CPU
     properties = torch.cuda.get_device_properties(device)

@@ -63,10 +63,12 @@ def device_facts(commit: str) -> dict[str, Any]:
 
 
 def _family(classname: str, test: str) -> str:
-    """Family of a test: the longest that its file's name begins with, or that its own name has."""
-    name = classname.rsplit(".", 1)[-1].removeprefix("test_")
-    families = [module.name for module in pkgutil.iter_modules(anymla.ops.__path__)]
-    matching = [family for family in families if name.startswith(family)]
+    """Family of a test: its folder, what its file's name begins with, or what its own name has."""
+    *folders, name = classname.split(".")
+    name = name.removeprefix("test_")
+    families = [module.name for module in pkgutil.iter_modules(anymla.ops.__path__) if module.ispkg]
+    matching = [family for family in families if family in folders]
+    matching = matching or [family for family in families if name.startswith(family)]
     matching = matching or [family for family in families if family in test]
     if matching:
         return max(matching, key=len)
