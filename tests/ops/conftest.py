@@ -1,0 +1,1 @@
+"""Makes what stands in this folder importable from the families' folders."""
