@@ -282,9 +282,9 @@ def choose_score_config(
     return ScoreConfig(together, padded_heads, padded_width, padded_width, keys, warps, stages)
 
 
-def score_registers(config: ScoreConfig, math: str, target: Target) -> dict[str, int]:
-    """Launch options: CTAs of two rows of FP8 products fit four to an SM."""
-    bounded = math == "e4m3" and config.rows > 1 and target.backend == "cuda"
+def score_registers(config: ScoreConfig, math: str, filled: bool, target: Target) -> dict[str, int]:
+    """Launch options: CTAs of two rows of FP8 products fit four to an SM unless they fill."""
+    bounded = math == "e4m3" and config.rows > 1 and target.backend == "cuda" and not filled
     return {"maxnreg": 128} if bounded else {}
 
 

@@ -630,7 +630,7 @@ def write_scores(
         HEADS=heads, CONFIG=config, ENTRIES=entries, FORMAT=key_format, Q_KIND=q_kind, MATH=math,
         NATIVE=target.native_e4m3, CANONICAL_NAN=target.backend == "cuda",
         num_warps=config.warps, num_stages=config.stages,
-        **score_registers(config, math, target), **pdl_launch(inputs.q.device),
+        **score_registers(config, math, context > 0, target), **pdl_launch(inputs.q.device),
     )  # fmt: skip
 
 
