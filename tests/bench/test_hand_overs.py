@@ -136,7 +136,8 @@ IDLE = "gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())"
 @pytest.mark.parametrize(
     ("builds", "kernel", "old", "new", "found"),
     [
-        (f"{LINEAR}linear", f"{LINEAR}runs.runs_kernel", "fence_async_shared()\n", "pass\n", "1 0"),
+        (f"{LINEAR}launch", f"{LINEAR}gemm.warp_split_k_kernel",
+         "fence_async_shared()\n", "pass\n", "1 0"),
         (f"{ATTENTION}launch", f"{ATTENTION}decode_m64.decode_m64_kernel", LAST,
          f"{LAST}    idle = {IDLE}\n    mbarrier.init(idle, count=1)\n", "0 1"),
     ],

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from anymla.ops._quantized import check_codes
-from anymla.ops.device import float32_support, triton_support
-from anymla.ops.linear import reference, torch_linear, vendor_linear
-from anymla.ops.linear.hopper_support import hopper_support, plain_support
-from anymla.ops.linear.scaled_support import scaled_support
+from anymla.ops.device import float32_support
+from anymla.ops.linear import reference, torch_linear, vendor
+from anymla.ops.linear.support import (
+    gluon_bf16_support,
+    gluon_support,
+    library_support,
+    scaled_support,
+)
 from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require
 
 _BYTES = torch.uint8
@@ -209,20 +213,18 @@ mxfp4_linear.register("torch", torch_linear.mxfp4_linear)
 nvfp4_linear.register("reference", reference.nvfp4_linear)
 nvfp4_linear.register("torch", torch_linear.nvfp4_linear)
 
-fp8_block_linear.register(
-    "vendor", vendor_linear.fp8_block_linear, supports=vendor_linear.vendor_support
-)
+linear.register("vendor", vendor.linear, supports=library_support)
+linear_float32.register("vendor", vendor.linear_float32, supports=library_support)
+fp8_block_linear.register("vendor", vendor.fp8_block_linear, supports=vendor.vendor_support)
 
 fp8_block_linear.register_lazy(
-    "gluon_sm90", "anymla.ops.linear.gluon_sm90_linear", supports=hopper_support
+    "gluon_sm90", "anymla.ops.linear.gluon_sm90_launch", supports=gluon_support
 )
 linear_float32.register_lazy(
-    "gluon_sm90", "anymla.ops.linear.gluon_sm90_linear", supports=plain_support
+    "gluon_sm90", "anymla.ops.linear.gluon_sm90_launch", supports=gluon_bf16_support
 )
 
 _TRITON = "anymla.ops.linear.triton_layers"
-linear.register_lazy("triton", _TRITON, supports=triton_support)
-linear_float32.register_lazy("triton", _TRITON, supports=triton_support)
 for _operation in (fp8_block_linear, mxfp4_linear, nvfp4_linear):
     _operation.register_lazy("triton", _TRITON, supports=float32_support)
 mxfp4_linear.register_lazy(

@@ -1,14 +1,12 @@
-"""Linear layers by the kernels for packed weights; dense ones by the vendor's library."""
+"""Linear layers of packed weights by Triton's kernels."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from anymla.ops.device import target_of
-from anymla.ops.linear import torch_linear
 from anymla.ops.linear.triton_few import few_support, few_tile, launch_few
 from anymla.ops.linear.triton_linear import launch_linear
 from anymla.ops.linear.triton_operands import operand_rows
@@ -66,16 +64,6 @@ def _packed(
         **options,
     )
     return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear``: the vendor's library, which no kernel here would beat."""
-    return functional.linear(x, weight)
-
-
-def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear_float32``: the vendor's library as well."""
-    return torch_linear.linear_float32(x, weight)
 
 
 def fp8_block_linear(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.linear.scaled_support import TARGET
+from anymla.ops.linear.support import SCALED_TARGET
 from anymla.ops.linear.triton_quantize import quantize_rows
 
 _ROWS, _CHANNELS = 128, 128
@@ -111,7 +111,7 @@ def mxfp4_linear(
 
 def builds(target: Target) -> Iterator[Build]:
     """Every number of columns."""
-    if target.name != TARGET:
+    if target.name != SCALED_TARGET:
         return
     pointers = {"x": "*u8", "x_scales": "*fp32", "w": "*u8", "scales": "*u8", "out": "*bf16"}
     types = pointers | dict.fromkeys(("tokens", "n", "width", "per_row"), "i32")

@@ -1,4 +1,4 @@
-"""The grouped projection from FP8 heads by cuBLAS, a product a group; see ``vendor_linear``."""
+"""The grouped projection from FP8 heads by cuBLAS, a product a group; see ``linear.vendor``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from anymla.ops.linear.vendor_linear import TOKEN_STEP, scaled_product, vendor_support
+from anymla.ops.linear.vendor import TOKEN_STEP, scaled_product, vendor_support
 from anymla.ops.registry import Support
 
 # Eight products of some 17 us each: worth it where the kernel takes longer (H200: 128 us for 333

@@ -1,4 +1,6 @@
-"""FP8 products by cuBLAS, through torch: it takes DeepSeek's blocks of scales on Hopper.
+"""GEMMs of the vendor's library, cuBLAS, through torch.
+
+On Hopper it takes DeepSeek's blocks of scales.
 
 From some tens of tokens on it is the faster one (H200, 4096 x 4096, quantising included: 18 us
 against 47 us for 256 tokens, 66 against 244 for 2048); below, reading the weight is what takes the
@@ -16,6 +18,7 @@ from torch.nn import functional
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops.device import target_of, triton_support
+from anymla.ops.linear import torch_linear
 from anymla.ops.registry import Support
 
 _FEWEST_TOKENS = 64
@@ -79,6 +82,16 @@ def scaled_product(codes: Tensor, x_scales: Tensor, weight: Tensor, scale: Tenso
         output_dtype=torch.bfloat16,
     )
     return out
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See ``interface.linear``."""
+    return functional.linear(x, weight)
+
+
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """See ``interface.linear_float32``."""
+    return torch_linear.linear_float32(x, weight)
 
 
 def fp8_block_linear(

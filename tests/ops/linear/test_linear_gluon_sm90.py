@@ -11,10 +11,12 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops.device import TARGETS
 from anymla.ops.linear import fp8_block_linear
-from anymla.ops.linear.gluon_sm90_rows import rows_kernel
-from anymla.ops.linear.gluon_sm90_runs import runs_kernel
-from anymla.ops.linear.gluon_sm90_tens import tens_kernel
-from anymla.ops.linear.hopper_forms import form
+from anymla.ops.linear.config import sm90_config
+from anymla.ops.linear.gluon_sm90_gemm import (
+    fp8_wgmma_kernel,
+    warp_split_k_kernel,
+    warp_split_n_kernel,
+)
 from anymla.ops.output_projection import grouped_output_projection_fp8
 from anymla.testing.gluon import Descriptor, run
 from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
@@ -66,7 +68,7 @@ def words(codes, lines):
     return codes.view(torch.int32).view(lines, -1)
 
 
-def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
+def warp_split_k(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     (tokens, groups, width), n = x.shape, w.shape[1]
     out = torch.full((tokens, groups, n), torch.nan)
     tiles = groups * n // rows
@@ -75,15 +77,16 @@ def few(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
         for each, lines, box in ((w, groups * n, rows), (x.contiguous(), tokens, columns))
     )
     run(
-        runs_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out, tokens, n,
-        width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
-        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, PLAIN=False,
+        warp_split_k_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out,
+        tokens, n, width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2),
+        BLOCK_N=rows, BLOCK_M=columns, WARPS=warps,
+        STAGES=stages, BY_BLOCK=x_scales.stride(0) == 1, BF16=False,
         PDL=True,
     )  # fmt: skip
     return out
 
 
-def by_rows(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
+def warp_split_n(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
     (tokens, groups, width), n = x.shape, w.shape[1]
     out = torch.full((tokens, groups, n), torch.nan)
     tiles = groups * n // rows
@@ -92,14 +95,15 @@ def by_rows(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
         for each, lines, box in ((w, groups * n, rows), (x.contiguous(), tokens, columns))
     )
     run(
-        rows_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out, tokens, n,
-        width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows,
-        COLUMNS=columns, WARPS=warps, STAGES=stages, BY_RUN=x_scales.stride(0) == 1, PDL=True,
+        warp_split_n_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out,
+        tokens, n, width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2),
+        BLOCK_N=rows, BLOCK_M=columns, WARPS=warps,
+        STAGES=stages, BY_BLOCK=x_scales.stride(0) == 1, PDL=True,
     )  # fmt: skip
     return out
 
 
-def tens(x, x_scales, w, scales, rows, programs, at_once, stages=5):
+def fp8_wgmma(x, x_scales, w, scales, rows, programs, at_once, stages=5):
     (tokens, groups, width), n = x.shape, w.shape[1]
     out = torch.full((tokens, groups, n), torch.nan)
     tiles = groups * n // rows
@@ -107,9 +111,9 @@ def tens(x, x_scales, w, scales, rows, programs, at_once, stages=5):
     w_desc = Descriptor(w.view(kind).view(groups * n, -1), (rows, 128))
     x_desc = Descriptor(x.contiguous().view(kind).view(tokens, -1), (64, 128))
     run(
-        tens_kernel, (min(programs, tiles), 1), x_desc, x_scales, w_desc, scales, out, tokens, n,
-        width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), ROWS=rows, TOKENS=64,
-        STAGES=stages, AT_ONCE=at_once, PDL=True,
+        fp8_wgmma_kernel, (min(programs, tiles), 1), x_desc, x_scales, w_desc, scales, out, tokens,
+        n, width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2), BLOCK_N=rows,
+        BLOCK_M=64, STAGES=stages, IN_FLIGHT=at_once, PDL=True,
     )  # fmt: skip
     return out
 
@@ -127,7 +131,7 @@ def check(got, want, scale, width):
 def test_few_tokens(tokens, groups, n, runs, rows, warps, programs, scale_format):
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, scale_format)
     for given in (x_scales, by_run(x_scales)):
-        got = few(x, given, w, scales, rows, warps, programs)
+        got = warp_split_k(x, given, w, scales, rows, warps, programs)
         check(got, want, scale, runs * 128)
 
 
@@ -140,8 +144,8 @@ def test_products_of_bfloat16_in_float32():
     )
     out = torch.full((tokens, 1, n), torch.nan)
     run(
-        runs_kernel, (2, 1), given, None, weight, None, out, tokens, n, runs, n // rows, 1, 0, 0,
-        ROWS=rows, COLUMNS=8, WARPS=warps, STAGES=2, BY_RUN=False, PLAIN=True, PDL=True,
+        warp_split_k_kernel, (2, 1), given, None, weight, None, out, tokens, n, runs, n // rows, 1,
+        0, 0, BLOCK_N=rows, BLOCK_M=8, WARPS=warps, STAGES=2, BY_BLOCK=False, BF16=True, PDL=True,
     )  # fmt: skip
     x, w = x.double(), w.double()
     check(out[:, 0], x @ w.T, x.abs() @ w.abs().T, runs * 64)
@@ -153,14 +157,17 @@ def test_products_of_bfloat16_in_float32():
 def test_few_tokens_and_few_channels(tokens, groups, n, runs, programs):
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
     for given in (x_scales, by_run(x_scales)):
-        got = by_rows(x, given, w, scales, 128, 4, programs)
+        got = warp_split_n(x, given, w, scales, 128, 4, programs)
         check(got, want, scale, runs * 128)
 
 
 def test_a_scale_that_is_no_number_spoils_its_rows():
     x, x_scales, w, scales, _, _ = made(2, 1, 256, 4, "ue8m0")
     scales[0, 1, 2] = 255
-    for got in (few(x, x_scales, w, scales, 32, 4, 3), tens(x, x_scales, w, scales, 32, 4, 4)):
+    for got in (
+        warp_split_k(x, x_scales, w, scales, 32, 4, 3),
+        fp8_wgmma(x, x_scales, w, scales, 32, 4, 4),
+    ):
         assert got[..., 128:].isnan().all()
         assert got[..., :128].isfinite().all()
 
@@ -172,24 +179,26 @@ def test_a_scale_that_is_no_number_spoils_its_rows():
 def test_tens_of_tokens(tokens, groups, n, runs, rows, programs, at_once):
     x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, "ue8m0")
     for given in (x_scales, by_run(x_scales)):
-        got = tens(x, given, w, scales, rows, programs, at_once)
+        got = fp8_wgmma(x, given, w, scales, rows, programs, at_once)
         check(got, want, scale, runs * 128)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
-def test_every_shape_has_a_form(tokens):
+def test_every_shape_has_a_config(tokens):
     shapes = [(1, 64, 4), (1, 576, 12), (1, 32768, 8), (8, 1024, 32), (1, 7168, 128)]
     for groups, n, runs in (*shapes, (1, 65536, 12), (1, 6144, 56), (1, 4096, 64)):
-        chosen = form(tokens, groups, n, runs, 132)
-        assert chosen.columns >= tokens
-        assert n % chosen.rows == 0
-        assert 128 % chosen.rows == 0  # one scale for all channels of a run
-        assert (chosen.kernel == "tens") == (tokens > 32)
-        assert runs % chosen.at_once == 0
-        line = 128 * (chosen.rows + chosen.columns)
-        ring = chosen.stages * line * (chosen.warps if chosen.kernel == "runs" else 1)
+        chosen = sm90_config(tokens, groups, n, runs, 132)
+        assert chosen.block_m >= tokens
+        assert n % chosen.block_n == 0
+        assert 128 % chosen.block_n == 0  # one scale for all channels of a run
+        assert (chosen.kernel == "fp8_wgmma") == (tokens > 32)
+        assert runs % chosen.in_flight == 0
+        line = 128 * (chosen.block_n + chosen.block_m)
+        ring = chosen.stages * line * (chosen.warps if chosen.kernel == "warp_split_k" else 1)
         # The sums of warps that share K are exchanged through memory of their own.
-        sums = 4 * chosen.rows * chosen.columns * chosen.warps * (chosen.kernel == "runs")
+        sums = (
+            4 * chosen.block_n * chosen.block_m * chosen.warps * (chosen.kernel == "warp_split_k")
+        )
         assert ring + sums <= TARGETS["sm_90"].shared_bytes
 
 

@@ -1,0 +1,589 @@
+"""FP8 and bfloat16 GEMMs with few rows of activations on Hopper, as fast as the weight can be read.
+
+Grid: as many CTAs as are resident at once, each with every so-many-th tile of BLOCK_N rows of the
+weight.
+
+    w [groups x n, K]  .  x [tokens, group, K]^T  ->  y [tokens, group, n]
+
+    producer    1 warp: K blocks of 128 channels of both operands by TMA into a ring of STAGES; the
+                weight's first stages as soon as the CTA starts, activations after the grid before
+    consumer    one of
+        warp_split_k    a K block a warp: warps share nothing before the end of a tile, where their
+                        sums are added in the order of the K blocks (mma.sync, up to 32 tokens)
+        warp_split_n    BLOCK_N / WARPS rows a warp, a K block a stage: for short K (mma.sync)
+        fp8_wgmma       16 tokens a warp: IN_FLIGHT products by the FP8 instruction, the later of
+                        which run while the first are scaled and added in float32 (33 to 128 tokens)
+
+Barriers: full[i] TMA -> consumer, empty[i] consumer -> producer.
+
+Consumers of mma.sync decode codes to float16 in registers, whose products are exact, and add them
+in float32; the sum of each K block is then scaled. Channels go into the instruction in another
+order, the same for both operands: a thread has eight neighbours of a line's 32 packed int32, so
+that it reads 16 bytes at a time. A tile of fp8_wgmma has few rows rather than a part of K, so that
+no sums are exchanged; its activations are read once more for every tile, from L2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
+
+_K_BLOCK = gl.constexpr(128)
+
+
+@gluon.constexpr_function
+def packed_layout(warps, rows):
+    """[warps, rows, 32] packed int32 as operands: warps, rows of eight, 4 threads a row."""
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    registers += [[0, 1 << bit, 0] for bit in range(3, rows.bit_length() - 1)]
+    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    shared = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, shared, [], [warps, rows, 32])
+
+
+@gluon.jit
+def _e4m3_to_fp16(packed):
+    """Packed e4m3 int32 [..] to float16 [.., 2, 2]."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; .reg .b32 u, v; mov.b32 {l, h}, $4;"
+        " cvt.rn.f16x2.e4m3x2 u, l; cvt.rn.f16x2.e4m3x2 v, h;"
+        " mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v; }",
+        "=h,=h,=h,=h,r", [packed],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.jit
+def decode_e4m3(packed):
+    """Packed e4m3 int32 [.., 32] to float16 [.., 128], in the order of ``packed_layout``."""
+    W: gl.constexpr = packed.shape[0]
+    BLOCK_N: gl.constexpr = packed.shape[1]
+    value = gl.reshape(_e4m3_to_fp16(packed), (W, BLOCK_N, 4, 8, 4))
+    return gl.reshape(gl.permute(value, (0, 1, 3, 2, 4)), (W, BLOCK_N, _K_BLOCK))
+
+
+@gluon.jit
+def unpack_bf16(packed):
+    """Pairs of bfloat16 [.., 32] as [.., 64], in the order of ``packed_layout``."""
+    a, b = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    W: gl.constexpr = packed.shape[0]
+    BLOCK_N: gl.constexpr = packed.shape[1]
+    value = gl.reshape(gl.join(a, b), (W, BLOCK_N, 4, 8, 2))
+    return gl.reshape(gl.permute(value, (0, 1, 3, 2, 4)), (W, BLOCK_N, 64))
+
+
+@gluon.jit
+def decode_scale(scale):
+    """Scales as float32, from ue8m0 or as they are."""
+    if scale.dtype == gl.uint8:
+        wide = scale.to(gl.int32)
+        bits = gl.where(wide == 0, 0x00400000, wide << 23)
+        scale = gl.where(wide == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    return scale
+
+
+@gluon.constexpr_function
+def packed_layout_2d(lines, warps, shared):
+    """[lines, 32] packed int32, sixteen lines a warp; all for every warp if ``shared``."""
+    each = [0 if shared else 16 << bit for bit in range(warps.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4]]
+    registers += [[1 << bit, 0] for bit in range(3, lines.bit_length() - 1) if 1 << bit not in each]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[line, 0] for line in each], [], [lines, 32]
+    )
+
+
+@gluon.jit
+def decode_e4m3_2d(packed):
+    """Packed e4m3 int32 [lines, 32] to float16 [lines, 128] in that order."""
+    LINES: gl.constexpr = packed.shape[0]
+    value = gl.reshape(_e4m3_to_fp16(packed), (LINES, 4, 8, 4))
+    return gl.reshape(gl.permute(value, (0, 2, 1, 3)), (LINES, _K_BLOCK))
+
+
+# The name changed after triton 3.6.
+_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _tma_load(desc, line, k_block, barrier, to, WIDTH: gl.constexpr, pred=True):
+    """Copy the box of some lines at a K block; WIDTH values are one, or 0 for boxes of several."""
+    if WIDTH == 0:
+        _async_load(desc, [k_block, line, 0], barrier, to, pred=pred)
+    else:
+        _async_load(desc, [line, k_block * WIDTH], barrier, to, pred=pred)
+
+
+@gluon.jit
+def produce(
+    x_desc, w_desc, ring, x_ring, full, empty, n, k_blocks, tiles,
+    BLOCK_N: gl.constexpr, BYTES: gl.constexpr, K_BLOCKS: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """TMA loads of every tile of a CTA, a stage after the other.
+
+    Args:
+        x_desc: activations of all groups; the kernels say how.
+        w_desc: the weight of all groups.
+        ring: slots of the weight.
+        x_ring: slots of the activations.
+        full: barriers of slots that have been filled.
+        empty: barriers of slots that the consumer has released.
+        n: rows of a group.
+        k_blocks: of a tile.
+        tiles: of all CTAs.
+        BLOCK_N: of a tile.
+        BYTES: of a step.
+        K_BLOCKS: of a step.
+        WIDTH: see ``_tma_load``.
+        STAGES: of the ring.
+        PDL: see ``pdl_launch``.
+    """
+    first = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    steps = ((tiles - first + ctas - 1) // ctas) * ((k_blocks + K_BLOCKS - 1) // K_BLOCKS)
+    tile = first
+    k_block = 0
+    for i in gl.static_range(STAGES):
+        valid = i < steps
+        mbarrier.expect(full.index(i), BYTES, pred=valid)
+        _tma_load(w_desc, tile * BLOCK_N, k_block, full.index(i), ring.index(i), WIDTH, valid)
+        k_block += K_BLOCKS
+        if k_block >= k_blocks:
+            k_block = 0
+            tile += ctas
+    if PDL:
+        gdc_wait()
+    tile = first
+    k_block = 0
+    for i in gl.static_range(STAGES):
+        at = tile * BLOCK_N // n * k_blocks + k_block
+        _tma_load(x_desc, 0, at, full.index(i), x_ring.index(i), WIDTH, i < steps)
+        k_block += K_BLOCKS
+        if k_block >= k_blocks:
+            k_block = 0
+            tile += ctas
+    group = tile * BLOCK_N // n
+    for step in range(STAGES, steps):
+        slot = step % STAGES
+        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), BYTES)
+        _tma_load(w_desc, tile * BLOCK_N, k_block, full.index(slot), ring.index(slot), WIDTH)
+        _tma_load(
+            x_desc, 0, group * k_blocks + k_block, full.index(slot), x_ring.index(slot), WIDTH
+        )
+        k_block += K_BLOCKS
+        if k_block >= k_blocks:
+            k_block = 0
+            tile += ctas
+            group = tile * BLOCK_N // n
+
+
+@gluon.jit
+def _consume_split_k(
+    ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles, groups,
+    x_scale_token, x_scale_k,
+    BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    BY_BLOCK: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2 if BF16 else 4)
+    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2 if BF16 else 4)
+    FACTORS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    STORE: gl.constexpr = gl.BlockedLayout(
+        [WARPS, 1, 1], [1, min(BLOCK_N, 32), 32 // min(BLOCK_N, 32)], [1, 1, WARPS], [1, 2, 0]
+    )
+    first = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    blocks = (n + 127) // 128
+    column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, FACTORS))
+    k_block = gl.arange(0, WARPS, layout=gl.SliceLayout(1, FACTORS))
+    out_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, STORE)))
+    out_token = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(0, STORE)))
+    if not BF16:
+        x_group = first * BLOCK_N // n
+        s_at = (
+            scales
+            + (x_group * blocks + (first * BLOCK_N - x_group * n) // 128) * k_blocks
+            + k_block
+        )
+        w_scale = gl.load(s_at, mask=k_block < k_blocks, other=0)
+    if PDL:
+        gdc_wait()
+    if not BF16:
+        if BY_BLOCK:
+            # Rows come in sixteens where their scales lie side by side.
+            x_scale_k = x_scale_k // 16 * 16
+        f_at = gl.expand_dims(column if BY_BLOCK else column * x_scale_token, 0)
+        f_at = x_scales + (f_at + gl.expand_dims(k_block * x_scale_k, 1))
+        inside = gl.expand_dims((column // 16 * 16 if BY_BLOCK else column) < tokens, 0)
+        # Of the step after the one that is multiplied.
+        x_tile = first
+        x_block = 0
+        scale = gl.load(
+            f_at + x_group * k_blocks * x_scale_k,
+            mask=gl.expand_dims(k_block < k_blocks, 1) & inside, other=0.0,
+        )  # fmt: skip
+    step = 0
+    for tile in range(first, tiles, ctas):
+        group = tile * BLOCK_N // n
+        sums = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=SUMS)
+        for _ in range(0, k_blocks, WARPS):
+            if not BF16:
+                factor = scale * gl.expand_dims(decode_scale(w_scale), 1)
+                x_block += WARPS
+                if x_block >= k_blocks:
+                    x_block = 0
+                    x_tile += ctas
+                    x_group = x_tile * BLOCK_N // n
+                    block = (x_tile * BLOCK_N - x_group * n) // 128
+                    s_at = scales + (x_group * blocks + block) * k_blocks + k_block
+                left = gl.where(x_tile < tiles, k_blocks - x_block, 0)
+                scale = gl.load(
+                    f_at + (x_group * k_blocks + x_block) * x_scale_k,
+                    mask=gl.expand_dims(k_block < left, 1) & inside, other=0.0,
+                )  # fmt: skip
+                w_scale = gl.load(s_at + x_block, mask=k_block < left, other=0)
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            packed = ring.index(slot).load(packed_layout(WARPS, BLOCK_N))
+            x_packed = x_ring.index(slot).load(packed_layout(WARPS, BLOCK_M))
+            # What has been read must have arrived before TMA writes valid again: a
+            # barrier alone does not wait for reads in flight.
+            fence_async_shared()
+            mbarrier.arrive(empty.index(slot))
+            if BF16:
+                a = gl.convert_layout(unpack_bf16(packed), A)
+                b = gl.convert_layout(gl.permute(unpack_bf16(x_packed), (0, 2, 1)), B)
+                sums = mma_v2(a, b, sums)
+            else:
+                a = gl.convert_layout(decode_e4m3(packed), A)
+                b = gl.convert_layout(gl.permute(decode_e4m3(x_packed), (0, 2, 1)), B)
+                part = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=SUMS))
+                sums += part * gl.expand_dims(factor, 1)
+            step += 1
+        total = gl.sum(gl.convert_layout(sums, STORE), 0)
+        at = gl.expand_dims(out_token * groups + group, 0) * n
+        at += gl.expand_dims(tile * BLOCK_N - group * n + out_row, 1)
+        gl.store(
+            out + at, total.to(out.dtype.element_ty), mask=gl.expand_dims(out_token < tokens, 0)
+        )
+
+
+@gluon.jit(
+    do_not_specialize=["tokens", "k_blocks", "tiles", "groups", "x_scale_token", "x_scale_k"]
+)
+def warp_split_k_kernel(
+    x_desc, x_scales, w_desc, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token,
+    x_scale_k,
+    BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    BY_BLOCK: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """X @ w^T with a K block a warp (``warp_split_k``).
+
+    Args:
+        x_desc: int32 [groups * K / 128, T, 32], e4m3 codes; boxes [WARPS, BLOCK_M, 32].
+        x_scales: float32, of K block r of token t and group g at
+            t * x_scale_token + (g * k_blocks + r) * x_scale_k.
+        w_desc: int32 [K / 128, groups * n, 32], the weight's codes; boxes [WARPS, BLOCK_N, 32].
+        scales: uint8 (ue8m0) or float32 [groups, ceil(n / 128), K / 128].
+        out: [T, groups, n].
+        tokens: T, at most BLOCK_M.
+        n: rows of a group, a multiple of BLOCK_N.
+        k_blocks: K / 128.
+        tiles: groups * n / BLOCK_N.
+        groups: see above.
+        x_scale_token: see above.
+        x_scale_k: see above.
+        BLOCK_N: 16, 32 or 64.
+        BLOCK_M: tokens of the tile, at least 8.
+        WARPS: of the consumer.
+        STAGES: of the ring.
+        BY_BLOCK: x_scale_token is 1; there are scales of as many rows as ``QuantizedRows`` has.
+        BF16: both operands are bfloat16, K blocks are 64 channels, and there are no scales.
+        PDL: launched before what makes x has ended.
+    """
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, BLOCK_N, 32], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, BLOCK_M, 32], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    if PDL:
+        gdc_launch_dependents()
+    gl.warp_specialize(
+        [
+            (_consume_split_k, (
+                ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles,
+                groups, x_scale_token, x_scale_k, BLOCK_N, BLOCK_M, WARPS, STAGES, BY_BLOCK,
+                BF16, PDL,
+            )),
+            (produce, (
+                x_desc, w_desc, ring, x_ring, full, empty, n, k_blocks, tiles, BLOCK_N,
+                (BLOCK_N + BLOCK_M) * WARPS * 128, WARPS, 0, STAGES, PDL,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume_split_n(
+    ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles, groups,
+    x_scale_token, x_scale_k,
+    BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    BY_BLOCK: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
+    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
+    STORE: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+    first = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    blocks = (n + 127) // 128
+    column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SUMS))
+    out_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, STORE))
+    out_token = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORE))
+    if PDL:
+        gdc_wait()
+    if BY_BLOCK:
+        # Rows come in sixteens where their scales lie side by side.
+        x_scale_k = x_scale_k // 16 * 16
+    f_at = x_scales + (column if BY_BLOCK else column * x_scale_token)
+    inside = (column // 16 * 16 if BY_BLOCK else column) < tokens
+    step = 0
+    for tile in range(first, tiles, ctas):
+        group = tile * BLOCK_N // n
+        line = tile * BLOCK_N - group * n
+        s_at = scales + (group * blocks + line // 128) * k_blocks
+        f_block = f_at + group * k_blocks * x_scale_k
+        sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SUMS)
+        x_scale, w_scale = gl.load(f_block, mask=inside, other=0.0), gl.load(s_at)
+        for k_block in range(k_blocks):
+            factor = x_scale * decode_scale(w_scale)
+            f_block += x_scale_k
+            s_at += 1
+            more = k_block + 1 < k_blocks
+            x_scale = gl.load(f_block, mask=inside & more, other=0.0)
+            w_scale = gl.load(s_at, mask=more, other=0)
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            packed = ring.index(slot).load(packed_layout_2d(BLOCK_N, WARPS, False))
+            x_packed = x_ring.index(slot).load(packed_layout_2d(BLOCK_M, WARPS, True))
+            # What has been read must have arrived before TMA writes valid again: a
+            # barrier alone does not wait for reads in flight.
+            fence_async_shared()
+            mbarrier.arrive(empty.index(slot))
+            a = gl.convert_layout(decode_e4m3_2d(packed), A)
+            b = gl.convert_layout(gl.permute(decode_e4m3_2d(x_packed), (1, 0)), B)
+            part = mma_v2(a, b, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SUMS))
+            sums += part * gl.expand_dims(factor, 0)
+            step += 1
+        total = gl.convert_layout(sums, STORE)
+        at = gl.expand_dims(out_token * groups + group, 0) * n + gl.expand_dims(line + out_row, 1)
+        gl.store(
+            out + at, total.to(out.dtype.element_ty), mask=gl.expand_dims(out_token < tokens, 0)
+        )
+
+
+@gluon.jit(
+    do_not_specialize=["tokens", "k_blocks", "tiles", "groups", "x_scale_token", "x_scale_k"]
+)
+def warp_split_n_kernel(
+    x_desc, x_scales, w_desc, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token,
+    x_scale_k,
+    BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    BY_BLOCK: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """X @ w^T with rows of the weight a warp (``warp_split_n``).
+
+    Args:
+        x_desc: int32 [T, groups * K / 4], e4m3 codes; boxes [BLOCK_M, 32].
+        x_scales: as of ``warp_split_k_kernel``.
+        w_desc: int32 [groups * n, K / 4], the weight's codes; boxes [BLOCK_N, 32].
+        scales: as of ``warp_split_k_kernel``.
+        out: [T, groups, n].
+        tokens: T, at most BLOCK_M.
+        n: rows of a group, a multiple of BLOCK_N.
+        k_blocks: K / 128.
+        tiles: groups * n / BLOCK_N.
+        groups: see above.
+        x_scale_token: as of ``warp_split_k_kernel``.
+        x_scale_k: as of ``warp_split_k_kernel``.
+        BLOCK_N: 64 or 128, which share scales.
+        BLOCK_M: tokens of the tile, at least 8.
+        WARPS: of the consumer.
+        STAGES: of the ring.
+        BY_BLOCK: as of ``warp_split_k_kernel``.
+        PDL: launched before what makes x has ended.
+    """
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, 32], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M, 32], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    if PDL:
+        gdc_launch_dependents()
+    gl.warp_specialize(
+        [
+            (_consume_split_n, (
+                ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles,
+                groups, x_scale_token, x_scale_k, BLOCK_N, BLOCK_M, WARPS, STAGES, BY_BLOCK, PDL,
+            )),
+            (produce, (
+                x_desc, w_desc, ring, x_ring, full, empty, n, k_blocks, tiles, BLOCK_N,
+                (BLOCK_N + BLOCK_M) * 128, 1, 32, STAGES, PDL,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _issue_wgmma(ring, x_ring, full, step, zeros, STAGES: gl.constexpr):
+    """Issue the product of a stage."""
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+    return warpgroup_mma(
+        x_ring.index(slot), ring.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def _rescale(product, x_scale, w_scale):
+    return product * gl.expand_dims(x_scale * decode_scale(w_scale), 1)
+
+
+@gluon.jit
+def _consume_wgmma(
+    ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles, groups,
+    x_scale_token, x_scale_k,
+    BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, BLOCK_N, 32])
+    first = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    blocks = (n + 127) // 128
+    token = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
+    row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SUMS))
+    inside = token < tokens
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SUMS)
+    if PDL:
+        gdc_wait()
+    step = 0
+    for tile in range(first, tiles, ctas):
+        group = tile * BLOCK_N // n
+        line = tile * BLOCK_N - group * n
+        s_at = scales + (group * blocks + line // 128) * k_blocks
+        f_at = x_scales + token * x_scale_token + group * k_blocks * x_scale_k
+        sums = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SUMS)
+        for _ in range(k_blocks // IN_FLIGHT):
+            # All loads are issued before the first wait.
+            x1, w1 = gl.load(f_at, mask=inside, other=0.0), gl.load(s_at)
+            x2, w2 = gl.load(f_at + x_scale_k, mask=inside, other=0.0), gl.load(s_at + 1)
+            if IN_FLIGHT == 4:
+                x3, w3 = (
+                    gl.load(f_at + 2 * x_scale_k, mask=inside, other=0.0),
+                    gl.load(s_at + 2),
+                )
+                x4, w4 = (
+                    gl.load(f_at + 3 * x_scale_k, mask=inside, other=0.0),
+                    gl.load(s_at + 3),
+                )
+            p1 = _issue_wgmma(ring, x_ring, full, step, zeros, STAGES)
+            p2 = _issue_wgmma(ring, x_ring, full, step + 1, zeros, STAGES)
+            if IN_FLIGHT == 4:
+                p3 = _issue_wgmma(ring, x_ring, full, step + 2, zeros, STAGES)
+                p4 = _issue_wgmma(ring, x_ring, full, step + 3, zeros, STAGES)
+            p1 = warpgroup_mma_wait(IN_FLIGHT - 1, [p1])
+            mbarrier.arrive(empty.index(step % STAGES))
+            sums += _rescale(p1, x1, w1)
+            p2 = warpgroup_mma_wait(IN_FLIGHT - 2, [p2])
+            mbarrier.arrive(empty.index((step + 1) % STAGES))
+            sums += _rescale(p2, x2, w2)
+            if IN_FLIGHT == 4:
+                p3 = warpgroup_mma_wait(1, [p3])
+                mbarrier.arrive(empty.index((step + 2) % STAGES))
+                sums += _rescale(p3, x3, w3)
+                p4 = warpgroup_mma_wait(0, [p4])
+                mbarrier.arrive(empty.index((step + 3) % STAGES))
+                sums += _rescale(p4, x4, w4)
+            f_at += IN_FLIGHT * x_scale_k
+            s_at += IN_FLIGHT
+            step += IN_FLIGHT
+        to = out + gl.expand_dims((token * groups + group) * n + line, 1) + gl.expand_dims(row, 0)
+        gl.store(to, sums.to(out.dtype.element_ty), mask=gl.expand_dims(inside, 1))
+
+
+@gluon.jit(
+    do_not_specialize=["tokens", "k_blocks", "tiles", "groups", "x_scale_token", "x_scale_k"]
+)
+def fp8_wgmma_kernel(
+    x_desc, x_scales, w_desc, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token,
+    x_scale_k,
+    BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """X @ w^T by the FP8 warpgroup instruction (``fp8_wgmma``).
+
+    Args:
+        x_desc: [T, groups * K] of e4m3, boxes [BLOCK_M, 128].
+        x_scales: as of ``warp_split_k_kernel``.
+        w_desc: [groups * n, K] of e4m3, boxes [BLOCK_N, 128].
+        scales: as of ``warp_split_k_kernel``.
+        out: [T, groups, n].
+        tokens: T, at most BLOCK_M.
+        n: rows of a group, a multiple of BLOCK_N.
+        k_blocks: K / 128, a multiple of IN_FLIGHT.
+        tiles: groups * n / BLOCK_N.
+        groups: see above.
+        x_scale_token: as of ``warp_split_k_kernel``.
+        x_scale_k: as of ``warp_split_k_kernel``.
+        BLOCK_N: a power of two from 8 to 128.
+        BLOCK_M: 64 or 128.
+        STAGES: of the ring, at least IN_FLIGHT.
+        IN_FLIGHT: products in flight, 2 or 4.
+        PDL: launched before what makes x has ended.
+    """
+    ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, 128], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    if PDL:
+        gdc_launch_dependents()
+    gl.warp_specialize(
+        [
+            (_consume_wgmma, (
+                ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles,
+                groups, x_scale_token, x_scale_k, BLOCK_N, BLOCK_M, STAGES, IN_FLIGHT, PDL,
+            )),
+            (produce, (
+                x_desc, w_desc, ring, x_ring, full, empty, n, k_blocks, tiles, BLOCK_N,
+                (BLOCK_N + BLOCK_M) * 128, 1, 128, STAGES, PDL,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

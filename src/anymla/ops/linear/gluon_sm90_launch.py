@@ -1,0 +1,225 @@
+"""Launch the GEMMs of ``gluon_sm90_gemm``: FP8 and bfloat16 weights, up to 128 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.quantized_rows import ROW_STEP
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
+from anymla.ops.linear.config import BF16_BLOCK_K, Sm90Config, sm90_bf16_config, sm90_config
+from anymla.ops.linear.gluon_sm90_gemm import (
+    fp8_wgmma_kernel,
+    warp_split_k_kernel,
+    warp_split_n_kernel,
+)
+from anymla.ops.linear.shapes import GEMMS
+from anymla.ops.linear.triton_quantize import quantize_rows_by_run
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+
+
+def fp8_block_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.fp8_block_linear``."""
+    assert quantize_activations
+    rows = x.reshape(-1, x.shape[-1])
+    tokens = len(rows)
+    if codes is None or code_scales is None:
+        codes, code_scales = quantize_rows_by_run(rows.contiguous(), ROW_STEP)
+    out = grouped_gemm(
+        codes[:tokens].unsqueeze(1),
+        code_scales[:tokens].unsqueeze(1),
+        weight.unsqueeze(0),
+        scale.unsqueeze(0),
+        x.dtype,
+    )
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """See ``interface.linear_float32``."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = bf16_gemm(rows, weight, sm90_bf16_config(len(rows)), target_of(x.device).sm_count)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def grouped_gemm(
+    x: Tensor, x_scales: Tensor, w: Tensor, scales: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """``launch_gemm`` with the config for so many tokens."""
+    (tokens, groups, width), n = x.shape, w.shape[1]
+    sm_count = target_of(x.device).sm_count
+    chosen = sm90_config(tokens, groups, n, width // FP8_BLOCK, sm_count)
+    return launch_gemm(x, x_scales, w, scales, out_dtype, chosen, sm_count)
+
+
+def launch_gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    out_dtype: torch.dtype,
+    chosen: Sm90Config,
+    sm_count: int,
+    pdl: bool = True,
+) -> Tensor:
+    """Multiply every group's activations by its weight.
+
+    Args:
+        x: uint8 [T, G, K], contiguous e4m3 codes.
+        x_scales: float32 [T, G, K / 128]; groups lie as if they were K blocks. Where tokens are
+            next to each other, there is memory for as many as ``QuantizedRows`` has.
+        w: uint8 [G, N, K], contiguous codes.
+        scales: contiguous [G, ceil(N / 128), K / 128].
+        out_dtype: of the result.
+        chosen: kernel and tile.
+        sm_count: of the device.
+        pdl: launch as a programmatic dependent of the grid before.
+
+    Returns:
+        [T, G, N].
+    """
+    tokens, groups, width = x.shape
+    n, k_blocks = w.shape[1], width // FP8_BLOCK
+    assert groups == 1 or x_scales.stride(1) == k_blocks * x_scales.stride(2)
+    out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)
+    tiles = groups * n // chosen.block_n
+    numbers = (tokens, n, k_blocks, tiles, groups, x_scales.stride(0), x_scales.stride(2))
+    constants = {"BLOCK_N": chosen.block_n, "STAGES": chosen.stages, **_options(chosen, x, pdl)}
+    grid = (min(tiles, chosen.ctas_per_sm * sm_count),)
+    given = (_aligned(x), tokens, groups * k_blocks, chosen.block_m)
+    weight = (w, groups * n, k_blocks, chosen.block_n)
+    if chosen.kernel == "fp8_wgmma":
+        fp8_wgmma_kernel[grid](
+            _row_descriptor(*given, torch.float8_e4m3fn), x_scales,
+            _row_descriptor(*weight, torch.float8_e4m3fn), scales, out, *numbers,
+            BLOCK_M=chosen.block_m, IN_FLIGHT=chosen.in_flight, **constants,
+        )  # fmt: skip
+        return out
+    constants |= {"BLOCK_M": chosen.block_m, "WARPS": chosen.warps}
+    constants["BY_BLOCK"] = x_scales.stride(0) == 1
+    if chosen.kernel == "warp_split_n":
+        warp_split_n_kernel[grid](
+            _row_descriptor(*given, torch.int32), x_scales, _row_descriptor(*weight, torch.int32),
+            scales, out, *numbers, **constants,
+        )  # fmt: skip
+    else:
+        warp_split_k_kernel[grid](
+            _blocked_descriptor(*given, chosen.warps), x_scales,
+            _blocked_descriptor(*weight, chosen.warps), scales, out, *numbers,
+            BF16=False, **constants,
+        )  # fmt: skip
+    return out
+
+
+def bf16_gemm(x: Tensor, w: Tensor, chosen: Sm90Config, sm_count: int, pdl: bool = True) -> Tensor:
+    """Multiply contiguous bfloat16 x [T, K] by contiguous bfloat16 w [N, K] to float32 [T, N]."""
+    (tokens, width), n = x.shape, len(w)
+    k_blocks, tiles = width // BF16_BLOCK_K, n // chosen.block_n
+    out = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
+    warp_split_k_kernel[(min(tiles, chosen.ctas_per_sm * sm_count),)](
+        _blocked_descriptor(_aligned(x), tokens, k_blocks, chosen.block_m, chosen.warps), None,
+        _blocked_descriptor(w, n, k_blocks, chosen.block_n, chosen.warps), None, out, tokens, n,
+        k_blocks, tiles, 1, 0, 0, BLOCK_N=chosen.block_n, BLOCK_M=chosen.block_m,
+        WARPS=chosen.warps, STAGES=chosen.stages, BY_BLOCK=False, BF16=True,
+        **_options(chosen, x, pdl),
+    )  # fmt: skip
+    return out
+
+
+def _options(chosen: Sm90Config, x: Tensor, pdl: bool) -> dict[str, Any]:
+    launch = pdl_launch(x.device) if pdl else {"PDL": False}
+    return {"num_warps": chosen.warps, "maxnreg": chosen.registers, **launch}
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """X, where TMA can read it."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _blocked_descriptor(
+    x: Tensor, lines: int, k_blocks: int, box: int, warps: int
+) -> TensorDescriptor:
+    """Packed int32 of ``k_blocks`` K blocks of ``lines`` lines; a box has a K block a warp."""
+    return TensorDescriptor(
+        x.view(-1).view(torch.int32), [k_blocks, lines, 32], [32, k_blocks * 32, 1],
+        [warps, box, 32], NVMMASharedLayout(128, 32, rank=3),
+    )  # fmt: skip
+
+
+def _row_descriptor(
+    x: Tensor, lines: int, k_blocks: int, box: int, kind: torch.dtype
+) -> TensorDescriptor:
+    """Lines of ``kind``, of which a box has a K block of 128 bytes."""
+    layout = NVMMASharedLayout(128, 8 * kind.itemsize, rank=2)
+    of_block = FP8_BLOCK // kind.itemsize
+    shape = [lines, k_blocks * of_block]
+    return TensorDescriptor(x.view(-1).view(kind), shape, [shape[1], 1], [box, of_block], layout)
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every config, both formats of scales, and products of bfloat16."""
+    if target.name != "sm_90":
+        return
+    seen = set()
+    for tokens in (1, 16, 32, 64, 128):
+        for rows, k_blocks in GEMMS:
+            chosen = sm90_config(tokens, 1, rows, k_blocks, target.sm_count)
+            if chosen not in seen:
+                seen.add(chosen)
+                yield _build(target, chosen, "*u8" if rows == 4096 else "*fp32")
+    for tokens in (1, 32):
+        yield _build(target, sm90_bf16_config(tokens), None)
+
+
+def _build(target: Target, chosen: Sm90Config, scales: str | None) -> Build:
+    types = {"scales": scales, "x_scales": "*fp32"} if scales else {}
+    types["out"] = "*bf16" if scales else "*fp32"
+    integers = ("tokens", "n", "k_blocks", "tiles", "groups", "x_scale_token", "x_scale_k")
+    constants: dict[str, Any] = {
+        "BLOCK_N": chosen.block_n,
+        "STAGES": chosen.stages,
+        "PDL": target_has_pdl(target),
+    }
+    split_k, wgmma = chosen.kernel == "warp_split_k", chosen.kernel == "fp8_wgmma"
+    layout = NVMMASharedLayout(128, 8 if wgmma else 32, rank=3 if split_k else 2)
+    for name, lines in (("x_desc", chosen.block_m), ("w_desc", chosen.block_n)):
+        box = [chosen.warps, lines, 32] if split_k else [lines, 128 if wgmma else 32]
+        types[name] = f"tensordesc<{'fp8e4nv' if wgmma else 'i32'}{box},{layout!r}>"
+    if wgmma:
+        constants |= {"BLOCK_M": chosen.block_m, "IN_FLIGHT": chosen.in_flight}
+    else:
+        constants |= {"BLOCK_M": chosen.block_m, "WARPS": chosen.warps, "BY_BLOCK": bool(scales)}
+    if split_k:
+        constants["BF16"] = scales is None
+    if scales is None:
+        constants |= {"scales": None, "x_scales": None}
+    kernels = {
+        "warp_split_k": warp_split_k_kernel,
+        "warp_split_n": warp_split_n_kernel,
+        "fp8_wgmma": fp8_wgmma_kernel,
+    }
+    return Build(
+        f"{chosen.block_n} rows, {chosen.block_m} tokens, {scales or 'bfloat16'}",
+        kernels[chosen.kernel],
+        types | dict.fromkeys(integers, "i32"),
+        constants,
+        num_warps=chosen.warps,
+        divisible=("n",),
+        matrix="e4m3" if wgmma else "fp16" if scales else "bf16",
+        registers=chosen.registers,
+    )
