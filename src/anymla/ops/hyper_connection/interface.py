@@ -239,5 +239,5 @@ for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm):
 
 _TRITON = "anymla.ops.hyper_connection.triton_"
 for _operation in (hc_pre, hc_head, hc_post_pre_norm):
-    _operation.register_lazy("triton", f"{_TRITON}streams", supports=float32_support)
+    _operation.register_lazy("triton", f"{_TRITON}launch", supports=float32_support)
 hc_post.register_lazy("triton", f"{_TRITON}expand", supports=float32_support)

@@ -1,13 +1,13 @@
 """Collapse the streams to one, y = sum_i pre_i h_i, with the RMSNorm that may follow.
 
-Grid: programs for the tokens' other gates, with GATES, and one for every token's y, the last token
+Grid: CTAs for the tokens' other gates, with GATES, and one for every token's y, the last token
 first: what a kernel before wrote last is still cached.
 
     COLUMNS of each of the N streams -> y, and its codes; all of D at once up to 8192 channels
 
 Gates are a long chain of operations on little, and y is memory: side by side they hide each other.
-All threads of a program have its token's gates, and none waits for another: redundant, but few
-tokens have processors to spare. Of many tokens TOGETHER are lanes of a program for their gates.
+All threads of a CTA have its token's gates, and none waits for another: redundant, but few
+tokens have processors to spare. Of many tokens TOGETHER are lanes of a CTA for their gates.
 """
 
 from __future__ import annotations
@@ -21,32 +21,189 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._build import Build
 from anymla.ops.device import Target, target_of
-from anymla.ops.hyper_connection.mix_tile import MANY_TOKENS, SLICES, late
-from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
-from anymla.ops.hyper_connection.triton_token import collapse_token, finish_gates
+from anymla.ops.hyper_connection.config import (
+    MANY_TOKENS,
+    SLICES,
+    collapse_columns,
+    collapse_lanes,
+    dependents_late,
+)
+from anymla.ops.hyper_connection.triton_gates import (
+    STREAM_STRIDES,
+    comb_gates,
+    entries,
+    entry,
+    lane_sums,
+    load_constants,
+    place_sums,
+    post_gates,
+    pre_gates,
+    slice_sums,
+    store_columns,
+)
+from anymla.ops.linear.triton_quantize import store_row_codes
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
-_WIDEST = 8192
-# Slices of a token that are summed at a time, of few tokens and of many.
-_FEW_LANES, _MANY_LANES = 128, 32
-# Of so many tokens one program finds the gates, where there are many.
+
+@triton.jit
+def _load(h, first, stream_stride, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """Channels first..first + C of the N streams."""
+    d = first + tl.arange(0, C)
+    streams = ()
+    for i in tl.static_range(N):
+        streams += (tl.load(h + i * stream_stride + d, d < D, other=0.0),)
+    return streams
+
+
+@triton.jit
+def _load_weight(weight, first, D: tl.constexpr, C: tl.constexpr):
+    """Channels of the norm's weight."""
+    d = first + tl.arange(0, C)
+    return tl.load(weight + d, d < D, other=0.0)
+
+
+@triton.jit
+def _collapsed(streams, pre, N: tl.constexpr):
+    """The streams' weighted sum, rounded to their dtype."""
+    total = pre[0] * streams[0].to(tl.float32)
+    for i in tl.static_range(1, N):
+        total += pre[i] * streams[i].to(tl.float32)
+    return total.to(streams[0].dtype)
+
+
+@triton.jit
+def _store_normed(
+    y, out, weight, codes, code_scales, run_stride, first, inverse,
+    D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Store C channels of y, normed if there is a weight, and what they are quantised."""
+    d = first + tl.arange(0, C)
+    if weight is not None:
+        y = (y.to(tl.float32) * inverse * weight.to(tl.float32)).to(y.dtype)
+    tl.store(out + d, y, d < D)
+    if codes is not None:
+        store_row_codes(y, codes, code_scales, first, run_stride, D, FLOOR, NATIVE)
+
+
+@triton.jit
+def collapse_token(
+    h, partial, base, scale, norm_weight, y, codes, code_scales, norm_eps, hc_eps,
+    token_stride, stream_stride, partial_token, partial_slice, partial_mix, row_stride, run_stride,
+    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr, LAUNCH_LATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Collapse a token to its y."""
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    h += row * token_stride
+    y += row * D
+    if codes is not None:
+        codes += row * D
+        code_scales += row * row_stride
+    constants = load_constants(base, scale, 0, 0, N)
+    weight = norm_weight
+    if norm_weight is not None:
+        weight = _load_weight(norm_weight, 0, D, COLUMNS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if not LAUNCH_LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+    if MANY:
+        partial += row * partial_token
+        places = place_sums(partial, partial_slice, partial_mix, MIXES, N, SLICES, LANES)
+    if COLUMNS >= D:
+        # Under way while the gates are finished.
+        streams = _load(h, 0, stream_stride, N, D, COLUMNS)
+    if MANY:
+        square = places[N]
+        mixes = places[:N]
+    else:
+        sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
+        square = entry(sums, MIXES, P)
+        mixes = entries(sums, 0, N, P)
+    inverse = tl.rsqrt(square / (N * D) + norm_eps)
+    scaled = ()
+    for i in tl.static_range(N):
+        scaled += (mixes[i] * inverse,)
+    gates = pre_gates(scaled, constants, hc_eps, N)
+    if COLUMNS >= D:
+        value = _collapsed(streams, gates, N)
+        wide = value.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + norm_eps)
+        _store_normed(
+            value, y, weight, codes, code_scales, run_stride, 0, inverse, D, COLUMNS, FLOOR, NATIVE
+        )
+    else:
+        square = tl.zeros((COLUMNS,), tl.float32)
+        if norm_weight is not None:
+            for first in range(0, D, COLUMNS):
+                streams = _load(h, first, stream_stride, N, D, COLUMNS)
+                wide = _collapsed(streams, gates, N).to(tl.float32)
+                square += wide * wide
+        inverse = tl.rsqrt(tl.sum(square, 0) / D + norm_eps)
+        for first in range(0, D, COLUMNS):
+            value = _collapsed(_load(h, first, stream_stride, N, D, COLUMNS), gates, N)
+            if norm_weight is not None:
+                weight = _load_weight(norm_weight, first, D, COLUMNS)
+            _store_normed(
+                value, y, weight, codes, code_scales, run_stride, first, inverse,
+                D, COLUMNS, FLOOR, NATIVE,
+            )  # fmt: skip
+
+
+@triton.jit
+def finish_gates(
+    partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
+    partial_token, partial_slice, partial_mix,
+    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
+    LANES: tl.constexpr, TOGETHER: tl.constexpr, LAUNCH_LATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Post and comb of a token, or of TOGETHER tokens side by side."""
+    of_post = load_constants(base, scale, 1, N, N)
+    of_comb = load_constants(base, scale, 2, 2 * N, N * N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if not LAUNCH_LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+    if TOGETHER > 1:
+        _gates_together(
+            partial, of_post, of_comb, post, comb, tokens, norm_eps, hc_eps, iters,
+            partial_token, partial_slice, partial_mix, N, D, MIXES, SLICES, TOGETHER,
+        )  # fmt: skip
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
+        sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + norm_eps)
+        store_columns(post, row, row >= 0, post_gates(entries(sums, N, N, P), of_post, N), N)
+        mixes = entries(sums, 2 * N, N * N, P)
+        store_columns(comb, row, row >= 0, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
+
+
+@triton.jit
+def _gates_together(
+    partial, of_post, of_comb, post, comb, tokens, norm_eps, hc_eps, iters,
+    partial_token, partial_slice, partial_mix,
+    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, SLICES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    inside = rows < tokens
+    at = partial + rows * partial_token
+    square = lane_sums(at, inside, 1.0, partial_mix, partial_slice, MIXES, 1, SLICES)[0]
+    inverse = tl.rsqrt(square / (N * D) + norm_eps)
+    mixes = lane_sums(at, inside, inverse, partial_mix, partial_slice, N, N, SLICES)
+    store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
+    mixes = lane_sums(at, inside, inverse, partial_mix, partial_slice, 2 * N, N * N, SLICES)
+    store_columns(comb, rows, inside, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
+
+
+# Of so many tokens one CTA finds the gates, where there are many.
 _TOGETHER = 128
-
-
-def columns_of(d: int, many: bool) -> tuple[int, int]:
-    """Channels of a tile and warps."""
-    columns = min(_WIDEST, triton.next_power_of_2(d))
-    return columns, 4 if columns <= 4096 and not many else 8
-
-
-def lanes_of(slices: int, many: bool) -> int:
-    """How many slices of a token are summed at a time."""
-    return min(_MANY_LANES if many else _FEW_LANES, triton.next_power_of_2(slices))
 
 
 @triton.jit(
     do_not_specialize=["tokens", "iters", "partial_token", "partial_slice", "partial_mix",
-                       "gate_programs", "row_stride", "run_stride"]
+                       "gate_ctas", "row_stride", "run_stride"]
 )  # fmt: skip
 def collapse_kernel(
     h,
@@ -60,7 +217,7 @@ def collapse_kernel(
     codes,
     code_scales,
     tokens,
-    gate_programs,
+    gate_ctas,
     norm_eps,
     hc_eps,
     iters,
@@ -82,25 +239,25 @@ def collapse_kernel(
     TOGETHER: tl.constexpr,
     FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
-    LATE: tl.constexpr,
+    LAUNCH_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tokens' other gates with GATES, or a token's y, normalised if there is a norm_weight.
 
-    With LATE, the next kernel begins when this one has ended.
+    With LAUNCH_LATE, dependents are launched (PDL) when this kernel has ended.
     """
-    if GATES and tl.program_id(0) < gate_programs:
+    if GATES and tl.program_id(0) < gate_ctas:
         finish_gates(
             partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
             partial_token, partial_slice, partial_mix,
-            N, D, MIXES, P, SLICES, LANES, TOGETHER, LATE, PDL,
+            N, D, MIXES, P, SLICES, LANES, TOGETHER, LAUNCH_LATE, PDL,
         )  # fmt: skip
     else:
         collapse_token(
             h, partial, base, scale, norm_weight, y, codes, code_scales,
             norm_eps, hc_eps, token_stride, stream_stride,
             partial_token, partial_slice, partial_mix, row_stride, run_stride,
-            N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LATE, PDL,
+            N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LAUNCH_LATE, PDL,
         )  # fmt: skip
 
 
@@ -124,11 +281,11 @@ def launch_collapse(
     """Fill y [T, D], and what else is given, from ``placed`` h [T, N, D] and partial mixes."""
     tokens, n, d = h.shape
     many = tokens >= MANY_TOKENS
-    columns, num_warps = columns_of(d, many)
+    columns, num_warps = collapse_columns(d, many)
     slices, target = partial.shape[1], target_of(h.device)
     together = _TOGETHER if many else 1
-    gate_programs = 0 if post is None else triton.cdiv(tokens, together)
-    collapse_kernel[(gate_programs + tokens,)](
+    gate_ctas = 0 if post is None else triton.cdiv(tokens, together)
+    collapse_kernel[(gate_ctas + tokens,)](
         h,
         partial,
         base.contiguous(),
@@ -140,7 +297,7 @@ def launch_collapse(
         codes,
         code_scales,
         tokens,
-        gate_programs,
+        gate_ctas,
         norm_eps,
         hc_eps,
         iters,
@@ -152,13 +309,13 @@ def launch_collapse(
         MIXES=mixes,
         P=partial.shape[2],
         SLICES=slices,
-        LANES=lanes_of(slices, many),
+        LANES=collapse_lanes(slices, many),
         COLUMNS=columns,
         GATES=post is not None,
         TOGETHER=together,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         NATIVE=target.native_e4m3,
-        LATE=late(tokens, target),
+        LAUNCH_LATE=dependents_late(tokens, target),
         num_warps=num_warps,
         **pdl_launch(h.device, base, scale, norm_weight),
     )
@@ -195,13 +352,13 @@ def _build(
     coded: bool = False,
     last: bool = False,
 ) -> Build:
-    columns, num_warps = columns_of(d, many)
+    columns, num_warps = collapse_columns(d, many)
     strides = ("partial_token", "partial_slice", "partial_mix", "row_stride", "run_stride")
     numbers = {
         "norm_eps": "fp32",
         "hc_eps": "fp32",
         "iters": "i32",
-        **dict.fromkeys(("tokens", "gate_programs", *STREAM_STRIDES, *strides), "i32"),
+        **dict.fromkeys(("tokens", "gate_ctas", *STREAM_STRIDES, *strides), "i32"),
     }
     types = {"h": f"*{dtype}", "y": f"*{dtype}", **numbers}
     if norm:
@@ -219,13 +376,13 @@ def _build(
         "MIXES": mixes,
         "P": max(16, triton.next_power_of_2(mixes + 1)),
         "SLICES": slices,
-        "LANES": lanes_of(slices, many),
+        "LANES": collapse_lanes(slices, many),
         "COLUMNS": columns,
         "GATES": "post" in types,
         "TOGETHER": _TOGETHER if many else 1,
         "FLOOR": ACTIVATION_AMAX_FLOOR,
         "NATIVE": target.native_e4m3,
-        "LATE": last,
+        "LAUNCH_LATE": last,
         "PDL": target_has_pdl(target),
     }
     marks = ", norm" * norm + ", many" * many + ", codes" * coded + ", late" * last

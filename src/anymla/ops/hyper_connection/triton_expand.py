@@ -5,7 +5,6 @@ Grid: (blocks of ROWS tokens, blocks of COLUMNS channels); every value is read a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -15,27 +14,17 @@ from torch import Tensor
 
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.hyper_connection.triton_gates import load_columns
-from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams, placed
+from anymla.ops.hyper_connection.config import choose_expand_config
+from anymla.ops.hyper_connection.triton_gates import (
+    STREAM_STRIDES,
+    expand,
+    load_columns,
+    load_streams,
+    placed,
+)
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
-# Channels of a tile: 16 bytes a thread of each tensor for 16-bit streams.
-_ELEMENTS = 1024
 _WARPS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpandConfig:
-    """Tokens and channels of a tile."""
-
-    rows: int
-    columns: int
-
-
-def config(d: int) -> ExpandConfig:
-    """One token's channels, or several tokens where they are short."""
-    columns = min(_ELEMENTS, triton.next_power_of_2(d))
-    return ExpandConfig(_ELEMENTS // columns, columns)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -78,7 +67,7 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     out = torch.empty((tokens, n, d), dtype=h.dtype, device=h.device)
     if not out.numel():
         return out
-    chosen, h = config(d), placed(h)
+    chosen, h = choose_expand_config(d), placed(h)
     expand_kernel[(triton.cdiv(tokens, chosen.rows), triton.cdiv(d, chosen.columns))](
         u.contiguous(),
         h,
@@ -101,7 +90,7 @@ def builds(target: Target) -> Iterator[Build]:
     """Flash and Pro."""
     numbers = dict.fromkeys(("tokens", *STREAM_STRIDES), "i32")
     for d in (4096, 7168):
-        chosen = config(d)
+        chosen = choose_expand_config(d)
         sizes = {"N": 4, "D": d, "PDL": target_has_pdl(target)}
         for dtype in ("bf16", "fp16", "fp32"):
             streams = dict.fromkeys(("u", "h", "out"), f"*{dtype}")

@@ -1,7 +1,8 @@
-"""The gates of a site inside kernels: scalars, or with ``load_columns`` vectors, in tuples.
+"""The gates and the N streams of a site inside kernels: tuples of scalars, vectors, or tiles.
 
-Sinkhorn's forty normalisations of a token's N x N matrix then need no communication at all, and
-every thread has every gate without a change of layout.
+Gates are scalars, or with ``load_columns`` vectors. Sinkhorn's forty normalisations of a token's
+N x N matrix then need no communication at all, and every thread has every gate without a change of
+layout.
 
     partial [T, slices, P] -> sum over slices -> N pre, N post, N x N comb
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -191,3 +193,35 @@ def lane_sums(
             total += tl.load(at + slice * slice_stride, inside, other=0.0)
         mixes += (total * inverse,)
     return mixes
+
+
+# What kernels call the strides of streams [T, N, D].
+STREAM_STRIDES = ("token_stride", "stream_stride")
+
+
+@triton.jit
+def load_streams(h, rows, d, mask, token_stride, stream_stride, N: tl.constexpr):
+    """Channels d [c] of the N streams of tokens rows [r]: N tiles [r, c] as stored."""
+    at = (rows * token_stride)[:, None] + d[None, :]
+    streams = ()
+    for i in tl.static_range(N):
+        streams += (tl.load(h + i * stream_stride + at, mask, other=0.0),)
+    return streams
+
+
+@triton.jit
+def expand(u, streams, post, comb, N: tl.constexpr):
+    """h'_j = post_j u + sum_i comb_ij h_i of tiles [r, c], rounded once to their dtype."""
+    wide = u.to(tl.float32)
+    expanded = ()
+    for j in tl.static_range(N):
+        total = post[j][:, None] * wide
+        for i in tl.static_range(N):
+            total += comb[i * N + j][:, None] * streams[i].to(tl.float32)
+        expanded += (total.to(u.dtype),)
+    return expanded
+
+
+def placed(h: Tensor) -> Tensor:
+    """Streams [T, N, D] whose channels are next to each other; the rest may be anywhere."""
+    return h if h.stride(2) == 1 else h.contiguous()

@@ -1,21 +1,32 @@
 """The 2N + N^2 mixes of a site: streams times weights, and the sum of the streams' squares.
 
 Every mix depends on all N D channels of a token, and the weights (1.5 MiB at D 4096) are needed for
-every token. So a program takes some tokens and a slice of D, and what it found is added up later:
-tokens share the weights they read, and one token alone still keeps many programs busy.
+every token. So a CTA takes some tokens and a slice of D, and what it found is added up later:
+tokens share the weights they read, and one token alone still keeps many CTAs busy.
 
 Grid: (blocks of tokens, slices of D).
 
             D ->  | slice | slice | ...
     ROWS tokens   |  N streams of ROWS x SLICE, in chunks of COLUMNS -> partial [T, slices, P]
 
-With EXPAND the program first leaves the site before: it makes the N streams h' of its slice from u,
+With EXPAND the CTA first leaves the site before: it makes the N streams h' of its slice from u,
 h and that site's gates, stores them, and goes on with them as rounded. Four streams are an operand,
-side by side, and pass ``_settled`` on their way. The compiler would else compute them twice, in the
+side by side, and pass ``_materialized`` first. The compiler would else compute them twice, in the
 layout to be stored and in the one to be multiplied, and move every gate from one to the other.
 
-A slice of one chunk has its weights under way before the program waits for the kernel before. With
-DIRECT, streams are multiplied from the registers where they are, see ``triton_fragments``.
+A slice of one chunk has its weights loading before the CTA waits for the kernel before. With
+DIRECT, streams are multiplied from the registers that they were loaded to:
+
+A warp loads rows of 32 channels of bfloat16, eight to a thread, and four threads a row; eight rows
+at a time, and then eight more. The matrix instruction wants the same thread to have the same rows,
+but pairs of channels, of which the eight that a thread has are four. So channels are given other
+numbers, and tokens other places, until both are the same; the weights of a channel follow it, and
+results are where their tokens are. Nothing is moved: no shared memory, and no barrier.
+
+    loaded      row  p * 8 W + w * 8 + g      channel  8 t + 4 s + 2 f + e
+    multiplied  row  16 w + 8 p + g           channel  16 s + 8 f + 2 t + e
+
+with W warps w, p and f of 2, lanes g of 8 and t of 4.
 """
 
 from __future__ import annotations
@@ -30,20 +41,52 @@ from torch import Tensor
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._build import Build
 from anymla.ops.device import Target, target_of
-from anymla.ops.hyper_connection.mix_tile import (
+from anymla.ops.hyper_connection.config import (
     FEW_TOKENS,
     MANY_TOKENS,
     ROWS,
     TOGETHER,
-    joined,
-    late,
-    mix_tile,
+    choose_mix_config,
+    dependents_late,
+    joins_streams,
 )
-from anymla.ops.hyper_connection.triton_fragments import fragments, in_order, loaded_rows
-from anymla.ops.hyper_connection.triton_gates import load_columns
-from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES, expand, load_streams
+from anymla.ops.hyper_connection.triton_gates import (
+    STREAM_STRIDES,
+    expand,
+    load_columns,
+    load_streams,
+)
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
+
+# Channels that four threads load together, and rows of a warp.
+CHANNELS = 32
+WARP_ROWS = 16
+
+
+@triton.jit
+def fragments(a, b, c, d, WARPS: tl.constexpr):
+    """Channels [16 WARPS, 32] of four streams side by side, [16 WARPS, 128]."""
+    x = tl.join(tl.join(a, b), tl.join(c, d))
+    x = tl.reshape(x, (2, WARPS, 8, 4, 2, 2, 2, 2, 2))  # p, w, g, t, s, f, e, and two of streams
+    x = tl.permute(x, (1, 0, 2, 8, 7, 4, 5, 3, 6))
+    return tl.reshape(x, (16 * WARPS, 128))
+
+
+@triton.jit
+def in_order(weights):
+    """Weights [P, 128] of 32 channels of four streams, in the order of ``fragments``."""
+    P: tl.constexpr = weights.shape[0]
+    x = tl.reshape(weights, (P, 4, 4, 2, 2, 2))  # stream, t, s, f, e
+    return tl.reshape(tl.permute(x, (0, 1, 3, 4, 2, 5)), (P, 128))
+
+
+@triton.jit
+def loaded_rows(WARPS: tl.constexpr):
+    """Which of the rows loaded are the rows of a product of ``fragments``, [16 WARPS]."""
+    row = tl.arange(0, 16 * WARPS)
+    return row // 16 * 8 + row % 16 // 8 * (8 * WARPS) + row % 8
+
 
 # Of each tile one number of tokens that has it.
 _BUILT = (1, ROWS + 1, 2 * ROWS + 1, TOGETHER + 1, FEW_TOKENS + 1, MANY_TOKENS)
@@ -74,7 +117,7 @@ def _joined(a, b, c, d):
 
 
 @triton.jit
-def _settled(x):
+def _materialized(x):
     """What is given, in one layout: the compiler carries none through a sum, even of one."""
     return tl.sum(tl.reshape(x.to(tl.float32), (1, x.shape[0], x.shape[1])), 0).to(x.dtype)
 
@@ -101,14 +144,14 @@ def _add_chunk(
         if not JOINED:
             operand = streams[j]
             if EXPAND:
-                operand = _settled(operand)
+                operand = _materialized(operand)
             of_stream = _load_weights(fn, first, j, 1, N, D, MIXES, P, COLUMNS)
             total = exact_dot(operand, of_stream, total)
     if DIRECT:
         operand = fragments(streams[0], streams[1], streams[2], streams[3], total.shape[0] // 16)
         total = exact_dot(operand, in_order(weights), total)
     elif JOINED:
-        operand = _settled(_joined(streams[0], streams[1], streams[2], streams[3]))
+        operand = _materialized(_joined(streams[0], streams[1], streams[2], streams[3]))
         total = exact_dot(operand, weights, total)
     return total, square
 
@@ -137,12 +180,12 @@ def mix_kernel(
     JOINED: tl.constexpr,
     DIRECT: tl.constexpr,
     MANY: tl.constexpr,
-    LATE: tl.constexpr,
+    LAUNCH_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A block of tokens and a slice of D: partial mixes, and with EXPAND the streams.
 
-    With LATE, the next kernel is let in when only the mixes are left to store.
+    With LAUNCH_LATE, its dependents are launched (PDL) when only the mixes are left to store.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
@@ -153,7 +196,7 @@ def mix_kernel(
         weights = _load_weights(fn, first, 0, N, N, D, MIXES, P, COLUMNS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not LATE:
+        if not LAUNCH_LATE:
             tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((ROWS, P), tl.float32)
     square = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -178,7 +221,7 @@ def mix_kernel(
                 total, square, u, h, out, fn, of_chunk, rows, at, inside, post_gates, comb_gates,
                 token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED, DIRECT,
             )  # fmt: skip
-    if PDL and LATE:
+    if PDL and LAUNCH_LATE:
         tl.extra.cuda.gdc_launch_dependents()
     slice = tl.program_id(1)
     slices = tl.num_programs(1)
@@ -224,7 +267,7 @@ def launch_mix(
     """
     tokens, n, d = h.shape
     target = target_of(h.device)
-    chosen = mix_tile(tokens, d, h.dtype, target)
+    chosen = choose_mix_config(tokens, d, h.dtype, target)
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.columns * chosen.chunks)
@@ -250,10 +293,10 @@ def launch_mix(
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         SINGLE=chosen.chunks == 1,
-        JOINED=joined(n, target),
+        JOINED=joins_streams(n, target),
         DIRECT=chosen.direct and n == 4,
         MANY=many,
-        LATE=late(tokens, target),
+        LAUNCH_LATE=dependents_late(tokens, target),
         num_warps=chosen.num_warps,
         **pdl_launch(h.device, fn),
     )
@@ -274,7 +317,7 @@ def builds(target: Target) -> Iterator[Build]:
 
 
 def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens: int) -> Build:
-    chosen = mix_tile(tokens, d, _DTYPES[dtype], target)
+    chosen = choose_mix_config(tokens, d, _DTYPES[dtype], target)
     numbers = ("tokens", "chunks", *STREAM_STRIDES)
     types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", **dict.fromkeys(numbers, "i32")}
     absent = {}
@@ -292,14 +335,16 @@ def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
         "SINGLE": chosen.chunks == 1,
-        "JOINED": joined(4, target),
+        "JOINED": joins_streams(4, target),
         "DIRECT": chosen.direct,
         "MANY": tokens >= MANY_TOKENS,
-        "LATE": late(tokens, target),
+        "LAUNCH_LATE": dependents_late(tokens, target),
         "PDL": target_has_pdl(target),
     }
     marks = (
-        ", many" * (tokens >= MANY_TOKENS) + ", expand" * expands + ", late" * late(tokens, target)
+        ", many" * (tokens >= MANY_TOKENS)
+        + ", expand" * expands
+        + ", late" * dependents_late(tokens, target)
     )
     chunks = "one chunk" if chosen.chunks == 1 else "chunks"
     tile = f"{chosen.rows} tokens by {chosen.num_warps} warps, {chunks}"

@@ -17,10 +17,8 @@ Streams are read from there a second time for their squares, of which a thread s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,42 +26,17 @@ from torch import Tensor
 from anymla.formats.triton_dot import split_in_three
 from anymla.ops._build import Build
 from anymla.ops.device import Target, target_of
-from anymla.ops.hyper_connection.mix_tile import MANY_TOKENS
-from anymla.ops.hyper_connection.triton_tiles import STREAM_STRIDES
+from anymla.ops.hyper_connection.config import (
+    MANY_TOKENS,
+    MORE_TOKENS,
+    choose_many_tokens_config,
+)
+from anymla.ops.hyper_connection.triton_gates import STREAM_STRIDES
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 
-# From here on tokens are enough for larger tiles.
-_MORE_TOKENS = 2048
 _PLANES = 3
 _SPLIT = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class ManyConfig:
-    """Tokens and channels of a tile; warps; pipeline depth; channels of a slice."""
-
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int
-    slice: int
-
-
-def config(tokens: int, d: int) -> ManyConfig:
-    """Large tiles, and as few slices as leave a program to every multiprocessor of an H200."""
-    more = tokens >= _MORE_TOKENS
-    rows, columns, warps, stages = (128, 128, 8, 3) if more else (64, 64, 4, 4)
-    slices = max(1, 132 * rows // triton.next_power_of_2(tokens))
-    width = max(columns, triton.next_power_of_2(triton.cdiv(d, slices)))
-    return ManyConfig(rows, columns, warps, stages, min(width, 1024))
-
-
-def takes(h: Tensor) -> bool:
-    """Whether these tokens are for this kernel rather than ``triton_mix``."""
-    target = target_of(h.device)
-    large = target.backend == "cuda" and target.shared_bytes > 200 << 10
-    return large and h.dtype == torch.bfloat16 and h.shape[0] >= MANY_TOKENS
 
 
 @triton.jit
@@ -143,7 +116,7 @@ def many_kernel(
 def launch_many(h: Tensor, fn: Tensor) -> Tensor:
     """As ``triton_mix.launch_mix`` of many tokens: partial mixes and, after them, squares."""
     tokens, n, d = h.shape
-    chosen = config(tokens, d)
+    chosen = choose_many_tokens_config(tokens, d, target_of(h.device))
     mixes = fn.shape[0]
     width = max(16, triton.next_power_of_2(mixes + 1))
     slices = triton.cdiv(d, chosen.slice)
@@ -188,8 +161,8 @@ def builds(target: Target) -> Iterator[Build]:
             sizes = {"MIXES": mixes, "WIDTH": 4 * d, "SPLIT": _SPLIT, "PDL": early}
             types = {"fn": "*fp32", "planes": "*bf16"}
             yield Build(f"D {d}, {mixes} mixes", split_kernel, types, sizes)
-            for tokens in (MANY_TOKENS, _MORE_TOKENS):
-                chosen = config(tokens, d)
+            for tokens in (MANY_TOKENS, MORE_TOKENS):
+                chosen = choose_many_tokens_config(tokens, d, target)
                 types = {"h": "*bf16", "planes": "*bf16", "partial": "*fp32"}
                 sizes = {
                     "N": 4,

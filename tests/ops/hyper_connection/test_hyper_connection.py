@@ -23,7 +23,6 @@ from anymla.ops.hyper_connection import (
     hc_post,
     hc_post_pre_norm,
     hc_pre,
-    torch_sinkhorn,
     torch_streams,
 )
 from anymla.testing.tolerance import assert_close, assert_identical, relative_error, ulps
@@ -291,25 +290,27 @@ def test_long_rows_and_many_tokens_by_triton(
 ) -> None:
     # Tiles that a short row does not reach: D in several tiles of each kernel, the last not full.
     from anymla.ops.hyper_connection import (
-        mix_tile,
+        config,
         triton_collapse,
-        triton_many,
+        triton_launch,
         triton_mix,
-        triton_streams,
+        triton_mix_many_tokens,
     )
 
     bulk = form == "many"
-    monkeypatch.setattr(triton_collapse, "_WIDEST", 128)
-    monkeypatch.setattr(mix_tile, "FEW_TOKENS", 5)
+    monkeypatch.setattr(config, "_WIDEST", 128)
+    monkeypatch.setattr(config, "FEW_TOKENS", 5)
     for module in (triton_mix, triton_collapse):
         monkeypatch.setattr(module, "MANY_TOKENS", 1 if bulk else 100)
     monkeypatch.setattr(triton_collapse, "_TOGETHER", 32)
-    monkeypatch.setattr(triton_streams, "takes", lambda h: bulk and h.dtype == torch.bfloat16)
-    many = triton_many.ManyConfig(32, 32, 4, 2, 64)
-    monkeypatch.setattr(triton_many, "config", lambda tokens, d: many)
+    monkeypatch.setattr(
+        triton_launch, "takes_many_tokens", lambda h: bulk and h.dtype == torch.bfloat16
+    )
+    many = config.ManyTokensConfig(32, 32, 4, 2, 64)
+    monkeypatch.setattr(triton_mix_many_tokens, "choose_many_tokens_config", lambda *of: many)
     if form == "direct":
-        tile = mix_tile.MixTile(32, 32, 1, 2, direct=True)
-        monkeypatch.setattr(triton_mix, "mix_tile", lambda *of: tile)
+        tile = config.MixConfig(32, 32, 1, 2, direct=True)
+        monkeypatch.setattr(triton_mix, "choose_mix_config", lambda *of: tile)
     tokens = {"few": 18, "direct": 33, "many": 37}[form]  # two blocks
     d = 200 if form == "few" else 72
     before, after = site(tokens, d=d, dtype=dtype), site(tokens, d=d, dtype=dtype)
@@ -341,10 +342,10 @@ def test_long_rows_and_many_tokens_by_triton(
 )
 def test_sinkhorn_forms_agree(tokens: int, n: int, spread: float, iters: int) -> None:
     logits = spread * torch.randn(tokens, n, n, dtype=torch.float64)
-    want = torch_sinkhorn_by_sums(logits, iters)
+    want = sinkhorn_by_sums(logits, iters)
     for got in (
-        torch_sinkhorn.sinkhorn(logits, eps=1e-6, iters=iters),
-        torch_sinkhorn._balance_numpy(torch.softmax(logits, -1) + 1e-6, 1e-6, iters),
+        torch_streams.sinkhorn(logits, eps=1e-6, iters=iters),
+        torch_streams._balance_numpy(torch.softmax(logits, -1) + 1e-6, 1e-6, iters),
     ):
         assert_close(got, want, rtol=ulps(torch.float64, 8 * (iters + 1)))
     # The last step divides columns by their sums + eps, which leaves sums just below 1.
@@ -352,11 +353,11 @@ def test_sinkhorn_forms_agree(tokens: int, n: int, spread: float, iters: int) ->
     assert bool((want.sum(1) < 1).all())
 
 
-def torch_sinkhorn_by_sums(logits: Tensor, iters: int) -> Tensor:
+def sinkhorn_by_sums(logits: Tensor, iters: int) -> Tensor:
     """The branch for devices other than the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_host, "on_host", lambda x: False)
-        return torch_sinkhorn.sinkhorn(logits, eps=1e-6, iters=iters)
+        return torch_streams.sinkhorn(logits, eps=1e-6, iters=iters)
 
 
 def test_doubly_stochastic_after_twenty_iterations() -> None:

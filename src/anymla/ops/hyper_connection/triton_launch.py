@@ -3,7 +3,7 @@
     mix       slices of D: h' (where a site is left before) and its partial mixes
     collapse  tokens: y or RMSNorm(y), and side by side the other gates
 
-All gates of a token depend on its whole row, so one launch would have to be one program a token,
+All gates of a token depend on its whole row, so one launch would have to be one CTA a token,
 which for few tokens is slow (one processor would read all weights) and for many reads the weights
 once a token.
 """
@@ -13,11 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anymla.ops.hyper_connection.config import takes_many_tokens
 from anymla.ops.hyper_connection.triton_collapse import launch_collapse
 from anymla.ops.hyper_connection.triton_expand import hc_post
-from anymla.ops.hyper_connection.triton_many import launch_many, takes
+from anymla.ops.hyper_connection.triton_gates import placed
 from anymla.ops.hyper_connection.triton_mix import launch_mix
-from anymla.ops.hyper_connection.triton_tiles import placed
+from anymla.ops.hyper_connection.triton_mix_many_tokens import launch_many
 
 
 def _enter(
@@ -67,7 +68,7 @@ def hc_pre(
     if not h.numel():
         return _nothing(h)
     h = placed(h)
-    partial = launch_many(h, fn) if takes(h) else launch_mix(h, fn)
+    partial = launch_many(h, fn) if takes_many_tokens(h) else launch_mix(h, fn)
     return _enter(h, partial, base, scale, norm_weight, norm_eps, hc_eps, iters, codes, code_scales)
 
 
@@ -88,7 +89,7 @@ def hc_post_pre_norm(
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``interface.hc_post_pre_norm``."""
-    if takes(h) and h.numel():
+    if takes_many_tokens(h) and h.numel():
         streams = hc_post(u, h, post, comb)
         partial = launch_many(streams, fn)
     else:
@@ -117,6 +118,6 @@ def hc_head(
     if not h.numel():
         return y
     h = placed(h)
-    partial = launch_many(h, fn) if takes(h) else launch_mix(h, fn)
+    partial = launch_many(h, fn) if takes_many_tokens(h) else launch_mix(h, fn)
     launch_collapse(h, y, partial, base, scale, mixes=n, norm_eps=norm_eps, hc_eps=hc_eps)
     return y
