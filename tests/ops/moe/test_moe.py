@@ -474,16 +474,16 @@ def test_tiles_divide_what_they_cover() -> None:
 
 
 def test_streams_fit_shared_memory() -> None:
-    from anymla.ops.moe.stream_forms import forms
+    from anymla.ops.moe.config import sm90_configs
 
     for count, inner, d in ((256, 2048, 4096), (48, 3072, 7168), (9, 1024, 1024), (8, 128, 640)):
         for pairs in (24, 48, 400, 768, 3000, 30000):
-            for form in forms(pairs, (count, inner, d)) or ():
+            for form in sm90_configs(pairs, (count, inner, d)) or ():
                 assert d % form.rows == 2 * inner % form.rows == 0
                 assert d % form.channels == inner % form.channels == 0
                 assert form.stages >= 2
-    assert forms(48, (32, 2048, 4096)) is not None
-    assert forms(48, (32, 128, 640)) is None
+    assert sm90_configs(48, (32, 2048, 4096)) is not None
+    assert sm90_configs(48, (32, 128, 640)) is None
 
 
 @no_triton
@@ -624,12 +624,12 @@ def test_a_device_runs_packed_experts(weight_format: str, tokens: int, quantize:
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 8), (8, 8), (20, 16), (60, 32)])
 def test_a_device_streams_experts(tokens: int, columns: int, stacked: bool) -> None:
-    from anymla.ops.moe.stream_forms import forms
+    from anymla.ops.moe.config import sm90_configs
 
     device = a_device()
     bank, (ids, weights) = Bank("mxfp4", 9, d=1024, inner=1024), routing(tokens, 3, 9)
     ids[0, 1] = -1
-    chosen = forms(ids.numel(), (9, 1024, 1024))
+    chosen = sm90_configs(ids.numel(), (9, 1024, 1024))
     assert chosen is not None
     assert chosen[0].columns == columns
     x = torch.randn(tokens, 1024).bfloat16()
@@ -639,9 +639,10 @@ def test_a_device_streams_experts(tokens: int, columns: int, stacked: bool) -> N
     if stacked:
         stacks = {name: torch.stack(v) for name, v in given.items() if isinstance(v, list)}
         given |= {name: list(stack) for name, stack in stacks.items()}
-    got, again = (
-        experts(x.to(device), ids.to(device), weights.to(device), **given) for _ in range(2)
-    )
+    moved = x.to(device), ids.to(device), weights.to(device)
+    picked, answers = experts.explain(*moved, **given)
+    assert (picked == "gluon_sm90") == bool(answers["gluon_sm90"])
+    got, again = (experts(*moved, **given) for _ in range(2))
     assert_identical(got, again)
     assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
 

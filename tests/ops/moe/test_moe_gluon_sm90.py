@@ -7,8 +7,9 @@ pytest.importorskip("triton")
 
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.mxfp4 import quantize_mxfp4
-from anymla.ops.moe import experts, triton_prepare
-from anymla.ops.moe.gluon_sm90_stream import stream_kernel
+from anymla.ops.moe import config, experts, triton_prepare
+from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
+from anymla.ops.registry import Support
 from anymla.testing.gluon import run
 from anymla.testing.tolerance import assert_close, assert_identical, ulps
 
@@ -51,7 +52,7 @@ def launched(x, x_scales, weights, made, tensors, out, columns, form):
     up = len(tensors) == 4
     width = x.shape[1]
     run(
-        stream_kernel, programs, x, x_scales, weights, order, table, *matrices,
+        grouped_gemm_kernel, programs, x, x_scales, weights, order, table, *matrices,
         *([] if up else [None] * 6), out, most, LIMIT, K=width, OUT=out.shape[1],
         PER_TOKEN=K if up else 1, M=rows, N=columns, CHUNK=channels,
         STAGES=width // channels - 1, UP=up, W_UNIT=1, WARPS=rows // 16, TOGETHER=1, BATCH=2,
@@ -114,3 +115,25 @@ def test_pairs_by_expert_and_operands(tokens, columns, count):
     want_codes, want_scales = operands(x)
     assert_identical(coded, want_codes)
     assert_identical(scales, want_scales)
+
+
+def test_the_backend_says_what_it_takes(monkeypatch):
+    for name, answer in (("triton_support", Support(True)), ("runs_gluon", True)):
+        monkeypatch.setattr(config, name, lambda *_, answer=answer: answer)
+    size, memory = 1024, torch.zeros(1 << 20, dtype=torch.uint8)
+
+    def supports(dtype=torch.bfloat16, shift=0, **options):
+        matrix = memory[shift : shift + size * size // 2].view(size, -1)
+        scale = memory[: size * size // 32].view(size, -1)
+        given = torch.zeros(2, size, dtype=dtype), torch.zeros(2, K).int(), torch.zeros(2, K)
+        how = {"weight_format": "mxfp4", "swiglu_limit": LIMIT, "quantize_activations": True}
+        lists = [[matrix] * E] * 3 + [[scale] * E] * 3
+        return config.gluon_support(*given, *lists, **(how | options))
+
+    assert supports()
+    assert "bfloat16" in supports(torch.float16).reason
+    assert "mxfp4" in supports(weight_format="fp8").reason
+    assert "quantised" in supports(quantize_activations=False).reason
+    assert "16 bytes" in supports(shift=8).reason
+    monkeypatch.setattr(config, "runs_gluon", lambda _: False)
+    assert "sm_90" in supports().reason

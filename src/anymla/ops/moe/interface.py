@@ -10,6 +10,7 @@ from torch import Tensor
 from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
 from anymla.ops.moe import reference, torch_experts, torch_router
+from anymla.ops.moe.config import gluon_support
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
@@ -269,3 +270,4 @@ route_hash.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 route_biased.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 swiglu.register_lazy("triton", f"{_TRITON}swiglu", supports=float32_support)
 experts.register_lazy("triton", f"{_TRITON}experts", supports=_experts_support)
+experts.register_lazy("gluon_sm90", "anymla.ops.moe.gluon_sm90_launch", supports=gluon_support)

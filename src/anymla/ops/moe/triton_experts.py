@@ -6,14 +6,15 @@
     combine   (tokens, blocks of D): results of the token's pairs in the order of its columns,
               shared
 
-The products are streamed (``gluon_sm90_experts``) or those of ``triton_packed`` where they are
-faster, otherwise of ``triton_plain``.
+The products are those of ``triton_packed`` where they are faster, otherwise of ``triton_plain``;
+``gluon_sm90_launch`` puts its own in their place.
 Workspace: inner and results, and with quantised activations the codes of x and inner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -23,7 +24,6 @@ from torch import Tensor
 from anymla.ops._build import Build
 from anymla.ops.device import Target, target_of
 from anymla.ops.moe.packed_tiles import packed_support, packed_tile
-from anymla.ops.moe.stream_forms import streamed
 from anymla.ops.moe.triton_packed import packed_products
 from anymla.ops.moe.triton_plain import plain_products
 from anymla.ops.moe.triton_stack import Call
@@ -64,7 +64,17 @@ def combine_kernel(
     tl.store(out + token * n + column, total.to(out.dtype.element_ty), exists)
 
 
-def experts(
+def _multiply(call: Call, results: Tensor) -> None:
+    target = target_of(call.x.device)
+    if packed_support(call, target):
+        tile = packed_tile(call.pairs, call.sizes, call.weight_format, call.coded, target)
+        packed_products(call, results, tile)
+    else:
+        plain_products(call, results)
+
+
+def run_experts(
+    multiply: Callable[[Call, Tensor], None],
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -81,7 +91,7 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.experts``."""
+    """``interface.experts`` with ``multiply`` for what every pair's expert makes of its token."""
     (tokens, d), k = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
     if not tokens:
@@ -101,20 +111,8 @@ def experts(
     )
     results = scratch((call.pairs, d), x.dtype, x.device)
     if call.pairs and w1:
-        target = target_of(x.device)
-        packed = packed_support(call, target)
-        stream = streamed(call) if packed else None
-        if stream is not None:
-            # Imported here because Triton has its language in some releases only.
-            from anymla.ops.moe.gluon_sm90_experts import streamed_products
-
-            streamed_products(call, results, *stream)
-        elif packed:
-            tile = packed_tile(call.pairs, call.sizes, call.weight_format, call.coded, target)
-            packed_products(call, results, tile)
-        else:
-            plain_products(call, results)
-    # Whether what is added last is still in the making on another queue.
+        multiply(call, results)
+    # Whether what is added last is still in the making on another CUDA stream.
     early = {"PDL": False} if has_deferred_wait() else pdl_launch(x.device, shared)
     flush_stream_wait()
     shared = None if shared is None else shared.contiguous()
@@ -132,6 +130,9 @@ def experts(
         **early,
     )
     return out
+
+
+experts = functools.partial(run_experts, _multiply)
 
 
 def builds(target: Target) -> Iterator[Build]:
