@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
-from anymla.ops import _triton
+from anymla.ops import device as _triton
 from anymla.ops.norm_rope import rms_norm
 from anymla.ops.registry import BackendUnavailable
 
