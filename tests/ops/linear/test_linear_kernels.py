@@ -19,7 +19,13 @@ from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import device as device_facts
-from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
+from anymla.ops.linear import (
+    fp8_block_linear,
+    linear,
+    linear_float32,
+    mxfp4_linear,
+    nvfp4_linear,
+)
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
 no_triton = pytest.mark.skipif(not device_facts.has_triton(), reason="triton is not installed")
@@ -114,7 +120,7 @@ def test_any_leading_shape(backend: str, shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(*shape, 64), torch.randn(40, 64)
     want = x.double() @ weight.double().T
     bound = accumulation(64, torch.float32)
-    assert_close(linear(x, weight, backend=backend), want, atol=bound, scale=10.0)
+    assert_close(linear(x, weight), want, atol=bound, scale=10.0)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -230,3 +236,10 @@ def test_scales_of_a_run_lie_side_by_side() -> None:
     assert by_run.stride() == (1, 16)
     assert_identical(padded[:5], codes)
     assert_identical(by_run[:5].contiguous(), scales)
+
+
+def test_plain_products_have_no_triton_kernel() -> None:
+    x, weight = torch.randn(2, 64), torch.randn(40, 64)
+    for each in (linear, linear_float32):
+        assert "triton" not in each.backends
+        assert "vendor's library" in each.supports(x, weight, backend="vendor").reason
