@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from anymla.model.transformer import Transformer
-from anymla.ops.prefill_attention.support import CHANNELS, runs_on
+from anymla.ops.prefill_attention.config import CHANNELS, runs_on
 from anymla.ops.registry import skip_checks
 from anymla.ops.streams import Workspace
 from anymla.runtime.cache_groups import cache_groups

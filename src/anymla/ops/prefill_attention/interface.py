@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from anymla.ops._epilogue import check_quantized, composed, quantized_results
-from anymla.ops.prefill_attention import reference, torch_prefill
-from anymla.ops.prefill_attention.support import gluon_fp8_quant_support, gluon_support
+from anymla.ops.prefill_attention import reference
+from anymla.ops.prefill_attention.config import gluon_fp8_quant_support, gluon_support
+from anymla.ops.prefill_attention.gathered import gathered, triton_gathered_support
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
-from anymla.ops.sparse_attention.support import triton_attention_support
 
 
 def _results(*, q: Tensor, out: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def prefill_attention(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend each query to a run of rows, and to a second run or to rows listed for it.
+    """Attend each query to a range of rows, and to a second range or to rows listed for it.
 
     With ``runs[t] = (a, n, b, m)`` token t sees the rows
 
@@ -133,21 +133,16 @@ def prefill_attention_fp8_quant(
     require(entries >= 0, name, "entries", "at least 0", entries)
 
 
-_FAMILY = "anymla.ops.prefill_attention"
+_GLUON = "anymla.ops.prefill_attention.gluon_sm90_launch"
+
 prefill_attention.register("reference", reference.prefill_attention)
-prefill_attention.register("torch", torch_prefill.prefill_attention)
-prefill_attention.register_lazy(
-    "triton", f"{_FAMILY}.triton_prefill", supports=triton_attention_support
-)
-prefill_attention.register_lazy(
-    "gluon_sm90", f"{_FAMILY}.gluon_sm90_prefill", supports=gluon_support
-)
+prefill_attention.register("torch", gathered("torch"))
+prefill_attention.register("triton", gathered("triton"), supports=triton_gathered_support)
+prefill_attention.register_lazy("gluon_sm90", _GLUON, supports=gluon_support)
 for _backend in ("reference", "torch", "triton"):
     prefill_attention_fp8_quant.register(
         _backend,
         composed(prefill_attention_fp8_quant, prefill_attention, _backend),
-        supports=triton_attention_support if _backend == "triton" else None,
+        supports=triton_gathered_support if _backend == "triton" else None,
     )
-prefill_attention_fp8_quant.register_lazy(
-    "gluon_sm90", f"{_FAMILY}.gluon_sm90_prefill", supports=gluon_fp8_quant_support
-)
+prefill_attention_fp8_quant.register_lazy("gluon_sm90", _GLUON, supports=gluon_fp8_quant_support)

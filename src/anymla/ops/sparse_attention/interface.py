@@ -264,7 +264,7 @@ sparse_attention_rows.register("torch", torch_device.sparse_attention_rows)
 sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_attention_support)
 sparse_attention_rows.register_lazy(
     "gluon_sm90",
-    "anymla.ops.prefill_attention.gluon_sm90_prefill",
+    "anymla.ops.prefill_attention.gluon_sm90_launch",
     supports=gluon_rows_support,
 )
 for _backend in ("reference", "torch"):

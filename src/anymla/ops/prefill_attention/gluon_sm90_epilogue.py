@@ -1,9 +1,31 @@
-"""How the prefill kernel's output leaves: rounded, or rotated back and quantised."""
+"""Epilogue of the prefill kernel: heads stored rounded, or rotated back and quantised to FP8."""
 
 # mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from anymla.ops._gluon import aggregate
+
+
+@aggregate
+class Results:
+    """Where results go; arguments of ``prefill_kernel``."""
+
+    desc: object
+    out: object
+    scales: object
+    positions: object
+    table: object
+    length: object
+    lse: object
+    max_logits: object
+
+    @gluon.constexpr_function
+    def __init__(self, desc, out, scales, positions, table, length, lse, max_logits):
+        self.desc, self.out, self.scales = desc, out, scales
+        self.positions, self.table, self.length = positions, table, length
+        self.lse, self.max_logits = lse, max_logits
 
 
 @gluon.jit
@@ -47,29 +69,29 @@ def _code_pair(a, b):
 
 
 @gluon.jit
-def store_half_quantised(
-    y, out, scales, angles, row, valid, HALF: gl.constexpr, TURNED: gl.constexpr
+def store_half_quantized(
+    y, out, scales, angles, row, valid, HALF: gl.constexpr, ROPE_DIM: gl.constexpr
 ):
-    """Rotate back the last TURNED channels of a head and quantise [64, 256] in runs of 128.
+    """Rotate back the last ROPE_DIM channels of a head and quantise [64, 256] in blocks of 128.
 
-    ``out`` takes two codes at a time, ``scales`` four a head. ``angles`` points to the TURNED / 2
+    ``out`` takes two codes at a time, ``scales`` four a head. ``angles`` points to the ROPE_DIM / 2
     cosines and as many sines of the query's position.
     """
     a, b = gl.split(gl.reshape(y, [64, 2, 64, 2]))
     L: gl.constexpr = a.type.layout
     if HALF == 1:
-        # Pairs of the head's last run; elsewhere the choice folds away, register by register.
-        run = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
-        run = gl.expand_dims(gl.expand_dims(run, 0), 2)
+        # Pairs of the last quant block; elsewhere the choice folds away, register by register.
+        block = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        block = gl.expand_dims(gl.expand_dims(block, 0), 2)
         pair = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
         pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
-        turns = (run == 1) & (pair >= 64 - TURNED // 2)
-        at = angles + (pair + (run * 0 - 64 + TURNED // 2))
-        cos = gl.load(at, mask=turns, other=1.0)
-        sin = gl.load(at + TURNED // 2, mask=turns, other=0.0)
-        turned = gl.where(turns, a * cos + b * sin, a)
-        b = gl.where(turns, b * cos - a * sin, b)
-        a = turned
+        rotates = (block == 1) & (pair >= 64 - ROPE_DIM // 2)
+        at = angles + (pair + (block * 0 - 64 + ROPE_DIM // 2))
+        cos = gl.load(at, mask=rotates, other=1.0)
+        sin = gl.load(at + ROPE_DIM // 2, mask=rotates, other=0.0)
+        rotated = gl.where(rotates, a * cos + b * sin, a)
+        b = gl.where(rotates, b * cos - a * sin, b)
+        a = rotated
     largest = gl.max(gl.maximum(gl.abs(a), gl.abs(b)), 2)
     ratio = gl.maximum(largest, 1e-10) * (1.0 / 448.0)
     bits = gl.cast(ratio, gl.int32, bitcast=True)
@@ -84,13 +106,13 @@ def store_half_quantised(
         [],
         [64, 64],
     )
-    words = gl.convert_layout(low | (high << 16), OL)
+    mbarriers = gl.convert_layout(low | (high << 16), OL)
     r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
     c = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, OL)), 0)
     mask = (r < valid) & (c >= 0)
     to = out + row.to(gl.int64) * 256 + (r * 256 + c + HALF * 128)
-    gl.store(to, (words & 0xFFFF).to(gl.int16), mask=mask)
-    gl.store(to + 64, ((words >> 16) & 0xFFFF).to(gl.int16), mask=mask)
+    gl.store(to, (mbarriers & 0xFFFF).to(gl.int16), mask=mask)
+    gl.store(to + 64, ((mbarriers >> 16) & 0xFFFF).to(gl.int16), mask=mask)
     SL: gl.constexpr = exponent.type.layout
     r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SL)), 1)
     c = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, SL)), 0)
@@ -99,7 +121,7 @@ def store_half_quantised(
 
 
 @gluon.jit
-def angles_of(to, token, TURNED: gl.constexpr):
-    """Where the cosines of a token's position begin."""
+def angles_of(to, token, ROPE_DIM: gl.constexpr):
+    """Pointer to the cosines of a token's position."""
     position = gl.minimum(gl.maximum(gl.load(to.positions + token), 0), to.length - 1)
-    return to.table + position * TURNED
+    return to.table + position * ROPE_DIM

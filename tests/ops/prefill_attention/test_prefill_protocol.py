@@ -17,11 +17,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.ops.output_projection import inverse_rope_fp8_quant
-from anymla.ops.prefill_attention import gluon_sm90_prefill_consumers as consumers
-from anymla.ops.prefill_attention import gluon_sm90_prefill_producer as producing
-from anymla.ops.prefill_attention import gluon_sm90_prefill_softmax as softmax
-from anymla.ops.prefill_attention.gluon_sm90_prefill_kernel import prefill_kernel
-from anymla.ops.prefill_attention.named_rows import named_rows
+from anymla.ops.prefill_attention import gluon_sm90_kv_producer as kv_producer
+from anymla.ops.prefill_attention import gluon_sm90_prefill as prefill_module
+from anymla.ops.prefill_attention.gathered import named_rows
+from anymla.ops.prefill_attention.gluon_sm90_prefill import prefill_kernel
 from anymla.ops.sparse_attention import sparse_attention_rows
 from anymla.testing.gluon import Deadlock, Descriptor, Hazard
 from anymla.testing.gluon import run as run_kernel
@@ -38,7 +37,7 @@ def run(
     changed: dict | None = None,
     positions: Tensor | None = None,
     table: Tensor | None = None,
-    late: bool = False,
+    lazy: bool = False,
     peaks: Tensor | None = None,
     empty: float = -torch.inf,
 ):
@@ -48,11 +47,11 @@ def run(
     lse = torch.full((tokens, heads), torch.nan)
     if positions is None or table is None:
         out, scales = torch.full_like(case.q, torch.nan), lse
-        turning = (lse, lse, 0)
+        rope = (lse, lse, 0)
     else:
         out = torch.full((tokens, heads, dim // 2), -1, dtype=torch.int16)
         scales = torch.full((tokens, heads, dim // 128), torch.nan)
-        turning = (positions, table.flatten(), len(table))
+        rope = (positions, table.flatten(), len(table))
     listed = case.runs if case.lists is None else case.lists
     sink = torch.zeros(heads) if case.sink is None else case.sink
     run_kernel(
@@ -65,9 +64,9 @@ def run(
         *(x.flatten() for x in (case.rows, case.runs, listed, sink)),
         out.view(-1),
         scales.view(-1),
-        turning[0],
-        turning[1],
-        turning[2],
+        rope[0],
+        rope[1],
+        rope[2],
         lse.view(-1),
         (lse if peaks is None else peaks).view(-1),
         dim**-0.5 * _LOG2E,
@@ -82,16 +81,16 @@ def run(
         replacements=changed,
         HEAD_BLOCKS=blocks,
         LISTED=case.lists is not None,
-        BARE=case.runs.dim() == 1,
+        LISTS_ONLY=case.runs.dim() == 1,
         SINK=case.sink is not None,
         WHOLE=heads % 64 == 0,
-        QUANTISED=table is not None,
-        TURNED=0 if table is None else table.shape[1],
-        COPIED=table is None and heads % 64 == 0,
-        LATE=late,
-        PEAKS=peaks is not None,
-        LEFT_REGISTERS=0,
-        RIGHT_REGISTERS=0,
+        QUANTIZED=table is not None,
+        ROPE_DIM=0 if table is None else table.shape[1],
+        TMA_STORE=table is None and heads % 64 == 0,
+        LAZY_RESCALE=lazy,
+        MAX_LOGITS=peaks is not None,
+        CONSUMER0_REGISTERS=0,
+        CONSUMER1_REGISTERS=0,
     )
     return out, lse if table is None else scales
 
@@ -118,7 +117,7 @@ def test_numbers(listed, heads):
 def test_maxima_left_behind(listed):
     case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=listed, entries=400)
     case.q *= torch.rand(7, 64, 1) * 8
-    check(case, *run(case, grid=1, seed=1, late=True))
+    check(case, *run(case, grid=1, seed=1, lazy=True))
 
 
 def test_lists_alone_and_largest_scores():
@@ -127,7 +126,7 @@ def test_lists_alone_and_largest_scores():
     case.runs[2, 3] = 0
     peaks = torch.full((7, 64), torch.nan)
     alone = dataclasses.replace(case, runs=case.runs[:, 3].contiguous())
-    out, lse = run(alone, grid=1, seed=1, late=True, peaks=peaks, empty=torch.inf)
+    out, lse = run(alone, grid=1, seed=1, lazy=True, peaks=peaks, empty=torch.inf)
     assert bool((lse[2] == torch.inf).all())
     check(case, out, lse.masked_fill(lse == torch.inf, -torch.inf))
     want = torch.empty_like(peaks)
@@ -252,26 +251,30 @@ STALE_COUNT = (
 )
 WAITS = [
     (
-        producing,
-        "                wait(shared.words, FREE_L + b, phase)\n                put(",
+        kv_producer,
+        "                wait(shared.mbarriers, EMPTY_L + b, phase)\n                put(",
     ),
     (
-        producing,
-        "                wait(shared.words, FREE_R + b, phase)\n                mbarrier.expect",
+        kv_producer,
+        "                wait(shared.mbarriers, EMPTY_R + b, phase)\n"
+        "                mbarrier.expect",
     ),
-    (producing, "    wait(shared.words, Q_FREE, phase)\n"),
-    (producing, "    wait(shared.words, Q_FREE + 1, phase)\n"),
-    (consumers, "        mbarrier.wait(shared.q_rdy.index(0), number & 1)\n"),
-    (softmax, "        mbarrier.wait(shared.q_rdy.index(1), number & 1)\n"),
-    (consumers, "            wait(shared.words, P_RDY + b, phase)\n"),
-    (consumers, "                tma.store_wait(0)\n                arrive(shared.words, FREE_L"),
-    (consumers, "            tma.store_wait(0)\n            arrive(shared.words, FREE_R"),
+    (kv_producer, "    wait(shared.mbarriers, Q_EMPTY, phase)\n"),
+    (kv_producer, "    wait(shared.mbarriers, Q_EMPTY + 1, phase)\n"),
+    (prefill_module, "        mbarrier.wait(shared.q_full.index(0), number & 1)\n"),
+    (prefill_module, "        mbarrier.wait(shared.q_full.index(1), number & 1)\n"),
+    (prefill_module, "            wait(shared.mbarriers, P_FULL + b, phase)\n"),
+    (
+        prefill_module,
+        "                tma.store_wait(0)\n                arrive(shared.mbarriers, EMPTY_L",
+    ),
+    (prefill_module, "            tma.store_wait(0)\n            arrive(shared.mbarriers, EMPTY_R"),
 ]
 
 
 def test_a_stale_block_count_is_a_deadlock(tmp_path):
     """What Triton 3.6 makes of a count that is carried from task to task for a bound alone."""
-    changed = altered(tmp_path, consumers, STALE_COUNT)
+    changed = altered(tmp_path, prefill_module, STALE_COUNT)
     same = of_block_counts([3, 3, 3])
     check(same, *run(same, grid=1, seed=0, changed=changed))
     with pytest.raises((Deadlock, Hazard)):

@@ -1,13 +1,18 @@
-"""Runs written out as lists, for backends that gather."""
+"""Prefill attention by ``sparse_attention_rows``: row ranges written out as index lists."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from anymla.ops.device import float32_support
+from anymla.ops.registry import Support
+from anymla.ops.sparse_attention import sparse_attention_rows
+
+# The widest rows of sparse_attention_rows' Triton kernels.
+_TRITON_CHANNELS = 640
 _LARGEST_INT32 = 2**31 - 1
 
 
@@ -20,7 +25,7 @@ def named_rows(
         runs: int32 [T, 4].
         lists: int32 [T, K] or None.
         window: the most rows of a window.
-        entries: the most rows of a second run.
+        entries: the most rows of a second range.
 
     Returns:
         int32 [T, window + entries] (K for entries if there are lists), -1 for none; and the number
@@ -42,8 +47,16 @@ def named_rows(
     return named.int(), used.squeeze(1).int()
 
 
-def by(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    """``prefill_attention`` by a backend's ``sparse_attention_rows``."""
+def triton_gathered_support(q: Tensor, rows: Tensor, *args: object, **keywords: object) -> Support:
+    """``supports`` of backend ``triton``."""
+    support = float32_support(q, rows)
+    if support and q.shape[2] > _TRITON_CHANNELS:
+        return Support(False, f"at most {_TRITON_CHANNELS} channels, got {q.shape[2]}")
+    return support
+
+
+def gathered(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``prefill_attention`` by a backend of ``sparse_attention_rows``."""
 
     def prefill_attention(
         q: Tensor,
@@ -59,9 +72,9 @@ def by(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor]:
         indices, lengths = named_rows(runs, lists, window, entries)
         same = out is None or out.dtype == q.dtype
-        result, lse = attend(
-            q, rows, indices, lengths,
-            sink=sink, scale=scale, value_dim=q.shape[2], out=out if same else None,
+        result, lse = sparse_attention_rows(
+            q, rows, indices, lengths, sink=sink, scale=scale, value_dim=q.shape[2],
+            out=out if same else None, backend=backend,
         )  # fmt: skip
         return (result if same or out is None else out.copy_(result)), lse
 

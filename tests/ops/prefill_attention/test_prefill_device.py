@@ -13,8 +13,8 @@ from prefill_cases import Prefill, prefill
 from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.ops.device import TARGETS, target_of
 from anymla.ops.output_projection import inverse_rope_fp8_quant
-from anymla.ops.prefill_attention import prefill_attention_fp8_quant, support
-from anymla.ops.prefill_attention.support import gluon_fp8_quant_support as quantised_support
+from anymla.ops.prefill_attention import config, prefill_attention_fp8_quant
+from anymla.ops.prefill_attention.config import gluon_fp8_quant_support as quantised_support
 from anymla.ops.registry import Support
 from anymla.ops.sparse_attention import sparse_attention_rows
 from anymla.ops.sparse_attention.support import gluon_rows_support
@@ -42,14 +42,14 @@ class Rows:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(support, "runs_on", lambda device: Support(True))
+    monkeypatch.setattr(config, "runs_on", lambda device: Support(True))
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_it_takes():
-    assert support.gluon_support(fake(), Rows())
-    assert support.gluon_support(fake(torch.float16), Rows(dtype=torch.float16))
-    assert support.gluon_support(fake(shape=(1, 1, 512)), Rows())
+    assert config.gluon_support(fake(), Rows())
+    assert config.gluon_support(fake(torch.float16), Rows(dtype=torch.float16))
+    assert config.gluon_support(fake(shape=(1, 1, 512)), Rows())
     table = types.SimpleNamespace(shape=(9, 64), dtype=torch.float32)
     assert quantised_support(fake(), Rows(), None, None, None, table)
 
@@ -65,7 +65,7 @@ def test_what_it_takes():
     ],
 )
 def test_what_it_leaves_to_others(q, rows, reason):
-    refused = support.gluon_support(q, rows)
+    refused = config.gluon_support(q, rows)
     assert not refused
     assert reason in refused.reason
 
@@ -77,13 +77,13 @@ def test_angles_that_it_does_not_turn_by():
 
 
 def test_other_machines(monkeypatch):
-    monkeypatch.setattr(support, "triton_support", lambda q: Support(True))
-    monkeypatch.setattr(support, "target_of", lambda device: TARGETS["sm_100"])
-    support.runs_on.cache_clear()
+    monkeypatch.setattr(config, "triton_support", lambda q: Support(True))
+    monkeypatch.setattr(config, "target_of", lambda device: TARGETS["sm_100"])
+    config.runs_on.cache_clear()
     try:
-        assert "Hopper" in support.runs_on(torch.device("cpu")).reason
+        assert "Hopper" in config.runs_on(torch.device("cpu")).reason
     finally:
-        support.runs_on.cache_clear()
+        config.runs_on.cache_clear()
 
 
 def test_decoded_rows_need_a_gpu():
@@ -143,14 +143,14 @@ def test_every_block_count(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("programs", [1, 7, 131, 264])
-def test_any_number_of_sms(device, programs, monkeypatch):
-    from anymla.ops.prefill_attention import gluon_sm90_prefill
+@pytest.mark.parametrize("sm_count", [1, 7, 131, 264])
+def test_any_number_of_sms(device, sm_count, monkeypatch):
+    from anymla.ops.prefill_attention import gluon_sm90_launch
 
-    known = dataclasses.replace(target_of(torch.device(device)), sm_count=programs)
-    monkeypatch.setattr(gluon_sm90_prefill, "target_of", lambda device: known)
+    known = dataclasses.replace(target_of(torch.device(device)), sm_count=sm_count)
+    monkeypatch.setattr(gluon_sm90_launch, "target_of", lambda device: known)
     case = prefill(
-        programs, tokens=60, heads=64, dtype=torch.float16, listed=True, entries=900, device=device
+        sm_count, tokens=60, heads=64, dtype=torch.float16, listed=True, entries=900, device=device
     )
     check(case, *case.run(BACKEND))
 

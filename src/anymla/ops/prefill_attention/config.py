@@ -1,21 +1,61 @@
-"""Calls that the Hopper kernel of attention during prefill takes."""
+"""Choices of the Hopper kernel of prefill attention, and the calls that it takes."""
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.ops.device import target_of, triton_support
+from anymla.ops.device import Target, target_of, triton_support
 from anymla.ops.registry import Support
 
 CHANNELS = 512
+HEADS = 64  # of a work tile: the M of a wgmma
 ROPE_DIM = 64  # channels that the quantising epilogue rotates
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 _OPERANDS = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """How a call is run.
+
+    Attributes:
+        ctas: of the grid; they take work tiles of a query and ``HEADS`` heads in turn.
+        tma_store: heads are stored by TMA from a K buffer, not by threads.
+        lazy_rescale: accumulators are rescaled only when a maximum has grown by more than 2^8. Not
+            in bfloat16, where the rounding of a largest weight that is not 1 costs 4 % of accuracy.
+        consumer0_registers: of a thread that computes scores and half the output.
+        consumer1_registers: of a thread that computes the other half. The producer gets what is
+            left of 168 * 3, 88; other splits spill (docs/performance/prefill.md).
+    """
+
+    ctas: int
+    tma_store: bool
+    lazy_rescale: bool
+    consumer0_registers: int = 240
+    consumer1_registers: int = 176
+
+
+def choose_config(
+    tokens: int,
+    heads: int,
+    dtype: torch.dtype,
+    target: Target,
+    *,
+    out_dtype: torch.dtype | None = None,
+    quantized: bool = False,
+) -> PrefillConfig:
+    """The configuration of a call whose rows are of ``dtype``."""
+    return PrefillConfig(
+        ctas=min(tokens * -(-heads // HEADS), target.sm_count),
+        tma_store=not quantized and heads % HEADS == 0 and out_dtype in (None, dtype),
+        lazy_rescale=dtype == torch.float16,
+    )
 
 
 @cache
