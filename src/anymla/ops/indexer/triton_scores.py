@@ -281,9 +281,9 @@ def _load_keys(
         return _load_operand(rows, there, first, "fp32", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
     else:
         tl.static_assert(FORMAT.kind == "list")
-        return _load_operand(
-            keys + at, there, first, FORMAT.values, MATH, WIDTH, PADDED, BLOCK_K, NATIVE
-        )
+        # Triton 3.6 takes no attribute that is a str as an argument.
+        KIND: tl.constexpr = FORMAT.values
+        return _load_operand(keys + at, there, first, KIND, MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
 
 
 @triton.jit
