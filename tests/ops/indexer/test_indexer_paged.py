@@ -20,6 +20,7 @@ from index_scores import (
 from paged import (
     ALL_BACKENDS,
     INDEX_LAYOUTS,
+    TRITON,
     make_cache,
     runnable,
     skip_float64,
@@ -31,7 +32,7 @@ from anymla.formats.page_layout import (
     INDEX_FP8,
     get_layout,
 )
-from anymla.ops.indexer import mqa_logits, paged_mqa_logits
+from anymla.ops.indexer import mqa_logits, paged_mqa_logits, select_topk
 from anymla.testing.tolerance import assert_close
 
 
@@ -270,3 +271,26 @@ def test_paged_equals_dense_on_gathered_keys(run):
             atol=2 * score_bound(6),
             scale=magnitude[m, start : start + n],
         )
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_fp8_is_multiplied_as_the_machine_can(name, monkeypatch):
+    # What a kernel asks about the machine is what ``use_backend`` has it answer.
+    backend = use_backend(name, monkeypatch)
+    from anymla.ops.indexer import triton_scores
+
+    chosen, math_of = [], triton_scores.math_of
+
+    def noted(*args):
+        chosen.append(math_of(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(triton_scores, "math_of", noted)
+    table = i32([[1, 0]])
+    cache, _ = key_cache(INDEX_FP8, 2, 16, table, [32])
+    q, weights = torch.randn(1, 1, 3, D).to(torch.float8_e4m3fn), torch.randn(1, 3)
+    keys = torch.randn(32, D).to(torch.float8_e4m3fn)
+    mqa_logits(q[0], keys, torch.ones(32), weights, i32([0]), i32([32]), backend=backend)
+    paged_mqa_logits(q, cache, weights, i32([32]), table, max_context=32, backend=backend)
+    select_topk(q[0], cache, weights, i32([32]), table, 8, backend=backend)
+    assert chosen == ["e4m3" if "native" in name else "fp16"] * 3

@@ -39,8 +39,9 @@ from anymla.formats.page_layout import (
 )
 from anymla.formats.triton_cast import e2m1_to_fp32, e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
 from anymla.formats.triton_rows import cache_bytes, row_codec
+from anymla.ops import device as device_facts
 from anymla.ops._build import Build
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import Target
 from anymla.ops.indexer.config import GROUP, choose_score_config, score_registers, split_size
 from anymla.ops.indexer.inputs import ScoreInputs, dense_inputs, paged_inputs, writable
 from anymla.ops.indexer.shapes import V4_FLASH
@@ -552,7 +553,7 @@ def mqa_logits(
     logits = writable(out, (len(q), len(k)), torch.float32, q.device)
     if logits.numel():
         inputs = dense_inputs(q, q_scales, weights, k, k_scale, starts, ends)
-        write_scores(inputs, logits, None, target_of(q.device), context=len(k))
+        write_scores(inputs, logits, None, device_facts.target_of(q.device), context=len(k))
     return logits if out is None or out is logits else out.copy_(logits)
 
 
@@ -577,7 +578,7 @@ def paged_mqa_logits(
         inputs = paged_inputs(
             q, q_scales, weights, index_cache, layout, context_lens, block_table, max_context
         )
-        write_scores(inputs, logits, None, target_of(q.device), context=max_context)
+        write_scores(inputs, logits, None, device_facts.target_of(q.device), context=max_context)
     return logits if out is None or out is logits else out.copy_(logits)
 
 

@@ -37,8 +37,9 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
+from anymla.ops import device as device_facts
 from anymla.ops._build import Build
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import Target
 from anymla.ops.indexer.config import (
     GROUP,
     MAX_GROUPS,
@@ -570,7 +571,7 @@ def select_chunks(
         slot_page_size,
     )
     if len(inputs.q):
-        target = target_of(device)
+        target = device_facts.target_of(device)
         config = choose_select_config(
             len(inputs.q),
             # Without pages all scores are -inf, and the first entries win.
