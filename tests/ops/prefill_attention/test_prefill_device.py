@@ -76,6 +76,15 @@ def test_angles_that_it_does_not_turn_by():
     assert not quantised_support(fake(), Rows(), None, None, None, table)
 
 
+@pytest.mark.usefixtures("hopper")
+def test_both_operations_take_the_same_scales():
+    table = types.SimpleNamespace(shape=(9, 64), dtype=torch.float32)
+    for scale in (0.0, -1.0, 1e30):
+        given = (fake(), Rows(), None, None)
+        assert not config.gluon_support(*given, scale=scale)
+        assert not quantised_support(*given, None, table, scale=scale)
+
+
 def test_other_machines(monkeypatch):
     monkeypatch.setattr(config, "triton_support", lambda q: Support(True))
     monkeypatch.setattr(config, "target_of", lambda device: TARGETS["sm_100"])
