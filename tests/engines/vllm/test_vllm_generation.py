@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from inputs import prompt_of
 from measures import E4M3_STEP
-from servers import Run, generate, needs_vllm, score_with_transformers
+from servers import Run, generate, needs_worker, score_with_transformers
 
-pytestmark = needs_vllm
+pytestmark = needs_worker
 
 LENGTHS = (700, 2600)  # every entry fits the selection of 512; the indexer has to choose
 NEW_TOKENS = 64

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from inputs import prompt_of
-from servers import needs_vllm, serve
+from servers import needs_worker, serve
 
-pytestmark = needs_vllm
+pytestmark = needs_worker
 
 SECONDS = 60  # for a server of tiny layers to do anything
 

@@ -3,12 +3,12 @@ import os
 from pathlib import Path
 
 from inputs import bf16_twin, prompt_of
-from servers import Run, generate, needs_vllm
+from servers import Run, generate, needs_worker
 from test_vllm_replay import RECORD, assert_as_vllms_own, replayed
 
 from anymla.testing.tiny_checkpoint import TinyOptions
 
-pytestmark = needs_vllm
+pytestmark = needs_worker
 
 
 def test_the_triton_kernels_run_in_a_worker_under_the_interpreter(tmp_path: Path) -> None:
