@@ -220,6 +220,8 @@ def test_a_module_that_is_missing_is_one_line(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "anymla.bench.build_matrix", None)
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "anymla.bench.build_matrix")
+    # Imported as an attribute of its package it would be found without its module.
+    monkeypatch.delattr("anymla.bench.build_matrix", raising=False)
     result = run("bench", "build-matrix", "--first", "file", "--target", "sm_90")
     is_one_line(result, 2, "this installation has no module triton")
 

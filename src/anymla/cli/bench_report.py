@@ -51,7 +51,7 @@ def report(
 
     It needs no network, follows the reader's colour scheme, and fits a phone. Every figure says
     where its rows come from; what falls short is on it. A newer row of the same thing supersedes
-    the older. Plots need the extra "report": pip install anymla[report].
+    the older. Plots need the extra "report": pip install '.[report]' in a clone.
     """
     from anymla.bench.environment import environment
     from anymla.bench.page.calculated import cache_by_context

@@ -11,6 +11,7 @@ from anymla.layers.rows import GroupStep
 from anymla.layers.step import Step
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.linear import linear_float32
+from anymla.ops.linear.config import plain_backend
 
 # Converted to float32 at every use up to here: 2 MiB of it stay in a core's cache.
 _CONVERTED_ELEMENTS = 1 << 19
@@ -75,7 +76,7 @@ class Compressor(nn.Module):
         """
         ratio, width = self.ape.shape
         if not projected:
-            x = linear_float32(x, self.kv_gate, backend=self.backend)
+            x = linear_float32(x, self.kv_gate, backend=plain_backend(self.backend))
         kv, score = x.split(width, dim=-1)
         save_partial_states(
             kv,
@@ -160,6 +161,6 @@ class SharedProjection:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Float32 [T, 2 * width] of each compressor; head weights [T, heads], or None."""
-        both: Tensor = linear_float32(x, self._weight, backend=self._backend)
+        both: Tensor = linear_float32(x, self._weight, backend=plain_backend(self._backend))
         first, second, *more = both.split(self._sizes, dim=-1)
         return first, second, more[0] if more else None

@@ -15,6 +15,7 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.layers import codes
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear, nvfp4_linear
+from anymla.ops.linear.config import plain_backend
 
 WeightKind = Literal["plain", "fp8", "mxfp4", "nvfp4"]
 
@@ -167,7 +168,7 @@ class Linear(nn.Module):
         """
         packed = self.packed
         if packed.kind == "plain":
-            out: Tensor = linear(x, packed.weight, backend=self.backend)
+            out: Tensor = linear(x, packed.weight, backend=plain_backend(self.backend))
         elif packed.kind == "fp8":
             out = fp8_block_linear(
                 x,

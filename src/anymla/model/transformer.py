@@ -17,6 +17,7 @@ from anymla.layers.spec import LayerSpec
 from anymla.layers.step import Step
 from anymla.model.config import ModelConfig
 from anymla.ops.linear import linear_float32
+from anymla.ops.linear.config import plain_backend
 
 
 class Transformer(nn.Module):
@@ -144,5 +145,5 @@ class Transformer(nn.Module):
         return self.embedding[token_ids].to(self.dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
-        out: Tensor = linear_float32(x, self.lm_head, backend=self.backend)
+        out: Tensor = linear_float32(x, self.lm_head, backend=plain_backend(self.backend))
         return out

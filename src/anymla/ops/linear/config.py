@@ -118,3 +118,12 @@ def sm90_bf16_config(tokens: int) -> Sm90Config:
     if tokens <= 8:
         return Sm90Config("warp_split_k", 16, 8, 8, 4, 2, 64)
     return Sm90Config("warp_split_k", 16, 32, 4, 4, 2, 104)
+
+
+def plain_backend(backend: str | None) -> str | None:
+    """The backend of plain products in a model whose layers run on ``backend``.
+
+    Triton has no kernel for them, since the vendor's library is as fast everywhere: a model that
+    runs on Triton leaves them to the automatic choice.
+    """
+    return None if backend == "triton" else backend
