@@ -95,12 +95,12 @@ def check_turns(operation: str, table: object, like: Tensor, width: int) -> None
         like: the first argument, tokens first; the table is on its device.
         width: channels of a head.
     """
-    turned = check(operation, cos_sin_cache=(table, "L R", FLOAT32_UP))
-    if turned["R"] % 2 or not 2 <= turned["R"] <= width:
+    sizes = check(operation, cos_sin_cache=(table, "L R", FLOAT32_UP))
+    if sizes["R"] % 2 or not 2 <= sizes["R"] <= width:
         expected = f"[L, R] with R even and 2 <= R <= D={width}"
-        require(False, operation, "cos_sin_cache", expected, list(turned.values()))
-    if not turned["L"] and len(like):
-        require(False, operation, "cos_sin_cache", "[L, R] with L >= 1", list(turned.values()))
+        require(False, operation, "cos_sin_cache", expected, list(sizes.values()))
+    if not sizes["L"] and len(like):
+        require(False, operation, "cos_sin_cache", "[L, R] with L >= 1", list(sizes.values()))
     assert isinstance(table, Tensor)
     if table.device != like.device:
         require(False, operation, "cos_sin_cache", f"on {like.device}", table.device)

@@ -116,7 +116,7 @@ class LazyFunction:
         return self._load()(*args, **kwargs)
 
 
-_skipped: ContextVar[bool] = ContextVar("vouched", default=False)
+_skipped: ContextVar[bool] = ContextVar("skipped", default=False)
 
 
 @contextlib.contextmanager

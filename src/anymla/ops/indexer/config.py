@@ -6,7 +6,7 @@ of four algorithms, all exact and with the same result:
 - "all": no row has more than k entries; nothing is scored.
 - "row": a row's scores are held in registers and searched as they are. One CTA a row.
 - "groups": the score kernel also writes the maximum of every 16 scores. The k-th largest of these
-  bounds the k-th score from below, so only the k best groups are read. One CTA a row.
+  bounds the k-th score from below, so only the top-k groups are read. One CTA a row.
 - "samples": 2,048 samples of a row give a threshold that a few more than k scores pass; they are
   collected and selected from. One CTA a row, or several for few long rows.
 

@@ -123,7 +123,6 @@ def sm90_bf16_config(tokens: int) -> Sm90Config:
 def plain_backend(backend: str | None) -> str | None:
     """The backend of plain products in a model whose layers run on ``backend``.
 
-    Triton has no kernel for them, since the vendor's library is as fast everywhere: a model that
-    runs on Triton leaves them to the automatic choice.
+    Triton has no kernel for them: a model that runs on Triton leaves them to the automatic choice.
     """
     return None if backend == "triton" else backend

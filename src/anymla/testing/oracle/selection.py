@@ -72,7 +72,7 @@ class Selections:
 
 
 def best(scores: Tensor, visible: Tensor, k: int) -> Tensor:
-    """The k best visible candidates [n, k], best first, -1 where there are fewer.
+    """The top-k visible candidates [n, k], best first, -1 where there are fewer.
 
     NaN comes before +inf, and among equal scores (0 and -0 are equal, as are NaNs) the lower
     candidate comes first; a visible -inf is a score like any other.
