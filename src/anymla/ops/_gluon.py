@@ -1,24 +1,25 @@
 """What Gluon kernels of several families share: names that changed, barriers, views of memory.
 
-Triton 3.6 and 3.9 differ in the names of some functions; each stands here once, under one name.
+Versions of Triton differ in the names of some functions; each stands here once, under one name,
+chosen by what the installed version has.
 """
 
 # mypy: ignore-errors
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
-__all__ = ["NEW_API", "aggregate", "mbarrier_wait", "opaque", "view", "warpgroup_barrier"]
+__all__ = ["aggregate", "mbarrier_wait", "opaque", "view", "warpgroup_barrier"]
 
-NEW_API = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
+_PUBLIC_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
+_ONE_BARRIER = gl.constexpr(hasattr(gl, "barrier"))  # from 3.7 on
 
 
 @gluon.jit
 def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """The same shared memory as another type and shape."""
-    if NEW_API:
+    if _PUBLIC_VIEW:
         return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
         return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
@@ -27,7 +28,7 @@ def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr)
 @gluon.jit
 def warpgroup_barrier():
     """Barrier of the warps of a partition, or of all warps where nothing is specialised."""
-    if NEW_API:
+    if _ONE_BARRIER:
         gl.barrier()
     else:
         gl.thread_barrier()
