@@ -58,7 +58,7 @@ $(LOWEST_READY): pyproject.toml constraints.txt constraints-lowest.txt
 	@touch $(LOWEST_READY)
 
 test-lowest: $(LOWEST_READY)
-	$(LOWEST_VENV)/bin/python -m anymla conformance --backend triton --jobs 2
+	$(LOWEST_VENV)/bin/python -m anymla conformance --backend triton --jobs 2 --timeout 600
 
 resolve: $(READY)
 	$(BIN)/python .ci/resolve.py
