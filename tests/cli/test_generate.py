@@ -236,3 +236,13 @@ def test_an_empty_batch(tiny, tmp_path):
     path = tmp_path / "batch.jsonl"
     path.write_text("\n \n")
     _fails(_generate(tiny, "--batch", path), "batch.jsonl: no prompt in it")
+
+
+def test_a_prompt_that_no_context_holds(tiny, tmp_path, monkeypatch):
+    """A file's size is asked before it is read; a device's bytes are counted."""
+    path = tmp_path / "sparse.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    _fails(_generate(tiny, "--prompt-file", path), "sparse.txt: larger than 1073741824 bytes")
+    monkeypatch.setattr("anymla.cli.files.MAX_TEXT_BYTES", 1 << 21)
+    _fails(_generate(tiny, "--prompt-file", "/dev/zero"), "/dev/zero: larger than 2097152 bytes")

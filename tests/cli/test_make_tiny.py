@@ -97,6 +97,8 @@ def test_nvfp4_attention(tmp_path: Path) -> None:
         (["--experts", "100000000"], "experts of all layers must be at most 65536"),
         (["--hidden", "1000000000"], " weights, a tiny one at most 2147483648"),
         (["--ratios", "1000000000000"], "compress_ratios is 1000000000000, supported: integers <="),
+        (["--window", "10000000000"], "window must be at most the longest position, 1048576"),
+        (["--index-topk", "10000000000"], "index_topk must be at most the longest position"),
         (["--shards", "1000000000"], "shards must be at most one for each tensor"),
     ],
 )

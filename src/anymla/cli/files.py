@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -12,6 +12,8 @@ from anymla.cli.bad_input import BadInput, bad_input
 from anymla.formats.files import naming
 
 STANDARD = Path("-")
+# Far more than a prompt of the longest context, or a batch of them; what is larger is no text.
+MAX_TEXT_BYTES = 1 << 30
 
 
 class OutputFile(click.Path):
@@ -55,18 +57,31 @@ def read_text(path: Path) -> str:
     """A file's text, or stdin's for "-".
 
     Raises:
-        BadInput: it cannot be read, or is not UTF-8.
+        BadInput: it cannot be read, is larger than ``MAX_TEXT_BYTES``, or is not UTF-8.
     """
     with bad_input():
         try:
             if path != STANDARD:
-                return path.read_text(encoding="utf-8")
+                if path.stat().st_size > MAX_TEXT_BYTES:
+                    raise BadInput(f"{path}: larger than {MAX_TEXT_BYTES} bytes")
+                with path.open("rb") as file:
+                    return _bounded(path, file).decode("utf-8")
             if sys.stdin is None:
                 raise BadInput("-: standard input is closed")
             # Not sys.stdin's own decoding, which the locale decides.
-            return sys.stdin.buffer.read().decode("utf-8")
+            return _bounded(path, sys.stdin.buffer).decode("utf-8")
         except UnicodeDecodeError as error:
             raise BadInput(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _bounded(path: Path, file: BinaryIO) -> bytes:
+    """A file's bytes; a pipe and a device may have no end."""
+    data = bytearray()
+    while part := file.read(1 << 20):
+        data += part
+        if len(data) > MAX_TEXT_BYTES:
+            raise BadInput(f"{path}: larger than {MAX_TEXT_BYTES} bytes")
+    return bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:

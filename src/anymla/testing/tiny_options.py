@@ -89,6 +89,13 @@ class TinyOptions:
             )
         if self.shards < 1:
             raise ValueError(f"shards must be at least 1, got {self.shards}")
+        context = int(_ORIGINAL_CONTEXT * self.rope_factor)
+        for name in ("window", "index_topk"):
+            if getattr(self, name) > context:
+                raise ValueError(
+                    f"{name} must be at most the longest position, {context}, "
+                    f"got {getattr(self, name)}"
+                )
         if self.weights == "fp4":
             self._require_multiples(MXFP4_BLOCK, "FP4 experts", "hidden", "moe_size")
         if self.nvfp4_attention:
