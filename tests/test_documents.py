@@ -50,6 +50,24 @@ def test_every_public_operation_is_in_the_reference() -> None:
         assert hasattr(importlib.import_module(module), attribute), name
 
 
+def test_the_architecture_names_what_there_is() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+/(?:[a-z_0-9]+/)*(?:[a-z_0-9]+\.py)?)`", text))
+    assert len(named) > 20
+    for path in named:
+        assert (ROOT / "src" / "anymla" / path).exists(), path
+    operations = {
+        name
+        for family in pkgutil.iter_modules(anymla.ops.__path__)
+        if family.ispkg
+        for name in importlib.import_module(f"anymla.ops.{family.name}").__all__
+    }
+    rows = re.findall(r"^   \| [^|]+ \| ([^|]+) \|", text, re.MULTILINE)
+    steps = {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row)}
+    assert len(steps) > 8
+    assert steps <= operations
+
+
 def headings(document: pathlib.Path) -> set[str]:
     """Anchors of a document's headings, as GitHub and Sphinx make them."""
     lines = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
