@@ -50,6 +50,15 @@ def test_every_public_operation_is_in_the_reference() -> None:
         assert hasattr(importlib.import_module(module), attribute), name
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_are_named_exist(document) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for name in re.findall(
+        r"`((?:src|ops|formats|layers|runtime|bench|tests/ops)/[\w/]+\.py)`", text
+    ):
+        assert any((ROOT / under / name).exists() for under in ("", "src/anymla")), name
+
+
 def test_the_architecture_names_what_there_is() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([a-z_]+/(?:[a-z_0-9]+/)*(?:[a-z_0-9]+\.py)?)`", text))
