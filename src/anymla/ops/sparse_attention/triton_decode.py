@@ -268,11 +268,11 @@ def store_heads(
 
 
 @triton.jit
-def _next_slots(
-    block, blocks0, n0, n1, list0, list1, limit0, limit1, BN: tl.constexpr, TWO: tl.constexpr
-):
-    """Slots of a block of columns, -1 where there is none."""
+def _next_slots(block, blocks0, rows0, rows1, BN: tl.constexpr, TWO: tl.constexpr):
+    """Slots of a block of columns, -1 where there is none; the caches as in ``walk``."""
+    n0, list0, limit0 = rows0[0], rows0[1], rows0[2]
     if TWO:
+        n1, list1, limit1 = rows1[0], rows1[1], rows1[2]
         here = block < blocks0
         column = tl.where(here, block, block - blocks0) * BN + tl.arange(0, BN)
         slots = tl.load(
@@ -288,17 +288,42 @@ def _next_slots(
 
 @triton.jit
 def walk(
-    q, q_stride, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
-    kv0, kv1, page0, page1, entries0, entries1, row_stride,
-    BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
-    CHANNELS: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr, KEY: tl.constexpr,
-    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
+    queries, span, rows0, rows1, row_stride, TILE: tl.constexpr, ROW: tl.constexpr,
+    KEY: tl.constexpr, MODE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks first .. last: (highest score, its reference, sum of p, five sums of p times rows).
+    """Blocks of a span: (highest score, its reference, sum of p, five sums of p times rows).
 
     Scores are in units of log 2; ``KEY`` leaves the last sum at 0.
+
+    Args:
+        queries: pointer to the token's queries, stride of a head, heads [BH], H, softmax scale.
+        span: first and last block of the walk, and the first block of the second cache.
+        rows0: the first cache: listed rows, their slots, slots it has, pages, page stride, entries
+            of a page.
+        rows1: the second one likewise.
+        row_stride: of plain rows.
+        TILE: BH, BN, KEYS_FIRST, TWO, ONCE of the kernel.
+        ROW: FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4 of the kernel.
+        KEY: the last tile of a row is no value.
+        MODE: see the file.
+        NATIVE: convert FP8 by instructions.
     """
+    BH: tl.constexpr = TILE[0]
+    BN: tl.constexpr = TILE[1]
+    KEYS_FIRST: tl.constexpr = TILE[2]
+    TWO: tl.constexpr = TILE[3]
+    ONCE: tl.constexpr = TILE[4]
+    FP8: tl.constexpr = ROW[0]
+    BLOCK: tl.constexpr = ROW[1]
+    DATA: tl.constexpr = ROW[2]
+    SCALES: tl.constexpr = ROW[3]
+    CHANNELS: tl.constexpr = ROW[4]
+    W3: tl.constexpr = ROW[5]
+    W4: tl.constexpr = ROW[6]
+    q, q_stride, heads, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
+    first, last, blocks0 = span[0], span[1], span[2]
+    kv0, page0, entries0 = rows0[3], rows0[4], rows0[5]
+    kv1, page1, entries1 = rows1[3], rows1[4], rows1[5]
     T3: tl.constexpr = 384 + W3
     q0 = load_heads(q, q_stride, heads, H, 0, 128, CHANNELS, KEYS_FIRST)
     q1 = load_heads(q, q_stride, heads, H, 128, 128, CHANNELS, KEYS_FIRST)
@@ -331,10 +356,10 @@ def walk(
     a2 = zeros(BH, 128, KEYS_FIRST)
     a3 = zeros(BH, W3, KEYS_FIRST)
     a4 = zeros(BH, W4, KEYS_FIRST)
-    upcoming = _next_slots(first, blocks0, n0, n1, list0, list1, limit0, limit1, BN, TWO)
+    upcoming = _next_slots(first, blocks0, rows0, rows1, BN, TWO)
     for block in range(first, last):
         slots = upcoming
-        upcoming = _next_slots(block + 1, blocks0, n0, n1, list0, list1, limit0, limit1, BN, TWO)
+        upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
         ok = slots >= 0
         slots = tl.maximum(slots, 0)
         if TWO:
@@ -445,12 +470,15 @@ def decode_kernel(
     last = tl.minimum(first + each, blocks)
     q = q_ptr + token * q_token
 
+    queries = (q, q_head, heads, H, scale)
+    span = (first, last, blocks0)
+    rows0 = (n0, list0, limit0, kv0_ptr, page0, entries0)
+    rows1 = (n1, list1, limit1, kv1_ptr, page1, entries1)
+    TILE: tl.constexpr = (BH, BN, KEYS_FIRST, TWO, ONCE)
+    ROW: tl.constexpr = (FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4)
     peak, top, sums, a0, a1, a2, a3, a4 = walk(
-        q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1, limit0, limit1,
-        kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
-        BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, KEY, MODE, NATIVE,
-        ONCE,
-    )  # fmt: skip
+        queries, span, rows0, rows1, row_stride, TILE, ROW, KEY, MODE, NATIVE
+    )
     if MODE == 0:
         # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
         seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0)
@@ -458,11 +486,8 @@ def decode_kernel(
             seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
         if seen != seen:
             peak, top, sums, a0, a1, a2, a3, a4 = walk(
-                q, q_head, heads, H, scale, first, last, blocks0, n0, n1, list0, list1,
-                limit0, limit1, kv0_ptr, kv1_ptr, page0, page1, entries0, entries1, row_stride,
-                BH, BN, KEYS_FIRST, TWO, FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4, KEY, 1,
-                NATIVE, ONCE,
-            )  # fmt: skip
+                queries, span, rows0, rows1, row_stride, TILE, ROW, KEY, 1, NATIVE
+            )
 
     if SPLIT:
         row = (token * total + at + split) * H
