@@ -126,11 +126,11 @@ def _product(
     module: Any, x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
 ) -> Tensor:
     """``fp8_block_linear`` by DeepGEMM."""
-    from anymla.ops.linear.triton_quantize import quantize_rows_by_run
+    from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
 
     assert quantize_activations
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    codes, x_scales = quantize_rows_by_run(rows, _TOKEN_STEP)
+    codes, x_scales = quantize_rows_mn_major(rows, _TOKEN_STEP)
     out = torch.empty(len(codes), len(weight), dtype=x.dtype, device=x.device)
     module.fp8_gemm_nt(
         (codes.view(torch.float8_e4m3fn), x_scales),

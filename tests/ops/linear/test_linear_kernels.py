@@ -139,9 +139,10 @@ def test_kernels_on_a_target_with_fp8(
     weight_format: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = dataclasses.replace(device_facts.CPU, native_e4m3=True, dot_e4m3=True)
-    from anymla.ops.linear import triton_layers, triton_linear, triton_quantize
+    from anymla.ops import _triton_quantize
+    from anymla.ops.linear import triton_layers, triton_linear
 
-    for module in (triton_layers, triton_linear, triton_quantize):
+    for module in (triton_layers, triton_linear, _triton_quantize):
         monkeypatch.setattr(module, "target_of", lambda device: target)
     x = torch.randn(tokens, 256).bfloat16()
     check_product(weight_format, x, 136, "triton", quantize=weight_format != "nvfp4")
@@ -205,7 +206,7 @@ def test_nan_in_an_unused_row_stays_there(backend: str, weight_format: str) -> N
 
 @no_triton
 def test_kernels_quantise_to_the_same_codes() -> None:
-    from anymla.ops.linear.triton_quantize import quantize_rows
+    from anymla.ops._triton_quantize import quantize_rows
 
     x = torch.randn(5, 300) * torch.exp2(torch.randint(-40, 40, (5, 300)).float())
     x[2, 7], x[3, 130], x[4, :128] = torch.inf, -torch.inf, 0.0
@@ -225,17 +226,18 @@ def test_kernels_refuse_float64() -> None:
 
 
 @no_triton
-def test_scales_of_a_run_lie_side_by_side() -> None:
-    from anymla.ops.linear.triton_quantize import quantize_rows, quantize_rows_by_run
+def test_mn_major_scales() -> None:
+    from anymla.ops._triton_quantize import quantize_rows
+    from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
 
     x = torch.randn(5, 320).bfloat16()
     codes, scales = quantize_rows(x)
-    padded, by_run = quantize_rows_by_run(x, 16)
+    padded, mn_major = quantize_rows_mn_major(x, 16)
     assert padded.shape == (16, 320)
-    assert by_run.shape == (16, 3)
-    assert by_run.stride() == (1, 16)
+    assert mn_major.shape == (16, 3)
+    assert mn_major.stride() == (1, 16)
     assert_identical(padded[:5], codes)
-    assert_identical(by_run[:5].contiguous(), scales)
+    assert_identical(mn_major[:5].contiguous(), scales)
 
 
 def test_plain_products_have_no_triton_kernel() -> None:

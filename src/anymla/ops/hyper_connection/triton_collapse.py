@@ -20,6 +20,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._build import Build
+from anymla.ops._triton_quantize import store_row_codes
 from anymla.ops.device import Target, target_of
 from anymla.ops.hyper_connection.config import (
     MANY_TOKENS,
@@ -41,7 +42,6 @@ from anymla.ops.hyper_connection.triton_gates import (
     slice_sums,
     store_columns,
 )
-from anymla.ops.linear.triton_quantize import store_row_codes
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 

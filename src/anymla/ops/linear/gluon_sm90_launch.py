@@ -21,7 +21,7 @@ from anymla.ops.linear.gluon_sm90_gemm import (
     warp_split_n_kernel,
 )
 from anymla.ops.linear.shapes import GEMMS
-from anymla.ops.linear.triton_quantize import quantize_rows_by_run
+from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 
@@ -39,7 +39,7 @@ def fp8_block_linear(
     rows = x.reshape(-1, x.shape[-1])
     tokens = len(rows)
     if codes is None or code_scales is None:
-        codes, code_scales = quantize_rows_by_run(rows.contiguous(), ROW_STEP)
+        codes, code_scales = quantize_rows_mn_major(rows.contiguous(), ROW_STEP)
     out = grouped_gemm(
         codes[:tokens].unsqueeze(1),
         code_scales[:tokens].unsqueeze(1),

@@ -21,8 +21,8 @@ from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_cast import e4m3_to_fp16
 from anymla.formats.triton_words import channel_at
 from anymla.ops._build import Build
+from anymla.ops._triton_quantize import BLOCKS, FEW_BLOCKS, blocks_of_cta, quantize_blocks
 from anymla.ops.device import Target, target_of
-from anymla.ops.linear.triton_quantize import FEW_RUNS, RUNS, quantize_runs, runs_of_program
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 
@@ -56,7 +56,7 @@ def operand_rows_kernel(
     inside = (row < rows)[:, None]
     value = tl.load(x + first + channel[None, :], inside, other=0.0)
     if QUANTIZE:
-        codes, scale = quantize_runs(value.to(tl.float32), FLOOR, NATIVE)
+        codes, scale = quantize_blocks(value.to(tl.float32), FLOOR, NATIVE)
         if scales is not None:
             tl.store(scales + run, scale, row < rows)
         if operands.dtype.element_ty == tl.uint8:
@@ -92,7 +92,7 @@ def operand_rows(
     scales = None
     if operand != tl.bfloat16:
         scales = scratch((rows, per_row), torch.float32, x.device)
-    runs = runs_of_program(rows * per_row)
+    runs = blocks_of_cta(rows * per_row)
     operand_rows_kernel[(triton.cdiv(rows * per_row, runs),)](
         x,
         operands,
@@ -116,7 +116,7 @@ def builds(target: Target) -> Iterator[Build]:
     kinds += [("u8", 1, True), ("fp16", 0, True)] if target.dot_e4m3 else [("fp16", 0, True)]
     for stored, order, quantize in kinds:
         for dtype in ("bf16", "fp16", "fp32") if quantize else ("bf16",):
-            for runs in (FEW_RUNS, RUNS) if dtype == "bf16" else (RUNS,):
+            for runs in (FEW_BLOCKS, BLOCKS) if dtype == "bf16" else (BLOCKS,):
                 yield _build(target, dtype, stored, order, quantize, runs)
 
 

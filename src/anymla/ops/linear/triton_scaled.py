@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._build import Build
+from anymla.ops._triton_quantize import quantize_rows
 from anymla.ops.device import Target
 from anymla.ops.linear.support import SCALED_TARGET
-from anymla.ops.linear.triton_quantize import quantize_rows
 
 _ROWS, _CHANNELS = 128, 128
 _MOST_COLUMNS = 128

@@ -104,12 +104,12 @@ def fp8_block_linear(
     code_scales: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
-    from anymla.ops.linear.triton_quantize import quantize_rows_by_run
+    from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
 
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
         return x.new_empty((*x.shape[:-1], len(weight)))
     if codes is None or code_scales is None:
-        codes, code_scales = quantize_rows_by_run(rows.contiguous(), TOKEN_STEP)
+        codes, code_scales = quantize_rows_mn_major(rows.contiguous(), TOKEN_STEP)
     out = scaled_product(codes.view(torch.float8_e4m3fn), code_scales, weight, scale)
     return out[: len(rows)].view(*x.shape[:-1], -1)

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._build import Build
+from anymla.ops._triton_quantize import quantize_rows
 from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_product import Tile, operand, product, tile
-from anymla.ops.linear.triton_quantize import quantize_rows
 from anymla.ops.moe.triton_grouped import Grouping, Product, grouped_products
 from anymla.ops.moe.triton_plan import block_of
 from anymla.ops.moe.triton_stack import Call, place_of

@@ -22,8 +22,8 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_words import channel_at
 from anymla.ops._build import Build
+from anymla.ops._triton_quantize import quantize_blocks
 from anymla.ops.device import Target
-from anymla.ops.linear.triton_quantize import quantize_runs
 from anymla.ops.moe.triton_stack import Call
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
@@ -56,7 +56,7 @@ def _quantise(
     start = (row * width + (run - row * per_row) * 128)[:, None]
     inside = (row < rows)[:, None]
     value = tl.load(x + start + channel_at(place, 1)[None, :], inside, other=0.0)
-    codes, scale = quantize_runs(value.to(tl.float32), FLOOR, True)
+    codes, scale = quantize_blocks(value.to(tl.float32), FLOOR, True)
     tl.store(scales + run, scale, row < rows)
     tl.store(operands + start + place[None, :], codes, inside)
 

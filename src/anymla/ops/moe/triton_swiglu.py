@@ -11,8 +11,8 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._build import Build
+from anymla.ops._triton_quantize import store_row_codes
 from anymla.ops.device import Target, target_of
-from anymla.ops.linear.triton_quantize import store_row_codes
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 BLOCK = 2048

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anymla.ops.linear.triton_quantize import store_codes
+from anymla.ops._triton_quantize import store_codes
 
 
 @triton.jit

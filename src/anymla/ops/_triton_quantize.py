@@ -1,0 +1,150 @@
+"""Quantise activations to e4m3 with a power-of-two scale for each quant block of 128 channels.
+
+Device functions for kernels that have a row at hand, and a kernel for rows in memory. Its grid:
+blocks of quant blocks; a row of K channels has ceil(K / 128) of them.
+
+    BLOCKS x 128 values -> BLOCKS x 128 codes, BLOCKS scales
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
+from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
+from anymla.ops.device import target_of
+from anymla.ops.pdl import pdl_launch
+from anymla.ops.streams import scratch
+
+# Quant blocks of a CTA: 16 to 32 values a thread.
+BLOCKS = 16
+FEW_BLOCKS = 4
+
+
+def blocks_of_cta(blocks: int) -> int:
+    """Quant blocks of a CTA, of so many in all."""
+    return BLOCKS if blocks > 4096 else FEW_BLOCKS
+
+
+@triton.jit
+def quantize_blocks(x, FLOOR: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes [n, w] and float32 scales [n] of float32 quant blocks x [n, w]."""
+    exponent = scale_exponent(tl.max(tl.abs(x), 1), 448.0, FLOOR)
+    # An infinite value has exponent 128, whose inverse is no normal number.
+    inverse = exp2_int(tl.maximum(-exponent, -126))
+    return fp32_to_e4m3(x * inverse[:, None], NATIVE), exp2_int(exponent)
+
+
+@triton.jit
+def store_codes(
+    y, codes, code_scales, rows, inside, first, row_stride, block_stride, width,
+    FLOOR: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Store a tile y [n, c], zero past ``width``, of channels ``first`` .. of rows [n] as codes.
+
+    ``first`` is a multiple of 128, or of c where it is less; strides are those of ``code_scales``.
+    """
+    COUNT: tl.constexpr = y.shape[0]
+    CHANNELS: tl.constexpr = y.shape[1]
+    BLOCK: tl.constexpr = min(CHANNELS, 128)
+    BLOCKS: tl.constexpr = CHANNELS // BLOCK
+    values = tl.reshape(y.to(tl.float32), (COUNT * BLOCKS, BLOCK))
+    encoded, scale = quantize_blocks(values, FLOOR, NATIVE)
+    channel = first + tl.arange(0, CHANNELS)
+    mask = inside[:, None] & (channel < width)[None, :]
+    at = codes + (rows * width)[:, None] + channel[None, :]
+    tl.store(at, tl.reshape(encoded, (COUNT, CHANNELS)), mask)
+    block = first // BLOCK + tl.arange(0, BLOCKS)
+    mask = inside[:, None] & (block * BLOCK < width)[None, :]
+    at = code_scales + (rows * row_stride)[:, None] + (block * block_stride)[None, :]
+    tl.store(at, tl.reshape(scale, (COUNT, BLOCKS)), mask)
+
+
+@triton.jit
+def store_row_codes(
+    y, codes, code_scales, first, block_stride, width, FLOOR: tl.constexpr, NATIVE: tl.constexpr
+):
+    """As ``store_codes`` for channels y [c] of the one row at ``codes`` and ``code_scales``."""
+    CHANNELS: tl.constexpr = y.shape[0]
+    BLOCK: tl.constexpr = min(CHANNELS, 128)
+    values = tl.reshape(y.to(tl.float32), (CHANNELS // BLOCK, BLOCK))
+    encoded, scale = quantize_blocks(values, FLOOR, NATIVE)
+    channel = first + tl.arange(0, CHANNELS)
+    tl.store(codes + channel, tl.reshape(encoded, (CHANNELS,)), channel < width)
+    block = first // BLOCK + tl.arange(0, CHANNELS // BLOCK)
+    tl.store(code_scales + block * block_stride, scale, block * BLOCK < width)
+
+
+@triton.jit(do_not_specialize=["rows", "column"])
+def quantize_rows_kernel(
+    x,
+    codes,
+    scales,
+    rows,
+    width,
+    row_blocks,
+    column,
+    FLOOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    MN_MAJOR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCKS quant blocks of WIDTH channels; MN_MAJOR scales are columns of ``column`` rows."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    row = block // row_blocks
+    channel = (block - row * row_blocks)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    at = row[:, None] * width + channel
+    mask = (row < rows)[:, None] & (channel < width)
+    value = tl.load(x + at, mask, other=0.0).to(tl.float32)
+    encoded, scale = quantize_blocks(value, FLOOR, NATIVE)
+    tl.store(codes + at, encoded, mask)
+    place = (block - row * row_blocks) * column + row if MN_MAJOR else block
+    tl.store(scales + place, scale, row < rows)
+
+
+def launch_quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, column: int = 0) -> None:
+    """Quantise contiguous x [T, K] into ``codes`` and ``scales``.
+
+    Args:
+        x: the rows.
+        codes: uint8, at least T rows of K.
+        scales: float32, [T, ceil(K/128)], or with ``column`` [ceil(K/128), column].
+        column: distance of a row's scales; 0 for scales that are row-major.
+    """
+    rows, width = x.shape
+    if not x.numel():
+        return
+    row_blocks = triton.cdiv(width, FP8_BLOCK)
+    blocks = blocks_of_cta(rows * row_blocks)
+    quantize_rows_kernel[(triton.cdiv(rows * row_blocks, blocks),)](
+        x,
+        codes,
+        scales,
+        rows,
+        width,
+        row_blocks,
+        column,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
+        WIDTH=FP8_BLOCK,
+        BLOCKS=blocks,
+        NATIVE=target_of(x.device).native_e4m3,
+        MN_MAJOR=column > 0,
+        **pdl_launch(x.device),
+    )
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory."""
+    rows, width = x.shape
+    codes = scratch((rows, width), torch.uint8, x.device)
+    scales = scratch((rows, triton.cdiv(width, FP8_BLOCK)), torch.float32, x.device)
+    launch_quantize_rows(x, codes, scales)
+    return codes, scales
