@@ -37,6 +37,10 @@ ROWS_FP32_512 = "rows_fp32_512"
 ROWS_BF16_128 = "rows_bf16_128"
 ROWS_FP32_128 = "rows_fp32_128"
 
+# Layouts of DeepSeek-V4's main and index caches, the plain rows they are compared with included.
+MAIN_LAYOUTS = (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512)
+INDEX_LAYOUTS = (INDEX_FP8, INDEX_MXFP4, ROWS_BF16_128, ROWS_FP32_128)
+
 _LAYOUTS: dict[str, PageLayout] = {
     layout.layout_id: layout
     for layout in (

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from anymla.ops._pages import check_cache
 from anymla.ops.compressor import reference, torch_compress, torch_state
 from anymla.ops.device import float32_support
-from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.pages import pages_of
-from anymla.ops.kv_cache.reference import quantize_and_insert_k_cache
-from anymla.ops.norm_rope.reference import rms_norm, rope
+from anymla.ops._reference import quantize_and_insert_k_cache, rms_norm, rope
 
 
 def save_partial_states(

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.ops import _host
+from anymla.ops._pages import write_rows
+from anymla.ops._torch_norm_rope import freqs_cis, rms_norm, rotate_
 from anymla.ops.compressor.torch_pool import Run, pool_rows, pool_run
-from anymla.ops.kv_cache.torch_pages import write_rows
-from anymla.ops.norm_rope.torch_norm import rms_norm
-from anymla.ops.norm_rope.torch_rope import rotate_, turns
 
 # State elements gathered at a time: 4 MiB of float32 on the host, 256 MiB elsewhere.
 _HOST_ELEMENTS = 1 << 20
@@ -71,7 +70,7 @@ def compress_norm_rope_insert(
 
     rows = rms_norm(entries, norm_weight, eps)
     first = positions + (1 - compress_ratio)
-    rotate_(rows, turns(first, cos_sin_cache, rows.dtype))
+    rotate_(rows, freqs_cis(first, cos_sin_cache, rows.dtype))
     write_rows(k_cache, slots, hadamard_transform(rows) if hadamard else rows, layout)
 
 

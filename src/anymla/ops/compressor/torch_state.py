@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops import _host
-from anymla.ops.kv_cache.torch_pages import writable
+from anymla.ops._pages import writable
 
 # Up to so many tokens are stored one by one.
 _FEW_TOKENS = 4

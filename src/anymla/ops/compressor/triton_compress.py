@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_LAYOUTS
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
+from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
 from anymla.ops.compressor.triton_pool import (
     FEW_TOKENS,
     GIVEN,
@@ -27,9 +29,6 @@ from anymla.ops.compressor.triton_pool import (
 )
 from anymla.ops.compressor.triton_window import closing, count_states, next_of, pool_window
 from anymla.ops.device import Target
-from anymla.ops.kv_cache.triton_builds import INDEX_LAYOUTS, MAIN_LAYOUTS
-from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
-from anymla.ops.norm_rope.triton_rms import inverse_rms
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 
@@ -121,7 +120,7 @@ def compress_kernel(
         weight = tl.load(norm_weight + channel).to(tl.float32)
         row = row * inverse_rms(row, eps, WIDTH) * weight[None, :]
         first = tl.zeros((1,), tl.int64) + (position + 1 - RATIO)
-        cos, sin = load_turns(
+        cos, sin = load_cos_sin(
             cos_sin,
             cos_sin_row_stride,
             cos_sin_column_stride,
@@ -132,7 +131,7 @@ def compress_kernel(
             ROPE,
             WIDTH,
         )
-        row = turn_pairs(row, cos, sin, WIDTH, ROPE)
+        row = rotate(row, cos, sin, WIDTH, ROPE)
         if HADAMARD_LOG > 0:
             row = hadamard_rows(row, HADAMARD_LOG)
         valid = one & (found > 0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
+from anymla.ops._pages import check_cache
 from anymla.ops.device import float32_support
 from anymla.ops.indexer import (
     reference,
@@ -22,7 +23,6 @@ from anymla.ops.indexer import (
     torch_select,
 )
 from anymla.ops.indexer.reference import QUANTISATIONS, wide_dtype
-from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,

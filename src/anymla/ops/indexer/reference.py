@@ -11,7 +11,7 @@ from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.records import KV_AMAX_FLOOR
-from anymla.ops.norm_rope.reference import rope
+from anymla.ops._reference import rope
 
 QUANTISATIONS = ("fp8", "mxfp4", "none")
 

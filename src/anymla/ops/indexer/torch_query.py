@@ -10,7 +10,7 @@ from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.records import KV_AMAX_FLOOR
 from anymla.formats.ue8m0 import scale_exponent
-from anymla.ops.norm_rope.torch_rope import rope
+from anymla.ops._torch_norm_rope import rope
 
 
 def indexer_q_rope_quant(

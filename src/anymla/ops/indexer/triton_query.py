@@ -28,9 +28,9 @@ from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import block_exponent
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
+from anymla.ops._triton_norm_rope import load_cos_sin, rotate
 from anymla.ops.device import Target
 from anymla.ops.indexer.shapes import V4_FLASH
-from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 # Channels of a CTA's tile: 16 for each thread.
@@ -110,11 +110,11 @@ def query_kernel(
     kind = x.dtype
 
     position = tl.load(positions + token + tl.arange(0, 1))
-    cos, sin = load_turns(
+    cos, sin = load_cos_sin(
         table, table_stride, 1, length, position, position == position, WIDTH, ROPE, PADDED
     )
     # The result is rounded to q's dtype, as rope rounds it, and then as keys are.
-    x = turn_pairs(x.to(tl.float32), cos, sin, WIDTH, ROPE).to(kind)
+    x = rotate(x.to(tl.float32), cos, sin, WIDTH, ROPE).to(kind)
     if RULE.block:
         x = x.to(tl.bfloat16)
     rounded = x.dtype

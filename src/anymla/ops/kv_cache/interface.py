@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops import _reference
+from anymla.ops._pages import check_cache
 from anymla.ops.kv_cache import reference, torch_gather, torch_insert
-from anymla.ops.kv_cache.checks import check_cache
 from anymla.ops.kv_cache.support import row_support
 from anymla.ops.registry import FLOATS, INT32, INT64, check, operation, require
 
@@ -107,7 +108,7 @@ def dequant_gather_slots(
     check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=out.device)
 
 
-quantize_and_insert_k_cache.register("reference", reference.quantize_and_insert_k_cache)
+quantize_and_insert_k_cache.register("reference", _reference.quantize_and_insert_k_cache)
 quantize_and_insert_k_cache.register("torch", torch_insert.quantize_and_insert_k_cache)
 quantize_and_insert_k_cache.register_lazy(
     "triton", "anymla.ops.kv_cache.triton_insert", supports=row_support

@@ -1,4 +1,4 @@
-"""Storing and reading cache rows one at a time, through the codecs of ``formats``."""
+"""Reading cache rows one at a time, through the codecs of ``formats``."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import PageLayout, pages_of
-
-
-def quantize_and_insert_k_cache(
-    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str = MAIN_FP8
-) -> None:
-    """See ``interface.quantize_and_insert_k_cache``."""
-    row_layout, cache = get_layout(layout), pages_of(k_cache)
-    pages, entries = cache.shape[:2]
-    data_plane, scale_plane = row_layout.planes(cache)
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if not 0 <= slot < pages * entries:
-            continue
-        page, offset = divmod(slot, entries)
-        data, scales = row_layout.encode(k[token : token + 1])
-        data_plane[page, offset] = data[0]
-        if scale_plane is not None and scales is not None:
-            scale_plane[page, offset] = scales[0]
 
 
 def dequantize_and_gather_k_cache(

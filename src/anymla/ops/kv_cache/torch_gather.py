@@ -8,7 +8,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.pages import pages_of
 from anymla.ops import _host
-from anymla.ops.kv_cache.torch_pages import read_rows
+from anymla.ops._pages import read_rows
 
 
 def dequant_gather_slots(

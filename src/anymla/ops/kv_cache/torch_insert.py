@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops.kv_cache.torch_pages import write_rows
+from anymla.ops._pages import write_rows
 
 
 def quantize_and_insert_k_cache(

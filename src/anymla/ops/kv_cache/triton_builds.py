@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from anymla.formats.page_layout import (
-    INDEX_FP8,
-    INDEX_MXFP4,
-    MAIN_FP8,
-    ROWS_BF16_128,
-    ROWS_BF16_512,
-    ROWS_FP32_128,
-    ROWS_FP32_512,
-)
+from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_FP8, MAIN_LAYOUTS
 
-MAIN_LAYOUTS = (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512)
-INDEX_LAYOUTS = (INDEX_FP8, INDEX_MXFP4, ROWS_BF16_128, ROWS_FP32_128)
 LAYOUTS = MAIN_LAYOUTS + INDEX_LAYOUTS
 # Layouts, types of rows and entries of a page, each at least once: they are independent.
 # Two entries are what 256 tokens leave at ratio 128.

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops import _torch_norm_rope
+from anymla.ops._pages import check_cache
 from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
-from anymla.ops.kv_cache.checks import check_cache
-from anymla.ops.norm_rope import reference, torch_insert, torch_norm, torch_rope
+from anymla.ops.norm_rope import reference, torch_insert, torch_norm
 from anymla.ops.registry import FLOATS, INT64, check, check_turns, operation, require
 
 
@@ -171,10 +172,10 @@ def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
 
 
 rms_norm.register("reference", reference.rms_norm)
-rms_norm.register("torch", torch_norm.rms_norm)
+rms_norm.register("torch", _torch_norm_rope.rms_norm)
 rms_norm.register_lazy("triton", "anymla.ops.norm_rope.triton_norm", supports=float32_support)
 rope.register("reference", reference.rope)
-rope.register("torch", torch_rope.rope)
+rope.register("torch", _torch_norm_rope.rope)
 rope.register_lazy("triton", "anymla.ops.norm_rope.triton_rope", supports=float32_support)
 fused_q_kv_rmsnorm.register("reference", reference.fused_q_kv_rmsnorm)
 fused_q_kv_rmsnorm.register("torch", torch_norm.fused_q_kv_rmsnorm)

@@ -1,4 +1,4 @@
-"""Root-mean-square norms and rotary positions, as formulas."""
+"""Fused norms, and norm, RoPE and insertion of a step, as formulas."""
 
 from __future__ import annotations
 
@@ -7,31 +7,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._quantized import fill_codes
-from anymla.ops.kv_cache.reference import quantize_and_insert_k_cache
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """See ``interface.rms_norm``; ``weight=None`` leaves the weight out."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide)
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        y = y * weight.to(wide)
-    return y.to(x.dtype)
-
-
-def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
-    """See ``interface.rope``."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rope_dim = cos_sin_cache.shape[1]
-    known = positions.clamp(0, len(cos_sin_cache) - 1)
-    cos, sin = cos_sin_cache[known].to(wide).unsqueeze(1).chunk(2, dim=-1)
-    if inverse:
-        sin = -sin
-    tail = x[..., -rope_dim:].to(wide)
-    even, odd = tail[..., 0::2], tail[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-rope_dim], turned.to(x.dtype)), dim=-1)
+from anymla.ops._reference import quantize_and_insert_k_cache, rms_norm, rope
 
 
 def fused_q_kv_rmsnorm(

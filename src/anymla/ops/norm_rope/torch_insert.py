@@ -7,9 +7,8 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops import _host
-from anymla.ops.kv_cache.torch_pages import write_rows
-from anymla.ops.norm_rope.torch_norm import BLOCK_ELEMENTS, normed_heads
-from anymla.ops.norm_rope.torch_rope import rotate_, turns
+from anymla.ops._pages import write_rows
+from anymla.ops._torch_norm_rope import BLOCK_ELEMENTS, freqs_cis, norm_heads, rotate_
 
 
 def qnorm_rope_kv_insert(
@@ -26,22 +25,26 @@ def qnorm_rope_kv_insert(
 ) -> Tensor:
     """See ``interface.qnorm_rope_kv_insert``."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    by = turns(positions, cos_sin_cache, wide)
+    cis = freqs_cis(positions, cos_sin_cache, wide)
     tokens, heads, width = q.shape
     block = max(1, BLOCK_ELEMENTS // max(1, heads * width))
     step = block if _host.on_host(q) else tokens
     if tokens <= step:
-        turned = rotate_(normed_heads(q, wide, eps), by)
-        result = turned.to(q.dtype) if out is None else out.copy_(turned)
+        rotated = rotate_(norm_heads(q, wide, eps), cis)
+        result = rotated.to(q.dtype) if out is None else out.copy_(rotated)
     else:
         result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for start in range(0, tokens, step):
             part = slice(start, start + step)
-            result[part] = rotate_(normed_heads(q[part], wide, eps), by[part])
+            result[part] = rotate_(norm_heads(q[part], wide, eps), cis[part])
 
     inserted = slot_mapping.shape[0]
     kv_wide = torch.promote_types(kv.dtype, torch.float32)
-    by = by[:inserted] if kv_wide == wide else turns(positions[:inserted], cos_sin_cache, kv_wide)
+    cis = (
+        cis[:inserted]
+        if kv_wide == wide
+        else freqs_cis(positions[:inserted], cos_sin_cache, kv_wide)
+    )
     rows = kv[:inserted].to(kv_wide, copy=True, memory_format=torch.contiguous_format)
-    write_rows(k_cache, slot_mapping, rotate_(rows, by), layout)
+    write_rows(k_cache, slot_mapping, rotate_(rows, cis), layout)
     return result

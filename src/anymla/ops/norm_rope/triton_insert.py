@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8
+from anymla.formats.page_layout import MAIN_FP8, MAIN_LAYOUTS
 from anymla.formats.triton_rows import cache_bytes, row_codec
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.kv_cache.triton_builds import MAIN_LAYOUTS
 from anymla.ops.norm_rope.triton_programs import insert_rows, turn_heads
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from anymla.formats.triton_rows import entry_offsets, store_rows
-from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
-from anymla.ops.norm_rope.triton_rms import inverse_rms
+from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
 
 
 @triton.jit
@@ -41,7 +40,7 @@ def insert_rows(
     position = tl.load(positions + row, mask=given, other=0)
     at = kv + row[:, None] * row_stride + (channel * column_stride)[None, :]
     x = tl.load(at, mask=given[:, None], other=0.0).to(tl.float32)
-    cos, sin = load_turns(
+    cos, sin = load_cos_sin(
         table,
         table_row_stride,
         table_column_stride,
@@ -54,7 +53,7 @@ def insert_rows(
     )
     valid = (slot >= 0) & (slot < capacity)
     values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
-    store_rows(cache, values, scales, valid, turn_pairs(x, cos, sin, WIDTH, ROPE), CODEC, NATIVE)
+    store_rows(cache, values, scales, valid, rotate(x, cos, sin, WIDTH, ROPE), CODEC, NATIVE)
 
 
 @triton.jit
@@ -89,7 +88,7 @@ def turn_heads(
     x = tl.load(at, mask=there, other=0.0).to(tl.float32)
     # A row of cosines for every head: as one row they would have another layout than the heads,
     # and the heads, not the row, would be moved.
-    cos, sin = load_turns(
+    cos, sin = load_cos_sin(
         table,
         table_row_stride,
         table_column_stride,
@@ -100,7 +99,7 @@ def turn_heads(
         ROPE,
         WIDTH,
     )
-    x = turn_pairs(x * inverse_rms(x, eps, WIDTH), cos, sin, WIDTH, ROPE)
+    x = rotate(x * inverse_rms(x, eps, WIDTH), cos, sin, WIDTH, ROPE)
     at = out + token * out_token_stride + head[:, None].to(tl.int64) * out_head_stride
     at += (channel * out_column_stride)[None, :]
     tl.store(at, x.to(out.dtype.element_ty), mask=there)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anymla.ops._triton_norm_rope import inverse_rms
 from anymla.ops._triton_quantize import store_codes
-
-
-@triton.jit
-def inverse_rms(x, eps, WIDTH: tl.constexpr):
-    """``1 / sqrt(mean(x^2) + eps)`` of float32 rows x [N, PADDED], zero past WIDTH; [N, 1]."""
-    return tl.rsqrt(tl.sum(x * x, 1) * (1.0 / WIDTH) + eps)[:, None]
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._build import Build
+from anymla.ops._triton_norm_rope import load_cos_sin, rotate
 from anymla.ops.device import Target, target_of
-from anymla.ops.norm_rope.triton_pairs import load_turns, turn_pairs
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
 _TILE = 2048
@@ -74,7 +74,7 @@ def rope_kernel(
     at = x + (token * token_stride + head * head_stride)[:, None]
     value = tl.load(at + (channel * column_stride)[None, :], mask=there, other=0.0)
     position = tl.load(positions + token, mask=given, other=0)
-    cos, sin = load_turns(
+    cos, sin = load_cos_sin(
         table,
         table_row_stride,
         table_column_stride,
@@ -87,9 +87,9 @@ def rope_kernel(
     )
     if INVERSE:
         sin = -sin
-    turned = turn_pairs(value.to(tl.float32), cos, sin, WIDTH, ROPE)
+    rotated = rotate(value.to(tl.float32), cos, sin, WIDTH, ROPE)
     at = out + row[:, None] * WIDTH + channel[None, :]
-    tl.store(at, turned.to(out.dtype.element_ty), mask=there)
+    tl.store(at, rotated.to(out.dtype.element_ty), mask=there)
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:

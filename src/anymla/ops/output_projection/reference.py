@@ -11,7 +11,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.ops._epilogue import AMAX_FLOOR
-from anymla.ops.norm_rope.reference import rope
+from anymla.ops._reference import rope
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
 

@@ -11,8 +11,8 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.ops._epilogue import AMAX_FLOOR
+from anymla.ops._torch_norm_rope import freqs_cis, rope, rotate_
 from anymla.ops.linear.torch_product import is_row, row_products
-from anymla.ops.norm_rope.torch_rope import rope, rotate_, turns
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
 
@@ -31,7 +31,7 @@ def inverse_rope_fp8_quant(
     tokens, heads, dim = o.shape
     wide = torch.promote_types(o.dtype, torch.float32)
     turned = o.to(wide, copy=True, memory_format=torch.contiguous_format)
-    rotate_(turned, turns(positions, cos_sin_cache, wide, inverse=True))
+    rotate_(turned, freqs_cis(positions, cos_sin_cache, wide, inverse=True))
     groups = turned.view(tokens, n_groups, heads // n_groups * dim)
     codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
     return codes.view(torch.float8_e4m3fn), scales

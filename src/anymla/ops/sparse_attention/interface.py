@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._epilogue import check_quantized, composed, quantized_results
-from anymla.ops.kv_cache.checks import check_cache
+from anymla.ops._pages import check_cache
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.sparse_attention import reference, torch_device
 from anymla.ops.sparse_attention.support import (

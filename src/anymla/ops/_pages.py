@@ -1,4 +1,4 @@
-"""Reading and writing rows of paged caches by slot, as whole-row copies."""
+"""Paged caches in torch: the check of such an argument, and rows read and written by slot."""
 
 from __future__ import annotations
 
@@ -9,14 +9,55 @@ from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
 from anymla.formats.pages import PageLayout, pages_of
+from anymla.formats.torch_rows import decode_rows, encode_rows, write_row
 from anymla.ops import _host
-from anymla.ops.kv_cache.host_rows import write_row
-from anymla.ops.kv_cache.torch_codec import decode_rows, encode_rows
+from anymla.ops._check import require
 
 # Rows in flight on the CPU: the decoder's intermediates then stay in a core's own cache.
 _BLOCK_ROWS = 256
 # Up to so many rows are encoded one by one.
 _FEW_ROWS = 4
+
+
+def check_cache(
+    operation: str,
+    name: str,
+    cache: Tensor,
+    layout_id: str,
+    *,
+    channels: int,
+    device: torch.device,
+) -> PageLayout:
+    """Require that ``cache`` is a cache of that layout, with rows of ``channels``, on ``device``.
+
+    Args:
+        operation: for the message.
+        name: of the argument, for the message.
+        cache: [P, B, row] or [P, B, 1, row].
+        layout_id: explicit layout.
+        channels: width of the rows that the caller reads or writes.
+        device: where the other tensors are.
+
+    Returns:
+        The layout.
+
+    Raises:
+        TypeError: the cache is not a tensor of the layout's dtype.
+        ValueError: unknown layout, another shape, other strides, or another device.
+    """
+    layout = get_layout(layout_id)
+    if not isinstance(cache, Tensor):
+        raise TypeError(f"{operation}: {name} must be a tensor, got {type(cache).__name__}")
+    layout.check(cache, operation, name)
+    require(
+        layout.channels == channels,
+        operation,
+        "layout",
+        f"one of {channels} channels",
+        f"{layout_id} of {layout.channels}",
+    )
+    require(cache.device == device, operation, name, f"on {device}", cache.device)
+    return layout
 
 
 def read_rows(k_cache: Tensor, slots: Tensor, layout: str, out: Tensor) -> None:
@@ -68,7 +109,7 @@ def write_rows(k_cache: Tensor, slots: Tensor, rows: Tensor, layout: str) -> Non
     data_plane, scale_plane = row_layout.planes(cache)
     if scale_plane is not None:
         scales = data.new_empty((count, row_layout.scale_bytes))
-    encode_rows(row_layout, rows, data, scales)
+    encode_rows(row_layout, rows, data, scales, on_host=_host.on_host(slots))
     scatter_entries(data_plane, slots, data, unless=nothing)
     if scale_plane is not None and scales is not None:
         scatter_entries(scale_plane, slots, scales, unless=nothing)
@@ -93,7 +134,7 @@ def _write_one(layout: PageLayout, cache: Tensor, slot: int, row: Tensor) -> Non
         for plane in layout.planes(cache)
     )
     assert data is not None
-    encode_rows(layout, row, data, scales)
+    encode_rows(layout, row, data, scales, on_host=True)
 
 
 def slots_inside(slots: Tensor, capacity: int) -> Tensor | None:
@@ -170,9 +211,9 @@ def scatter_entries(
 
 
 def _units(plane: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """View a plane as one column of equally long pieces, and list the pieces of each slot.
+    """View a plane as one column of equally long units, and list the units of each slot.
 
-    The piece is the longest that divides both an entry and the page stride. Layouts align pages so
+    The unit is the longest that divides both an entry and the page stride. Layouts align pages so
     that it is the whole entry, or a large part of it.
     """
     pages, entries, width = plane.shape
@@ -186,6 +227,6 @@ def _units(plane: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     if per_page != entries * per_entry:
         index = torch.add(index, slots // entries, alpha=per_page - entries * per_entry)
     if per_entry > 1:
-        piece = torch.arange(per_entry, device=slots.device)
-        index = (index.unsqueeze(1) + piece).flatten()
+        unit_of_entry = torch.arange(per_entry, device=slots.device)
+        index = (index.unsqueeze(1) + unit_of_entry).flatten()
     return units, index

@@ -1,11 +1,16 @@
-"""Fast encoders and decoders of cache rows: few torch calls, the same bytes as ``formats``."""
+"""Rows of a paged cache in torch and NumPy: encoders and decoders of few calls.
+
+The bytes and the values are those of ``PageLayout.encode`` and ``PageLayout.decode``.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anymla.formats.e2m1 import E2M1_MAX, decode_e2m1, unpack_nibbles
@@ -20,24 +25,31 @@ from anymla.formats.records import (
     SplitFp8Layout,
 )
 from anymla.formats.ue8m0 import LARGEST_CODE_EXPONENT, decode_ue8m0
-from anymla.ops import _host
 
 # dtype of the values, device -> values by code, dtype that the codes are viewed as
 Table = Callable[[torch.dtype, torch.device], tuple[Tensor, torch.dtype]]
 
+_MAGNITUDE = np.uint16(0x7FFF)
+_INFINITY = 0x7F80
+_HALF = np.uint32(16)
 
-def encode_rows(layout: PageLayout, rows: Tensor, data: Tensor, scales: Tensor | None) -> None:
+Bytes = NDArray[np.uint8]
+
+
+def encode_rows(
+    layout: PageLayout, rows: Tensor, data: Tensor, scales: Tensor | None, *, on_host: bool
+) -> None:
     """Encode rows [n, channels] into uint8 values [n, data_bytes] and scales [n, scale_bytes].
 
     The targets may be views of a page, and the rows of any strides. The bytes are those of
-    ``layout.encode``.
+    ``layout.encode``. ``on_host``: values may be looked at without making a device wait.
     """
     if isinstance(layout, SplitFp8Layout):
         assert scales is not None
-        _encode_split_fp8(layout, rows, data, scales)
+        _encode_split_fp8(layout, rows, data, scales, on_host)
     elif isinstance(layout, RowFp8Layout):
         assert scales is not None
-        _encode_row_fp8(rows, data, scales)
+        _encode_row_fp8(rows, data, scales, on_host)
     elif isinstance(layout, RowMxfp4Layout):
         assert scales is not None
         _encode_row_mxfp4(rows, data, scales)
@@ -77,11 +89,13 @@ def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Te
         out.copy_(layout.decode(data, scales, out.dtype))
 
 
-def _encode_split_fp8(layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales: Tensor) -> None:
+def _encode_split_fp8(
+    layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales: Tensor, on_host: bool
+) -> None:
     rows = rows.bfloat16()
     blocks = rows[:, : layout.nope].float().unflatten(1, (-1, layout.block))
     bits = scale_bits(blocks, E4M3_MAX, KV_AMAX_FLOOR)
-    codes = _e4m3_of(blocks, bits.unsqueeze(-1)).flatten(1)
+    codes = _e4m3_of(blocks, bits.unsqueeze(-1), on_host).flatten(1)
     data[:, : layout.nope].view(torch.float8_e4m3fn).copy_(codes)
     data[:, layout.nope :].copy_(rows[:, layout.nope :].contiguous().view(torch.uint8))
     used = bits.shape[1]
@@ -89,10 +103,10 @@ def _encode_split_fp8(layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales
     scales[:, used:].zero_()
 
 
-def _encode_row_fp8(rows: Tensor, data: Tensor, scales: Tensor) -> None:
+def _encode_row_fp8(rows: Tensor, data: Tensor, scales: Tensor, on_host: bool) -> None:
     wide = rows.bfloat16().float()
     bits = scale_bits(wide.unsqueeze(1), E4M3_MAX, KV_AMAX_FLOOR)
-    data.view(torch.float8_e4m3fn).copy_(_e4m3_of(wide, bits))
+    data.view(torch.float8_e4m3fn).copy_(_e4m3_of(wide, bits, on_host))
     scales.copy_(bits.view(torch.uint8))
 
 
@@ -139,14 +153,14 @@ def _divided(blocks: Tensor, bits: Tensor) -> Tensor:
     return blocks.div_(bits.clamp(max=_LARGEST_SCALE).view(torch.float32))
 
 
-def _e4m3_of(blocks: Tensor, bits: Tensor) -> Tensor:
+def _e4m3_of(blocks: Tensor, bits: Tensor, on_host: bool) -> Tensor:
     """Float32 values that a cast to e4m3 codes rightly; takes the blocks' memory.
 
     Finite rows of bfloat16 never exceed 448 scales, so only the others have to be saturated, and
     their NaN made one that has no sign.
     """
     scaled = _divided(blocks, bits)
-    if _host.on_host(bits) and (not bits.numel() or int(bits.max()) < 0x7F800000):
+    if on_host and (not bits.numel() or int(bits.max()) < 0x7F800000):
         return scaled
     scaled.clamp_(-E4M3_MAX, E4M3_MAX)
     return scaled.masked_fill_(scaled.isnan(), torch.nan)
@@ -194,3 +208,62 @@ def _in_pairs(values: Tensor) -> Tensor:
     """View two neighbouring values as one element of whichever dtype is as wide."""
     words = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
     return values.view(words[values.dtype.itemsize])
+
+
+def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Tensor) -> bool:
+    """Encode one row [channels] on the host and store it, with the bytes of ``encode_rows``.
+
+    NumPy on bits, and tables instead of arithmetic: a row is rounded to bfloat16 before it is
+    quantised, so the scale of a block follows from the 65536 values that its largest magnitude can
+    have, and a code from those that a scaled value can have.
+
+    Args:
+        layout: of the cache.
+        cache: [P, B, row], on the host; written.
+        page: inside the cache.
+        offset: inside the page.
+        row: floating point.
+
+    Returns:
+        False, with nothing written, for a layout or values that are not covered here: MXFP4, and
+        blocks with an infinity or a NaN.
+    """
+    if isinstance(layout, PlainRowsLayout):
+        cache[page, offset].copy_(row)
+        return True
+    if not isinstance(layout, (SplitFp8Layout, RowFp8Layout)):
+        return False
+    bits = row.bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
+    split = isinstance(layout, SplitFp8Layout)
+    quantised = bits[: layout.nope] if isinstance(layout, SplitFp8Layout) else bits
+    width = layout.block if isinstance(layout, SplitFp8Layout) else layout.channels
+    peaks = np.maximum.reduce((quantised & _MAGNITUDE).reshape(-1, width), axis=1)
+    if max(peaks.tolist()) >= _INFINITY:
+        return False
+    scale_bytes, scales, inverses, codes = _tables()
+    wide = (quantised.astype(np.uint32) << _HALF).view(np.float32).reshape(-1, width)
+    wide *= inverses[peaks, None]
+
+    start = offset * layout.data_bytes
+    stored: Bytes = cache.numpy()[page].reshape(-1)
+    values = stored[start : start + layout.data_bytes]
+    values[: quantised.size] = codes.take(wide.view(np.uint32).reshape(-1) >> _HALF)
+    start = cache.shape[1] * layout.data_bytes + offset * layout.scale_bytes
+    exponents = stored[start : start + layout.scale_bytes]
+    if split:
+        values[quantised.size :] = bits[quantised.size :].view(np.uint8)
+        exponents[: peaks.size] = scale_bytes.take(peaks)
+        exponents[peaks.size :] = 0
+    else:
+        exponents[:] = scales.take(peaks).view(np.uint8)
+    return True
+
+
+@functools.cache
+def _tables() -> tuple[Bytes, NDArray[np.float32], NDArray[np.float32], Bytes]:
+    """By the bits of a bfloat16 magnitude: scale byte, scale, its inverse; by all bits: code."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    bits = scale_bits(every[:_INFINITY].unsqueeze(1), E4M3_MAX, KV_AMAX_FLOOR)
+    scales: NDArray[np.float32] = bits.view(torch.float32).numpy()
+    codes: Bytes = every.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return (bits.numpy() >> 23).astype(np.uint8), scales, np.float32(1) / scales, codes
