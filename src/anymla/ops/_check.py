@@ -85,8 +85,8 @@ def require(condition: bool, operation: str, argument: str, expected: str, got: 
         raise ValueError(f"{operation}: {argument} must be {expected}, got {got}")
 
 
-def check_turns(operation: str, table: object, like: Tensor, width: int) -> None:
-    """Require that ``cos_sin_cache`` turns channels of ``width`` for every token of ``like``.
+def check_cos_sin(operation: str, table: object, like: Tensor, width: int) -> None:
+    """Require that ``cos_sin_cache`` is a table for the tokens of ``like``, heads of ``width``.
 
     Args:
         operation: name for the message.

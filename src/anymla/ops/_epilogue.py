@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._check import FLOATS, INT64, check, check_turns, require
+from anymla.ops._check import FLOATS, INT64, check, check_cos_sin, require
 
 # A block whose largest magnitude is below has the scale of this one.
 AMAX_FLOOR = 1e-10
@@ -122,7 +122,7 @@ def check_quantized(
         q=(q, "T H D", FLOATS),
         positions=(positions, "T", INT64),
     )
-    check_turns(name, cos_sin_cache, q, dims["D"])
+    check_cos_sin(name, cos_sin_cache, q, dims["D"])
     whole = groups > 0 and dims["H"] % groups == 0 and dims["D"] % FP8_BLOCK == 0
     expected = f"[T, H, D] with H a multiple of {groups} groups and D of {FP8_BLOCK}"
     require(whole, name, "q", expected, list(q.shape))

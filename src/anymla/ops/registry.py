@@ -29,7 +29,7 @@ from anymla.ops._check import (
     INT32,
     INT64,
     check,
-    check_turns,
+    check_cos_sin,
     overlaps,
     require,
 )
@@ -44,7 +44,7 @@ __all__ = [
     "Operation",
     "Support",
     "check",
-    "check_turns",
+    "check_cos_sin",
     "operation",
     "require",
 ]

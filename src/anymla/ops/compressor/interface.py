@@ -11,7 +11,7 @@ from anymla.ops.registry import (
     INT32,
     INT64,
     check,
-    check_turns,
+    check_cos_sin,
     operation,
     require,
 )
@@ -141,7 +141,7 @@ def compress_norm_rope_insert(
     width = dims["D"]
     _check_state(name, state_cache, (4 if overlap else 2) * width)
     check_cache(name, "k_cache", k_cache, layout, channels=width, device=positions.device)
-    check_turns(name, cos_sin_cache, positions, width)
+    check_cos_sin(name, cos_sin_cache, positions, width)
 
 
 def _check_state(name: str, state_cache: Tensor, width: int) -> None:

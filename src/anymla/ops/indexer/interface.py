@@ -29,7 +29,7 @@ from anymla.ops.registry import (
     INT32,
     INT64,
     check,
-    check_turns,
+    check_cos_sin,
     operation,
     require,
 )
@@ -109,7 +109,7 @@ def indexer_q_rope_quant(
         positions=(positions, "T", INT64),
     )
     width = sizes["D"]
-    check_turns(name, cos_sin_cache, q, width)
+    check_cos_sin(name, cos_sin_cache, q, width)
     require(quant in QUANTISATIONS, name, "quant", "one of " + ", ".join(QUANTISATIONS), quant)
     blocks = quant != "mxfp4" or width % MXFP4_BLOCK == 0
     require(blocks, name, "q", f"of a multiple of {MXFP4_BLOCK} channels for mxfp4", width)

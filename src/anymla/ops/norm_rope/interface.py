@@ -9,7 +9,7 @@ from anymla.ops._pages import check_cache
 from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
 from anymla.ops.norm_rope import reference, torch_insert, torch_norm
-from anymla.ops.registry import FLOATS, INT64, check, check_turns, operation, require
+from anymla.ops.registry import FLOATS, INT64, check, check_cos_sin, operation, require
 
 
 def _like(x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def _check_rows(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
-    check_turns(name, table, like, width)
+    check_cos_sin(name, table, like, width)
     require(width % 2 == 0, name, "D", "even", width)
 
 

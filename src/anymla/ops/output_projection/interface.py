@@ -18,7 +18,7 @@ from anymla.ops.registry import (
     INT64,
     Support,
     check,
-    check_turns,
+    check_cos_sin,
     operation,
     require,
 )
@@ -64,7 +64,7 @@ def grouped_output_projection(
         positions=(positions, "T", INT64),
         wo_a=(wo_a, "G _ J", o.dtype),
     )
-    check_turns(name, cos_sin_cache, o, dims["D"])
+    check_cos_sin(name, cos_sin_cache, o, dims["D"])
     _require_groups(name, dims["H"], dims["G"])
     width = dims["H"] // dims["G"] * dims["D"]
     require(dims["J"] == width, name, "wo_a", f"[G, rank, {width}]", list(wo_a.shape))
@@ -110,7 +110,7 @@ def inverse_rope_fp8_quant(
         o=(o, "T H D", FLOATS),
         positions=(positions, "T", INT64),
     )
-    check_turns(name, cos_sin_cache, o, dims["D"])
+    check_cos_sin(name, cos_sin_cache, o, dims["D"])
     _require_groups(name, dims["H"], n_groups)
     require(dims["D"] % _BLOCK == 0, name, "o", "[T, H, D] with D a multiple of 128", dims["D"])
 
