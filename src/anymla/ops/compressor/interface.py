@@ -1,9 +1,9 @@
-"""Contracts of the compressor: keep partial windows, turn closed ones into cache entries."""
+"""Contracts of the compressor: save states of tokens, compress closed windows to cache entries."""
 
 from torch import Tensor
 
 from anymla.ops._pages import check_cache
-from anymla.ops.compressor import reference, torch_compress, torch_state
+from anymla.ops.compressor import reference, torch_compress, torch_save
 from anymla.ops.device import float32_support
 from anymla.ops.registry import (
     FLOAT32_UP,
@@ -84,7 +84,7 @@ def compress_norm_rope_insert(
     layout: str,
     hadamard: bool = False,
 ) -> None:
-    """Turn every window that closes in this step into an entry of the compressed cache.
+    """Compress every window that closes in this step to an entry of the compressed cache.
 
     Token t at position p closes window w = p // ratio when (p + 1) mod ratio = 0. With kv_i and
     s_i [W] the state of position i of its request, the entry is, channel by channel,
@@ -94,9 +94,9 @@ def compress_norm_rope_insert(
 
     Without overlap i runs over the window's own positions w ratio .. p and W = D. With overlap
     W = 2 D and the sum has 2 ratio terms: the first D channels of the previous window's positions
-    and the last D of its own. Positions below 0 take no part. Then row (multiplied by the Hadamard
-    matrix if asked) is encoded in ``layout`` and stored at k_slot_mapping[t]. Nothing is rounded
-    before the layout does.
+    and the last D of its own. Positions below 0 take no part. Then row (with ``hadamard`` times
+    the Hadamard matrix) is encoded in ``layout`` and stored at k_slot_mapping[t]. Nothing is
+    rounded before the layout does.
 
     A token is skipped, and nothing written, if it closes no window, or its position, state slot,
     request or target slot is negative or past its range. A position whose page id is outside the
@@ -155,9 +155,9 @@ def _check_state(name: str, state_cache: Tensor, width: int) -> None:
 
 
 save_partial_states.register("reference", reference.save_partial_states)
-save_partial_states.register("torch", torch_state.save_partial_states)
+save_partial_states.register("torch", torch_save.save_partial_states)
 save_partial_states.register_lazy(
-    "triton", "anymla.ops.compressor.triton_state", supports=float32_support
+    "triton", "anymla.ops.compressor.triton_save", supports=float32_support
 )
 compress_norm_rope_insert.register("reference", reference.compress_norm_rope_insert)
 compress_norm_rope_insert.register("torch", torch_compress.compress_norm_rope_insert)

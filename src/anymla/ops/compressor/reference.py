@@ -21,11 +21,11 @@ def save_partial_states(
     compress_ratio: int,
 ) -> None:
     """See ``interface.save_partial_states``."""
-    pages, entries = state_cache.shape[:2]
+    pages, page_size = state_cache.shape[:2]
     for token, slot in enumerate(slot_mapping.tolist()):
-        if 0 <= slot < pages * entries:
+        if 0 <= slot < pages * page_size:
             biased = score[token] + ape[int(positions[token]) % compress_ratio]
-            state_cache[slot // entries, slot % entries] = torch.cat((kv[token], biased))
+            state_cache[slot // page_size, slot % page_size] = torch.cat((kv[token], biased))
 
 
 def compress_norm_rope_insert(
@@ -71,16 +71,16 @@ def _pool(
     state_cache: Tensor, table: Tensor, position: int, ratio: int, overlap: bool
 ) -> Tensor | None:
     """Pool the window that closes at ``position`` to [D]; None if none of its rows is there."""
-    pages, entries = state_cache.shape[:2]
-    parts = 2 if overlap else 1
+    pages, page_size = state_cache.shape[:2]
+    halves = 2 if overlap else 1
     rows = []
-    for age in reversed(range(parts * ratio)):
-        before, column = position - age, (position - age) // entries
+    for age in reversed(range(halves * ratio)):
+        before, column = position - age, (position - age) // page_size
         page = int(table[column]) if 0 <= column < len(table) else -1
         if before < 0 or not 0 <= page < pages:
             continue
-        # [kv or score, own or next window's part, D]; an older token gives its part for the next.
-        state = state_cache[page, before % entries].view(2, parts, -1)
+        # [kv or score, for the next window and the own one, D]; an older token gives the former.
+        state = state_cache[page, before % page_size].view(2, halves, -1)
         rows.append(state[:, 0 if age >= ratio or not overlap else 1])
     if not rows:
         return None

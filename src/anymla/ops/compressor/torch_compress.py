@@ -1,19 +1,55 @@
-"""Turn closed windows into cache entries: pool, norm, rotate and store all of a step at once."""
+"""Compress closed windows to cache entries: pool, norm, rotate and store all of a step at once.
+
+On the host windows are pooled out of whole pages, since values are known; elsewhere every token's
+window is gathered row by row, and masked.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.ops import _host
 from anymla.ops._pages import write_rows
 from anymla.ops._torch_norm_rope import freqs_cis, rms_norm, rotate_
-from anymla.ops.compressor.torch_pool import Run, pool_rows, pool_run
+from anymla.ops.compressor import config
+from anymla.ops.compressor.config import Window
 
-# State elements gathered at a time: 4 MiB of float32 on the host, 256 MiB elsewhere.
-_HOST_ELEMENTS = 1 << 20
-_DEVICE_ELEMENTS = 1 << 26
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Saved states of requests.
+
+    Attributes:
+        cache: [P, S, 2 W].
+        tables: [R, columns] int32 page ids.
+        window: what an entry is compressed from.
+    """
+
+    cache: Tensor
+    tables: Tensor
+    window: Window
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowRange:
+    """Consecutive windows of one request.
+
+    Attributes:
+        request: row of the block table.
+        first: number of the first window.
+        count: how many.
+    """
+
+    request: int
+    first: int
+    count: int
 
 
 def compress_norm_rope_insert(
@@ -35,25 +71,20 @@ def compress_norm_rope_insert(
 ) -> None:
     """See ``interface.compress_norm_rope_insert``."""
     requests, columns = state_block_table.shape
-    states = state_cache.shape[0] * state_cache.shape[1]
-    if not (positions.shape[0] and requests and columns and states):
+    slots_of_states = state_cache.shape[0] * state_cache.shape[1]
+    if not (positions.shape[0] and requests and columns and slots_of_states):
         return
-    if _host.on_host(positions):
+    on_host = _host.on_host(positions)
+    if on_host:
         # Most decode steps close no window: leave before anything else is looked at.
         targets = k_slot_mapping.tolist()
         closing = [token for token, slot in enumerate(targets) if slot >= 0]
         if not closing:
             return
-        pooled = _closed_on_host(
-            closing,
-            state_cache,
-            state_block_table,
-            state_slot_mapping,
-            token_to_req,
-            positions,
-            compress_ratio,
-            overlap,
-        )
+    window = Window(compress_ratio, overlap, norm_weight.shape[0], state_cache.shape[1])
+    states = States(state_cache, state_block_table, window)
+    if on_host:
+        pooled = _closed_on_host(closing, states, state_slot_mapping, token_to_req, positions)
         if pooled is None:
             return
         entries, kept = pooled
@@ -61,11 +92,9 @@ def compress_norm_rope_insert(
     else:
         # A position below 0 has no row, so it is not among those that are there.
         wanted = (positions + 1) % compress_ratio == 0
-        wanted &= (state_slot_mapping >= 0) & (state_slot_mapping < states)
+        wanted &= (state_slot_mapping >= 0) & (state_slot_mapping < slots_of_states)
         wanted &= (token_to_req >= 0) & (token_to_req < requests)
-        entries, there = _in_blocks(
-            state_cache, state_block_table, token_to_req, positions, compress_ratio, overlap
-        )
+        entries, there = _pool_tokens(states, token_to_req, positions)
         slots = torch.where(wanted & there, k_slot_mapping, -1)
 
     rows = rms_norm(entries, norm_weight, eps)
@@ -76,73 +105,163 @@ def compress_norm_rope_insert(
 
 def _closed_on_host(
     closing: list[int],
-    state_cache: Tensor,
-    tables: Tensor,
+    states: States,
     state_slots: Tensor,
     token_to_req: Tensor,
     positions: Tensor,
-    ratio: int,
-    overlap: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """Entries [n, D] of the tokens that close a window, and which tokens [n]; None if none does."""
-    states = state_cache.shape[0] * state_cache.shape[1]
-    parts = 2 if overlap else 1
-    longest = max(1, _HOST_ELEMENTS // (ratio * state_cache.shape[2]))
+    (pages, page_size), ratio = states.cache.shape[:2], states.window.ratio
+    longest = max(1, config.HOST_ELEMENTS // (ratio * states.cache.shape[2]))
     tokens: list[int] = []
-    runs: list[Run] = []
+    ranges: list[WindowRange] = []
     state_slot, token_request = state_slots.tolist(), token_to_req.tolist()
     token_position = positions.tolist()
     for token in closing:
         slot, request, position = state_slot[token], token_request[token], token_position[token]
-        known = 0 <= slot < states and 0 <= request < len(tables)
+        known = 0 <= slot < pages * page_size and 0 <= request < len(states.tables)
         if not known or position < 0 or (position + 1) % ratio:
             continue
-        window = position // ratio
-        last = runs[-1] if runs else None
-        if (
-            last
-            and (last.request, last.first + last.count) == (request, window)
-            and last.count < longest
-        ):
-            runs[-1] = Run(request, last.first, last.count + 1)
+        number = position // ratio
+        last = ranges[-1] if ranges else None
+        follows = last is not None and (last.request, last.first + last.count) == (request, number)
+        if last is not None and follows and last.count < longest:
+            ranges[-1] = WindowRange(request, last.first, last.count + 1)
         else:
-            runs.append(Run(request, window, 1))
+            ranges.append(WindowRange(request, number, 1))
         tokens.append(token)
-    if not runs:
+    if not ranges:
         return None
 
-    pieces = [pool_run(state_cache, tables, run, ratio, parts) for run in runs]
+    pooled = [_pool_range(states, windows) for windows in ranges]
     kept = torch.tensor(tokens)
-    whole = [piece for piece in pieces if piece is not None]
-    if len(whole) == len(pieces):
-        return torch.cat(whole) if len(whole) > 1 else whole[0], kept
-    entries, there = _in_blocks(
-        state_cache,
-        tables,
-        token_to_req.index_select(0, kept),
-        positions.index_select(0, kept),
-        ratio,
-        overlap,
+    known_entries = [entries for entries in pooled if entries is not None]
+    if len(known_entries) == len(pooled):
+        return torch.cat(known_entries) if len(pooled) > 1 else known_entries[0], kept
+    entries, there = _pool_tokens(
+        states, token_to_req.index_select(0, kept), positions.index_select(0, kept)
     )
     return entries[there], kept[there]
 
 
-def _in_blocks(
-    state_cache: Tensor,
-    tables: Tensor,
-    token_to_req: Tensor,
-    positions: Tensor,
-    ratio: int,
-    overlap: bool,
-) -> tuple[Tensor, Tensor]:
-    """``pool_rows`` of every token, a bounded number of them at a time."""
-    parts = 2 if overlap else 1
-    limit = _HOST_ELEMENTS if _host.on_host(positions) else _DEVICE_ELEMENTS
-    step = max(1, limit // (ratio * state_cache.shape[2]))
-    request = token_to_req.clamp(0, tables.shape[0] - 1)
-    pieces = [
-        pool_rows(state_cache, tables.index_select(0, some), at, ratio, parts)
+def _pool_range(states: States, windows: WindowRange) -> Tensor | None:
+    """Entries [count, D] of windows, pooled out of whole pages; on the host only.
+
+    None if a page id is outside the cache or the table too short.
+    """
+    cache, window = states.cache, states.window
+    if windows.count == 1:
+        table = states.tables[windows.request].numpy()
+        found = _window_states(cache.numpy(), table, windows.first, window)
+        return None if found is None else _pool(torch.from_numpy(found).unsqueeze(0))
+    page_size, ratio = window.page_size, window.ratio
+    oldest = windows.first - window.overlap
+    start, stop = max(oldest, 0) * ratio, (windows.first + windows.count) * ratio
+    column, end = start // page_size, -(-stop // page_size)
+    if end > states.tables.shape[1]:
+        return None
+    pages = states.tables[windows.request, column:end]
+    low, high = torch.aminmax(pages)
+    if int(low) < 0 or int(high) >= cache.shape[0]:
+        return None
+    skip = start - column * page_size
+    rows = cache.index_select(0, pages).flatten(0, 1)[skip : skip + stop - start]
+    # [windows, ratio, value and score, for the next window and the own one, D]
+    by_window = rows.view(-1, ratio, 2, 1 + window.overlap, window.channels)
+    own = by_window[-windows.count :, :, :, -1]
+    if not window.overlap:
+        return _pool(own)
+    older = by_window[:-1, :, :, 0]
+    if oldest < 0:
+        # No window precedes the first: weight exp(-inf) = 0.
+        nothing = torch.zeros_like(own[:1])
+        nothing[:, :, 1] = -torch.inf
+        older = torch.cat((nothing, by_window[:-1, :, :, 0]))
+    return _pool(torch.cat((older, own), dim=1))
+
+
+def _window_states(
+    states: NDArray[Any], table: NDArray[Any], number: int, window: Window
+) -> NDArray[Any] | None:
+    """Values and scores of one window in NumPy: decoding has no time for tensor calls.
+
+    Args:
+        states: [P, S, 2 W].
+        table: [columns] integer page ids of the request.
+        number: of the window.
+        window: its sizes.
+
+    Returns:
+        [window.states, 2, D], value and score; score -inf where no window precedes the first. None
+        if a page id is outside the cache or the table too short.
+    """
+    page_size, ratio = window.page_size, window.ratio
+    start, stop = max(number - window.overlap, 0) * ratio, (number + 1) * ratio
+    column, end = start // page_size, -(-stop // page_size)
+    held = table[column:end]
+    if end > len(table) or held.min() < 0 or held.max() >= len(states):
+        return None
+    skip = start - column * page_size
+    rows = states[held].reshape(-1, 2, 1 + window.overlap, window.channels)
+    rows = rows[skip : skip + stop - start]
+    own = rows[-ratio:, :, -1]
+    if not window.overlap:
+        return own
+    older = rows[:ratio, :, 0]
+    if not number:
+        older = np.zeros_like(own)
+        older[:, 1] = -np.inf
+    return np.concatenate((older, own))
+
+
+def _pool_tokens(states: States, token_to_req: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """``_pool_rows`` of every token, a bounded number of them at a time."""
+    on_host = _host.on_host(positions)
+    limit = config.HOST_ELEMENTS if on_host else config.DEVICE_ELEMENTS
+    step = max(1, limit // (states.window.ratio * states.cache.shape[2]))
+    request = token_to_req.clamp(0, states.tables.shape[0] - 1)
+    pooled = [
+        _pool_rows(states, some, at)
         for some, at in zip(request.split(step), positions.split(step), strict=True)
     ]
-    entries, there = zip(*pieces, strict=True)
+    entries, there = zip(*pooled, strict=True)
     return torch.cat(entries), torch.cat(there)
+
+
+def _pool_rows(states: States, requests: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Pool the windows that close at ``positions`` [n] of ``requests`` [n].
+
+    Rows that are not there take no part.
+
+    Returns:
+        [n, D] entries, and bool [n]: whether any of an entry's rows is there (if not, the entry is
+        undefined).
+    """
+    window, tables = states.window, states.tables.index_select(0, requests)
+    term = torch.arange(window.states, device=positions.device)
+    before = positions.unsqueeze(1) - (window.states - 1) + term
+    column = torch.div(before, window.page_size, rounding_mode="floor")
+    page = tables.gather(1, column.clamp(0, tables.shape[1] - 1)).long()
+    present = (before >= 0) & (column < tables.shape[1]) & (page >= 0)
+    present &= page < states.cache.shape[0]
+    page = torch.where(present, page, 0)
+    # The window before gives its channels for the next one, the closing window its own.
+    halves = states.cache.unflatten(-1, (2, 1 + window.overlap, -1)).transpose(2, 3)
+    rows = halves[page, before - column * window.page_size, term // window.ratio]
+    absent = ~present.view(*present.shape, 1, 1)
+    rows[:, :, :1].masked_fill_(absent, 0)
+    rows[:, :, 1:].masked_fill_(absent, -torch.inf)
+    return _pool(rows), present.any(dim=1)
+
+
+def _pool(rows: Tensor) -> Tensor:
+    """Weight values by the softmax of their scores, channel by channel.
+
+    Args:
+        rows: [n, window, 2, D], value and score.
+
+    Returns:
+        [n, D].
+    """
+    kv, score = rows.unbind(2)
+    return (torch.softmax(score, dim=1) * kv).sum(dim=1)

@@ -1,8 +1,8 @@
-"""Turn closed windows into cache entries: pool, norm, rotate, transform and store.
+"""Compress closed windows to cache entries: pool, norm, RoPE, Hadamard transform and store.
 
-Grid: blocks of SPAN tokens, which look for those of theirs that close a window; most leave at once.
+Grid: blocks of tokens, which look for those of theirs that close a window; most leave at once.
 
-    window -> pooled, here or by a kernel before -> one row -> one entry, in any layout
+    window -> pooled, here or by ``pool_kernel`` -> one row -> one entry, in any layout
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_LAYOUTS
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
 from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
-from anymla.ops.compressor.triton_pool import (
-    FEW_TOKENS,
-    GIVEN,
-    MOST_EARLY,
-    config,
-    early,
-    launch_pool,
+from anymla.ops.compressor.config import FEW_TOKENS, MOST_PDL, Window, choose_compress_config
+from anymla.ops.compressor.shapes import (
+    ROPE_DIM,
+    V4_INDEX,
+    V4_RATIO4,
+    V4_RATIO128,
+    CompressorShape,
 )
-from anymla.ops.compressor.triton_window import closing, count_states, next_of, pool_window
+from anymla.ops.compressor.triton_pool import (
+    STATE_TYPES,
+    States,
+    Tokens,
+    closing_tokens,
+    count_states,
+    launch_pool,
+    next_token,
+    pool_window,
+)
 from anymla.ops.device import Target
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
@@ -38,7 +47,7 @@ def compress_kernel(
     pooled,
     tables,
     state_slots,
-    requests_of,
+    token_to_req,
     positions,
     norm_weight,
     cos_sin,
@@ -56,22 +65,20 @@ def compress_kernel(
     cos_sin_row_stride,
     cos_sin_column_stride,
     eps,
-    RATIO: tl.constexpr,
-    STATES: tl.constexpr,
-    STATE_ENTRIES: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     CODEC: tl.constexpr,
     NATIVE: tl.constexpr,
     ROPE: tl.constexpr,
     HADAMARD_LOG: tl.constexpr,
-    LOOKED: tl.constexpr,
-    SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SPAN tokens; the state's page stride in elements, the cache's in bytes, capacity in slots.
+    """Entries of the CTA's tokens; the state's page stride in elements, the cache's in bytes.
 
-    The windows are pooled here if there is no ``pooled``. HADAMARD_LOG is the transform's log2, or
-    0 for none.
+    ``capacity`` is in slots. The windows are pooled here if there is no ``pooled``. HADAMARD_LOG is
+    the transform's log2, or 0 for none.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -79,25 +86,24 @@ def compress_kernel(
     WIDTH: tl.constexpr = CODEC.channels
     channel = tl.arange(0, WIDTH)
     one = tl.full((1,), True, tl.int1)
-    which = closing(
+    closes = closing_tokens(
         state_slots,
-        requests_of,
+        token_to_req,
         positions,
         slots,
         tokens,
         pages,
         requests,
         capacity,
-        RATIO,
-        STATE_ENTRIES,
-        SPAN,
+        WINDOW,
+        BLOCK_T,
     )
     last = -1
-    for _ in range(tl.sum(which.to(tl.int32), 0)):
-        last = next_of(which, last, SPAN)
-        token = tl.program_id(0).to(tl.int64) * SPAN + last
+    for _ in range(tl.sum(closes.to(tl.int32), 0)):
+        last = next_token(closes, last, BLOCK_T)
+        token = tl.program_id(0).to(tl.int64) * BLOCK_T + last
         position = tl.load(positions + token)
-        table = tables + tl.load(requests_of + token).to(tl.int64) * table_stride
+        table = tables + tl.load(token_to_req + token).to(tl.int64) * table_stride
         if pooled is None:
             entry, found = pool_window(
                 state,
@@ -107,19 +113,16 @@ def compress_kernel(
                 pages,
                 state_page_stride,
                 channel,
-                STATES,
-                RATIO,
-                STATE_ENTRIES,
-                WIDTH,
-                LOOKED,
+                WINDOW,
+                BLOCK_STATES,
             )
         else:
             entry = tl.load(pooled + token * WIDTH + channel)
-            found = count_states(table, position, columns, pages, STATES, STATE_ENTRIES, LOOKED)
+            found = count_states(table, position, columns, pages, WINDOW, BLOCK_STATES)
         row = entry[None, :]
         weight = tl.load(norm_weight + channel).to(tl.float32)
         row = row * inverse_rms(row, eps, WIDTH) * weight[None, :]
-        first = tl.zeros((1,), tl.int64) + (position + 1 - RATIO)
+        first = tl.zeros((1,), tl.int64) + (position + 1 - WINDOW.ratio)
         cos, sin = load_cos_sin(
             cos_sin,
             cos_sin_row_stride,
@@ -135,8 +138,8 @@ def compress_kernel(
         if HADAMARD_LOG > 0:
             row = hadamard_rows(row, HADAMARD_LOG)
         valid = one & (found > 0)
-        where = tl.zeros((1,), tl.int64) + tl.load(slots + token)
-        values, scales = entry_offsets(where, valid, page_stride, ENTRIES, CODEC)
+        slot = tl.zeros((1,), tl.int64) + tl.load(slots + token)
+        values, scales = entry_offsets(slot, valid, page_stride, PAGE_SIZE, CODEC)
         store_rows(cache, values, scales, valid, row, CODEC, NATIVE)
 
 
@@ -158,119 +161,92 @@ def compress_norm_rope_insert(
     hadamard: bool = False,
 ) -> None:
     """See ``interface.compress_norm_rope_insert``."""
-    tokens, (requests, columns) = positions.shape[0], state_block_table.shape
-    cache, page_stride, pages, entries = cache_bytes(k_cache)
+    count, (requests, columns) = positions.shape[0], state_block_table.shape
+    cache, page_stride, pages, page_size = cache_bytes(k_cache)
     state_pages = state_cache.shape[0]
-    if not (tokens and requests and columns and pages and state_pages):
+    if not (count and requests and columns and pages and state_pages):
         return
     codec, target = row_codec(layout), device_facts.target_of(positions.device)
-    states = (2 if overlap else 1) * compress_ratio
-    chosen = config(tokens, compress_ratio, states, codec.channels, target)
+    window = Window(compress_ratio, overlap, codec.channels, state_cache.shape[1])
+    config = choose_compress_config(count, window, target)
     tables = state_block_table
     if tables.stride(1) != 1:
         tables = tables.contiguous()
-    given = (
+    tokens = Tokens(
         state_slot_mapping.contiguous(),
         token_to_req.contiguous(),
         positions.contiguous(),
+        k_slot_mapping.contiguous(),
+        pages * page_size,
     )
-    slots, pooled = k_slot_mapping.contiguous(), None
-    if chosen.slice:
-        pooled = launch_pool(
-            state_cache,
-            tables,
-            *given,
-            slots,
-            pages * entries,
-            codec.channels,
-            compress_ratio,
-            states,
-            chosen,
-        )
-    compress_kernel[(triton.cdiv(tokens, chosen.span),)](
+    pooled = None
+    if config.pool_channels:
+        pooled = launch_pool(States(state_cache, tables, window), tokens, config)
+    compress_kernel[(triton.cdiv(count, config.block_t),)](
         state_cache,
         pooled,
         tables,
-        *given,
+        tokens.state_slots,
+        tokens.requests,
+        tokens.positions,
         norm_weight.contiguous(),
         cos_sin_cache,
         cache,
-        slots,
-        tokens,
+        tokens.slots,
+        count,
         state_pages,
         columns,
         requests,
-        pages * entries,
+        tokens.capacity,
         cos_sin_cache.shape[0],
         state_cache.stride(0),
         tables.stride(0),
         page_stride,
-        cos_sin_cache.stride(0),
-        cos_sin_cache.stride(1),
+        *cos_sin_cache.stride(),
         eps,
-        compress_ratio,
-        states,
-        state_cache.shape[1],
-        entries,
-        codec,
-        target.native_e4m3,
-        cos_sin_cache.shape[1],
-        codec.channels.bit_length() - 1 if hadamard else 0,
-        chosen.looked,
-        chosen.span,
-        num_warps=chosen.num_warps,
+        WINDOW=window,
+        BLOCK_STATES=config.block_states,
+        BLOCK_T=config.block_t,
+        PAGE_SIZE=page_size,
+        CODEC=codec,
+        NATIVE=target.native_e4m3,
+        ROPE=cos_sin_cache.shape[1],
+        HADAMARD_LOG=codec.channels.bit_length() - 1 if hadamard else 0,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
-        **(pdl_launch(positions.device) if early(tokens, chosen) else {"PDL": False}),
+        **(pdl_launch(positions.device) if config.pdl else {"PDL": False}),
     )
 
 
 def builds(target: Target) -> Iterator[Build]:
     """The compressors of DeepSeek-V4 into every layout, the index also with the transform."""
-    main = [
-        (ratio, overlap, state_entries, entries, layout, False)
-        for ratio, overlap, state_entries, entries in ((4, True, 4, 64), (128, False, 8, 2))
-        for layout in MAIN_LAYOUTS
-    ]
-    index = [
-        (4, True, 4, 64, layout, transformed)
-        for layout in INDEX_LAYOUTS
-        for transformed in (False, True)
-    ]
-    for ratio, overlap, state_entries, entries, layout, transformed in main + index:
-        # The weight's type is of no consequence for the tile.
-        for weight in ("bf16", "fp32") if layout == MAIN_LAYOUTS[0] else ("bf16",):
-            seen = set()
-            for tokens in (1, 1 + FEW_TOKENS, 1 + MOST_EARLY):
-                given = (ratio, overlap, state_entries, entries, layout, transformed, weight)
-                made = _build(tokens, *given, target)
-                if made.label not in seen:
-                    seen.add(made.label)
-                    yield made
+    for shape in (V4_RATIO4, V4_RATIO128, V4_INDEX):
+        for layout in shape.layouts:
+            for hadamard in (False, True) if shape is V4_INDEX else (False,):
+                # The weight's type is of no consequence for the tile.
+                for weight in ("bf16", "fp32") if layout == MAIN_FP8 else ("bf16",):
+                    seen = set()
+                    for tokens in (1, 1 + FEW_TOKENS, 1 + MOST_PDL):
+                        build = _build(tokens, shape, layout, hadamard, weight, target)
+                        if build.label not in seen:
+                            seen.add(build.label)
+                            yield build
 
 
 def _build(
-    tokens: int,
-    ratio: int,
-    overlap: bool,
-    state_entries: int,
-    entries: int,
-    layout: str,
-    transformed: bool,
-    weight: str,
-    target: Target,
+    tokens: int, shape: CompressorShape, layout: str, hadamard: bool, weight: str, target: Target
 ) -> Build:
-    codec, states = row_codec(layout), (2 if overlap else 1) * ratio
-    chosen = config(tokens, ratio, states, codec.channels, target)
+    codec = row_codec(layout)
+    config = choose_compress_config(tokens, shape.window, target)
     strides = ("state_page_stride", "page_stride", "cos_sin_row_stride")
-    pooled = {"pooled": "*fp32"} if chosen.slice else {}
-    launched = target_has_pdl(target) and early(tokens, chosen)
-    marks = ", hadamard" * transformed + ", plainly" * (launched != target_has_pdl(target))
-    how = f"{chosen.span} tokens, {layout}, {weight}{marks}"
+    pooled = {"pooled": "*fp32"} if config.pool_channels else {}
+    pdl = target_has_pdl(target) and config.pdl
+    marks = ", hadamard" * hadamard + ", no PDL" * (pdl != target_has_pdl(target))
     return Build(
-        label=f"ratio {ratio}, {how}",
+        label=f"{shape.label}, {config.block_t} tokens, {layout}, {weight}{marks}",
         kernel=compress_kernel,
         types={
-            **GIVEN,
+            **STATE_TYPES,
             **pooled,
             "cos_sin": "*fp32",
             "norm_weight": f"*{weight}",
@@ -281,19 +257,17 @@ def _build(
         constants={
             **({} if pooled else {"pooled": None}),
             "cos_sin_column_stride": 1,
-            "RATIO": ratio,
-            "STATES": states,
-            "STATE_ENTRIES": state_entries,
-            "ENTRIES": entries,
+            "WINDOW": shape.window,
+            "BLOCK_STATES": config.block_states,
+            "BLOCK_T": config.block_t,
+            "PAGE_SIZE": shape.page_size,
             "CODEC": codec,
             "NATIVE": target.native_e4m3,
-            "ROPE": 64,
-            "HADAMARD_LOG": codec.channels.bit_length() - 1 if transformed else 0,
-            "LOOKED": chosen.looked,
-            "SPAN": chosen.span,
-            "PDL": launched,
+            "ROPE": ROPE_DIM,
+            "HADAMARD_LOG": codec.channels.bit_length() - 1 if hadamard else 0,
+            "PDL": pdl,
         },
-        num_warps=chosen.num_warps,
+        num_warps=config.num_warps,
         fp_fusion=False,
         divisible=strides,
     )

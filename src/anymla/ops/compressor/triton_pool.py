@@ -1,7 +1,14 @@
-"""Pool long windows, whose states are half a megabyte, too much for one program.
+"""Pool windows of states channel by channel: which tokens close one, and its softmax-weighted mean.
 
-Grid: (blocks of SPAN tokens, slices of channels); most blocks leave at once. Short windows are
-pooled by the kernel that stores them, whose programs ``config`` describes as well.
+The tile is BLOCK_STATES states of the window by some channels, with a running softmax:
+
+    position p - n + 1 .. | score | kv |   state[position], its channels for this window
+    ...                   |       |    |   BLOCK_STATES rows at a time
+    position p            |       |    |   -> one row
+
+Short windows are pooled by the kernel that stores entries. Long ones are half a megabyte, too much
+for one CTA: ``pool_kernel`` takes slices of channels. Its grid: (blocks of tokens, slices); most
+CTAs leave at once.
 """
 
 from __future__ import annotations
@@ -15,60 +22,162 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._build import Build
-from anymla.ops.compressor.triton_window import closing, next_of, pool_window
+from anymla.ops.compressor.config import (
+    FEW_TOKENS,
+    CompressConfig,
+    Window,
+    choose_compress_config,
+)
+from anymla.ops.compressor.shapes import V4_RATIO128
 from anymla.ops.device import Target
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 
-# Enough loads under way for one program a multiprocessor.
-_MOST_LOOKED = 16
-# From this many states on, slices of channels are pooled apart.
-_LONG_WINDOW = 64
-_SLICE = 32
-# Up to here tokens are of different requests, any of which may close a window.
-FEW_TOKENS = 256
-_MOST_SPAN = 32
-# Of more tokens, entries that are made by one warp each are made by a plain launch.
-MOST_EARLY = 8192
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Saved states of requests.
+
+    Attributes:
+        cache: [P, S, 2 W] float32.
+        tables: [R, columns] int32 page ids, columns adjacent.
+        window: what an entry is compressed from.
+    """
+
+    cache: Tensor
+    tables: Tensor
+    window: Window
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """States and channels of a tile, tokens and warps of a program.
+class Tokens:
+    """The tokens of a step, contiguous; see ``interface.compress_norm_rope_insert``.
 
     Attributes:
-        slice: channels of a program of the kernel that pools apart; 0 if there is none.
+        state_slots: [T] int64.
+        requests: [T] int32.
+        positions: [T] int64.
+        slots: [T] int64, of the entries.
+        capacity: slots of the cache.
     """
 
-    looked: int
-    slice: int
-    span: int
-    num_warps: int
+    state_slots: Tensor
+    requests: Tensor
+    positions: Tensor
+    slots: Tensor
+    capacity: int
 
 
-def config(tokens: int, ratio: int, states: int, channels: int, target: Target) -> Config:
-    """Thirty-two scores and as many values a thread, if the window has so many."""
-    interpreted = target.backend == "cpu"  # which takes its time for every program
-    few = tokens <= (2 if interpreted else FEW_TOKENS)
-    long = states >= _LONG_WINDOW
-    # Where every fourth token closes a window, looking for them takes longer than starting more.
-    blocks = not few and (long or interpreted)
-    span = min(_MOST_SPAN, triton.next_power_of_2(ratio)) if blocks else 1
-    # The order of sums must not depend on the number of tokens, so this does not either.
-    looked = min(2 * _LONG_WINDOW if long else _MOST_LOOKED, triton.next_power_of_2(states))
-    apart = long and not (interpreted and few)
-    width = (channels // 2 if interpreted else _SLICE) if apart else channels
-    warps = looked * width // (32 * target.warp_size)
-    return Config(looked, width if apart else 0, span, min(8, max(1, warps)))
+@triton.jit
+def closing_tokens(
+    state_slots,
+    token_to_req,
+    positions,
+    slots,
+    tokens,
+    pages,
+    requests,
+    capacity,
+    WINDOW: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Mask [BLOCK_T] of the CTA's tokens that close a window whose entry is to be stored."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = token < tokens
+    position = tl.load(positions + token, inside, other=-1)
+    slot = tl.load(slots + token, inside, other=-1)
+    state_slot = tl.load(state_slots + token, inside, other=-1)
+    request = tl.load(token_to_req + token, inside, other=-1)
+    closes = (position >= 0) & ((position + 1) % WINDOW.ratio == 0)
+    wanted = (slot >= 0) & (slot < capacity) & (request >= 0) & (request < requests)
+    stored = (state_slot >= 0) & (state_slot < pages.to(tl.int64) * WINDOW.page_size)
+    return closes & wanted & stored
 
 
-def early(tokens: int, chosen: Config) -> bool:
-    """Whether entries are made by a kernel that is launched early, where kernels are.
+@triton.jit
+def next_token(closes, last, BLOCK_T: tl.constexpr):
+    """Place of the first token of ``closes`` [BLOCK_T] after place ``last``."""
+    place = tl.arange(0, BLOCK_T)
+    return tl.min(tl.where(closes & (place > last), place, BLOCK_T), 0)
 
-    A wait costs each of many programs of one warp, most of which find nothing to do, more than all
-    of them gain by it: 42 us instead of 27 for 32,768 tokens on an H200.
+
+@triton.jit
+def _state_pages(
+    table,
+    position,
+    start,
+    columns,
+    pages,
+    WINDOW: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
+):
+    """Pages of states ``start`` .. of the window up to ``position``, and which are there."""
+    term = start + tl.arange(0, BLOCK_STATES)
+    before = position - (WINDOW.states - 1) + term
+    column = before // WINDOW.page_size
+    there = (term < WINDOW.states) & (before >= 0) & (column < columns)
+    page = tl.load(table + column, mask=there, other=-1)
+    return page, there & (page >= 0) & (page < pages)
+
+
+@triton.jit
+def pool_window(
+    state,
+    table,
+    position,
+    columns,
+    pages,
+    page_stride,
+    channel,
+    WINDOW: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
+):
+    """Pool channels ``channel`` [c] of the states up to ``position`` to float32 [c].
+
+    ``position`` is int64, and ``table`` points at the request's ``columns`` page ids. Returns the
+    row and how many of the states are there; without any the row is NaN.
     """
-    return tokens <= MOST_EARLY or chosen.num_warps > 1
+    top = tl.full(channel.shape, float("-inf"), tl.float32)
+    total = tl.zeros(channel.shape, tl.float32)
+    pooled = tl.zeros(channel.shape, tl.float32)
+    found = 0
+    for start in range(0, WINDOW.states, BLOCK_STATES):
+        page, there = _state_pages(table, position, start, columns, pages, WINDOW, BLOCK_STATES)
+        found += tl.sum(there.to(tl.int32), 0)
+        term = start + tl.arange(0, BLOCK_STATES)
+        entry = (position - (WINDOW.states - 1) + term) % WINDOW.page_size
+        at = state + page.to(tl.int64) * page_stride + entry * (2 * WINDOW.width)
+        # With overlap the states of the window before give their channels for the next window.
+        own = tl.where(term < WINDOW.states - WINDOW.ratio, 0, WINDOW.width - WINDOW.channels)
+        at = (at + own)[:, None] + channel[None, :]
+        score = tl.load(at + WINDOW.width, mask=there[:, None], other=float("-inf"))
+        value = tl.load(at, mask=there[:, None], other=0.0)
+        higher = tl.maximum(top, tl.max(score, 0))
+        # Without a finite score yet every weight is 0, not exp(-inf + inf).
+        origin = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - origin)
+        weight = tl.exp(score - origin[None, :])
+        total = total * kept + tl.sum(weight, 0)
+        pooled = pooled * kept + tl.sum(weight * value, 0)
+        top = higher
+    return pooled / total, found
+
+
+@triton.jit
+def count_states(
+    table,
+    position,
+    columns,
+    pages,
+    WINDOW: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
+):
+    """How many of the window's states are there."""
+    found = 0
+    for start in range(0, WINDOW.states, BLOCK_STATES):
+        _, there = _state_pages(table, position, start, columns, pages, WINDOW, BLOCK_STATES)
+        found += tl.sum(there.to(tl.int32), 0)
+    return found
 
 
 @triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity"])
@@ -76,7 +185,7 @@ def pool_kernel(
     state,
     tables,
     state_slots,
-    requests_of,
+    token_to_req,
     positions,
     slots,
     pooled,
@@ -87,38 +196,34 @@ def pool_kernel(
     capacity,
     state_page_stride,
     table_stride,
-    RATIO: tl.constexpr,
-    STATES: tl.constexpr,
-    STATE_ENTRIES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LOOKED: tl.constexpr,
+    WINDOW: tl.constexpr,
     SLICE: tl.constexpr,
-    SPAN: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SLICE channels of the windows that SPAN tokens close, to their rows of ``pooled``."""
+    """A slice of channels of the windows that the CTA's tokens close, to rows of ``pooled``."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    which = closing(
+    closes = closing_tokens(
         state_slots,
-        requests_of,
+        token_to_req,
         positions,
         slots,
         tokens,
         pages,
         requests,
         capacity,
-        RATIO,
-        STATE_ENTRIES,
-        SPAN,
+        WINDOW,
+        BLOCK_T,
     )
     last = -1
-    for _ in range(tl.sum(which.to(tl.int32), 0)):
-        last = next_of(which, last, SPAN)
-        token = tl.program_id(0).to(tl.int64) * SPAN + last
-        request = tl.load(requests_of + token).to(tl.int64)
+    for _ in range(tl.sum(closes.to(tl.int32), 0)):
+        last = next_token(closes, last, BLOCK_T)
+        token = tl.program_id(0).to(tl.int64) * BLOCK_T + last
+        request = tl.load(token_to_req + token).to(tl.int64)
         entry, _found_states = pool_window(
             state,
             tables + request * table_stride,
@@ -127,65 +232,48 @@ def pool_kernel(
             pages,
             state_page_stride,
             channel,
-            STATES,
-            RATIO,
-            STATE_ENTRIES,
-            WIDTH,
-            LOOKED,
+            WINDOW,
+            BLOCK_STATES,
         )
-        tl.store(pooled + token * WIDTH + channel, entry)
+        tl.store(pooled + token * WINDOW.channels + channel, entry)
 
 
-def launch_pool(
-    state_cache: Tensor,
-    tables: Tensor,
-    state_slots: Tensor,
-    requests_of: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    capacity: int,
-    channels: int,
-    ratio: int,
-    states: int,
-    chosen: Config,
-) -> Tensor:
-    """Float32 [T, channels] whose rows of tokens that close a window are the pooled windows."""
-    tokens = positions.shape[0]
-    pooled = scratch((tokens, channels), torch.float32, slots.device)
-    pool_kernel[(triton.cdiv(tokens, chosen.span), channels // chosen.slice)](
-        state_cache,
-        tables,
-        state_slots,
-        requests_of,
-        positions,
-        slots,
+def launch_pool(states: States, tokens: Tokens, config: CompressConfig) -> Tensor:
+    """Float32 [T, D] whose rows of tokens that close a window are the pooled windows."""
+    count, window = tokens.positions.shape[0], states.window
+    pooled = scratch((count, window.channels), torch.float32, tokens.slots.device)
+    grid = (triton.cdiv(count, config.block_t), window.channels // config.pool_channels)
+    pool_kernel[grid](
+        states.cache,
+        states.tables,
+        tokens.state_slots,
+        tokens.requests,
+        tokens.positions,
+        tokens.slots,
         pooled,
-        tokens,
-        state_cache.shape[0],
-        tables.shape[1],
-        tables.shape[0],
-        capacity,
-        state_cache.stride(0),
-        tables.stride(0),
-        ratio,
-        states,
-        state_cache.shape[1],
-        channels,
-        chosen.looked,
-        chosen.slice,
-        chosen.span,
-        num_warps=chosen.num_warps,
+        count,
+        states.cache.shape[0],
+        states.tables.shape[1],
+        states.tables.shape[0],
+        tokens.capacity,
+        states.cache.stride(0),
+        states.tables.stride(0),
+        WINDOW=window,
+        SLICE=config.pool_channels,
+        BLOCK_STATES=config.block_states,
+        BLOCK_T=config.block_t,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
-        **pdl_launch(slots.device),
+        **pdl_launch(tokens.slots.device),
     )
     return pooled
 
 
 _NUMBERS = ("tokens", "pages", "columns", "requests", "capacity", "table_stride")
 # Types of what both kernels are given.
-GIVEN = {
+STATE_TYPES = {
     "state": "*fp32",
-    **dict.fromkeys(("tables", "requests_of"), "*i32"),
+    **dict.fromkeys(("tables", "token_to_req"), "*i32"),
     **dict.fromkeys(("state_slots", "positions", "slots"), "*i64"),
     **dict.fromkeys((*_NUMBERS, "state_page_stride"), "i32"),
 }
@@ -193,23 +281,21 @@ GIVEN = {
 
 def builds(target: Target) -> Iterator[Build]:
     """The windows of 128 tokens, few and many tokens."""
+    window = V4_RATIO128.window
     for tokens in (1, 1 + FEW_TOKENS):
-        chosen = config(tokens, 128, 128, 512, target)
+        config = choose_compress_config(tokens, window, target)
         yield Build(
-            label=f"ratio 128, {chosen.span} tokens",
+            label=f"{V4_RATIO128.label}, {config.block_t} tokens",
             kernel=pool_kernel,
-            types={**GIVEN, "pooled": "*fp32"},
+            types={**STATE_TYPES, "pooled": "*fp32"},
             constants={
-                "RATIO": 128,
-                "STATES": 128,
-                "STATE_ENTRIES": 8,
-                "WIDTH": 512,
-                "LOOKED": chosen.looked,
-                "SLICE": chosen.slice,
-                "SPAN": chosen.span,
+                "WINDOW": window,
+                "SLICE": config.pool_channels,
+                "BLOCK_STATES": config.block_states,
+                "BLOCK_T": config.block_t,
                 "PDL": target_has_pdl(target),
             },
-            num_warps=chosen.num_warps,
+            num_warps=config.num_warps,
             fp_fusion=False,
             divisible=("state_page_stride",),
         )

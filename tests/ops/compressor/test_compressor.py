@@ -26,11 +26,8 @@ from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.page_layout import get_layout
-from anymla.ops.compressor import (
-    compress_norm_rope_insert,
-    save_partial_states,
-    torch_compress,
-)
+from anymla.ops.compressor import compress_norm_rope_insert, config, save_partial_states
+from anymla.ops.compressor.shapes import V4_INDEX, V4_RATIO4, V4_RATIO128, CompressorShape
 from anymla.ops.norm_rope import YarnScaling, cos_sin_table, inv_freq
 from anymla.testing.tolerance import accumulation, assert_close, ulps
 
@@ -64,10 +61,14 @@ class Kind:
         return f"rows_fp32_{self.dim}"
 
 
+def kind_of(shape: CompressorShape) -> Kind:
+    return Kind(shape.window.ratio, shape.window.overlap, shape.window.channels)
+
+
 DEEPSEEK = {
-    "overlapping": Kind(4, True, 512),
-    "overlapping index": Kind(4, True, 128),
-    "long": Kind(128, False, 512),
+    "overlapping": kind_of(V4_RATIO4),
+    "overlapping index": kind_of(V4_INDEX),
+    "long": kind_of(V4_RATIO128),
 }
 OTHERS = {
     "every token": Kind(1, False, 128),
@@ -358,8 +359,8 @@ def test_blocks_do_not_show(backend, kind, monkeypatch):
     """However little is gathered at a time, the entries are the same bits."""
     length = 5 * kind.ratio
     whole = one_shot(World(kind, [length, length], layout=kind.layouts[0]), backend)
-    monkeypatch.setattr(torch_compress, "_HOST_ELEMENTS", 2 * kind.ratio * 2 * kind.width)
-    monkeypatch.setattr(torch_compress, "_DEVICE_ELEMENTS", 1)
+    monkeypatch.setattr(config, "HOST_ELEMENTS", 2 * kind.ratio * 2 * kind.width)
+    monkeypatch.setattr(config, "DEVICE_ELEMENTS", 1)
     pieces = one_shot(World(kind, [length, length], layout=kind.layouts[0]), backend)
     assert torch.equal(pieces.cache.storage, whole.cache.storage)
 

@@ -1,0 +1,35 @@
+"""The compressors of released models, for builds, benchmarks and tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_LAYOUTS
+from anymla.ops.compressor.config import Window
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressorShape:
+    """Sizes of a compressor.
+
+    Attributes:
+        window: what an entry is compressed from.
+        page_size: entries of a page of the cache, those of 256 tokens.
+        layouts: that its entries are stored in.
+    """
+
+    window: Window
+    page_size: int
+    layouts: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"ratio {self.window.ratio}, {self.window.channels} channels"
+
+
+# DeepSeek-V4 Flash and Pro: the entries of layers of ratio 4 and 128, and their index keys.
+V4_RATIO4 = CompressorShape(Window(4, True, 512, 4), 64, MAIN_LAYOUTS)
+V4_RATIO128 = CompressorShape(Window(128, False, 512, 8), 2, MAIN_LAYOUTS)
+V4_INDEX = CompressorShape(Window(4, True, 128, 4), 64, INDEX_LAYOUTS)
+ROPE_DIM = 64
