@@ -80,10 +80,10 @@ def test_quantised_heads(
     if native and backend != "triton":
         pytest.skip("only kernels convert in two ways")
     if backend == "triton":
-        from anymla.ops.output_projection import triton_rotate
+        from anymla.ops import _triton_epilogue
 
         target = dataclasses.replace(device_facts.CPU, native_e4m3=native)
-        monkeypatch.setattr(triton_rotate, "target_of", lambda device: target)
+        monkeypatch.setattr(_triton_epilogue, "target_of", lambda device: target)
     o = torch.randn(5, 4, 256).to(dtype)
     o[0, 0], o[1, 2, 128:] = 0, 1e-13  # below the floor
     o[2] *= torch.exp2(torch.randint(-30, 30, (4, 1)).float())

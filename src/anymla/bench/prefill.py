@@ -19,11 +19,11 @@ from torch import Tensor
 from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
 from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops._reference import attend
 from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.output_projection import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
 from anymla.ops.prefill_attention.gathered import named_rows
-from anymla.ops.sparse_attention.reference import attend
 
 WINDOW = 128
 _SAMPLES = 48

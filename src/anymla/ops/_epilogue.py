@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._check import FLOATS, INT64, check, check_cos_sin, require
+from anymla.ops.registry import LazyFunction
 
 # A block whose largest magnitude is below has the scale of this one.
 AMAX_FLOOR = 1e-10
@@ -129,29 +130,34 @@ def check_quantized(
     return dims
 
 
+# Where ``inverse_rope_fp8_quant`` of each backend is.
+_QUANTIZE = {
+    "reference": "anymla.ops._reference",
+    "torch": "anymla.ops._torch_norm_rope",
+    "triton": "anymla.ops._triton_epilogue",
+}
+
+
 def composed(
     contract: Callable[..., Any], attend: Callable[..., Any], backend: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``contract``, an attention whose output leaves as FP8, by two operations of one backend.
+    """``contract``, an attention whose output leaves as FP8: ``attend``, then the quantisation.
 
     Args:
         contract: takes what ``attend`` takes, and ``positions``, ``cos_sin_cache``, ``n_groups``.
         attend: the operation whose first result is quantised.
-        backend: of both operations.
+        backend: of both: "reference", "torch" or "triton".
     """
+    quantize = LazyFunction(_QUANTIZE[backend], "inverse_rope_fp8_quant")
     signature, of_attend = inspect.signature(contract), inspect.signature(attend)
 
     def attend_then_quantize(*args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        from anymla.ops.output_projection import inverse_rope_fp8_quant
-
         given = signature.bind(*args, **keywords).arguments
         positions, table = given.pop("positions"), given.pop("cos_sin_cache")
         groups = given.pop("n_groups")
         bound = of_attend.bind(**given)
         out, _ = attend(*bound.args, **bound.kwargs, backend=backend)
-        codes, scales = inverse_rope_fp8_quant(
-            out, positions, table, n_groups=groups, backend=backend
-        )
+        codes, scales = quantize(out, positions, table, n_groups=groups)
         return codes, scales
 
     attend_then_quantize.__signature__ = signature  # type: ignore[attr-defined]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import pages_of
+from anymla.ops._epilogue import AMAX_FLOOR
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -48,3 +50,35 @@ def quantize_and_insert_k_cache(
         data_plane[page, offset] = data[0]
         if scale_plane is not None and scales is not None:
             scale_plane[page, offset] = scales[0]
+
+
+def attend(
+    q: Tensor, rows: Tensor, sink: Tensor | None, scale: float | None, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token: q [H, D] over rows [n, D], all of them valid.
+
+    Returns:
+        out [H, value_dim], lse [H] and the largest score [H], in float32 or wider.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = rows.to(wide)
+    scores = q.to(wide) @ rows.T * (q.shape[-1] ** -0.5 if scale is None else scale)
+    lse = scores.logsumexp(-1)
+    if not len(rows):
+        return rows.new_zeros(len(q), value_dim), lse, lse
+    out = torch.exp(scores - lse.unsqueeze(-1)) @ rows[:, :value_dim]
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink.to(wide)).unsqueeze(-1)
+    return out, lse, scores.amax(-1)
+
+
+def inverse_rope_fp8_quant(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+) -> tuple[Tensor, Tensor]:
+    """See ``output_projection.inverse_rope_fp8_quant``."""
+    wide = o.to(torch.promote_types(o.dtype, torch.float32))
+    rotated = rope(wide, positions, cos_sin_cache, inverse=True)
+    width = o.shape[1] // n_groups * o.shape[2]
+    groups = rotated.reshape(len(o), n_groups, width)
+    codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
+    return codes.view(torch.float8_e4m3fn), scales

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.ops import _host
+from anymla.ops._epilogue import AMAX_FLOOR
 
 # Elements in flight on the host: 1 MiB of float32, which a core's own cache holds.
 BLOCK_ELEMENTS = 1 << 18
@@ -113,3 +115,16 @@ def rotate_(x: Tensor, cis: Tensor) -> Tensor:
         cis = cis.view(cis.shape[0], *(1,) * (x.ndim - 2), cis.shape[1])
     x.view(cis.dtype)[..., -cis.shape[-1] :].mul_(cis)
     return x
+
+
+def inverse_rope_fp8_quant(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+) -> tuple[Tensor, Tensor]:
+    """See ``output_projection.inverse_rope_fp8_quant``."""
+    tokens, heads, dim = o.shape
+    wide = torch.promote_types(o.dtype, torch.float32)
+    rotated = o.to(wide, copy=True, memory_format=torch.contiguous_format)
+    rotate_(rotated, freqs_cis(positions, cos_sin_cache, wide, inverse=True))
+    groups = rotated.view(tokens, n_groups, heads // n_groups * dim)
+    codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
+    return codes.view(torch.float8_e4m3fn), scales

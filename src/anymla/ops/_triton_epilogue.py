@@ -16,6 +16,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops._epilogue import AMAX_FLOOR, QuantizedOut
+from anymla.ops.device import target_of
 from anymla.ops.pdl import pdl_launch
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
@@ -193,6 +194,15 @@ def inverse_rope_quantize(o: Tensor, to: QuantizedOut) -> None:
         NATIVE=to.native,
         **pdl_launch(o.device),
     )
+
+
+def inverse_rope_fp8_quant(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+) -> tuple[Tensor, Tensor]:
+    """See ``output_projection.inverse_rope_fp8_quant``."""
+    to = QuantizedOut.allocate(o, positions, cos_sin_cache, target_of(o.device).native_e4m3)
+    inverse_rope_quantize(o, to)
+    return to.results(n_groups)
 
 
 def _aligned(o: Tensor) -> Tensor:

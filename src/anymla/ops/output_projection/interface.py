@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anymla.ops import _reference, _torch_norm_rope
 from anymla.ops.device import float32_support
 from anymla.ops.output_projection import (
     hopper_projection,
@@ -166,8 +167,8 @@ def _require_groups(name: str, heads: int, groups: int) -> None:
 
 grouped_output_projection.register("reference", reference.grouped_output_projection)
 grouped_output_projection.register("torch", torch_projection.grouped_output_projection)
-inverse_rope_fp8_quant.register("reference", reference.inverse_rope_fp8_quant)
-inverse_rope_fp8_quant.register("torch", torch_projection.inverse_rope_fp8_quant)
+inverse_rope_fp8_quant.register("reference", _reference.inverse_rope_fp8_quant)
+inverse_rope_fp8_quant.register("torch", _torch_norm_rope.inverse_rope_fp8_quant)
 grouped_output_projection_fp8.register("reference", reference.grouped_output_projection_fp8)
 grouped_output_projection_fp8.register("torch", torch_projection.grouped_output_projection_fp8)
 
@@ -199,7 +200,7 @@ grouped_output_projection_fp8.register(
 
 _TRITON = "anymla.ops.output_projection.triton_"
 grouped_output_projection.register_lazy("triton", f"{_TRITON}rotate", supports=_whole_pairs)
-inverse_rope_fp8_quant.register_lazy("triton", f"{_TRITON}rotate", supports=_whole_pairs)
+inverse_rope_fp8_quant.register_lazy("triton", "anymla.ops._triton_epilogue", supports=_whole_pairs)
 grouped_output_projection_fp8.register_lazy(
     "triton", f"{_TRITON}projection", supports=_up_to_float32
 )

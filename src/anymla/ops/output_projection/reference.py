@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.fp8_block import (
-    dequantize_fp8_rows,
-    dequantize_fp8_weight,
-    quantize_fp8_rows,
-)
-from anymla.ops._epilogue import AMAX_FLOOR
+from anymla.formats.fp8_block import dequantize_fp8_rows, dequantize_fp8_weight
 from anymla.ops._reference import rope
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
@@ -20,21 +15,9 @@ def grouped_output_projection(
 ) -> Tensor:
     """See ``interface.grouped_output_projection``."""
     wide = torch.promote_types(o.dtype, torch.float32)
-    turned = rope(o, positions, cos_sin_cache, inverse=True)
-    groups = turned.to(wide).reshape(len(o), len(wo_a), wo_a.shape[2])
+    rotated = rope(o, positions, cos_sin_cache, inverse=True)
+    groups = rotated.to(wide).reshape(len(o), len(wo_a), wo_a.shape[2])
     return torch.einsum("tgj,grj->tgr", groups, wo_a.to(wide)).flatten(1).to(o.dtype)
-
-
-def inverse_rope_fp8_quant(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
-) -> tuple[Tensor, Tensor]:
-    """See ``interface.inverse_rope_fp8_quant``."""
-    wide = o.to(torch.promote_types(o.dtype, torch.float32))
-    turned = rope(wide, positions, cos_sin_cache, inverse=True)
-    width = o.shape[1] // n_groups * o.shape[2]
-    groups = turned.reshape(len(o), n_groups, width)
-    codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
-    return codes.view(torch.float8_e4m3fn), scales
 
 
 def grouped_output_projection_fp8(

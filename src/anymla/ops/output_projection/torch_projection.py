@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.fp8_block import (
-    dequantize_fp8_rows,
-    dequantize_fp8_weight,
-    quantize_fp8_rows,
-)
-from anymla.ops._epilogue import AMAX_FLOOR
-from anymla.ops._torch_norm_rope import freqs_cis, rope, rotate_
+from anymla.formats.fp8_block import dequantize_fp8_rows, dequantize_fp8_weight
+from anymla.ops._torch_norm_rope import rope
 from anymla.ops.linear.torch_product import is_row, row_products
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
@@ -20,21 +15,8 @@ def grouped_output_projection(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
 ) -> Tensor:
     """See ``interface.grouped_output_projection``."""
-    turned = rope(o, positions, cos_sin_cache, inverse=True)
-    return _by_group(turned.view(o.shape[0], wo_a.shape[0], wo_a.shape[2]), wo_a)
-
-
-def inverse_rope_fp8_quant(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
-) -> tuple[Tensor, Tensor]:
-    """See ``interface.inverse_rope_fp8_quant``."""
-    tokens, heads, dim = o.shape
-    wide = torch.promote_types(o.dtype, torch.float32)
-    turned = o.to(wide, copy=True, memory_format=torch.contiguous_format)
-    rotate_(turned, freqs_cis(positions, cos_sin_cache, wide, inverse=True))
-    groups = turned.view(tokens, n_groups, heads // n_groups * dim)
-    codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
-    return codes.view(torch.float8_e4m3fn), scales
+    rotated = rope(o, positions, cos_sin_cache, inverse=True)
+    return _by_group(rotated.view(o.shape[0], wo_a.shape[0], wo_a.shape[2]), wo_a)
 
 
 def grouped_output_projection_fp8(

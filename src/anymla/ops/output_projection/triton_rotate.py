@@ -16,14 +16,13 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._build import Build
-from anymla.ops._epilogue import AMAX_FLOOR, QuantizedOut
+from anymla.ops._epilogue import AMAX_FLOOR
 from anymla.ops._triton_epilogue import (
     FEW_ROWS,
     ROWS,
-    inverse_rope_quantize,
     inverse_rope_quantize_kernel,
 )
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import Target
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 
@@ -75,15 +74,6 @@ def rotate_kernel(
     rotated = tl.join(even * cos + odd * sin, odd * cos - even * sin)
     value = tl.reshape(rotated, (RUNS, WIDTH))
     tl.store(out + at, value.to(out.dtype.element_ty), mask)
-
-
-def inverse_rope_fp8_quant(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
-) -> tuple[Tensor, Tensor]:
-    """See ``interface.inverse_rope_fp8_quant``."""
-    to = QuantizedOut.allocate(o, positions, cos_sin_cache, target_of(o.device).native_e4m3)
-    inverse_rope_quantize(o, to)
-    return to.results(n_groups)
 
 
 def _rotate(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, out: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.ops.sparse_attention import sparse_attention_rows
+from anymla.ops._reference import attend
 
 
 def prefill_attention(
@@ -32,10 +32,7 @@ def prefill_attention(
             listed = lists[token, : max(more, 0)].long()
             second = base + listed[listed >= 0]
         seen = torch.cat((seen, second))
-        inside = seen[(seen >= 0) & (seen < len(rows))].int()
-        result, lse_ = sparse_attention_rows(
-            q[token, None], rows, inside[None], sink=sink, scale=scale, value_dim=q.shape[2],
-            backend="reference",
-        )  # fmt: skip
-        output[token], lse[token] = result[0].to(output.dtype), lse_[0]
+        inside = seen[(seen >= 0) & (seen < len(rows))]
+        result, lse[token], _ = attend(q[token], rows[inside], sink, scale, q.shape[2])
+        output[token] = result.to(q.dtype)
     return output, lse

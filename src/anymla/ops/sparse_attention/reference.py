@@ -7,6 +7,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import pages_of
+from anymla.ops._reference import attend
 
 
 def sparse_attention(
@@ -66,26 +67,6 @@ def sparse_attention_rows(
         for t in range(len(q))
     ]
     return _stack(tokens, q, value_dim, empty_lse, out, max_logits)
-
-
-def attend(
-    q: Tensor, rows: Tensor, sink: Tensor | None, scale: float | None, value_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One token: q [H, D] over rows [n, D], all of them valid.
-
-    Returns:
-        out [H, value_dim], lse [H] and the largest score [H], in float32 or wider.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    rows = rows.to(wide)
-    scores = q.to(wide) @ rows.T * (q.shape[-1] ** -0.5 if scale is None else scale)
-    lse = scores.logsumexp(-1)
-    if not len(rows):
-        return rows.new_zeros(len(q), value_dim), lse, lse
-    out = torch.exp(scores - lse.unsqueeze(-1)) @ rows[:, :value_dim]
-    if sink is not None:
-        out = out * torch.sigmoid(lse - sink.to(wide)).unsqueeze(-1)
-    return out, lse, scores.amax(-1)
 
 
 def _listed(indices: Tensor, lengths: Tensor | None, token: int, size: int) -> Tensor:
