@@ -8,8 +8,9 @@ import pytest
 import anymla
 
 ROOT = pathlib.Path(anymla.__file__).parent
-FILES = sorted(ROOT.rglob("triton_*.py"))
-KERNEL_FILES = [path for path in FILES if "ops" in path.relative_to(ROOT).parts]
+FILES = sorted({*ROOT.rglob("triton_*.py"), *ROOT.rglob("_triton_*.py")})
+# A family lists the builds of a kernel that several share.
+KERNEL_FILES = [path for path in FILES if path.parent.parent == ROOT / "ops"]
 
 # Name -> why a portable kernel does without it.
 FORBIDDEN = {
