@@ -11,6 +11,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
+from anymla.ops import _gemm
 from anymla.ops.linear import (
     fp8_block_linear,
     linear,
@@ -186,16 +187,20 @@ def test_decoding_in_blocks_of_rows_changes_nothing(monkeypatch, kind, rows):
     x = torch.randn(3, 160)
     whole = weight.times(x, "torch")
     decoded = []
-    for name in ("dequantize_fp8_weight", "dequantize_mxfp4", "dequantize_nvfp4"):
-        original = getattr(torch_linear, name)
+    for module, name in (
+        (_gemm, "dequantize_fp8_weight"),
+        (_gemm, "dequantize_mxfp4"),
+        (torch_linear, "dequantize_nvfp4"),
+    ):
+        original = getattr(module, name)
 
         def counting(*args, original=original):
             dense = original(*args)
             decoded.append(dense.numel())
             return dense
 
-        monkeypatch.setattr(torch_linear, name, counting)
-    monkeypatch.setattr(torch_linear, "_DECODED_ELEMENTS", 128 * 160)
+        monkeypatch.setattr(module, name, counting)
+    monkeypatch.setattr(_gemm, "_DECODED_ELEMENTS", 128 * 160)
     error = accumulation(160, torch.float32)
     magnitude = x.double().abs() @ weight.values.abs().T
     assert_close(weight.times(x, "torch"), whole, atol=error, scale=magnitude)

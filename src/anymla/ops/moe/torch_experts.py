@@ -10,10 +10,15 @@ from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.ops._gemm import (
+    fp8_gemm,
+    gemm,
+    gemv_each,
+    is_host_row,
+    mxfp4_gemm,
+    rounded_to_fp8,
+)
 from anymla.ops._quantized import fill_codes
-from anymla.ops.linear import fp8_block_linear, mxfp4_linear
-from anymla.ops.linear.torch_activations import rounded_to_fp8
-from anymla.ops.linear.torch_product import is_row, product, row_products
 from anymla.ops.moe.reference import wide
 from anymla.ops.streams import flush_stream_wait
 
@@ -83,11 +88,11 @@ class _Bank:
     ) -> Tensor:
         matrix = matrices[e]
         if self.weight_format == "fp8":
-            return fp8_block_linear(rows, matrix, scales[e], quantize_activations=False)
+            return fp8_gemm(rows, matrix, scales[e])
         if self.weight_format == "mxfp4":
-            return mxfp4_linear(rows, matrix, scales[e], quantize_activations=False)
+            return mxfp4_gemm(rows, matrix, scales[e])
         if rows.dtype == matrix.dtype:
-            return product(rows, matrix)
+            return gemm(rows, matrix)
         dtype = torch.promote_types(rows.dtype, matrix.dtype)
         return functional.linear(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
 
@@ -109,9 +114,9 @@ class _Bank:
             dtype = torch.promote_types(rows.dtype, matrix.dtype)
             out = functional.linear(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
             return out.view(2, len(chosen), -1)
-        linear = fp8_block_linear if self.weight_format == "fp8" else mxfp4_linear
+        multiply = fp8_gemm if self.weight_format == "fp8" else mxfp4_gemm
         scales = [self.s1[e] for e in chosen] + [self.s3[e] for e in chosen]
-        out = linear(rows, torch.cat(weights), torch.cat(scales), quantize_activations=False)
+        out = multiply(rows, torch.cat(weights), torch.cat(scales))
         return out.view(2, len(chosen), -1)
 
     def down_stacked(self, rows: Tensor, chosen: list[int]) -> Tensor:
@@ -151,7 +156,7 @@ def experts(
     flush_stream_wait()
     quantized = quantize_activations and weight_format != "plain"
     bank = _Bank(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
-    if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_row(x):
+    if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_host_row(x):
         total_of = _total_of_row
     else:
         total_of = _total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
@@ -173,11 +178,11 @@ def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: 
     if not chosen:
         return x.new_zeros(x.shape, dtype=dtype)
     matrices = [bank.w1[e] for e in chosen] + [bank.w3[e] for e in chosen]
-    both = torch.cat(row_products([(x, matrix) for matrix in matrices]))
+    both = torch.cat(gemv_each([(x, matrix) for matrix in matrices]))
     gate, up = both.split(len(chosen))
     inner = bank.inner(gate, up, weight, x.dtype)
     down = [(row, bank.w2[e]) for row, e in zip(inner.split(1), chosen, strict=True)]
-    return torch.cat(row_products(down)).sum(0, keepdim=True, dtype=dtype)
+    return torch.cat(gemv_each(down)).sum(0, keepdim=True, dtype=dtype)
 
 
 def _total_of_few(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: int) -> Tensor:

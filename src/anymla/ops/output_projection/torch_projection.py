@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import dequantize_fp8_rows, dequantize_fp8_weight
+from anymla.ops._gemm import gemv_each, is_host_row
 from anymla.ops._torch_norm_rope import rope
-from anymla.ops.linear.torch_product import is_row, row_products
 from anymla.ops.output_projection.dtypes import OUT_DTYPES
 
 
@@ -35,7 +35,7 @@ def grouped_output_projection_fp8(
 
 def _by_group(heads: Tensor, weight: Tensor) -> Tensor:
     """Multiply [T, G, J] by [G, rank, J] to [T, G * rank]."""
-    if len(heads) == 1 and is_row(heads.flatten()):
+    if len(heads) == 1 and is_host_row(heads.flatten()):
         pairs = zip(heads.unbind(1), weight.unbind(0), strict=True)
-        return torch.cat(row_products(list(pairs)), -1)
+        return torch.cat(gemv_each(list(pairs)), -1)
     return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)

@@ -1,0 +1,208 @@
+"""GEMMs ``x @ weight^T`` in torch, the weight plain or as stored: for linear layers and experts.
+
+A decoded value is an e4m3 or e2m1 code times a power of two, which bfloat16 holds exactly wherever
+it is a normal number, so bfloat16 activations multiply bfloat16 weights and only the result is
+rounded. Scales in float32 need float32 products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.backends import mkldnn
+from torch.nn import functional
+
+from anymla.formats.e4m3 import E4M3_MAX
+from anymla.formats.fp8_block import (
+    ACTIVATION_AMAX_FLOOR,
+    FP8_BLOCK,
+    dequantize_fp8_rows,
+    dequantize_fp8_weight,
+    quantize_fp8_rows,
+)
+from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.formats.quantized_rows import QuantizedRows
+from anymla.formats.ue8m0 import scale_exponent
+from anymla.ops import _host
+
+# Decoded elements alive at a time: 8 MiB of bfloat16 or 16 MiB of float32, whatever the weight.
+_DECODED_ELEMENTS = 1 << 22
+# ue8m0 bytes whose product with any e4m3 or e2m1 code is a normal bfloat16 number, or zero.
+_EXACT_BYTES = (32, 240)
+
+_SMALLEST_NORMAL = 2.0**-6
+# Adding and subtracting it rounds a float32 to steps of 2^-9, e4m3's below its smallest normal.
+_SUBNORMAL_MAGIC = 1.5 * 2.0**14
+_DROPPED_BITS = 23 - 3
+_FEW_BLOCKS = 32  # up to here a scale costs less as a Python number than all of them as tensors
+
+
+def gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight^T``, accumulated in float32 or wider and rounded once.
+
+    oneDNN, which torch asks for bfloat16 products on CPUs, sets up and packs more than a single
+    row is worth; torch's own matrix-vector product also accumulates in float32 and takes a third
+    of the time for 256 x 128 values, two thirds for 4096 x 256 (one AVX512-BF16 core). The switch
+    is global, but all that another thread could see of it is speed.
+
+    Args:
+        x: [..., K] floating point.
+        weight: [N, K] of x's dtype.
+
+    Returns:
+        [..., N] of x's dtype.
+    """
+    return gemv_each([(x, weight)])[0] if is_host_row(x) else functional.linear(x, weight)
+
+
+def gemv_each(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """``gemm`` of several pairs (x, weight), each x a row by ``is_host_row``."""
+    if not mkldnn.enabled:
+        return [functional.linear(x, weight) for x, weight in pairs]
+    mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module
+    try:
+        return [functional.linear(x, weight) for x, weight in pairs]
+    finally:
+        mkldnn.enabled = True  # type: ignore[assignment]
+
+
+def is_host_row(x: Tensor) -> bool:
+    """Whether x [..., K] is one bfloat16 row on the host, for which calls are cheap."""
+    return x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and _host.on_host(x)
+
+
+def fp8_gemm(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize: bool = False,
+    coded: QuantizedRows | None = None,
+) -> Tensor:
+    """``x @ decoded^T`` of an e4m3 weight [N, K] with a scale for 128 x 128 values.
+
+    Args:
+        x: [..., K] floating point.
+        weight: uint8 codes [N, K].
+        scale: [ceil(N/128), ceil(K/128)], uint8 (ue8m0) or float32.
+        quantize: x to FP8 first.
+        coded: x quantised already; x itself may then be anything.
+
+    Returns:
+        [..., N] of x's dtype.
+    """
+    dtype = _operand_dtype(x, scale)
+    if coded is not None:
+        operand = coded.decoded(x[..., 0].numel()).view(x.shape).to(dtype)
+    else:
+        operand = rounded_to_fp8(x, dtype) if quantize else x.to(dtype)
+
+    def decode(start: int, stop: int) -> Tensor:
+        blocks = slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK))
+        return dequantize_fp8_weight(weight[start:stop], scale[blocks], dtype)
+
+    return decoded_gemm(operand, decode, len(weight), x.dtype, FP8_BLOCK)
+
+
+def mxfp4_gemm(x: Tensor, weight: Tensor, scale: Tensor, *, quantize: bool = False) -> Tensor:
+    """``x @ decoded^T`` of packed e2m1 [N, K/2] with ue8m0 scales [N, K/32]; see ``fp8_gemm``."""
+    dtype = _operand_dtype(x, scale)
+    operand = rounded_to_fp8(x, dtype) if quantize else x.to(dtype)
+
+    def decode(start: int, stop: int) -> Tensor:
+        return dequantize_mxfp4(weight[start:stop], scale[start:stop], dtype)
+
+    return decoded_gemm(operand, decode, len(weight), x.dtype)
+
+
+def decoded_gemm(
+    operand: Tensor,
+    decode: Callable[[int, int], Tensor],
+    rows: int,
+    out_dtype: torch.dtype,
+    row_step: int = 1,
+) -> Tensor:
+    """``gemm`` of a weight that is decoded in blocks of rows, each multiplied at once.
+
+    Args:
+        operand: [..., K] activations.
+        decode: rows of the weight from one to another, of the operand's dtype.
+        rows: of the weight.
+        out_dtype: of the result.
+        row_step: what blocks' sizes are multiples of.
+
+    Returns:
+        [..., rows].
+    """
+    step = max(1, _DECODED_ELEMENTS // max(1, operand.shape[-1] * row_step)) * row_step
+    if rows <= step:
+        return gemm(operand, decode(0, rows)).to(out_dtype)
+    starts = range(0, rows, step)
+    parts = [gemm(operand, decode(at, min(at + step, rows))).to(out_dtype) for at in starts]
+    return torch.cat(parts, -1)
+
+
+def _operand_dtype(x: Tensor, scale: Tensor) -> torch.dtype:
+    """Dtype in which decoded weights, and activations rounded to FP8, are exact."""
+    if x.dtype != torch.bfloat16 or scale.dtype != torch.uint8 or x.device.type != "cpu":
+        return torch.promote_types(x.dtype, torch.float32)
+    if not scale.numel():
+        return x.dtype
+    low, high = torch.aminmax(scale)
+    exact = _EXACT_BYTES[0] <= int(low) and int(high) <= _EXACT_BYTES[1]
+    return x.dtype if exact else torch.float32
+
+
+def rounded_to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantise in blocks of 128 channels and decode again, without going through codes.
+
+    Equal to ``dequantize_fp8_rows(*quantize_fp8_rows(x), dtype)``, several times faster on a CPU:
+    rounding to e4m3 is rounding away 20 mantissa bits of a float32, done on its integer bits.
+
+    Args:
+        x: [..., K] floating point.
+        dtype: of the result; bfloat16 holds every rounded value exactly.
+
+    Returns:
+        [..., K] of ``dtype``.
+    """
+    if x.dtype == torch.float64:
+        return dequantize_fp8_rows(*quantize_fp8_rows(x), dtype)
+    width = x.shape[-1]
+    short = -width % FP8_BLOCK
+    wide = functional.pad(x.float(), (0, short)) if short else x.float()
+    blocks = wide.unflatten(-1, (-1, FP8_BLOCK))
+    if 0 < blocks.numel() <= _FEW_BLOCKS * FP8_BLOCK and _host.on_host(x):
+        rounded = _few_blocks_rounded(blocks)
+        if rounded is not None:
+            return rounded.view(*x.shape[:-1], -1)[..., :width].to(dtype)
+    exponent = scale_exponent(blocks.abs().amax(-1, keepdim=True), E4M3_MAX, ACTIVATION_AMAX_FLOOR)
+    one = torch.ones_like(exponent, dtype=torch.float32)
+    scaled = (blocks * torch.ldexp(one, -exponent)).clamp_(-E4M3_MAX, E4M3_MAX)
+    bits = scaled.view(torch.int32)
+    half = (1 << (_DROPPED_BITS - 1)) - 1
+    odd = (bits >> _DROPPED_BITS).bitwise_and_(1)
+    normal = odd.add_(bits).add_(half).bitwise_and_(-(1 << _DROPPED_BITS)).view(torch.float32)
+    subnormal = (scaled + _SUBNORMAL_MAGIC).sub_(_SUBNORMAL_MAGIC)
+    rounded = torch.where(scaled.abs() < _SMALLEST_NORMAL, subnormal, normal)
+    decoded = rounded.mul_(torch.ldexp(one, exponent)).flatten(-2)
+    return decoded[..., :width].to(dtype)
+
+
+def _few_blocks_rounded(blocks: Tensor) -> Tensor | None:
+    """Round float32 blocks [..., 128] with scales found in Python; None if one is not finite."""
+    flat = blocks.reshape(-1, FP8_BLOCK)
+    largest = flat.abs().amax(-1).clamp_(min=ACTIVATION_AMAX_FLOOR).mul_(1.0 / E4M3_MAX).tolist()
+    if not math.isfinite(sum(largest)):
+        return None
+    scales = []
+    for ratio in largest:
+        mantissa, exponent = math.frexp(ratio)
+        # ceil(log2(ratio)): frexp's mantissa lies in [0.5, 1), and is 0.5 at powers of two.
+        scales.append(math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent))
+    scale = torch.tensor(scales).unsqueeze_(1)
+    codes = (flat / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.to(torch.float32).mul_(scale)
