@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._build import Build
+from anymla.ops._gemm_config import uses_wgmma
+from anymla.ops._triton_gemm import TL_DTYPES, gemm_tile_swap_ab
 from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_splits import sum_splits
-from anymla.ops.linear.triton_turned import turned_product, waits_together
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 
@@ -38,7 +39,7 @@ class FewTile:
     rows: int
     columns: int
     channels: int
-    operand: tl.dtype
+    operand: torch.dtype
     num_warps: int
     stages: int
     together: bool
@@ -46,10 +47,10 @@ class FewTile:
 
 def few_tile(tokens: int, weight_format: str, target: Target) -> FewTile:
     """The tile for so many tokens. Operands are float16, whose products are exact everywhere."""
-    together = waits_together(target) and weight_format == "mxfp4"
+    together = uses_wgmma(target) and weight_format == "mxfp4"
     # Registers for more sums of decoded rows are not everywhere.
     wide = tokens > 16 and (weight_format == "fp8" or together)
-    return FewTile(64, 32 if wide else 16, 128, tl.float16, 4, 4, together and not wide)
+    return FewTile(64, 32 if wide else 16, 128, torch.float16, 4, 4, together and not wide)
 
 
 def runs_of_split(tokens: int, groups: int, n: int, runs: int, chosen: FewTile) -> int:
@@ -102,7 +103,7 @@ def few_linear_kernel(
     # Bytes of a run of packed codes, and its scales.
     WEIGHT: tl.constexpr = 128 if FORMAT == "fp8" else 64
     SCALES: tl.constexpr = 1 if FORMAT == "fp8" else 4
-    total = turned_product(
+    total = gemm_tile_swap_ab(
         w + group * w_group + row * w_row + first * WEIGHT,
         scales + group * s_group + block * s_row + first * SCALES,
         x + at * width + first * 128,
@@ -192,7 +193,7 @@ def launch_few(
         w[0].numel(),
         scales[0].numel(),
         FORMAT=weight_format,
-        OPERAND=chosen.operand,
+        OPERAND=TL_DTYPES[chosen.operand],
         SPLITS=splits > 1,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
@@ -230,12 +231,13 @@ def _build(target: Target, weight_format: str, chosen: FewTile, splits: bool) ->
         **dict.fromkeys(integers, "i32"),
     }
     return Build(
-        f"{weight_format} as {chosen.operand}, {chosen.columns} columns{', split' * splits}",
+        f"{weight_format} as {TL_DTYPES[chosen.operand]}, {chosen.columns} columns"
+        + ", split" * splits,
         few_linear_kernel,
         types,
         {
             "FORMAT": weight_format,
-            "OPERAND": chosen.operand,
+            "OPERAND": TL_DTYPES[chosen.operand],
             "SPLITS": splits,
             "ROWS": chosen.rows,
             "COLUMNS": chosen.columns,

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from anymla.ops._triton_gemm import operand_rows
 from anymla.ops._triton_quantize import quantize_rows
 from anymla.ops.device import target_of
 from anymla.ops.linear.triton_few import few_support, few_tile, launch_few
 from anymla.ops.linear.triton_linear import launch_linear
-from anymla.ops.linear.triton_operands import operand_rows
 
 
 def _few(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor | None:

@@ -23,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._build import Build
+from anymla.ops._gemm_config import TileConfig, choose_tile, operand_dtype
+from anymla.ops._triton_gemm import TL_DTYPES, ActivationRows, WeightRows, gemm_tile
 from anymla.ops.device import Target, target_of
 from anymla.ops.linear.triton_few import few_support, few_tile, launch_few
-from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.linear.triton_splits import sum_splits
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
@@ -35,9 +36,9 @@ _PROGRAMS = 512
 _SHORTEST = 512
 
 
-def split_length(tokens: int, groups: int, n: int, k: int, chosen: Tile) -> int:
+def split_length(tokens: int, groups: int, n: int, k: int, chosen: TileConfig) -> int:
     """Channels of one split of K, a multiple of 128."""
-    blocks = groups * triton.cdiv(n, chosen.columns) * triton.cdiv(tokens, chosen.rows)
+    blocks = groups * triton.cdiv(n, chosen.block_n) * triton.cdiv(tokens, chosen.block_m)
     splits = max(1, min(_PROGRAMS // max(1, blocks), k // _SHORTEST))
     return triton.cdiv(triton.cdiv(max(1, k), splits), 128) * 128
 
@@ -82,17 +83,18 @@ def linear_kernel(
     rows = token.to(tl.int64)
     if CODED:
         x_scales += group.to(tl.int64) * tl.cdiv(width, 128)
-    total = product(
-        x + group.to(tl.int64) * width,
-        x_scales,
-        rows,
-        inside,
-        x_stride,
-        x_scale_stride,
+    given = ActivationRows(
+        x + group.to(tl.int64) * width, x_scales, rows, inside, x_stride, x_scale_stride
+    )
+    weight = WeightRows(
         w + group.to(tl.int64) * w_bytes_group,
         scales + group.to(tl.int64) * scale_group,
         column.to(tl.int64),
         exists,
+    )
+    total = gemm_tile(
+        given,
+        weight,
         part * split,
         tl.minimum(width, (part + 1) * split),
         width,
@@ -148,14 +150,14 @@ def launch_linear(
         return launch_few(
             x, x_scales, w, scales, few, weight_format=weight_format, out_dtype=out_dtype
         )
-    kind = operand(x_dtype, weight_format, w.dtype, x_scales is not None, target)
-    chosen = tile(tokens, kind, target)
+    kind = operand_dtype(x_dtype, weight_format, w.dtype, x_scales is not None, target)
+    chosen = choose_tile(tokens, kind, target)
     split = split_length(tokens, groups, n, width, chosen)
     splits = max(1, triton.cdiv(width, split))
     result = out
     if splits > 1:
         result = scratch((splits, *out.shape), torch.float32, x.device)
-    grid = (triton.cdiv(n, chosen.columns), triton.cdiv(tokens, chosen.rows), groups * splits)
+    grid = (triton.cdiv(n, chosen.block_n), triton.cdiv(tokens, chosen.block_m), groups * splits)
     linear_kernel[grid](
         x,
         x_scales,
@@ -174,11 +176,11 @@ def launch_linear(
         scales[0].numel(),
         FORMAT=weight_format,
         CODED=x_scales is not None,
-        OPERAND=kind,
+        OPERAND=TL_DTYPES[kind],
         SPLITS=splits > 1,
-        ROWS=chosen.rows,
-        COLUMNS=chosen.columns,
-        BLOCK_K=chosen.channels,
+        ROWS=chosen.block_m,
+        COLUMNS=chosen.block_n,
+        BLOCK_K=chosen.block_k,
         NATIVE=target.native_e4m3,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
@@ -201,16 +203,16 @@ def builds(target: Target) -> Iterator[Build]:
                 continue
             seen = set()
             for tokens in (1, 64, 4096):
-                kind = operand(_DTYPES[dtype], weight_format, torch.uint8, coded, target)
-                chosen = tile(tokens, kind, target)
+                kind = operand_dtype(_DTYPES[dtype], weight_format, torch.uint8, coded, target)
+                chosen = choose_tile(tokens, kind, target)
                 if chosen not in seen:
                     seen.add(chosen)
                     yield _build(target, weight_format, dtype, coded, tokens)
 
 
 def _build(target: Target, weight_format: str, dtype: str, coded: bool, tokens: int) -> Build:
-    kind = operand(_DTYPES[dtype], weight_format, torch.uint8, coded, target)
-    chosen = tile(tokens, kind, target)
+    kind = operand_dtype(_DTYPES[dtype], weight_format, torch.uint8, coded, target)
+    chosen = choose_tile(tokens, kind, target)
     splits = tokens == 1
     integers = ["tokens", "n", "width", "groups", "split", "x_stride", "x_scale_stride"]
     integers += ["w_bytes_group", "scale_group"]
@@ -231,7 +233,7 @@ def _build(target: Target, weight_format: str, dtype: str, coded: bool, tokens: 
     else:
         absent["factor"] = None
     native = target.native_e4m3
-    label = f"{weight_format}, {'e4m3' if coded else dtype} activations, {chosen.rows} rows"
+    label = f"{weight_format}, {'e4m3' if coded else dtype} activations, {chosen.block_m} rows"
     return Build(
         label,
         linear_kernel,
@@ -240,18 +242,22 @@ def _build(target: Target, weight_format: str, dtype: str, coded: bool, tokens: 
             **absent,
             "FORMAT": weight_format,
             "CODED": coded,
-            "OPERAND": kind,
+            "OPERAND": TL_DTYPES[kind],
             "SPLITS": splits,
-            "ROWS": chosen.rows,
-            "COLUMNS": chosen.columns,
-            "BLOCK_K": chosen.channels,
+            "ROWS": chosen.block_m,
+            "COLUMNS": chosen.block_n,
+            "BLOCK_K": chosen.block_k,
             "NATIVE": native,
             "PDL": target_has_pdl(target),
         },
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         divisible=("n", "width", "split", "x_stride", "x_scale_stride", "w_bytes_group"),
-        matrix=kind != tl.float32,
+        matrix=kind != torch.float32,
         # Wide operands that are computed rather than loaded: some registers short of the tile.
-        spills=64 if target.name == "sm_80" and chosen.rows == 128 else 32 if target.narrow else 0,
+        spills=64
+        if target.name == "sm_80" and chosen.block_m == 128
+        else 32
+        if target.narrow
+        else 0,
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import triton.language as tl
 
+from anymla.ops._gemm_config import uses_wgmma
 from anymla.ops.device import Target
-from anymla.ops.linear.triton_turned import waits_together
 from anymla.ops.moe.triton_stack import Call, aligned
 
 
@@ -19,7 +18,7 @@ class PackedTile:
     rows: int
     columns: int
     channels: int
-    operand: tl.dtype
+    operand: torch.dtype
     num_warps: int
     stages: int
     wide: bool = False
@@ -41,14 +40,14 @@ def packed_tile(
     share = pairs / experts
     if weight_format == "fp8":
         # Hopper's sums of 128 products of e4m3 would keep 13 bits.
-        return PackedTile(64, 16, 128, tl.float16, 4, 4)
+        return PackedTile(64, 16, 128, torch.float16, 4, 4)
     if not coded or share > 12:
         if share <= 32:
-            return PackedTile(128, 32, 128, tl.bfloat16, 8, 3)
+            return PackedTile(128, 32, 128, torch.bfloat16, 8, 3)
         columns = 128 if share > 48 and not target.narrow else 64
-        return PackedTile(128, columns, 64, tl.bfloat16, 8, 3)
-    kind = tl.float8e4nv if target.dot_e4m3 else tl.float16
-    if not waits_together(target):
+        return PackedTile(128, columns, 64, torch.bfloat16, 8, 3)
+    kind = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
+    if not uses_wgmma(target):
         return PackedTile(64, 16, 128, kind, 4, 4)
     channels = 128 if inner % 256 or d % 256 else 256
     return PackedTile(64 if share <= 3 else 128, 16, channels, kind, 4, 3, wide=True)

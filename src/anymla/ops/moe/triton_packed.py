@@ -1,4 +1,4 @@
-"""Grouped products of packed experts: the weight's rows first, as in ``linear.triton_turned``.
+"""Grouped products of packed experts: swap-AB, ``_triton_gemm.gemm_tile_swap_ab``.
 
     up        (blocks of I / (ROWS / 2), blocks of pairs): a tile is half w1's rows and half w3's
               [ROWS, COLUMNS]; SwiGLU, routing weight -> inner [P, I]
@@ -20,9 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._build import Build
+from anymla.ops._triton_gemm import TL_DTYPES, gemm_tile_swap_ab, operand_rows
 from anymla.ops.device import Target, target_of
-from anymla.ops.linear.triton_operands import operand_rows
-from anymla.ops.linear.triton_turned import turned_product
 from anymla.ops.moe.packed_tiles import PackedTile, packed_tile
 from anymla.ops.moe.triton_grouped import Grouping, Product, grouped_products
 from anymla.ops.moe.triton_plan import block_of
@@ -83,7 +82,7 @@ def packed_up_kernel(
         s3 += place_of(expert, s3_stride, s3_table, 1)
         token = pair // per_token
         runs = width // 128
-        total = turned_product(
+        total = gemm_tile_swap_ab(
             tl.where(lane < HALF, w1, w3) + row * w_row,
             tl.where(lane < HALF, s1, s3) + block * s_row,
             x + token * width,
@@ -139,7 +138,7 @@ def packed_down_kernel(
         w2 += place_of(expert, w2_stride, w2_table, W_UNIT)
         s2 += place_of(expert, s2_stride, s2_table, 1)
         runs = width // 128
-        total = turned_product(
+        total = gemm_tile_swap_ab(
             w2 + row * w_row,
             s2 + block * s_row,
             inner + pair * width,
@@ -164,7 +163,7 @@ def packed_products(call: Call, results: Tensor, chosen: PackedTile) -> None:
     ]
     options = {
         "FORMAT": call.weight_format,
-        "OPERAND": chosen.operand,
+        "OPERAND": TL_DTYPES[chosen.operand],
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
         "BLOCK_K": chosen.channels,
@@ -217,8 +216,8 @@ def _build(
     lists: bool,
 ) -> Build:
     given, result = ("x", "inner") if kernel is packed_up_kernel else ("inner", "out")
-    operands = {tl.float8e4nv: "*u8", tl.float16: "*fp16", tl.bfloat16: "*bf16"}
-    coded = chosen.operand != tl.bfloat16
+    operands = {torch.float8_e4m3fn: "*u8", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+    coded = chosen.operand != torch.bfloat16
     types = {result: f"*{dtype}", given: operands[chosen.operand], "ids": "*i32"}
     types |= {"weights": "*fp32", "limit": "fp32", "order": "*i32", "blocks": "*i32"}
     integers = ("count", "offset", "experts", "per_token", "width", "w_row", "s_row", "n")
@@ -233,7 +232,7 @@ def _build(
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     sizes = {
         "FORMAT": weight_format,
-        "OPERAND": chosen.operand,
+        "OPERAND": TL_DTYPES[chosen.operand],
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
         "BLOCK_K": chosen.channels,
@@ -245,7 +244,7 @@ def _build(
     absent = {name: None for name in kernel.arg_names if name not in types and name not in sizes}
     strides = tuple(name for name in types if name.endswith("_stride"))
     return Build(
-        f"{weight_format} as {chosen.operand}, {dtype}, {chosen.columns} columns"
+        f"{weight_format} as {TL_DTYPES[chosen.operand]}, {dtype}, {chosen.columns} columns"
         + ", lists" * lists,
         kernel,
         types,

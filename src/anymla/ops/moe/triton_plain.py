@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._build import Build
+from anymla.ops._gemm_config import TileConfig, choose_tile, operand_dtype
+from anymla.ops._triton_gemm import TL_DTYPES, ActivationRows, WeightRows, gemm_tile
 from anymla.ops._triton_quantize import quantize_rows
 from anymla.ops.device import Target, target_of
-from anymla.ops.linear.triton_product import Tile, operand, product, tile
 from anymla.ops.moe.triton_grouped import Grouping, Product, grouped_products
 from anymla.ops.moe.triton_plan import block_of
 from anymla.ops.moe.triton_stack import Call, place_of
@@ -31,13 +32,13 @@ _MOST_ROWS = 64
 _OPERANDS_IN_SHARED = ("sm_90", "sm_100")
 
 
-def expert_tile(pairs: int, experts: int, kind: tl.dtype, target: Target) -> Tile:
+def expert_tile(pairs: int, experts: int, kind: torch.dtype, target: Target) -> TileConfig:
     """The tile for pairs spread evenly over the experts."""
     rows = 1 if pairs <= _FEW_PAIRS else min(_MOST_ROWS, pairs // max(1, experts))
-    chosen = tile(rows, kind, target)
-    if chosen.rows == _MOST_ROWS and target.name not in _OPERANDS_IN_SHARED:
+    chosen = choose_tile(rows, kind, target)
+    if chosen.block_m == _MOST_ROWS and target.name not in _OPERANDS_IN_SHARED:
         # Operands pass through registers there, and decoding takes more of them.
-        return dataclasses.replace(chosen, channels=32)
+        return dataclasses.replace(chosen, block_k=32)
     return chosen
 
 
@@ -90,12 +91,13 @@ def up_kernel(
             s1 += place_of(expert, s1_stride, s1_table, 1)
             s3 += place_of(expert, s3_stride, s3_table, 1)
         runs = tl.cdiv(width, 128)
-        gate = product(
-            x, x_scales, token, inside, width, runs, w1, s1, column, exists, 0, width, width,
+        given = ActivationRows(x, x_scales, token, inside, width, runs)
+        gate = gemm_tile(
+            given, WeightRows(w1, s1, column, exists), 0, width, width,
             FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
         )  # fmt: skip
-        up = product(
-            x, x_scales, token, inside, width, runs, w3, s3, column, exists, 0, width, width,
+        up = gemm_tile(
+            given, WeightRows(w3, s3, column, exists), 0, width, width,
             FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
         )  # fmt: skip
         dtype = inner.dtype.element_ty
@@ -142,9 +144,10 @@ def down_kernel(
         if FORMAT != "plain":
             s2 += place_of(expert, s2_stride, s2_table, 1)
         runs = tl.cdiv(width, 128)
-        value = product(
-            inner, inner_scales, pair, inside, width, runs, w2, s2, column, exists, 0, width,
-            width, FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
+        value = gemm_tile(
+            ActivationRows(inner, inner_scales, pair, inside, width, runs),
+            WeightRows(w2, s2, column, exists), 0, width, width,
+            FORMAT, CODED, OPERAND, BLOCK_K, NATIVE,
         )  # fmt: skip
         at = (pair * n)[:, None] + column[None, :]
         tl.store(out + at, value.to(out.dtype.element_ty), inside[:, None] & exists[None, :])
@@ -154,15 +157,15 @@ def plain_products(call: Call, results: Tensor) -> None:
     """Write what every pair's expert makes of its token to results [P, D]."""
     target = target_of(call.x.device)
     stored = call.matrices[0][0].dtype
-    kind = operand(call.x.dtype, call.weight_format, stored, call.coded, target)
+    kind = operand_dtype(call.x.dtype, call.weight_format, stored, call.coded, target)
     chosen = expert_tile(call.pairs, call.sizes[0], kind, target)
     options = {
         "FORMAT": call.weight_format,
         "CODED": call.coded,
-        "OPERAND": kind,
-        "ROWS": chosen.rows,
-        "COLUMNS": chosen.columns,
-        "BLOCK_K": chosen.channels,
+        "OPERAND": TL_DTYPES[kind],
+        "ROWS": chosen.block_m,
+        "COLUMNS": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
         "NATIVE": target.native_e4m3,
         "num_warps": chosen.num_warps,
         "num_stages": chosen.num_stages,
@@ -170,10 +173,10 @@ def plain_products(call: Call, results: Tensor) -> None:
     grouped_products(
         call,
         results,
-        Product(up_kernel, chosen.columns),
-        Product(down_kernel, chosen.columns),
+        Product(up_kernel, chosen.block_n),
+        Product(down_kernel, chosen.block_n),
         Grouping(
-            chosen.rows,
+            chosen.block_m,
             call.pairs > _FEW_PAIRS,
             quantize_rows if call.coded else lambda rows: (rows, None),
             options,
@@ -205,7 +208,7 @@ def _build(
 ) -> Build:
     plain, planned = weight_format == "plain", pairs > _FEW_PAIRS
     stored = _DTYPES[dtype] if plain else torch.uint8
-    kind = operand(_DTYPES[dtype], weight_format, stored, coded, target)
+    kind = operand_dtype(_DTYPES[dtype], weight_format, stored, coded, target)
     chosen = expert_tile(pairs, 256, kind, target)
     given, result = ("x", "inner") if kernel is up_kernel else ("inner", "out")
     code, number = f"*{dtype}" if plain else "*u8", f"*{dtype}"
@@ -225,10 +228,10 @@ def _build(
     sizes = {
         "FORMAT": weight_format,
         "CODED": coded,
-        "OPERAND": kind,
-        "ROWS": chosen.rows,
-        "COLUMNS": chosen.columns,
-        "BLOCK_K": chosen.channels,
+        "OPERAND": TL_DTYPES[kind],
+        "ROWS": chosen.block_m,
+        "COLUMNS": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
         "NATIVE": target.native_e4m3,
         "W_UNIT": 16,
     }
@@ -236,14 +239,14 @@ def _build(
     strides = tuple(name for name in types if name.endswith("_stride"))
     activations = "e4m3" if coded else dtype
     return Build(
-        f"{weight_format}, {activations} activations, {chosen.rows} rows",
+        f"{weight_format}, {activations} activations, {chosen.block_m} rows",
         kernel,
         types,
         absent | sizes,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         divisible=("width", "n", *strides),
-        matrix=kind != tl.float32,
+        matrix=kind != torch.float32,
         # Operands that pass through registers leave some of the up kernels a few short.
         spills=56 if target.narrow else 0 if target.name in _OPERANDS_IN_SHARED else 8,
     )

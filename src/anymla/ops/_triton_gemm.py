@@ -1,0 +1,516 @@
+"""Tiles of a GEMM with a stored weight, decoded inside the kernel: Triton's device functions.
+
+gemm_tile               activations [m, K] . decode(w [n, K])^T -> [m, n]
+gemm_tile_swap_ab       decode(w [n, K]) . x [m, K]^T -> [n, m], for few tokens
+operand_rows_kernel     activations in memory -> operands of ``gemm_tile_swap_ab``; grid: blocks of
+                        quant blocks of 128 channels, of which a row of K channels has K / 128
+
+Nothing is rounded on the way: operands are of a dtype that holds every decoded value, products add
+up in float32, and what the operands do not hold is a factor in float32: the scale of a 128 x 128
+block, of a quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`` takes
+
+    weight   operand with bfloat16 / float16 / float32 / e4m3 activations   factor
+    plain    theirs if the weight has it too, else float32                  -
+    fp8      bfloat16 / float16 / float32 / e4m3 or float16                 each 128 x 128 block
+    mxfp4    bfloat16 (float16 as two of them) / float32 / bfloat16         -
+    nvfp4    bfloat16 / float16 / float32                                   the tensor's
+
+With swapped operands the weight's rows are those of the matrix instruction, which has many, and
+tokens its columns, of which it may have 8. Packed e2m1 is read as int32 and goes from registers
+into the instruction (``formats.triton_words``); for that its activations come in the order of the
+decoded values. Products are exact and add up in float32, except that Hopper's e4m3 instructions
+keep 13 bits below the largest of 32 products:
+
+    weight   operands            scale of the weight      scale of the activations
+    mxfp4    e4m3 or float16     rows, every 32 channels  tokens, every 128 channels
+    mxfp4    bfloat16            in the operand           in the operand
+    fp8      float16             128 x 128 blocks         tokens, every 128 channels
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
+from anymla.formats.triton_cast import e2m1_to_fp32, e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
+from anymla.formats.triton_words import (
+    BFLOAT16_UNIT,
+    E4M3_UNIT,
+    FLOAT16_UNIT,
+    channel_at,
+    words_to_bf16,
+    words_to_e4m3,
+    words_to_fp16,
+)
+from anymla.ops._triton_quantize import blocks_of_cta, quantize_blocks
+from anymla.ops.device import target_of
+from anymla.ops.pdl import pdl_launch
+from anymla.ops.streams import scratch
+
+# Operands' dtypes in kernels.
+TL_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+
+
+class ActivationRows(NamedTuple):
+    """Rows of activations that a tile multiplies.
+
+    Attributes:
+        x: the activations, or their e4m3 codes.
+        scales: float32 scales of the codes' quant blocks of 128, or None.
+        row: int64 [m].
+        inside: bool [m], rows to read.
+        stride: elements from a row of x to the next.
+        scale_stride: likewise of the scales.
+    """
+
+    x: Any
+    scales: Any
+    row: Any
+    inside: Any
+    stride: Any
+    scale_stride: Any
+
+
+class WeightRows(NamedTuple):
+    """Rows of a stored weight that a tile multiplies.
+
+    Attributes:
+        w: the weight.
+        scales: its scales, or None.
+        row: int64 [n].
+        inside: bool [n], rows to read.
+    """
+
+    w: Any
+    scales: Any
+    row: Any
+    inside: Any
+
+
+@triton.jit
+def _decode_e4m3(codes, OPERAND: tl.constexpr, NATIVE: tl.constexpr):
+    if OPERAND == tl.float8e4nv:
+        value = codes.to(tl.float8e4nv, bitcast=True)
+    elif OPERAND == tl.float16:
+        value = e4m3_to_fp16(codes, NATIVE)
+    else:
+        value = e4m3_to_fp32(codes, NATIVE).to(OPERAND)
+    return value
+
+
+@triton.jit
+def _load_e2m1(
+    weight, k, width,
+    BLOCK: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Packed e2m1 with a scale byte for BLOCK channels: ue8m0 for 32, e4m3 for 16."""
+    rows = weight.row
+    inside = weight.inside
+    pair = k // 2 + tl.arange(0, BLOCK_K // 2)
+    packed_at = (rows * (width // 2))[:, None] + pair[None, :]
+    packed = tl.load(weight.w + packed_at, inside[:, None] & (pair < width // 2)[None, :], other=0)
+    codes = tl.reshape(tl.join(packed & 15, packed >> 4), (rows.shape[0], BLOCK_K // BLOCK, BLOCK))
+    block = k // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
+    scale_at = (rows * (width // BLOCK))[:, None] + block[None, :]
+    known = inside[:, None] & (block < width // BLOCK)[None, :]
+    scale = tl.load(weight.scales + scale_at, known, other=0)
+    factor = ue8m0_to_fp32(scale) if BLOCK == 32 else e4m3_to_fp32(scale, NATIVE)
+    value = e2m1_to_fp32(codes) * factor[:, :, None]
+    return tl.reshape(value, (rows.shape[0], BLOCK_K)).to(OPERAND)
+
+
+@triton.jit
+def _load_weight(
+    weight, k, width,
+    FORMAT: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Channels k..k + BLOCK_K of the weight's rows [n] in OPERAND, 0 where outside."""
+    if FORMAT == "mxfp4":
+        value = _load_e2m1(weight, k, width, 32, OPERAND, BLOCK_K, NATIVE)
+    elif FORMAT == "nvfp4":
+        value = _load_e2m1(weight, k, width, 16, OPERAND, BLOCK_K, NATIVE)
+    else:
+        channel = k + tl.arange(0, BLOCK_K)
+        mask = weight.inside[:, None] & (channel < width)[None, :]
+        at = weight.w + (weight.row * width)[:, None] + channel[None, :]
+        stored = tl.load(at, mask, other=0)
+        value = _decode_e4m3(stored, OPERAND, NATIVE) if FORMAT == "fp8" else stored.to(OPERAND)
+    return value
+
+
+@triton.jit
+def _dot(a, w, total, OPERAND: tl.constexpr):
+    """Total + a @ w^T; a float16 that meets bfloat16 goes in as two exact parts."""
+    b = tl.trans(w)
+    if a.dtype == tl.float16 and OPERAND == tl.bfloat16:
+        wide = a.to(tl.float32)
+        upper = wide.to(tl.bfloat16)
+        lower = (wide - upper.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(lower, b, total)
+        total = tl.dot(upper, b, total)
+    else:
+        total = tl.dot(a.to(OPERAND), b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def gemm_tile(
+    given, weight, first, last, width,
+    FORMAT: tl.constexpr, CODED: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Rows of activations times rows of a weight over channels first..last.
+
+    Args:
+        given: ``ActivationRows``.
+        weight: ``WeightRows``.
+        first: first channel, a multiple of 128.
+        last: end of the channels; beyond ``width`` there are none.
+        width: channels of a row.
+        FORMAT: "plain", "fp8", "mxfp4" or "nvfp4".
+        CODED: activations are e4m3 codes.
+        OPERAND: from ``operand_dtype``.
+        BLOCK_K: channels of a step, at most 128.
+        NATIVE: convert e4m3 by instructions.
+
+    Returns:
+        float32 [m, n].
+    """
+    total = tl.zeros((given.row.shape[0], weight.row.shape[0]), tl.float32)
+    for k in range(first, last, BLOCK_K):
+        channel = k + tl.arange(0, BLOCK_K)
+        mask = given.inside[:, None] & (channel < width)[None, :]
+        a = tl.load(given.x + (given.row * given.stride)[:, None] + channel[None, :], mask, other=0)
+        b = _load_weight(weight, k, width, FORMAT, OPERAND, BLOCK_K, NATIVE)
+        if CODED:
+            a = _decode_e4m3(a, OPERAND, NATIVE)
+        if CODED or FORMAT == "fp8":
+            part = tl.zeros((given.row.shape[0], weight.row.shape[0]), tl.float32)
+            part = _dot(a, b, part, OPERAND)
+            if FORMAT == "fp8":
+                block = (weight.row // 128) * tl.cdiv(width, 128) + k // 128
+                factor = tl.load(weight.scales + block, weight.inside, other=0)
+                if weight.scales.dtype.element_ty == tl.uint8:
+                    factor = ue8m0_to_fp32(factor)
+                part *= factor[None, :]
+            if CODED:
+                at = given.scales + given.row * given.scale_stride + k // 128
+                part *= tl.load(at, given.inside, other=0.0)[:, None]
+            total += part
+        else:
+            total = _dot(a, b, total, OPERAND)
+    return total
+
+
+@triton.jit
+def _decode_e2m1(packed, OPERAND: tl.constexpr):
+    return words_to_e4m3(packed) if OPERAND == tl.float8e4nv else words_to_fp16(packed)
+
+
+@triton.jit
+def _decode_scale_byte(scale, BYTE: tl.constexpr):
+    """Byte BYTE of each scale as float32; NaN (255) is looked for by ``_has_nan``."""
+    SHIFT: tl.constexpr = 23 - 8 * BYTE
+    bits = scale << SHIFT if SHIFT >= 0 else scale >> -SHIFT
+    # Byte 0 stands for 2^-127, which is subnormal.
+    return tl.maximum(bits & 0x7F800000, 0x00400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _has_nan(scale):
+    """Whether one of four bytes is 255, which adding one makes overflow into bit 7."""
+    return (((scale & 0x7F7F7F7F) + 0x01010101) & scale & -0x7F7F7F80) != 0
+
+
+@triton.jit
+def _four_dots(packed, scale, x, inside, OPERAND: tl.constexpr):
+    """128 channels as four products, a scale of the weight each; x: pointers [32, m]."""
+    BLOCK_N: tl.constexpr = packed.shape[0]
+    even, odd = tl.split(tl.permute(tl.reshape(packed, (BLOCK_N, 2, 2, 4)), (0, 3, 1, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    a, b = _decode_e2m1(first, OPERAND), tl.load(x, inside, other=0.0)
+    factor = tl.where(_has_nan(scale), float("nan"), _decode_scale_byte(scale, 0))
+    part = tl.dot(a, b) * factor[:, None]
+    a, b = _decode_e2m1(second, OPERAND), tl.load(x + 32, inside, other=0.0)
+    part += tl.dot(a, b) * _decode_scale_byte(scale, 1)[:, None]
+    a, b = _decode_e2m1(third, OPERAND), tl.load(x + 64, inside, other=0.0)
+    part += tl.dot(a, b) * _decode_scale_byte(scale, 2)[:, None]
+    a, b = _decode_e2m1(fourth, OPERAND), tl.load(x + 96, inside, other=0.0)
+    return part + tl.dot(a, b) * _decode_scale_byte(scale, 3)[:, None]
+
+
+@triton.jit
+def _block_diagonal_dot(packed, scale, x, inside, OPERAND: tl.constexpr):
+    """128 channels as one product; x: pointers [128, 4 m], a column zero but in its 32 channels."""
+    BLOCK_N: tl.constexpr = packed.shape[0]
+    product = tl.dot(_decode_e2m1(packed, OPERAND), tl.load(x, inside, other=0.0))
+    bits = (scale[:, None] >> (tl.arange(0, 4) * 8)[None, :]) << 23
+    factor = tl.maximum(bits & 0x7F800000, 0x00400000).to(tl.float32, bitcast=True)
+    # One of the four is enough.
+    spoiled = _has_nan(scale)[:, None] & (tl.arange(0, 4) == 0)[None, :]
+    factor = tl.where(spoiled, float("nan"), factor)
+    part = tl.reshape(product, (BLOCK_N, 4, x.shape[1] // 4))
+    return tl.sum(part * factor[:, :, None], 1)
+
+
+@triton.jit
+def _activation_pointers(x, x_inside, BLOCK_DIAGONAL: tl.constexpr):
+    """Pointers and mask of the activations' operand, from those of its rows [m]."""
+    BLOCK_M: tl.constexpr = x.shape[0]
+    if BLOCK_DIAGONAL:
+        # Instructions that a warpgroup waits for are then waited for once in 128 channels.
+        channel = tl.arange(0, 128)
+        mine = (channel // 32)[:, None] == (tl.arange(0, 4 * BLOCK_M) // BLOCK_M)[None, :]
+        x = tl.reshape(tl.broadcast_to(x[None, :], (4, BLOCK_M)), (4 * BLOCK_M,))
+        inside = tl.reshape(tl.broadcast_to(x_inside[None, :], (4, BLOCK_M)), (4 * BLOCK_M,))
+        mask = mine & inside[None, :]
+    else:
+        channel = tl.arange(0, 32)
+        mask = x_inside[None, :]
+    # Rows begin at multiples of 128 elements, which the compiler does not see through reshape.
+    return tl.multiple_of(x[None, :] + channel[:, None], (16, 1)), mask
+
+
+@triton.jit
+def _column_slice(tile, NUMBER: tl.constexpr, SLICES: tl.constexpr):
+    """Slice NUMBER of SLICES (1, 2 or 4) equal ones of the columns of a tile [n, c]."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1] // SLICES
+    if SLICES == 1:
+        part = tile
+    elif SLICES == 2:
+        lower, upper = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+        part = upper if NUMBER else lower
+    else:
+        halves = tl.permute(tl.reshape(tile, (ROWS, 2, 2, COLUMNS)), (0, 3, 2, 1))
+        lower, upper = tl.split(halves)
+        even, odd = tl.split(upper if NUMBER >= 2 else lower)
+        part = odd if NUMBER % 2 else even
+    return part
+
+
+@triton.jit
+def _mxfp4_tile(
+    w, scales, x, x_scales, x_inside, k_blocks,
+    OPERAND: tl.constexpr, BLOCK_DIAGONAL: tl.constexpr, WIDE_LOADS: tl.constexpr,
+    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Packed e2m1 with quantised activations; UNROLL K blocks of 128 channels a step."""
+    UNIT: tl.constexpr = E4M3_UNIT if OPERAND == tl.float8e4nv else FLOAT16_UNIT
+    total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
+    if WIDE_LOADS:
+        # A row's bytes of all K blocks of a step at once: longer accesses, and fewer.
+        w = w[:, None] + tl.arange(0, 16 * UNROLL)[None, :]
+        scales = scales[:, None] + tl.arange(0, UNROLL)[None, :]
+    else:
+        w = w[:, None] + tl.arange(0, 16)[None, :]
+    x, inside = _activation_pointers(x, x_inside, BLOCK_DIAGONAL)
+    for _ in tl.range(0, k_blocks, UNROLL, num_stages=STAGES):
+        if WIDE_LOADS:
+            step_packed, step_scale = tl.load(w), tl.load(scales)
+        for i in tl.static_range(UNROLL):
+            if WIDE_LOADS:
+                packed = _column_slice(step_packed, i, UNROLL)
+                scale = tl.reshape(_column_slice(step_scale, i, UNROLL), (w.shape[0],))
+            else:
+                packed, scale = tl.load(w + 16 * i), tl.load(scales + i)
+            if BLOCK_DIAGONAL:
+                part = _block_diagonal_dot(packed, scale, x + 128 * i, inside, OPERAND)
+            else:
+                part = _four_dots(packed, scale, x + 128 * i, inside, OPERAND)
+            factor = tl.load(x_scales + i, x_inside, other=0.0) * UNIT
+            total += part * factor[None, :]
+        w += 16 * UNROLL
+        scales += UNROLL
+        x += 128 * UNROLL
+        x_scales += UNROLL
+    return total
+
+
+@triton.jit
+def _mxfp4_bf16_tile(w, scales, x, x_inside, k_blocks, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
+    """Packed e2m1 with its scales in the operand: for many tokens, or tokens that have none."""
+    BLOCK_N: tl.constexpr = w.shape[0]
+    SCALES: tl.constexpr = BLOCK_K // 32
+    total = tl.zeros((BLOCK_N, x_inside.shape[0]), tl.float32)
+    w = w[:, None] + tl.arange(0, BLOCK_K // 8)[None, :]
+    scales = scales[:, None] + tl.arange(0, SCALES)[None, :]
+    x = x[None, :] + tl.arange(0, BLOCK_K)[:, None]
+    for _ in tl.range(0, k_blocks * 128, BLOCK_K, num_stages=STAGES):
+        factor = ue8m0_to_fp32(tl.load(scales)).to(tl.bfloat16)
+        # Two products, because their factors' product may be no number.
+        value = words_to_bf16(tl.load(w)) * tl.full((), BFLOAT16_UNIT, tl.float32).to(tl.bfloat16)
+        value = tl.reshape(value, (BLOCK_N, SCALES, 32)) * factor[:, :, None]
+        b = tl.load(x, x_inside[None, :], other=0.0)
+        total = tl.dot(tl.reshape(value, (BLOCK_N, BLOCK_K)), b, total)
+        w += BLOCK_K // 8
+        scales += SCALES
+        x += BLOCK_K
+    return total
+
+
+@triton.jit
+def _fp8_tile(
+    w, scales, x, x_scales, x_inside, k_blocks, NATIVE: tl.constexpr, STAGES: tl.constexpr
+):
+    """e4m3 codes by e4m3 codes or float16, both in float16, whose products are exact."""
+    total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
+    w = w[:, None] + tl.arange(0, 128)[None, :]
+    x = x[None, :] + tl.arange(0, 128)[:, None]
+    for _ in tl.range(0, k_blocks, num_stages=STAGES):
+        factor = tl.load(scales)
+        if factor.dtype == tl.uint8:
+            factor = ue8m0_to_fp32(factor)
+        a = e4m3_to_fp16(tl.load(w), NATIVE)
+        b = tl.load(x, x_inside[None, :], other=0.0)
+        if b.dtype == tl.uint8:
+            b = e4m3_to_fp16(b, NATIVE)
+        part = tl.dot(a, b) * factor[:, None]
+        total += part * tl.load(x_scales, x_inside, other=0.0)[None, :]
+        w += 128
+        scales += 1
+        x += 128
+        x_scales += 1
+    return total
+
+
+@triton.jit
+def gemm_tile_swap_ab(
+    w, scales, x, x_scales, x_inside, k_blocks,
+    FORMAT: tl.constexpr, OPERAND: tl.constexpr, NATIVE: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_DIAGONAL: tl.constexpr, WIDE_LOADS: tl.constexpr,
+):  # fmt: skip
+    """Rows of a weight times rows of activations.
+
+    Args:
+        w: uint8 pointers [n] to the first of a row's channels, at multiples of 16 bytes.
+        scales: pointers [n] to the row's first scale, at multiples of 4 bytes for "mxfp4".
+        x: pointers [m] to the rows of activations, as ``operand_rows`` makes them; for "fp8" also
+            their e4m3 codes.
+        x_scales: pointers [m] to the scales of their quant blocks of 128, or None.
+        x_inside: bool [m], rows of x to read.
+        k_blocks: K blocks of 128 channels.
+        FORMAT: "mxfp4" or "fp8".
+        OPERAND: float16 or for "mxfp4" float8e4nv with x_scales, else bfloat16.
+        NATIVE: convert e4m3 by instructions.
+        BLOCK_K: channels of a step, a multiple of 128 with x_scales.
+        STAGES: of the loop's pipeline.
+        BLOCK_DIAGONAL: how mxfp4 is scaled, see ``_activation_pointers``; takes four times as many
+            columns of the instruction.
+        WIDE_LOADS: read all of a step's weights at once; a step is 1, 2 or 4 K blocks.
+
+    Returns:
+        float32 [n, m].
+    """
+    if OPERAND == tl.float8e4nv:
+        x = x.to(tl.pointer_type(tl.float8e4nv))
+    if FORMAT == "mxfp4":
+        w = w.to(tl.pointer_type(tl.int32))
+        if x_scales is not None:
+            scales = scales.to(tl.pointer_type(tl.int32))
+    if x_scales is None:
+        total = _mxfp4_bf16_tile(w, scales, x, x_inside, k_blocks, BLOCK_K, STAGES)
+    elif FORMAT == "mxfp4":
+        total = _mxfp4_tile(
+            w, scales, x, x_scales, x_inside, k_blocks,
+            OPERAND, BLOCK_DIAGONAL, WIDE_LOADS, BLOCK_K // 128, STAGES,
+        )  # fmt: skip
+    else:
+        total = _fp8_tile(w, scales, x, x_scales, x_inside, k_blocks, NATIVE, STAGES)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def operand_rows_kernel(
+    x,
+    operands,
+    scales,
+    rows,
+    width,
+    row_blocks,
+    FLOOR: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BYTES: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCKS quant blocks, in the order of decoded values of BYTES bytes (0: as they are)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    row = block // row_blocks
+    place = tl.arange(0, 128)
+    channel = channel_at(place, BYTES) if BYTES else place
+    first = (row * width + (block - row * row_blocks) * 128)[:, None]
+    inside = (row < rows)[:, None]
+    value = tl.load(x + first + channel[None, :], inside, other=0.0)
+    if QUANTIZE:
+        codes, scale = quantize_blocks(value.to(tl.float32), FLOOR, NATIVE)
+        if scales is not None:
+            tl.store(scales + block, scale, row < rows)
+        if operands.dtype.element_ty == tl.uint8:
+            tl.store(operands + first + place[None, :], codes, inside)
+        else:
+            number = e4m3_to_fp16(codes, NATIVE)
+            if scales is None:
+                number = number.to(tl.float32) * scale[:, None]
+            tl.store(
+                operands + first + place[None, :], number.to(operands.dtype.element_ty), inside
+            )
+    else:
+        tl.store(operands + first + place[None, :], value.to(operands.dtype.element_ty), inside)
+
+
+def operand_rows(
+    x: Tensor, operand: torch.dtype, *, weight_format: str, quantize: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Operands of contiguous x [T, K], K a multiple of 128, in scratch memory.
+
+    Codes become e4m3 or, where products of e4m3 are no instructions, the same numbers in float16.
+    Without scales operands are bfloat16: what the codes stand for, or the values themselves.
+
+    Args:
+        x: bfloat16, or any 16 or 32 bits if quantised.
+        operand: float8_e4m3fn, float16 or bfloat16.
+        weight_format: "mxfp4" or "fp8", what they meet.
+        quantize: to e4m3 in blocks of 128; always with float8_e4m3fn and float16.
+
+    Returns:
+        The operands (e4m3 as uint8) and float32 scales [T, K / 128], none with bfloat16.
+    """
+    rows, width = x.shape
+    row_blocks = width // FP8_BLOCK
+    stored = torch.uint8 if operand == torch.float8_e4m3fn else operand
+    operands = scratch((rows, width), stored, x.device)
+    scales = None
+    if operand != torch.bfloat16:
+        scales = scratch((rows, row_blocks), torch.float32, x.device)
+    blocks = blocks_of_cta(rows * row_blocks)
+    operand_rows_kernel[(triton.cdiv(rows * row_blocks, blocks),)](
+        x,
+        operands,
+        scales,
+        rows,
+        width,
+        row_blocks,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
+        BLOCKS=blocks,
+        BYTES=operands.element_size() if weight_format == "mxfp4" else 0,
+        QUANTIZE=quantize,
+        NATIVE=target_of(x.device).native_e4m3,
+        **pdl_launch(x.device),
+    )
+    return operands, scales
