@@ -25,10 +25,15 @@ from anymla.ops.kv_cache import (
     dequantize_and_gather_k_cache,
     quantize_and_insert_k_cache,
 )
-from anymla.ops.linear import fp8_block_linear, mxfp4_linear, nvfp4_linear
+from anymla.ops.linear import (
+    fp8_block_linear,
+    grouped_output_projection,
+    inverse_rope_fp8_quant,
+    mxfp4_linear,
+    nvfp4_linear,
+)
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert, rms_norm, rope
-from anymla.ops.output_projection import grouped_output_projection, inverse_rope_fp8_quant
 from anymla.ops.selection import (
     compressed_rows,
     compute_global_topk_indices_and_lens,

@@ -18,15 +18,6 @@ EXCEPTIONS = {
     "prefill_attention/gathered.py": {"sparse_attention"},
     # That operation's kernel on Hopper is the one of prefill.
     "sparse_attention/interface.py": {"prefill_attention"},
-    # Products of shared weight formats.
-    "moe/packed_tiles.py": {"linear"},
-    "moe/torch_experts.py": {"linear"},
-    "moe/triton_packed.py": {"linear"},
-    "moe/triton_plain.py": {"linear"},
-    "output_projection/hopper_projection.py": {"linear"},
-    "output_projection/torch_projection.py": {"linear"},
-    "output_projection/triton_projection.py": {"linear"},
-    "output_projection/vendor_projection.py": {"linear"},
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anymla.bench.flash_mla_decode import Decode, Inputs, flash_mla, ours
 from anymla.bench.gpu_timing import time_us
-from anymla.ops.output_projection import inverse_rope_fp8_quant
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import sparse_attention_fp8_quant
 
 _POSITIONS, _TURNED, _GROUPS = 1 << 12, 64, 8

@@ -15,8 +15,7 @@ from anymla.bench.gpu_timing import copies_for, copy_bandwidth, time_us
 from anymla.bench.report import Result
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.ops.linear import fp8_block_linear, linear_float32
-from anymla.ops.output_projection import grouped_output_projection_fp8
+from anymla.ops.linear import fp8_block_linear, grouped_output_projection_fp8, linear_float32
 from anymla.testing.published import FLASH, PRO
 
 MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}

@@ -21,7 +21,7 @@ from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._reference import attend
 from anymla.ops.kv_cache import dequant_gather_slots
-from anymla.ops.output_projection import inverse_rope_fp8_quant
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
 from anymla.ops.prefill_attention.gathered import named_rows
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.ranks import ALONE, Ranks
-from anymla.ops.output_projection import (
+from anymla.ops.linear import (
     grouped_output_projection,
     grouped_output_projection_fp8,
     inverse_rope_fp8_quant,

@@ -75,7 +75,7 @@ def attend(
 def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
-    """See ``output_projection.inverse_rope_fp8_quant``."""
+    """See ``linear.inverse_rope_fp8_quant``."""
     wide = o.to(torch.promote_types(o.dtype, torch.float32))
     rotated = rope(wide, positions, cos_sin_cache, inverse=True)
     width = o.shape[1] // n_groups * o.shape[2]

@@ -120,7 +120,7 @@ def rotate_(x: Tensor, cis: Tensor) -> Tensor:
 def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
-    """See ``output_projection.inverse_rope_fp8_quant``."""
+    """See ``linear.inverse_rope_fp8_quant``."""
     tokens, heads, dim = o.shape
     wide = torch.promote_types(o.dtype, torch.float32)
     rotated = o.to(wide, copy=True, memory_format=torch.contiguous_format)

@@ -199,7 +199,7 @@ def inverse_rope_quantize(o: Tensor, to: QuantizedOut) -> None:
 def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
-    """See ``output_projection.inverse_rope_fp8_quant``."""
+    """See ``linear.inverse_rope_fp8_quant``."""
     to = QuantizedOut.allocate(o, positions, cos_sin_cache, target_of(o.device).native_e4m3)
     inverse_rope_quantize(o, to)
     return to.results(n_groups)

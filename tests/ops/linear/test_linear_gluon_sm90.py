@@ -10,14 +10,13 @@ from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops.device import TARGETS
-from anymla.ops.linear import fp8_block_linear
-from anymla.ops.linear.config import sm90_config
+from anymla.ops.linear import fp8_block_linear, grouped_output_projection_fp8
+from anymla.ops.linear.config import GemmShape, choose_sm90_config
 from anymla.ops.linear.gluon_sm90_gemm import (
     fp8_wgmma_kernel,
     warp_split_k_kernel,
     warp_split_n_kernel,
 )
-from anymla.ops.output_projection import grouped_output_projection_fp8
 from anymla.testing.gluon import Descriptor, run
 from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 
@@ -187,7 +186,8 @@ def test_tens_of_tokens(tokens, groups, n, runs, rows, programs, at_once):
 def test_every_shape_has_a_config(tokens):
     shapes = [(1, 64, 4), (1, 576, 12), (1, 32768, 8), (8, 1024, 32), (1, 7168, 128)]
     for groups, n, runs in (*shapes, (1, 65536, 12), (1, 6144, 56), (1, 4096, 64)):
-        chosen = sm90_config(tokens, groups, n, runs, 132)
+        shape = GemmShape(tokens, n, runs * 128, groups)
+        chosen = choose_sm90_config(shape, TARGETS["sm_90"])
         assert chosen.block_m >= tokens
         assert n % chosen.block_n == 0
         assert 128 % chosen.block_n == 0  # one scale for all channels of a run

@@ -26,6 +26,7 @@ from anymla.ops.linear import (
     mxfp4_linear,
     nvfp4_linear,
 )
+from anymla.ops.linear.config import TritonConfig
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
 no_triton = pytest.mark.skipif(not device_facts.has_triton(), reason="triton is not installed")
@@ -140,9 +141,9 @@ def test_kernels_on_a_target_with_fp8(
 ) -> None:
     target = dataclasses.replace(device_facts.CPU, native_e4m3=True, dot_e4m3=True)
     from anymla.ops import _triton_quantize
-    from anymla.ops.linear import triton_layers, triton_linear
+    from anymla.ops.linear import triton_launch
 
-    for module in (triton_layers, triton_linear, _triton_quantize):
+    for module in (triton_launch, _triton_quantize):
         monkeypatch.setattr(module, "target_of", lambda device: target)
     x = torch.randn(tokens, 256).bfloat16()
     check_product(weight_format, x, 136, "triton", quantize=weight_format != "nvfp4")
@@ -150,28 +151,23 @@ def test_kernels_on_a_target_with_fp8(
 
 @pytest.mark.parametrize(
     ("weight_format", "form"),
-    [("fp8-fp32", "float16"), ("mxfp4", "float16"), ("mxfp4", "e4m3"), ("mxfp4", "together")],
+    [("fp8-fp32", "float16"), ("mxfp4", "float16"), ("mxfp4", "e4m3"), ("mxfp4", "block diagonal")],
 )
 @no_triton
-def test_the_kernel_for_few_tokens(
-    weight_format: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from anymla.ops.linear import triton_few, triton_layers, triton_linear
+def test_swapped_operands(weight_format: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anymla.ops.linear import triton_launch
+    from anymla.ops.linear.config import GemmShape, swap_ab_config
 
-    usual = triton_few.few_tile(3, weight_format, device_facts.CPU)
-    kind = torch.float16 if form == "float16" else torch.float8_e4m3fn
-    tile = dataclasses.replace(usual, operand=kind, together=form == "together")
+    operand = torch.float16 if form == "float16" else torch.float8_e4m3fn
     launched: list[object] = []
 
-    def watched(*arguments: object, **options: object) -> Tensor:
-        launched.append(arguments)
-        return launch(*arguments, **options)
+    def forced(shape: GemmShape, *_: object, **__: object) -> TritonConfig:
+        config = swap_ab_config(shape, weight_format, device_facts.CPU)
+        changed = {"operand": operand, "block_diagonal": form == "block diagonal"}
+        launched.append(shape)
+        return dataclasses.replace(config, **changed)
 
-    launch = triton_linear.launch_few
-    for module in (triton_layers, triton_linear):
-        monkeypatch.setattr(module, "launch_few", watched)
-        monkeypatch.setattr(module, "few_tile", lambda *_: tile)
-    monkeypatch.setattr(triton_few, "_FEWEST_TOKENS", {"fp8": 1, "mxfp4": 1})
+    monkeypatch.setattr(triton_launch, "choose_triton_config", forced)
     x = torch.randn(3, 1024).bfloat16()  # two splits
     x[0, :128], x[1, 5] = 0, 300
     check_product(weight_format, x, 128, "triton", quantize=True)

@@ -12,7 +12,7 @@ from prefill_cases import Prefill, prefill
 
 from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.ops.device import TARGETS, target_of
-from anymla.ops.output_projection import inverse_rope_fp8_quant
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import config, prefill_attention_fp8_quant
 from anymla.ops.prefill_attention.config import gluon_fp8_quant_support as quantised_support
 from anymla.ops.registry import Support

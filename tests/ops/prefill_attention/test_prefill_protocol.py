@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from anymla.formats.e4m3 import decode_e4m3
-from anymla.ops.output_projection import inverse_rope_fp8_quant
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import gluon_sm90_kv_producer as kv_producer
 from anymla.ops.prefill_attention import gluon_sm90_prefill as prefill_module
 from anymla.ops.prefill_attention.gathered import named_rows

@@ -9,7 +9,7 @@ from prefill_cases import prefill
 
 from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.output_projection import inverse_rope_fp8_quant
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention_fp8_quant
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
-from anymla.ops.output_projection import inverse_rope_fp8_quant
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import config
 from anymla.ops.sparse_attention.config import TILE_COST, Cut, Schedule, tile_heads
 from anymla.ops.sparse_attention.gluon_sm90_decode_m64 import decode_m64_kernel

@@ -1,4 +1,4 @@
-"""Probes of the rest of a layer: output_projection, linear, hyper_connection, moe."""
+"""Probes of the rest of a layer: linear, hyper_connection, moe."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from anymla.bench.doctor.trial import Probe, Trial, host
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.ops.hyper_connection import hc_post, hc_pre
-from anymla.ops.linear import fp8_block_linear
+from anymla.ops.linear import fp8_block_linear, grouped_output_projection
 from anymla.ops.moe import experts, route_biased
-from anymla.ops.output_projection import grouped_output_projection
 from anymla.testing.conformance.expected import table, v4_config
 from anymla.testing.oracle import rounding
 from anymla.testing.oracle.blocks import Site, hyper_post
@@ -30,7 +29,7 @@ _FEW = {"check": 3, "cpu": 16, "gpu": 256}
 def probes() -> Iterator[Probe]:
     """In the order in which a layer calls them."""
     many = {"check": 5, "cpu": 256, "gpu": 8192}
-    yield Probe("output_projection", "inverse rope, grouped product", _projection, _FEW)
+    yield Probe("linear", "inverse RoPE, grouped product", _projection, _FEW)
     yield Probe("linear", "FP8 weights, 128 x 128 scales", _linear, _FEW, fp8=True)
     yield Probe("hyper_connection", "collapse and gates", _pre, many)
     yield Probe("hyper_connection", "expand", _post, many)

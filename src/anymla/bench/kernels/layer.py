@@ -18,13 +18,15 @@ from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
-from anymla.ops.linear import fp8_block_linear, mxfp4_linear, nvfp4_linear
-from anymla.ops.moe import experts, route_biased, swiglu
-from anymla.ops.output_projection import (
+from anymla.ops.linear import (
+    fp8_block_linear,
     grouped_output_projection,
     grouped_output_projection_fp8,
     inverse_rope_fp8_quant,
+    mxfp4_linear,
+    nvfp4_linear,
 )
+from anymla.ops.moe import experts, route_biased, swiglu
 
 TOKENS = (1, 64, 4096, 32768)
 SITE_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096, 32768)

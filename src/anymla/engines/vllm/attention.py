@@ -16,8 +16,8 @@ from anymla.engines.vllm.metadata import SPARSE_BACKEND, WINDOW_BACKEND
 from anymla.engines.vllm.pinned import SEAMS
 from anymla.formats.fp8_block import dequantize_fp8_weight
 from anymla.layers.rows import Rows
+from anymla.ops.linear import grouped_output_projection
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
-from anymla.ops.output_projection import grouped_output_projection
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.ops.sparse_attention import sparse_attention
 

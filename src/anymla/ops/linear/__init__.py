@@ -1,11 +1,23 @@
-"""Products with weights as they are stored: plain, FP8 blocks, MXFP4 and NVFP4."""
+"""Products with weights as they are stored, and attention's output projection."""
 
 from anymla.ops.linear.interface import (
     fp8_block_linear,
+    grouped_output_projection,
+    grouped_output_projection_fp8,
+    inverse_rope_fp8_quant,
     linear,
     linear_float32,
     mxfp4_linear,
     nvfp4_linear,
 )
 
-__all__ = ["fp8_block_linear", "linear", "linear_float32", "mxfp4_linear", "nvfp4_linear"]
+__all__ = [
+    "fp8_block_linear",
+    "grouped_output_projection",
+    "grouped_output_projection_fp8",
+    "inverse_rope_fp8_quant",
+    "linear",
+    "linear_float32",
+    "mxfp4_linear",
+    "nvfp4_linear",
+]

@@ -1,6 +1,7 @@
-"""Configs of the GEMMs on Hopper: kernel and tile for a shape, and the sizes they take.
+"""Every choice of the GEMMs ``x @ weight^T``: kernel, tile and splits for a shape and a target.
 
-Measured on an H200 (docs/performance/linear.md): 1 to 128 tokens times the weights of ``shapes``.
+A threshold stands here once, beside what it was measured with on an H200;
+docs/performance/linear.md has the rows of Hopper's kernels.
 """
 
 from __future__ import annotations
@@ -8,26 +9,72 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-# Tiles over SMs: nearly two waves, not so nearly, more than one, nearly one, and most
-# of one.
-_TWO_WAVES, _HALF_OF_TWO, _MORE_THAN_ONE, _ONE_WAVE, _MOST_OF_ONE = 1.8, 1.6, 1.2, 0.9, 0.65
-# Up to here a tile's sums are soon exchanged, which warps with rows of their own need not do; from
-# there on what a deep ring gains is more than what the next kernel does, which does not fit beside
-# it then; with more than 64 tokens sooner.
-_SHORT_K, _LONG_K, _LONG_K_OF_MANY_TOKENS = 16, 48, 32
+import torch
 
-# Tokens that the kernels take; above MOST_EXACT products are those of the FP8 instruction.
-MOST_TOKENS, MOST_EXACT = 128, 32
-# Rows of the smallest tiles that every kernel has.
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._gemm_config import TileConfig, choose_tile, operand_dtype, uses_wgmma
+from anymla.ops.device import Target
+
+# Threshold, and what it was measured on (rows of the weight x channels).
+#
+# Hopper. Tiles over SMs: nearly two waves, not so nearly, more than one, nearly one, and most of
+# one: all products of both models, 1 to 128 tokens.
+_TWO_WAVES, _HALF_OF_TWO, _MORE_THAN_ONE, _ONE_WAVE, _MOST_OF_ONE = 1.8, 1.6, 1.2, 0.9, 0.65
+# K blocks up to which a tile's sums are soon exchanged, which warps with rows of their own need
+# not do: wq_b, 32768 x 1024 and 65536 x 1536. K blocks from which what a deep ring gains is more
+# than what the next kernel does, which does not fit beside it then: wo_b of V4-Pro, 7168 x 16384,
+# 64 tokens 49.5 us to 35.0; and with more than 64 tokens: V4-Flash's six products, 91.1 to 84.7.
+_SHORT_K, _LONG_K, _LONG_K_OF_MANY_TOKENS = 16, 48, 32
+# Tokens that the kernels take, and up to which products are exact: with 64 float16 takes 145 us of
+# the six products, the FP8 instruction 66.6; with 32 it is 55.9 and 61.
+MAX_TOKENS, MAX_EXACT_TOKENS = 128, 32
+# bfloat16: tokens of the small tile, and rows up to which cuBLAS has been measured: the
+# compressors' product 2624 x 4096, 7.6 us for 10.6, and V4-Pro's.
+BF16_SMALL_BLOCK_M, MAX_BF16_ROWS = 8, 8192
+#
+# cuBLAS. Tokens from which its FP8 GEMM is chosen: 4096 x 4096, 18 us for Triton's 47 with 256
+# tokens, 66 for 244 with 2048. Grouped it is a GEMM a group, eight of 17 us each: 8 x 1024 x 4096,
+# 333 tokens 128 us and 2048 tokens 467 us by Triton.
+VENDOR_TOKENS, VENDOR_GROUPED_TOKENS = 64, 512
+#
+# Triton. Tokens from which operands are swapped: 4096 x 4096 of FP8, 12.6 us not swapped and 14.8
+# swapped for one token, 14.2 and 10.8 for 32. With more, rows of the weight are read twice.
+_SWAP_AB_TOKENS = {"fp8": 17, "mxfp4": 1}
+MAX_SWAP_AB_TOKENS = 32
+# CTAs that K is split for, and the least channels of a split: 512 fill any GPU; swapped, three an
+# SM keep enough loads in flight, 396 on an H200.
+_CTAS, _MIN_SPLIT = 512, 512
+_SWAP_AB_CTAS_PER_SM, _SWAP_AB_MIN_SPLIT = 3, 512
+
+# What sizes are multiples of: rows of every kernel's smallest tile on Hopper; channels of a K block
+# and rows of a tile of bfloat16; cuBLAS's tokens (4 would do) and channels, whose scales are read
+# as 16 bytes; and channels of two or four K blocks in flight.
 ROW_STEP = 64
-# bfloat16: channels of 128 bytes, rows of a tile, tokens of the small tile, and the rows up to
-# which it has been measured.
-BF16_BLOCK_K, BF16_ROW_STEP, BF16_FEW, MOST_BF16_ROWS = 64, 16, 8, 8192
+BF16_BLOCK_K, BF16_ROW_STEP = 64, 16
+VENDOR_TOKEN_STEP, VENDOR_CHANNEL_STEP = 16, 4 * FP8_BLOCK
+WGMMA_CHANNEL_STEP = 4 * FP8_BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmShape:
+    """Products of one launch, each [tokens, k] by [n, k]^T.
+
+    Attributes:
+        tokens: rows of activations.
+        n: rows of a group's weight.
+        k: channels.
+        groups: products.
+    """
+
+    tokens: int
+    n: int
+    k: int
+    groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Sm90Config:
-    """A kernel and its tile.
+    """A kernel of Hopper and its tile.
 
     Attributes:
         kernel: "warp_split_k" and "warp_split_n", which multiply float16, or "fp8_wgmma", e4m3.
@@ -38,7 +85,7 @@ class Sm90Config:
         ctas_per_sm: resident at a time. With one, a CTA of the next kernel fits beside it and loads
             its weights.
         registers: of a thread on average.
-        in_flight: products in flight ("fp8_wgmma").
+        in_flight: instructions in flight ("fp8_wgmma").
     """
 
     kernel: str
@@ -51,25 +98,19 @@ class Sm90Config:
     in_flight: int = 1
 
 
-def sm90_config(tokens: int, groups: int, n: int, k_blocks: int, sm_count: int) -> Sm90Config:
-    """The config for so many tokens.
-
-    Args:
-        tokens: 1 to 128.
-        groups: products of one launch.
-        n: rows of a group's weight, a multiple of 64.
-        k_blocks: its channels over 128.
-        sm_count: of the device.
-    """
+def choose_sm90_config(shape: GemmShape, target: Target) -> Sm90Config:
+    """The config of FP8 products, 1 to 128 tokens by a multiple of 64 rows."""
 
     def waves(block_n: int) -> float:
-        return groups * n / block_n / sm_count if n % block_n == 0 else 0.0
+        tiles = shape.groups * shape.n / block_n
+        return tiles / target.sm_count if shape.n % block_n == 0 else 0.0
 
-    chosen = (_mma_config if tokens <= 32 else _wgmma_config)(tokens, k_blocks, waves)
-    fewest = 0.5 if tokens <= 32 else _MOST_OF_ONE
-    while chosen.block_n > 16 and waves(chosen.block_n) < fewest:
-        chosen = dataclasses.replace(chosen, block_n=chosen.block_n // 2)
-    return chosen
+    few = shape.tokens <= MAX_EXACT_TOKENS
+    config = (_mma_config if few else _wgmma_config)(shape.tokens, shape.k // FP8_BLOCK, waves)
+    least = 0.5 if few else _MOST_OF_ONE
+    while config.block_n > 16 and waves(config.block_n) < least:
+        config = dataclasses.replace(config, block_n=config.block_n // 2)
+    return config
 
 
 def _mma_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> Sm90Config:
@@ -113,11 +154,91 @@ def _wgmma_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> 
     return Sm90Config("fp8_wgmma", 32, 128, 8, 8, 1, 96, 4)
 
 
-def sm90_bf16_config(tokens: int) -> Sm90Config:
-    """For bfloat16 products of up to 32 tokens."""
-    if tokens <= 8:
+def choose_sm90_bf16_config(tokens: int) -> Sm90Config:
+    """The config of bfloat16 products of up to 32 tokens."""
+    if tokens <= BF16_SMALL_BLOCK_M:
         return Sm90Config("warp_split_k", 16, 8, 8, 4, 2, 64)
     return Sm90Config("warp_split_k", 16, 32, 4, 4, 2, 104)
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """A kernel of Triton, its tile, and splits of K.
+
+    Attributes:
+        swap_ab: rows of the weight are those of the matrix instruction (``triton_gemm_swap_ab``).
+        operand: dtype of the matrix instruction's operands.
+        tile: of the product.
+        split_k: channels of a split of K, a multiple of 128.
+        block_diagonal: 128 channels of mxfp4 are one instruction (swap_ab).
+    """
+
+    swap_ab: bool
+    operand: torch.dtype
+    tile: TileConfig
+    split_k: int
+    block_diagonal: bool = False
+
+    def splits(self, k: int) -> int:
+        """Splits of so many channels."""
+        return max(1, _cdiv(k, self.split_k))
+
+
+def choose_triton_config(
+    shape: GemmShape,
+    weight_format: str,
+    target: Target,
+    *,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype = torch.uint8,
+    quantized: bool,
+    aligned: bool = True,
+) -> TritonConfig:
+    """The config for a shape.
+
+    Args:
+        shape: of the products.
+        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
+        target: what they run on.
+        x_dtype: of the activations before they are quantised.
+        weight_dtype: of the weight as stored.
+        quantized: activations are e4m3.
+        aligned: the weight lies at a multiple of 16 bytes, its scales at one of 4.
+    """
+    if quantized and aligned and _takes_swap_ab(shape, weight_format, target):
+        return swap_ab_config(shape, weight_format, target)
+    operand = operand_dtype(x_dtype, weight_format, weight_dtype, quantized, target)
+    tile = choose_tile(shape.tokens, operand, target)
+    k = max(1, shape.k)
+    splits = max(1, min(_CTAS // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
+    return TritonConfig(False, operand, tile, _cdiv(_cdiv(k, splits), FP8_BLOCK) * FP8_BLOCK)
+
+
+def _takes_swap_ab(shape: GemmShape, weight_format: str, target: Target) -> bool:
+    """Whether the shape is for swapped operands; RDNA has no registers for them."""
+    least = _SWAP_AB_TOKENS.get(weight_format, MAX_SWAP_AB_TOKENS + 1)
+    whole = shape.k % FP8_BLOCK == 0 and shape.n % ROW_STEP == 0
+    return whole and least <= shape.tokens <= MAX_SWAP_AB_TOKENS and not target.narrow
+
+
+def swap_ab_config(shape: GemmShape, weight_format: str, target: Target) -> TritonConfig:
+    """Operands are float16, whose products are exact everywhere."""
+    wgmma = uses_wgmma(target) and weight_format == "mxfp4"
+    # Registers for more sums of decoded rows are not everywhere.
+    wide = shape.tokens > 16 and (weight_format == "fp8" or wgmma)
+    tile = TileConfig(32 if wide else 16, ROW_STEP, FP8_BLOCK, 4, 4)
+    ctas = _SWAP_AB_CTAS_PER_SM * target.sm_count
+    splits = min(_cdiv(ctas, max(1, _tiles(shape, tile))), shape.k // _SWAP_AB_MIN_SPLIT)
+    split = _cdiv(shape.k // FP8_BLOCK, max(1, splits)) * FP8_BLOCK
+    return TritonConfig(True, torch.float16, tile, split, wgmma and not wide)
+
+
+def _tiles(shape: GemmShape, tile: TileConfig) -> int:
+    return shape.groups * _cdiv(shape.n, tile.block_n) * _cdiv(shape.tokens, tile.block_m)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def plain_backend(backend: str | None) -> str | None:

@@ -14,12 +14,19 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import ROW_STEP
 from anymla.ops._build import Build
 from anymla.ops.device import Target, target_of
-from anymla.ops.linear.config import BF16_BLOCK_K, Sm90Config, sm90_bf16_config, sm90_config
+from anymla.ops.linear.config import (
+    BF16_BLOCK_K,
+    GemmShape,
+    Sm90Config,
+    choose_sm90_bf16_config,
+    choose_sm90_config,
+)
 from anymla.ops.linear.gluon_sm90_gemm import (
     fp8_wgmma_kernel,
     warp_split_k_kernel,
     warp_split_n_kernel,
 )
+from anymla.ops.linear.reference import OUT_DTYPES
 from anymla.ops.linear.shapes import GEMMS
 from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
 from anymla.ops.pdl import pdl_launch, target_has_pdl
@@ -40,7 +47,7 @@ def fp8_block_linear(
     tokens = len(rows)
     if codes is None or code_scales is None:
         codes, code_scales = quantize_rows_mn_major(rows.contiguous(), ROW_STEP)
-    out = grouped_gemm(
+    out = _gemm(
         codes[:tokens].unsqueeze(1),
         code_scales[:tokens].unsqueeze(1),
         weight.unsqueeze(0),
@@ -53,18 +60,23 @@ def fp8_block_linear(
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """See ``interface.linear_float32``."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = bf16_gemm(rows, weight, sm90_bf16_config(len(rows)), target_of(x.device).sm_count)
+    out = bf16_gemm(rows, weight, choose_sm90_bf16_config(len(rows)), target_of(x.device).sm_count)
     return out.view(*x.shape[:-1], len(weight))
 
 
-def grouped_gemm(
-    x: Tensor, x_scales: Tensor, w: Tensor, scales: Tensor, out_dtype: torch.dtype
+def grouped_output_projection_fp8(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
-    """``launch_gemm`` with the config for so many tokens."""
-    (tokens, groups, width), n = x.shape, w.shape[1]
-    sm_count = target_of(x.device).sm_count
-    chosen = sm90_config(tokens, groups, n, width // FP8_BLOCK, sm_count)
-    return launch_gemm(x, x_scales, w, scales, out_dtype, chosen, sm_count)
+    """See ``interface.grouped_output_projection_fp8``."""
+    codes, scales = o.contiguous().view(torch.uint8), o_scale.contiguous()
+    return _gemm(codes, scales, wo_a, wo_a_scale, OUT_DTYPES[out_dtype]).flatten(1)
+
+
+def _gemm(x: Tensor, x_scales: Tensor, w: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``launch_gemm`` with the config for the shape."""
+    (tokens, groups, k), target = x.shape, target_of(x.device)
+    config = choose_sm90_config(GemmShape(tokens, w.shape[1], k, groups), target)
+    return launch_gemm(x, x_scales, w, scales, out_dtype, config, target.sm_count)
 
 
 def launch_gemm(
@@ -73,7 +85,7 @@ def launch_gemm(
     w: Tensor,
     scales: Tensor,
     out_dtype: torch.dtype,
-    chosen: Sm90Config,
+    config: Sm90Config,
     sm_count: int,
     pdl: bool = True,
 ) -> Tensor:
@@ -86,7 +98,7 @@ def launch_gemm(
         w: uint8 [G, N, K], contiguous codes.
         scales: contiguous [G, ceil(N / 128), K / 128].
         out_dtype: of the result.
-        chosen: kernel and tile.
+        config: kernel and tile.
         sm_count: of the device.
         pdl: launch as a programmatic dependent of the grid before.
 
@@ -97,53 +109,53 @@ def launch_gemm(
     n, k_blocks = w.shape[1], width // FP8_BLOCK
     assert groups == 1 or x_scales.stride(1) == k_blocks * x_scales.stride(2)
     out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)
-    tiles = groups * n // chosen.block_n
+    tiles = groups * n // config.block_n
     numbers = (tokens, n, k_blocks, tiles, groups, x_scales.stride(0), x_scales.stride(2))
-    constants = {"BLOCK_N": chosen.block_n, "STAGES": chosen.stages, **_options(chosen, x, pdl)}
-    grid = (min(tiles, chosen.ctas_per_sm * sm_count),)
-    given = (_aligned(x), tokens, groups * k_blocks, chosen.block_m)
-    weight = (w, groups * n, k_blocks, chosen.block_n)
-    if chosen.kernel == "fp8_wgmma":
+    constants = {"BLOCK_N": config.block_n, "STAGES": config.stages, **_options(config, x, pdl)}
+    grid = (min(tiles, config.ctas_per_sm * sm_count),)
+    given = (_aligned(x), tokens, groups * k_blocks, config.block_m)
+    weight = (w, groups * n, k_blocks, config.block_n)
+    if config.kernel == "fp8_wgmma":
         fp8_wgmma_kernel[grid](
             _row_descriptor(*given, torch.float8_e4m3fn), x_scales,
             _row_descriptor(*weight, torch.float8_e4m3fn), scales, out, *numbers,
-            BLOCK_M=chosen.block_m, IN_FLIGHT=chosen.in_flight, **constants,
+            BLOCK_M=config.block_m, IN_FLIGHT=config.in_flight, **constants,
         )  # fmt: skip
         return out
-    constants |= {"BLOCK_M": chosen.block_m, "WARPS": chosen.warps}
+    constants |= {"BLOCK_M": config.block_m, "WARPS": config.warps}
     constants["BY_BLOCK"] = x_scales.stride(0) == 1
-    if chosen.kernel == "warp_split_n":
+    if config.kernel == "warp_split_n":
         warp_split_n_kernel[grid](
             _row_descriptor(*given, torch.int32), x_scales, _row_descriptor(*weight, torch.int32),
             scales, out, *numbers, **constants,
         )  # fmt: skip
     else:
         warp_split_k_kernel[grid](
-            _blocked_descriptor(*given, chosen.warps), x_scales,
-            _blocked_descriptor(*weight, chosen.warps), scales, out, *numbers,
+            _blocked_descriptor(*given, config.warps), x_scales,
+            _blocked_descriptor(*weight, config.warps), scales, out, *numbers,
             BF16=False, **constants,
         )  # fmt: skip
     return out
 
 
-def bf16_gemm(x: Tensor, w: Tensor, chosen: Sm90Config, sm_count: int, pdl: bool = True) -> Tensor:
+def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int, pdl: bool = True) -> Tensor:
     """Multiply contiguous bfloat16 x [T, K] by contiguous bfloat16 w [N, K] to float32 [T, N]."""
     (tokens, width), n = x.shape, len(w)
-    k_blocks, tiles = width // BF16_BLOCK_K, n // chosen.block_n
+    k_blocks, tiles = width // BF16_BLOCK_K, n // config.block_n
     out = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
-    warp_split_k_kernel[(min(tiles, chosen.ctas_per_sm * sm_count),)](
-        _blocked_descriptor(_aligned(x), tokens, k_blocks, chosen.block_m, chosen.warps), None,
-        _blocked_descriptor(w, n, k_blocks, chosen.block_n, chosen.warps), None, out, tokens, n,
-        k_blocks, tiles, 1, 0, 0, BLOCK_N=chosen.block_n, BLOCK_M=chosen.block_m,
-        WARPS=chosen.warps, STAGES=chosen.stages, BY_BLOCK=False, BF16=True,
-        **_options(chosen, x, pdl),
+    warp_split_k_kernel[(min(tiles, config.ctas_per_sm * sm_count),)](
+        _blocked_descriptor(_aligned(x), tokens, k_blocks, config.block_m, config.warps), None,
+        _blocked_descriptor(w, n, k_blocks, config.block_n, config.warps), None, out, tokens, n,
+        k_blocks, tiles, 1, 0, 0, BLOCK_N=config.block_n, BLOCK_M=config.block_m,
+        WARPS=config.warps, STAGES=config.stages, BY_BLOCK=False, BF16=True,
+        **_options(config, x, pdl),
     )  # fmt: skip
     return out
 
 
-def _options(chosen: Sm90Config, x: Tensor, pdl: bool) -> dict[str, Any]:
+def _options(config: Sm90Config, x: Tensor, pdl: bool) -> dict[str, Any]:
     launch = pdl_launch(x.device) if pdl else {"PDL": False}
-    return {"num_warps": chosen.warps, "maxnreg": chosen.registers, **launch}
+    return {"num_warps": config.warps, "maxnreg": config.registers, **launch}
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -177,33 +189,33 @@ def builds(target: Target) -> Iterator[Build]:
         return
     seen = set()
     for tokens in (1, 16, 32, 64, 128):
-        for rows, k_blocks in GEMMS:
-            chosen = sm90_config(tokens, 1, rows, k_blocks, target.sm_count)
-            if chosen not in seen:
-                seen.add(chosen)
-                yield _build(target, chosen, "*u8" if rows == 4096 else "*fp32")
+        for rows, k in GEMMS:
+            config = choose_sm90_config(GemmShape(tokens, rows, k), target)
+            if config not in seen:
+                seen.add(config)
+                yield _build(target, config, "*u8" if rows == 4096 else "*fp32")
     for tokens in (1, 32):
-        yield _build(target, sm90_bf16_config(tokens), None)
+        yield _build(target, choose_sm90_bf16_config(tokens), None)
 
 
-def _build(target: Target, chosen: Sm90Config, scales: str | None) -> Build:
+def _build(target: Target, config: Sm90Config, scales: str | None) -> Build:
     types = {"scales": scales, "x_scales": "*fp32"} if scales else {}
     types["out"] = "*bf16" if scales else "*fp32"
     integers = ("tokens", "n", "k_blocks", "tiles", "groups", "x_scale_token", "x_scale_k")
     constants: dict[str, Any] = {
-        "BLOCK_N": chosen.block_n,
-        "STAGES": chosen.stages,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
         "PDL": target_has_pdl(target),
     }
-    split_k, wgmma = chosen.kernel == "warp_split_k", chosen.kernel == "fp8_wgmma"
+    split_k, wgmma = config.kernel == "warp_split_k", config.kernel == "fp8_wgmma"
     layout = NVMMASharedLayout(128, 8 if wgmma else 32, rank=3 if split_k else 2)
-    for name, lines in (("x_desc", chosen.block_m), ("w_desc", chosen.block_n)):
-        box = [chosen.warps, lines, 32] if split_k else [lines, 128 if wgmma else 32]
+    for name, lines in (("x_desc", config.block_m), ("w_desc", config.block_n)):
+        box = [config.warps, lines, 32] if split_k else [lines, 128 if wgmma else 32]
         types[name] = f"tensordesc<{'fp8e4nv' if wgmma else 'i32'}{box},{layout!r}>"
     if wgmma:
-        constants |= {"BLOCK_M": chosen.block_m, "IN_FLIGHT": chosen.in_flight}
+        constants |= {"BLOCK_M": config.block_m, "IN_FLIGHT": config.in_flight}
     else:
-        constants |= {"BLOCK_M": chosen.block_m, "WARPS": chosen.warps, "BY_BLOCK": bool(scales)}
+        constants |= {"BLOCK_M": config.block_m, "WARPS": config.warps, "BY_BLOCK": bool(scales)}
     if split_k:
         constants["BF16"] = scales is None
     if scales is None:
@@ -214,12 +226,12 @@ def _build(target: Target, chosen: Sm90Config, scales: str | None) -> Build:
         "fp8_wgmma": fp8_wgmma_kernel,
     }
     return Build(
-        f"{chosen.block_n} rows, {chosen.block_m} tokens, {scales or 'bfloat16'}",
-        kernels[chosen.kernel],
+        f"{config.block_n} rows, {config.block_m} tokens, {scales or 'bfloat16'}",
+        kernels[config.kernel],
         types | dict.fromkeys(integers, "i32"),
         constants,
-        num_warps=chosen.warps,
+        num_warps=config.warps,
         divisible=("n",),
         matrix="e4m3" if wgmma else "fp16" if scales else "bf16",
-        registers=chosen.registers,
+        registers=config.registers,
     )

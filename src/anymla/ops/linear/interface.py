@@ -1,4 +1,4 @@
-"""Contracts of the linear layers: ``y = x @ weight^T``, the weight kept as stored."""
+"""Contracts of the linear layers, ``y = x @ weight^T`` of weights as stored, plain or by groups."""
 
 from __future__ import annotations
 
@@ -7,18 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.ops import _reference, _torch_norm_rope
 from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
 from anymla.ops.linear import reference, torch_linear, vendor
 from anymla.ops.linear.support import (
     gluon_bf16_support,
+    gluon_grouped_support,
     gluon_support,
-    library_support,
-    scaled_support,
+    triton_grouped_support,
+    triton_inverse_rope_support,
+    vendor_grouped_support,
+    vendor_plain_support,
+    vendor_projection_support,
+    vendor_support,
 )
-from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require
+from anymla.ops.registry import (
+    FLOAT32_UP,
+    FLOATS,
+    INT64,
+    check,
+    check_cos_sin,
+    operation,
+    require,
+)
 
 _BYTES = torch.uint8
+_FP8 = torch.float8_e4m3fn
+_BLOCK = 128
 
 
 def _result(x: Tensor, rows: int) -> tuple[Tensor]:
@@ -100,8 +116,8 @@ def fp8_block_linear(
 ) -> Tensor:
     """Multiply by an e4m3 weight with one scale for 128 x 128 values.
 
-    The weight is decoded exactly. With ``quantize_activations`` x is first quantised in runs of 128
-    channels to e4m3 with power-of-two scales (``formats.fp8_block.quantize_fp8_rows``); both
+    The weight is decoded exactly. With ``quantize_activations`` x is first quantised in blocks of
+    128 channels to e4m3 with power-of-two scales (``formats.fp8_block.quantize_fp8_rows``); both
     operands of the product are then exact, as in the FP8 kernels this stands for.
 
     Args:
@@ -145,7 +161,7 @@ def mxfp4_linear(
         x: [..., K] floating point, at least 2-D; K a multiple of 32.
         weight: uint8 packed e2m1 [N, K/2], low nibble first.
         scale: uint8 ue8m0 [N, K/32].
-        quantize_activations: quantise x to FP8 in runs of 128 channels first, as DeepSeek-V4's
+        quantize_activations: quantise x to FP8 in blocks of 128 channels first, as DeepSeek-V4's
             FP4 experts do.
 
     Returns:
@@ -202,31 +218,184 @@ def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor)
     _require_scales(name, scale, dims["N"], width // 16)
 
 
-linear.register("reference", reference.linear)
-linear.register("torch", torch_linear.linear)
-linear_float32.register("reference", reference.linear_float32)
-linear_float32.register("torch", torch_linear.linear_float32)
-fp8_block_linear.register("reference", reference.fp8_block_linear)
-fp8_block_linear.register("torch", torch_linear.fp8_block_linear)
-mxfp4_linear.register("reference", reference.mxfp4_linear)
-mxfp4_linear.register("torch", torch_linear.mxfp4_linear)
-nvfp4_linear.register("reference", reference.nvfp4_linear)
-nvfp4_linear.register("torch", torch_linear.nvfp4_linear)
+def _projected(
+    *, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
+) -> tuple[Tensor]:
+    return (o.new_empty((o.shape[0], wo_a.shape[0] * wo_a.shape[1])),)
 
-linear.register("vendor", vendor.linear, supports=library_support)
-linear_float32.register("vendor", vendor.linear_float32, supports=library_support)
-fp8_block_linear.register("vendor", vendor.fp8_block_linear, supports=vendor.vendor_support)
 
-fp8_block_linear.register_lazy(
-    "gluon_sm90", "anymla.ops.linear.gluon_sm90_launch", supports=gluon_support
+@operation(outputs=_projected)
+def grouped_output_projection(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
+) -> Tensor:
+    """Rotate the heads back, then project every group of heads with its own matrix.
+
+    ``z[t, g] = wo_a[g] @ concat of R^-1(position t) o[t, h] over the heads h of group g``, heads in
+    their natural order. R^-1 turns the last rope_dim channels of a head by minus the query's angle.
+
+    Args:
+        o: [T, H, D] floating point, H a multiple of G.
+        positions: [T] int64, of the queries.
+        cos_sin_cache: [L, R] float32 (or float64), as in ``norm_rope.rope``; read clamped to L.
+        wo_a: [G, rank, H / G * D] of o's dtype.
+
+    Returns:
+        [T, G * rank] of o's dtype. The rotated heads are rounded once to o's dtype; products
+        accumulate in float32 or wider and are rounded once.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device; H is no multiple of G.
+
+    Source: DeepSeek-V4 inference/model.py, which decodes an FP8 wo_a to bfloat16 for this product.
+    """
+    name = "grouped_output_projection"
+    dims = check(
+        name,
+        o=(o, "T H D", FLOATS),
+        positions=(positions, "T", INT64),
+        wo_a=(wo_a, "G _ J", o.dtype),
+    )
+    check_cos_sin(name, cos_sin_cache, o, dims["D"])
+    _require_groups(name, dims["H"], dims["G"])
+    width = dims["H"] // dims["G"] * dims["D"]
+    require(dims["J"] == width, name, "wo_a", f"[G, rank, {width}]", list(wo_a.shape))
+
+
+def _quantised(
+    *, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, n_groups: int
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, dim = o.shape
+    width = heads // n_groups * dim
+    return (
+        o.new_empty((tokens, n_groups, width), dtype=_FP8),
+        o.new_empty((tokens, n_groups, width // _BLOCK), dtype=torch.float32),
+    )
+
+
+@operation(outputs=_quantised)
+def inverse_rope_fp8_quant(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+) -> tuple[Tensor, Tensor]:
+    """Rotate the heads back and quantise them to FP8 in blocks of 128 channels.
+
+    The rotation stays in float32; there is no rounding between it and the quantiser. A block's
+    scale is ``2^ceil(log2(max(amax, 1e-10) / 448))``.
+
+    Args:
+        o: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
+        positions: [T] int64, of the queries.
+        cos_sin_cache: [L, R] float32 (or float64), as in ``norm_rope.rope``; read clamped to L.
+        n_groups: G.
+
+    Returns:
+        values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+
+    Source: contract of vLLM's fused_inv_rope_fp8_quant.
+    """
+    name = "inverse_rope_fp8_quant"
+    dims = check(
+        name,
+        o=(o, "T H D", FLOATS),
+        positions=(positions, "T", INT64),
+    )
+    check_cos_sin(name, cos_sin_cache, o, dims["D"])
+    _require_groups(name, dims["H"], n_groups)
+    require(dims["D"] % _BLOCK == 0, name, "o", "[T, H, D] with D a multiple of 128", dims["D"])
+
+
+def _projected_fp8(
+    *, o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, out_dtype: str = "bf16"
+) -> tuple[Tensor]:
+    size = (o.shape[0], wo_a.shape[0] * wo_a.shape[1])
+    return (torch.empty(size, dtype=reference.OUT_DTYPES[out_dtype], device=o.device),)
+
+
+@operation(outputs=_projected_fp8)
+def grouped_output_projection_fp8(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Tensor:
+    """Project every group from FP8 heads with an FP8 weight.
+
+    ``z[t, g, r] = sum over j of (o * o_scale)[t, g, j] * (wo_a * wo_a_scale)[g, r, j]``.
+
+    Args:
+        o: float8_e4m3fn [T, G, J], from ``inverse_rope_fp8_quant``.
+        o_scale: float32 [T, G, J / 128].
+        wo_a: uint8 e4m3 codes [G, rank, J], rank and J multiples of 128.
+        wo_a_scale: [G, rank / 128, J / 128], uint8 (ue8m0) or float32.
+        out_dtype: "bf16", "fp32" or "fp64".
+
+    Returns:
+        [T, G * rank]; accumulated in float32 or wider, rounded once.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+    """
+    name = "grouped_output_projection_fp8"
+    dims = check(
+        name,
+        o=(o, "T G J", _FP8),
+        o_scale=(o_scale, "T G S", torch.float32),
+        wo_a=(wo_a, "G R J", _BYTES),
+        wo_a_scale=(wo_a_scale, "G _ S", (_BYTES, torch.float32)),
+    )
+    whole = dims["J"] % _BLOCK == 0 and dims["R"] % _BLOCK == 0
+    require(whole, name, "wo_a", "[G, rank, J] in whole 128 x 128 blocks", list(wo_a.shape))
+    blocks = [dims["G"], dims["R"] // _BLOCK, dims["J"] // _BLOCK]
+    got = list(wo_a_scale.shape)
+    require(got == blocks, name, "wo_a_scale", str(blocks), got)
+    require(
+        out_dtype in reference.OUT_DTYPES, name, "out_dtype", "bf16, fp32 or fp64", repr(out_dtype)
+    )
+
+
+def _require_groups(name: str, heads: int, groups: int) -> None:
+    divides = groups > 0 and heads % groups == 0
+    require(divides, name, "o", f"[T, H, D] with H a multiple of {groups} groups", f"H={heads}")
+
+
+for _operation in (
+    linear,
+    linear_float32,
+    fp8_block_linear,
+    mxfp4_linear,
+    nvfp4_linear,
+    grouped_output_projection,
+    grouped_output_projection_fp8,
+):
+    _operation.register("reference", getattr(reference, _operation.name))
+    _operation.register("torch", getattr(torch_linear, _operation.name))
+inverse_rope_fp8_quant.register("reference", _reference.inverse_rope_fp8_quant)
+inverse_rope_fp8_quant.register("torch", _torch_norm_rope.inverse_rope_fp8_quant)
+
+_LAUNCH = "anymla.ops.linear.triton_launch"
+_SM90 = "anymla.ops.linear.gluon_sm90_launch"
+
+linear.register("vendor", vendor.linear, supports=vendor_plain_support)
+
+linear_float32.register("vendor", vendor.linear_float32, supports=vendor_plain_support)
+linear_float32.register_lazy("gluon_sm90", _SM90, supports=gluon_bf16_support)
+
+fp8_block_linear.register("vendor", vendor.fp8_block_linear, supports=vendor_support)
+fp8_block_linear.register_lazy("gluon_sm90", _SM90, supports=gluon_support)
+fp8_block_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
+
+mxfp4_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
+nvfp4_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
+
+grouped_output_projection.register(
+    "vendor", vendor.grouped_output_projection, supports=vendor_projection_support
 )
-linear_float32.register_lazy(
-    "gluon_sm90", "anymla.ops.linear.gluon_sm90_launch", supports=gluon_bf16_support
+grouped_output_projection.register_lazy("triton", _LAUNCH, supports=triton_inverse_rope_support)
+inverse_rope_fp8_quant.register_lazy(
+    "triton", "anymla.ops._triton_epilogue", supports=triton_inverse_rope_support
 )
 
-_TRITON = "anymla.ops.linear.triton_layers"
-for _operation in (fp8_block_linear, mxfp4_linear, nvfp4_linear):
-    _operation.register_lazy("triton", _TRITON, supports=float32_support)
-mxfp4_linear.register_lazy(
-    "triton_scaled", "anymla.ops.linear.triton_scaled", supports=scaled_support
+grouped_output_projection_fp8.register(
+    "vendor", vendor.grouped_output_projection_fp8, supports=vendor_grouped_support
 )
+grouped_output_projection_fp8.register_lazy("gluon_sm90", _SM90, supports=gluon_grouped_support)
+grouped_output_projection_fp8.register_lazy("triton", _LAUNCH, supports=triton_grouped_support)

@@ -1,4 +1,4 @@
-"""The mathematics of the linear layers."""
+"""The mathematics of the linear layers and of attention's output projection."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from anymla.formats.fp8_block import (
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
+from anymla.ops._reference import rope
+
+# Result types of ``grouped_output_projection_fp8`` by the names that it takes.
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -54,6 +58,32 @@ def mxfp4_linear(
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """Return x (codes * block scale * global scale)^T."""
     return _product(x, dequantize_nvfp4(weight, scale, global_scale, _wide(x)), False)
+
+
+def grouped_output_projection(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
+) -> Tensor:
+    """See ``interface.grouped_output_projection``."""
+    wide = torch.promote_types(o.dtype, torch.float32)
+    rotated = rope(o, positions, cos_sin_cache, inverse=True)
+    groups = rotated.to(wide).reshape(len(o), len(wo_a), wo_a.shape[2])
+    return torch.einsum("tgj,grj->tgr", groups, wo_a.to(wide)).flatten(1).to(o.dtype)
+
+
+def grouped_output_projection_fp8(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Tensor:
+    """See ``interface.grouped_output_projection_fp8``."""
+    dtype = OUT_DTYPES[out_dtype]
+    wide = torch.promote_types(dtype, torch.float32)
+    heads = dequantize_fp8_rows(o.view(torch.uint8), o_scale, wide)
+    weight = torch.stack(
+        [
+            dequantize_fp8_weight(codes, scale, wide)
+            for codes, scale in zip(wo_a, wo_a_scale, strict=True)
+        ]
+    )
+    return torch.einsum("tgj,grj->tgr", heads, weight).flatten(1).to(dtype)
 
 
 def _product(x: Tensor, dense: Tensor, quantize: bool) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Rows, and channels over 128, of Flash's and Pro's weights, as far as configs differ.
+# Rows and channels of Flash's and Pro's weights, as far as configs differ.
 GEMMS = (
-    (1536, 32), (4096, 32), (8192, 32), (32768, 8), (4096, 64), (6144, 56), (7168, 128), (65536, 12)
+    (1536, 4096), (4096, 4096), (8192, 4096), (32768, 1024), (4096, 8192), (6144, 7168),
+    (7168, 16384), (65536, 1536),
 )  # fmt: skip

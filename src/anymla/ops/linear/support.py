@@ -1,27 +1,33 @@
-"""Calls that each backend of the linear layers takes."""
+"""Calls that each backend of the linear layers takes; nothing is launched."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops.device import INTERPRETED, runs_gluon, target_of, triton_support
+from anymla.ops.device import float32_support, runs_gluon, target_of, triton_support
 from anymla.ops.linear.config import (
     BF16_BLOCK_K,
-    BF16_FEW,
     BF16_ROW_STEP,
-    MOST_BF16_ROWS,
-    MOST_EXACT,
-    MOST_TOKENS,
+    BF16_SMALL_BLOCK_M,
+    MAX_BF16_ROWS,
+    MAX_EXACT_TOKENS,
+    MAX_TOKENS,
     ROW_STEP,
+    VENDOR_CHANNEL_STEP,
+    VENDOR_GROUPED_TOKENS,
+    VENDOR_TOKEN_STEP,
+    VENDOR_TOKENS,
+    WGMMA_CHANNEL_STEP,
 )
 from anymla.ops.registry import Support
 
-# Channels that the FP8 instruction takes at a time.
-_WGMMA_STEP = 4 * FP8_BLOCK
-# The one target whose instructions take blocks of scales.
-SCALED_TARGET = "sm_100"
+_NO_SM90 = Support(False, "instructions of sm_90, and triton 3.6 or newer")
+_NO_FLOAT64 = Support(False, "computes in float32, but out_dtype is fp64")
 
 
 def gluon_support(
@@ -33,73 +39,138 @@ def gluon_support(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Support:
-    """``supports`` of ``fp8_block_linear``."""
+    """``supports`` of ``fp8_block_linear`` by Hopper's kernels."""
     support = triton_support(x)
     if not support:
         return support
     if not quantize_activations or x.dtype == torch.float64:
         return Support(False, "only activations of up to 32 bits that are quantised")
     tokens = x.numel() // max(1, x.shape[-1])
-    return gluon_gemm_support(tokens, weight, scale, x.dtype == torch.float32)
+    return _gluon_gemm_support(tokens, weight, scale, x.dtype == torch.float32)
 
 
-def gluon_gemm_support(tokens: int, weight: Tensor, scale: Tensor, exact: bool) -> Support:
+def gluon_grouped_support(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Support:
+    """``supports`` of ``grouped_output_projection_fp8`` by Hopper's kernels."""
+    if out_dtype == "fp64":
+        return _NO_FLOAT64
+    return _gluon_gemm_support(len(o), wo_a, wo_a_scale, out_dtype == "fp32")
+
+
+def _gluon_gemm_support(tokens: int, weight: Tensor, scale: Tensor, exact: bool) -> Support:
     """Of codes by weights [..., N, K]; ``exact``: products must not be rounded."""
     rows, width = weight.shape[-2:]
-    device = weight.device
-    if not runs_gluon(device):
-        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
-    if not 1 <= tokens <= MOST_TOKENS:
-        return Support(False, f"1 to {MOST_TOKENS} tokens, got {tokens}")
+    if not runs_gluon(weight.device):
+        return _NO_SM90
+    if not 1 <= tokens <= MAX_TOKENS:
+        return Support(False, f"1 to {MAX_TOKENS} tokens, got {tokens}")
     if rows % ROW_STEP or width % FP8_BLOCK or (weight.ndim > 2 and rows % FP8_BLOCK):
         return Support(False, f"whole tiles of rows and blocks of channels, got {rows, width}")
     if not (weight.is_contiguous() and scale.is_contiguous()) or weight.data_ptr() % 16:
         return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
-    if tokens > MOST_EXACT and exact:
-        return Support(False, f"float32 results of up to {MOST_EXACT} tokens, got {tokens}")
-    if tokens > MOST_EXACT and width % _WGMMA_STEP:
-        return Support(False, f"K a multiple of {_WGMMA_STEP} for {tokens} tokens, got {width}")
+    if tokens > MAX_EXACT_TOKENS and exact:
+        return Support(False, f"float32 results of up to {MAX_EXACT_TOKENS} tokens, got {tokens}")
+    if tokens > MAX_EXACT_TOKENS and width % WGMMA_CHANNEL_STEP:
+        reason = f"K a multiple of {WGMMA_CHANNEL_STEP} for {tokens} tokens, got {width}"
+        return Support(False, reason)
     return Support(True)
 
 
 def gluon_bf16_support(x: Tensor, weight: Tensor) -> Support:
-    """``supports`` of ``linear_float32``."""
+    """``supports`` of ``linear_float32`` by Hopper's kernels."""
     support = triton_support(x)
     if not support:
         return support
     if not runs_gluon(x.device):
-        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
+        return _NO_SM90
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return Support(False, f"bfloat16 by bfloat16, got {x.dtype} and {weight.dtype}")
     rows, width = weight.shape
     tokens = x.numel() // max(1, width)
-    if not 1 <= tokens <= MOST_EXACT:
-        return Support(False, f"1 to {MOST_EXACT} tokens, got {tokens}")
+    if not 1 <= tokens <= MAX_EXACT_TOKENS:
+        return Support(False, f"1 to {MAX_EXACT_TOKENS} tokens, got {tokens}")
     if rows % BF16_ROW_STEP or width % BF16_BLOCK_K:
         return Support(False, f"whole tiles of rows and blocks of channels, got {rows, width}")
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
     # Tiles are of 8 and of 32 tokens; one of 32 that is not full takes longer than the vendor's.
-    full = tokens <= BF16_FEW or tokens == MOST_EXACT
-    return Support(True, automatic=full and rows <= MOST_BF16_ROWS)
+    full = tokens <= BF16_SMALL_BLOCK_M or tokens == MAX_EXACT_TOKENS
+    return Support(True, automatic=full and rows <= MAX_BF16_ROWS)
 
 
-def scaled_support(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
-) -> Support:
-    """``supports`` of ``mxfp4_linear`` by instructions that take blocks of scales."""
-    support = triton_support(x)
-    if not support:
-        return support
-    if not quantize_activations or x.dtype != torch.bfloat16:
-        return Support(False, "only bfloat16 activations that are quantised")
-    if INTERPRETED or target_of(x.device).name == SCALED_TARGET:
-        return support
-    return Support(False, f"instructions with blocks of scales are those of {SCALED_TARGET}")
-
-
-def library_support(x: Tensor, weight: Tensor) -> Support:
+def vendor_plain_support(x: Tensor, weight: Tensor) -> Support:
     """``supports`` of plain products by the vendor's library."""
     if x.device.type in ("cuda", "xpu"):
         return Support(True)
     return Support(False, f"the vendor's library multiplies on cuda and xpu, got {x.device.type}")
+
+
+def triton_inverse_rope_support(o: Tensor, *args: object, **kwargs: object) -> Support:
+    """``supports`` of what rotates heads back: channels in whole pairs, which lie in one tile."""
+    if o.shape[2] % 2:
+        return Support(False, f"heads of an even number of channels, got {o.shape[2]}")
+    return float32_support(o, *args, **kwargs)
+
+
+def vendor_projection_support(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
+) -> Support:
+    """``supports`` of ``grouped_output_projection``, whose heads Triton rotates first."""
+    support = vendor_plain_support(o, wo_a)
+    return support and triton_inverse_rope_support(o, positions, cos_sin_cache, wo_a)
+
+
+def vendor_support(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Support:
+    """``supports`` of ``fp8_block_linear`` by cuBLAS."""
+    support = _scaled_mm_support(x, *weight.shape)
+    if not support:
+        return support
+    if not quantize_activations or x.dtype != torch.bfloat16:
+        return Support(False, "only bfloat16 activations that are quantised")
+    if codes is not None and len(codes) % VENDOR_TOKEN_STEP:
+        reason = f"codes of {VENDOR_TOKEN_STEP} rows and multiples, got {len(codes)}"
+        return Support(False, reason)
+    return Support(True, automatic=x.numel() // weight.shape[1] >= VENDOR_TOKENS)
+
+
+def vendor_grouped_support(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Support:
+    """``supports`` of ``grouped_output_projection_fp8`` by cuBLAS."""
+    if out_dtype != "bf16":
+        return Support(False, f"results in bf16 only, got {out_dtype}")
+    support = _scaled_mm_support(o, *wo_a.shape[1:])
+    return dataclasses.replace(support, automatic=len(o) >= VENDOR_GROUPED_TOKENS)
+
+
+def _scaled_mm_support(x: Tensor, rows: int, width: int) -> Support:
+    """Of codes by a weight with scales of 128 x 128 blocks."""
+    support = triton_support(x)  # quantises
+    if not support:
+        return support
+    if x.device.type != "cuda" or torch.version.hip or target_of(x.device).name != "sm_90":
+        return Support(False, "blocks of scales are multiplied by the vendor's library on sm_90")
+    if not hasattr(functional, "scaled_mm"):
+        return Support(False, f"torch {torch.__version__} has no scaled_mm")
+    if rows % FP8_BLOCK or width % VENDOR_CHANNEL_STEP:
+        reason = f"whole blocks, K a multiple of {VENDOR_CHANNEL_STEP}; got {rows, width}"
+        return Support(False, reason)
+    return Support(True)
+
+
+def triton_grouped_support(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Support:
+    """``supports`` of ``grouped_output_projection_fp8`` by Triton's kernels."""
+    if out_dtype == "fp64":
+        return _NO_FLOAT64
+    return float32_support(o, o_scale, wo_a, wo_a_scale)

@@ -1,10 +1,7 @@
 """GEMMs of the vendor's library, cuBLAS, through torch.
 
-On Hopper it takes DeepSeek's blocks of scales.
-
-From some tens of tokens on it is the faster one (H200, 4096 x 4096, quantising included: 18 us
-against 47 us for 256 tokens, 66 against 244 for 2048); below, reading the weight is what takes the
-time, and a kernel that splits K is faster. It takes tokens in multiples of 4; they come in 16.
+On Hopper it takes DeepSeek's blocks of scales. From some tens of tokens on it is the faster one
+(``config``); below, reading the weight is what takes the time, and a kernel that splits K is.
 """
 
 from __future__ import annotations
@@ -15,73 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.ue8m0 import decode_ue8m0
-from anymla.ops.device import target_of, triton_support
 from anymla.ops.linear import torch_linear
-from anymla.ops.registry import Support
-
-_FEWEST_TOKENS = 64
-TOKEN_STEP = 16
-# The scales of a row of blocks are read as 16 bytes.
-_CHANNEL_STEP = 4 * FP8_BLOCK
-
-
-def vendor_support(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    *,
-    quantize_activations: bool = False,
-    codes: Tensor | None = None,
-    code_scales: Tensor | None = None,
-    dtype: torch.dtype | None = torch.bfloat16,
-) -> Support:
-    """``supports`` of ``fp8_block_linear``; ``dtype`` is what x must be, None for codes."""
-    support = triton_support(x)  # quantises
-    if not support:
-        return support
-    if x.device.type != "cuda" or torch.version.hip or target_of(x.device).name != "sm_90":
-        return Support(False, "blocks of scales are multiplied by the vendor's library on sm_90")
-    if not hasattr(functional, "scaled_mm"):
-        return Support(False, f"torch {torch.__version__} has no scaled_mm")
-    if not quantize_activations or dtype not in (None, x.dtype):
-        return Support(False, "only bfloat16 activations that are quantised")
-    rows, width = weight.shape
-    if rows % FP8_BLOCK or width % _CHANNEL_STEP:
-        return Support(False, f"whole blocks, K a multiple of {_CHANNEL_STEP}; got {rows, width}")
-    if codes is not None and len(codes) % TOKEN_STEP:
-        return Support(False, f"codes of {TOKEN_STEP} rows and multiples, got {len(codes)}")
-    tokens = x.numel() // width
-    return Support(True, automatic=tokens >= _FEWEST_TOKENS)
-
-
-def scaled_product(codes: Tensor, x_scales: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply e4m3 activations and weights with their scales.
-
-    Args:
-        codes: [T, K] float8_e4m3fn, rows anywhere; T a multiple of 4.
-        x_scales: float32 [T, K / 128], T last in memory.
-        weight: uint8 codes [N, K].
-        scale: uint8 or float32 [N / 128, K / 128].
-
-    Returns:
-        bfloat16 [T, N].
-    """
-    kinds: Any = functional
-    factors = decode_ue8m0(scale, torch.float32) if scale.dtype == torch.uint8 else scale
-    out: Tensor = kinds.scaled_mm(
-        codes,
-        weight.contiguous().view(torch.float8_e4m3fn).t(),
-        x_scales,
-        kinds.ScalingType.BlockWise1x128,
-        factors.contiguous().t(),
-        kinds.ScalingType.BlockWise128x128,
-        swizzle_a=kinds.SwizzleType.NO_SWIZZLE,
-        swizzle_b=kinds.SwizzleType.NO_SWIZZLE,
-        output_dtype=torch.bfloat16,
-    )
-    return out
+from anymla.ops.linear.config import VENDOR_TOKEN_STEP
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -110,6 +43,74 @@ def fp8_block_linear(
     if not len(rows):
         return x.new_empty((*x.shape[:-1], len(weight)))
     if codes is None or code_scales is None:
-        codes, code_scales = quantize_rows_mn_major(rows.contiguous(), TOKEN_STEP)
-    out = scaled_product(codes.view(torch.float8_e4m3fn), code_scales, weight, scale)
+        codes, code_scales = quantize_rows_mn_major(rows.contiguous(), VENDOR_TOKEN_STEP)
+    out = _scaled_mm(codes.view(torch.float8_e4m3fn), code_scales, weight, scale)
     return out[: len(rows)].view(*x.shape[:-1], -1)
+
+
+def grouped_output_projection(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
+) -> Tensor:
+    """See ``interface.grouped_output_projection``: a batched GEMM, written without a copy."""
+    from anymla.ops.linear.triton_inverse_rope import inverse_rope
+
+    tokens, (groups, rank, width) = len(o), wo_a.shape
+    rotated = inverse_rope(o, positions, cos_sin_cache)
+    out = torch.empty((tokens, groups, rank), dtype=o.dtype, device=o.device)
+    by_group = rotated.view(tokens, groups, width).transpose(0, 1)
+    torch.bmm(by_group, wo_a.transpose(1, 2), out=out.transpose(0, 1))
+    return out.view(tokens, groups * rank)
+
+
+def grouped_output_projection_fp8(
+    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+) -> Tensor:
+    """See ``interface.grouped_output_projection_fp8``.
+
+    A GEMM a group; tokens beyond a multiple of VENDOR_TOKEN_STEP are Triton's.
+    """
+    from anymla.ops.linear import triton_launch
+
+    (tokens, groups, _), rank = o.shape, wo_a.shape[1]
+    whole = tokens // VENDOR_TOKEN_STEP * VENDOR_TOKEN_STEP
+    out = torch.empty((tokens, groups * rank), dtype=torch.bfloat16, device=o.device)
+    if whole:
+        scales = o_scale[:whole].permute(1, 2, 0).contiguous()
+        parts = [
+            _scaled_mm(o[:whole, group], scales[group].t(), wo_a[group], wo_a_scale[group])
+            for group in range(groups)
+        ]
+        torch.cat(parts, 1, out=out[:whole])
+    if whole < tokens:
+        out[whole:] = triton_launch.grouped_output_projection_fp8(
+            o[whole:], o_scale[whole:], wo_a, wo_a_scale
+        )
+    return out
+
+
+def _scaled_mm(codes: Tensor, x_scales: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiply e4m3 activations and weights with their scales.
+
+    Args:
+        codes: [T, K] float8_e4m3fn, rows anywhere; T a multiple of 4.
+        x_scales: float32 [T, K / 128], T last in memory.
+        weight: uint8 codes [N, K].
+        scale: uint8 or float32 [N / 128, K / 128].
+
+    Returns:
+        bfloat16 [T, N].
+    """
+    kinds: Any = functional
+    factors = decode_ue8m0(scale, torch.float32) if scale.dtype == torch.uint8 else scale
+    out: Tensor = kinds.scaled_mm(
+        codes,
+        weight.contiguous().view(torch.float8_e4m3fn).t(),
+        x_scales,
+        kinds.ScalingType.BlockWise1x128,
+        factors.contiguous().t(),
+        kinds.ScalingType.BlockWise128x128,
+        swizzle_a=kinds.SwizzleType.NO_SWIZZLE,
+        swizzle_b=kinds.SwizzleType.NO_SWIZZLE,
+        output_dtype=torch.bfloat16,
+    )
+    return out

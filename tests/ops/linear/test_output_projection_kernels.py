@@ -17,7 +17,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_weight,
 )
 from anymla.ops import device as device_facts
-from anymla.ops.output_projection import (
+from anymla.ops.linear import (
     grouped_output_projection,
     grouped_output_projection_fp8,
     inverse_rope_fp8_quant,

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anymla.formats.fp8_block import quantize_fp8_weight
-from anymla.ops.norm_rope import rope
-from anymla.ops.output_projection import (
+from anymla.ops.linear import (
     grouped_output_projection,
     grouped_output_projection_fp8,
     inverse_rope_fp8_quant,
 )
+from anymla.ops.norm_rope import rope
 from anymla.testing.oracle.rounding import (
     decode_e4m3,
     decode_ue8m0,
