@@ -23,6 +23,8 @@ that it reads 16 bytes at a time. A tile of fp8_wgmma has few rows rather than a
 no sums are exchanged; its activations are read once more for every tile, from L2.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -37,6 +39,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 _K_BLOCK = gl.constexpr(128)
+
+
+class Ring(NamedTuple):
+    """Stages of both operands, between producer and consumer.
+
+    Attributes:
+        w: shared memory of the weight's K blocks.
+        x: shared memory of the activations'.
+        full: barriers of stages that have been filled.
+        empty: barriers of stages that the consumer has released.
+    """
+
+    w: Any
+    x: Any
+    full: Any
+    empty: Any
+
+
+class Gemm(NamedTuple):
+    """What a consumer reads and writes besides the ring; ``warp_split_k_kernel`` says how it lies.
+
+    Attributes:
+        x_scales: scales of the activations, or None.
+        scales: scales of the weight, or None.
+        out: the result.
+        tokens: rows of activations.
+        n: rows of a group's weight.
+        k_blocks: of a tile.
+        tiles: of all CTAs.
+        groups: products.
+        x_scale_token: elements from a token's scale to the next token's.
+        x_scale_k: elements from a K block's scale to the next K block's.
+    """
+
+    x_scales: Any
+    scales: Any
+    out: Any
+    tokens: Any
+    n: Any
+    k_blocks: Any
+    tiles: Any
+    groups: Any
+    x_scale_token: Any
+    x_scale_k: Any
 
 
 @gluon.constexpr_function
@@ -129,7 +175,7 @@ def _tma_load(desc, line, k_block, barrier, to, WIDTH: gl.constexpr, pred=True):
 
 @gluon.jit
 def produce(
-    x_desc, w_desc, ring, x_ring, full, empty, n, k_blocks, tiles,
+    x_desc, w_desc, ring, n, k_blocks, tiles,
     BLOCK_N: gl.constexpr, BYTES: gl.constexpr, K_BLOCKS: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -138,10 +184,7 @@ def produce(
     Args:
         x_desc: activations of all groups; the kernels say how.
         w_desc: the weight of all groups.
-        ring: slots of the weight.
-        x_ring: slots of the activations.
-        full: barriers of slots that have been filled.
-        empty: barriers of slots that the consumer has released.
+        ring: ``Ring``.
         n: rows of a group.
         k_blocks: of a tile.
         tiles: of all CTAs.
@@ -159,8 +202,10 @@ def produce(
     k_block = 0
     for i in gl.static_range(STAGES):
         valid = i < steps
-        mbarrier.expect(full.index(i), BYTES, pred=valid)
-        _tma_load(w_desc, tile * BLOCK_N, k_block, full.index(i), ring.index(i), WIDTH, valid)
+        mbarrier.expect(ring.full.index(i), BYTES, pred=valid)
+        _tma_load(
+            w_desc, tile * BLOCK_N, k_block, ring.full.index(i), ring.w.index(i), WIDTH, valid
+        )
         k_block += K_BLOCKS
         if k_block >= k_blocks:
             k_block = 0
@@ -171,7 +216,7 @@ def produce(
     k_block = 0
     for i in gl.static_range(STAGES):
         at = tile * BLOCK_N // n * k_blocks + k_block
-        _tma_load(x_desc, 0, at, full.index(i), x_ring.index(i), WIDTH, i < steps)
+        _tma_load(x_desc, 0, at, ring.full.index(i), ring.x.index(i), WIDTH, i < steps)
         k_block += K_BLOCKS
         if k_block >= k_blocks:
             k_block = 0
@@ -179,11 +224,11 @@ def produce(
     group = tile * BLOCK_N // n
     for step in range(STAGES, steps):
         slot = step % STAGES
-        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), BYTES)
-        _tma_load(w_desc, tile * BLOCK_N, k_block, full.index(slot), ring.index(slot), WIDTH)
+        mbarrier.wait(ring.empty.index(slot), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(ring.full.index(slot), BYTES)
+        _tma_load(w_desc, tile * BLOCK_N, k_block, ring.full.index(slot), ring.w.index(slot), WIDTH)
         _tma_load(
-            x_desc, 0, group * k_blocks + k_block, full.index(slot), x_ring.index(slot), WIDTH
+            x_desc, 0, group * k_blocks + k_block, ring.full.index(slot), ring.x.index(slot), WIDTH
         )
         k_block += K_BLOCKS
         if k_block >= k_blocks:
@@ -194,11 +239,11 @@ def produce(
 
 @gluon.jit
 def _consume_split_k(
-    ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles, groups,
-    x_scale_token, x_scale_k,
+    ring, gemm,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     BY_BLOCK: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k = gemm
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2 if BF16 else 4)
     B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2 if BF16 else 4)
@@ -258,13 +303,13 @@ def _consume_split_k(
                 )  # fmt: skip
                 w_scale = gl.load(s_at + x_block, mask=k_block < left, other=0)
             slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            packed = ring.index(slot).load(packed_layout(WARPS, BLOCK_N))
-            x_packed = x_ring.index(slot).load(packed_layout(WARPS, BLOCK_M))
+            mbarrier.wait(ring.full.index(slot), (step // STAGES) & 1)
+            packed = ring.w.index(slot).load(packed_layout(WARPS, BLOCK_N))
+            x_packed = ring.x.index(slot).load(packed_layout(WARPS, BLOCK_M))
             # What has been read must have arrived before TMA writes valid again: a
             # barrier alone does not wait for reads in flight.
             fence_async_shared()
-            mbarrier.arrive(empty.index(slot))
+            mbarrier.arrive(ring.empty.index(slot))
             if BF16:
                 a = gl.convert_layout(unpack_bf16(packed), A)
                 b = gl.convert_layout(gl.permute(unpack_bf16(x_packed), (0, 2, 1)), B)
@@ -316,7 +361,7 @@ def warp_split_k_kernel(
         BF16: both operands are bfloat16, K blocks are 64 channels, and there are no scales.
         PDL: launched before what makes x has ended.
     """
-    ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, BLOCK_N, 32], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, BLOCK_N, 32], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, BLOCK_M, 32], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -325,15 +370,16 @@ def warp_split_k_kernel(
         mbarrier.init(empty.index(i), count=1)
     if PDL:
         gdc_launch_dependents()
+    ring = Ring(w_ring, x_ring, full, empty)
+    gemm = Gemm(x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k)
     gl.warp_specialize(
         [
             (_consume_split_k, (
-                ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles,
-                groups, x_scale_token, x_scale_k, BLOCK_N, BLOCK_M, WARPS, STAGES, BY_BLOCK,
+                ring, gemm, BLOCK_N, BLOCK_M, WARPS, STAGES, BY_BLOCK,
                 BF16, PDL,
             )),
             (produce, (
-                x_desc, w_desc, ring, x_ring, full, empty, n, k_blocks, tiles, BLOCK_N,
+                x_desc, w_desc, ring, n, k_blocks, tiles, BLOCK_N,
                 (BLOCK_N + BLOCK_M) * WARPS * 128, WARPS, 0, STAGES, PDL,
             )),
         ],
@@ -344,11 +390,11 @@ def warp_split_k_kernel(
 
 @gluon.jit
 def _consume_split_n(
-    ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles, groups,
-    x_scale_token, x_scale_k,
+    ring, gemm,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     BY_BLOCK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k = gemm
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
     B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
@@ -382,13 +428,13 @@ def _consume_split_n(
             x_scale = gl.load(f_block, mask=inside & more, other=0.0)
             w_scale = gl.load(s_at, mask=more, other=0)
             slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            packed = ring.index(slot).load(packed_layout_2d(BLOCK_N, WARPS, False))
-            x_packed = x_ring.index(slot).load(packed_layout_2d(BLOCK_M, WARPS, True))
+            mbarrier.wait(ring.full.index(slot), (step // STAGES) & 1)
+            packed = ring.w.index(slot).load(packed_layout_2d(BLOCK_N, WARPS, False))
+            x_packed = ring.x.index(slot).load(packed_layout_2d(BLOCK_M, WARPS, True))
             # What has been read must have arrived before TMA writes valid again: a
             # barrier alone does not wait for reads in flight.
             fence_async_shared()
-            mbarrier.arrive(empty.index(slot))
+            mbarrier.arrive(ring.empty.index(slot))
             a = gl.convert_layout(decode_e4m3_2d(packed), A)
             b = gl.convert_layout(gl.permute(decode_e4m3_2d(x_packed), (1, 0)), B)
             part = mma_v2(a, b, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SUMS))
@@ -432,7 +478,7 @@ def warp_split_n_kernel(
         BY_BLOCK: as of ``warp_split_k_kernel``.
         PDL: launched before what makes x has ended.
     """
-    ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, 32], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, 32], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M, 32], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -441,14 +487,15 @@ def warp_split_n_kernel(
         mbarrier.init(empty.index(i), count=1)
     if PDL:
         gdc_launch_dependents()
+    ring = Ring(w_ring, x_ring, full, empty)
+    gemm = Gemm(x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k)
     gl.warp_specialize(
         [
             (_consume_split_n, (
-                ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles,
-                groups, x_scale_token, x_scale_k, BLOCK_N, BLOCK_M, WARPS, STAGES, BY_BLOCK, PDL,
+                ring, gemm, BLOCK_N, BLOCK_M, WARPS, STAGES, BY_BLOCK, PDL,
             )),
             (produce, (
-                x_desc, w_desc, ring, x_ring, full, empty, n, k_blocks, tiles, BLOCK_N,
+                x_desc, w_desc, ring, n, k_blocks, tiles, BLOCK_N,
                 (BLOCK_N + BLOCK_M) * 128, 1, 32, STAGES, PDL,
             )),
         ],
@@ -458,12 +505,12 @@ def warp_split_n_kernel(
 
 
 @gluon.jit
-def _issue_wgmma(ring, x_ring, full, step, zeros, STAGES: gl.constexpr):
+def _issue_wgmma(ring, step, zeros, STAGES: gl.constexpr):
     """Issue the product of a stage."""
     slot = step % STAGES
-    mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+    mbarrier.wait(ring.full.index(slot), (step // STAGES) & 1)
     return warpgroup_mma(
-        x_ring.index(slot), ring.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+        ring.x.index(slot), ring.w.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
 
 
@@ -474,11 +521,11 @@ def _rescale(product, x_scale, w_scale):
 
 @gluon.jit
 def _consume_wgmma(
-    ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles, groups,
-    x_scale_token, x_scale_k,
+    ring, gemm,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
+    x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k = gemm
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, BLOCK_N, 32])
     first = gl.program_id(0)
     ctas = gl.num_programs(0)
@@ -509,23 +556,23 @@ def _consume_wgmma(
                     gl.load(f_at + 3 * x_scale_k, mask=inside, other=0.0),
                     gl.load(s_at + 3),
                 )
-            p1 = _issue_wgmma(ring, x_ring, full, step, zeros, STAGES)
-            p2 = _issue_wgmma(ring, x_ring, full, step + 1, zeros, STAGES)
+            p1 = _issue_wgmma(ring, step, zeros, STAGES)
+            p2 = _issue_wgmma(ring, step + 1, zeros, STAGES)
             if IN_FLIGHT == 4:
-                p3 = _issue_wgmma(ring, x_ring, full, step + 2, zeros, STAGES)
-                p4 = _issue_wgmma(ring, x_ring, full, step + 3, zeros, STAGES)
+                p3 = _issue_wgmma(ring, step + 2, zeros, STAGES)
+                p4 = _issue_wgmma(ring, step + 3, zeros, STAGES)
             p1 = warpgroup_mma_wait(IN_FLIGHT - 1, [p1])
-            mbarrier.arrive(empty.index(step % STAGES))
+            mbarrier.arrive(ring.empty.index(step % STAGES))
             sums += _rescale(p1, x1, w1)
             p2 = warpgroup_mma_wait(IN_FLIGHT - 2, [p2])
-            mbarrier.arrive(empty.index((step + 1) % STAGES))
+            mbarrier.arrive(ring.empty.index((step + 1) % STAGES))
             sums += _rescale(p2, x2, w2)
             if IN_FLIGHT == 4:
                 p3 = warpgroup_mma_wait(1, [p3])
-                mbarrier.arrive(empty.index((step + 2) % STAGES))
+                mbarrier.arrive(ring.empty.index((step + 2) % STAGES))
                 sums += _rescale(p3, x3, w3)
                 p4 = warpgroup_mma_wait(0, [p4])
-                mbarrier.arrive(empty.index((step + 3) % STAGES))
+                mbarrier.arrive(ring.empty.index((step + 3) % STAGES))
                 sums += _rescale(p4, x4, w4)
             f_at += IN_FLIGHT * x_scale_k
             s_at += IN_FLIGHT
@@ -564,7 +611,7 @@ def fp8_wgmma_kernel(
         IN_FLIGHT: products in flight, 2 or 4.
         PDL: launched before what makes x has ended.
     """
-    ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, 128], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, 128], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -573,14 +620,15 @@ def fp8_wgmma_kernel(
         mbarrier.init(empty.index(i), count=1)
     if PDL:
         gdc_launch_dependents()
+    ring = Ring(w_ring, x_ring, full, empty)
+    gemm = Gemm(x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k)
     gl.warp_specialize(
         [
             (_consume_wgmma, (
-                ring, x_ring, full, empty, x_scales, scales, out, tokens, n, k_blocks, tiles,
-                groups, x_scale_token, x_scale_k, BLOCK_N, BLOCK_M, STAGES, IN_FLIGHT, PDL,
+                ring, gemm, BLOCK_N, BLOCK_M, STAGES, IN_FLIGHT, PDL,
             )),
             (produce, (
-                x_desc, w_desc, ring, x_ring, full, empty, n, k_blocks, tiles, BLOCK_N,
+                x_desc, w_desc, ring, n, k_blocks, tiles, BLOCK_N,
                 (BLOCK_N + BLOCK_M) * 128, 1, 128, STAGES, PDL,
             )),
         ],
