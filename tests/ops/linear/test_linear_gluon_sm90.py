@@ -79,7 +79,7 @@ def warp_split_k(x, x_scales, w, scales, rows, warps, programs, columns=8, stage
         warp_split_k_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out,
         tokens, n, width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2),
         BLOCK_N=rows, BLOCK_M=columns, WARPS=warps,
-        STAGES=stages, BY_BLOCK=x_scales.stride(0) == 1, BF16=False,
+        STAGES=stages, MN_MAJOR=x_scales.stride(0) == 1, BF16=False,
         PDL=True,
     )  # fmt: skip
     return out
@@ -97,7 +97,7 @@ def warp_split_n(x, x_scales, w, scales, rows, warps, programs, columns=8, stage
         warp_split_n_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out,
         tokens, n, width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2),
         BLOCK_N=rows, BLOCK_M=columns, WARPS=warps,
-        STAGES=stages, BY_BLOCK=x_scales.stride(0) == 1, PDL=True,
+        STAGES=stages, MN_MAJOR=x_scales.stride(0) == 1, PDL=True,
     )  # fmt: skip
     return out
 
@@ -144,7 +144,7 @@ def test_products_of_bfloat16_in_float32():
     out = torch.full((tokens, 1, n), torch.nan)
     run(
         warp_split_k_kernel, (2, 1), given, None, weight, None, out, tokens, n, runs, n // rows, 1,
-        0, 0, BLOCK_N=rows, BLOCK_M=8, WARPS=warps, STAGES=2, BY_BLOCK=False, BF16=True, PDL=True,
+        0, 0, BLOCK_N=rows, BLOCK_M=8, WARPS=warps, STAGES=2, MN_MAJOR=False, BF16=True, PDL=True,
     )  # fmt: skip
     x, w = x.double(), w.double()
     check(out[:, 0], x @ w.T, x.abs() @ w.abs().T, runs * 64)

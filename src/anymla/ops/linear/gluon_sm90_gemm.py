@@ -241,7 +241,7 @@ def produce(
 def _consume_split_k(
     ring, gemm,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_BLOCK: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
+    MN_MAJOR: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k = gemm
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -269,12 +269,12 @@ def _consume_split_k(
     if PDL:
         gdc_wait()
     if not BF16:
-        if BY_BLOCK:
-            # Rows come in sixteens where their scales lie side by side.
+        if MN_MAJOR:
+            # MN-major scales have memory for rows in multiples of 16.
             x_scale_k = x_scale_k // 16 * 16
-        f_at = gl.expand_dims(column if BY_BLOCK else column * x_scale_token, 0)
+        f_at = gl.expand_dims(column if MN_MAJOR else column * x_scale_token, 0)
         f_at = x_scales + (f_at + gl.expand_dims(k_block * x_scale_k, 1))
-        inside = gl.expand_dims((column // 16 * 16 if BY_BLOCK else column) < tokens, 0)
+        inside = gl.expand_dims((column // 16 * 16 if MN_MAJOR else column) < tokens, 0)
         # Of the step after the one that is multiplied.
         x_tile = first
         x_block = 0
@@ -296,12 +296,12 @@ def _consume_split_k(
                     x_group = x_tile * BLOCK_N // n
                     block = (x_tile * BLOCK_N - x_group * n) // 128
                     s_at = scales + (x_group * blocks + block) * k_blocks + k_block
-                left = gl.where(x_tile < tiles, k_blocks - x_block, 0)
+                remaining = gl.where(x_tile < tiles, k_blocks - x_block, 0)
                 scale = gl.load(
                     f_at + (x_group * k_blocks + x_block) * x_scale_k,
-                    mask=gl.expand_dims(k_block < left, 1) & inside, other=0.0,
+                    mask=gl.expand_dims(k_block < remaining, 1) & inside, other=0.0,
                 )  # fmt: skip
-                w_scale = gl.load(s_at + x_block, mask=k_block < left, other=0)
+                w_scale = gl.load(s_at + x_block, mask=k_block < remaining, other=0)
             slot = step % STAGES
             mbarrier.wait(ring.full.index(slot), (step // STAGES) & 1)
             packed = ring.w.index(slot).load(packed_layout(WARPS, BLOCK_N))
@@ -335,7 +335,7 @@ def warp_split_k_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token,
     x_scale_k,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_BLOCK: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
+    MN_MAJOR: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """X @ w^T with a K block a warp (``warp_split_k``).
 
@@ -357,7 +357,7 @@ def warp_split_k_kernel(
         BLOCK_M: tokens of the tile, at least 8.
         WARPS: of the consumer.
         STAGES: of the ring.
-        BY_BLOCK: x_scale_token is 1; there are scales of as many rows as ``QuantizedRows`` has.
+        MN_MAJOR: x_scale_token is 1; there are scales of as many rows as ``QuantizedRows`` has.
         BF16: both operands are bfloat16, K blocks are 64 channels, and there are no scales.
         PDL: launched before what makes x has ended.
     """
@@ -375,7 +375,7 @@ def warp_split_k_kernel(
     gl.warp_specialize(
         [
             (_consume_split_k, (
-                ring, gemm, BLOCK_N, BLOCK_M, WARPS, STAGES, BY_BLOCK,
+                ring, gemm, BLOCK_N, BLOCK_M, WARPS, STAGES, MN_MAJOR,
                 BF16, PDL,
             )),
             (produce, (
@@ -392,7 +392,7 @@ def warp_split_k_kernel(
 def _consume_split_n(
     ring, gemm,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_BLOCK: gl.constexpr, PDL: gl.constexpr,
+    MN_MAJOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k = gemm
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -407,11 +407,11 @@ def _consume_split_n(
     out_token = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORE))
     if PDL:
         gdc_wait()
-    if BY_BLOCK:
-        # Rows come in sixteens where their scales lie side by side.
+    if MN_MAJOR:
+        # MN-major scales have memory for rows in multiples of 16.
         x_scale_k = x_scale_k // 16 * 16
-    f_at = x_scales + (column if BY_BLOCK else column * x_scale_token)
-    inside = (column // 16 * 16 if BY_BLOCK else column) < tokens
+    f_at = x_scales + (column if MN_MAJOR else column * x_scale_token)
+    inside = (column // 16 * 16 if MN_MAJOR else column) < tokens
     step = 0
     for tile in range(first, tiles, ctas):
         group = tile * BLOCK_N // n
@@ -454,7 +454,7 @@ def warp_split_n_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token,
     x_scale_k,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    BY_BLOCK: gl.constexpr, PDL: gl.constexpr,
+    MN_MAJOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """X @ w^T with rows of the weight a warp (``warp_split_n``).
 
@@ -475,7 +475,7 @@ def warp_split_n_kernel(
         BLOCK_M: tokens of the tile, at least 8.
         WARPS: of the consumer.
         STAGES: of the ring.
-        BY_BLOCK: as of ``warp_split_k_kernel``.
+        MN_MAJOR: as of ``warp_split_k_kernel``.
         PDL: launched before what makes x has ended.
     """
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, 32], w_desc.layout)
@@ -492,7 +492,7 @@ def warp_split_n_kernel(
     gl.warp_specialize(
         [
             (_consume_split_n, (
-                ring, gemm, BLOCK_N, BLOCK_M, WARPS, STAGES, BY_BLOCK, PDL,
+                ring, gemm, BLOCK_N, BLOCK_M, WARPS, STAGES, MN_MAJOR, PDL,
             )),
             (produce, (
                 x_desc, w_desc, ring, n, k_blocks, tiles, BLOCK_N,

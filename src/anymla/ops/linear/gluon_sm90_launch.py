@@ -123,7 +123,7 @@ def launch_gemm(
         )  # fmt: skip
         return out
     constants |= {"BLOCK_M": config.block_m, "WARPS": config.warps}
-    constants["BY_BLOCK"] = x_scales.stride(0) == 1
+    constants["MN_MAJOR"] = x_scales.stride(0) == 1
     if config.kernel == "warp_split_n":
         warp_split_n_kernel[grid](
             _row_descriptor(*given, torch.int32), x_scales, _row_descriptor(*weight, torch.int32),
@@ -147,7 +147,7 @@ def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int, pdl: bool
         _blocked_descriptor(_aligned(x), tokens, k_blocks, config.block_m, config.warps), None,
         _blocked_descriptor(w, n, k_blocks, config.block_n, config.warps), None, out, tokens, n,
         k_blocks, tiles, 1, 0, 0, BLOCK_N=config.block_n, BLOCK_M=config.block_m,
-        WARPS=config.warps, STAGES=config.stages, BY_BLOCK=False, BF16=True,
+        WARPS=config.warps, STAGES=config.stages, MN_MAJOR=False, BF16=True,
         **_options(config, x, pdl),
     )  # fmt: skip
     return out
@@ -215,7 +215,7 @@ def _build(target: Target, config: Sm90Config, scales: str | None) -> Build:
     if wgmma:
         constants |= {"BLOCK_M": config.block_m, "IN_FLIGHT": config.in_flight}
     else:
-        constants |= {"BLOCK_M": config.block_m, "WARPS": config.warps, "BY_BLOCK": bool(scales)}
+        constants |= {"BLOCK_M": config.block_m, "WARPS": config.warps, "MN_MAJOR": bool(scales)}
     if split_k:
         constants["BF16"] = scales is None
     if scales is None:

@@ -231,7 +231,7 @@ def grouped_output_projection(
     """Rotate the heads back, then project every group of heads with its own matrix.
 
     ``z[t, g] = wo_a[g] @ concat of R^-1(position t) o[t, h] over the heads h of group g``, heads in
-    their natural order. R^-1 turns the last rope_dim channels of a head by minus the query's angle.
+    their natural order. R^-1 rotates a head's last rope_dim channels by minus the query's angle.
 
     Args:
         o: [T, H, D] floating point, H a multiple of G.
