@@ -1,4 +1,4 @@
-"""Hopper's stream of experts on the host: the kernel's own text, see ``anymla.testing.gluon``."""
+"""Hopper's grouped GEMMs on the host: the kernel's own text, see ``anymla.testing.gluon``."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ pytest.importorskip("triton")
 
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.mxfp4 import quantize_mxfp4
-from anymla.ops.moe import config, experts, triton_prepare
+from anymla.ops.moe import config, experts
 from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
+from anymla.ops.moe.triton_align import align_and_quantize
 from anymla.ops.registry import Support
 from anymla.testing.gluon import run
 from anymla.testing.tolerance import assert_close, assert_identical, ulps
@@ -44,20 +45,46 @@ def plan(ids, columns, experts=E):
     return torch.tensor(order, dtype=torch.int32), table, most
 
 
-def launched(x, x_scales, weights, made, tensors, out, columns, form):
-    """One of the two products by a kernel of ``form``: programs, rows, channels, LATER."""
-    programs, rows, channels, later = form
+def launched(x, x_scales, weights, made, tensors, out, columns, config_):
+    """One of the two products by a kernel of ``config_``: CTAs, rows, channels, IN_FLIGHT."""
+    ctas, rows, channels, in_flight = config_
     order, table, most = made
     matrices = [each for tensor in tensors for each in (tensor, tensor.stride(0), None)]
     up = len(tensors) == 4
     width = x.shape[1]
     run(
-        grouped_gemm_kernel, programs, x, x_scales, weights, order, table, *matrices,
+        grouped_gemm_kernel, ctas, x, x_scales, weights, order, table, *matrices,
         *([] if up else [None] * 6), out, most, LIMIT, K=width, OUT=out.shape[1],
         PER_TOKEN=K if up else 1, M=rows, N=columns, CHUNK=channels,
-        STAGES=width // channels - 1, UP=up, W_UNIT=1, WARPS=rows // 16, TOGETHER=1, BATCH=2,
-        LATER=later, PDL=True, num_warps=rows // 16,
+        STAGES=width // channels - 1, UP=up, W_UNIT=1, WARPS=rows // 16, CTAS_PER_SM=1,
+        BATCH=2, IN_FLIGHT=in_flight, PDL=True, num_warps=rows // 16,
     )  # fmt: skip
+
+
+def random_matrices():
+    """Codes and scales of w1 and w3 together, and of w2."""
+    w1, w3, w2 = (torch.randn(E, n, k) / 9 for n, k in ((I, D), (I, D), (D, I)))
+    # What one access reads is in one tensor here.
+    return (*quantize_mxfp4(torch.stack((w1, w3))), *quantize_mxfp4(w2))
+
+
+def both(x, ids, weights, matrices, columns, up, down):
+    """The sum over a token's experts by the kernels, and by the reference."""
+    tokens, (w13, s13, w2, s2) = len(x), matrices
+    made = plan(ids, columns)
+    inner, results = (torch.full((tokens * K, n), torch.nan).bfloat16() for n in (I, D))
+    flat = weights.flatten()
+    launched(*operands(x), flat, made, (w13[0], s13[0], w13[1], s13[1]), inner, columns, up)
+    launched(inner, None, flat, made, (w2, s2), results, columns, down)
+    here = ((ids >= 0) & (ids < E)).flatten()
+    assert results[~here].isnan().all()
+    results[~here] = 0
+    got = results.view(tokens, K, D).float().sum(1).bfloat16()
+    want = experts(
+        x, ids, weights, *(list(w) for w in (*w13, w2)), *(list(s) for s in (*s13, s2)),
+        weight_format="mxfp4", swiglu_limit=LIMIT, quantize_activations=True, backend="reference",
+    )  # fmt: skip
+    return got, want
 
 
 @pytest.mark.parametrize(
@@ -67,32 +94,32 @@ def launched(x, x_scales, weights, made, tensors, out, columns, form):
         (11, 16, (4, 128, 256, 0), (3, 64, 256, 4)),
     ],
 )
-def test_the_stream_of_experts(tokens, columns, up, down):
-    w1, w3, w2 = (torch.randn(E, n, k) / 9 for n, k in ((I, D), (I, D), (D, I)))
-    # What one access reads is in one tensor here.
-    (w13, s13), (w2, s2) = quantize_mxfp4(torch.stack((w1, w3))), quantize_mxfp4(w2)
+def test_grouped_gemms(tokens, columns, up, down):
+    matrices = random_matrices()
+    s2 = matrices[3]
     s2[1, 5, 3], s2[1, 9, 2] = 0, 255
     x, weights = torch.randn(tokens, D).bfloat16(), torch.rand(tokens, K)
     ids = torch.rand(tokens, E).argsort(1)[:, :K].int()
     ids[0, 0] = E + 3
-    made = plan(ids, columns)
-    inner, results = (torch.full((tokens * K, n), torch.nan).bfloat16() for n in (I, D))
-    flat = weights.flatten()
-    launched(*operands(x), flat, made, (w13[0], s13[0], w13[1], s13[1]), inner, columns, up)
-    launched(inner, None, flat, made, (w2, s2), results, columns, down)
-    here = (ids < E).flatten()
-    assert results[~here].isnan().all()
-    results[~here] = 0
-    got = results.view(tokens, K, D).float().sum(1).bfloat16()
-    want = experts(
-        x, ids, weights, *(list(w) for w in (*w13, w2)), *(list(s) for s in (*s13, s2)),
-        weight_format="mxfp4", swiglu_limit=LIMIT, quantize_activations=True, backend="reference",
-    )  # fmt: skip
+    got, want = both(x, ids, weights, matrices, columns, up, down)
     spoiled = want.isnan()
     assert torch.equal(got.isnan(), spoiled)
     assert spoiled.any() == (ids == 1).any()
     # Sums in another order, after which a value may round the other way.
     assert_close(got[~spoiled], want[~spoiled], atol=ulps(torch.bfloat16, 4))
+
+
+def test_one_token_is_a_row_of_two():
+    # Rows of an instruction's result do not meet, and each token's sums are in the same order.
+    matrices, columns, tiles = random_matrices(), 8, ((3, 64, 256, 4), (2, 128, 256, 0))
+    x, weights = torch.randn(2, D).bfloat16(), torch.rand(2, K)
+    ids = torch.tensor([[2, E + 1], [-1, 2]], dtype=torch.int32)
+    together, _ = both(x, ids, weights, matrices, columns, *tiles)
+    for t in range(2):
+        row = slice(t, t + 1)
+        alone, want = both(x[row], ids[row], weights[row], matrices, columns, *tiles)
+        assert_identical(alone, together[row])
+        assert_close(alone, want, atol=ulps(torch.bfloat16, 4))
 
 
 @pytest.mark.parametrize(
@@ -102,15 +129,13 @@ def test_pairs_by_expert_and_operands(tokens, columns, count):
     ids = torch.rand(tokens, count).argsort(1)[:, :K].int() + 3
     ids[0, 0], ids[-1, 1] = -1, count + 3
     x = torch.randn(tokens, 128).bfloat16()
-    matrices = [[torch.empty(I, 64, dtype=torch.uint8)] * count] * 3
-    call = triton_prepare.Call(x, ids, torch.rand(tokens, K), matrices, [], "mxfp4", 0.0, True, 3)
-    coded, scales, made = triton_prepare.prepare(call, columns)
+    coded, scales, made = align_and_quantize(x, ids, count, 3, columns)
     order, table, most = plan(ids - 3, columns, count)
-    assert made.most == most
-    assert_identical(made.order[: len(order)], order)
+    assert made.count == most
+    assert_identical(made.sorted_pairs[: len(order)], order)
     blocks = int(table[-1])
-    assert made.table[-1] == blocks
-    got, want = made.table[:-1].view(3, most), table[:-1].view(3, most)
+    assert made.blocks[-1] == blocks
+    got, want = made.blocks[:-1].view(3, most), table[:-1].view(3, most)
     assert_identical(got[:, :blocks], want[:, :blocks])
     want_codes, want_scales = operands(x)
     assert_identical(coded, want_codes)

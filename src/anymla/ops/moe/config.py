@@ -1,6 +1,14 @@
-"""Configs of the grouped GEMM of MXFP4 experts on Hopper, and which calls it takes.
+"""Every choice of the experts' and routers' kernels, as pure functions of shapes and the target.
 
-Measured on an H200 (docs/performance/experts.md).
+The experts are two grouped GEMMs, of w1 and w3 together and of w2, whose rows are (token, expert)
+pairs grouped by expert in blocks of ``block_m``:
+
+- "gluon_sm90" (``choose_sm90_config``): MXFP4 weights and quantised activations, few pairs an
+  expert; persistent CTAs load the weights without a gap between work tiles.
+- "triton" (``choose_config``): with ``swap_ab`` rows of the weight are rows of the matrix
+  instruction, and it goes from memory into registers without masks; else any format and size.
+
+Thresholds were measured on an H200; docs/performance/experts.md has the rows named beside them.
 """
 
 from __future__ import annotations
@@ -10,13 +18,16 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from anymla.ops.device import TARGETS, runs_gluon, triton_support
+from anymla.ops._gemm_config import choose_tile, operand_dtype, uses_wgmma
+from anymla.ops.device import TARGETS, Target, runs_gluon, triton_support
+from anymla.ops.moe.inputs import expected_alignment
+from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
 from anymla.ops.registry import Support
 
-# Pairs of an expert, on average, up to which blocks of so many nearly always hold all of them.
-_SHARES = ((3, 8), (9, 16), (26, 32))
+# --- experts on Hopper ---------------------------------------------------------------------------
+
 _SHARED = TARGETS["sm_90"].shared_bytes
-_SHARED_TOGETHER = _SHARED + 1024
+_SHARED_OF_SM = _SHARED + 1024
 _RESERVED = 1024  # of a CTA
 
 
@@ -25,76 +36,72 @@ class Sm90Config:
     """Tile and pipeline of one grouped GEMM.
 
     Attributes:
-        columns: pairs of a block.
-        rows: of a tile, 16 a warp.
-        channels: of a stage.
+        block_m: pairs of a block.
+        block_n: rows of the weight, 16 a warp.
+        block_k: channels of a stage.
         stages: of the ring.
         ctas_per_sm: resident at a time.
-        later: products in flight while those before are added up.
-        batch: of w2's input, runs that are quantised at once.
+        in_flight: products in flight while those before are added up.
+        quantize_batch: of w2's input, quant blocks of a row that are loaded at once.
     """
 
-    columns: int
-    rows: int
-    channels: int
+    block_m: int
+    block_n: int
+    block_k: int
     stages: int
     ctas_per_sm: int
-    later: int
-    batch: int = 1
+    in_flight: int
+    quantize_batch: int = 1
 
 
-_CONFIGS = {
-    8: (
+# Pairs an expert up to which a block nearly always holds all of them; configs of w1 and w3, and of
+# w2, the first that fits shared memory. V4-Flash and V4-Pro with 32 experts:
+_SM90_CONFIGS = (
+    # 1, 2 and 8 tokens of both; 128 tokens and 256 experts.
+    (
+        3,
         (Sm90Config(8, 64, 512, 2, 3, 4), Sm90Config(8, 64, 512, 4, 2, 4)),
         (Sm90Config(8, 64, 512, 3, 3, 4, 8),),
     ),
-    # V4-Pro's 16 columns fit with one CTA of 128 rows only. By themselves they are 3 % slower
-    # than not streamed, a layer is 3 to 6 % faster: what does not stream is not launched early.
-    16: (
+    # 32 tokens. V4-Pro's fit with one CTA of 128 rows only; by themselves they are 3 % slower than
+    # Triton's, a layer is 3 to 6 % faster, since those of Triton do not use PDL.
+    (
+        9,
         (Sm90Config(16, 64, 512, 2, 2, 4), Sm90Config(16, 128, 512, 4, 1, 4)),
         (Sm90Config(16, 64, 512, 3, 2, 4, 4), Sm90Config(16, 128, 512, 3, 1, 4, 4)),
     ),
-    32: ((Sm90Config(32, 128, 512, 2, 1, 0),), (Sm90Config(32, 128, 512, 3, 1, 0, 2),)),
-}
+    # V4-Flash, 128 tokens.
+    (26, (Sm90Config(32, 128, 512, 2, 1, 0),), (Sm90Config(32, 128, 512, 3, 1, 0, 2),)),
+)
 
 
 def _fitted(configs: tuple[Sm90Config, ...], width: int) -> Sm90Config | None:
     """The first of which shared memory holds two stages or more, with as many as it holds."""
     for config in configs:
-        for channels in (512, 256):
-            rows = config.columns * width + config.columns * (width // 128) * 4
-            factors = config.rows * (channels // 32) * 4
-            stage = config.rows * (channels // 2 + channels // 32)
-            memory = min(_SHARED, _SHARED_TOGETHER // config.ctas_per_sm - _RESERVED)
+        for block_k in (512, 256):
+            activations = config.block_m * width + config.block_m * (width // 128) * 4
+            factors = config.block_n * (block_k // 32) * 4
+            stage = config.block_n * (block_k // 2 + block_k // 32)
+            memory = min(_SHARED, _SHARED_OF_SM // config.ctas_per_sm - _RESERVED)
             stages = min(
-                (memory - rows - factors) // stage,
-                config.stages * config.channels // channels,
-                width // channels - 1,
+                (memory - activations - factors) // stage,
+                config.stages * config.block_k // block_k,
+                width // block_k - 1,
             )
-            if width % channels == 0 and stages >= 2:
-                return dataclasses.replace(config, channels=channels, stages=stages)
+            if width % block_k == 0 and stages >= 2:
+                return dataclasses.replace(config, block_k=block_k, stages=stages)
     return None
 
 
-def sm90_configs(pairs: int, sizes: tuple[int, int, int]) -> tuple[Sm90Config, Sm90Config] | None:
-    """For w1 and w3, and for w2; None if there is none.
-
-    Args:
-        pairs: how many.
-        sizes: experts, their inner size, hidden size.
-    """
-    experts, inner, d = sizes
-    for share, columns in _SHARES:
-        if pairs <= share * experts:
-            up, down = (
-                _fitted(choice, width)
-                for choice, width in zip(_CONFIGS[columns], (d, inner), strict=True)
-            )
-            if up is None or down is None or 2 * inner % up.rows or d % down.rows:
+def choose_sm90_config(shape: ExpertsShape) -> tuple[Sm90Config, Sm90Config] | None:
+    """For w1 and w3, and for w2; None if there is none."""
+    for most, ups, downs in _SM90_CONFIGS:
+        if shape.pairs <= most * shape.experts:
+            up, down = _fitted(ups, shape.d), _fitted(downs, shape.inner)
+            if up is None or down is None:
                 return None
-            if inner // 128 % down.batch:
-                return None
-            return up, down
+            whole = not (2 * shape.inner % up.block_n or shape.d % down.block_n)
+            return (up, down) if whole and not shape.inner // 128 % down.quantize_batch else None
     return None
 
 
@@ -125,17 +132,202 @@ def gluon_support(
         return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
     if not w1 or not ids.numel():
         return Support(False, "at least one expert and one pair")
-    sizes = len(w1), w1[0].shape[0], x.shape[1]
-    if sizes[1] % 128 or sizes[2] % 128:
-        return Support(False, f"whole blocks of 128 channels, got {sizes[1:]}")
-    if sm90_configs(ids.numel(), sizes) is None:
+    (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
+    if inner % 128 or d % 128:
+        return Support(False, f"whole blocks of 128 channels, got {(inner, d)}")
+    if choose_sm90_config(ExpertsShape(tokens, k, len(w1), inner, d)) is None:
         return Support(False, f"few pairs of experts that fit shared memory, got {ids.numel()}")
-    matrices, scales = (*w1, *w3, *w2), (*s1, *s3, *s2)
-    if not (_aligned(matrices, 16) and _aligned(scales, 4)):
+    matrices, scales = (w1, w3, w2), (s1, s3, s2)
+    if min(map(expected_alignment, matrices)) < 16 or min(map(expected_alignment, scales)) < 4:
         return Support(False, "matrices at multiples of 16 bytes, scales at multiples of 4")
     return Support(True)
 
 
-def _aligned(tensors: tuple[Tensor, ...], size: int) -> bool:
-    """Whether all begin at multiples of so many bytes; copies, made contiguous, do."""
-    return not any(each.data_ptr() % size and each.is_contiguous() for each in tensors)
+# --- experts by Triton ---------------------------------------------------------------------------
+
+# Up to so many pairs each is a block of its own: grouping them would cost a launch. Without
+# ``swap_ab``; with it, one token's pairs are of different experts anyway.
+_MAX_UNGROUPED_PAIRS = 64
+# Without ``swap_ab``: pairs of the largest block.
+_MAX_BLOCK_M = 64
+# Targets whose matrix instructions read the decoded weight from shared memory.
+OPERANDS_IN_SHARED = ("sm_90", "sm_100")
+# MXFP4 with ``swap_ab``: up to so many pairs an expert, scales are factors of sums of 32 channels;
+# beyond, they are multiplied into bfloat16 operands, once for all columns. V4-Flash, 32 experts:
+# 32 tokens (6 pairs an expert) and 128 (24).
+_MAX_SCALED_SUMS = 12
+# Up to so many, twice the CTAs are worth more than larger tiles. V4-Flash, 32 experts, 8 tokens.
+_MAX_SMALL_TILES = 3
+# Block of pairs and of channels up to so many pairs an expert. V4-Flash, 32 experts: 128, 256 and
+# 4,096 tokens.
+_BF16_TILES = ((32, 32, 128), (48, 64, 64), (float("inf"), 128, 64))
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """Tile of the Triton grouped GEMMs.
+
+    Attributes:
+        swap_ab: rows of the weight are rows of the matrix instruction, pairs its columns.
+        grouped: pairs of an expert share blocks; otherwise each pair is a block of its own.
+        block_m: pairs of a block.
+        block_n: rows of the weight; with ``swap_ab`` those of w1 and w3 together.
+        block_k: channels of a step.
+        operand: dtype of the instruction's operands.
+        num_warps: of a CTA.
+        num_stages: pipeline depth.
+        wide_loads: with ``swap_ab``, all that a step reads of a row of the weight is one load.
+    """
+
+    swap_ab: bool
+    grouped: bool
+    block_m: int
+    block_n: int
+    block_k: int
+    operand: torch.dtype
+    num_warps: int
+    num_stages: int
+    wide_loads: bool = False
+
+
+def choose_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> GemmConfig:
+    """The config for pairs that are spread evenly over the experts."""
+    if _takes_swap_ab(shape, formats, target):
+        return _swap_ab_config(shape, formats, target)
+    operand = operand_dtype(formats.x, formats.weight, formats.stored, formats.quantized, target)
+    grouped = shape.pairs > _MAX_UNGROUPED_PAIRS
+    rows = min(_MAX_BLOCK_M, shape.pairs // max(1, shape.experts)) if grouped else 1
+    tile = choose_tile(rows, operand, target)
+    block_k = tile.block_k
+    if tile.block_m == _MAX_BLOCK_M and target.name not in OPERANDS_IN_SHARED:
+        # Operands pass through registers there, and decoding takes more of them.
+        block_k = 32
+    return GemmConfig(
+        False, grouped, tile.block_m, tile.block_n, block_k, operand, tile.num_warps,
+        tile.num_stages,
+    )  # fmt: skip
+
+
+def _takes_swap_ab(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> bool:
+    """Whole quant blocks and tiles, at addresses for wide loads."""
+    if formats.weight == "fp8":
+        # Wide rows of codes do not fit the registers of RDNA.
+        known, scale_alignment = formats.quantized and not target.narrow, 1
+    else:
+        known = formats.weight == "mxfp4" and (formats.quantized or formats.x is torch.bfloat16)
+        scale_alignment = 4
+    whole = shape.inner % 128 == shape.d % 128 == 0
+    aligned = formats.weight_alignment >= 16 and formats.scale_alignment >= scale_alignment
+    return known and whole and aligned
+
+
+def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> GemmConfig:
+    grouped, share = shape.tokens > 1, shape.pairs_per_expert
+    if formats.weight == "fp8":
+        # Hopper's sums of 128 products of e4m3 would keep 13 bits.
+        return GemmConfig(True, grouped, 16, 64, 128, torch.float16, 4, 4)
+    if not formats.quantized or share > _MAX_SCALED_SUMS:
+        block_m, block_k = next((m, k) for most, m, k in _BF16_TILES if share <= most)
+        block_m = min(block_m, 64) if target.narrow else block_m
+        return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, 3)
+    operand = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
+    if not uses_wgmma(target):
+        return GemmConfig(True, grouped, 16, 64, 128, operand, 4, 4)
+    # A warpgroup waits for its products, the less often the longer a step is.
+    block_n = 64 if share <= _MAX_SMALL_TILES else 128
+    block_k = 128 if shape.inner % 256 or shape.d % 256 else 256
+    return GemmConfig(True, grouped, 16, block_n, block_k, operand, 4, 3, wide_loads=True)
+
+
+# --- grouping of pairs, and what is elementwise --------------------------------------------------
+
+# Pairs that a CTA of the alignment, channels that one of the combine and of SwiGLU takes at once.
+ALIGN_PAIRS = 1024
+COMBINE_CHANNELS = 1024
+SWIGLU_CHANNELS = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignConfig:
+    """How blocks without gaps are found; a CTA is an expert's.
+
+    Attributes:
+        experts: a power of two that is not below their number.
+        compared: pairs that are compared with all experts at once, as many as registers hold.
+        placed: pairs among which an expert finds its own at once.
+        num_warps: of a CTA; it also quantises so many quant blocks.
+    """
+
+    experts: int
+    compared: int
+    placed: int
+    num_warps: int
+
+
+def choose_align_config(pairs: int, experts: int) -> AlignConfig:
+    """V4-Flash, 256 experts, 128 tokens: 22 us, and 56 with 64 pairs at once."""
+    few, padded = experts <= 64, next_power_of_2(experts)
+    compared = (1 << 15 if few else 1 << 14) // padded
+    pairs = max(16, next_power_of_2(pairs))
+    return AlignConfig(
+        padded, max(16, min(pairs, compared)), min(pairs, ALIGN_PAIRS), 8 if few else 16
+    )
+
+
+# --- routers -------------------------------------------------------------------------------------
+
+# CTAs that are enough for the scores' GEMM, and the shortest split of its channels.
+_ROUTER_CTAS, _SHORTEST_SPLIT = 256, 256
+# Up to here a token is one warp's, whose threads find its experts by themselves.
+_MAX_WARP_TOKENS = 512
+# Scores of a CTA of more tokens, and the most tokens it takes.
+_ROUTE_SCORES, _MAX_ROUTE_TOKENS = 2048, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """Tiles of the scores' GEMM, and of the top-k.
+
+    Attributes:
+        block_m: tokens of a tile of scores.
+        block_n: its experts.
+        block_k: channels of a step.
+        split: channels of a split.
+        splits: how many.
+        route_tokens: of a CTA that finds the top-k.
+        experts: a power of two that is not below their number.
+        unroll: splits that are loaded at once.
+        route_warps: of a CTA that finds the top-k.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split: int
+    splits: int
+    route_tokens: int
+    experts: int
+    unroll: int
+    route_warps: int
+
+
+def choose_router_config(tokens: int, experts: int, width: int, same_dtype: bool) -> RouterConfig:
+    """Tiles for a call; ``same_dtype`` if matrix instructions take both operands as they are."""
+    block_m, block_n, block_k = (16, 32, 32 if not same_dtype else 64)
+    if same_dtype and tokens > 16:
+        block_m, block_n = 64, 64
+    tiles = -(-experts // block_n) * -(-tokens // block_m)
+    splits = max(1, min(_ROUTER_CTAS // max(1, tiles), width // _SHORTEST_SPLIT))
+    split = -(-width // (splits * block_k)) * block_k
+    padded = next_power_of_2(experts)
+    if tokens <= _MAX_WARP_TOKENS:
+        # One by one, loads of splits would take most of the kernel's time.
+        route = (1, padded, 8 if padded <= 256 else 4, 1)
+    else:
+        route = (max(1, min(_MAX_ROUTE_TOKENS, _ROUTE_SCORES // padded)), padded, 1, 4)
+    return RouterConfig(block_m, block_n, block_k, split, -(-width // split), *route)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below n; 1 of none."""
+    return 1 << max(0, n - 1).bit_length()

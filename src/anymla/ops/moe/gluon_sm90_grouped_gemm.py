@@ -1,4 +1,4 @@
-"""Grouped GEMM of MXFP4 experts for few tokens on Hopper: a persistent stream of weights.
+"""Grouped GEMM of MXFP4 experts for few tokens on Hopper: persistent CTAs.
 
     work tile   M rows of the weight for a block of pairs; tiles, block after block, are shared out
                 evenly among CTAs, as many as are resident at once
@@ -9,9 +9,9 @@ tiles or blocks; the activations of a block stay in shared memory for all its ti
 is less than a tile's number of stages: a new block's activations then replace what has been used by
 the last tile before.
 
-w2's CTAs load weights before they wait. The plan that says which is then there, because w1's kernel
-has waited for it before it lets them start; it is read past the first-level cache, which may hold
-what was at its place before.
+w2's CTAs load weights before they wait. The blocks that say which are then there, because w1's
+kernel has waited for them before it lets w2's start; they are read past the first-level cache,
+which may hold what was at their place before.
 
 Rows of the weight are rows of the matrix instruction, tokens its columns (swap AB). Eight codes are
 a packed int32, which becomes e4m3 operands in registers (``formats.triton_words``); activations lie
@@ -107,11 +107,11 @@ def _issue_wgmma(words, x, number, ACC: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _wait_and_scale(parts, factor, ACC: gl.constexpr, LATER: gl.constexpr):
-    """Their sum with factors [M, 4]; LATER products may still be in flight."""
+def _wait_and_scale(parts, factor, ACC: gl.constexpr, IN_FLIGHT: gl.constexpr):
+    """Their sum with factors [M, 4]; IN_FLIGHT products may still be in flight."""
     p0, p1, p2, p3 = parts
     f0, f1, f2, f3 = _split4(factor)
-    p0, p1, p2, p3 = warpgroup_mma_wait(LATER, deps=[p0, p1, p2, p3])
+    p0, p1, p2, p3 = warpgroup_mma_wait(IN_FLIGHT, deps=[p0, p1, p2, p3])
     total = p0 * _as_column(f0, ACC) + p1 * _as_column(f1, ACC)
     return total + p2 * _as_column(f2, ACC) + p3 * _as_column(f3, ACC)
 
@@ -132,13 +132,13 @@ def _split2(words):
 
 
 @gluon.jit
-def _x_scale(x_factor, run, RC: gl.constexpr):
-    """Factors [1, N] of what a run's products add up to."""
-    return gl.expand_dims(x_factor.index(run).load(RC) * _UNIT, 0)
+def _x_scale(x_factor, qb, RC: gl.constexpr):
+    """Factors [1, N] of what the products of a quant block add up to."""
+    return gl.expand_dims(x_factor.index(qb).load(RC) * _UNIT, 0)
 
 
 @gluon.jit
-def _quantise_block(value, x_bytes, x_factor, run, N: gl.constexpr, L: gl.constexpr):
+def _quantize_block(value, x_bytes, x_factor, qb, N: gl.constexpr, L: gl.constexpr):
     """128 channels [N, 128] as codes in the order of decoded weights, and their scales."""
     value = value.to(gl.float32)
     ratio = gl.maximum(gl.max(gl.abs(value), 1), _FLOOR) * (1.0 / 448.0)
@@ -149,30 +149,30 @@ def _quantise_block(value, x_bytes, x_factor, run, N: gl.constexpr, L: gl.conste
     value = value * gl.expand_dims(inverse.to(gl.float32, bitcast=True), 1)
     codes = value.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
     codes = gl.permute(gl.reshape(codes, [N, 4, 4, 4, 2]), (1, 0, 4, 2, 3))
-    x_bytes.index(run).store(gl.reshape(codes, [4 * N, 32]))
-    x_factor.index(run).store(((exponent + 127) << 23).to(gl.float32, bitcast=True))
+    x_bytes.index(qb).store(gl.reshape(codes, [4 * N, 32]))
+    x_factor.index(qb).store(((exponent + 127) << 23).to(gl.float32, bitcast=True))
 
 
 @gluon.jit
-def _quantise_activations(
-    x, order, blocks, block, count, x_bytes, x_factor,
+def _quantize_activations(
+    x, sorted_pairs, blocks, block, count, x_bytes, x_factor,
     K: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr, BATCH: gl.constexpr,
 ):  # fmt: skip
-    """The rows of a block's pairs, BATCH runs at once."""
+    """The rows of a block's pairs, BATCH quant blocks of each at once."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     column = gl.arange(0, N, layout=gl.SliceLayout(1, L))
     begin = gl.load(blocks + count + block)
     inside = begin + column < gl.load(blocks + 2 * count + block)
-    pair = gl.load(order + begin + column, mask=inside, other=0)
+    pair = gl.load(sorted_pairs + begin + column, mask=inside, other=0)
     channel = gl.arange(0, 128, layout=gl.SliceLayout(0, L))
     at = x + gl.expand_dims(pair.to(gl.int64) * K, 1) + gl.expand_dims(channel, 0)
     inside = gl.expand_dims(inside, 1)
-    for run in range(0, K // 128, BATCH):
+    for qb in range(0, K // 128, BATCH):
         values = ()
         for i in gl.static_range(BATCH):
             values += (gl.load(at + i * 128, mask=inside, other=0.0),)
         for i in gl.static_range(BATCH):
-            _quantise_block(values[i], x_bytes, x_factor, run + i, N, L)
+            _quantize_block(values[i], x_bytes, x_factor, qb + i, N, L)
         at += BATCH * 128
 
 
@@ -191,15 +191,18 @@ def _expert_offset(expert, stride, table, UNIT: gl.constexpr):
 
 @gluon.jit
 def _work_tile(
-    item, blocks, count, w1, w1_stride, w1_table, s1, s1_stride, s1_table,
-    w3, w3_stride, w3_table, s3, s3_stride, s3_table,
+    work_tile, blocks, count, gate, up,
     K: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, UP: gl.constexpr,
     W_UNIT: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile's codes and scales begin, in one matrix or _split2, and its block's places."""
-    block = item // TILES
-    tile = (item - block * TILES).to(gl.int64)
-    # Past the first-level cache: w2's programs read them before they wait.
+    """Where a tile's codes and scales begin, in one matrix or in two, and its block's places.
+
+    ``gate`` and ``up`` are pointer, stride and table of weight and scale: w1's (or w2's) and w3's.
+    """
+    w1, w1_stride, w1_table, s1, s1_stride, s1_table = gate
+    block = work_tile // TILES
+    tile = (work_tile - block * TILES).to(gl.int64)
+    # Past the first-level cache: w2's CTAs read them before they wait.
     expert = gl.load(blocks + block, cache_modifier=".cg")
     place = gl.load(blocks + count + block, cache_modifier=".cg")
     end = gl.load(blocks + 2 * count + block, cache_modifier=".cg")
@@ -208,6 +211,7 @@ def _work_tile(
     wb = wa
     sb = sa
     if UP:
+        w3, w3_stride, w3_table, s3, s3_stride, s3_table = up
         wb = w3 + _expert_offset(expert, w3_stride, w3_table, W_UNIT) + tile * (ROWS * (K // 2))
         sb = s3 + _expert_offset(expert, s3_stride, s3_table, 1) + tile * (ROWS * (K // 32))
     return wa, wb, sa, sb, place, end
@@ -220,9 +224,9 @@ def _load_weights(
 ):  # fmt: skip
     """A stage's codes [M, CHUNK / 8] and scales [M, CHUNK / 128], four of either to a word."""
     C: gl.constexpr = CHUNK // 8
-    RUNS: gl.constexpr = CHUNK // 128
+    K_BLOCKS: gl.constexpr = CHUNK // 128
     FW: gl.constexpr = gl.BlockedLayout([1, 4], [128 // C, C // 4], [WARPS, 1], [1, 0])
-    FS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // RUNS, RUNS], [WARPS, 1], [1, 0])
+    FS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // K_BLOCKS, K_BLOCKS], [WARPS, 1], [1, 0])
     fr = gl.arange(0, M, layout=gl.SliceLayout(1, FW))
     sr = gl.arange(0, M, layout=gl.SliceLayout(1, FS))
     if UP:
@@ -235,23 +239,23 @@ def _load_weights(
     word = gl.arange(0, C, layout=gl.SliceLayout(0, FW))
     _copy(ring, at.to(gl.pointer_type(gl.int32)) + gl.expand_dims(word, 0))
     at = sa + gl.expand_dims(sr * (K // 32), 1) + part * (CHUNK // 32)
-    word = gl.arange(0, RUNS, layout=gl.SliceLayout(0, FS))
+    word = gl.arange(0, K_BLOCKS, layout=gl.SliceLayout(0, FS))
     _copy(scale_ring, at.to(gl.pointer_type(gl.int32)) + gl.expand_dims(word, 0))
 
 
 @gluon.jit
 def _load_activations(
-    x, x_scales, order, x_words, x_factors, place, end, part,
+    x, x_scales, sorted_pairs, x_words, x_factors, place, end, part,
     K: gl.constexpr, N: gl.constexpr, CHUNK: gl.constexpr, PER_TOKEN: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """CHUNK channels of the operands of a block's pairs, and their scales."""
-    RUNS: gl.constexpr = CHUNK // 128
+    K_BLOCKS: gl.constexpr = CHUNK // 128
     FX: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
     FF: gl.constexpr = gl.BlockedLayout([1, 1], [32 // N, N], [WARPS, 1], [1, 0])
     group = gl.arange(0, CHUNK // 32 * N, layout=gl.SliceLayout(1, FX))
     there = place + group % N
-    token = gl.load(order + there, mask=there < end, other=0) // PER_TOKEN
+    token = gl.load(sorted_pairs + there, mask=there < end, other=0) // PER_TOKEN
     at = x + gl.expand_dims(token.to(gl.int64) * K, 1)
     at = at + gl.expand_dims(group // N * 32, 1) + part * CHUNK
     word = gl.arange(0, 8, layout=gl.SliceLayout(0, FX))
@@ -260,15 +264,15 @@ def _load_activations(
         mask=gl.expand_dims(there < end, 1),
     )  # fmt: skip
     there = place + gl.arange(0, N, layout=gl.SliceLayout(0, FF))
-    token = gl.load(order + there, mask=there < end, other=0) // PER_TOKEN
-    run = part * RUNS + gl.arange(0, RUNS, layout=gl.SliceLayout(1, FF))
-    at = x_scales + gl.expand_dims(token.to(gl.int64) * (K // 128), 0) + gl.expand_dims(run, 1)
+    token = gl.load(sorted_pairs + there, mask=there < end, other=0) // PER_TOKEN
+    qb = part * K_BLOCKS + gl.arange(0, K_BLOCKS, layout=gl.SliceLayout(1, FF))
+    at = x_scales + gl.expand_dims(token.to(gl.int64) * (K // 128), 0) + gl.expand_dims(qb, 1)
     _copy(x_factors, at, mask=gl.expand_dims(there < end, 0))
 
 
 @gluon.jit
-def _gated(gate, up, limit):
-    """As ``triton_swiglu.gated``."""
+def _clamped_swiglu(gate, up, limit):
+    """As ``triton_swiglu.clamped_swiglu``."""
     gate = gl.where(gate > limit, limit, gate)
     up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
     return gate / (1.0 + gl.exp(-gate)) * up
@@ -276,17 +280,17 @@ def _gated(gate, up, limit):
 
 @gluon.jit
 def _epilogue(
-    sums, item, weights, order, blocks, count, out, limit,
+    sums, work_tile, weights, sorted_pairs, blocks, count, out, limit,
     OUT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, UP: gl.constexpr,
 ):  # fmt: skip
     """Store a tile's results; with UP after SwiGLU and the pairs' weights."""
     DT: gl.constexpr = out.dtype.element_ty
-    block = item // TILES
-    tile = item - block * TILES
+    block = work_tile // TILES
+    tile = work_tile - block * TILES
     if UP:
         halves = gl.permute(gl.reshape(sums, [M // 16, 2, 8, N]), (0, 2, 3, 1))
         gate, up = gl.split(halves)
-        value = _gated(gate.to(DT).to(gl.float32), up.to(DT).to(gl.float32), limit)
+        value = _clamped_swiglu(gate.to(DT).to(gl.float32), up.to(DT).to(gl.float32), limit)
         value = gl.reshape(value, [M // 2, N])
     else:
         value = sums
@@ -294,7 +298,7 @@ def _epilogue(
     column = gl.arange(0, N, layout=gl.SliceLayout(0, L))
     place = gl.load(blocks + count + block) + column
     inside = place < gl.load(blocks + 2 * count + block)
-    pair = gl.load(order + place, mask=inside, other=0)
+    pair = gl.load(sorted_pairs + place, mask=inside, other=0)
     if UP:
         value = value * gl.expand_dims(gl.load(weights + pair, mask=inside, other=0.0), 0)
     ROWS: gl.constexpr = value.shape[0]
@@ -305,12 +309,12 @@ def _epilogue(
 
 @gluon.jit(do_not_specialize=["count"])
 def grouped_gemm_kernel(
-    x, x_scales, weights, order, blocks, w1, w1_stride, w1_table, s1, s1_stride, s1_table,
+    x, x_scales, weights, sorted_pairs, blocks, w1, w1_stride, w1_table, s1, s1_stride, s1_table,
     w3, w3_stride, w3_table, s3, s3_stride, s3_table, out, count, limit,
     K: gl.constexpr, OUT: gl.constexpr, PER_TOKEN: gl.constexpr, M: gl.constexpr,
     N: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, UP: gl.constexpr,
-    W_UNIT: gl.constexpr, WARPS: gl.constexpr, TOGETHER: gl.constexpr, BATCH: gl.constexpr,
-    LATER: gl.constexpr, PDL: gl.constexpr,
+    W_UNIT: gl.constexpr, WARPS: gl.constexpr, CTAS_PER_SM: gl.constexpr, BATCH: gl.constexpr,
+    IN_FLIGHT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One grouped GEMM: w1 and w3 with SwiGLU (UP), or w2.
 
@@ -318,9 +322,9 @@ def grouped_gemm_kernel(
         x: with UP uint8, e4m3 operands [T, K] in the order of decoded weights, else any [pairs, K].
         x_scales: with UP float32 [T, K / 128].
         weights: float32 pairs' weights, with UP.
-        order: int32, pairs by expert.
-        blocks: int32 [3 * count + 1]: see ``triton_prepare``.
-        w1: uint8, the first expert's codes; its stride and table are those of ``triton_stack``.
+        sorted_pairs: int32, pairs by expert.
+        blocks: int32 [3 * count + 1]: see ``triton_align``.
+        w1: uint8, the first expert's codes; its stride and table are those of ``inputs``.
         w1_stride: likewise.
         w1_table: likewise.
         s1: its scales.
@@ -344,41 +348,45 @@ def grouped_gemm_kernel(
         STAGES: likewise.
         UP: w1 and w3 and what follows them, or w2.
         W_UNIT: of the tables.
-        WARPS: of a program; 16 rows each.
-        TOGETHER: CTAs of an SM.
-        BATCH: runs of w2's input that are quantised at once.
-        LATER: products in flight while those before are added up, 4 or 0.
-        PDL: launched while the kernels before still run.
+        WARPS: of a CTA; 16 rows each.
+        CTAS_PER_SM: CTAs of an SM.
+        BATCH: quant blocks of a row of w2's input that are quantised at once.
+        IN_FLIGHT: products in flight while those before are added up, 4 or 0.
+        PDL: launched while the kernels before still qb.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 32])
     RC: gl.constexpr = gl.SliceLayout(0, ACC)
     C: gl.constexpr = CHUNK // 8
     CHUNKS: gl.constexpr = K // CHUNK
-    RUNS: gl.constexpr = CHUNK // 128
+    K_BLOCKS: gl.constexpr = CHUNK // 128
     ROWS: gl.constexpr = M // 2 if UP else M
     TILES: gl.constexpr = OUT // ROWS
     BY_WARP: gl.constexpr = [[16, 0], [32, 0]] if WARPS == 4 else [[16, 0], [32, 0], [64, 0]]
     BY_WORD: gl.constexpr = (
         [[8, 0], [0, 4], [0, 8], [0, 16]] if C == 32 else [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]]
     )
-    BY_RUN: gl.constexpr = (
-        [[8, 0], [0, 1], [0, 2], [0, 4]] if RUNS == 2 else [[8, 0], [0, 1], [0, 2], [0, 4], [0, 8]]
+    BY_BLOCK: gl.constexpr = (
+        [[8, 0], [0, 1], [0, 2], [0, 4]]
+        if K_BLOCKS == 2
+        else [[8, 0], [0, 1], [0, 2], [0, 4], [0, 8]]
     )
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         BY_WORD, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], BY_WARP, [], [M, C]
     )
     FACTORS: gl.constexpr = gl.DistributedLinearLayout(
-        BY_RUN, [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], BY_WARP, [], [M, 4 * RUNS]
+        BY_BLOCK, [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], BY_WARP, [], [M, 4 * K_BLOCKS]
     )
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // RUNS, RUNS], [WARPS, 1], [1, 0])
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // K_BLOCKS, K_BLOCKS], [WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = gl.allocate_shared_memory(
         gl.int32, [STAGES, M, C], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     )
-    scale_ring = gl.allocate_shared_memory(gl.int32, [STAGES, M, RUNS], FLAT)
+    scale_ring = gl.allocate_shared_memory(gl.int32, [STAGES, M, K_BLOCKS], FLAT)
     factors = gl.allocate_shared_memory(
-        gl.float32, [M, 4 * RUNS], gl.SwizzledSharedLayout(4, 8 // RUNS, RUNS, [1, 0])
+        gl.float32,
+        [M, 4 * K_BLOCKS],
+        gl.SwizzledSharedLayout(4, 8 // K_BLOCKS, K_BLOCKS, [1, 0]),
     )
     x_s = gl.allocate_shared_memory(
         gl.float8e4nv, [K // 32, N, 32], gl.NVMMASharedLayout(32, 8, rank=2)
@@ -387,22 +395,24 @@ def grouped_gemm_kernel(
         x_s, gl.int32, [CHUNKS, CHUNK // 32 * N, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
     )
     x_bytes = view(x_s, gl.uint8, [K // 128, 4 * N, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
-    x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, RUNS, N], FLAT)
-    x_factor = view(x_factors, gl.float32, [CHUNKS * RUNS, N], LINE)
+    x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, K_BLOCKS, N], FLAT)
+    x_factor = view(x_factors, gl.float32, [CHUNKS * K_BLOCKS, N], LINE)
 
     if PDL and UP:
-        # The plan says which weights are read, so nothing can be load_tile for before.
+        # Which weights are read follows from the blocks, so nothing can be loaded before.
         gdc_wait()
         gdc_launch_dependents()
-    items = gl.load(blocks + 3 * count, cache_modifier=".cg") * TILES
-    programs = gl.num_programs(0)
+    work_tiles = gl.load(blocks + 3 * count, cache_modifier=".cg") * TILES
+    ctas = gl.num_programs(0)
     p = gl.program_id(0)
     # CTAs of one SM have neighbouring ranges, which together are more even.
-    p = p % (programs // TOGETHER) * TOGETHER + p // (programs // TOGETHER)
-    first = (p.to(gl.int64) * items // programs).to(gl.int32)
-    last = ((p + 1).to(gl.int64) * items // programs).to(gl.int32)
+    p = p % (ctas // CTAS_PER_SM) * CTAS_PER_SM + p // (ctas // CTAS_PER_SM)
+    first = (p.to(gl.int64) * work_tiles // ctas).to(gl.int32)
+    last = ((p + 1).to(gl.int64) * work_tiles // ctas).to(gl.int32)
     stages = (last - first) * CHUNKS
 
+    gate = (w1, w1_stride, w1_table, s1, s1_stride, s1_table)
+    up = (w3, w3_stride, w3_table, s3, s3_stride, s3_table)
     load_tile = first  # the work tile of the next load; ``part`` is its stage
     part = 0
     wa, wb, sa, sb = w1, w1, s1, s1
@@ -411,16 +421,15 @@ def grouped_gemm_kernel(
         if g < stages:
             if part == 0:
                 wa, wb, sa, sb, place, end = _work_tile(
-                    load_tile, blocks, count, w1, w1_stride, w1_table, s1, s1_stride, s1_table,
-                    w3, w3_stride, w3_table, s3, s3_stride, s3_table, K, ROWS, TILES, UP, W_UNIT,
-                )  # fmt: skip
+                    load_tile, blocks, count, gate, up, K, ROWS, TILES, UP, W_UNIT
+                )
             _load_weights(
                 ring.index(g), scale_ring.index(g), wa, wb, sa, sb, part, M, K, CHUNK, UP, WARPS
             )
             if UP:
                 _load_activations(
-                    x, x_scales, order, x_words.index(part), x_factors.index(part), place, end,
-                    part, K, N, CHUNK, PER_TOKEN, WARPS,
+                    x, x_scales, sorted_pairs, x_words.index(part), x_factors.index(part), place,
+                    end, part, K, N, CHUNK, PER_TOKEN, WARPS,
                 )  # fmt: skip
             part += 1
         async_copy.commit_group()
@@ -431,18 +440,28 @@ def grouped_gemm_kernel(
     for g in range(stages):
         slot = g % STAGES
         chunk = g % CHUNKS
-        item = first + g // CHUNKS
-        fresh = (g < CHUNKS) | (item % TILES == 0)
+        work_tile = first + g // CHUNKS
+        new_block = (g < CHUNKS) | (work_tile % TILES == 0)
         async_copy.wait_group(STAGES - 1)
         words = ring.index(slot).load(WORDS)
         factors.store(_decode_scales(scale_ring.index(slot).load(SCALES)))
         if UP:
-            if fresh:
+            if new_block:
                 fence_async_shared()
         else:
-            if fresh & (chunk == 0):
-                _quantise_activations(
-                    x, order, blocks, item // TILES, count, x_bytes, x_factor, K, N, WARPS, BATCH
+            if new_block & (chunk == 0):
+                _quantize_activations(
+                    x,
+                    sorted_pairs,
+                    blocks,
+                    work_tile // TILES,
+                    count,
+                    x_bytes,
+                    x_factor,
+                    K,
+                    N,
+                    WARPS,
+                    BATCH,
                 )
                 fence_async_shared()
         factor = factors.load(FACTORS)
@@ -452,53 +471,66 @@ def grouped_gemm_kernel(
                 part = 0
                 load_tile = load_tile + 1
                 wa, wb, sa, sb, place, end = _work_tile(
-                    load_tile, blocks, count, w1, w1_stride, w1_table, s1, s1_stride, s1_table,
-                    w3, w3_stride, w3_table, s3, s3_stride, s3_table, K, ROWS, TILES, UP, W_UNIT,
-                )  # fmt: skip
+                    load_tile, blocks, count, gate, up, K, ROWS, TILES, UP, W_UNIT
+                )
             _load_weights(
                 ring.index(slot), scale_ring.index(slot), wa, wb, sa, sb, part,
                 M, K, CHUNK, UP, WARPS,
             )  # fmt: skip
         number = chunk * (CHUNK // 32)
-        run = chunk * RUNS
-        if RUNS == 2:
+        qb = chunk * K_BLOCKS
+        if K_BLOCKS == 2:
             r0, r1 = _split2(words)
             f0, f1 = _split2(factor)
             p0 = _issue_wgmma(r0, x_s, number, ACC, N)
-            if LATER == 0:
-                sums += _wait_and_scale(p0, f0, ACC, 0) * _x_scale(x_factor, run, RC)
+            if IN_FLIGHT == 0:
+                sums += _wait_and_scale(p0, f0, ACC, 0) * _x_scale(x_factor, qb, RC)
             p1 = _issue_wgmma(r1, x_s, number + 4, ACC, N)
-            if LATER != 0:
-                sums += _wait_and_scale(p0, f0, ACC, LATER) * _x_scale(x_factor, run, RC)
-            sums += _wait_and_scale(p1, f1, ACC, 0) * _x_scale(x_factor, run + 1, RC)
+            if IN_FLIGHT != 0:
+                sums += _wait_and_scale(p0, f0, ACC, IN_FLIGHT) * _x_scale(x_factor, qb, RC)
+            sums += _wait_and_scale(p1, f1, ACC, 0) * _x_scale(x_factor, qb + 1, RC)
         else:
             r0, r1, r2, r3 = _split4(words)
             f0, f1, f2, f3 = _split4(factor)
             p0 = _issue_wgmma(r0, x_s, number, ACC, N)
-            if LATER == 0:
-                sums += _wait_and_scale(p0, f0, ACC, 0) * _x_scale(x_factor, run, RC)
+            if IN_FLIGHT == 0:
+                sums += _wait_and_scale(p0, f0, ACC, 0) * _x_scale(x_factor, qb, RC)
             p1 = _issue_wgmma(r1, x_s, number + 4, ACC, N)
-            if LATER != 0:
-                sums += _wait_and_scale(p0, f0, ACC, LATER) * _x_scale(x_factor, run, RC)
+            if IN_FLIGHT != 0:
+                sums += _wait_and_scale(p0, f0, ACC, IN_FLIGHT) * _x_scale(x_factor, qb, RC)
             else:
-                sums += _wait_and_scale(p1, f1, ACC, 0) * _x_scale(x_factor, run + 1, RC)
+                sums += _wait_and_scale(p1, f1, ACC, 0) * _x_scale(x_factor, qb + 1, RC)
             p2 = _issue_wgmma(r2, x_s, number + 8, ACC, N)
-            if LATER != 0:
-                sums += _wait_and_scale(p1, f1, ACC, LATER) * _x_scale(x_factor, run + 1, RC)
+            if IN_FLIGHT != 0:
+                sums += _wait_and_scale(p1, f1, ACC, IN_FLIGHT) * _x_scale(x_factor, qb + 1, RC)
             else:
-                sums += _wait_and_scale(p2, f2, ACC, 0) * _x_scale(x_factor, run + 2, RC)
+                sums += _wait_and_scale(p2, f2, ACC, 0) * _x_scale(x_factor, qb + 2, RC)
             p3 = _issue_wgmma(r3, x_s, number + 12, ACC, N)
-            if LATER != 0:
-                sums += _wait_and_scale(p2, f2, ACC, LATER) * _x_scale(x_factor, run + 2, RC)
-            sums += _wait_and_scale(p3, f3, ACC, 0) * _x_scale(x_factor, run + 3, RC)
+            if IN_FLIGHT != 0:
+                sums += _wait_and_scale(p2, f2, ACC, IN_FLIGHT) * _x_scale(x_factor, qb + 2, RC)
+            sums += _wait_and_scale(p3, f3, ACC, 0) * _x_scale(x_factor, qb + 3, RC)
         if more:
             if UP and (load_tile == first) | (load_tile % TILES == 0):
                 _load_activations(
-                    x, x_scales, order, x_words.index(part), x_factors.index(part), place, end,
-                    part, K, N, CHUNK, PER_TOKEN, WARPS,
+                    x, x_scales, sorted_pairs, x_words.index(part), x_factors.index(part), place,
+                    end, part, K, N, CHUNK, PER_TOKEN, WARPS,
                 )  # fmt: skip
             part += 1
         async_copy.commit_group()
         if chunk == CHUNKS - 1:
-            _epilogue(sums, item, weights, order, blocks, count, out, limit, OUT, M, N, TILES, UP)
+            _epilogue(
+                sums,
+                work_tile,
+                weights,
+                sorted_pairs,
+                blocks,
+                count,
+                out,
+                limit,
+                OUT,
+                M,
+                N,
+                TILES,
+                UP,
+            )
             sums = gl.zeros([M, N], gl.float32, ACC)

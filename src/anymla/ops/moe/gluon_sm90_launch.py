@@ -1,8 +1,7 @@
-"""Launch ``gluon_sm90_grouped_gemm``: w1 and w3, then w2."""
+"""Launch the routed experts on Hopper: ``gluon_sm90_grouped_gemm`` for w1 and w3, then for w2."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,93 +9,125 @@ from torch import Tensor
 
 from anymla.ops._build import Build
 from anymla.ops.device import Target, target_of
-from anymla.ops.moe.config import Sm90Config, sm90_configs
+from anymla.ops.moe.config import Sm90Config, choose_sm90_config
 from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
-from anymla.ops.moe.triton_experts import run_experts
-from anymla.ops.moe.triton_prepare import prepare
-from anymla.ops.moe.triton_stack import Call, places_of
+from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
+from anymla.ops.moe.shapes import ExpertsShape, flash, pro
+from anymla.ops.moe.triton_align import align_and_quantize
+from anymla.ops.moe.triton_launch import run_experts
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 
 
-def _multiply(call: Call, results: Tensor) -> None:
-    chosen = sm90_configs(call.pairs, call.sizes)
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: list[Tensor],
+    w3: list[Tensor],
+    w2: list[Tensor],
+    s1: list[Tensor],
+    s3: list[Tensor],
+    s2: list[Tensor],
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int = 0,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.experts``."""
+    matrices = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2)]
+    scales = [ExpertTensors(each, alignment=4) for each in (s1, s3, s2)]
+    return run_experts(
+        _multiply, x, ids, weights, matrices + scales, weight_format=weight_format,
+        swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
+        expert_offset=expert_offset, shared=shared,
+    )  # fmt: skip
+
+
+def _multiply(inputs: ExpertInputs, results: Tensor) -> None:
+    chosen = choose_sm90_config(inputs.shape)
     assert chosen is not None
-    grouped_gemm(call, results, *chosen)
+    grouped_gemm(inputs, results, *chosen)
 
 
-experts = functools.partial(run_experts, _multiply)
-
-
-def grouped_gemm(call: Call, results: Tensor, up: Sm90Config, down: Sm90Config) -> None:
+def grouped_gemm(inputs: ExpertInputs, results: Tensor, up: Sm90Config, down: Sm90Config) -> None:
     """Write what every pair's expert makes of its token to results [P, D].
 
     Args:
-        call: of MXFP4 experts and activations that are quantised.
+        inputs: of MXFP4 experts and activations that are quantised.
         results: contiguous; pairs without an expert here are not written.
         up: config of w1 and w3.
-        down: config of w2, with as many columns.
+        down: config of w2, with the same blocks of pairs.
     """
-    _, width, d = call.sizes
-    operands, x_scales, plan = prepare(call, up.columns)
-    places = places_of(call)
-    inner = scratch((call.pairs, width), call.x.dtype, call.x.device)
-    early = pdl_launch(call.x.device)
-    processors = target_of(call.x.device).sm_count
-    given = (call.weights, plan.order, plan.table)
-    grouped_gemm_kernel[(processors * up.ctas_per_sm,)](
-        operands, x_scales, *given, *places.up, inner, plan.most, float(call.swiglu_limit),
-        K=d, OUT=width, PER_TOKEN=call.ids.shape[1], UP=True,
-        **_options(up, places.unit), **early,
+    x, shape = inputs.x, inputs.shape
+    operands, x_scales, aligned = align_and_quantize(
+        x, inputs.ids, shape.experts, inputs.expert_offset, up.block_m
+    )
+    inner = scratch((shape.pairs, shape.inner), x.dtype, x.device)
+    pdl, unit, sm_count = pdl_launch(x.device), inputs.unit, target_of(x.device).sm_count
+    given = (inputs.weights, aligned.sorted_pairs, aligned.blocks)
+    grouped_gemm_kernel[(sm_count * up.ctas_per_sm,)](
+        operands, x_scales, *given, *inputs.gate_up_pointers, inner, aligned.count,
+        float(inputs.swiglu_limit), K=shape.d, OUT=shape.inner,
+        PER_TOKEN=shape.experts_per_token, UP=True, **_options(up, unit), **pdl,
     )  # fmt: skip
-    grouped_gemm_kernel[(processors * down.ctas_per_sm,)](
-        inner, None, *given, *places.down, *(None,) * 6, results, plan.most, 0.0,
-        K=width, OUT=d, PER_TOKEN=1, UP=False, **_options(down, places.unit),
-        **early,
+    grouped_gemm_kernel[(sm_count * down.ctas_per_sm,)](
+        inner, None, *given, *inputs.down_pointers, *(None,) * 6, results, aligned.count, 0.0,
+        K=shape.inner, OUT=shape.d, PER_TOKEN=1, UP=False, **_options(down, unit), **pdl,
     )  # fmt: skip
 
 
 def _options(config: Sm90Config, unit: int) -> dict[str, Any]:
     return {
-        "M": config.rows,
-        "N": config.columns,
-        "CHUNK": config.channels,
+        "M": config.block_n,
+        "N": config.block_m,
+        "CHUNK": config.block_k,
         "STAGES": config.stages,
         "W_UNIT": unit,
-        "WARPS": config.rows // 16,
-        "TOGETHER": config.ctas_per_sm,
-        "BATCH": config.batch,
-        "LATER": config.later,
-        "num_warps": config.rows // 16,
+        "WARPS": config.block_n // 16,
+        "CTAS_PER_SM": config.ctas_per_sm,
+        "BATCH": config.quantize_batch,
+        "IN_FLIGHT": config.in_flight,
+        "num_warps": config.block_n // 16,
     }
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Blocks of every width for Flash's and Pro's sizes, with lists and with stacks."""
+    """Blocks of every width for Flash's and Pro's sizes, with tables and with strides."""
     if target.name != "sm_90":
         return
     seen: set[tuple[int, Sm90Config]] = set()
-    for inner, d in ((2048, 4096), (3072, 7168)):
-        for pairs in (48, 192, 768):
-            chosen = sm90_configs(pairs, (32, inner, d))
-            for up, config in zip((True, False), chosen or (), strict=False):
-                if (d if up else inner, config) not in seen:
-                    yield _build(target, config, inner, d, up, lists=not seen)
-                    seen.add((d if up else inner, config))
+    for sized in (flash, pro):
+        for tokens in (8, 32, 128):
+            shape = sized(tokens, experts=32)
+            for up, config in zip((True, False), choose_sm90_config(shape) or (), strict=False):
+                width = shape.d if up else shape.inner
+                if (width, config) not in seen:
+                    yield _build(target, config, shape, up, tables=not seen)
+                    seen.add((width, config))
 
 
-def _build(target: Target, config: Sm90Config, inner: int, d: int, up: bool, lists: bool) -> Build:
+def _build(
+    target: Target, config: Sm90Config, shape: ExpertsShape, up: bool, tables: bool
+) -> Build:
     matrices = ("w1", "s1", "w3", "s3") if up else ("w1", "s1")
-    types = {"x": "*u8" if up else "*bf16", "order": "*i32", "blocks": "*i32", "out": "*bf16"}
+    types = {
+        "x": "*u8" if up else "*bf16",
+        "sorted_pairs": "*i32",
+        "blocks": "*i32",
+        "out": "*bf16",
+    }
     types |= {"weights": "*fp32", "count": "i32", "limit": "fp32"}
     types |= {"x_scales": "*fp32"} if up else {}
     for matrix in matrices:
         types |= {matrix: "*u8", f"{matrix}_stride": "i32"}
-        types |= {f"{matrix}_table": "*i64"} if lists else {}
+        types |= {f"{matrix}_table": "*i64"} if tables else {}
     sizes = {
-        "K": d if up else inner,
-        "OUT": inner if up else d,
-        "PER_TOKEN": 6 if up else 1,
+        "K": shape.d if up else shape.inner,
+        "OUT": shape.inner if up else shape.d,
+        "PER_TOKEN": shape.experts_per_token if up else 1,
         "UP": up,
         "PDL": target_has_pdl(target),
         **_options(config, 16),
@@ -105,7 +136,7 @@ def _build(target: Target, config: Sm90Config, inner: int, d: int, up: bool, lis
     names = grouped_gemm_kernel.arg_names
     absent = {name: None for name in names if name not in types and name not in sizes}
     return Build(
-        f"{config.columns} pairs, {sizes['K']} channels{', lists' if lists else ''}",
+        f"{config.block_m} pairs, {sizes['K']} channels{', tables' if tables else ''}",
         grouped_gemm_kernel,
         types,
         absent | sizes,

@@ -183,7 +183,7 @@ def experts(
         weight_format: "plain", "fp8" or "mxfp4".
         swiglu_limit: positive, see ``swiglu``.
         quantize_activations: with "fp8" and "mxfp4", quantise the inputs of w1, w3 and w2 to e4m3
-            in runs of 128 channels; no effect on "plain".
+            in blocks of 128 channels; no effect on "plain".
         expert_offset: global id of the first expert in the lists (expert parallelism).
         shared: [T, D] of x's dtype, the shared expert's output, or None.
 
@@ -269,5 +269,5 @@ _TRITON = "anymla.ops.moe.triton_"
 route_hash.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 route_biased.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 swiglu.register_lazy("triton", f"{_TRITON}swiglu", supports=float32_support)
-experts.register_lazy("triton", f"{_TRITON}experts", supports=_experts_support)
+experts.register_lazy("triton", f"{_TRITON}launch", supports=_experts_support)
 experts.register_lazy("gluon_sm90", "anymla.ops.moe.gluon_sm90_launch", supports=gluon_support)

@@ -22,8 +22,8 @@ from anymla.ops._quantized import fill_codes
 from anymla.ops.moe.reference import wide
 from anymla.ops.streams import flush_stream_wait
 
-# Up to here what lies between the products is done for all experts at once, in few calls; beyond,
-# expert by expert, so that only one expert's rows are kept.
+# Up to so many pairs what lies between the GEMMs is done for all experts at once, in few calls;
+# beyond, expert by expert, so that only one expert's rows are kept.
 _FEW_PAIRS = 64
 
 # One token's experts are multiplied together up to these sizes, because work on a small matrix is
@@ -53,8 +53,8 @@ def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bank:
-    """The experts of a call; rows [n, D] or [n, I] are already quantised where that is asked."""
+class _ExpertMlps:
+    """The experts of a call; rows [n, D] or [n, I] are already quantised if the call quantises."""
 
     w1: list[Tensor]
     w3: list[Tensor]
@@ -66,8 +66,8 @@ class _Bank:
     limit: float
     quantized: bool
 
-    def given(self, rows: Tensor) -> Tensor:
-        """Rows as the products take them. Quantised once here: w1 and w3 share their input."""
+    def operand(self, rows: Tensor) -> Tensor:
+        """Rows as the GEMMs take them. Quantised once here: w1 and w3 share their input."""
         return rounded_to_fp8(rows, rows.dtype) if self.quantized else rows
 
     def gate(self, rows: Tensor, e: int) -> Tensor:
@@ -81,7 +81,7 @@ class _Bank:
 
     def inner(self, gate: Tensor, up: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Input [n, I] of w2, the routing weights [n] included."""
-        return self.given(_swiglu(gate, up, self.limit).mul_(weights.unsqueeze(1)).to(dtype))
+        return self.operand(_swiglu(gate, up, self.limit).mul_(weights.unsqueeze(1)).to(dtype))
 
     def _product(
         self, rows: Tensor, matrices: list[Tensor], scales: list[Tensor], e: int
@@ -96,8 +96,8 @@ class _Bank:
         dtype = torch.promote_types(rows.dtype, matrix.dtype)
         return functional.linear(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
 
-    def stacks(self, rows: Tensor, count: int) -> bool:
-        """Whether ``count`` experts of one row may become one matrix of all their rows."""
+    def fits_batched(self, rows: Tensor, count: int) -> bool:
+        """Whether ``count`` experts are few enough values to multiply a row as one batch."""
         inner, d = self.w1[0].shape[0], rows.shape[1]
         if self.weight_format == "plain":
             return 2 * count * inner * d <= _COPIED_ELEMENTS
@@ -106,7 +106,7 @@ class _Bank:
         small = 2 * count * inner * d <= _DECODED_ELEMENTS
         return whole and small
 
-    def gate_up_stacked(self, rows: Tensor, chosen: list[int]) -> Tensor:
+    def gate_up_batched(self, rows: Tensor, chosen: list[int]) -> Tensor:
         """Gates, then ups, of the chosen experts for one row [1, D]: [2, n, I]."""
         weights = [self.w1[e] for e in chosen] + [self.w3[e] for e in chosen]
         if self.weight_format == "plain":
@@ -119,13 +119,13 @@ class _Bank:
         out = multiply(rows, torch.cat(weights), torch.cat(scales))
         return out.view(2, len(chosen), -1)
 
-    def down_stacked(self, rows: Tensor, chosen: list[int]) -> Tensor:
+    def down_batched(self, rows: Tensor, chosen: list[int]) -> Tensor:
         """Row i of [n, I] through w2 of the i-th chosen expert: [n, D]."""
         if self.weight_format == "plain":
-            stack = torch.stack([self.w2[e] for e in chosen])
-            dtype = torch.promote_types(rows.dtype, stack.dtype)
+            batch = torch.stack([self.w2[e] for e in chosen])
+            dtype = torch.promote_types(rows.dtype, batch.dtype)
             inputs = rows.to(dtype).unsqueeze(1)
-            return torch.bmm(inputs, stack.to(dtype).transpose(1, 2)).squeeze(1).to(rows.dtype)
+            return torch.bmm(inputs, batch.to(dtype).transpose(1, 2)).squeeze(1).to(rows.dtype)
         decode = dequantize_fp8_weight if self.weight_format == "fp8" else dequantize_mxfp4
         codes = torch.cat([self.w2[e] for e in chosen])
         matrices = decode(codes, torch.cat([self.s2[e] for e in chosen]), wide(rows.dtype))
@@ -155,20 +155,22 @@ def experts(
     """See interface.experts."""
     flush_stream_wait()
     quantized = quantize_activations and weight_format != "plain"
-    bank = _Bank(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
+    mlps = _ExpertMlps(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
     if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_host_row(x):
         total_of = _total_of_row
     else:
         total_of = _total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
-    total = total_of(x, ids, weights, bank, expert_offset)
+    total = total_of(x, ids, weights, mlps, expert_offset)
     if shared is not None:
         total.add_(shared)
     return total.to(x.dtype)
 
 
-def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: int) -> Tensor:
+def _total_of_row(
+    x: Tensor, ids: Tensor, weights: Tensor, mlps: _ExpertMlps, offset: int
+) -> Tensor:
     """One token of plain experts in its own dtype: products in place, the rest in one go."""
-    dtype, count = wide(x.dtype), len(bank.w1)
+    dtype, count = wide(x.dtype), len(mlps.w1)
     chosen = [e - offset for e in ids[0].tolist()]
     weight = weights[0]
     known = [0 <= e < count for e in chosen]
@@ -177,27 +179,29 @@ def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: 
         weight = weight[torch.tensor(known)]
     if not chosen:
         return x.new_zeros(x.shape, dtype=dtype)
-    matrices = [bank.w1[e] for e in chosen] + [bank.w3[e] for e in chosen]
+    matrices = [mlps.w1[e] for e in chosen] + [mlps.w3[e] for e in chosen]
     both = torch.cat(gemv_each([(x, matrix) for matrix in matrices]))
     gate, up = both.split(len(chosen))
-    inner = bank.inner(gate, up, weight, x.dtype)
-    down = [(row, bank.w2[e]) for row, e in zip(inner.split(1), chosen, strict=True)]
+    inner = mlps.inner(gate, up, weight, x.dtype)
+    down = [(row, mlps.w2[e]) for row, e in zip(inner.split(1), chosen, strict=True)]
     return torch.cat(gemv_each(down)).sum(0, keepdim=True, dtype=dtype)
 
 
-def _total_of_few(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: int) -> Tensor:
+def _total_of_few(
+    x: Tensor, ids: Tensor, weights: Tensor, mlps: _ExpertMlps, offset: int
+) -> Tensor:
     tokens, k = ids.shape
     dtype = wide(x.dtype)
-    segments, order = _segments([e - offset for e in ids.flatten().tolist()], len(bank.w1))
+    segments, order = _segments([e - offset for e in ids.flatten().tolist()], len(mlps.w1))
     if not order:
         return x.new_zeros(x.shape, dtype=dtype)
     index = torch.tensor(order, device=x.device)
     weight = weights.flatten().index_select(0, index)
-    rows = bank.given(x)
-    if tokens == 1 and bank.stacks(rows, len(order)):
+    rows = mlps.operand(x)
+    if tokens == 1 and mlps.fits_batched(rows, len(order)):
         chosen = [e for e, start, stop in segments for _ in range(start, stop)]
-        gate, up = bank.gate_up_stacked(rows, chosen)
-        out = bank.down_stacked(bank.inner(gate, up, weight, x.dtype), chosen)
+        gate, up = mlps.gate_up_batched(rows, chosen)
+        out = mlps.down_batched(mlps.inner(gate, up, weight, x.dtype), chosen)
         return out.sum(0, keepdim=True, dtype=dtype)
     if tokens > 1:
         rows = rows.index_select(0, index // k)
@@ -207,19 +211,19 @@ def _total_of_few(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: 
             rows if stop - start == 1 else rows.expand(stop - start, -1)
             for _, start, stop in segments
         ]
-    gate = torch.cat([bank.gate(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
-    up = torch.cat([bank.up(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
-    inner = bank.inner(gate, up, weight, x.dtype)
-    out = torch.cat([bank.down(inner[start:stop], e) for e, start, stop in segments])
+    gate = torch.cat([mlps.gate(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
+    up = torch.cat([mlps.up(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
+    inner = mlps.inner(gate, up, weight, x.dtype)
+    out = torch.cat([mlps.down(inner[start:stop], e) for e, start, stop in segments])
     if tokens == 1:
         return out.sum(0, keepdim=True, dtype=dtype)
-    # Every pair back to its place: sums in the order of the columns, on any device.
+    # Every pair back to its own row: sums in the order of the columns, on any device.
     placed = out.new_zeros((tokens * k, x.shape[1])).index_copy_(0, index, out)
     return placed.view(tokens, k, -1).sum(1, dtype=dtype)
 
 
 def _segments(chosen: list[int], count: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Positions of ``chosen`` sorted by value, and (value, start, stop) of each run of them."""
+    """Positions of ``chosen`` sorted by value, and (value, start, stop) of each value."""
     places: dict[int, list[int]] = {}
     for place, e in enumerate(chosen):
         if 0 <= e < count:
@@ -232,15 +236,17 @@ def _segments(chosen: list[int], count: int) -> tuple[list[tuple[int, int, int]]
     return segments, order
 
 
-def _total_of_many(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset: int) -> Tensor:
+def _total_of_many(
+    x: Tensor, ids: Tensor, weights: Tensor, mlps: _ExpertMlps, offset: int
+) -> Tensor:
     dtype = wide(x.dtype)
-    count = len(bank.w1)
+    count = len(mlps.w1)
     flat = ids.flatten().long() - offset
     local = torch.where((flat >= 0) & (flat < count), flat, count)
     order = torch.argsort(local, stable=True)
     token = order // ids.shape[1]
     weight = weights.flatten().index_select(0, order)
-    given = bank.given(x)
+    given = mlps.operand(x)
     total = x.new_zeros(x.shape, dtype=dtype)
     stop = 0
     for e, size in enumerate(torch.bincount(local, minlength=count + 1)[:count].tolist()):
@@ -249,7 +255,7 @@ def _total_of_many(x: Tensor, ids: Tensor, weights: Tensor, bank: _Bank, offset:
             continue
         at = token[start:stop]
         rows = given.index_select(0, at)
-        inner = bank.inner(bank.gate(rows, e), bank.up(rows, e), weight[start:stop], x.dtype)
+        inner = mlps.inner(mlps.gate(rows, e), mlps.up(rows, e), weight[start:stop], x.dtype)
         # A token occurs once among an expert's rows, so the order of the sum does not vary.
-        total.index_add_(0, at, bank.down(inner, e).to(dtype))
+        total.index_add_(0, at, mlps.down(inner, e).to(dtype))
     return total

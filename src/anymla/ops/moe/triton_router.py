@@ -1,14 +1,14 @@
-"""Routers: float32 scores of all experts, then the best of them, or those of a table.
+"""Routers: float32 scores of all experts, then a token's top-k of them, or those of a table.
 
 Grids:
 
     logits    (blocks of experts, blocks of tokens, splits of D) -> partial [splits, T, E]
-    route     see ``triton_choice``
+    route     blocks of TOKENS tokens; splits are added in order, then K times the maximum in
+              registers
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -19,47 +19,30 @@ from torch import Tensor
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._build import Build
 from anymla.ops.device import Target
+from anymla.ops.moe.config import choose_router_config
 from anymla.ops.moe.reference import SUM_FLOOR
-from anymla.ops.moe.triton_choice import route_kernel, sizes
+from anymla.ops.moe.shapes import FLASH_ROUTER, PRO_ROUTER
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 from anymla.ops.streams import scratch
 
-# Programs of ``logits`` that are enough for a small product, and the shortest split of D.
-_PROGRAMS = 256
-_SHORTEST = 256
 # A few registers too many on sm_80, outside of loops.
 _SPILLS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class RouterConfig:
-    """Tokens, experts and channels of a product's tile."""
-
-    rows: int
-    experts: int
-    channels: int
-
-
-def config(tokens: int, whole: bool) -> RouterConfig:
-    """Tiles; ``whole`` if both operands go into matrix instructions as they are."""
-    if not whole:
-        return RouterConfig(16, 32, 32)
-    return RouterConfig(16, 32, 64) if tokens <= 16 else RouterConfig(64, 64, 64)
+_LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def logits_kernel(
     x, gate, partial, tokens, experts, width, split,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of x @ gate^T over one split of the channels."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    expert = (tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)).to(tl.int64)
+    row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    expert = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     first = tl.program_id(2) * split
-    total = tl.zeros((ROWS, EXPERTS), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(first, tl.minimum(first + split, width), BLOCK_K):
         channel = k + tl.arange(0, BLOCK_K)
         known = (channel < width)[None, :]
@@ -76,7 +59,102 @@ def logits_kernel(
     tl.store(partial + at, total, (row < tokens)[:, None] & (expert < experts)[None, :])
 
 
-def _whole(x: torch.dtype, gate: torch.dtype) -> bool:
+@triton.jit
+def _score(logit):
+    """sqrt(log(1 + exp(logit))), exact to the last bits where the exponential is small."""
+    power = tl.exp(-tl.abs(logit))
+    above = 1.0 + power
+    # log(above) is as wrong as above's rounding; the second factor takes that back.
+    log1p = tl.where(above == 1.0, power, tl.log(above) * (power / (above - 1.0)))
+    return tl.sqrt(tl.maximum(logit, 0.0) + log1p)
+
+
+@triton.jit
+def _ordered(score):
+    """int32 that sort as float32 scores do, NaN above all."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _better(key, expert, score, other_key, other, other_score):
+    """The higher key's, of equal ones the lower expert's."""
+    first = (key > other_key) | ((key == other_key) & (expert < other))
+    return (
+        tl.where(first, key, other_key),
+        tl.where(first, expert, other),
+        tl.where(first, score, other_score),
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "splits"])
+def route_kernel(
+    partial,
+    bias,
+    is_valid,
+    token_ids,
+    table,
+    ids,
+    weights,
+    tokens,
+    experts,
+    vocabulary,
+    splits,
+    factor,
+    K: tl.constexpr,
+    FLOOR: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TOKENS tokens: their experts and weights; by the ``bias``, or else by the ``table``."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    inside = row < tokens
+    expert = tl.arange(0, EXPERTS)
+    mask = inside[:, None] & (expert < experts)[None, :]
+    logit = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    here = partial + (row * experts)[:, None] + expert[None, :]
+    # A few tokens' splits are loaded UNROLL at a time: one by one they are most of the time.
+    for _ in tl.range(0, splits, loop_unroll_factor=UNROLL):
+        logit += tl.load(here, mask, other=0.0)
+        here += tokens.to(tl.int64) * experts
+    score = _score(logit)
+    known = inside
+    if bias is not None:
+        offset = tl.load(bias + expert, expert < experts, other=0.0)
+        key = _ordered(score + offset[None, :])
+        key = tl.where((expert < experts)[None, :], key, _LOWEST)
+        if is_valid is not None:
+            known = inside & (tl.load(is_valid + row, inside, other=0) != 0)
+    else:
+        token = tl.load(token_ids + row, inside, other=-1)
+        known = inside & (token >= 0) & (token < vocabulary)
+    chosen = ()
+    scores = ()
+    total = tl.zeros((TOKENS,), tl.float32)
+    for j in tl.static_range(K):
+        if bias is not None:
+            everyone = tl.broadcast_to(expert[None, :], (TOKENS, EXPERTS))
+            _, best, mine = tl.reduce((key, everyone, score), 1, _better)
+            key = tl.where(expert[None, :] == best[:, None], _LOWEST, key)
+        else:
+            best = tl.load(table + token * K + j, known, other=0).to(tl.int32)
+            mine = tl.sum(tl.where(expert[None, :] == best[:, None], score, 0.0), 1)
+        chosen += (best,)
+        scores += (mine,)
+        total += mine
+    for j in tl.static_range(K):
+        weight = scores[j] / (total + FLOOR) * factor
+        tl.store(ids + row * K + j, tl.where(known, chosen[j], -1), inside)
+        tl.store(weights + row * K + j, tl.where(known, weight, 0.0), inside)
+
+
+def _same_dtype(x: torch.dtype, gate: torch.dtype) -> bool:
+    """Whether matrix instructions take both operands of the scores as they are."""
     return x == gate and x != torch.float32
 
 
@@ -96,28 +174,24 @@ def _route(
     weights = torch.empty((tokens, k), dtype=torch.float32, device=x.device)
     if not ids.numel():
         return ids, weights
-    chosen = config(tokens, _whole(x.dtype, gate.dtype))
-    grid = (triton.cdiv(experts, chosen.experts), triton.cdiv(tokens, chosen.rows))
-    splits = max(1, min(_PROGRAMS // (grid[0] * grid[1]), width // _SHORTEST))
-    split = triton.cdiv(triton.cdiv(width, splits), chosen.channels) * chosen.channels
-    splits = triton.cdiv(width, split)
-    early = pdl_launch(x.device)
-    partial = scratch((splits, tokens, experts), torch.float32, x.device)
-    logits_kernel[(*grid, splits)](
+    config = choose_router_config(tokens, experts, width, _same_dtype(x.dtype, gate.dtype))
+    pdl = pdl_launch(x.device)
+    partial = scratch((config.splits, tokens, experts), torch.float32, x.device)
+    tiles = triton.cdiv(experts, config.block_n), triton.cdiv(tokens, config.block_m)
+    logits_kernel[(*tiles, config.splits)](
         x.contiguous(),
         gate.contiguous(),
         partial,
         tokens,
         experts,
         width,
-        split,
-        ROWS=chosen.rows,
-        EXPERTS=chosen.experts,
-        BLOCK_K=chosen.channels,
-        **early,
+        config.split,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        **pdl,
     )
-    constants = sizes(tokens, experts)
-    route_kernel[(triton.cdiv(tokens, constants["ROWS"]),)](
+    route_kernel[(triton.cdiv(tokens, config.route_tokens),)](
         partial,
         bias,
         is_valid,
@@ -128,12 +202,15 @@ def _route(
         tokens,
         experts,
         0 if table is None else table.shape[0],
-        splits,
+        config.splits,
         float(scale),
         K=k,
         FLOOR=SUM_FLOOR,
-        **constants,
-        **early,
+        TOKENS=config.route_tokens,
+        EXPERTS=config.experts,
+        UNROLL=config.unroll,
+        num_warps=config.route_warps,
+        **pdl,
     )
     return ids, weights
 
@@ -162,27 +239,64 @@ def route_biased(
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# More than a warp each takes.
+_MANY_TOKENS = 4096
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro: 256 and 384 experts, few and many tokens, both ways to select."""
+    """Flash and Pro: few and many tokens, both ways to select."""
     for dtype, gate in (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "fp32")):
         for tokens in (1, 64):
-            whole = _whole(_DTYPES[dtype], _DTYPES[gate])
-            chosen = config(tokens, whole)
-            types = {"x": f"*{dtype}", "gate": f"*{gate}", "partial": "*fp32"}
-            integers = dict.fromkeys(("tokens", "experts", "width", "split"), "i32")
-            yield Build(
-                f"{dtype} x {gate}, {chosen.rows} tokens",
-                logits_kernel,
-                types | integers,
-                {
-                    "ROWS": chosen.rows,
-                    "EXPERTS": chosen.experts,
-                    "BLOCK_K": chosen.channels,
-                    "PDL": target_has_pdl(target),
-                },
-                divisible=("width", "split", "experts"),
-                matrix=whole,
-                spills=_SPILLS,
-            )
+            yield _logits_build(target, dtype, gate, tokens)
+    for experts, _ in (FLASH_ROUTER, PRO_ROUTER):
+        for by_table, padded in ((False, False), (False, True), (True, False)):
+            yield _route_build(target, experts, by_table, padded, 1)
+        yield _route_build(target, experts, False, True, _MANY_TOKENS)
+
+
+def _logits_build(target: Target, dtype: str, gate: str, tokens: int) -> Build:
+    same = _same_dtype(_DTYPES[dtype], _DTYPES[gate])
+    config = choose_router_config(tokens, *FLASH_ROUTER, same)
+    types = {"x": f"*{dtype}", "gate": f"*{gate}", "partial": "*fp32"}
+    return Build(
+        f"{dtype} x {gate}, {config.block_m} tokens",
+        logits_kernel,
+        types | dict.fromkeys(("tokens", "experts", "width", "split"), "i32"),
+        {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "PDL": target_has_pdl(target),
+        },
+        divisible=("width", "split", "experts"),
+        matrix=same,
+        spills=_SPILLS,
+    )
+
+
+def _route_build(target: Target, experts: int, by_table: bool, padded: bool, tokens: int) -> Build:
+    integers = dict.fromkeys(("tokens", "experts", "vocabulary", "splits"), "i32")
+    types = {"partial": "*fp32", "ids": "*i32", "weights": "*fp32", "factor": "fp32", **integers}
+    if by_table:
+        types |= {"token_ids": "*i64", "table": "*i64"}
+    else:
+        types |= {"bias": "*fp32"} | ({"is_valid": "*u8"} if padded else {})
+    pointers = ("bias", "is_valid", "token_ids", "table")
+    config = choose_router_config(tokens, experts, PRO_ROUTER[1], True)
+    label = f"{experts} experts by {'table' if by_table else 'bias'}{', padded' if padded else ''}"
+    return Build(
+        f"{label}{', many tokens' if tokens > 1 else ''}",
+        route_kernel,
+        types,
+        {
+            **{name: None for name in pointers if name not in types},
+            "K": 6,
+            "FLOOR": SUM_FLOOR,
+            "PDL": target_has_pdl(target),
+            "TOKENS": config.route_tokens,
+            "EXPERTS": config.experts,
+            "UNROLL": config.unroll,
+        },
+        num_warps=config.route_warps,
+        divisible=("experts",),
+    )

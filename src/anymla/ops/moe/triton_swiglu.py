@@ -13,13 +13,12 @@ from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._build import Build
 from anymla.ops._triton_quantize import store_row_codes
 from anymla.ops.device import Target, target_of
+from anymla.ops.moe.config import SWIGLU_CHANNELS
 from anymla.ops.pdl import pdl_launch, target_has_pdl
-
-BLOCK = 2048
 
 
 @triton.jit
-def gated(gate, up, limit):
+def clamped_swiglu(gate, up, limit):
     """silu(min(gate, limit)) * clamp(up, -limit, limit) of float32 values."""
     # NaN must not be clamped away.
     gate = tl.where(gate > limit, limit, gate)
@@ -27,7 +26,7 @@ def gated(gate, up, limit):
     return gate * tl.sigmoid(gate) * up
 
 
-@triton.jit(do_not_specialize=["code_row_stride", "code_run_stride"])
+@triton.jit(do_not_specialize=["code_row_stride", "code_block_stride"])
 def swiglu_kernel(
     gate,
     up,
@@ -39,7 +38,7 @@ def swiglu_kernel(
     width,
     limit,
     code_row_stride,
-    code_run_stride,
+    code_block_stride,
     BLOCK: tl.constexpr,
     FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -54,7 +53,7 @@ def swiglu_kernel(
     mask = at < width
     g = tl.load(gate + row * gate_stride + at, mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, mask, other=0.0).to(tl.float32)
-    value = gated(g, u, limit).to(out.dtype.element_ty)
+    value = clamped_swiglu(g, u, limit).to(out.dtype.element_ty)
     tl.store(out + row * width + at, value, mask)
     if codes is not None:
         store_row_codes(
@@ -62,7 +61,7 @@ def swiglu_kernel(
             codes + row * width,
             code_scales + row * code_row_stride,
             tl.program_id(1) * BLOCK,
-            code_run_stride,
+            code_block_stride,
             width,
             FLOOR,
             NATIVE,
@@ -88,7 +87,7 @@ def swiglu(
     if out.numel():
         gates, ups = _rows(gate), _rows(up)
         rows, width = gates.shape
-        swiglu_kernel[(rows, triton.cdiv(width, BLOCK))](
+        swiglu_kernel[(rows, triton.cdiv(width, SWIGLU_CHANNELS))](
             gates,
             ups,
             out,
@@ -99,7 +98,7 @@ def swiglu(
             width,
             float(limit),
             *((0, 0) if code_scales is None else code_scales.stride()),
-            BLOCK=BLOCK,
+            BLOCK=SWIGLU_CHANNELS,
             FLOOR=ACTIVATION_AMAX_FLOOR,
             NATIVE=target_of(gate.device).native_e4m3,
             **pdl_launch(gate.device),
@@ -110,9 +109,9 @@ def swiglu(
 def builds(target: Target) -> Iterator[Build]:
     """Every dtype; rows of whole groups of 16 values, and others."""
     sizes = dict.fromkeys(("gate_stride", "up_stride", "width"), "i32")
-    code_strides = dict.fromkeys(("code_row_stride", "code_run_stride"), "i32")
+    code_strides = dict.fromkeys(("code_row_stride", "code_block_stride"), "i32")
     constants = {
-        "BLOCK": BLOCK,
+        "BLOCK": SWIGLU_CHANNELS,
         "FLOOR": ACTIVATION_AMAX_FLOOR,
         "NATIVE": target.native_e4m3,
         "PDL": target_has_pdl(target),
@@ -121,9 +120,9 @@ def builds(target: Target) -> Iterator[Build]:
         pointers = dict.fromkeys(("gate", "up", "out"), f"*{dtype}")
         types = {**pointers, **sizes, **code_strides, "limit": "fp32"}
         for divisible in (tuple(sizes), ()):
-            words = "16 together" if divisible else "any width"
+            kind = "16 together" if divisible else "any width"
             given = constants | {"codes": None, "code_scales": None}
-            yield Build(f"{dtype}, {words}", swiglu_kernel, types, given, divisible=divisible)
+            yield Build(f"{dtype}, {kind}", swiglu_kernel, types, given, divisible=divisible)
         if dtype == "bf16":
             coded = {"codes": "*u8", "code_scales": "*fp32"}
             yield Build(

@@ -1,0 +1,213 @@
+"""What the experts' kernels are given: a call, and where the tensors of its experts lie.
+
+A projection's experts are tensors of their own. A kernel is given the first of them, and either one
+stride, if the others follow it evenly as slices of one tensor do, or a table of distances. Both
+follow from the addresses alone. Reading those is all that a call does for every expert; what
+follows from them is remembered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
+
+# First tensor, stride and table of a projection, as kernels take them.
+Pointers: TypeAlias = tuple[Tensor | None, int, Tensor | None]
+
+_MAX_ALIGNMENT = 16
+# Lists of which something is remembered: six in each layer of a model.
+_REMEMBERED = 1024
+
+
+class Addresses:
+    """Where the tensors of a projection lie.
+
+    Attributes:
+        stride: elements from one to the next; None if they do not follow each other evenly.
+        alignment: bytes that all addresses are multiples of, a power of two up to 16.
+        unit: elements that all distances from the first are multiples of: 16 or 1.
+        contiguous: every tensor is; None until they have been looked at.
+    """
+
+    def __init__(self, pointers: tuple[int, ...], itemsize: int, device: torch.device) -> None:
+        """Of tensors with so many bytes an element."""
+        distances = [pointer - pointers[0] for pointer in pointers]
+        step = distances[1] if len(distances) > 1 else 0
+        even = all(distance == e * step for e, distance in enumerate(distances))
+        bits = functools.reduce(int.__or__, pointers, _MAX_ALIGNMENT)
+        self.stride = step // itemsize if even else None
+        self.alignment = bits & -bits
+        self.unit = 1 if any(distance % (16 * itemsize) for distance in distances) else 16
+        self.contiguous: bool | None = None
+        self._elements = [] if even else [distance // itemsize for distance in distances]
+        self._device = device
+        self._tables: dict[int, Tensor] = {}
+
+    def table(self, unit: int) -> Tensor | None:
+        """int64 distances from the first in units of so many elements; None with a stride."""
+        if self.stride is not None:
+            return None
+        if unit not in self._tables:
+            counts = [elements // unit for elements in self._elements]
+            self._tables[unit] = torch.tensor(counts, dtype=torch.int64, device=self._device)
+        return self._tables[unit]
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _remembered(
+    pointers: tuple[int, ...], strides: tuple[int, ...], itemsize: int, device: torch.device
+) -> Addresses:
+    return Addresses(pointers, itemsize, device)
+
+
+def _addresses(tensors: list[Tensor]) -> Addresses:
+    first = tensors[0]
+    pointers = tuple([tensor.data_ptr() for tensor in tensors])
+    found = _remembered(pointers, first.stride(), first.element_size(), first.device)
+    if found.contiguous is None:
+        found.contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    return found
+
+
+class ExpertTensors:
+    """One projection of all experts, or its scales: contiguous tensors, or none at all.
+
+    Attributes:
+        first: the first expert's; None if there is none.
+        addresses: of all; likewise.
+    """
+
+    def __init__(self, tensors: list[Tensor], alignment: int = 1) -> None:
+        """Tensors that are not contiguous, or not at such multiples of bytes, are copied."""
+        self._tensors = tensors
+        self.first: Tensor | None = None
+        self.addresses: Addresses | None = None
+        if tensors:
+            found = _addresses(tensors)
+            if not found.contiguous or found.alignment < alignment:
+                self._tensors = [_copied(tensor, alignment) for tensor in tensors]
+                found = _addresses(self._tensors)
+            self.first, self.addresses = self._tensors[0], found
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self._tensors)
+
+    @property
+    def alignment(self) -> int:
+        """See ``Addresses``; of none the largest."""
+        return _MAX_ALIGNMENT if self.addresses is None else self.addresses.alignment
+
+    @property
+    def unit(self) -> int:
+        """See ``Addresses``; of none the largest."""
+        return 16 if self.addresses is None else self.addresses.unit
+
+    def pointers(self, unit: int = 1) -> Pointers:
+        """What a kernel is given; distances of a table are in units of so many elements."""
+        if self.addresses is None:
+            return None, 0, None
+        return self.first, self.addresses.stride or 0, self.addresses.table(unit)
+
+
+def _copied(tensor: Tensor, alignment: int) -> Tensor:
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % alignment else tensor
+
+
+_alignments: dict[tuple[int, int, int], int] = {}
+
+
+def expected_alignment(tensors: list[Tensor]) -> int:
+    """Bytes that all addresses were multiples of when this list was first looked at.
+
+    For ``supports``, which is called as often as the operation and need not read every address:
+    whoever then runs does, and copies what has moved to where it does not suit.
+    """
+    if not tensors:
+        return _MAX_ALIGNMENT
+    key = id(tensors), len(tensors), tensors[0].data_ptr()
+    found = _alignments.get(key)
+    if found is None:
+        if len(_alignments) >= _REMEMBERED:
+            _alignments.clear()
+        # Copies that are contiguous begin where allocations do.
+        pointers = [tensor.data_ptr() for tensor in tensors if tensor.is_contiguous()]
+        bits = functools.reduce(int.__or__, pointers, _MAX_ALIGNMENT)
+        found = _alignments[key] = bits & -bits
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertInputs:
+    """One call of the experts; see ``interface.experts``.
+
+    Attributes:
+        x: contiguous [T, D].
+        ids: contiguous [T, K].
+        weights: contiguous [T, K].
+        w1: gate projections.
+        w3: up projections.
+        w2: down projections.
+        s1: scales of w1.
+        s3: scales of w3.
+        s2: scales of w2.
+        weight_format: "plain", "fp8" or "mxfp4".
+        swiglu_limit: of SwiGLU.
+        quantized: activations are quantised.
+        expert_offset: id of the first expert.
+        shape: the call's.
+    """
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    w1: ExpertTensors
+    w3: ExpertTensors
+    w2: ExpertTensors
+    s1: ExpertTensors
+    s3: ExpertTensors
+    s2: ExpertTensors
+    weight_format: str
+    swiglu_limit: float
+    quantized: bool
+    expert_offset: int
+    shape: ExpertsShape
+
+    @property
+    def formats(self) -> ExpertFormats:
+        """Dtypes and alignments of the call."""
+        stored = self.x.dtype if self.w1.first is None else self.w1.first.dtype
+        return ExpertFormats(
+            self.x.dtype,
+            self.weight_format,
+            stored,
+            self.quantized,
+            min(self.w1.alignment, self.w3.alignment, self.w2.alignment),
+            min(self.s1.alignment, self.s3.alignment, self.s2.alignment),
+        )
+
+    @property
+    def unit(self) -> int:
+        """Elements that the distances in tables of weights are multiples of."""
+        return min(self.w1.unit, self.w3.unit, self.w2.unit)
+
+    @property
+    def gate_up_pointers(self) -> tuple[object, ...]:
+        """Arguments of a kernel for w1, s1, w3 and s3."""
+        unit = self.unit
+        w1, w3 = self.w1.pointers(unit), self.w3.pointers(unit)
+        return *w1, *self.s1.pointers(), *w3, *self.s3.pointers()
+
+    @property
+    def down_pointers(self) -> tuple[object, ...]:
+        """Arguments of a kernel for w2 and s2."""
+        return *self.w2.pointers(self.unit), *self.s2.pointers()

@@ -1,0 +1,280 @@
+"""Group (token, expert) pairs by expert on the device, in blocks of BLOCK_M pairs of one expert.
+
+    pairs of lower experts -> where mine begin;  my pairs -> sorted_pairs, in blocks
+
+Grid: experts. A CTA passes over all pairs, so that nothing is sorted and nothing is exchanged, and
+grids depend on shapes only.
+
+``align`` leaves gaps: expert e owns the blocks from begin // BLOCK_M + e on, which its pairs always
+fit in, whatever the others have; those it does not need are marked as nobody's. The persistent
+kernel on Hopper shares out blocks evenly, so those of ``align_and_quantize`` follow each other;
+further CTAs of that launch quantise the activations to e4m3 in the order of decoded e2m1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
+from anymla.formats.triton_words import channel_at
+from anymla.ops._build import Build
+from anymla.ops._triton_quantize import quantize_blocks
+from anymla.ops.device import Target
+from anymla.ops.moe.config import ALIGN_PAIRS, choose_align_config
+from anymla.ops.moe.shapes import flash
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignedPairs:
+    """Pairs by expert.
+
+    Attributes:
+        sorted_pairs: int32 [P], the pairs of each expert side by side, ascending.
+        blocks: int32, three rows of ``count``: a block's expert (or -1), its first and end place in
+            ``sorted_pairs``. Without gaps the number of blocks follows, and experts are not -1.
+        count: blocks there are at most.
+    """
+
+    sorted_pairs: Tensor
+    blocks: Tensor
+    count: int
+
+
+@triton.jit(do_not_specialize=["pairs", "offset", "count"])
+def align_kernel(
+    ids, sorted_pairs, blocks, pairs, experts, offset, count,
+    BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One expert's pairs and blocks, with a gap behind them."""
+    me = tl.program_id(0)
+    lower = tl.zeros((AT_ONCE,), tl.int32)
+    for start in range(0, pairs, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        local = tl.load(ids + at, at < pairs, other=-1).to(tl.int64) - offset
+        lower += ((at < pairs) & (local >= 0) & (local < me)).to(tl.int32)
+    begin = tl.sum(lower, 0)
+    end = begin
+    for start in range(0, pairs, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        local = tl.load(ids + at, at < pairs, other=-1).to(tl.int64) - offset
+        mine = ((at < pairs) & (local == me)).to(tl.int32)
+        place = end + tl.cumsum(mine, 0) - mine
+        tl.store(sorted_pairs + place, at, mine != 0)
+        end += tl.sum(mine, 0)
+    first = begin // BLOCK_M + me
+    after = tl.where(me == experts - 1, count, end // BLOCK_M + me + 1)
+    for block in range(first, after):
+        start = begin + (block - first) * BLOCK_M
+        tl.store(blocks + block, tl.where(start < end, me, -1))
+        tl.store(blocks + count + block, start)
+        tl.store(blocks + 2 * count + block, tl.minimum(start + BLOCK_M, end))
+
+
+def align(ids: Tensor, experts: int, offset: int, block_m: int) -> AlignedPairs:
+    """Group the pairs of contiguous ids [T, K] in blocks of ``block_m``."""
+    pairs = ids.numel()
+    count = pairs // block_m + experts
+    sorted_pairs = scratch((pairs,), torch.int32, ids.device)
+    blocks = scratch((3, count), torch.int32, ids.device)
+    align_kernel[(experts,)](
+        ids, sorted_pairs, blocks, pairs, experts, offset, count,
+        BLOCK_M=block_m, AT_ONCE=ALIGN_PAIRS,
+    )  # fmt: skip
+    return AlignedPairs(sorted_pairs, blocks, count)
+
+
+@triton.jit
+def load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M: tl.constexpr):
+    """Expert (or -1), pairs int64 [BLOCK_M] and which of them exist, of this CTA's block."""
+    block = tl.program_id(1)
+    lane = tl.arange(0, BLOCK_M)
+    if sorted_pairs is not None:
+        expert = tl.load(blocks + block)
+        place = tl.load(blocks + count + block) + lane
+        inside = place < tl.load(blocks + 2 * count + block)
+        pair = tl.load(sorted_pairs + place, inside, other=0).to(tl.int64)
+    else:
+        local = tl.load(ids + block).to(tl.int64) - offset
+        expert = tl.where((local >= 0) & (local < experts), local, -1).to(tl.int32)
+        inside = lane == 0
+        pair = block.to(tl.int64) + tl.zeros((BLOCK_M,), tl.int64)
+    return expert, pair, inside
+
+
+@triton.jit
+def _quantize(
+    x, operands, scales, first, rows, width, row_blocks,
+    FLOOR: tl.constexpr, QUANT_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Operands and scales of quant blocks ``first`` .. ``first`` + QUANT_BLOCKS - 1."""
+    block = tl.cast(first, tl.int64) + tl.arange(0, QUANT_BLOCKS)
+    row = block // row_blocks
+    place = tl.arange(0, 128)
+    start = (row * width + (block - row * row_blocks) * 128)[:, None]
+    inside = (row < rows)[:, None]
+    value = tl.load(x + start + channel_at(place, 1)[None, :], inside, other=0.0)
+    codes, scale = quantize_blocks(value.to(tl.float32), FLOOR, True)
+    tl.store(scales + block, scale, row < rows)
+    tl.store(operands + start + place[None, :], codes, inside)
+
+
+@triton.jit
+def _align_without_gaps(
+    me, ids, sorted_pairs, blocks, pairs, experts, offset, count,
+    BLOCK_M: tl.constexpr, COMPARED: tl.constexpr, EXPERTS: tl.constexpr, PLACED: tl.constexpr,
+):  # fmt: skip
+    """The pairs and blocks of expert ``me``."""
+    each = tl.arange(0, EXPERTS)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    # With many experts there are many rounds, which are summed up together.
+    found = tl.zeros((EXPERTS, COMPARED if EXPERTS > 64 else 1), tl.int32)
+    for start in range(0, pairs, COMPARED):
+        at = start + tl.arange(0, COMPARED)
+        # An expert that is not here is compared as -1, which no expert is.
+        local = tl.load(ids + at, at < pairs, other=-1) - offset
+        local = tl.where((at < pairs) & (local >= 0) & (local < experts), local, -1)
+        equal = (each[:, None] == local[None, :]).to(tl.int32)
+        if EXPERTS > 64:
+            found += equal
+        else:
+            counts += tl.sum(equal, 1)
+    counts += tl.sum(found, 1)
+    needed = (counts + (BLOCK_M - 1)) // BLOCK_M
+    begin = tl.sum(tl.where(each < me, counts, 0), 0)
+    first = tl.sum(tl.where(each < me, needed, 0), 0)
+    end = begin
+    for start in range(0, pairs, PLACED):
+        at = start + tl.arange(0, PLACED)
+        local = tl.load(ids + at, at < pairs, other=-1) - offset
+        mine = ((at < pairs) & (local == me)).to(tl.int32)
+        place = end + tl.cumsum(mine, 0) - mine
+        tl.store(sorted_pairs + place, at, mine != 0)
+        end += tl.sum(mine, 0)
+    after = first + (end - begin + (BLOCK_M - 1)) // BLOCK_M
+    for block in range(first, after):
+        start = begin + (block - first) * BLOCK_M
+        tl.store(blocks + block, me)
+        tl.store(blocks + count + block, start)
+        tl.store(blocks + 2 * count + block, tl.minimum(start + BLOCK_M, end))
+    if me == experts - 1:
+        tl.store(blocks + 3 * count, after)
+
+
+@triton.jit(do_not_specialize=["rows", "pairs", "offset", "count"])
+def align_and_quantize_kernel(
+    x,
+    operands,
+    scales,
+    ids,
+    sorted_pairs,
+    blocks,
+    rows,
+    width,
+    row_blocks,
+    pairs,
+    experts,
+    offset,
+    count,
+    FLOOR: tl.constexpr,
+    QUANT_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COMPARED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One expert's pairs, or QUANT_BLOCKS quant blocks of activations."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    me = tl.program_id(0)
+    if me < experts:
+        _align_without_gaps(
+            me, ids, sorted_pairs, blocks, pairs, experts, offset, count,
+            BLOCK_M, COMPARED, EXPERTS, PLACED,
+        )  # fmt: skip
+    else:
+        first = (me - experts) * QUANT_BLOCKS
+        _quantize(x, operands, scales, first, rows, width, row_blocks, FLOOR, QUANT_BLOCKS)
+
+
+def align_and_quantize(
+    x: Tensor, ids: Tensor, experts: int, offset: int, block_m: int
+) -> tuple[Tensor, Tensor, AlignedPairs]:
+    """Operands e4m3 [T, D] of contiguous x, their scales [T, D / 128], and blocks without gaps."""
+    (rows, width), pairs = x.shape, ids.numel()
+    row_blocks = width // FP8_BLOCK
+    operands = scratch((rows, width), torch.uint8, x.device)
+    scales = scratch((rows, row_blocks), torch.float32, x.device)
+    count = pairs // block_m + min(pairs, experts)
+    sorted_pairs = scratch((pairs,), torch.int32, x.device)
+    blocks = scratch((3 * count + 1,), torch.int32, x.device)
+    config = choose_align_config(pairs, experts)
+    quant_blocks = config.num_warps
+    align_and_quantize_kernel[(experts + triton.cdiv(rows * row_blocks, quant_blocks),)](
+        x,
+        operands,
+        scales,
+        ids,
+        sorted_pairs,
+        blocks,
+        rows,
+        width,
+        row_blocks,
+        pairs,
+        experts,
+        offset,
+        count,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
+        QUANT_BLOCKS=quant_blocks,
+        BLOCK_M=block_m,
+        COMPARED=config.compared,
+        EXPERTS=config.experts,
+        PLACED=config.placed,
+        num_warps=config.num_warps,
+        **pdl_launch(x.device),
+    )
+    return operands, scales, AlignedPairs(sorted_pairs, blocks, count)
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Both heights of a block; without gaps for every dtype, on Hopper."""
+    integers = dict.fromkeys(("pairs", "experts", "offset", "count"), "i32")
+    tables = dict.fromkeys(("ids", "sorted_pairs", "blocks"), "*i32")
+    for block_m in (16, 64):
+        yield Build(
+            f"{block_m} pairs",
+            align_kernel,
+            tables | integers,
+            {"BLOCK_M": block_m, "AT_ONCE": ALIGN_PAIRS},
+        )
+    if target.name != "sm_90":
+        return
+    shape = flash(128)
+    config = choose_align_config(shape.pairs, shape.experts)
+    types = tables | integers | dict.fromkeys(("rows", "width", "row_blocks"), "i32")
+    for dtype in ("bf16", "fp16", "fp32"):
+        yield Build(
+            dtype,
+            align_and_quantize_kernel,
+            types | {"x": f"*{dtype}", "operands": "*u8", "scales": "*fp32"},
+            {
+                "FLOOR": ACTIVATION_AMAX_FLOOR,
+                "QUANT_BLOCKS": config.num_warps,
+                "BLOCK_M": 16,
+                "COMPARED": config.compared,
+                "EXPERTS": config.experts,
+                "PLACED": config.placed,
+                "PDL": target_has_pdl(target),
+            },
+            num_warps=config.num_warps,
+            divisible=("width",),
+        )

@@ -1,0 +1,382 @@
+"""Grouped GEMMs of the experts: a tile is rows of one expert's weight for a block of pairs.
+
+    gate_up   (tiles of I, blocks of pairs): w1 and w3, SwiGLU, routing weight -> inner [P, I]
+    down      (tiles of D, blocks of pairs): w2 -> results [P, D]
+
+A CTA passes over all channels of its tile; blocks without pairs end at once. Two mainloops:
+
+- Any format and size: pairs are rows of the matrix instruction, and w1 and w3 follow each other.
+- SWAP_AB: rows of the weight are, which then goes from registers into the instruction without a
+  mask; half of a tile's rows are w1's and half w3's. Every byte of a visited expert is read once
+  for up to BLOCK_M pairs, and one token still has several CTAs an SM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.ops._build import Build
+from anymla.ops._triton_gemm import (
+    TL_DTYPES,
+    ActivationRows,
+    WeightRows,
+    gemm_tile,
+    gemm_tile_swap_ab,
+    operand_rows,
+)
+from anymla.ops._triton_quantize import quantize_rows
+from anymla.ops.device import Target, target_of
+from anymla.ops.moe.config import OPERANDS_IN_SHARED, GemmConfig, choose_config
+from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
+from anymla.ops.moe.shapes import ExpertFormats, flash
+from anymla.ops.moe.triton_align import align, load_block
+from anymla.ops.moe.triton_swiglu import clamped_swiglu
+from anymla.ops.streams import scratch
+
+
+@triton.jit
+def expert_distance(expert, stride, table, UNIT: tl.constexpr):
+    """Elements from the first expert's tensor to this one's; a table's are in units."""
+    here = expert.to(tl.int64)
+    return tl.load(table + expert) * UNIT if table is not None else here * stride
+
+
+@triton.jit(do_not_specialize=["count", "offset"])
+def gate_up_kernel(
+    x,
+    x_scales,
+    ids,
+    weights,
+    sorted_pairs,
+    blocks,
+    w1,
+    w1_stride,
+    w1_table,
+    s1,
+    s1_stride,
+    s1_table,
+    w3,
+    w3_stride,
+    w3_table,
+    s3,
+    s3_stride,
+    s3_table,
+    inner,
+    count,
+    offset,
+    experts,
+    per_token,
+    width,
+    w_row,
+    s_row,
+    n,
+    limit,
+    FORMAT: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    W_UNIT: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE_LOADS: tl.constexpr,
+):
+    """A tile of w2's input."""
+    expert, pair, inside = load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M)
+    if expert >= 0:
+        if SWAP_AB:
+            HALF: tl.constexpr = BLOCK_N // 2
+            lane = tl.arange(0, BLOCK_N)
+            row = (tl.program_id(0) * HALF + lane % HALF).to(tl.int64)
+            block = row // 128 if FORMAT == "fp8" else row
+            w1 += expert_distance(expert, w1_stride, w1_table, W_UNIT)
+            w3 += expert_distance(expert, w3_stride, w3_table, W_UNIT)
+            s1 += expert_distance(expert, s1_stride, s1_table, 1)
+            s3 += expert_distance(expert, s3_stride, s3_table, 1)
+            token = pair // per_token
+            row_blocks = width // 128
+            total = gemm_tile_swap_ab(
+                tl.where(lane < HALF, w1, w3) + row * w_row,
+                tl.where(lane < HALF, s1, s3) + block * s_row,
+                x + token * width,
+                None if x_scales is None else x_scales + token * row_blocks,
+                inside, row_blocks, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
+            )  # fmt: skip
+            halves = tl.permute(tl.reshape(total, (2, HALF, BLOCK_M)), (1, 2, 0))
+            gate, up = tl.split(halves)
+        else:
+            token = pair // per_token
+            channel = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+            exists = channel < n
+            w1 += expert_distance(expert, w1_stride, w1_table, W_UNIT)
+            w3 += expert_distance(expert, w3_stride, w3_table, W_UNIT)
+            if FORMAT != "plain":
+                s1 += expert_distance(expert, s1_stride, s1_table, 1)
+                s3 += expert_distance(expert, s3_stride, s3_table, 1)
+            row_blocks = tl.cdiv(width, 128)
+            rows = ActivationRows(x, x_scales, token, inside, width, row_blocks)
+            gate = gemm_tile(
+                rows, WeightRows(w1, s1, channel, exists), 0, width, width,
+                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
+            )  # fmt: skip
+            up = gemm_tile(
+                rows, WeightRows(w3, s3, channel, exists), 0, width, width,
+                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
+            )  # fmt: skip
+        dtype = inner.dtype.element_ty
+        value = clamped_swiglu(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit)
+        weight = tl.load(weights + pair, inside, other=0.0)
+        if SWAP_AB:
+            value *= weight[None, :]
+            channel = tl.program_id(0) * HALF + tl.arange(0, HALF)
+            at = channel[:, None] + (pair * n)[None, :]
+            tl.store(inner + at, value.to(dtype), inside[None, :])
+        else:
+            value *= weight[:, None]
+            at = (pair * n)[:, None] + channel[None, :]
+            tl.store(inner + at, value.to(dtype), inside[:, None] & exists[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "offset"])
+def down_kernel(
+    inner,
+    inner_scales,
+    ids,
+    sorted_pairs,
+    blocks,
+    w2,
+    w2_stride,
+    w2_table,
+    s2,
+    s2_stride,
+    s2_table,
+    out,
+    count,
+    offset,
+    experts,
+    width,
+    w_row,
+    s_row,
+    n,
+    FORMAT: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    W_UNIT: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE_LOADS: tl.constexpr,
+):
+    """A tile of the pairs' results."""
+    expert, pair, inside = load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M)
+    if expert >= 0:
+        channel = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        if SWAP_AB:
+            block = channel // 128 if FORMAT == "fp8" else channel
+            w2 += expert_distance(expert, w2_stride, w2_table, W_UNIT)
+            s2 += expert_distance(expert, s2_stride, s2_table, 1)
+            row_blocks = width // 128
+            value = gemm_tile_swap_ab(
+                w2 + channel * w_row,
+                s2 + block * s_row,
+                inner + pair * width,
+                None if inner_scales is None else inner_scales + pair * row_blocks,
+                inside, row_blocks, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
+            )  # fmt: skip
+            at = channel[:, None] + (pair * n)[None, :]
+            tl.store(out + at, value.to(out.dtype.element_ty), inside[None, :])
+        else:
+            exists = channel < n
+            w2 += expert_distance(expert, w2_stride, w2_table, W_UNIT)
+            if FORMAT != "plain":
+                s2 += expert_distance(expert, s2_stride, s2_table, 1)
+            row_blocks = tl.cdiv(width, 128)
+            value = gemm_tile(
+                ActivationRows(inner, inner_scales, pair, inside, width, row_blocks),
+                WeightRows(w2, s2, channel, exists), 0, width, width,
+                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
+            )  # fmt: skip
+            at = (pair * n)[:, None] + channel[None, :]
+            tl.store(out + at, value.to(out.dtype.element_ty), inside[:, None] & exists[None, :])
+
+
+def grouped_gemm(inputs: ExpertInputs, results: Tensor, config: GemmConfig) -> None:
+    """Write what every pair's expert makes of its token to results [P, D].
+
+    Args:
+        inputs: the call.
+        results: contiguous; pairs without an expert here are not written.
+        config: see ``choose_config``.
+    """
+    ids, shape = inputs.ids, inputs.shape
+    sorted_pairs, blocks, count = None, None, shape.pairs
+    if config.grouped:
+        aligned = align(ids, shape.experts, inputs.expert_offset, config.block_m)
+        sorted_pairs, blocks, count = aligned.sorted_pairs, aligned.blocks, aligned.count
+    options = _constants(config, inputs.formats, target_of(inputs.x.device))
+    options |= {"W_UNIT": inputs.unit, "num_warps": config.num_warps}
+    if not config.swap_ab:
+        options["num_stages"] = config.num_stages
+    inner = scratch((shape.pairs, shape.inner), inputs.x.dtype, inputs.x.device)
+    given = (count, inputs.expert_offset, shape.experts)
+    gate_up_rows = config.block_n // 2 if config.swap_ab else config.block_n
+    gate_up_kernel[(triton.cdiv(shape.inner, gate_up_rows), count)](
+        *_operands(inputs.x, inputs, config), ids, inputs.weights, sorted_pairs, blocks,
+        *inputs.gate_up_pointers, inner, *given, shape.experts_per_token, shape.d,
+        *_row_strides(inputs.w1, inputs.s1, config), shape.inner, float(inputs.swiglu_limit),
+        **options,
+    )  # fmt: skip
+    down_kernel[(triton.cdiv(shape.d, config.block_n), count)](
+        *_operands(inner, inputs, config), ids, sorted_pairs, blocks, *inputs.down_pointers,
+        results, *given, shape.inner, *_row_strides(inputs.w2, inputs.s2, config), shape.d,
+        **options,
+    )  # fmt: skip
+
+
+def _row_strides(
+    weight: ExpertTensors, scale: ExpertTensors, config: GemmConfig
+) -> tuple[int | None, int | None]:
+    """From one row to the next, of contiguous matrices; the plain mainloop derives them."""
+    if not config.swap_ab or weight.first is None or scale.first is None:
+        return None, None
+    return weight.first.shape[1], scale.first.shape[1]
+
+
+def _operands(
+    rows: Tensor, inputs: ExpertInputs, config: GemmConfig
+) -> tuple[Tensor, Tensor | None]:
+    """Activations [n, K] as the kernels take them, and their scales."""
+    if config.swap_ab:
+        return operand_rows(
+            rows,
+            config.operand,
+            weight_format=inputs.weight_format,
+            quantize=inputs.quantized,
+        )
+    return quantize_rows(rows) if inputs.quantized else (rows, None)
+
+
+def _constants(config: GemmConfig, formats: ExpertFormats, target: Target) -> dict[str, Any]:
+    return {
+        "FORMAT": formats.weight,
+        "QUANTIZED": formats.quantized,
+        "OPERAND": TL_DTYPES[config.operand],
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "NATIVE": target.native_e4m3,
+        "SWAP_AB": config.swap_ab,
+        "STAGES": config.num_stages,
+        "WIDE_LOADS": config.wide_loads,
+    }
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# At most one pair an expert of Flash's 256, then 6, 16 and 96.
+_BUILD_TOKENS = (1, 8, 256, 683, 4096)
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Both mainloops with V4-Flash's configs, for what the activations may be."""
+    yield from _any_format_builds(target)
+    yield from _swap_ab_builds(target)
+
+
+def _any_format_builds(target: Target) -> Iterator[Build]:
+    """Few pairs with tables, many with strides."""
+    for weight in ("plain", "fp8", "mxfp4"):
+        for dtype, quantized in (("bf16", True), ("bf16", False), ("fp16", False), ("fp32", False)):
+            if quantized and weight == "plain":
+                continue
+            stored = _DTYPES[dtype] if weight == "plain" else torch.uint8
+            formats = ExpertFormats(_DTYPES[dtype], weight, stored, quantized, weight_alignment=1)
+            for tokens in (1, 4096):
+                config = choose_config(flash(tokens), formats, target)
+                for kernel in (gate_up_kernel, down_kernel):
+                    yield _build(target, kernel, dtype, formats, config, tables=tokens == 1)
+
+
+def _swap_ab_builds(target: Target) -> Iterator[Build]:
+    """Every config once; the first with tables, and from every dtype that is quantised."""
+    for weight, quantized in (("mxfp4", True), ("mxfp4", False), ("fp8", True)):
+        if weight == "fp8" and target.narrow:
+            continue
+        formats = ExpertFormats(torch.bfloat16, weight, torch.uint8, quantized)
+        seen: set[GemmConfig] = set()
+        for tokens, inner in itertools.product(_BUILD_TOKENS, (2048, 128)):
+            shape = dataclasses.replace(flash(tokens), inner=inner)
+            config = dataclasses.replace(choose_config(shape, formats, target), grouped=True)
+            if config in seen:
+                continue
+            for dtype in _DTYPES if quantized and not seen else ("bf16",):
+                for kernel in (gate_up_kernel, down_kernel):
+                    yield _build(target, kernel, dtype, formats, config, tables=not seen)
+            seen.add(config)
+
+
+def _build(
+    target: Target,
+    kernel: triton.JITFunction,
+    dtype: str,
+    formats: ExpertFormats,
+    config: GemmConfig,
+    tables: bool,
+) -> Build:
+    plain = formats.weight == "plain"
+    given, result = ("x", "inner") if kernel is gate_up_kernel else ("inner", "out")
+    operand = dtype
+    if config.swap_ab:
+        operand = {torch.float8_e4m3fn: "u8", torch.float16: "fp16"}.get(config.operand, "bf16")
+    elif formats.quantized:
+        operand = "u8"
+    types = {given: f"*{operand}", result: f"*{dtype}", "ids": "*i32", "weights": "*fp32"}
+    types |= dict.fromkeys(("count", "offset", "experts", "per_token", "width", "n"), "i32")
+    types["limit"] = "fp32"
+    if config.operand != torch.bfloat16 if config.swap_ab else formats.quantized:
+        types[f"{given}_scales"] = "*fp32"
+    if config.swap_ab:
+        types |= {"w_row": "i32", "s_row": "i32"}
+    if config.grouped:
+        types |= {"sorted_pairs": "*i32", "blocks": "*i32"}
+    for matrix in ("w1", "w3", "w2", *(() if plain else ("s1", "s3", "s2"))):
+        types[matrix] = f"*{dtype}" if plain else "*u8"
+        types[f"{matrix}_stride"] = "i32"
+        if tables:
+            types[f"{matrix}_table"] = "*i64"
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    constants = {**_constants(config, formats, target), "W_UNIT": 16}
+    given_names = types.keys() | constants.keys()
+    absent = {name: None for name in kernel.arg_names if name not in given_names}
+    if config.swap_ab:
+        # Triton 3.9 is a few registers short of this tile; 3.6, which it was timed with, is not.
+        spills = 25 if config.wide_loads and config.block_n == 128 else 0
+    else:
+        # Operands that pass through registers leave some of the kernels a few short.
+        spills = 56 if target.narrow else 0 if target.name in OPERANDS_IN_SHARED else 8
+    strides = tuple(name for name in types if name.endswith("_stride"))
+    return Build(
+        f"{formats.weight}, {operand} activations, {dtype}, {config.block_m} pairs"
+        + ", swap AB" * config.swap_ab
+        + ", tables" * tables,
+        kernel,
+        types,
+        absent | constants,
+        num_warps=config.num_warps,
+        num_stages=None if config.swap_ab else config.num_stages,
+        divisible=tuple(n for n in ("width", "w_row", "s_row", "n", *strides) if n in types),
+        matrix=config.operand != torch.float32,
+        spills=spills,
+    )

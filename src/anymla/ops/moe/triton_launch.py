@@ -1,0 +1,175 @@
+"""Launch the routed experts: two grouped GEMMs, and the sum over a token's experts.
+
+    align     (token, expert) pairs by expert, in blocks
+    gate_up   gate and up, SwiGLU, routing weight -> inner [P, I]
+    down      inner -> results [P, D]
+    combine   (tokens, blocks of D): results of the token's pairs in the order of its columns,
+              shared
+
+Alignment and GEMMs are those of ``triton_align`` and ``triton_grouped_gemm``;
+``gluon_sm90_launch`` puts its own in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.ops._build import Build
+from anymla.ops.device import Target, target_of
+from anymla.ops.moe.config import COMBINE_CHANNELS, GemmConfig, choose_config
+from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
+from anymla.ops.moe.shapes import ExpertsShape
+from anymla.ops.moe.triton_grouped_gemm import grouped_gemm
+from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.streams import flush_stream_wait, has_deferred_wait, scratch
+
+
+@triton.jit(do_not_specialize=["offset"])
+def combine_kernel(
+    results,
+    ids,
+    shared,
+    out,
+    offset,
+    experts,
+    n,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK channels of one token."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        local = tl.load(ids + token * K + j).to(tl.int64) - offset
+        written = tl.where((local >= 0) & (local < experts), n, 0)
+        value = tl.load(results + (token * K + j) * n + column, column < written, other=0.0)
+        total += value.to(tl.float32)
+    if shared is not None:
+        total += tl.load(shared + token * n + column, exists, other=0.0).to(tl.float32)
+    tl.store(out + token * n + column, total.to(out.dtype.element_ty), exists)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: list[Tensor],
+    w3: list[Tensor],
+    w2: list[Tensor],
+    s1: list[Tensor],
+    s3: list[Tensor],
+    s2: list[Tensor],
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int = 0,
+    shared: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    """See ``interface.experts``; ``config`` in place of ``choose_config``'s."""
+
+    def multiply(inputs: ExpertInputs, results: Tensor) -> None:
+        target = target_of(x.device)
+        chosen = config or choose_config(inputs.shape, inputs.formats, target)
+        grouped_gemm(inputs, results, chosen)
+
+    projections = [ExpertTensors(each) for each in (w1, w3, w2, s1, s3, s2)]
+    return run_experts(
+        multiply, x, ids, weights, projections, weight_format=weight_format,
+        swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
+        expert_offset=expert_offset, shared=shared,
+    )  # fmt: skip
+
+
+def run_experts(
+    multiply: Callable[[ExpertInputs, Tensor], None],
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    projections: list[ExpertTensors],
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int,
+    shared: Tensor | None,
+) -> Tensor:
+    """``interface.experts`` with ``multiply`` for what every pair's expert makes of its token.
+
+    Args:
+        multiply: writes results [P, D] of the inputs' pairs; those without an expert are not read.
+        x: see ``interface.experts``, as the others.
+        ids: likewise.
+        weights: likewise.
+        projections: w1, w3, w2, s1, s3, s2.
+        weight_format: likewise.
+        swiglu_limit: likewise.
+        quantize_activations: likewise.
+        expert_offset: likewise.
+        shared: likewise.
+    """
+    (tokens, d), k = x.shape, ids.shape[1]
+    out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
+    if not tokens:
+        flush_stream_wait()
+        return out
+    w1, ids = projections[0], ids.contiguous()
+    inner = 0 if w1.first is None else w1.first.shape[0]
+    inputs = ExpertInputs(
+        x.contiguous(),
+        ids,
+        weights.contiguous(),
+        *projections,
+        weight_format,
+        swiglu_limit,
+        quantize_activations and weight_format != "plain",
+        expert_offset,
+        ExpertsShape(tokens, k, w1.count, inner, d),
+    )
+    results = scratch((tokens * k, d), x.dtype, x.device)
+    if k and w1.count:
+        multiply(inputs, results)
+    # Whether what is added last is still being made on another CUDA stream.
+    pdl = {"PDL": False} if has_deferred_wait() else pdl_launch(x.device, shared)
+    flush_stream_wait()
+    shared = None if shared is None else shared.contiguous()
+    # Tokens first: only the first axis of a grid holds more than 65,535 CTAs.
+    combine_kernel[(tokens, triton.cdiv(d, COMBINE_CHANNELS))](
+        results,
+        ids,
+        shared,
+        out,
+        expert_offset,
+        w1.count,
+        d,
+        K=k,
+        BLOCK=COMBINE_CHANNELS,
+        **pdl,
+    )
+    return out
+
+
+def builds(target: Target) -> Iterator[Build]:
+    """Every dtype."""
+    for dtype in ("bf16", "fp16", "fp32"):
+        pointers = dict.fromkeys(("results", "shared", "out"), f"*{dtype}")
+        integers = {"offset": "i32", "experts": "i32", "n": "i32"}
+        yield Build(
+            dtype,
+            combine_kernel,
+            {**pointers, "ids": "*i32", **integers},
+            {"K": 6, "BLOCK": COMBINE_CHANNELS, "PDL": target_has_pdl(target)},
+            divisible=("n",),
+        )
