@@ -2,8 +2,8 @@
 
 A projection's experts are tensors of their own. A kernel is given the first of them, and either one
 stride, if the others follow it evenly as slices of one tensor do, or a table of distances. Both
-follow from the addresses alone. Reading those is all that a call does for every expert; what
-follows from them is remembered.
+follow from the addresses alone, and are remembered: for every expert a call only reads the address
+and whether the tensor is contiguous.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Addresses:
         stride: elements from one to the next; None if they do not follow each other evenly.
         alignment: bytes that all addresses are multiples of, a power of two up to 16.
         unit: elements that all distances from the first are multiples of: 16 or 1.
-        contiguous: every tensor is; None until they have been looked at.
     """
 
     def __init__(self, pointers: tuple[int, ...], itemsize: int, device: torch.device) -> None:
@@ -44,7 +43,6 @@ class Addresses:
         self.stride = step // itemsize if even else None
         self.alignment = bits & -bits
         self.unit = 1 if any(distance % (16 * itemsize) for distance in distances) else 16
-        self.contiguous: bool | None = None
         self._elements = [] if even else [distance // itemsize for distance in distances]
         self._device = device
         self._tables: dict[int, Tensor] = {}
@@ -59,20 +57,12 @@ class Addresses:
         return self._tables[unit]
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
-def _remembered(
-    pointers: tuple[int, ...], strides: tuple[int, ...], itemsize: int, device: torch.device
-) -> Addresses:
-    return Addresses(pointers, itemsize, device)
+_remembered = functools.lru_cache(maxsize=_REMEMBERED)(Addresses)
 
 
 def _addresses(tensors: list[Tensor]) -> Addresses:
-    first = tensors[0]
     pointers = tuple([tensor.data_ptr() for tensor in tensors])
-    found = _remembered(pointers, first.stride(), first.element_size(), first.device)
-    if found.contiguous is None:
-        found.contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    return found
+    return _remembered(pointers, tensors[0].element_size(), tensors[0].device)
 
 
 class ExpertTensors:
@@ -90,7 +80,8 @@ class ExpertTensors:
         self.addresses: Addresses | None = None
         if tensors:
             found = _addresses(tensors)
-            if not found.contiguous or found.alignment < alignment:
+            contiguous = all(tensor.is_contiguous() for tensor in tensors)
+            if not contiguous or found.alignment < alignment:
                 self._tensors = [_copied(tensor, alignment) for tensor in tensors]
                 found = _addresses(self._tensors)
             self.first, self.addresses = self._tensors[0], found
