@@ -482,6 +482,23 @@ OPERANDS = {
 }
 
 
+def with_swap_ab(
+    x: Tensor, ids: Tensor, weights: Tensor, arguments: dict[str, Any], operand: str
+) -> Tensor:
+    """Experts by a config of another target or size, which the interpreter's would not be."""
+    from anymla.ops.moe import triton_grouped_gemm, triton_launch
+
+    wide, grouped = operand == "wide loads", len(x) > 1
+    forced = config.GemmConfig(True, grouped, 16, 64, 128, OPERANDS[operand], 4, 2, wide)
+    names = ("w1", "w3", "w2", "s1", "s3", "s2")
+    tensors = [ExpertTensors(arguments[name]) for name in names]
+    rest = {name: value for name, value in arguments.items() if name not in names}
+    return triton_launch.run_experts(
+        lambda inputs, results: triton_grouped_gemm.grouped_gemm(inputs, results, forced),
+        x, ids, weights, tensors, **rest, shared=None,
+    )  # fmt: skip
+
+
 @no_triton
 @pytest.mark.parametrize(("tokens", "strided"), [(2, False), (24, True)])
 @pytest.mark.parametrize(
@@ -506,16 +523,8 @@ def test_kernels_take_tables_and_strides(
 ) -> None:
     # One tensor cut into experts is found by a stride, tensors anywhere by a table. Ids repeat
     # within a row and point outside; one expert has all of some tokens, another none.
-    from anymla.ops.moe import triton_launch
-    from anymla.ops.moe.config import GemmConfig
-
     d, inner = (256, 128) if swap_ab else (D, INNER)
     bank = Bank(weight_format, 5, dtype, d, inner)
-    forced = None
-    if swap_ab:
-        # Of another target or size, which the interpreter's own would not be.
-        wide = swap_ab == "wide loads"
-        forced = GemmConfig(True, tokens > 1, 16, 64, 128, OPERANDS[swap_ab], 4, 2, wide)
     arguments = {**bank.arguments(), "quantize_activations": weight_format != "plain"}
     if strided:
         arguments = {
@@ -528,7 +537,10 @@ def test_kernels_take_tables_and_strides(
     x, weights = torch.randn(tokens, d).to(dtype), torch.rand(tokens, 3)
     arguments["expert_offset"] = 1
     assert experts.supports(x, ids, weights, **arguments, backend="triton")
-    got = triton_launch.experts(x, ids, weights, **arguments, config=forced)
+    if swap_ab:
+        got = with_swap_ab(x, ids, weights, arguments, swap_ab)
+    else:
+        got = experts(x, ids, weights, **arguments, backend="triton")
     want = experts(x, ids, weights, **arguments, backend="reference")
     assert_close(got, want, atol=ulps(torch.bfloat16, 6))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anymla.ops._build import Build
 from anymla.ops.device import Target, target_of
-from anymla.ops.moe.config import COMBINE_CHANNELS, GemmConfig, choose_config
+from anymla.ops.moe.config import COMBINE_CHANNELS, choose_config
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
 from anymla.ops.moe.shapes import ExpertsShape
 from anymla.ops.moe.triton_grouped_gemm import grouped_gemm
@@ -76,21 +76,19 @@ def experts(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
-    config: GemmConfig | None = None,
 ) -> Tensor:
-    """See ``interface.experts``; ``config`` in place of ``choose_config``'s."""
-
-    def multiply(inputs: ExpertInputs, results: Tensor) -> None:
-        target = target_of(x.device)
-        chosen = config or choose_config(inputs.shape, inputs.formats, target)
-        grouped_gemm(inputs, results, chosen)
-
+    """See ``interface.experts``."""
     projections = [ExpertTensors(each) for each in (w1, w3, w2, s1, s3, s2)]
     return run_experts(
-        multiply, x, ids, weights, projections, weight_format=weight_format,
+        _multiply, x, ids, weights, projections, weight_format=weight_format,
         swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
         expert_offset=expert_offset, shared=shared,
     )  # fmt: skip
+
+
+def _multiply(inputs: ExpertInputs, results: Tensor) -> None:
+    config = choose_config(inputs.shape, inputs.formats, target_of(inputs.x.device))
+    grouped_gemm(inputs, results, config)
 
 
 def run_experts(
