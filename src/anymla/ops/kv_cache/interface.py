@@ -5,8 +5,8 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops import _reference
 from anymla.ops._pages import check_cache
-from anymla.ops.kv_cache import reference, torch_gather, torch_insert
-from anymla.ops.kv_cache.support import row_support
+from anymla.ops.kv_cache import reference, torch_rows
+from anymla.ops.kv_cache.config import row_support
 from anymla.ops.registry import FLOATS, INT32, INT64, check, operation, require
 
 
@@ -109,17 +109,17 @@ def dequant_gather_slots(
 
 
 quantize_and_insert_k_cache.register("reference", _reference.quantize_and_insert_k_cache)
-quantize_and_insert_k_cache.register("torch", torch_insert.quantize_and_insert_k_cache)
+quantize_and_insert_k_cache.register("torch", torch_rows.quantize_and_insert_k_cache)
 quantize_and_insert_k_cache.register_lazy(
     "triton", "anymla.ops.kv_cache.triton_insert", supports=row_support
 )
 dequantize_and_gather_k_cache.register("reference", reference.dequantize_and_gather_k_cache)
-dequantize_and_gather_k_cache.register("torch", torch_gather.dequantize_and_gather_k_cache)
+dequantize_and_gather_k_cache.register("torch", torch_rows.dequantize_and_gather_k_cache)
 dequantize_and_gather_k_cache.register_lazy(
     "triton", "anymla.ops.kv_cache.triton_gather", supports=row_support
 )
 dequant_gather_slots.register("reference", reference.dequant_gather_slots)
-dequant_gather_slots.register("torch", torch_gather.dequant_gather_slots)
+dequant_gather_slots.register("torch", torch_rows.dequant_gather_slots)
 dequant_gather_slots.register_lazy(
     "triton", "anymla.ops.kv_cache.triton_gather", supports=row_support
 )

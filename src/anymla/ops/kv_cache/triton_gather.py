@@ -1,7 +1,7 @@
 """Gather cache rows and decode them.
 
-Grid: one program for ROWS consecutive rows of the result (of one request); the tile is ROWS whole
-rows, wherever in the cache they lie.
+Grid: one CTA for ROWS consecutive rows of the result (of one request); the tile is ROWS whole rows,
+wherever in the cache they lie.
 
     out row | decode(entry)      |
     out row | zeros: no such slot|
@@ -23,23 +23,9 @@ from anymla.formats.triton_rows import cache_bytes, entry_offsets, load_rows, ro
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.kv_cache.triton_builds import KINDS
+from anymla.ops.kv_cache.config import choose_config
+from anymla.ops.kv_cache.shapes import CACHES, CacheShape
 from anymla.ops.pdl import pdl_launch, target_has_pdl
-
-_TILE = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Rows of a program, and its warps."""
-
-    rows: int
-    num_warps: int
-
-
-def config(channels: int, target: Target) -> Config:
-    """Sixteen codes a thread: one load of 16 bytes, and two stores of bfloat16."""
-    return Config(max(1, _TILE // channels), _TILE // (16 * target.warp_size))
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -63,17 +49,17 @@ def gather_slots_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    wanted = row < count
-    slot = tl.load(slots + row, mask=wanted, other=-1)
+    mask = row < count
+    slot = tl.load(slots + row, mask=mask, other=-1)
     valid = (slot >= 0) & (slot < capacity)
     values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
     x = load_rows(cache, values, scales, valid, CODEC, NATIVE)
     channel = tl.arange(0, CODEC.channels)
     at = out + row[:, None] * row_stride + (channel * column_stride)[None, :]
-    tl.store(at, x.to(out.dtype.element_ty), mask=wanted[:, None])
+    tl.store(at, x.to(out.dtype.element_ty), mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["first", "room", "columns", "pages", "tiles"])
+@triton.jit(do_not_specialize=["first", "limit", "columns", "pages", "tiles"])
 def gather_sequences_kernel(
     out,
     cache,
@@ -81,7 +67,7 @@ def gather_sequences_kernel(
     lengths,
     tables,
     first,
-    room,
+    limit,
     columns,
     pages,
     tiles,
@@ -96,9 +82,9 @@ def gather_sequences_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Decode the last ``lengths[r]`` rows before ``stops[r]`` to out[r, first:first + room].
+    """Decode the last ``lengths[r]`` rows before ``stops[r]`` to out[r, first:first + limit].
 
-    ``tables`` is [R, columns] with contiguous columns; a request has ``tiles`` programs.
+    ``tables`` is [R, columns] with contiguous columns; a request has ``tiles`` CTAs.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -108,10 +94,10 @@ def gather_sequences_kernel(
     row = start + tl.arange(0, ROWS)
     length = tl.load(lengths + request)
     if start < length:
-        wanted = (row < length) & (row < room)
+        mask = (row < length) & (row < limit)
         position = tl.load(stops + request).to(tl.int64) - length + row
         column = position // ENTRIES
-        known = wanted & (position >= 0) & (column < columns)
+        known = mask & (position >= 0) & (column < columns)
         page = tl.load(tables + request * table_stride + column, mask=known, other=-1)
         valid = known & (page >= 0) & (page < pages)
         slot = page.to(tl.int64) * ENTRIES + position % ENTRIES
@@ -120,7 +106,7 @@ def gather_sequences_kernel(
         channel = tl.arange(0, CODEC.channels)
         at = out + request * request_stride + (first + row).to(tl.int64)[:, None] * row_stride
         at += (channel * column_stride)[None, :]
-        tl.store(at, x.to(out.dtype.element_ty), mask=wanted[:, None])
+        tl.store(at, x.to(out.dtype.element_ty), mask=mask[:, None])
 
 
 def dequant_gather_slots(
@@ -132,8 +118,8 @@ def dequant_gather_slots(
     if not count:
         return
     target = device_facts.target_of(out.device)
-    chosen = config(codec.channels, target)
-    gather_slots_kernel[(triton.cdiv(count, chosen.rows),)](
+    config = choose_config(codec.channels, target)
+    gather_slots_kernel[(triton.cdiv(count, config.rows),)](
         out,
         cache,
         indices.contiguous(),
@@ -145,8 +131,8 @@ def dequant_gather_slots(
         entries,
         codec,
         target.native_e4m3,
-        chosen.rows,
-        num_warps=chosen.num_warps,
+        config.rows,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
         **pdl_launch(out.device),
     )
@@ -164,12 +150,12 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """See ``interface.dequantize_and_gather_k_cache``."""
     cache, page_stride, pages, entries = cache_bytes(k_cache)
-    requests, room, codec = out.shape[0], out.shape[1] - offset, row_codec(layout)
-    if not requests or room <= 0:
+    requests, limit, codec = out.shape[0], out.shape[1] - offset, row_codec(layout)
+    if not requests or limit <= 0:
         return
     target = device_facts.target_of(out.device)
-    chosen = config(codec.channels, target)
-    tiles = triton.cdiv(room, chosen.rows)
+    config = choose_config(codec.channels, target)
+    tiles = triton.cdiv(limit, config.rows)
     tables = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     gather_sequences_kernel[(requests * tiles,)](
         out,
@@ -178,7 +164,7 @@ def dequantize_and_gather_k_cache(
         (seq_lens if gather_lens is None else gather_lens).contiguous(),
         tables,
         offset,
-        room,
+        limit,
         tables.shape[1],
         pages,
         tiles,
@@ -190,8 +176,8 @@ def dequantize_and_gather_k_cache(
         entries,
         codec,
         target.native_e4m3,
-        chosen.rows,
-        num_warps=chosen.num_warps,
+        config.rows,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
         **pdl_launch(out.device),
     )
@@ -199,57 +185,55 @@ def dequantize_and_gather_k_cache(
 
 def builds(target: Target) -> Iterator[Build]:
     """Both kernels, every layout; and what must not be tried."""
-    for layout, dtype, entries in KINDS:
-        yield _slots_build(layout, dtype, entries, target)
-        yield _sequences_build(layout, dtype, entries, target)
+    for shape in CACHES:
+        yield _slots_build(shape, target)
+        yield _sequences_build(shape, target)
     if target.backend == "cuda" and not target.native_e4m3:
         # Why codes are converted by bits there: the compiler refuses the type.
         native = dataclasses.replace(target, native_e4m3=True)
-        build = _slots_build(*KINDS[0], native)
+        build = _slots_build(CACHES[0], native)
         yield dataclasses.replace(build, label=f"{build.label}, native", fails="fp8e4nv")
 
 
-def _common(layout: str, entries: int, target: Target) -> dict[str, Any]:
-    codec = row_codec(layout)
-    chosen = config(codec.channels, target)
-    constants = {
-        "column_stride": 1,
-        "ENTRIES": entries,
-        "CODEC": codec,
-        "NATIVE": target.native_e4m3,
-        "ROWS": chosen.rows,
-        "PDL": target_has_pdl(target),
-    }
-    return {"constants": constants, "num_warps": chosen.num_warps, "fp_fusion": False}
+def _slots_build(shape: CacheShape, target: Target) -> Build:
+    strides, numbers = ("row_stride", "page_stride"), ("count", "capacity")
+    types = {"slots": "*i32", **dict.fromkeys((*numbers, *strides), "i32")}
+    return _build("slots", gather_slots_kernel, types, strides, shape, target)
 
 
-def _slots_build(layout: str, dtype: str, entries: int, target: Target) -> Build:
-    return Build(
-        label=f"slots, {layout} to {dtype}, page {entries}",
-        kernel=gather_slots_kernel,
-        types={
-            "out": f"*{dtype}",
-            "cache": "*u8",
-            "slots": "*i32",
-            **dict.fromkeys(("count", "row_stride", "page_stride", "capacity"), "i32"),
-        },
-        divisible=("row_stride", "page_stride"),
-        **_common(layout, entries, target),
-    )
-
-
-def _sequences_build(layout: str, dtype: str, entries: int, target: Target) -> Build:
+def _sequences_build(shape: CacheShape, target: Target) -> Build:
     strides = ("request_stride", "row_stride", "page_stride")
-    counts = ("first", "room", "columns", "pages", "tiles", "table_stride")
+    numbers = ("first", "limit", "columns", "pages", "tiles", "table_stride")
+    types = {
+        **dict.fromkeys(("stops", "lengths", "tables"), "*i32"),
+        **dict.fromkeys((*numbers, *strides), "i32"),
+    }
+    return _build("sequences", gather_sequences_kernel, types, strides, shape, target)
+
+
+def _build(
+    what: str,
+    kernel: Any,
+    types: dict[str, str],
+    divisible: tuple[str, ...],
+    shape: CacheShape,
+    target: Target,
+) -> Build:
+    codec = row_codec(shape.layout)
+    config = choose_config(codec.channels, target)
     return Build(
-        label=f"sequences, {layout} to {dtype}, page {entries}",
-        kernel=gather_sequences_kernel,
-        types={
-            "out": f"*{dtype}",
-            "cache": "*u8",
-            **dict.fromkeys(("stops", "lengths", "tables"), "*i32"),
-            **dict.fromkeys((*counts, *strides), "i32"),
+        label=f"{what}, {shape.layout} to {shape.dtype}, page {shape.page_size}",
+        kernel=kernel,
+        types={"out": f"*{shape.dtype}", "cache": "*u8", **types},
+        constants={
+            "column_stride": 1,
+            "ENTRIES": shape.page_size,
+            "CODEC": codec,
+            "NATIVE": target.native_e4m3,
+            "ROWS": config.rows,
+            "PDL": target_has_pdl(target),
         },
-        divisible=strides,
-        **_common(layout, entries, target),
+        num_warps=config.num_warps,
+        fp_fusion=False,
+        divisible=divisible,
     )

@@ -1,15 +1,14 @@
 """Quantise rows and store them in a cache.
 
-Grid: one program for ROWS consecutive tokens; the tile is ROWS whole rows.
+Grid: one CTA for ROWS consecutive tokens; the tile is ROWS whole rows.
 
               channels
-    token  | codes of 7 blocks | bf16 |  -> entry of slot_mapping[token], or nothing
+    token  | codes of 7 quant blocks | bf16 |  -> entry of slot_mapping[token], or nothing
     token  |        ...        | ...  |
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import triton
@@ -27,23 +26,9 @@ from anymla.formats.triton_rows import (
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
 from anymla.ops.device import Target
-from anymla.ops.kv_cache.triton_builds import KINDS
+from anymla.ops.kv_cache.config import choose_config
+from anymla.ops.kv_cache.shapes import CACHES
 from anymla.ops.pdl import pdl_launch, target_has_pdl
-
-_TILE = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Rows of a program, and its warps."""
-
-    rows: int
-    num_warps: int
-
-
-def config(channels: int, target: Target) -> Config:
-    """Sixteen elements a thread: a load and a store of 16 bytes each for every two codes' worth."""
-    return Config(max(1, _TILE // channels), _TILE // (16 * target.warp_size))
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -68,17 +53,17 @@ def insert_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CODEC.channels)
-    given = row < count
-    slot = tl.load(slots + row, mask=given, other=-1)
+    mask = row < count
+    slot = tl.load(slots + row, mask=mask, other=-1)
     # Not masked by the slot: both loads are under way at the same time.
     at = k + row[:, None] * row_stride + (channel * column_stride)[None, :]
-    x = tl.load(at, mask=given[:, None], other=0.0).to(tl.float32)
+    x = tl.load(at, mask=mask[:, None], other=0.0).to(tl.float32)
     valid = (slot >= 0) & (slot < capacity)
     values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
     if CODEC.kind == "split_fp8":
         last = CODEC.nope + tl.arange(0, CODEC.channels - CODEC.nope)
         tail = k + row[:, None] * row_stride + (last * column_stride)[None, :]
-        tail = tl.load(tail, mask=given[:, None], other=0.0).to(tl.float32)
+        tail = tl.load(tail, mask=mask[:, None], other=0.0).to(tl.float32)
         store_tail(cache, values, valid, tail, CODEC)
     store_rows(cache, values, scales, valid, x, CODEC, NATIVE, CODEC.kind != "split_fp8")
 
@@ -92,8 +77,8 @@ def quantize_and_insert_k_cache(
     if not count or not pages:
         return
     target = device_facts.target_of(k.device)
-    chosen = config(codec.channels, target)
-    insert_kernel[(triton.cdiv(count, chosen.rows),)](
+    config = choose_config(codec.channels, target)
+    insert_kernel[(triton.cdiv(count, config.rows),)](
         k,
         cache,
         slot_mapping.contiguous(),
@@ -105,8 +90,8 @@ def quantize_and_insert_k_cache(
         entries,
         codec,
         target.native_e4m3,
-        chosen.rows,
-        num_warps=chosen.num_warps,
+        config.rows,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
         **pdl_launch(k.device),
     )
@@ -114,30 +99,28 @@ def quantize_and_insert_k_cache(
 
 def builds(target: Target) -> Iterator[Build]:
     """Every layout."""
-    for layout, dtype, entries in KINDS:
-        codec = row_codec(layout)
-        chosen = config(codec.channels, target)
+    strides = ("row_stride", "page_stride")
+    for shape in CACHES:
+        codec = row_codec(shape.layout)
+        config = choose_config(codec.channels, target)
         yield Build(
-            label=f"{layout} from {dtype}, page {entries}",
+            label=f"{shape.layout} from {shape.dtype}, page {shape.page_size}",
             kernel=insert_kernel,
             types={
-                "k": f"*{dtype}",
+                "k": f"*{shape.dtype}",
                 "cache": "*u8",
                 "slots": "*i64",
-                "count": "i32",
-                "row_stride": "i32",
-                "page_stride": "i32",
-                "capacity": "i32",
+                **dict.fromkeys(("count", *strides, "capacity"), "i32"),
             },
             constants={
                 "column_stride": 1,
-                "ENTRIES": entries,
+                "ENTRIES": shape.page_size,
                 "CODEC": codec,
                 "NATIVE": target.native_e4m3,
-                "ROWS": chosen.rows,
+                "ROWS": config.rows,
                 "PDL": target_has_pdl(target),
             },
-            num_warps=chosen.num_warps,
+            num_warps=config.num_warps,
             fp_fusion=False,
-            divisible=("row_stride", "page_stride"),
+            divisible=strides,
         )

@@ -1,14 +1,14 @@
-"""Contracts of the norms and of the rotary positions."""
+"""Contracts of RMS norms, RoPE, and both with the insertion of key-value rows."""
 
 import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops import _torch_norm_rope
+from anymla.ops import _reference, _torch_norm_rope
 from anymla.ops._pages import check_cache
 from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
-from anymla.ops.norm_rope import reference, torch_insert, torch_norm
+from anymla.ops.norm_rope import reference, torch_norm_rope
 from anymla.ops.registry import FLOATS, INT64, check, check_cos_sin, operation, require
 
 
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
     """Rotate the last channels of every head by the token's position.
 
-    Channels (2i, 2i+1) of the last R are one pair, turned by the angle of table column i:
+    Channels (2i, 2i+1) of the last R are one pair, rotated by the angle of table column i:
     ``even' = even cos - odd sin``, ``odd' = odd cos + even sin``; the other channels pass.
 
     Args:
@@ -49,7 +49,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
         positions: [T] int64. Read clamped to the table, so padding tokens may hold anything.
         cos_sin_cache: [L, R] float32 (or float64), cosines in columns 0..R/2-1, sines after them.
             1 <= L, R even, 2 <= R <= D.
-        inverse: turn backwards (sines negated).
+        inverse: rotate backwards (sines negated).
 
     Returns:
         [T, H, D] of x's dtype, contiguous; float32 products (float64 for float64 x), rounded once.
@@ -171,19 +171,19 @@ def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
     require(width % 2 == 0, name, "D", "even", width)
 
 
-rms_norm.register("reference", reference.rms_norm)
+rms_norm.register("reference", _reference.rms_norm)
 rms_norm.register("torch", _torch_norm_rope.rms_norm)
 rms_norm.register_lazy("triton", "anymla.ops.norm_rope.triton_norm", supports=float32_support)
-rope.register("reference", reference.rope)
+rope.register("reference", _reference.rope)
 rope.register("torch", _torch_norm_rope.rope)
 rope.register_lazy("triton", "anymla.ops.norm_rope.triton_rope", supports=float32_support)
 fused_q_kv_rmsnorm.register("reference", reference.fused_q_kv_rmsnorm)
-fused_q_kv_rmsnorm.register("torch", torch_norm.fused_q_kv_rmsnorm)
+fused_q_kv_rmsnorm.register("torch", torch_norm_rope.fused_q_kv_rmsnorm)
 fused_q_kv_rmsnorm.register_lazy(
     "triton", "anymla.ops.norm_rope.triton_norm", supports=float32_support
 )
 qnorm_rope_kv_insert.register("reference", reference.qnorm_rope_kv_insert)
-qnorm_rope_kv_insert.register("torch", torch_insert.qnorm_rope_kv_insert)
+qnorm_rope_kv_insert.register("torch", torch_norm_rope.qnorm_rope_kv_insert)
 qnorm_rope_kv_insert.register_lazy(
     "triton", "anymla.ops.norm_rope.triton_insert", supports=float32_support
 )

@@ -13,9 +13,10 @@ from torch import Tensor
 class YarnScaling:
     """How rotary frequencies are stretched for long contexts (YaRN, static: at every position).
 
-    Pairs that turn more than ``beta_fast`` times within the original context keep their frequency,
-    pairs that turn less than ``beta_slow`` times are slowed down by ``factor``, a linear ramp over
-    the pair index joins the two. DeepSeek-V4 scales neither the tables nor the softmax (no mscale).
+    Pairs that rotate more than ``beta_fast`` times within the original context keep their
+    frequency, pairs that rotate less than ``beta_slow`` times are slowed down by ``factor``, a
+    linear ramp over the pair index joins the two. DeepSeek-V4 scales neither the tables nor the
+    softmax (no mscale).
     """
 
     factor: float
@@ -50,13 +51,13 @@ def inv_freq(rope_dim: int, theta: float, yarn: YarnScaling | None = None) -> Te
     if yarn is None:
         return freqs
 
-    def pair_turning(rotations: float) -> float:
-        """Index, as a real number, of the pair that turns this often in the original context."""
+    def pair_of(rotations: float) -> float:
+        """Index, as a real number, of the pair that rotates this often in the original context."""
         wavelength = yarn.original_max_position_embeddings / (2 * math.pi * rotations)
         return rope_dim * math.log(wavelength) / (2 * math.log(theta))
 
-    low = float(max(math.floor(pair_turning(yarn.beta_fast)), 0))
-    high = float(min(math.ceil(pair_turning(yarn.beta_slow)), rope_dim - 1))
+    low = float(max(math.floor(pair_of(yarn.beta_fast)), 0))
+    high = float(min(math.ceil(pair_of(yarn.beta_slow)), rope_dim - 1))
     if low == high:
         high += 0.001
     pair = torch.arange(rope_dim // 2, dtype=torch.float32)

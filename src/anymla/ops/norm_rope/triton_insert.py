@@ -1,16 +1,15 @@
-"""Norm and rotate the query heads, rotate the key-value rows and store them, in one launch.
+"""Norm and RoPE of the query heads, RoPE and insertion of the key-value rows, in one launch.
 
-Grid, two kinds of programs; those with the longer way come first:
+Grid, two kinds of CTAs; those whose work takes longer come first:
 
-    program | 0 .. kv_programs - 1: ROWS tokens' kv rows -> cache entries |
-            | the others: HEADS heads of one token -> out                 |
+    program id | 0 .. kv_ctas - 1: ROWS tokens' kv rows -> cache entries |
+               | from kv_ctas on: HEADS heads of one token -> out        |
 
 Both tiles are whole rows, which the rotation sees as pairs of channels.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -19,33 +18,73 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, MAIN_LAYOUTS
-from anymla.formats.triton_rows import cache_bytes, row_codec
+from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
+from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
 from anymla.ops.device import Target
-from anymla.ops.norm_rope.triton_programs import insert_rows, turn_heads
+from anymla.ops.norm_rope.config import choose_insert_config
+from anymla.ops.norm_rope.shapes import HEADS, V4_FLASH
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
-_Q_TILE = 4096
-_KV_TILE = 2048
+
+@triton.jit
+def insert_kv_rows(
+    kv, kv_strides, first, inserted, slots, positions, rope_table, cache, page_stride, capacity,
+    ENTRIES: tl.constexpr, CODEC: tl.constexpr, NATIVE: tl.constexpr, ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rotate and store key-value rows ``first`` .. of ``inserted``.
+
+    ``kv_strides`` are (row, channel), ``rope_table`` is (table, row stride, column stride, rows).
+    """
+    WIDTH: tl.constexpr = CODEC.channels
+    table, table_row_stride, table_column_stride, length = rope_table
+    channel = tl.arange(0, WIDTH)
+    row = first + tl.arange(0, ROWS)
+    mask = row < inserted
+    slot = tl.load(slots + row, mask=mask, other=-1)
+    position = tl.load(positions + row, mask=mask, other=0)
+    at = kv + row[:, None] * kv_strides[0] + (channel * kv_strides[1])[None, :]
+    x = tl.load(at, mask=mask[:, None], other=0.0).to(tl.float32)
+    cos, sin = load_cos_sin(
+        table, table_row_stride, table_column_stride, length, position, mask, WIDTH, ROPE, WIDTH
+    )
+    valid = (slot >= 0) & (slot < capacity)
+    values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
+    store_rows(cache, values, scales, valid, rotate(x, cos, sin, WIDTH, ROPE), CODEC, NATIVE)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Heads of a query program, tokens of a key-value program, and the warps of either."""
+@triton.jit
+def norm_rotate_heads(
+    q, q_strides, out, out_strides, token, first, heads, positions, rope_table, eps,
+    WIDTH: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate heads ``first`` .. of one token.
 
-    heads: int
-    rows: int
-    num_warps: int
+    Strides are (token, head, channel), ``rope_table`` is (table, row stride, column stride, rows).
+    """
+    table, table_row_stride, table_column_stride, length = rope_table
+    channel = tl.arange(0, WIDTH)
+    head = first + tl.arange(0, HEADS)
+    mask = (head < heads)[:, None]
+    at = q + token * q_strides[0] + head[:, None].to(tl.int64) * q_strides[1]
+    at += (channel * q_strides[2])[None, :]
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    # A row of cosines for every head: as one row they would have another layout than the heads,
+    # and the heads, not the row, would be moved.
+    position = tl.load(positions + token + tl.zeros((HEADS,), tl.int64))
+    cos, sin = load_cos_sin(
+        table, table_row_stride, table_column_stride, length, position, head < heads,
+        WIDTH, ROPE, WIDTH,
+    )  # fmt: skip
+    x = rotate(x * inverse_rms(x, eps, WIDTH), cos, sin, WIDTH, ROPE)
+    at = out + token * out_strides[0] + head[:, None].to(tl.int64) * out_strides[1]
+    at += (channel * out_strides[2])[None, :]
+    tl.store(at, x.to(out.dtype.element_ty), mask=mask)
 
 
-def config(heads: int, channels: int, target: Target) -> Config:
-    """Thirty-two elements of query, sixteen of key-value rows a thread."""
-    together = max(1, min(_Q_TILE // channels, triton.next_power_of_2(heads)))
-    return Config(together, max(1, _KV_TILE // channels), _Q_TILE // (32 * target.warp_size))
-
-
-@triton.jit(do_not_specialize=["inserted", "kv_programs", "capacity", "length"])
+@triton.jit(do_not_specialize=["inserted", "kv_ctas", "capacity", "length"])
 def qnorm_rope_kv_insert_kernel(
     q,
     kv,
@@ -55,7 +94,7 @@ def qnorm_rope_kv_insert_kernel(
     positions,
     table,
     inserted,
-    kv_programs,
+    kv_ctas,
     heads,
     q_token_stride,
     q_head_stride,
@@ -71,66 +110,34 @@ def qnorm_rope_kv_insert_kernel(
     table_column_stride,
     length,
     eps,
+    CONFIG: tl.constexpr,
     ENTRIES: tl.constexpr,
     CODEC: tl.constexpr,
     NATIVE: tl.constexpr,
     ROPE: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Query heads to ``out``, ``inserted`` key-value rows to the cache."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
-    if program < kv_programs:
-        insert_rows(
-            kv,
-            cache,
-            slots,
-            positions,
-            table,
-            program.to(tl.int64) * ROWS,
-            inserted,
-            kv_row_stride,
-            kv_column_stride,
-            page_stride,
-            capacity,
-            table_row_stride,
-            table_column_stride,
-            length,
-            ENTRIES,
-            CODEC,
-            NATIVE,
-            ROPE,
-            ROWS,
-        )
+    cta = tl.program_id(0)
+    rope_table = (table, table_row_stride, table_column_stride, length)
+    if cta < kv_ctas:
+        first = cta.to(tl.int64) * CONFIG.rows
+        insert_kv_rows(
+            kv, (kv_row_stride, kv_column_stride), first, inserted, slots, positions, rope_table,
+            cache, page_stride, capacity, ENTRIES, CODEC, NATIVE, ROPE, CONFIG.rows,
+        )  # fmt: skip
     else:
-        groups = tl.cdiv(heads, HEADS)
-        group = program - kv_programs
-        turn_heads(
-            q,
-            out,
-            positions,
-            table,
-            (group // groups).to(tl.int64),
-            group % groups * HEADS,
-            heads,
-            q_token_stride,
-            q_head_stride,
-            q_column_stride,
-            out_token_stride,
-            out_head_stride,
-            out_column_stride,
-            table_row_stride,
-            table_column_stride,
-            length,
-            eps,
-            CODEC.channels,
-            ROPE,
-            HEADS,
-        )
+        groups = tl.cdiv(heads, CONFIG.heads)
+        group = cta - kv_ctas
+        norm_rotate_heads(
+            q, (q_token_stride, q_head_stride, q_column_stride),
+            out, (out_token_stride, out_head_stride, out_column_stride),
+            (group // groups).to(tl.int64), group % groups * CONFIG.heads, heads,
+            positions, rope_table, eps, CODEC.channels, ROPE, CONFIG.heads,
+        )  # fmt: skip
 
 
 def qnorm_rope_kv_insert(
@@ -150,13 +157,13 @@ def qnorm_rope_kv_insert(
     cache, page_stride, pages, entries = cache_bytes(k_cache)
     tokens, heads, _ = q.shape
     codec, target = row_codec(layout), device_facts.target_of(q.device)
-    chosen = config(heads, codec.channels, target)
+    config = choose_insert_config(heads, codec.channels, target)
     inserted = slot_mapping.shape[0] if pages else 0
-    kv_programs = triton.cdiv(inserted, chosen.rows)
-    programs = kv_programs + tokens * triton.cdiv(heads, chosen.heads)
-    if not programs:
+    kv_ctas = triton.cdiv(inserted, config.rows)
+    ctas = kv_ctas + tokens * triton.cdiv(heads, config.heads)
+    if not ctas:
         return result
-    qnorm_rope_kv_insert_kernel[(programs,)](
+    qnorm_rope_kv_insert_kernel[(ctas,)](
         q,
         kv,
         result,
@@ -165,7 +172,7 @@ def qnorm_rope_kv_insert(
         positions.contiguous(),
         cos_sin_cache,
         inserted,
-        kv_programs,
+        kv_ctas,
         heads,
         q.stride(0),
         q.stride(1),
@@ -181,13 +188,12 @@ def qnorm_rope_kv_insert(
         cos_sin_cache.stride(1),
         cos_sin_cache.shape[0],
         eps,
+        config,
         entries,
         codec,
         target.native_e4m3,
         cos_sin_cache.shape[1],
-        chosen.heads,
-        chosen.rows,
-        num_warps=chosen.num_warps,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
         **pdl_launch(q.device),
     )
@@ -196,52 +202,47 @@ def qnorm_rope_kv_insert(
 
 def builds(target: Target) -> Iterator[Build]:
     """Every layout of the main cache, heads from one to many."""
-    numbers = (
-        "inserted",
-        "kv_programs",
-        "heads",
-        "q_token_stride",
-        "q_head_stride",
-        "kv_row_stride",
-        "out_token_stride",
-        "out_head_stride",
-        "page_stride",
-        "capacity",
-        "table_row_stride",
-        "length",
-    )
     for layout in MAIN_LAYOUTS:
-        codec = row_codec(layout)
         # Rows without codes take less of everything.
-        coded = layout == MAIN_LAYOUTS[0]
+        coded = layout == MAIN_FP8
         for dtype in ("bf16", "fp32") if coded else ("bf16",):
-            for heads in (1, 2, 4, 8) if coded else (8,):
-                chosen = config(heads, codec.channels, target)
-                yield Build(
-                    label=f"{layout}, {dtype}, {chosen.heads} heads a program",
-                    kernel=qnorm_rope_kv_insert_kernel,
-                    types={
-                        **dict.fromkeys(("q", "kv", "out"), f"*{dtype}"),
-                        "cache": "*u8",
-                        **dict.fromkeys(("slots", "positions"), "*i64"),
-                        "table": "*fp32",
-                        **dict.fromkeys(numbers, "i32"),
-                        "eps": "fp32",
-                    },
-                    constants={
-                        "q_column_stride": 1,
-                        "kv_column_stride": 1,
-                        "out_column_stride": 1,
-                        "table_column_stride": 1,
-                        "ENTRIES": 64,
-                        "CODEC": codec,
-                        "NATIVE": target.native_e4m3,
-                        "ROPE": 64,
-                        "HEADS": chosen.heads,
-                        "ROWS": chosen.rows,
-                        "PDL": target_has_pdl(target),
-                    },
-                    num_warps=chosen.num_warps,
-                    fp_fusion=False,
-                    divisible=tuple(name for name in numbers if name.endswith("stride")),
-                )
+            for heads in HEADS if coded else HEADS[-1:]:
+                yield _build(layout, dtype, heads, target)
+
+
+def _build(layout: str, dtype: str, heads: int, target: Target) -> Build:
+    codec = row_codec(layout)
+    config = choose_insert_config(heads, codec.channels, target)
+    strides = (
+        *(f"q_{each}_stride" for each in ("token", "head")),
+        "kv_row_stride",
+        *(f"out_{each}_stride" for each in ("token", "head")),
+        "page_stride",
+        "table_row_stride",
+    )
+    numbers = ("inserted", "kv_ctas", "heads", *strides, "capacity", "length")
+    columns = ("q_column_stride", "kv_column_stride", "out_column_stride", "table_column_stride")
+    return Build(
+        label=f"{layout}, {dtype}, {config.heads} heads a CTA",
+        kernel=qnorm_rope_kv_insert_kernel,
+        types={
+            **dict.fromkeys(("q", "kv", "out"), f"*{dtype}"),
+            "cache": "*u8",
+            **dict.fromkeys(("slots", "positions"), "*i64"),
+            "table": "*fp32",
+            **dict.fromkeys(numbers, "i32"),
+            "eps": "fp32",
+        },
+        constants={
+            **dict.fromkeys(columns, 1),
+            "CONFIG": config,
+            "ENTRIES": V4_FLASH.page_size,
+            "CODEC": codec,
+            "NATIVE": target.native_e4m3,
+            "ROPE": V4_FLASH.rope,
+            "PDL": target_has_pdl(target),
+        },
+        num_warps=config.num_warps,
+        fp_fusion=False,
+        divisible=strides,
+    )

@@ -1,14 +1,13 @@
-"""Root-mean-square norms.
+"""RMS norms of rows, with a weight.
 
-Grid: one program for ROWS consecutive rows; the tile is ROWS whole rows of PADDED >= WIDTH
-channels. ``fused_q_kv_rmsnorm`` has two kinds of programs in one grid:
+Grid: one CTA for the rows of a tile; the tile is whole rows of PADDED >= WIDTH channels.
+``fused_q_kv_rmsnorm`` has two kinds of CTAs in one grid:
 
-    program | 0 .. q_programs - 1: Q_ROWS rows of qr | the others: KV_ROWS rows of kv |
+    program id | 0 .. q_ctas - 1: rows of qr | from q_ctas on: rows of kv |
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -18,28 +17,34 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._build import Build
+from anymla.ops._triton_norm_rope import inverse_rms
 from anymla.ops.device import Target, target_of
-from anymla.ops.norm_rope.triton_rms import norm_rows
+from anymla.ops.linear.triton_quantize import store_codes
+from anymla.ops.norm_rope.config import choose_norm_config
+from anymla.ops.norm_rope.shapes import MODELS, V4_FLASH, V4_PRO
 from anymla.ops.pdl import pdl_launch, target_has_pdl
 
-_TILE = 4096
-_MOST_ROWS = 64
+_FLOOR = tl.constexpr(ACTIVATION_AMAX_FLOOR)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Rows of a program, channels of its tile, and its warps."""
-
-    rows: int
-    padded: int
-    num_warps: int
-
-
-def config(width: int, target: Target) -> Config:
-    """Thirty-two elements a thread; a wider row gets more threads."""
-    padded = triton.next_power_of_2(width)
-    warps = max(_TILE, padded) // (32 * target.warp_size)
-    return Config(min(_MOST_ROWS, max(1, _TILE // padded)), padded, min(16, warps))
+@triton.jit
+def norm_rows(
+    x, strides, weight, out, first, rows, eps, CONFIG: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Norm rows ``first`` .. of x [rows, WIDTH] into contiguous ``out``; returns the tile."""
+    WIDTH: tl.constexpr = CONFIG.width
+    row = first + tl.arange(0, CONFIG.rows)
+    channel = tl.arange(0, CONFIG.padded)
+    mask = (row < rows)[:, None] & (channel < WIDTH)[None, :]
+    at = x + row[:, None] * strides[0] + (channel * strides[1])[None, :]
+    scale = tl.load(weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    y = (x * inverse_rms(x, eps, WIDTH) * scale[None, :]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * WIDTH + channel[None, :], y, mask=mask)
+    return y
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -51,20 +56,15 @@ def rms_norm_kernel(
     row_stride,
     column_stride,
     eps,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Norm the rows of x [rows, WIDTH] into ``out``."""
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    norm_rows(
-        x, weight, out, first, rows, row_stride, column_stride, None, None, 0, 0, eps,
-        WIDTH, PADDED, ROWS, 0.0, False, PDL,
-    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * CONFIG.rows
+    norm_rows(x, (row_stride, column_stride), weight, out, first, rows, eps, CONFIG, PDL)
 
 
-@triton.jit(do_not_specialize=["rows", "q_programs", "code_row_stride", "code_run_stride"])
+@triton.jit(do_not_specialize=["rows", "q_ctas", "code_row_stride", "code_block_stride"])
 def fused_kernel(
     qr,
     kv,
@@ -75,68 +75,35 @@ def fused_kernel(
     codes,
     code_scales,
     rows,
-    q_programs,
+    q_ctas,
     q_row_stride,
     q_column_stride,
     kv_row_stride,
     kv_column_stride,
     code_row_stride,
-    code_run_stride,
+    code_block_stride,
     eps,
-    Q_WIDTH: tl.constexpr,
-    Q_PADDED: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    KV_WIDTH: tl.constexpr,
-    KV_PADDED: tl.constexpr,
-    KV_ROWS: tl.constexpr,
-    FLOOR: tl.constexpr,
+    Q_CONFIG: tl.constexpr,
+    KV_CONFIG: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norm the rows of qr [rows, Q_WIDTH], whose ``codes`` there may be, and of kv."""
-    program = tl.program_id(0)
-    if program < q_programs:
-        norm_rows(
-            qr,
-            q_weight,
-            q_out,
-            program.to(tl.int64) * Q_ROWS,
-            rows,
-            q_row_stride,
-            q_column_stride,
-            codes,
-            code_scales,
-            code_row_stride,
-            code_run_stride,
-            eps,
-            Q_WIDTH,
-            Q_PADDED,
-            Q_ROWS,
-            FLOOR,
-            NATIVE,
-            PDL,
-        )
+    """Norm the rows of qr, quantised into ``codes`` as well unless that is None, and of kv."""
+    cta = tl.program_id(0)
+    if cta < q_ctas:
+        first = cta.to(tl.int64) * Q_CONFIG.rows
+        strides = (q_row_stride, q_column_stride)
+        y = norm_rows(qr, strides, q_weight, q_out, first, rows, eps, Q_CONFIG, PDL)
+        if codes is not None:
+            row = first + tl.arange(0, Q_CONFIG.rows)
+            store_codes(
+                y, codes, code_scales, row, row < rows, 0, code_row_stride, code_block_stride,
+                Q_CONFIG.width, _FLOOR, NATIVE,
+            )  # fmt: skip
     else:
-        norm_rows(
-            kv,
-            kv_weight,
-            kv_out,
-            (program - q_programs).to(tl.int64) * KV_ROWS,
-            rows,
-            kv_row_stride,
-            kv_column_stride,
-            None,
-            None,
-            0,
-            0,
-            eps,
-            KV_WIDTH,
-            KV_PADDED,
-            KV_ROWS,
-            FLOOR,
-            NATIVE,
-            PDL,
-        )
+        first = (cta - q_ctas).to(tl.int64) * KV_CONFIG.rows
+        strides = (kv_row_stride, kv_column_stride)
+        norm_rows(kv, strides, kv_weight, kv_out, first, rows, eps, KV_CONFIG, PDL)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -145,8 +112,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not x.numel():
         return out
     rows = x.reshape(-1, x.shape[-1])  # a view, unless the leading dims have unrelated strides
-    chosen = config(rows.shape[1], target_of(x.device))
-    rms_norm_kernel[(triton.cdiv(rows.shape[0], chosen.rows),)](
+    config = choose_norm_config(rows.shape[1], target_of(x.device))
+    rms_norm_kernel[(triton.cdiv(rows.shape[0], config.rows),)](
         rows,
         weight.contiguous(),
         out,
@@ -154,10 +121,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows.stride(0),
         rows.stride(1),
         eps,
-        rows.shape[1],
-        chosen.padded,
-        chosen.rows,
-        num_warps=chosen.num_warps,
+        config,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
         **pdl_launch(x.device, weight),
     )
@@ -181,9 +146,10 @@ def fused_q_kv_rmsnorm(
     if not tokens:
         return q_out, kv_out
     target = target_of(qr.device)
-    q_config, kv_config = config(qr.shape[1], target), config(kv.shape[1], target)
-    q_programs = triton.cdiv(tokens, q_config.rows)
-    fused_kernel[(q_programs + triton.cdiv(tokens, kv_config.rows),)](
+    q_config = choose_norm_config(qr.shape[1], target)
+    kv_config = choose_norm_config(kv.shape[1], target)
+    q_ctas = triton.cdiv(tokens, q_config.rows)
+    fused_kernel[(q_ctas + triton.cdiv(tokens, kv_config.rows),)](
         qr,
         kv,
         q_weight.contiguous(),
@@ -193,20 +159,15 @@ def fused_q_kv_rmsnorm(
         codes,
         code_scales,
         tokens,
-        q_programs,
+        q_ctas,
         qr.stride(0),
         qr.stride(1),
         kv.stride(0),
         kv.stride(1),
         *((0, 0) if code_scales is None else code_scales.stride()),
         eps,
-        qr.shape[1],
-        q_config.padded,
-        q_config.rows,
-        kv.shape[1],
-        kv_config.padded,
-        kv_config.rows,
-        ACTIVATION_AMAX_FLOOR,
+        q_config,
+        kv_config,
         target.native_e4m3,
         num_warps=max(q_config.num_warps, kv_config.num_warps),
         enable_fp_fusion=False,
@@ -215,69 +176,58 @@ def fused_q_kv_rmsnorm(
     return q_out, kv_out
 
 
-# Hidden size, query rank and head dims of DeepSeek-V4 Flash and Pro.
-_WIDTHS = (128, 512, 1024, 1536, 4096, 7168)
-
-
 def builds(target: Target) -> Iterator[Build]:
     """Rows of every width of the models, in bfloat16 and float32."""
-    strides = ("q_row_stride", "kv_row_stride")
-    code_strides = ("code_row_stride", "code_run_stride")
     for dtype in ("bf16", "fp32"):
-        for width in _WIDTHS:
-            chosen = config(width, target)
-            yield Build(
-                label=f"{width} {dtype}",
-                kernel=rms_norm_kernel,
-                types={
-                    "x": f"*{dtype}",
-                    "weight": f"*{dtype}",
-                    "out": f"*{dtype}",
-                    "rows": "i32",
-                    "row_stride": "i32",
-                    "eps": "fp32",
-                },
-                constants={
-                    "column_stride": 1,
-                    "WIDTH": width,
-                    "PADDED": chosen.padded,
-                    "ROWS": chosen.rows,
-                    "PDL": target_has_pdl(target),
-                },
-                num_warps=chosen.num_warps,
-                fp_fusion=False,
-                divisible=("row_stride",),
-            )
-        for rank, coded in ((1024, False), (1536, False), (1024, True), (1536, True)):
-            if coded and dtype == "fp32":
-                continue
-            q_config, kv_config = config(rank, target), config(512, target)
-            codes = {"codes": "*u8", "code_scales": "*fp32"} if coded else {}
-            pointers = ("qr", "kv", "q_weight", "kv_weight", "q_out", "kv_out")
-            yield Build(
-                label=f"{rank} and 512 {dtype}{', codes' * coded}",
-                kernel=fused_kernel,
-                types={
-                    **dict.fromkeys(pointers, f"*{dtype}"),
-                    **codes,
-                    **dict.fromkeys(("rows", "q_programs", *strides, *code_strides), "i32"),
-                    "eps": "fp32",
-                },
-                constants={
-                    **({} if coded else {"codes": None, "code_scales": None}),
-                    "q_column_stride": 1,
-                    "kv_column_stride": 1,
-                    "Q_WIDTH": rank,
-                    "Q_PADDED": q_config.padded,
-                    "Q_ROWS": q_config.rows,
-                    "KV_WIDTH": 512,
-                    "KV_PADDED": kv_config.padded,
-                    "KV_ROWS": kv_config.rows,
-                    "FLOOR": ACTIVATION_AMAX_FLOOR,
-                    "NATIVE": target.native_e4m3,
-                    "PDL": target_has_pdl(target),
-                },
-                num_warps=max(q_config.num_warps, kv_config.num_warps),
-                fp_fusion=False,
-                divisible=strides,
-            )
+        for width in sorted({width for model in MODELS for width in model.widths}):
+            yield _norm_build(width, dtype, target)
+        for coded in (False, True) if dtype == "bf16" else (False,):
+            for rank in (V4_FLASH.q_rank, V4_PRO.q_rank):
+                yield _fused_build(rank, V4_FLASH.channels, dtype, coded, target)
+
+
+def _norm_build(width: int, dtype: str, target: Target) -> Build:
+    config = choose_norm_config(width, target)
+    return Build(
+        label=f"{width} {dtype}",
+        kernel=rms_norm_kernel,
+        types={
+            **dict.fromkeys(("x", "weight", "out"), f"*{dtype}"),
+            **dict.fromkeys(("rows", "row_stride"), "i32"),
+            "eps": "fp32",
+        },
+        constants={"column_stride": 1, "CONFIG": config, "PDL": target_has_pdl(target)},
+        num_warps=config.num_warps,
+        fp_fusion=False,
+        divisible=("row_stride",),
+    )
+
+
+def _fused_build(rank: int, channels: int, dtype: str, coded: bool, target: Target) -> Build:
+    q_config, kv_config = choose_norm_config(rank, target), choose_norm_config(channels, target)
+    strides = ("q_row_stride", "kv_row_stride")
+    numbers = ("rows", "q_ctas", *strides, "code_row_stride", "code_block_stride")
+    codes = {"codes": "*u8", "code_scales": "*fp32"}
+    pointers = ("qr", "kv", "q_weight", "kv_weight", "q_out", "kv_out")
+    return Build(
+        label=f"{rank} and {channels} {dtype}{', codes' * coded}",
+        kernel=fused_kernel,
+        types={
+            **dict.fromkeys(pointers, f"*{dtype}"),
+            **(codes if coded else {}),
+            **dict.fromkeys(numbers, "i32"),
+            "eps": "fp32",
+        },
+        constants={
+            **({} if coded else dict.fromkeys(codes)),
+            "q_column_stride": 1,
+            "kv_column_stride": 1,
+            "Q_CONFIG": q_config,
+            "KV_CONFIG": kv_config,
+            "NATIVE": target.native_e4m3,
+            "PDL": target_has_pdl(target),
+        },
+        num_warps=max(q_config.num_warps, kv_config.num_warps),
+        fp_fusion=False,
+        divisible=strides,
+    )

@@ -1,4 +1,7 @@
-"""Query norm and rotation, and the insertion of rotated rows, in blocks that stay in cache."""
+"""Norms of the fused projection, and a step's queries and cache rows, in torch.
+
+``rms_norm`` and ``rope`` alone are those of ``ops._torch_norm_rope``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,24 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops import _host
 from anymla.ops._pages import write_rows
-from anymla.ops._torch_norm_rope import BLOCK_ELEMENTS, freqs_cis, norm_heads, rotate_
+from anymla.ops._quantized import fill_codes
+from anymla.ops._torch_norm_rope import BLOCK_ELEMENTS, freqs_cis, norm_heads, rms_norm, rotate_
+
+
+def fused_q_kv_rmsnorm(
+    qr: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    eps: float,
+    *,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``interface.fused_q_kv_rmsnorm``."""
+    latent = rms_norm(qr, q_weight, eps)
+    fill_codes(latent, codes, code_scales)
+    return latent, rms_norm(kv, kv_weight, eps)
 
 
 def qnorm_rope_kv_insert(
@@ -23,7 +43,7 @@ def qnorm_rope_kv_insert(
     layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.qnorm_rope_kv_insert``."""
+    """See ``interface.qnorm_rope_kv_insert``; on the host in blocks that a core's cache holds."""
     wide = torch.promote_types(q.dtype, torch.float32)
     cis = freqs_cis(positions, cos_sin_cache, wide)
     tokens, heads, width = q.shape
@@ -40,11 +60,10 @@ def qnorm_rope_kv_insert(
 
     inserted = slot_mapping.shape[0]
     kv_wide = torch.promote_types(kv.dtype, torch.float32)
-    cis = (
-        cis[:inserted]
-        if kv_wide == wide
-        else freqs_cis(positions[:inserted], cos_sin_cache, kv_wide)
-    )
+    if kv_wide == wide:
+        cis = cis[:inserted]
+    else:
+        cis = freqs_cis(positions[:inserted], cos_sin_cache, kv_wide)
     rows = kv[:inserted].to(kv_wide, copy=True, memory_format=torch.contiguous_format)
     write_rows(k_cache, slot_mapping, rotate_(rows, cis), layout)
     return result

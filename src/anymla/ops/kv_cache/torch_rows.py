@@ -1,4 +1,4 @@
-"""Gather cache rows and decode them."""
+"""Cache rows in torch: stored by slot, read by slot, and read as the ends of sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.pages import pages_of
 from anymla.ops import _host
-from anymla.ops._pages import read_rows
+from anymla.ops._pages import read_rows, write_rows
+
+
+def quantize_and_insert_k_cache(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str = MAIN_FP8
+) -> None:
+    """See ``interface.quantize_and_insert_k_cache``."""
+    write_rows(k_cache, slot_mapping, k[: slot_mapping.shape[0]], layout)
 
 
 def dequant_gather_slots(
@@ -31,20 +38,20 @@ def dequantize_and_gather_k_cache(
     """See ``interface.dequantize_and_gather_k_cache``."""
     entries = pages_of(k_cache).shape[1]
     lengths = seq_lens if gather_lens is None else gather_lens
-    room = max(0, out.shape[1] - offset)
-    if not room or not out.shape[0]:
+    limit = max(0, out.shape[1] - offset)
+    if not limit or not out.shape[0]:
         return
     if _host.on_host(out):
         for request, (stop, length) in enumerate(
             zip(seq_lens.tolist(), lengths.tolist(), strict=True)
         ):
             if length > 0:
-                count = min(length, room)
+                count = min(length, limit)
                 positions = torch.arange(stop - length, stop - length + count)
                 slots = _slots(positions, block_table[request], entries)
                 read_rows(k_cache, slots, layout, out[request, offset : offset + count])
         return
-    row = torch.arange(room, device=out.device)
+    row = torch.arange(limit, device=out.device)
     positions = (seq_lens.long() - lengths.long()).unsqueeze(1) + row
     slots = _slots(positions, block_table, entries)
     rows = torch.empty((slots.numel(), out.shape[2]), dtype=out.dtype, device=out.device)

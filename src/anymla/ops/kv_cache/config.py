@@ -1,0 +1,36 @@
+"""Tiles of the kernels that store and read cache rows, and the calls that they take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.records import InlineFp8Layout
+from anymla.ops.device import Target, float32_support
+from anymla.ops.registry import Support
+
+# Channels of a tile, and of a thread: 16 bytes of codes, and two accesses of 16 bytes of bfloat16.
+# Timed on an H200 for 4,096 and 32,768 rows with 1 to 16 rows and 1 to 8 warps ("Cache rows" in
+# docs/performance/elementwise.md).
+_TILE, _PER_THREAD = 2048, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsConfig:
+    """Rows of a CTA's tile, and its warps."""
+
+    rows: int
+    num_warps: int
+
+
+def choose_config(channels: int, target: Target) -> RowsConfig:
+    """Rows of ``channels`` that are stored or read."""
+    return RowsConfig(max(1, _TILE // channels), _TILE // (_PER_THREAD * target.warp_size))
+
+
+def row_support(*args: Any, layout: str = MAIN_FP8, **keywords: Any) -> Support:
+    """``supports`` of operations that read or write whole rows of a cache in ``layout``."""
+    if isinstance(get_layout(layout), InlineFp8Layout):
+        return Support(False, f"rows of {layout} are coded by torch")
+    return float32_support(*args, **keywords)
