@@ -206,8 +206,8 @@ def _e2m1_bounds(device: torch.device) -> Tensor:
 
 def _in_pairs(values: Tensor) -> Tensor:
     """View two neighbouring values as one element of whichever dtype is as wide."""
-    words = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
-    return values.view(words[values.dtype.itemsize])
+    dtypes = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
+    return values.view(dtypes[values.dtype.itemsize])
 
 
 def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Tensor) -> bool:

@@ -31,7 +31,7 @@ _FLOOR = tl.constexpr(ACTIVATION_AMAX_FLOOR)
 def norm_rows(
     x, strides, weight, out, first, rows, eps, CONFIG: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Norm rows ``first`` .. of x [rows, WIDTH] into contiguous ``out``; returns the tile."""
+    """Norm rows ``first`` .. of x [rows, WIDTH] into contiguous ``out``; the tile, its rows."""
     WIDTH: tl.constexpr = CONFIG.width
     row = first + tl.arange(0, CONFIG.rows)
     channel = tl.arange(0, CONFIG.padded)
@@ -44,7 +44,7 @@ def norm_rows(
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     y = (x * inverse_rms(x, eps, WIDTH) * scale[None, :]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * WIDTH + channel[None, :], y, mask=mask)
-    return y
+    return y, row
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -93,9 +93,8 @@ def fused_kernel(
     if cta < q_ctas:
         first = cta.to(tl.int64) * Q_CONFIG.rows
         strides = (q_row_stride, q_column_stride)
-        y = norm_rows(qr, strides, q_weight, q_out, first, rows, eps, Q_CONFIG, PDL)
+        y, row = norm_rows(qr, strides, q_weight, q_out, first, rows, eps, Q_CONFIG, PDL)
         if codes is not None:
-            row = first + tl.arange(0, Q_CONFIG.rows)
             store_codes(
                 y, codes, code_scales, row, row < rows, 0, code_row_stride, code_block_stride,
                 Q_CONFIG.width, _FLOOR, NATIVE,
