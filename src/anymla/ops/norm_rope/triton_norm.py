@@ -18,8 +18,8 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._build import Build
 from anymla.ops._triton_norm_rope import inverse_rms
+from anymla.ops._triton_quantize import store_codes
 from anymla.ops.device import Target, target_of
-from anymla.ops.linear.triton_quantize import store_codes
 from anymla.ops.norm_rope.config import choose_norm_config
 from anymla.ops.norm_rope.shapes import MODELS, V4_FLASH, V4_PRO
 from anymla.ops.pdl import pdl_launch, target_has_pdl
