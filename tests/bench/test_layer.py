@@ -1,7 +1,6 @@
 """The decode layer that is measured, made small, and what is counted of it."""
 
 import contextlib
-from unittest import mock
 
 import pytest
 import torch
@@ -83,7 +82,7 @@ class _StandIn:
     """This package's own FlashMLA, which reads the same arguments, outside of the patches."""
 
     def __init__(self):
-        self.attention = sparse_attention._choose, sparse_attention._host
+        self.attention = [*sparse_attention.backends.values()]
         self.calls = 0
 
     def get_mla_metadata(self):
@@ -91,11 +90,7 @@ class _StandIn:
 
     def flash_mla_with_kvcache(self, *args, **kwargs):
         self.calls += 1
-        choose, host = self.attention
-        with (
-            mock.patch.object(sparse_attention, "_choose", choose),
-            mock.patch.object(sparse_attention, "_host", host),
-        ):
+        with sparse_attention.with_backends(self.attention):
             return flash_mla.flash_mla_with_kvcache(*args, **kwargs)
 
 

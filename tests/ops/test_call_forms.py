@@ -159,3 +159,51 @@ def test_a_rotary_table_is_wide_and_with_the_tokens(name):
         OPERATIONS[name](**call | {"cos_sin_cache": table.half()})
     with pytest.raises(ValueError, match=f"{name}: cos_sin_cache must be on cpu, got meta"):
         OPERATIONS[name](**call | {"cos_sin_cache": table.to("meta")})
+
+
+def _hostile(value):
+    """Arguments that differ from a good one in one thing."""
+    if isinstance(value, list):
+        first = _hostile(value[0]) if value else [3]
+        return [[], value[:1], 3, None, *([each, *value[1:]] for each in first)]
+    if not isinstance(value, torch.Tensor):
+        return [None, -1, 1.5, "", True, [], {}]
+    wide = torch.empty(2, *value.shape, dtype=value.dtype)
+    dtype = torch.int16 if value.dtype != torch.int16 else torch.int32
+    found = [None, 3, [value], value.to(dtype), value.to("meta"), value[None], wide.unbind()[1]]
+    if value.ndim:
+        twice = torch.cat((value.view(torch.uint8), value.view(torch.uint8)), -1)
+        found += [value[:0], value[:1].expand(value.shape), twice.view(value.dtype)]
+    if value.ndim > 1:
+        found += [value.mT.contiguous().mT, value[..., :-1]]
+    return found
+
+
+def _outcome(ask, call):
+    """What a call is told: its backend, or its error."""
+    try:
+        return ask(**call).name
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_a_good_call_vouches_for_no_other(name, backend):
+    """What differs from it in one argument is told the same as when it comes first."""
+    operation, call = OPERATIONS[name], call_with_targets(name)
+
+    def ask(**call):
+        return operation.resolve(backend=backend, **call)
+
+    wrong = [call | {argument: value} for argument in call for value in _hostile(call[argument])]
+    alone = []
+    for each in wrong:
+        operation.forget()
+        alone.append(_outcome(ask, each))
+    operation.forget()
+    for each, expected in zip(wrong, alone, strict=True):
+        assert ask(**call).name == "torch"
+        assert _outcome(ask, each) == expected
+        assert _outcome(ask, each) == expected
+    assert {"torch"} < {*alone}

@@ -4,16 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from anymla.ops.linear import linear
+from anymla.ops import registry
 from anymla.ops.registry import (
     FLOATS,
+    Backend,
     BackendUnavailable,
     Support,
     check,
     operation,
     require,
-    skip_checks,
 )
+from anymla.ops.streams import Workspace, scratch
 
 
 def _like_x(x, **_):
@@ -142,14 +143,217 @@ def test_every_operation_is_registered_under_its_name():
     assert contract_probe_add.__doc__ == "Return x + scale * y."
 
 
-def test_what_is_vouched_for_is_not_checked_again():
-    x, weight = torch.ones(1, 2), torch.ones(3, 2)
-    wrong = torch.ones(1, 7)
-    with skip_checks(True):
-        assert linear(x, weight).tolist() == [[2, 2, 2]]
-        with skip_checks(False), pytest.raises(ValueError, match="linear: weight must be"):
-            linear(wrong, weight)
-        with pytest.raises(RuntimeError):  # nobody looks before torch does
-            linear(wrong, weight)
-    with pytest.raises(ValueError, match="linear: weight must be"):
-        linear(wrong, weight)
+_checked = []
+
+
+@operation(mutates=("out",))
+def contract_probe_resolve(
+    x: Tensor,
+    out: Tensor | None = None,
+    parts: list[Tensor] | None = None,
+    *,
+    k: int = 1,
+    label: str = "",
+) -> None:
+    """Nothing is computed."""
+    _checked.append(k)
+    name = "contract_probe_resolve"
+    check(name, x=(x, "T D", FLOATS), out=(out, "T D", FLOATS))
+    require(type(k) is int and k > 0, name, "k", "a positive integer", k)
+
+
+class _Asked:
+    """An operation without backends; those that it gets note how often they are asked, and run."""
+
+    def __init__(self):
+        self.operation = contract_probe_resolve
+        for name in [*self.operation.backends]:
+            self.operation.unregister(name)
+        _checked.clear()
+        self.asked, self.ran = [], []
+
+    @property
+    def checked(self):
+        return len(_checked)
+
+    def add(self, name, supports=None):
+        def answer(*args, **kwargs):
+            self.asked.append(name)
+            return supports(*args, **kwargs)
+
+        run = lambda *args, **kwargs: self.ran.append(name)  # noqa: E731, names are arguments
+        self.operation.register(name, run, supports=supports and answer)
+        return self
+
+
+def _few(x, out=None, parts=None, *, k=1, label=""):
+    return Support(len(x) <= 4, "at most four tokens")
+
+
+def _aligned(x, out=None, parts=None, *, k=1, label=""):
+    return Support(x.data_ptr() % 16 == 0 and x.stride(0) % 4 == 0, "multiples of 16 bytes")
+
+
+def _all_aligned(x, out=None, parts=None, *, k=1, label=""):
+    return Support(not any(part.data_ptr() % 16 for part in parts), "multiples of 16 bytes")
+
+
+WIDE = torch.zeros(8, 16)
+
+
+def test_a_kind_of_call_is_checked_and_chosen_once():
+    probe = _Asked().add("torch", _few).add("reference")
+    for values in (WIDE[:3], WIDE[3:6], WIDE[:3] + 1):
+        probe.operation(values)
+        assert probe.operation.resolve(values).name == "torch"
+    assert (probe.checked, probe.asked, probe.ran) == (1, ["torch"], ["torch"] * 3)
+    probe.operation(x=WIDE[:3])  # in another form
+    assert probe.checked == 1
+
+
+def test_another_number_of_tokens_is_another_choice():
+    probe = _Asked().add("torch", _few).add("reference")
+    for tokens in (4, 5, 4, 5, 0, 8):
+        probe.operation(WIDE[:tokens])
+    assert probe.ran == ["torch", "reference", "torch", "reference", "torch", "reference"]
+    assert len(probe.asked) == 4
+
+
+def test_addresses_and_strides_are_part_of_a_choice():
+    probe = _Asked().add("torch", _aligned).add("reference")
+    for x in (WIDE[:, :8], WIDE[:, 4:12], WIDE[:, 1:9], torch.zeros(8, 9)[:, :8], WIDE[:, :8]):
+        probe.operation(x)
+    assert probe.ran == ["torch", "torch", "reference", "reference", "torch"]
+
+
+@pytest.mark.parametrize("changed", [{"k": 2}, {"label": "b"}, {"out": WIDE[:3].clone()}])
+def test_other_arguments_are_another_choice(changed):
+    answers = {"k": 1, "label": "", "out": None}
+
+    def supports(x, out=None, parts=None, *, k=1, label=""):
+        same = {"k": k, "label": label, "out": out}
+        return Support(all(same[name] is value for name, value in answers.items()), "changed")
+
+    probe = _Asked().add("torch", supports).add("reference")
+    for given in ({}, changed, {}, changed):
+        probe.operation(WIDE[:3], **given)
+    assert probe.ran == ["torch", "reference"] * 2
+
+
+def test_lists_are_looked_through_in_every_call():
+    """Their first tensors alone are part of the kind."""
+    probe = _Asked().add("torch", _all_aligned).add("reference")
+    flat = torch.zeros(64)
+    good, bad = [flat[:8], flat[8:16]], [flat[:8], flat[9:17]]
+    for parts in (good, bad, good):
+        probe.operation(WIDE, None, parts)
+    assert probe.ran == ["torch", "reference", "torch"]
+
+
+def test_a_named_backend_is_asked_for_itself():
+    probe = _Asked().add("triton", _few).add("torch")
+    probe.operation(WIDE)
+    with pytest.raises(BackendUnavailable, match="at most four tokens"):
+        probe.operation(WIDE, backend="triton")
+    probe.operation(WIDE[:3])
+    probe.operation(WIDE[:3], backend="triton")
+    assert probe.operation.resolve(WIDE[:3], backend="triton").name == "triton"
+    assert probe.ran == ["torch", "torch", "triton"]  # kernels do not run on a CPU unasked
+    assert probe.asked == ["triton", "triton"]
+
+
+def test_what_comes_after_a_good_call_is_checked_as_before():
+    probe = _Asked().add("torch")
+    good = WIDE[:3]
+    probe.operation(good, k=1)
+    probe.operation(good, good.clone(), k=1)
+    for wrong, error in (
+        ({"x": good[0]}, ValueError),
+        ({"x": good.int()}, TypeError),
+        ({"x": good.to("meta"), "out": good}, ValueError),
+        ({"x": [good]}, TypeError),
+        ({"x": good, "out": good[:2]}, ValueError),
+        ({"x": good, "out": good[:1].expand(3, 16)}, ValueError),
+        ({"x": good, "out": good.as_strided((3, 16), (8, 1))}, ValueError),
+        ({"x": good, "k": True}, ValueError),
+        ({"x": good, "k": 1.0}, ValueError),
+        ({"x": good, "k": {}}, ValueError),
+        ({"x": good, "label": "", "unknown": 1}, TypeError),
+        ({"k": 1}, TypeError),
+    ):
+        for call in (probe.operation, probe.operation.resolve):
+            with pytest.raises(error):
+                call(**{"k": 1} | wrong)
+    with torch.enable_grad(), pytest.raises(ValueError, match="no_grad"):
+        probe.operation(good.clone().requires_grad_(), k=1)
+    assert len(probe.ran) == 2
+
+
+def test_what_has_no_backend_stays_without():
+    probe = _Asked().add("torch", _few)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="four tokens"):
+            probe.operation(WIDE)
+    assert probe.asked == ["torch", "torch"]  # only what can run is remembered
+
+
+def test_backends_that_come_and_go_are_chosen_among_anew():
+    probe = _Asked().add("reference")
+    run = probe.operation
+    run(WIDE)
+    probe.add("torch")
+    run(WIDE)
+    mine = Backend("mine", lambda *args, **kwargs: probe.ran.append("mine"), None)
+    with run.with_backends([mine]):
+        run(WIDE)
+        with run.with_backends([run.backends["mine"], *run.backends.values()]):
+            run(WIDE)
+    run(WIDE)
+    run.unregister("torch")
+    run(WIDE)
+    assert probe.ran == ["reference", "torch", "mine", "mine", "torch", "reference"]
+    with pytest.raises(TypeError):
+        run.backends["torch"] = mine
+
+
+def test_memory_of_kinds_is_bounded():
+    probe = _Asked().add("torch")
+    for k in range(1, 2 * registry._MOST_KINDS):
+        probe.operation(WIDE, k=k)
+        assert len(probe.operation._resolved) <= registry._MOST_KINDS
+    probe.operation(WIDE, k=0 + k)
+    assert probe.checked == k
+
+
+def test_explain_and_supports_ask_every_time():
+    probe = _Asked().add("torch", _few).add("reference")
+    probe.operation(WIDE[:3])
+    for times in (2, 3):
+        chosen, answers = probe.operation.explain(WIDE[:3])
+        assert chosen == "torch" == probe.operation.resolve(WIDE[:3]).name
+        assert all(answers.values())
+        assert len(probe.asked) == times
+    assert probe.operation.supports(WIDE[:3])
+    assert len(probe.asked) == 4
+
+
+def test_what_a_workspace_lends_is_given_back_where_kernels_run():
+    probe, workspace = _Asked(), Workspace("cpu")
+    probe.operation.register(
+        "triton", lambda *_, **__: scratch((64,), torch.uint8, torch.device("cpu"))
+    )
+    with workspace.active():
+        for _ in range(3):
+            probe.operation(WIDE, backend="triton")
+    assert workspace.needed_bytes == 256
+
+
+@pytest.mark.compiles
+def test_what_is_traced_does_not_resolve_for_others():
+    """The traced call runs on the same backend as an eager one, and checks what it gets."""
+    probe = _Asked().add("torch", _few).add("reference")
+    compiled = torch.compile(lambda x: probe.operation(x), backend="eager", fullgraph=True)
+    for tokens in (3, 8, 3):
+        compiled(WIDE[:tokens])
+        probe.operation(WIDE[:tokens])
+    assert probe.ran == ["torch", "torch", "reference", "reference", "torch", "torch"]

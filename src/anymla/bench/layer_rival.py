@@ -25,7 +25,7 @@ from anymla.ops.hyper_connection import hc_post, hc_pre
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.norm_rope import rms_norm, rope
-from anymla.ops.registry import Backend, Operation
+from anymla.ops.registry import Backend
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.ops.sparse_attention import sparse_attention
 
@@ -44,7 +44,8 @@ def rival_kernels(flash_mla: Any, deep_gemm: Any = None) -> Iterator[None]:
     """
     with contextlib.ExitStack() as patches:
         attend = functools.partial(_attend, flash_mla, {})
-        _use(patches, sparse_attention, Backend("flash_mla", attend, None))
+        only = [Backend("flash_mla", attend, None)]
+        patches.enter_context(sparse_attention.with_backends(only))
         vendor = fp8_block_linear.backends["vendor"]
         if deep_gemm is not None:
             product = functools.partial(_product, deep_gemm)
@@ -54,27 +55,17 @@ def rival_kernels(flash_mla: Any, deep_gemm: Any = None) -> Iterator[None]:
             if hasattr(deep_gemm, "set_pdl"):  # its kernels can be launched early as well
                 deep_gemm.set_pdl(True)
                 patches.callback(deep_gemm.set_pdl, False)
-        choose = fp8_block_linear._choose
-
-        def library(name: str | None, args: Any, kwargs: Any) -> Backend:
-            return vendor if vendor.support(args, kwargs) else choose(name, args, kwargs)
-
-        patches.enter_context(mock.patch.object(fp8_block_linear, "_choose", library))
-        patches.enter_context(mock.patch.object(fp8_block_linear, "_host", None))
+        others = [each for each in fp8_block_linear.backends.values() if each.name != "vendor"]
+        patches.enter_context(fp8_block_linear.with_backends([vendor, *others]))
         for module, name, unfused in (
             (hyper_connection, "hc_post_pre_norm", _post_pre_norm),
             (attention, "fused_q_kv_rmsnorm", _q_kv_norms),
             (attention, "qnorm_rope_kv_insert", _heads_and_row),
-            (heads, "_at_once", lambda *_: False),
+            (heads, "_in_one_kernel", lambda *_: False),
             (codes, "travel", lambda _: False),
         ):
             patches.enter_context(mock.patch.object(module, name, unfused))
         yield
-
-
-def _use(patches: contextlib.ExitStack, operation: Operation, backend: Backend) -> None:
-    patches.enter_context(mock.patch.object(operation, "_choose", return_value=backend))
-    patches.enter_context(mock.patch.object(operation, "_host", None))
 
 
 def _attend(

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -159,6 +158,6 @@ def _without_hopper() -> Iterator[None]:
     operations = (fp8_block_linear, grouped_output_projection_fp8, linear_float32)
     with contextlib.ExitStack() as patches:
         for operation in operations:
-            rest = {name: each for name, each in operation.backends.items() if name != _HOPPER}
-            patches.enter_context(mock.patch.object(operation, "backends", rest))
+            rest = [each for each in operation.backends.values() if each.name != _HOPPER]
+            patches.enter_context(operation.with_backends(rest))
         yield

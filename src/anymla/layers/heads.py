@@ -174,9 +174,9 @@ class Heads:
         """In one operation where a kernel does it at once."""
         window = seen.window
         given = (q, seen.cache.window, window.indices, window.lengths, positions, cos_sin)
-        named = {"n_groups": self.groups, **self._given(seen)}
-        if q.is_cuda and self.backend is None and _at_once(given, named):
-            quantised = sparse_attention_fp8_quant(*given, **named, plan=self._plan(seen))
+        named = {"n_groups": self.groups, **self._given(seen), "plan": self._plan(seen)}
+        if self.backend is None and _in_one_kernel(given, named):
+            quantised = sparse_attention_fp8_quant(*given, **named)
         else:
             quantised = inverse_rope_fp8_quant(
                 self._by_slots(q, seen, None),
@@ -207,20 +207,6 @@ class Heads:
         return seen.plans.of(seen.kind, self.count, seen.window, seen.entries)
 
 
-_ENDS: dict[tuple[object, ...], bool] = {}
-
-
-def _at_once(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether ``sparse_attention_fp8_quant`` would be one kernel's, not two operations'.
-
-    Asked once for tensors of the same kind: steps that are launched one by one wait for the host.
-    """
-    tensors = (*given[:3], named["extra_cache"], named["extra_indices"])
-    key = (
-        named["n_groups"],
-        *((t.shape, t.stride(), t.dtype, t.device) for t in tensors if t is not None),
-    )
-    if key not in _ENDS:
-        found = sparse_attention_fp8_quant.explain(*given, **named)[0]
-        _ENDS[key] = found == "gluon_sm90"
-    return _ENDS[key]
+def _in_one_kernel(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether ``sparse_attention_fp8_quant`` is a kernel there, and not two operations."""
+    return sparse_attention_fp8_quant.resolve(*given, **named).name == "gluon_sm90"

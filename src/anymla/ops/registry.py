@@ -2,7 +2,8 @@
 
 An interface file declares the contract as a function whose body only checks its arguments; backends
 are registered on it afterwards. In eager mode a call runs the checks and then the chosen backend,
-with nothing in between. While torch.compile or export traces, it goes through
+with nothing in between; checks and choice once for a kind of call (``Operation.resolve``). While
+torch.compile or export traces, it goes through
 ``torch.ops.anymla.<name>`` instead, whose schema takes the results as mutated arguments, so that
 the fake kernel is the same for all of them: it does nothing.
 """
@@ -14,10 +15,10 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ __all__ = [
     "FLOATS",
     "INT32",
     "INT64",
+    "Backend",
     "BackendUnavailable",
     "Operation",
     "Support",
@@ -51,9 +53,12 @@ __all__ = [
 
 # Best first; a backend that is not listed here is only used when it is named.
 _PRIORITY = ("gluon_sm90", "vendor", "triton", "torch", "reference")
-# Kernels for accelerators, which on CPU tensors only run (interpreted) when they are named: not
-# even asking them saves a fifth of a small operation's time there.
+# Kernels for accelerators, which on CPU tensors only run (interpreted) when they are named.
 _ACCELERATED = ("gluon_sm90", "vendor", "triton")
+# Addresses are known to a choice modulo this many bytes: the widest load, and TMA's boxes.
+_ALIGNMENT = 16
+# Kinds of call that an operation remembers; shapes of prompts are many.
+_MOST_KINDS = 512
 
 
 class BackendUnavailable(RuntimeError):
@@ -116,21 +121,49 @@ class LazyFunction:
         return self._load()(*args, **kwargs)
 
 
-_skipped: ContextVar[bool] = ContextVar("skipped", default=False)
+_FACTS = operator.attrgetter("dtype", "shape", "is_cpu")
 
 
-@contextlib.contextmanager
-def skip_checks(known: bool) -> Iterator[None]:
-    """Skip the checks of arguments inside, if ``known``.
+def _kind_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, *, asks: bool
+) -> Hashable:
+    """What ``Operation.resolve`` says that a call is known by; None: it is not to be remembered.
 
-    For a caller that repeats what has passed them, in the same shapes and dtypes: of a decode step
-    of a small model on a CPU, checks take a tenth.
+    Args:
+        args: of the call.
+        kwargs: likewise.
+        backend: likewise.
+        asks: backends will be asked, which look at more than contracts do.
     """
-    token = _skipped.set(known)
-    try:
-        yield
-    finally:
-        _skipped.reset(token)
+    facts: list[Any] = [backend]
+    add = facts.append
+    values = args
+    if kwargs:
+        facts += kwargs
+        values = (*args, *kwargs.values())
+    for value in values:
+        if value is None:
+            add(None)
+            continue
+        if isinstance(value, list | tuple):
+            if asks:
+                return None
+            facts += type(value), len(value)
+            if not value:
+                continue
+            value = value[0]
+        if isinstance(value, Tensor):
+            add(_FACTS(value))
+            if not value.is_cpu:
+                add(value.device)
+            if asks:
+                start = value.data_ptr(), value.storage_offset()
+                facts += value.stride(), *(each % _ALIGNMENT for each in start)
+            elif not value.is_contiguous():
+                add(value.stride())
+        else:
+            facts += type(value), value
+    return tuple(facts)
 
 
 def _requires_grad(value: Any) -> bool:
@@ -144,7 +177,6 @@ class Operation:
 
     Attributes:
         name: name of the operation, also under ``torch.ops.anymla``.
-        backends: the registered implementations by name, best first.
     """
 
     def __init__(
@@ -154,8 +186,10 @@ class Operation:
         outputs: Callable[..., tuple[Tensor, ...]] | None,
     ) -> None:
         self.name = contract.__name__
-        self.backends: dict[str, Backend] = {}
+        self._backends: dict[str, Backend] = {}
+        self._automatic: tuple[Backend, ...] = ()
         self._host: Backend | None = None  # what CPU tensors take, if it needs no asking
+        self._resolved: dict[Hashable, Backend] = {}
         self._contract = contract
         self._outputs = outputs
         self._signature = inspect.signature(contract)
@@ -169,6 +203,11 @@ class Operation:
         self._written = tuple((name, places.get(name)) for name in mutates)
         functools.update_wrapper(self, contract)
 
+    @property
+    def backends(self) -> Mapping[str, Backend]:
+        """The registered implementations by name, best first."""
+        return types.MappingProxyType(self._backends)
+
     def register(
         self,
         name: str,
@@ -181,14 +220,14 @@ class Operation:
         Args:
             name: "reference", "torch", "triton", ...
             run: called with the operation's arguments; returns its results.
-            supports: called with the same arguments, answers whether ``run`` can take them.
+            supports: called with the same arguments, answers whether ``run`` can take them. Its
+                answer is remembered, so it must follow from what ``resolve`` lists, and from
+                nothing that changes while the process runs.
         """
-        self.backends[name] = Backend(name, run, supports)
         order = {known: place for place, known in enumerate(_PRIORITY)}
-        ranked = sorted(self.backends.values(), key=lambda b: order.get(b.name, len(order)))
-        self.backends = {backend.name: backend for backend in ranked}
-        host = [b for b in ranked if b.name in _PRIORITY and b.name not in _ACCELERATED]
-        self._host = host[0] if host and host[0].supports is None else None
+        made = self._backends | {name: Backend(name, run, supports)}
+        ranked = sorted(made.values(), key=lambda b: order.get(b.name, len(order)))
+        self._set_backends(ranked, [each for each in ranked if each.name in _PRIORITY])
 
     def register_lazy(
         self, name: str, module: str, *, supports: Callable[..., Support] | None = None
@@ -202,6 +241,33 @@ class Operation:
         """
         self.register(name, LazyFunction(module, self.name), supports=supports)
 
+    def unregister(self, name: str) -> None:
+        """Remove a backend."""
+        rest = [each for each in self._backends.values() if each.name != name]
+        self._set_backends(rest, [each for each in self._automatic if each.name != name])
+
+    @contextlib.contextmanager
+    def with_backends(self, backends: Iterable[Backend]) -> Iterator[None]:
+        """Inside there are these backends alone, best first, whatever their names."""
+        before = [*self._backends.values()], self._automatic
+        given = [*backends]
+        self._set_backends(given, given)
+        try:
+            yield
+        finally:
+            self._set_backends(*before)
+
+    def _set_backends(self, ranked: Sequence[Backend], automatic: Sequence[Backend]) -> None:
+        self._backends = {backend.name: backend for backend in ranked}
+        self._automatic = tuple(automatic)
+        host = [backend for backend in automatic if backend.name not in _ACCELERATED]
+        self._host = host[0] if host and host[0].supports is None else None
+        self.forget()
+
+    def forget(self) -> None:
+        """Resolve every kind of call anew; for who changes what a device is said to be."""
+        self._resolved.clear()
+
     def __call__(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         """Check the arguments and run; ``backend=None`` takes the best that supports the call.
 
@@ -211,20 +277,37 @@ class Operation:
         """
         if torch.compiler.is_compiling():
             return self._call_traced(args, kwargs, backend)
-        args, kwargs = self._accept(args, kwargs, known=_skipped.get())
-        if backend is None and self._host is not None and args:
-            first = args[0]
-            if isinstance(first, Tensor) and first.is_cpu:
-                return self._host.run(*args, **kwargs)
-        chosen = self._choose(backend, args, kwargs)
-        workspace = active_workspace()
+        chosen, args, kwargs = self._resolve(args, kwargs, backend)
+        workspace = None if chosen is self._host and args[0].is_cpu else active_workspace()
         if workspace is None:
             return chosen.run(*args, **kwargs)
         with workspace.scope():
             return chosen.run(*args, **kwargs)
 
+    def resolve(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Backend:
+        """The backend that a call takes; nothing is launched.
+
+        Arguments are checked, and backends asked, once for every kind of call. Every call resolves
+        itself: one of a known kind goes straight to its backend, any other is checked and resolved
+        anew. Calls are of one kind if they name the same backend, or none, and agree in
+
+        - which arguments are given, and types and values of those that are not tensors;
+        - dtype, shape and device of every tensor, and its strides if it is not contiguous;
+        - where backends are asked, also strides of any tensor, and its address and storage offset
+          modulo 16. They are not asked about CPU tensors, unless one is named;
+        - the length of a list, and the same of its first tensor. Where backends are asked, which
+          see them all, such a call is of no known kind.
+
+        So nothing but the values of tensors may differ. Gradients are refused in every call.
+
+        Raises:
+            TypeError, ValueError: the arguments break the contract.
+            BackendUnavailable: the named backend, or every backend, cannot run the call.
+        """
+        return self._resolve(args, kwargs, backend)[0]
+
     def supports(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Support:
-        """Whether the call could run (on ``backend``, or on any), without launching it.
+        """Whether the call could run (on ``backend``, or on any); backends are asked each time.
 
         Raises:
             TypeError, ValueError: the arguments break the contract.
@@ -237,7 +320,7 @@ class Operation:
         return SUPPORTED
 
     def explain(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Support]]:
-        """Which backend a call would take, and what each says about it; nothing is launched.
+        """Why a call takes the backend that it takes; every backend is asked each time.
 
         Returns:
             The name that ``backend=None`` takes (None for none), and every backend's answer.
@@ -246,23 +329,48 @@ class Operation:
             TypeError, ValueError: the arguments break the contract.
         """
         args, kwargs = self._accept(args, kwargs)
-        answers = {name: each.support(args, kwargs) for name, each in self.backends.items()}
-        picked = [name for name, each in answers.items() if each and each.automatic]
-        return next((name for name in picked if name in _PRIORITY), None), answers
+        answers = {name: each.support(args, kwargs) for name, each in self._backends.items()}
+        picked = (b.name for b in self._automatic if answers[b.name] and answers[b.name].automatic)
+        return next(picked, None), answers
 
-    def _accept(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, known: bool = False
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments, unless they are ``known``, and pass them as backends take them."""
-        if not known:
-            self._contract(*args, **kwargs)
+    def _resolve(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None
+    ) -> tuple[Backend, tuple[Any, ...], dict[str, Any]]:
+        """The backend of the call, and the arguments as backends take them."""
+        given = args, kwargs
         if kwargs and len(args) < len(self._leading):
             args, kwargs = self._by_position(args, kwargs)
-        if not known:
-            if self._written:
-                self._check_written(args, kwargs)
+        first = args[0] if args else None
+        on_host = backend is None and isinstance(first, Tensor) and first.is_cpu
+        host = self._host if on_host else None
+        kind = _kind_of(args, kwargs, backend, asks=host is None)
+        try:
+            found = self._resolved.get(kind)
+        except TypeError:  # it has no hash; the contract knows what it should have been
+            found = kind = None
+        if found is not None:
             if torch.is_grad_enabled():
                 self._refuse_gradients(args, kwargs)
+            return found, args, kwargs
+        args, kwargs = self._accept(*given)
+        found = host or self._choose(backend, args, kwargs)
+        if kind is not None:
+            if len(self._resolved) >= _MOST_KINDS:
+                self._resolved.clear()
+            self._resolved[kind] = found
+        return found, args, kwargs
+
+    def _accept(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the arguments and pass them as backends take them."""
+        self._contract(*args, **kwargs)
+        if kwargs and len(args) < len(self._leading):
+            args, kwargs = self._by_position(args, kwargs)
+        if self._written:
+            self._check_written(args, kwargs)
+        if torch.is_grad_enabled():
+            self._refuse_gradients(args, kwargs)
         return args, kwargs
 
     def _by_position(
@@ -277,7 +385,10 @@ class Operation:
 
     def _check_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, place in self._written:
-            written = kwargs.get(name) if place is None else args[place]
+            if place is None:
+                written = kwargs.get(name)
+            else:
+                written = args[place] if place < len(args) else None
             if written is not None and overlaps(written):
                 got = f"{list(written.shape)} of strides {list(written.stride())}"
                 require(False, self.name, name, "of elements that do not overlap", got)
@@ -293,17 +404,15 @@ class Operation:
 
     def _choose(self, name: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Backend:
         if name is not None:
-            if name not in self.backends:
-                known = ", ".join(self.backends)
+            if name not in self._backends:
+                known = ", ".join(self._backends)
                 raise BackendUnavailable(f"{self.name}: no backend {name!r}; there are: {known}")
-            support = self.backends[name].support(args, kwargs)
+            support = self._backends[name].support(args, kwargs)
             if not support:
                 raise BackendUnavailable(f"{self.name}: backend {name!r}: {support.reason}")
-            return self.backends[name]
+            return self._backends[name]
         reasons = []
-        for backend in self.backends.values():
-            if backend.name not in _PRIORITY:
-                continue
+        for backend in self._automatic:
             support = backend.support(args, kwargs)
             if support and support.automatic:
                 return backend

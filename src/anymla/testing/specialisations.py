@@ -22,6 +22,7 @@ import torch
 
 import anymla.ops
 from anymla.ops.device import Target
+from anymla.ops.registry import Operation
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 _RUN = "anymla.ops.selection."
@@ -58,10 +59,12 @@ def noted_specialisations(target: Target, processors: int) -> Iterator[set[Key]]
 
 
 def _forget_devices() -> None:
-    """Empty the caches of the operations' functions of a device."""
+    """Empty the caches of the operations' functions of a device, and their choices."""
     for path, module in list(sys.modules.items()):
         if path.startswith("anymla.ops."):
             for function in list(vars(module).values()):
+                if isinstance(function, Operation):
+                    function.forget()
                 if isinstance(function, functools._lru_cache_wrapper) and (
                     "device" in inspect.signature(function).parameters
                 ):

@@ -83,7 +83,7 @@ class Ops:
             yield name
         finally:
             for operation in all_operations().values():
-                del operation.backends[name]
+                operation.unregister(name)
 
 
 def all_backends() -> list[str]:
