@@ -130,9 +130,14 @@ def test_command_line(tmp_path):
 
 def test_without_transformers_the_part_is_left_out(monkeypatch):
     monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
-    done = CliRunner().invoke(command, ["cpu", "--quick", "--part", "decode"])
+    parts = ["--part", "machine", "--part", "decode"]
+    done = CliRunner().invoke(command, ["cpu", "--quick", *parts])
     assert done.exit_code == 0
     assert "decode: not measured: transformers is not installed" in done.output
+    # Where there was no other part, nothing was measured.
+    done = CliRunner().invoke(command, ["cpu", "--quick", *parts[2:]])
+    assert done.exit_code == 2
+    assert done.stderr == "Error: --part decode: nothing was measured\n"
 
 
 def test_a_missed_target_ends_with_exit_code_1(monkeypatch):

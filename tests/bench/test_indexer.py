@@ -1,11 +1,6 @@
-"""Shapes of the indexer's benchmark, and its command where there is no GPU."""
-
-import pytest
-import torch
-from click.testing import CliRunner
+"""Shapes of the indexer's benchmark."""
 
 from anymla.bench.indexer_cases import pages_needed
-from anymla.cli.bench import command
 from anymla.ops.indexer.shapes import DECODES, PREFILLS, SelectShape
 
 
@@ -23,10 +18,3 @@ def test_the_pool_holds_the_largest_shape():
     assert pages_needed([SelectShape(128, 1, 262_144)]) == 128 * 262_144 // 64
     # Small shapes still rotate through more than any cache holds.
     assert pages_needed([SelectShape(1, 1, 2048)]) * 64 * 132 > 256 << 20
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
-def test_without_a_gpu_the_command_says_so():
-    result = CliRunner().invoke(command, ["indexer"])
-    assert result.exit_code == 2
-    assert "torch sees no GPU" in result.output

@@ -1,11 +1,9 @@
 """What a row of decode attention beside FlashMLA says; timing needs a GPU."""
 
 import pytest
-from click.testing import CliRunner
 
 from anymla.bench.flash_mla_decode import Decode
 from anymla.cli.bench_attention import as_result, end_result, v32_result
-from anymla.cli.main import main
 
 
 @pytest.mark.parametrize(
@@ -24,13 +22,6 @@ def test_without_flash_mla_nothing_is_judged() -> None:
     assert (result.target, result.met) == (None, None)
 
 
-def test_it_needs_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = CliRunner().invoke(main, ["bench", "attention"])
-    assert result.exit_code == 2
-    assert "torch sees no GPU" in result.output
-
-
 def test_rows_of_other_benchmarks_say_whether_they_reach_what_was_asked():
     row = {"label": "V3.2 h128", "ratio": 0.95}
     assert v32_result(row).met
@@ -40,9 +31,3 @@ def test_rows_of_other_benchmarks_say_whether_they_reach_what_was_asked():
     assert end_result(end).met
     assert end_result({**end, "same_bytes": False}).met is False
     assert end_result({**end, "microseconds": 2.1}).met is False
-
-
-def test_one_benchmark_at_a_time():
-    result = CliRunner().invoke(main, ["bench", "attention", "--v32", "--fused-end"])
-    assert result.exit_code == 2
-    assert "one of" in result.output

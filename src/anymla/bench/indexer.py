@@ -38,6 +38,8 @@ from anymla.ops.indexer import select_topk
 from anymla.ops.indexer.shapes import SelectShape
 
 Call = Callable[[], object]
+# The modules of ops.indexer that have a backend's scores.
+SCORES = {"triton": "triton_scores", "gluon_sm90": "gluon_sm90_launch"}
 
 
 def run(
@@ -110,8 +112,7 @@ def score_only(backend: str, given: Inputs, shape: SelectShape) -> None:
     from anymla.ops.indexer.inputs import select_inputs
     from anymla.ops.indexer.interface import SCRATCH_BYTES
 
-    name = {"triton": "triton_scores", "gluon_sm90": "gluon_sm90_launch"}[backend]
-    write_scores = importlib.import_module(f"anymla.ops.indexer.{name}").write_scores
+    write_scores = importlib.import_module(f"anymla.ops.indexer.{SCORES[backend]}").write_scores
     device = given.q.device
     target = target_of(device)
     config = choose_select_config(

@@ -23,6 +23,7 @@ from anymla.cli import (
     bench_report,
     bench_same_code,
 )
+from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import json_option
 from anymla.cli.run_options import threads_option
 
@@ -55,7 +56,7 @@ def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: i
     torch.manual_seed(0)
     measured = environment(_command())
     click.echo(f"{measured['cpu']}, {threads} thread(s), torch {measured['torch']}")
-    missed = False
+    missed, left_out = False, []
     for name, run in parts(quick).items():
         if chosen and name not in chosen:
             continue
@@ -63,11 +64,14 @@ def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: i
             results = run()
         except PeerMissing as missing:
             click.echo(f"\n{name}: not measured: {missing}")
+            left_out.append(name)
             continue
         click.echo("\n" + "\n".join(table(results)))
         missed |= any(result.met is False for result in results)
         if json_file is not None:
             append_rows(json_file, results, measured)
+    if left_out and set(left_out) >= set(chosen or _PARTS):
+        raise BadInput(f"--part {' --part '.join(left_out)}: nothing was measured")
     if missed:
         click.get_current_context().exit(1)
 

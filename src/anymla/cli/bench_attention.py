@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from anymla.bench.report import Result
-from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+from anymla.cli.bad_input import BadInput
+from anymla.cli.bench_rows import (
+    gpu_facts,
+    json_option,
+    require_cases,
+    require_gpu,
+    require_known,
+    tell,
+)
 
 PART = "decode attention beside FlashMLA"
 V32 = "decode attention over V3.2's rows beside FlashMLA"
@@ -48,27 +57,51 @@ def attention(
     from anymla.bench import decode_end, flash_mla_v32, portable_decode
     from anymla.bench import flash_mla_decode as decode
     from anymla.bench.layer_rival import flash_mla_module
+    from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 
+    shapes: tuple[Any, ...]
     if vllm_xpu + v32 + fused_end > 1:
-        raise click.UsageError("one of --vllm-xpu, --v32 and --fused-end")
+        raise BadInput("one of --vllm-xpu, --v32 and --fused-end")
+    if planned and (vllm_xpu or v32 or fused_end):
+        raise BadInput("--planned is of the comparison without --vllm-xpu, --v32 and --fused-end")
+    if vllm_xpu and flash_mla:
+        raise BadInput("--vllm-xpu is next to vLLM's path alone, not --flash-mla")
+    if vllm_xpu and backend != "triton" and _was_given("backend"):
+        raise BadInput(f"--backend {backend}: --vllm-xpu is of triton")
+    operation = sparse_attention_fp8_quant if fused_end else sparse_attention
+    require_known("--backend", [backend], operation.backends)
+    if vllm_xpu:
+        shapes = tuple(portable_decode.shapes())
+    elif v32:
+        shapes = tuple(flash_mla_v32.production())
+    elif fused_end:
+        shapes = tuple(decode_end.shapes())
+    else:
+        shapes = (*decode.single(), *decode.shards(), *decode.production(), *decode.others())
+    chosen = require_cases(
+        " ".join(f"--heads {count}" for count in heads),
+        (shape for shape in shapes if not heads or shape.heads in heads),
+        sorted({shape.heads for shape in shapes}),
+    )
     require_gpu()
     module = flash_mla_module(importlib.import_module) if flash_mla else None
-    shapes: Iterable[Any]
     compare: Callable[..., Result]
     if vllm_xpu:
         rival = portable_decode.xpu_module(importlib.import_module)
-        shapes, compare = portable_decode.shapes(), partial(portable_decode.compare, module=rival)
+        compare = partial(portable_decode.compare, module=rival)
     elif v32:
-        shapes = flash_mla_v32.production()
         compare = partial(_v32, module=module, backend=backend)
     elif fused_end:
-        shapes, compare = decode_end.shapes(), partial(_end, module=module, backend=backend)
+        compare = partial(_end, module=module, backend=backend)
     else:
-        shapes = (*decode.single(), *decode.shards(), *decode.production(), *decode.others())
         compare = partial(_v4, module=module, backend=backend, planned=planned)
-    chosen = [shape for shape in shapes if not heads or shape.heads in heads]
     results = (compare(shape) for shape in chosen)
     tell(results, json_file, gpu_facts("anymla bench attention"), _HIDDEN)
+
+
+def _was_given(option: str) -> bool:
+    source = click.get_current_context().get_parameter_source(option)
+    return source is not ParameterSource.DEFAULT
 
 
 def _v4(shape: Any, module: Any, backend: str, planned: bool) -> Result:

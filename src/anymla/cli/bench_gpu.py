@@ -11,7 +11,14 @@ from tqdm import tqdm
 
 from anymla.bench.report import append_lines
 from anymla.cli.bad_input import BadInput, bad_input
-from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+from anymla.cli.bench_rows import (
+    gpu_facts,
+    json_option,
+    require_cases,
+    require_gpu,
+    require_known,
+    tell,
+)
 from anymla.cli.files import write_text
 
 
@@ -22,10 +29,8 @@ def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
     """Time the GPU kernels, against this device's own copy and product."""
     from anymla.bench.gpu import families, run
 
+    require_known("--family", chosen, families())
     require_gpu()
-    unknown = sorted(set(chosen) - set(families()))
-    if unknown:
-        raise click.UsageError(f"no cases for {', '.join(unknown)}; there are: {families()}")
     tell(run(list(chosen) or families()), json_file, gpu_facts("anymla bench gpu"))
 
 
@@ -64,9 +69,7 @@ def build_matrix(
     from anymla.bench.page.rows import rows_of
     from anymla.ops.device import TARGETS
 
-    unknown = sorted(set(chosen) - set(TARGETS))
-    if unknown:
-        raise click.UsageError(f"unknown target {', '.join(unknown)}; there are: {list(TARGETS)}")
+    require_known("--target", chosen, TARGETS)
     targets = list(chosen) or list(TARGETS)
     work = [job for job in jobs(targets, first_of=first_of or "") if module in job.module]
     if not work:
@@ -134,18 +137,18 @@ def indexer(
 
     DeepGEMM is taken where Python finds it; its first calls compile for half a minute.
     """
-    from anymla.bench.indexer import run
-    from anymla.ops.indexer import select_topk
+    from anymla.bench.indexer import SCORES, run
     from anymla.ops.indexer.shapes import DECODES, PREFILLS
 
-    require_gpu()
-    unknown = sorted(set(chosen) - set(select_topk.backends))
-    if unknown:
-        known = ", ".join(select_topk.backends)
-        raise click.UsageError(f"no backend {', '.join(unknown)}; there are: {known}")
+    require_known("--backend", chosen, SCORES)
     wanted = {"decode": DECODES, "prefill": PREFILLS, "all": (*DECODES, *PREFILLS)}[shapes]
-    cases = [shape for shape in wanted if shape.keys <= most_keys]
-    results = run(cases, chosen or ("triton", "gluon_sm90"), topk_library)
+    cases = require_cases(
+        f"--shapes {shapes} --most-keys {most_keys}",
+        (shape for shape in wanted if shape.keys <= most_keys),
+        sorted({shape.keys for shape in wanted}),
+    )
+    require_gpu()
+    results = run(cases, chosen or tuple(SCORES), topk_library)
     tell(
         tqdm(results, total=len(cases), disable=None), json_file, gpu_facts("anymla bench indexer")
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import torch
 
+from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
 from anymla.cli.numbers import Finite
 from anymla.runtime.options import DecodeMode
@@ -91,8 +92,12 @@ def model(
     As recorded graphs, as the same steps called directly (whose tokens must be the same), and at
     the size of the batch. Requests begin with random cache rows, nothing is prefilled.
     """
+    from anymla.bench.layer_setup import MODELS
     from anymla.bench.model_steps import decode_steps, random_model
 
+    published = MODELS[model]["num_hidden_layers"]
+    if layers > published:
+        raise BadInput(f"--layers {layers}: {model} has {published}")
     require_gpu()
     network = random_model(model, torch.device("cuda"), layers=layers, experts=experts, changes={})
     label = f"{model}, {layers} layers, {experts} experts"
@@ -120,4 +125,4 @@ def traffic(json_file: Path | None, device: str, steps: int, seconds: float | No
         facts = gpu_facts("anymla bench traffic")
     with tempfile.TemporaryDirectory() as directory:
         found = run(Path(directory), torch.device(device), steps=steps, seconds=seconds or math.inf)
-        tell(found, json_file, facts)
+        tell(found, json_file, facts, nothing=f"--seconds {seconds}: over with the warm-up")

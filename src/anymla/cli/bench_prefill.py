@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, require_known, tell
 
 
 @click.command()
@@ -28,7 +28,9 @@ def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -
     from anymla.bench.prefill_lists import SHAPES, measure_lists
     from anymla.bench.prefill_pipeline import CASES as PIPELINES
     from anymla.bench.prefill_pipeline import measure_pipelines
+    from anymla.ops.prefill_attention import prefill_attention
 
+    require_known("--backend", [backend], prefill_attention.backends)
     require_gpu()
     peer = flash_mla_peer(flash_mla_module(importlib.import_module)) if flash_mla else None
     measured = measure(CASES + LONG_CASES if long else CASES, backend, peer)

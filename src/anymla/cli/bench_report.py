@@ -65,6 +65,8 @@ def report(
     from anymla.bench.page.rows import load_rows
     from anymla.bench.page.tables import tables
 
+    if keys and drawings is None:
+        raise BadInput("--figure chooses among the plots of --svg, which is not given")
     with bad_input():
         recorded = load_rows(results)
         rows = newest(recorded)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import torch
 
 from anymla.bench.report import Result, append_rows, line
+from anymla.cli.bad_input import BadInput
 from anymla.cli.files import OutputFile
 
 _CASE_WIDTH = 44
+_Case = TypeVar("_Case")
 
 json_option = click.option(
     "--json",
@@ -24,10 +26,31 @@ json_option = click.option(
 )
 
 
+def require_known(option: str, given: Iterable[str], choices: Collection[str]) -> None:
+    """Raise BadInput for the first of the given names that is none of the choices."""
+    for name in given:
+        if name not in choices:
+            raise BadInput(f"{option} {name}: there are {', '.join(choices)}")
+
+
+def require_cases(filters: str, cases: Iterable[_Case], without: Sequence[object]) -> list[_Case]:
+    """The cases that filters leave; BadInput where that is none.
+
+    Args:
+        filters: options as the user wrote them.
+        cases: what they select.
+        without: values to name, of which the filters would have selected something.
+    """
+    selected = list(cases)
+    if not selected:
+        raise BadInput(f"{filters}: no case is of that; there are {', '.join(map(str, without))}")
+    return selected
+
+
 def require_gpu() -> None:
-    """Raise UsageError where torch sees none."""
+    """Raise BadInput where torch sees none."""
     if not torch.cuda.is_available():
-        raise click.UsageError("torch sees no GPU on this machine")
+        raise BadInput("torch sees no GPU on this machine")
 
 
 def gpu_facts(command: str) -> dict[str, Any]:
@@ -43,6 +66,7 @@ def tell(
     json_file: Path | None,
     facts: dict[str, Any],
     hidden: tuple[str, ...] = (),
+    nothing: str = "nothing was measured",
 ) -> None:
     """Print and store results as they come; end with exit code 1 if one misses its target.
 
@@ -51,6 +75,10 @@ def tell(
         json_file: to append rows to, or None.
         facts: of every row.
         hidden: values that only rows have.
+        nothing: what is wrong where there are no results.
+
+    Raises:
+        BadInput: there are no results.
     """
     missed, part = False, None
     for result in results:
@@ -62,5 +90,7 @@ def tell(
             click.echo(part)
         shown = {name: value for name, value in result.values.items() if name not in hidden}
         click.echo(line(dataclasses.replace(result, values=shown), _CASE_WIDTH))
+    if part is None:
+        raise BadInput(nothing)
     if missed:
         click.get_current_context().exit(1)

@@ -8,6 +8,9 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
+from anymla.cli.bad_input import BadInput
+from anymla.cli.bench_rows import require_known
+
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -32,12 +35,16 @@ def record(
     """Compile every build of this state and write digests of the code to OUTPUT, a row each."""
     from anymla.bench import same_code as code
     from anymla.bench.build_matrix import jobs
+    from anymla.ops.device import TARGETS
 
+    require_known("--target", chosen, TARGETS)
     work = [
         job
         for job in jobs(list(chosen or code.DEFAULT_TARGETS))
         if not module or any(part in job.module for part in module)
     ]
+    if not work:
+        raise BadInput(f"--module {' --module '.join(module)}: no builds are of that")
     rows = tqdm(code.record(work, workers, cache), total=len(work), unit="build", disable=None)
     output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     click.echo(f"{len(work)} builds")

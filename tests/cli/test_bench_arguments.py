@@ -1,0 +1,127 @@
+"""Arguments of ``anymla bench`` that name what there is not, or leave nothing to measure."""
+
+from unittest import mock
+
+import pytest
+from click.testing import CliRunner
+
+from anymla.bench.report import Result
+from anymla.cli.main import main
+from anymla.ops.registry import BackendUnavailable
+
+
+def bench(*arguments: str):
+    return CliRunner().invoke(main, ["bench", *arguments])
+
+
+def refused(result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stderr == f"Error: {message}\n"
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    """Fail where a command asks for the GPU before it has looked at its arguments."""
+
+    def asked() -> bool:
+        raise AssertionError("the GPU was asked for first")
+
+    monkeypatch.setattr("torch.cuda.is_available", asked)
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("attention --heads 7", "--heads 7: no case is of that; there are 8, 16, 32, 64, 128"),
+        ("attention --v32 --heads 64", "--heads 64: no case is of that; there are 128"),
+        (
+            "attention --fused-end --heads 7 --heads 8",
+            "--heads 7 --heads 8: no case is of that; there are 16, 64, 128",
+        ),
+        (
+            "attention --backend foo",
+            "--backend foo: there are gluon_sm90, triton, torch, reference",
+        ),
+        ("prefill --backend foo", "--backend foo: there are gluon_sm90, triton, torch, reference"),
+        ("indexer --backend torch", "--backend torch: there are triton, gluon_sm90"),
+        (
+            "indexer --shapes decode --most-keys 64",
+            "--shapes decode --most-keys 64: no case is of that; "
+            "there are 2048, 8192, 32768, 262144",
+        ),
+        ("gpu --family foo", "--family foo: there are attention, cache, indexer, layer"),
+        ("model --layers 44", "--layers 44: flash has 43"),
+        ("attention --v32 --fused-end", "one of --vllm-xpu, --v32 and --fused-end"),
+        ("attention --vllm-xpu --backend torch", "--backend torch: --vllm-xpu is of triton"),
+        (
+            "attention --v32 --planned",
+            "--planned is of the comparison without --vllm-xpu, --v32 and --fused-end",
+        ),
+        (
+            "attention --vllm-xpu --flash-mla",
+            "--vllm-xpu is next to vLLM's path alone, not --flash-mla",
+        ),
+        (
+            "report --figure headline",
+            "--figure chooses among the plots of --svg, which is not given",
+        ),
+    ],
+)
+def test_what_selects_nothing_is_refused_before_the_gpu_is_asked_for(words, message):
+    refused(bench(*words.split()), message)
+
+
+def test_builds_that_there_are_not_are_refused(monkeypatch, tmp_path):
+    output = tmp_path / "record.jsonl"
+    targets = "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, sm_121, gfx942, gfx950, gfx1151, gfx1201"
+    message = f"--target foo: there are {targets}"
+    refused(bench("build-matrix", "--target", "foo"), message)
+    refused(bench("same-code", "record", str(output), "--target", "foo"), message)
+    job = mock.Mock(module="anymla.ops.moe.triton_grouped_gemm")
+    monkeypatch.setattr("anymla.bench.build_matrix.jobs", lambda _: [job])
+    nothing = bench("same-code", "record", str(output), "--module", "foo", "--module", "bar")
+    refused(nothing, "--module foo --module bar: no builds are of that")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "words", ["attention", "experts", "gpu", "indexer", "layer", "linear", "model", "prefill"]
+)
+def test_a_machine_without_a_gpu_is_one_line(monkeypatch, words):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refused(bench(words), "torch sees no GPU on this machine")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A machine that says that it has a GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("anymla.bench.gpu.device_facts", dict)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_benchmark_without_a_result_is_no_success(monkeypatch):
+    monkeypatch.setattr("anymla.bench.linear.run", lambda *_: iter(()))
+    refused(bench("linear"), "nothing was measured")
+
+
+@pytest.mark.usefixtures("device")
+def test_a_backend_that_cannot_run_here_is_one_line(monkeypatch):
+    def run(*_):
+        yield Result("product", "small", {"us": 1.0})
+        raise BackendUnavailable("gluon_sm90: not on this device")
+
+    monkeypatch.setattr("anymla.bench.linear.run", run)
+    result = bench("linear")
+    assert result.exit_code == 2
+    assert result.stderr == "Error: gluon_sm90: not on this device\n"
+    assert "small" in result.stdout
+
+
+def test_traffic_that_ends_with_the_warm_up_is_no_success():
+    refused(
+        bench("traffic", "--device", "cpu", "--seconds", "0.001"),
+        "--seconds 0.001: over with the warm-up",
+    )
