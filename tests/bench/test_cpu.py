@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_command_line(tmp_path):
 
 
 def test_without_transformers_the_part_is_left_out(monkeypatch):
-    monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     parts = ["--part", "machine", "--part", "decode"]
     done = CliRunner().invoke(command, ["cpu", "--quick", *parts])
     assert done.exit_code == 0

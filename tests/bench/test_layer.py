@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from anymla.bench import layer
-from anymla.bench.layer import cases, compile_ahead, family
+from anymla.bench.layer import cases, compile_ahead, family, layer_case, layer_cases
 from anymla.bench.layer_rival import rival_kernels
-from anymla.bench.layer_setup import LayerSetup
+from anymla.bench.layer_setup import LayerCase, LayerSetup
 from anymla.bench.layer_work import layer_work
 from anymla.bench.model_steps import decode_steps, random_model
+from anymla.bench.peers.deep_gemm import DeepGemm
+from anymla.bench.peers.flash_mla import FlashMla
+from anymla.bench.runner import run
 from anymla.compat import flash_mla
 from anymla.formats.page_layout import INDEX_FP8
+from anymla.layers.side_stream import INLINE
 from anymla.ops.indexer import paged_mqa_logits
 from anymla.ops.sparse_attention import sparse_attention
 
@@ -108,7 +112,7 @@ class _Scores:
         return lengths
 
     def fp8_paged_mqa_logits(self, q, cache, weights, lengths, table, plan, most, clean):
-        assert plan is lengths
+        assert plan.data_ptr() == lengths.data_ptr()
         return paged_mqa_logits(
             q, cache, weights, lengths, table, max_context=most, layout=INDEX_FP8
         )
@@ -120,13 +124,61 @@ def test_others_kernels_compute_the_same_layer(ratio):
     batch = setup.batch(BATCH, CONTEXT)
     want = batch.run(setup.layers[0]).settled()
     module, scores = _StandIn(), _Scores()
-    with rival_kernels(module, scores):
+    with rival_kernels(FlashMla(lambda _: module), DeepGemm(lambda _: scores)):
         got = batch.run(setup.layers[0]).settled()
     assert module.calls == 1
     assert scores.early == [True, False]
     # The same bytes and roundings; sums of padded lists may be taken in another order.
     error = (got - want).float().norm() / want.float().norm()
     assert error < 0.02
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_row_says_what_it_always_said(others, scripted, recorded_fields):
+    setup = LayerSetup("flash", 4, torch.device("cpu"), experts=8, copies=2, changes=SMALL)
+    module, scores = _StandIn(), _Scores()
+    peers = FlashMla(lambda _: module), DeepGemm(lambda _: scores)
+    case = LayerCase("flash", 4, BATCH, CONTEXT)
+    clock = scripted(20, 50)
+    batch = setup.batch(BATCH, CONTEXT)
+    (result,) = run([layer_case(setup, case, batch, peers if others else None)], clock)
+    fields = recorded_fields("layer", layer.PART)
+    named = {"times_others", *(name for name in fields if name.startswith("others_"))}
+    assert set(result.values) == (fields if others else fields - named)
+    assert result.case == f"flash, ratio 4, batch {BATCH}, context {CONTEXT}"
+    assert result.values["us"] == 20.0
+    if others:
+        assert result.values["times_others"] == 2.5
+        assert result.values["others_launches"] == 3
+    assert result.values["parts_us"] == {"sparse_attention": 3.0, "torch": 2.5}
+    assert result.values["kernels_us"] == {"decode_kernel": [1, 3.0], "nvjet": [2, 2.5]}
+    roofline = result.values["roofline_us"]
+    assert result.values["share_of_roofline"] == pytest.approx(roofline / 20, abs=3e-3)
+    assert result.target == "<= 2.5 x roofline + 3.0 us a launch"
+    assert result.met is (2.5 * roofline + 9 >= 20)
+    # Both copies of the layer follow each other three times.
+    assert clock.seen[0] == (6, 20)
+
+
+def test_the_cases_of_a_layer_share_its_weights(monkeypatch, clock):
+    made = []
+
+    def setup(model, ratio, device, *, experts):
+        made.append((model, ratio))
+        return LayerSetup(model, ratio, device, experts=8, copies=1, changes=SMALL)
+
+    monkeypatch.setattr(layer, "LayerSetup", setup)
+    monkeypatch.setattr(layer, "SideStream", lambda _: INLINE)
+    chosen = cases(["flash"], [0, 128], [2, 16], [CONTEXT])
+    results = list(run(layer_cases(chosen, clock), clock))
+    assert made == [("flash", 0), ("flash", 128)]
+    assert [result.case.split(", ", 1)[1] for result in results] == [
+        f"ratio {ratio}, batch {batch}, context {CONTEXT}"
+        for ratio in (0, 128)
+        for batch in (2, 16)
+    ]
+    # Many requests are not asked to be near the roofline.
+    assert [result.met is None for result in results] == [False, True] * 2
 
 
 def test_a_whole_small_model_takes_steps():

@@ -103,17 +103,18 @@ def device(monkeypatch):
 
 @pytest.mark.usefixtures("device")
 def test_a_benchmark_without_a_result_is_no_success(monkeypatch):
-    monkeypatch.setattr("anymla.bench.linear.run", lambda *_: iter(()))
+    monkeypatch.setattr("anymla.bench.runner.ceilings", lambda *_, **__: iter(()))
+    monkeypatch.setattr("anymla.bench.cases.linear.cases", lambda *_: iter(()))
     refused(bench("linear"), "nothing was measured")
 
 
 @pytest.mark.usefixtures("device")
 def test_a_backend_that_cannot_run_here_is_one_line(monkeypatch):
-    def run(*_):
-        yield Result("product", "small", {"us": 1.0})
+    def ceilings(*_, **__):
+        yield Result("device", "small", {"us": 1.0})
         raise BackendUnavailable("gluon_sm90: not on this device")
 
-    monkeypatch.setattr("anymla.bench.linear.run", run)
+    monkeypatch.setattr("anymla.bench.runner.ceilings", ceilings)
     result = bench("linear")
     assert result.exit_code == 2
     assert result.stderr == "Error: gluon_sm90: not on this device\n"
@@ -125,3 +126,20 @@ def test_traffic_that_ends_with_the_warm_up_is_no_success():
         bench("traffic", "--device", "cpu", "--seconds", "0.001"),
         "--seconds 0.001: over with the warm-up",
     )
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("words", "option", "title"),
+    [
+        ("attention --flash-mla", "--flash-mla", "FlashMLA"),
+        ("attention --vllm-xpu", "--vllm-xpu", "vLLM's path for XPU"),
+        ("prefill --flash-mla", "--flash-mla", "FlashMLA"),
+        ("layer --others", "--others", "FlashMLA"),
+        (f"indexer --topk-library {__file__}", "--topk-library", "DeepGEMM"),
+    ],
+)
+def test_a_peer_that_is_not_here_is_one_line_that_says_why(monkeypatch, words, option, title):
+    monkeypatch.setattr("anymla.bench.peers.Peer._found", (None, "lib: No module named 'lib'"))
+    message = f"{option}: {title} cannot be imported (lib: No module named 'lib')"
+    refused(bench(*words.split()), message)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 
 from anymla.bench.models import engine_with, load, prompt, tiny
+from anymla.bench.peers.transformers import Generation, Transformers
 from anymla.bench.report import Result
 from anymla.bench.timing import interleaved, median, ratio_by_round, spread
 from anymla.model.transformer import Transformer
@@ -44,7 +43,10 @@ def decode(directory: Path, rounds: int) -> list[Result]:
         PeerMissing: there is nothing to compare with.
         AssertionError: both in float32 choose different tokens.
     """
-    peer_class = _peer_class()
+    transformers = Transformers()
+    support = transformers.available()
+    if not support:
+        raise PeerMissing(support.reason)
     checkpoint = tiny(directory)
     runs: dict[str, Callable[[], int]] = {}
     prefill: dict[str, float] = {}
@@ -56,9 +58,9 @@ def decode(directory: Path, rounds: int) -> list[Result]:
         ours = _Ours(model, kv_cache, limit)
         prefill[name], chosen[name], runs[name] = ours.prefill_s, ours.tokens, ours.next_token
     ids = prompt(model, PROMPT_TOKENS)
-    network = peer_class.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    _Peer(network, ids)
-    peer = _Peer(network, ids)
+    network = transformers.load(checkpoint)
+    Generation(network, ids)  # warms up
+    peer = Generation(network, ids)
     prefill[_PEER], chosen[_PEER], runs[_PEER] = peer.prefill_s, peer.tokens, peer.next_token
     times = interleaved(runs, rounds=rounds, block=_BLOCK, warm_up=_BLOCK)
     same = chosen["anymla fp32, fp32 cache"][: 2 * _BLOCK] == chosen[_PEER][: 2 * _BLOCK]
@@ -74,8 +76,7 @@ def decode(directory: Path, rounds: int) -> list[Result]:
             "tokens_per_s": 1 / median(times[name]),
         }
         if name == _PEER:
-            transformers = importlib.import_module("transformers")
-            results.append(Result(PART, name, values | {"version": transformers.__version__}))
+            results.append(Result(PART, name, values | {"version": transformers.version()}))
             continue
         speedup = ratio_by_round(times[_PEER], times[name], rounds)
         values["times_transformers"] = speedup
@@ -109,40 +110,3 @@ class _Ours:
         """One step."""
         self.tokens += self.engine.step().new_tokens.get("bench", [])
         return len(self.tokens)
-
-
-class _Peer:
-    """The same with transformers' cache, tokens chosen greedily."""
-
-    def __init__(self, network: Any, ids: tuple[int, ...]) -> None:
-        self.network = network
-        self.tokens: list[int] = []
-        start = time.perf_counter()
-        self._run(torch.tensor([ids]), None)
-        self.prefill_s = time.perf_counter() - start
-
-    def next_token(self) -> int:
-        """One forward pass of one token."""
-        self._run(torch.tensor([self.tokens[-1:]]), self.past)
-        return len(self.tokens)
-
-    @torch.no_grad()
-    def _run(self, ids: torch.Tensor, past: Any) -> None:
-        out = self.network(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
-        self.past = out.past_key_values
-        self.tokens.append(int(out.logits[0, -1].argmax()))
-
-
-def _peer_class() -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        raise PeerMissing("transformers is not installed: pip install '.[test]' in a clone")
-    transformers = importlib.import_module("transformers")
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    found = getattr(transformers, "DeepseekV4ForCausalLM", None)
-    if found is None:
-        raise PeerMissing(
-            f"transformers {transformers.__version__} has no DeepSeek-V4; 5.23 has: "
-            "pip install '.[test]' in a clone"
-        )
-    return found

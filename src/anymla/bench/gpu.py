@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -9,16 +10,10 @@ from typing import Any
 
 import torch
 
-from anymla.bench import kernels
-from anymla.bench.gpu_timing import (
-    copies_for,
-    copy_bandwidth,
-    copy_us,
-    matmul_rate,
-    time_us,
-)
+from anymla.bench import kernels, runner
+from anymla.bench.gpu_timing import copies_for
 from anymla.bench.kernels import Case
-from anymla.bench.report import Result
+from anymla.bench.runner import Clock, Subject, Values, Verdict, rounded
 from anymla.ops.pdl import pdl_enabled
 
 
@@ -45,38 +40,42 @@ def device_facts() -> dict[str, Any]:
     }
 
 
-def run(chosen: list[str]) -> Iterator[Result]:
-    """Ceilings first, then the cases of the chosen families."""
-    bandwidth, rate = copy_bandwidth(), matmul_rate()
-    yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
-    yield Result("device", "bf16 product 8192^3", {"tflops": rate / 1e12})
+def cases(chosen: list[str]) -> Iterator[runner.Case]:
+    """The cases of the chosen families."""
     for family in chosen:
         module = importlib.import_module(f"{kernels.__name__}.{family}")
         for each in module.cases():
-            yield _measure(family, each if isinstance(each, Case) else Case(*each), bandwidth, rate)
+            case = each if isinstance(each, Case) else Case(*each)
+            judge = functools.partial(_row, case)
+            yield runner.Case(family, case.label, functools.partial(_subject, case), judge=judge)
 
 
-def _measure(family: str, case: Case, bandwidth: float, rate: float) -> Result:
-    try:
-        calls = [case.setup() for _ in range(copies_for(case.bytes_moved))]
-        microseconds = time_us(calls)
-    except Exception as error:  # a kernel that fails must not hide the others
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-        return Result(family, case.label, {"error": problem}, "runs", False)
-    values: dict[str, Any] = {
-        "us": round(microseconds, 2),
-        "gb_per_s": round(case.bytes_moved / microseconds * 1e-3, 1),
-        "share_of_copy": round(case.bytes_moved / microseconds * 1e6 / bandwidth, 3),
-    }
-    if case.flops:
-        values["tflops"] = round(case.flops / microseconds * 1e-6, 1)
-        values["share_of_product"] = round(case.flops / microseconds * 1e6 / rate, 3)
+def _subject(case: Case, clock: Clock) -> Iterator[Subject]:
+    moved = case.bytes_moved
+
+    def after(us: float) -> Values:
+        found = {
+            "gb_per_s": moved / us * 1e-3,
+            "share_of_copy": moved / us * 1e6 / clock.copy_bandwidth(),
+        }
+        if case.flops:
+            found["tflops"] = case.flops / us * 1e-6
+            found["share_of_product"] = case.flops / us * 1e6 / clock.matmul_rate()
+        if case.share is not None and case.most_us is None:
+            found["copy_us"] = clock.copy_us(moved)
+            found["share_of_same_copy"] = found["copy_us"] / us
+        return found
+
+    yield Subject("us", [case.setup() for _ in range(copies_for(moved))], after=after)
+
+
+def _row(case: Case, values: Values) -> tuple[Values, Verdict]:
+    verdict = None
     if case.most_us is not None:
-        met = microseconds <= case.most_us
-        return Result(family, case.label, values, f"<= {case.most_us} us", met)
-    if case.share is not None:
-        values["copy_us"] = round(copy_us(case.bytes_moved), 2)
-        values["share_of_same_copy"] = round(values["copy_us"] / values["us"], 3)
-        met = values["share_of_copy"] >= case.share
-        return Result(family, case.label, values, f"share_of_copy >= {case.share}", met)
-    return Result(family, case.label, values)
+        verdict = f"<= {case.most_us} us", values["us"] <= case.most_us
+    digits = {"us": 2, "gb_per_s": 1, "tflops": 1, "copy_us": 2}
+    shares = ("share_of_copy", "share_of_product", "share_of_same_copy")
+    values = rounded(values, digits | dict.fromkeys(shares, 3))
+    if verdict is None and case.share is not None:
+        verdict = f"share_of_copy >= {case.share}", values["share_of_copy"] >= case.share
+    return values, verdict

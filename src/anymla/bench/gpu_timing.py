@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 # Bytes that successive calls go through before inputs come round again: twice the largest L2.
 _COLD_BYTES = 256 << 20
@@ -59,6 +62,7 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> flo
     return statistics.median(times)
 
 
+@functools.cache
 def copy_bandwidth() -> float:
     """Measured bytes a second of a device copy, read and written bytes together.
 
@@ -88,6 +92,7 @@ def copy_us(bytes_moved: int) -> float:
     return time_us([ready() for _ in range(copies_for(bytes_moved))])
 
 
+@functools.cache
 def matmul_rate() -> float:
     """Measured bfloat16 floating-point operations a second of an 8192 x 8192 product."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -95,3 +100,53 @@ def matmul_rate() -> float:
     out = torch.empty_like(a)
     microseconds = time_us([lambda: torch.mm(a, b, out=out)] * 2, repetitions=5)
     return 2 * 8192**3 / microseconds * 1e6
+
+
+def kernel_times(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """Names and microseconds of the kernels of one call."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return [
+        (event.name, event.device_time_total)
+        for event in seen.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+
+
+def sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sums by name, the largest first."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    for name, taken in times:
+        sums[name] += taken
+    ordered = sorted(sums.items(), key=lambda item: -item[1])
+    return {name: round(taken, 1) for name, taken in ordered}
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Memory that a call takes beyond what is held before it."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+class GraphClock:
+    """The runner's clock on the current CUDA device."""
+
+    device = torch.device("cuda")
+    time_us = staticmethod(time_us)
+    copy_us = staticmethod(copy_us)
+    peak_bytes = staticmethod(peak_bytes)
+    kernel_times = staticmethod(kernel_times)
+    copy_bandwidth = staticmethod(copy_bandwidth)
+    matmul_rate = staticmethod(matmul_rate)
+
+    def release(self) -> None:
+        """Give memory that is free back to the device."""
+        torch.cuda.empty_cache()

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import importlib
 import itertools
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 import anymla.ops
-from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
+from anymla.bench.gpu_timing import sums
 from anymla.bench.layer_rival import compile_unfused, rival_kernels
 from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
 from anymla.bench.layer_work import layer_work
-from anymla.bench.report import Result
+from anymla.bench.peers.deep_gemm import DeepGemm
+from anymla.bench.peers.flash_mla import FlashMla
+from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
 from anymla.bench.timeline import timeline
 from anymla.layers.plans import Plans
 from anymla.layers.side_stream import INLINE, SideStream
@@ -30,8 +29,8 @@ PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
 _LAUNCH_US = 3.0
 _FACTOR = 2.5
-# FlashMLA, and DeepGEMM or None.
-Others = tuple[Any, Any]
+# DeepGEMM where it is.
+Others = tuple[FlashMla, DeepGemm | None]
 # How often each copy of a layer follows in a graph: a model's graph has tens of layers, so that
 # little of what starting a graph takes is left for each.
 _ROUNDS = 3
@@ -53,47 +52,48 @@ def cases(
                     yield LayerCase(model, ratio, batch, context)
 
 
-def run(
+def layer_cases(
     chosen: Iterable[LayerCase],
+    clock: Clock,
     *,
     beside: bool | None = None,
     others: Others | None = None,
     timelines: bool = False,
-) -> Iterator[Result]:
-    """Measure the cases; those of one layer should follow each other.
+) -> Iterator[Case]:
+    """The chosen cases; those of one layer should follow each other.
 
     Args:
         chosen: what to measure.
+        clock: whose device the layers are made on.
         beside: ``EngineOptions.side_stream``.
-        others: modules to measure the same layer assembled from as well.
+        others: peers to measure the same layer assembled from as well.
         timelines: also see when each kernel starts and ends.
     """
-    bandwidth, rate = copy_bandwidth(), matmul_rate()
-    yield Result("device", "copy", {"tb_per_s": bandwidth / 1e12})
-    device = torch.device("cuda")
+    device = clock.device
     options, second = EngineOptions(side_stream=beside), SideStream(device)
-    with torch.inference_mode():
-        for (model, ratio, experts), same in itertools.groupby(chosen, _layer):
-            torch.cuda.empty_cache()
+    for (model, ratio, experts), same in itertools.groupby(chosen, _layer):
+        clock.release()
+        torch.manual_seed(0)
+        with torch.inference_mode():
             setup = LayerSetup(model, ratio, device, experts=experts)
             batches = []
             for case in same:
                 side = second if options.runs_beside(case.batch) else INLINE
                 batches.append((case, setup.batch(case.batch, case.context, side)))
             compile_ahead(setup, [batch for _, batch in batches], others)
-            for case, batch in batches:
-                yield measure(setup, case, batch, bandwidth, rate, others)
-                if timelines:
-                    yield _timeline(setup, case, batch)
-            del setup, batches
+        for case, batch in batches:
+            yield layer_case(setup, case, batch, others)
+            if timelines:
+                spans = functools.partial(_timeline, setup, batch)
+                yield Case(f"{PART}, timeline", _name(case), spans)
+        del setup, batches
 
 
-def _timeline(setup: LayerSetup, case: LayerCase, batch: DecodeBatch) -> Result:
-    calls = [lambda layer=layer: batch.run(layer) for layer in setup.layers]
-    spans = timeline(calls, torch.cuda.Stream())
-    values = {"us": max(span.end for span in spans)}
+def _timeline(setup: LayerSetup, batch: DecodeBatch, _: Clock) -> Iterator[Subject]:
+    spans = timeline(_calls(setup, batch), torch.cuda.Stream())
     kernels = [dataclasses.astuple(span) for span in spans]
-    return Result(f"{PART}, timeline", _name(case), values | {"timeline_us": kernels})
+    last = max(span.end for span in spans)
+    yield Subject("", before=lambda: {"us": last, "timeline_us": kernels})
 
 
 def _name(case: LayerCase) -> str:
@@ -118,15 +118,14 @@ def compile_ahead(
                     compile_unfused(setup.layers[0].ffn_site, batch.streams)
 
 
-def measure(
-    setup: LayerSetup,
-    case: LayerCase,
-    batch: DecodeBatch,
-    bandwidth: float,
-    rate: float,
-    others: Others | None = None,
-) -> Result:
-    """One case: microseconds, launches, microseconds by family of kernels, share of the roofline.
+def _calls(setup: LayerSetup, batch: DecodeBatch) -> list[Call]:
+    return [functools.partial(batch.run, layer) for layer in setup.layers]
+
+
+def layer_case(
+    setup: LayerSetup, case: LayerCase, batch: DecodeBatch, others: Others | None = None
+) -> Case:
+    """Microseconds, launches, microseconds by family of kernels, share of the roofline.
 
     Microseconds are of one of the layers that follow each other in a graph.
 
@@ -134,74 +133,62 @@ def measure(
     times are of single kernels, without the gaps between them; ``kernels_us`` has for every kernel
     how often it is launched, and the microseconds of all its launches.
     """
-    calls = [lambda layer=layer: batch.run(layer) for layer in setup.layers]
-    microseconds = time_us(calls * _ROUNDS)
-    beside: dict[str, Any] = {}
-    if others is not None:
-        inline = dataclasses.replace(batch, step=dataclasses.replace(batch.step, side=INLINE))
-        theirs = [lambda layer=layer: inline.run(layer) for layer in setup.layers]
-        with rival_kernels(*others):
-            taken = time_us(theirs * _ROUNDS)
-            seen = kernel_times(theirs[0])
-            beside = {"others_us": round(taken, 1), "times_others": round(taken / microseconds, 2)}
-            beside["others_launches"] = len(seen)
-            beside["others_parts_us"] = sums((family(name), taken) for name, taken in seen)
-    kernels = kernel_times(calls[0])
-    visited = setup.visited(batch)
-    work = layer_work(setup.layers[0], setup.config, batch, visited)
-    roofline = work.roofline_us(bandwidth, rate)
-    launches = len(kernels)
-    allowed = _FACTOR * roofline + _LAUNCH_US * launches
-    judged = case.batch <= 8
-    return Result(
+    return Case(
         PART,
         _name(case),
-        {
-            "us": round(microseconds, 1),
-            **beside,
-            "launches": launches,
+        functools.partial(_subjects, setup, batch, others),
+        judge=functools.partial(_row, case),
+    )
+
+
+def _subjects(
+    setup: LayerSetup, batch: DecodeBatch, others: Others | None, clock: Clock
+) -> Iterator[Subject]:
+    calls = _calls(setup, batch)
+
+    def after(_: float) -> Values:
+        kernels = clock.kernel_times(calls[0])
+        visited = setup.visited(batch)
+        work = layer_work(setup.layers[0], setup.config, batch, visited)
+        return {
+            "launches": len(kernels),
             "queues": 1 if batch.step.side is INLINE else 3,
             "layers_of_graph": _ROUNDS * len(calls),
-            "roofline_us": round(roofline, 1),
-            "share_of_roofline": round(roofline / microseconds, 3),
-            "weights_mb": round(work.weight_bytes / 1e6, 1),
-            "caches_mb": round(work.cache_bytes / 1e6, 1),
+            "roofline_us": work.roofline_us(clock.copy_bandwidth(), clock.matmul_rate()),
+            "weights_mb": work.weight_bytes / 1e6,
+            "caches_mb": work.cache_bytes / 1e6,
             "visited_experts": visited,
             "parts_us": sums((family(name), taken) for name, taken in kernels),
             "kernels_us": {
                 name: [sum(name == other[:_NAME] for other, _ in kernels), taken]
                 for name, taken in sums((name[:_NAME], taken) for name, taken in kernels).items()
             },
-        },
-        target=f"<= {_FACTOR} x roofline + {_LAUNCH_US} us a launch" if judged else None,
-        met=microseconds <= allowed if judged else None,
-    )
+        }
+
+    yield Subject("us", calls * _ROUNDS, after=after)
+    if others is not None:
+        inline = dataclasses.replace(batch, step=dataclasses.replace(batch.step, side=INLINE))
+        theirs = _calls(setup, inline)
+
+        def seen(_: float) -> Values:
+            kernels = clock.kernel_times(theirs[0])
+            parts = sums((family(name), taken) for name, taken in kernels)
+            return {"others_launches": len(kernels), "others_parts_us": parts}
+
+        within = functools.partial(rival_kernels, *others)
+        yield Subject("others_us", theirs * _ROUNDS, after=seen, within=within)
 
 
-def sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Sums by name, the largest first."""
-    sums: dict[str, float] = collections.defaultdict(float)
-    for name, taken in times:
-        sums[name] += taken
-    return {name: round(taken, 1) for name, taken in sorted(sums.items(), key=_by_time)}
-
-
-def _by_time(item: tuple[str, float]) -> float:
-    return -item[1]
-
-
-def kernel_times(call: Callable[[], object]) -> list[tuple[str, float]]:
-    """Names and microseconds of the kernels of one call."""
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    return [
-        (event.name, event.device_time_total)
-        for event in seen.events()
-        if event.device_type == DeviceType.CUDA
-    ]
+def _row(case: LayerCase, values: Values) -> tuple[Values, Verdict]:
+    us, roofline = values["us"], values["roofline_us"]
+    values["share_of_roofline"] = roofline / us
+    if "others_us" in values:
+        values["times_others"] = values["others_us"] / us
+    allowed = _FACTOR * roofline + _LAUNCH_US * values["launches"]
+    words = f"<= {_FACTOR} x roofline + {_LAUNCH_US} us a launch"
+    verdict = (words, us <= allowed) if case.batch <= 8 else None
+    digits = dict.fromkeys(("us", "others_us", "roofline_us", "weights_mb", "caches_mb"), 1)
+    return rounded(values, digits | {"times_others": 2, "share_of_roofline": 3}), verdict
 
 
 def family(kernel: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from anymla.bench.layer import family, kernel_times, sums
+from anymla.bench.gpu_timing import kernel_times, sums
+from anymla.bench.layer import family
 from anymla.bench.layer_setup import MODELS
 from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from anymla.bench.report import Result
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import (
     gpu_facts,
@@ -19,17 +15,9 @@ from anymla.cli.bench_rows import (
     require_cases,
     require_gpu,
     require_known,
+    require_peer,
     tell,
 )
-
-PART = "decode attention beside FlashMLA"
-V32 = "decode attention over V3.2's rows beside FlashMLA"
-END = "decode attention with FP8 heads"
-# What the label says of a shape.
-_HIDDEN = ("batch", "rows", "heads", "extra", "page", "ragged", "lengths", "backend", "width")
-# What was asked of a shape, by heads: times as fast as FlashMLA.
-_LEAST = {8: 1.6, 16: 1.6, 32: 1.6}
-_LEAST_V32 = 0.9
 
 
 @click.command()
@@ -54,12 +42,14 @@ def attention(
     heads: tuple[int, ...],
 ) -> None:
     """Time attention during decoding on the GPU, over the paged FP8 caches."""
-    from anymla.bench import decode_end, flash_mla_v32, portable_decode
-    from anymla.bench import flash_mla_decode as decode
-    from anymla.bench.layer_rival import flash_mla_module
+    from anymla.bench.cases import sparse_attention as family
+    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.peers import Peer
+    from anymla.bench.peers.flash_mla import FlashMla
+    from anymla.bench.peers.vllm import VllmXpu
+    from anymla.bench.runner import run
     from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 
-    shapes: tuple[Any, ...]
     if vllm_xpu + v32 + fused_end > 1:
         raise BadInput("one of --vllm-xpu, --v32 and --fused-end")
     if planned and (vllm_xpu or v32 or fused_end):
@@ -70,82 +60,40 @@ def attention(
         raise BadInput(f"--backend {backend}: --vllm-xpu is of triton")
     operation = sparse_attention_fp8_quant if fused_end else sparse_attention
     require_known("--backend", [backend], operation.backends)
+    shapes: Any = family.shapes()
     if vllm_xpu:
-        shapes = tuple(portable_decode.shapes())
+        shapes = family.portable_shapes()
     elif v32:
-        shapes = tuple(flash_mla_v32.production())
+        shapes = family.v32_shapes()
     elif fused_end:
-        shapes = tuple(decode_end.shapes())
-    else:
-        shapes = (*decode.single(), *decode.shards(), *decode.production(), *decode.others())
+        shapes = family.fp8_heads_shapes()
+    every = list(shapes)
     chosen = require_cases(
         " ".join(f"--heads {count}" for count in heads),
-        (shape for shape in shapes if not heads or shape.heads in heads),
-        sorted({shape.heads for shape in shapes}),
+        (shape for shape in every if not heads or shape.heads in heads),
+        sorted({shape.heads for shape in every}),
     )
     require_gpu()
-    module = flash_mla_module(importlib.import_module) if flash_mla else None
-    compare: Callable[..., Result]
+    peers: list[Peer] = []
+    module = None
+    if flash_mla:
+        module = FlashMla()
+        require_peer("--flash-mla", module)
+        peers = [module]
     if vllm_xpu:
-        rival = portable_decode.xpu_module(importlib.import_module)
-        compare = partial(portable_decode.compare, module=rival)
+        path = VllmXpu()
+        require_peer("--vllm-xpu", path)
+        peers, cases = [path], family.portable_cases(chosen, path)
     elif v32:
-        compare = partial(_v32, module=module, backend=backend)
+        cases = family.v32_cases(chosen, backend, module)
     elif fused_end:
-        compare = partial(_end, module=module, backend=backend)
+        cases = family.fp8_heads_cases(chosen, backend, module)
     else:
-        compare = partial(_v4, module=module, backend=backend, planned=planned)
-    results = (compare(shape) for shape in chosen)
-    tell(results, json_file, gpu_facts("anymla bench attention"), _HIDDEN)
+        cases = family.decode_cases(chosen, backend, module, planned=planned)
+    facts = gpu_facts("anymla bench attention", peers)
+    tell(run(cases, GraphClock()), json_file, facts, family.IN_LABEL)
 
 
 def _was_given(option: str) -> bool:
     source = click.get_current_context().get_parameter_source(option)
     return source is not ParameterSource.DEFAULT
-
-
-def _v4(shape: Any, module: Any, backend: str, planned: bool) -> Result:
-    from anymla.bench.flash_mla_decode import compare
-
-    return as_result(shape, compare(shape, module, backend, planned=planned))
-
-
-def _v32(shape: Any, module: Any, backend: str) -> Result:
-    from anymla.bench.flash_mla_v32 import compare
-
-    return v32_result(compare(shape, module, backend))
-
-
-def _end(shape: Any, module: Any, backend: str) -> Result:
-    from anymla.bench.decode_end import compare
-
-    return end_result(compare(shape, module, backend))
-
-
-def v32_result(row: dict[str, Any]) -> Result:
-    """A row of ``flash_mla_v32`` with what was asked of it."""
-    values = {name: value for name, value in row.items() if name != "label"}
-    if "ratio" not in row:
-        return Result(V32, row["label"], values)
-    target = f"at least {_LEAST_V32:g} times FlashMLA's speed"
-    return Result(V32, row["label"], values, target=target, met=row["ratio"] >= _LEAST_V32)
-
-
-def end_result(row: dict[str, Any]) -> Result:
-    """A row of ``decode_end``: fused is to be no slower than apart, with the same bytes."""
-    values = {name: value for name, value in row.items() if name != "label"}
-    met = row["same_bytes"] and row["microseconds"] <= row["apart_microseconds"]
-    target = "the bytes of separate kernels, in no more time"
-    return Result(END, f"{row['label']}, FP8 heads", values, target=target, met=met)
-
-
-def as_result(shape: object, row: dict[str, object]) -> Result:
-    """A row of the benchmark with what was asked of it, if FlashMLA ran beside it."""
-    ratio = row.get("ratio")
-    least = _LEAST.get(getattr(shape, "heads", 0), 1.0)
-    values = {name: value for name, value in row.items() if name != "label"}
-    label = str(row["label"])
-    if not isinstance(ratio, float):
-        return Result(PART, label, values)
-    target = f"at least {least:g} times FlashMLA's speed"
-    return Result(PART, label, values, target=target, met=ratio >= least)

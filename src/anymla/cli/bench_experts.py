@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import click
@@ -25,8 +26,11 @@ def experts(
     each with other tokens. ``share_of_copy`` is the bytes of the visited experts over the time,
     as a share of the measured copy bandwidth; without options 1 to 4096 tokens.
     """
-    from anymla.bench.experts import TOKENS, run
+    from anymla.bench.cases.moe import TOKENS, cases
+    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.runner import ceilings, run
 
     require_gpu()
-    facts = gpu_facts("anymla bench experts")
-    tell(run(models, count, tokens or TOKENS), json_file, facts, ("kernels_us",))
+    clock = GraphClock()
+    rows = itertools.chain(ceilings(clock), run(cases(models, count, tokens or TOKENS), clock))
+    tell(rows, json_file, gpu_facts("anymla bench experts"), ("kernels_us",))

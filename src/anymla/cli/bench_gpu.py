@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from anymla.cli.bench_rows import (
     require_cases,
     require_gpu,
     require_known,
+    require_peer,
     tell,
 )
 from anymla.cli.files import write_text
@@ -27,11 +29,16 @@ from anymla.cli.files import write_text
 @click.option("--family", "chosen", multiple=True, help="Only this module of cases; repeatable.")
 def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
     """Time the GPU kernels, against this device's own copy and product."""
-    from anymla.bench.gpu import families, run
+    from anymla.bench.gpu import cases, families
+    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.runner import ceilings, run
 
     require_known("--family", chosen, families())
     require_gpu()
-    tell(run(list(chosen) or families()), json_file, gpu_facts("anymla bench gpu"))
+    clock = GraphClock()
+    measured = run(cases(list(chosen) or families()), clock, failures_are_rows=True)
+    facts = gpu_facts("anymla bench gpu")
+    tell(itertools.chain(ceilings(clock), measured), json_file, facts)
 
 
 @click.command()
@@ -137,18 +144,26 @@ def indexer(
 
     DeepGEMM is taken where Python finds it; its first calls compile for half a minute.
     """
-    from anymla.bench.indexer import SCORES, run
+    from anymla.bench.cases.indexer import SCORES, cases
+    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.peers.deep_gemm import DeepGemm
+    from anymla.bench.peers.vllm import VllmTopk
+    from anymla.bench.runner import run
     from anymla.ops.indexer.shapes import DECODES, PREFILLS
 
     require_known("--backend", chosen, SCORES)
     wanted = {"decode": DECODES, "prefill": PREFILLS, "all": (*DECODES, *PREFILLS)}[shapes]
-    cases = require_cases(
+    selected = require_cases(
         f"--shapes {shapes} --most-keys {most_keys}",
         (shape for shape in wanted if shape.keys <= most_keys),
         sorted({shape.keys for shape in wanted}),
     )
     require_gpu()
-    results = run(cases, chosen or tuple(SCORES), topk_library)
-    tell(
-        tqdm(results, total=len(cases), disable=None), json_file, gpu_facts("anymla bench indexer")
-    )
+    peers = [peer for peer in (DeepGemm(),) if peer.available()]
+    deep_gemm, vllm = peers[0] if peers else None, None
+    if topk_library is not None:
+        require_peer("--topk-library", DeepGemm())  # whose scores vLLM's kernels select from
+        vllm = VllmTopk(topk_library)
+    found = run(cases(selected, chosen or tuple(SCORES), deep_gemm, vllm), GraphClock())
+    facts = gpu_facts("anymla bench indexer", peers)
+    tell(tqdm(found, total=len(selected), disable=None), json_file, facts)

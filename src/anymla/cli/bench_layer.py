@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import itertools
 import math
 import tempfile
 from pathlib import Path
@@ -10,8 +10,9 @@ from pathlib import Path
 import click
 import torch
 
+from anymla.bench.peers import Peer
 from anymla.cli.bad_input import BadInput
-from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, require_peer, tell
 from anymla.cli.numbers import Finite
 from anymla.runtime.options import DecodeMode
 
@@ -51,9 +52,12 @@ def layer(
     graph; caches are larger than the device's. Without options: every ratio of both models, 1 to
     128 requests, 4k to 512k tokens of context.
     """
-    from anymla.bench.layer import BATCHES, CONTEXTS, RATIOS, cases, run
-    from anymla.bench.layer_rival import deep_gemm_module, flash_mla_module
+    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.layer import BATCHES, CONTEXTS, RATIOS, cases, layer_cases
     from anymla.bench.layer_setup import MODELS
+    from anymla.bench.peers.deep_gemm import DeepGemm
+    from anymla.bench.peers.flash_mla import FlashMla
+    from anymla.bench.runner import ceilings, run
 
     require_gpu()
     chosen = cases(
@@ -62,14 +66,18 @@ def layer(
         batches or BATCHES,
         contexts or CONTEXTS,
     )
-    facts = gpu_facts("anymla bench layer") | {"side_stream": side_stream}
+    peers: list[Peer] = []
     modules = None
     if others:
-        find = importlib.import_module
-        modules = flash_mla_module(find), deep_gemm_module(find)
-        facts |= {"deep_gemm": getattr(modules[1], "__version__", None)}
-    results = run(chosen, beside=side_stream, others=modules, timelines=timeline)
-    tell(results, json_file, facts, ("kernels_us", "timeline_us"))
+        flash_mla, deep_gemm = FlashMla(), DeepGemm()
+        require_peer("--others", flash_mla)
+        modules = flash_mla, deep_gemm if deep_gemm.available() else None
+        peers = [peer for peer in modules if peer is not None]
+    facts = gpu_facts("anymla bench layer", peers) | {"side_stream": side_stream}
+    clock = GraphClock()
+    layers = layer_cases(chosen, clock, beside=side_stream, others=modules, timelines=timeline)
+    rows = itertools.chain(ceilings(clock, product=False), run(layers, clock))
+    tell(rows, json_file, facts, ("kernels_us", "timeline_us"))
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import click
@@ -23,7 +24,13 @@ def linear(json_file: Path | None, models: tuple[str, ...], tokens: tuple[int, .
     besides Hopper's take, ``share_of_copy`` the weights' bytes over the time, as a share of the
     measured copy bandwidth. Without options 1 to 128 tokens.
     """
-    from anymla.bench.linear import TOKENS, run
+    from anymla.bench.cases.linear import TOKENS, cases
+    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.runner import ceilings, run
 
     require_gpu()
-    tell(run(models, tokens or TOKENS), json_file, gpu_facts("anymla bench linear"), ())
+    clock = GraphClock()
+    rows = itertools.chain(
+        ceilings(clock, product=False), run(cases(models, tokens or TOKENS), clock)
+    )
+    tell(rows, json_file, gpu_facts("anymla bench linear"))

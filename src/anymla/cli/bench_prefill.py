@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, require_known, tell
+from anymla.cli.bench_rows import (
+    gpu_facts,
+    json_option,
+    require_gpu,
+    require_known,
+    require_peer,
+    tell,
+)
 
 
 @click.command()
@@ -23,21 +30,24 @@ def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -
 
     Beside FlashMLA also from FP8 pages to the output projection, and rows by lists alone.
     """
-    from anymla.bench.layer_rival import flash_mla_module
-    from anymla.bench.prefill import CASES, LONG_CASES, flash_mla_peer, measure
-    from anymla.bench.prefill_lists import SHAPES, measure_lists
-    from anymla.bench.prefill_pipeline import CASES as PIPELINES
-    from anymla.bench.prefill_pipeline import measure_pipelines
+    from anymla.bench.cases import prefill_attention as family
+    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.peers.flash_mla import FlashMla
+    from anymla.bench.runner import Case, run
     from anymla.ops.prefill_attention import prefill_attention
 
     require_known("--backend", [backend], prefill_attention.backends)
     require_gpu()
-    peer = flash_mla_peer(flash_mla_module(importlib.import_module)) if flash_mla else None
-    measured = measure(CASES + LONG_CASES if long else CASES, backend, peer)
-    if peer is not None:
-        measured = itertools.chain(
-            measured,
-            measure_pipelines(PIPELINES, backend, peer),
-            measure_lists(SHAPES, backend, peer),
+    peers = [FlashMla()] if flash_mla else []
+    for peer in peers:
+        require_peer("--flash-mla", peer)
+    rows = peers[0].rows if peers else None
+    shapes = family.SHAPES + family.LONG_SHAPES if long else family.SHAPES
+    cases: Iterator[Case] = family.cases(shapes, backend, rows)
+    if rows is not None:
+        cases = itertools.chain(
+            cases,
+            family.pipeline_cases(family.PIPELINES, backend, rows),
+            family.listed_cases(family.LISTED, backend, rows),
         )
-    tell(measured, json_file, gpu_facts("anymla bench prefill"))
+    tell(run(cases, GraphClock()), json_file, gpu_facts("anymla bench prefill", peers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import torch
@@ -13,6 +13,9 @@ import torch
 from anymla.bench.report import Result, append_rows, line
 from anymla.cli.bad_input import BadInput
 from anymla.cli.files import OutputFile
+
+if TYPE_CHECKING:
+    from anymla.bench.peers import Peer
 
 _CASE_WIDTH = 44
 _Case = TypeVar("_Case")
@@ -53,12 +56,19 @@ def require_gpu() -> None:
         raise BadInput("torch sees no GPU on this machine")
 
 
-def gpu_facts(command: str) -> dict[str, Any]:
-    """Of this machine and its GPU, for every row of a command."""
-    from anymla.bench.environment import environment
-    from anymla.bench.gpu import device_facts
+def require_peer(option: str, peer: Peer) -> None:
+    """Raise BadInput where a peer that was asked for is not here."""
+    support = peer.available()
+    if not support:
+        raise BadInput(f"{option}: {support.reason}")
 
-    return environment(command) | device_facts()
+
+def gpu_facts(command: str, peers: Iterable[Peer] = ()) -> dict[str, Any]:
+    """Of this machine, its GPU and the peers, for every row of a command."""
+    from anymla.bench.gpu import device_facts
+    from anymla.bench.runner import facts
+
+    return facts(command, device_facts(), peers)
 
 
 def tell(
@@ -80,7 +90,7 @@ def tell(
     Raises:
         BadInput: there are no results.
     """
-    missed, part = False, None
+    missed, part, unseen = False, None, (*hidden, "seed")
     for result in results:
         missed |= result.met is False
         if json_file is not None:
@@ -88,7 +98,7 @@ def tell(
         if result.part != part:
             part = result.part
             click.echo(part)
-        shown = {name: value for name, value in result.values.items() if name not in hidden}
+        shown = {name: value for name, value in result.values.items() if name not in unseen}
         click.echo(line(dataclasses.replace(result, values=shown), _CASE_WIDTH))
     if part is None:
         raise BadInput(nothing)

@@ -3,8 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anymla.bench.prefill import CASES, LONG_CASES, Call, PrefillCase, flash_mla_peer
-from anymla.bench.prefill_pipeline import GatherThenAttend, ours
+from anymla.bench.cases import prefill_attention as family
+from anymla.bench.cases.prefill_attention import (
+    LONG_SHAPES,
+    SHAPES,
+    Call,
+    GatherThenAttend,
+    ListedRows,
+    PrefillCase,
+    pipeline,
+)
+from anymla.bench.peers.flash_mla import FlashMla
+from anymla.bench.runner import run
 from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.ops.sparse_attention import sparse_attention_rows
 
@@ -18,7 +28,7 @@ SMALL = (
 )
 
 
-class FlashMla:
+class Module:
     """What the peer's module offers."""
 
     @staticmethod
@@ -35,11 +45,14 @@ def by_lists(q, rows, listed, lengths, sink):
     return sparse_attention_rows(q, rows, listed, lengths, sink=sink, backend="torch")[0]
 
 
+PEER = FlashMla(lambda _: Module).rows
+
+
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
 def test_both_sides_do_the_same(case):
-    call = Call(case, device="cpu")
+    call = Call(case, torch.device("cpu"))
     ours = call.ours("torch").clone()
-    theirs = call.peer(flash_mla_peer(FlashMla))()
+    theirs = call.peer(PEER)()
     assert call.error(ours) < 3e-3
     assert call.error(theirs) < 3e-3
     torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
@@ -49,11 +62,11 @@ def test_both_sides_do_the_same(case):
     "case", [PrefillCase(c.kind, c.tokens, 64, c.context, c.topk) for c in SMALL[:5:2]]
 )
 def test_gather_then_attend_does_the_same(case):
-    call = Call(case, device="cpu")
-    other = GatherThenAttend(call, flash_mla_peer(FlashMla))
+    call = Call(case, torch.device("cpu"))
+    other = GatherThenAttend(call, PEER)
     assert call.error(other.attend()) < 3e-3
     codes, scales = other.quantised()
-    mine, factors = ours(call, "torch", "fp8")()
+    mine, factors = pipeline(call, "torch", "fp8")()
     # Both round bfloat16 heads to e4m3, where neighbouring codes are up to an eighth apart.
     torch.testing.assert_close(
         dequantize_fp8_rows(codes.view(torch.uint8), scales, torch.float32),
@@ -64,7 +77,7 @@ def test_gather_then_attend_does_the_same(case):
 
 
 def test_a_roofline_is_of_bytes_or_of_operations():
-    call = Call(SMALL[1], device="cpu")
+    call = Call(SMALL[1], torch.device("cpu"))
     keys = sum(
         min(position + 1, 128) + min((position + 1) // 4, 64) for position in range(588, 600)
     )
@@ -74,8 +87,42 @@ def test_a_roofline_is_of_bytes_or_of_operations():
 
 
 def test_the_cases_are_those_of_the_table():
-    every = CASES + LONG_CASES
+    every = SHAPES + LONG_SHAPES
     assert len(set(every)) == len(every)
     assert {case.tokens for case in every} == {1024, 4096, 32768}
     assert {case.heads for case in every} == {16, 64, 128}
     assert {case.kind for case in every} == {"window", "selected", "scattered", "all"}
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(1.05, True), (1.04, False)])
+def test_a_row_says_what_it_always_said(ratio, met, scripted, recorded_fields):
+    clock = scripted(10, 3, 11, 4, 10 * ratio)
+    (result,) = run(family.cases(SMALL[1:2], "torch", PEER), clock)
+    assert set(result.values) == recorded_fields("prefill_h200", family.PART)
+    assert result.values["error"] < 3e-3
+    assert result.values["peer_error"] < 3e-3
+    assert result.values["fp8_ratio"] == pytest.approx((10 * ratio + 4) / 11)
+    assert (result.target, result.met) == ("1.05x", met)
+    assert clock.seen == [(2, 12)] * 5 + ["release"]
+
+
+def test_without_a_peer_nothing_is_judged(clock):
+    alone = [*family.cases(SMALL[:1], "torch", None), *family.listed_cases(LISTED, "torch", None)]
+    for result in run(alone, clock):
+        assert (result.target, result.met) == (None, None)
+        assert "ratio" not in result.values
+
+
+LISTED = (ListedRows(6, 64, 128, 500),)
+
+
+def test_pipelines_and_listed_rows_say_what_they_always_said(scripted, recorded_fields):
+    case = PrefillCase("selected", 12, 64, 600, 64)
+    cases = [*family.pipeline_cases([case], "torch", PEER)]
+    cases += family.listed_cases(LISTED, "torch", PEER)
+    bf16, fp8, listed = run(cases, scripted(10, 12, 3, 10, 11, 3, 10, 11))
+    for result in (bf16, fp8):
+        assert set(result.values) == recorded_fields("prefill_h200", result.part)
+    assert (bf16.met, fp8.met, listed.met) == (True, False, True)
+    assert set(listed.values) == recorded_fields("prefill_h200", family.LISTS)
+    assert listed.case == "h64 T=6 K=128 of 500 rows"

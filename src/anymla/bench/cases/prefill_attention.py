@@ -1,35 +1,40 @@
-"""Attention during prefill on a GPU: times and errors, beside a peer that takes lists of rows.
+"""Attention during prefill, beside a peer that takes lists of rows.
 
 A case is the last ``tokens`` queries of a sequence of ``context`` tokens in a layer that sees its
 window alone, the selected ones of its entries (ratio 4), or all of its entries (ratio 128). The
 rows are decoded already, bfloat16, as the peer wants them; the time of decoding them is measured on
-its own.
+its own. A pipeline is the same from FP8 pages to the output projection, beside gather-then-attend;
+listed rows are one tensor's at random, as ``flash_mla_sparse_fwd`` takes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from anymla.bench.gpu_timing import copy_bandwidth, matmul_rate, time_us
-from anymla.bench.report import Result
+from anymla.bench.peers.flash_mla import padded_heads
+from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, at_least
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._reference import attend
 from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
 from anymla.ops.prefill_attention.gathered import named_rows
+from anymla.ops.selection import combine_topk_swa_indices
+from anymla.ops.sparse_attention import sparse_attention_rows
 
+PART, LISTS = "attention during prefill", "flash_mla_sparse_fwd"
 WINDOW = 128
+_SEED = 1
 _SAMPLES = 48
 _PEER_GRAIN = 128  # the peer's lists are a multiple of so many slots wide
-_PEER_HEADS = 64
 _GROUP = 8  # heads of an output group
+# Times the peer's speed that are asked of a pipeline, and of listed rows.
+_PIPELINE_LEAST, _LISTS_LEAST = 1.2, 1.05
 
 # (q [T, H, 512], rows [N, 512], indices [T, K], lengths [T], sink [H]) -> out
 Peer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -60,7 +65,7 @@ class PrefillCase:
         return f"{self.kind}{more} h{self.heads} T={self.tokens} of {self.context}"
 
 
-CASES = (
+SHAPES = (
     *(PrefillCase("window", 4096, heads, 32768) for heads in (64, 128, 16)),
     PrefillCase("window", 1024, 64, 8192),
     PrefillCase("window", 4096, 64, 4096),
@@ -80,18 +85,28 @@ CASES = (
     PrefillCase("selected", 4096, 64, 262144, 512),
     PrefillCase("all", 4096, 64, 262144),
 )
-LONG_CASES = (
+LONG_SHAPES = (
     PrefillCase("window", 32768, 64, 32768),
     PrefillCase("selected", 32768, 64, 32768, 512),
     PrefillCase("all", 32768, 64, 32768),
+)
+PIPELINES = tuple(
+    PrefillCase(kind, 4096, 64, context, topk)
+    for kind, topk in (("selected", 512), ("all", 0), ("window", 0))
+    for context in (4096, 32768, 131072)
 )
 
 
 class Call:
     """Inputs of a case."""
 
-    def __init__(self, case: PrefillCase, seed: int = 1, device: str = "cuda") -> None:
-        torch.manual_seed(seed)
+    def __init__(self, case: PrefillCase, device: torch.device) -> None:
+        """Draw them.
+
+        Args:
+            case: what to draw.
+            device: where.
+        """
         tokens, heads = case.tokens, case.heads
         ratio = {"window": 0, "all": 128}.get(case.kind, 4)
         position = torch.arange(case.context - tokens, case.context, device=device)
@@ -156,9 +171,8 @@ class Call:
     def peer(self, peer: Peer) -> Callable[[], Tensor]:
         """The same call for the peer: heads padded to what it takes, compact lists, lengths."""
         heads = self.case.heads
-        more = -heads % _PEER_HEADS
-        q = torch.nn.functional.pad(self.q, (0, 0, 0, more))
-        sink = torch.nn.functional.pad(self.sink, (0, more), value=-torch.inf)
+        q, sink = padded_heads(self.q, self.sink)
+        assert sink is not None
         listed, _ = named_rows(self.runs, self.lists, WINDOW, int(self.runs[:, 3].max()))
         order = (listed < 0).to(torch.int8).sort(dim=1, stable=True).indices
         listed = listed.gather(1, order)
@@ -212,7 +226,7 @@ def _selected(visible: Tensor, entries: int, topk: int, local: bool) -> Tensor:
     return out
 
 
-def _cache(rows: int, device: str) -> Tensor:
+def _cache(rows: int, device: torch.device) -> Tensor:
     """An FP8 cache of random rows, pages of 64."""
     layout = get_layout(MAIN_FP8)
     cache = layout.allocate(-(-rows // 64), 64, device=device)
@@ -222,7 +236,7 @@ def _cache(rows: int, device: str) -> Tensor:
     return cache
 
 
-def target(case: PrefillCase) -> float:
+def _least(case: PrefillCase) -> float:
     """How many times the peer's speed is asked of a case."""
     if case.kind == "window":
         return 1.4
@@ -231,16 +245,8 @@ def target(case: PrefillCase) -> float:
     return 1.05
 
 
-@functools.cache
-def _rates() -> tuple[float, float]:
-    """Bytes and operations a second of the device."""
-    return copy_bandwidth(), matmul_rate()
-
-
-def measure(
-    cases: Sequence[PrefillCase], backend: str, peer: Peer | None, *, repetitions: int = 12
-) -> Iterator[Result]:
-    """Time the cases; one result each.
+def cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer | None) -> Iterator[Case]:
+    """Attention of a chunk.
 
     ``us`` and ``peer_us`` are attention, ``fp8_us`` is attention whose output leaves rotated and
     quantised, ``pass_us`` the separate pass that does the same to a finished output, ``decode_us``
@@ -248,38 +254,193 @@ def measure(
     graph finds them in memory; the rows of a chunk stay cached, as they do from query to query.
     ``roofline_us`` is at the rates of copies and of large matrix products on the same device.
     """
-    for case in cases:
-        call = Call(case)
-        ours = functools.partial(call.ours, backend)
-        row: dict[str, Any] = {"error": call.error(ours())}
-        row["us"] = time_us([ours] * 2, repetitions)
-        row["decode_us"] = time_us([call.decode] * 2, repetitions)
-        row["fp8_us"] = time_us([functools.partial(call.quantised, backend)] * 2, repetitions)
-        row["pass_us"] = time_us([call.separate_pass] * 2, repetitions)
-        row["rows"] = len(call.rows)
-        row["teraflops"] = call.flops / row["us"] * 1e-6
-        row["roofline_us"] = call.roofline_us(*_rates())
-        row["backend"] = backend
-        asked, met = None, None
-        if peer is not None:
-            theirs = call.peer(peer)
-            row["peer_error"] = call.error(theirs())
-            row["peer_us"] = time_us([theirs] * 2, repetitions)
-            row["ratio"] = row["peer_us"] / row["us"]
-            row["fp8_ratio"] = (row["peer_us"] + row["pass_us"]) / row["fp8_us"]
-            asked, met = f"{target(case)}x", row["ratio"] >= target(case)
-        yield Result("attention during prefill", case.label, row, asked, met)
-        del call, ours
-        torch.cuda.empty_cache()
+    for case in chosen:
+        verdict = at_least(_least(case), f"{_least(case)}x")
+
+        def judge(
+            values: Values, verdict: Callable[[Values], Verdict] = verdict
+        ) -> tuple[Values, Verdict]:
+            if "peer_us" in values:
+                values["ratio"] = values["peer_us"] / values["us"]
+                apart = values["peer_us"] + values["pass_us"]
+                values["fp8_ratio"] = apart / values["fp8_us"]
+            return values, verdict(values)
+
+        yield Case(
+            PART,
+            case.label,
+            functools.partial(_subjects, case, backend, peer),
+            {"backend": backend},
+            judge,
+            _SEED,
+        )
 
 
-def flash_mla_peer(module: Any) -> Peer:
-    """``flash_mla_sparse_fwd`` of a module with FlashMLA's functions."""
+def _subjects(
+    case: PrefillCase, backend: str, peer: Peer | None, clock: Clock
+) -> Iterator[Subject]:
+    call = Call(case, clock.device)
+    timed = functools.partial(Subject, repetitions=12)
+    ours = functools.partial(call.ours, backend)
+    yield timed(
+        "us",
+        [ours] * 2,
+        before=lambda: {"error": call.error(ours())},
+        after=lambda us: {
+            "rows": len(call.rows),
+            "teraflops": call.flops / us * 1e-6,
+            "roofline_us": call.roofline_us(clock.copy_bandwidth(), clock.matmul_rate()),
+        },
+    )
+    yield timed("decode_us", [call.decode] * 2)
+    yield timed("fp8_us", [functools.partial(call.quantised, backend)] * 2)
+    yield timed("pass_us", [call.separate_pass] * 2)
+    if peer is not None:
+        theirs = call.peer(peer)
+        yield timed("peer_us", [theirs] * 2, before=lambda: {"peer_error": call.error(theirs())})
 
-    def peer(q: Tensor, rows: Tensor, listed: Tensor, lengths: Tensor, sink: Tensor) -> Tensor:
-        out: Tensor = module.flash_mla_sparse_fwd(
-            q, rows.unsqueeze(1), listed.unsqueeze(1), 512**-0.5, 512, sink, lengths
-        )[0]
-        return out
 
-    return peer
+class GatherThenAttend:
+    """From FP8 pages by lists of rows: the other way to run a call's inputs.
+
+    Both decode what the chunk sees into bfloat16 rows, by the same kernel. Ours attends to ranges
+    of them, and the heads may leave rotated back and quantised. This one writes a list of rows for
+    each query (``combine_topk_swa_indices``), gives it to the peer's kernel, and rotates and
+    quantises in a pass of its own. What a step computes once for all layers is not timed in either.
+
+    Args:
+        call: the inputs; its workspace is filled anew by each run.
+        peer: attention to listed rows.
+    """
+
+    def __init__(self, call: Call, peer: Peer) -> None:
+        case, device = call.case, call.q.device
+        self.call, self.peer = call, peer
+        self.ratio = {"window": 1, "all": 128}.get(case.kind, 4)
+        self.entries = call.entries
+        numbers = ([0, case.tokens], [case.context], [len(call.rows) - call.entries])
+        self.loc, self.length, self.gathered = (
+            torch.tensor(each, dtype=torch.int32, device=device) for each in numbers
+        )
+        if call.lists is not None:
+            self.chosen = call.lists
+        else:
+            every = torch.arange(self.entries, dtype=torch.int32, device=device)
+            self.chosen = every.expand(case.tokens, -1).contiguous()
+
+    def lists(self) -> tuple[Tensor, Tensor]:
+        """Rows of each query and how many there are."""
+        rows, count = combine_topk_swa_indices(
+            self.chosen, self.loc, self.length, self.gathered,
+            window_size=WINDOW, compress_ratio=self.ratio, topk=self.chosen.shape[1],
+            M=len(self.call.rows), N=self.entries,
+        )  # fmt: skip
+        return rows, count
+
+    def attend(self) -> Tensor:
+        """Heads [T, H, 512]."""
+        call = self.call
+        call.decode()
+        return self.peer(call.q, call.rows, *self.lists(), call.sink)
+
+    def quantised(self) -> tuple[Tensor, Tensor]:
+        """Heads rotated back, codes and scales."""
+        self.call.out = self.attend()
+        return self.call.separate_pass()
+
+
+def pipeline(call: Call, backend: str, end: str) -> Callable[[], object]:
+    """The pipeline of this package; ``end`` is "bf16" or "fp8"."""
+    attend = call.ours if end == "bf16" else call.quantised
+
+    def run() -> object:
+        call.decode()
+        return attend(backend)
+
+    return run
+
+
+def pipeline_cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer) -> Iterator[Case]:
+    """From FP8 pages to both kinds of heads, bfloat16 and FP8; 64 or 128 heads."""
+    verdict = at_least(_PIPELINE_LEAST, f"{_PIPELINE_LEAST}x")
+    for case in chosen:
+        for end in ("bf16", "fp8"):
+            yield Case(
+                f"prefill from FP8 pages to {end} heads",
+                case.label,
+                functools.partial(_pipeline, case, backend, peer, end),
+                {"backend": backend},
+                lambda values: _ratio(values, verdict),
+                _SEED,
+            )
+
+
+def _pipeline(
+    case: PrefillCase, backend: str, peer: Peer, end: str, clock: Clock
+) -> Iterator[Subject]:
+    call = Call(case, clock.device)
+    other = GatherThenAttend(call, peer)
+    timed = functools.partial(Subject, repetitions=12)
+    yield timed("us", [pipeline(call, backend, end)] * 2, before=lambda: {"rows": len(call.rows)})
+    yield timed("peer_us", [other.attend if end == "bf16" else other.quantised] * 2)
+    yield timed("lists_us", [other.lists] * 2)
+
+
+def _ratio(values: Values, verdict: Callable[[Values], Verdict]) -> tuple[Values, Verdict]:
+    if "peer_us" in values:
+        values["ratio"] = values["peer_us"] / values["us"]
+    return values, verdict(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedRows:
+    """Queries over lists of one length into one tensor of random rows."""
+
+    tokens: int
+    heads: int
+    width: int
+    rows: int = 32768
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"h{self.heads} T={self.tokens} K={self.width} of {self.rows} rows"
+
+
+LISTED = tuple(
+    ListedRows(4096, heads, width)
+    for heads, width in ((64, 640), (64, 2048), (128, 1152), (128, 2048))
+)
+
+
+def listed_cases(chosen: Iterable[ListedRows], backend: str, peer: Peer | None) -> Iterator[Case]:
+    """``sparse_attention_rows`` as ``flash_mla_sparse_fwd`` calls it."""
+    verdict = at_least(_LISTS_LEAST, f"{_LISTS_LEAST}x")
+    for shape in chosen:
+        yield Case(
+            LISTS,
+            shape.label,
+            functools.partial(_listed, shape, backend, peer),
+            {"backend": backend},
+            lambda values: _ratio(values, verdict),
+            _SEED,
+        )
+
+
+def _listed(shape: ListedRows, backend: str, peer: Peer | None, clock: Clock) -> Iterator[Subject]:
+    device, tokens, heads, width = clock.device, shape.tokens, shape.heads, shape.width
+    q = torch.randn((tokens, heads, 512), device=device).bfloat16()
+    kv = torch.randn((shape.rows, 512), device=device).bfloat16()
+    lists = torch.randint(0, shape.rows, (tokens, width), device=device).int()
+    lengths = torch.full((tokens,), width, device=device, dtype=torch.int32)
+    sink = torch.randn(heads, device=device)
+    peaks = torch.empty((tokens, heads), device=device)
+    ours = functools.partial(
+        sparse_attention_rows, q, kv, lists, lengths,
+        sink=sink, empty_lse=torch.inf, max_logits=peaks, backend=backend,
+    )  # fmt: skip
+    flops = 4 * tokens * heads * 512 * width
+    yield Subject("us", [ours] * 2, 10, after=lambda us: {"teraflops": flops / us * 1e-6})
+    if peer is not None:
+        theirs = functools.partial(peer, q, kv, lists, lengths, sink)
+        yield Subject("peer_us", [theirs] * 2, 10)

@@ -1,0 +1,1 @@
+"""Cases of the benchmark runner, a module for each family of operations."""

@@ -1,0 +1,191 @@
+"""The FP8 products of a decode layer, each alone, and all of them one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.bench.gpu_timing import copies_for
+from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
+from anymla.formats.fp8_block import quantize_fp8_rows
+from anymla.formats.quantized_rows import QuantizedRows
+from anymla.ops.linear import fp8_block_linear, grouped_output_projection_fp8, linear_float32
+from anymla.testing.published import FLASH, PRO
+
+MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
+TOKENS = (1, 8, 16, 32, 64, 128)
+_LAYERS = 3
+_HOPPER = "gluon_sm90"
+Shape = tuple[str, int, int, int]
+# Of a product [N, K], in the layer's order.
+Weights = dict[Shape, list[tuple[Tensor, Tensor]]]
+
+
+def products(sizes: dict[str, Any]) -> list[Shape]:
+    """Name, groups, rows of a group and channels of every product, in a layer's order."""
+    d, rank, inner = sizes["hidden_size"], sizes["q_lora_rank"], sizes["moe_intermediate_size"]
+    heads, dim, groups = sizes["num_attention_heads"], sizes["head_dim"], sizes["o_groups"]
+    return [
+        ("wq_a, wkv", 1, rank + dim, d),
+        ("wq_b", 1, heads * dim, rank),
+        ("wo_a", groups, sizes["o_lora_rank"], heads // groups * dim),
+        ("wo_b", 1, d, groups * sizes["o_lora_rank"]),
+        ("shared w1, w3", 1, 2 * inner, d),
+        ("shared w2", 1, d, inner),
+    ]
+
+
+def cases(models: Iterable[str], tokens: Iterable[int]) -> Iterator[Case]:
+    """A layer's products, then each of them, then the compressors', for every number of tokens.
+
+    Args:
+        models: "flash" or "pro".
+        tokens: of a call.
+    """
+    tokens = tuple(tokens)
+    for model in models:
+        sizes = MODELS[model]
+        shapes = products(sizes)
+        # Held for all numbers of tokens.
+        weights = functools.cache(functools.partial(_weights, shapes))
+        for batch in tokens:
+            read = sum(groups * n * k for _, groups, n, k in shapes)
+            label = f"{model}, {len(shapes)} products of a layer, {batch} tokens"
+            yield _case(
+                "layer", label, functools.partial(_layer, shapes, weights, batch), read, batch
+            )
+            for shape in shapes:
+                name, groups, n, k = shape
+                label = f"{model} {name} {groups * n} x {k}, {batch} tokens"
+                one = functools.partial(_product, shape, weights, batch)
+                yield _case("product", label, one, groups * n * k, batch)
+        rows, width = 4 * sizes["head_dim"], sizes["hidden_size"]
+        rows += 4 * sizes["index_head_dim"] + sizes["index_n_heads"]
+        for batch in tokens:
+            label = f"{model} compressors {rows} x {width} bfloat16, {batch} tokens"
+            plain = functools.partial(_compressors, rows, width, batch)
+            yield _case("product", label, plain, rows * width, batch, width=2)
+
+
+def _case(
+    part: str,
+    label: str,
+    calls: Callable[[Clock], tuple[list[Callable[[], object]], int]],
+    weights: int,
+    tokens: int,
+    width: int = 1,
+) -> Case:
+    """Times, and those of what there is besides the kernels for Hopper.
+
+    Args:
+        part: of the row.
+        label: of the row.
+        calls: made on a clock's device, and how often each does what is counted.
+        weights: elements that are read.
+        tokens: of a call.
+        width: bytes of an element.
+    """
+    read, flops = weights * width, 2 * tokens * weights
+
+    def subjects(clock: Clock) -> Iterator[Subject]:
+        made, per = calls(clock)
+        yield Subject("us", made, per=per)
+        yield Subject(
+            "others_us",
+            made,
+            per=per,
+            within=_without_hopper,
+            after=lambda _: {"bytes_us": read / clock.copy_bandwidth() * 1e6},
+        )
+
+    def judge(values: Values) -> tuple[Values, Verdict]:
+        us = values["us"]
+        values["gb_per_s"] = read / us * 1e-3
+        values["share_of_copy"] = values["bytes_us"] / us
+        values["tflops"] = flops / us * 1e-6
+        digits = dict.fromkeys(("us", "others_us", "bytes_us", "gb_per_s", "tflops"), 1)
+        return rounded(values, digits | {"share_of_copy": 3}), None
+
+    return Case(part, label, subjects, judge=judge)
+
+
+def _weights(shapes: list[Shape], device: torch.device) -> Weights:
+    return {shape: _random_weights(shape, device) for shape in shapes}
+
+
+def _random_weights(shape: Shape, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    _, groups, n, k = shape
+    made = []
+    for _ in range(max(_LAYERS, copies_for(groups * n * k))):
+        codes = torch.randint(0, 256, (groups, n, k), dtype=torch.uint8, device=device)
+        codes[(codes & 127) == 127] = 0  # no NaN
+        scales = torch.randint(118, 124, (groups, n // 128, k // 128), device=device)
+        made.append((codes, torch.exp2(scales.float() - 127)))
+    return made
+
+
+def _calls(
+    shape: Shape, weights: list[tuple[Tensor, Tensor]], tokens: int
+) -> list[Callable[[], object]]:
+    """One call for every weight, of activations that come quantised."""
+    _, groups, _, k = shape
+    x = torch.randn(tokens * groups, k, device=weights[0][0].device).bfloat16()
+    codes, scales = quantize_fp8_rows(x)
+    if groups > 1:
+        heads = codes.view(torch.float8_e4m3fn).view(tokens, groups, k)
+        scales = scales.view(tokens, groups, -1)
+        return [
+            functools.partial(grouped_output_projection_fp8, heads, scales, *weight)
+            for weight in weights
+        ]
+    rows = QuantizedRows.empty(tokens, k, x.device)
+    rows.codes[:tokens], rows.scales[:tokens] = codes, scales
+    given: dict[str, Any] = {"codes": rows.codes, "code_scales": rows.scales}
+    return [
+        functools.partial(
+            fp8_block_linear, x, codes[0], scales[0], quantize_activations=True, **given
+        )
+        for codes, scales in weights
+    ]
+
+
+def _product(
+    shape: Shape, weights: Callable[[torch.device], Weights], tokens: int, clock: Clock
+) -> tuple[list[Callable[[], object]], int]:
+    return _calls(shape, weights(clock.device)[shape], tokens), 1
+
+
+def _layer(
+    shapes: list[Shape],
+    weights: Callable[[torch.device], Weights],
+    tokens: int,
+    clock: Clock,
+) -> tuple[list[Callable[[], object]], int]:
+    calls = [_calls(shape, weights(clock.device)[shape], tokens) for shape in shapes]
+    return [lambda: [each[i]() for i in range(_LAYERS) for each in calls]], _LAYERS
+
+
+def _compressors(
+    rows: int, width: int, tokens: int, clock: Clock
+) -> tuple[list[Callable[[], object]], int]:
+    draw = functools.partial(torch.randn, device=clock.device)
+    x = draw(tokens, width).bfloat16()
+    return [
+        functools.partial(linear_float32, x, draw(rows, width).bfloat16())
+        for _ in range(copies_for(2 * rows * width))
+    ], 1
+
+
+@contextlib.contextmanager
+def _without_hopper() -> Iterator[None]:
+    operations = (fp8_block_linear, grouped_output_projection_fp8, linear_float32)
+    with contextlib.ExitStack() as patches:
+        for operation in operations:
+            rest = [each for each in operation.backends.values() if each.name != _HOPPER]
+            patches.enter_context(operation.with_backends(rest))
+        yield
