@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import pytest
 import torch
 
 from anymla.bench.cases import sparse_attention as family
-from anymla.bench.cases.sparse_attention import Decode, DecodeV32
+from anymla.bench.cases.sparse_attention import Decode
 from anymla.bench.peers.flash_mla import FlashMla
 from anymla.bench.peers.vllm import VllmXpu
 from anymla.bench.runner import run
 from anymla.compat import flash_mla
 from anymla.ops.sparse_attention import sparse_attention
+
+
+def v32(batch, heads, width):
+    return Decode(batch, 2, heads, 0, lengths=False, width=width, v32=True)
+
 
 PEER = FlashMla(lambda _: flash_mla)
 
@@ -23,7 +27,6 @@ PEER = FlashMla(lambda _: flash_mla)
 def small(monkeypatch):
     monkeypatch.setattr(family, "_WINDOW_SLOTS", 512)
     monkeypatch.setattr(family, "_EXTRA_SLOTS", 512)
-    monkeypatch.setattr(family, "_V32_SLOTS", 512)
     monkeypatch.setattr(family, "_MOST_LISTS", 2)
 
 
@@ -39,7 +42,7 @@ def test_both_sides_are_right_and_a_row_says_what_it_always_said(shape, clock, r
     fields = recorded_fields("sparse_attention_h200", family.PART, "ragged" if shape.ragged else "")
     assert set(values) == fields - ({"mean_extra_length"} if not shape.ragged else set())
     assert result.case == shape.label
-    assert values.items() >= dataclasses.asdict(shape).items()
+    assert values.items() >= shape.fields.items()
     if shape.ragged:
         torch.manual_seed(0)
         torch.randn(2, 2, 64, 512)
@@ -62,9 +65,7 @@ def test_a_shape_that_loses_is_said_to(heads, ratio, met, scripted):
 def test_without_flash_mla_nothing_is_judged(clock):
     shapes = [Decode(1, 1, 8, 64)]
     cases = [*family.decode_cases(shapes, "torch", None, planned=True)]
-    (planned, wide) = run(
-        [*cases, *family.v32_cases([DecodeV32(1, heads=2)], "torch", None)], clock
-    )
+    (planned, wide) = run([*cases, *family.decode_cases([v32(1, 2, 2048)], "torch", None)], clock)
     assert planned.values["planned"] is True
     for result in (planned, wide):
         assert (result.target, result.met) == (None, None)
@@ -72,8 +73,8 @@ def test_without_flash_mla_nothing_is_judged(clock):
 
 
 def test_v32_rows(scripted, recorded_fields):
-    shape = DecodeV32(2, heads=3, width=64)
-    (result,) = run(family.v32_cases([shape], "torch", PEER), scripted(10, 8.9))
+    shape = v32(2, 3, 64)
+    (result,) = run(family.decode_cases([shape], "torch", PEER), scripted(10, 8.9))
     assert result.values["error"] < 3e-3
     assert result.values["flash_mla_error"] < 3e-3
     assert set(result.values) == recorded_fields("sparse_attention_v32_h200", family.V32)

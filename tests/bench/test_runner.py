@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from anymla.bench.peers import Peer
-from anymla.bench.runner import Case, Subject, at_least, ceilings, facts, rounded, run
+from anymla.bench.runner import Case, Subject, beside, ceilings, facts, rounded, run
 from anymla.ops.registry import BackendUnavailable
+
+TWICE = beside("us", "peer_us", 2.0, "twice")
 
 
 def one(*subjects, **more):
@@ -19,10 +21,6 @@ def one(*subjects, **more):
 
 
 def test_a_row_is_fields_subjects_and_what_is_made_of_them(scripted):
-    def judge(values):
-        values["ratio"] = values["peer_us"] / values["us"]
-        return values, at_least(2.0, "twice")(values)
-
     ours = Subject(
         "us",
         [lambda: None] * 3,
@@ -32,7 +30,7 @@ def test_a_row_is_fields_subjects_and_what_is_made_of_them(scripted):
         after=lambda us: {"rate": 1 / us},
     )
     clock = scripted(8.0, 6.0)
-    case = one(ours, Subject("peer_us", [lambda: None]), fields={"batch": 3}, judge=judge, seed=4)
+    case = one(ours, Subject("peer_us", [lambda: None]), fields={"batch": 3}, judge=TWICE, seed=4)
     (result,) = run([case], clock)
     assert list(result.values.items()) == [
         ("batch", 3), ("seed", 4), ("error", 0.5), ("us", 4.0), ("rate", 0.25), ("peer_us", 6.0),
@@ -121,16 +119,15 @@ def test_a_subject_may_have_fields_without_being_timed(clock):
 
 
 def test_verdicts_rounding_and_ceilings(clock):
-    verdict = at_least(1.5, "words")
-    assert verdict({"us": 1.0}) is None
-    assert verdict({"ratio": 1.5}) == ("words", True)
-    assert verdict({"ratio": 1.49}) == ("words", False)
+    assert TWICE({"us": 1.0}) == ({"us": 1.0}, None)
+    assert TWICE({"us": 1.0, "peer_us": 2.0})[1] == ("twice", True)
+    assert TWICE({"us": 1.0, "peer_us": 1.99})[1] == ("twice", False)
     assert rounded({"us": 1.26, "rows": 3, "x": 1.26}, {"us": 1, "y": 2}) == {
         "us": 1.3, "rows": 3, "x": 1.26
     }  # fmt: skip
     copy, product = ceilings(clock)
     assert (copy.values, product.values) == ({"tb_per_s": 4.0}, {"tflops": 800.0})
-    assert list(ceilings(clock, product=False)) == [copy]
+    assert list(ceilings(clock, ["copy"])) == [copy]
 
 
 class Library(Peer):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from anymla.bench.ceilings import MATMUL_FLOPS, square
+from anymla.bench.random_caches import random_rows
 from anymla.bench.report import Result
 from anymla.bench.timing import interleaved, median, ratio_by_round, spread
-from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.shapes import (
     FLASH_DECODE,
@@ -108,9 +109,6 @@ class _Call:
 
 def _scope(tokens: int, slots: int) -> tuple[Tensor, Tensor]:
     """A cache of four times the rows that a token lists, and random lists of them."""
-    layout = get_layout(MAIN_FP8)
-    pages = -(-4 * slots // 64)
-    cache = layout.allocate(pages, 64)
-    layout.write(cache, torch.arange(pages * 64), torch.randn(pages * 64, layout.channels))
-    lists = [torch.randperm(pages * 64)[:slots] for _ in range(tokens)]
+    cache = random_rows(MAIN_FP8, 4 * slots, 64)
+    lists = [torch.randperm(len(cache) * 64)[:slots] for _ in range(tokens)]
     return cache, torch.stack(lists).int()

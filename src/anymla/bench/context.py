@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from anymla.bench.models import engine_with, load, prompt, tiny
+from anymla.bench.random_caches import fill_randomly
 from anymla.bench.report import Result
 from anymla.bench.timing import interleaved, median, spread
-from anymla.formats.page_layout import get_layout
 from anymla.model.transformer import Transformer
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Request
@@ -22,7 +22,6 @@ PART = "decode step against context, tiny model, bf16, FP8 cache"
 CONTEXTS = tuple(1024 << i for i in range(7))
 _CHUNK = 512
 _STEPS = 24
-_ROWS = 4096  # encoded at a time
 
 
 def context_curve(directory: Path, contexts: tuple[int, ...], rounds: int) -> list[Result]:
@@ -72,20 +71,7 @@ def filled_engine(model: Transformer, length: int, rounds: int) -> Engine:
             table.extend(state.row, computed)
         state.computed = computed
         engine.store.slide(state)
-    _fill(engine)
+    fill_randomly(engine.store)
     engine.step()
     assert not state.is_prefill
     return engine
-
-
-def _fill(engine: Engine) -> None:
-    for group in engine.store.groups:
-        for layer, cache in zip(group.layers, engine.store.tensors(group), strict=True):
-            if group.kind in ("state", "index_state"):
-                cache.normal_()
-                continue
-            formats = engine.store.layers[layer].format
-            layout = get_layout(formats.index if group.kind == "index" else formats.main)
-            slots = torch.arange(cache.shape[0] * cache.shape[1])
-            for some in slots.split(_ROWS):
-                layout.write(cache, some, torch.randn(len(some), layout.channels))

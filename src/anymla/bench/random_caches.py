@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,30 @@ def _fill(store: CacheStore, group: CacheGroup, cache: Tensor) -> None:
         cache.normal_()
         return
     formats = store.layers[group.layers[0]].format
-    layout = get_layout(formats.index if group.kind == "index" else formats.main)
-    slots = torch.arange(cache.shape[0] * cache.shape[1], device=store.device)
-    for some in slots.split(_ROWS):
-        layout.write(cache, some, torch.randn(len(some), layout.channels, device=store.device))
+    _write(formats.index if group.kind == "index" else formats.main, cache, None)
+
+
+def random_rows(
+    layout_id: str,
+    slots: int,
+    page: int,
+    device: torch.device | str = "cpu",
+    random: torch.Generator | None = None,
+) -> Tensor:
+    """A cache of at least so many rows, all of them random."""
+    cache = get_layout(layout_id).allocate(-(-slots // page), page, device=device)
+    _write(layout_id, cache, random)
+    return cache
+
+
+@functools.cache
+def shared_rows(layout_id: str, slots: int, page: int, device: torch.device | str) -> Tensor:
+    """The same for all cases of a command; what else they draw does not depend on it."""
+    return random_rows(layout_id, slots, page, device, torch.Generator(device).manual_seed(0))
+
+
+def _write(layout_id: str, cache: Tensor, random: torch.Generator | None) -> None:
+    layout = get_layout(layout_id)
+    draw = functools.partial(torch.randn, device=cache.device, generator=random)
+    for some in torch.arange(cache.shape[0] * cache.shape[1], device=cache.device).split(_ROWS):
+        layout.write(cache, some, draw(len(some), layout.channels))

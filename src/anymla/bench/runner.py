@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -155,10 +155,11 @@ def _measured(case: Case, clock: Clock) -> Values | None:
     return {**case.fields, "seed": case.seed, **values} if values else None
 
 
-def ceilings(clock: Clock, *, product: bool = True) -> Iterator[Result]:
-    """Rows of what the device can do: a copy, and a matrix product."""
-    yield Result("device", "copy", {"tb_per_s": clock.copy_bandwidth() / 1e12})
-    if product:
+def ceilings(clock: Clock, of: Collection[str] = ("copy", "product")) -> Iterator[Result]:
+    """Rows of what the device can do: a large copy, a large matrix product."""
+    if "copy" in of:
+        yield Result("device", "copy", {"tb_per_s": clock.copy_bandwidth() / 1e12})
+    if "product" in of:
         yield Result("device", "bf16 product 8192^3", {"tflops": clock.matmul_rate() / 1e12})
 
 
@@ -175,10 +176,22 @@ def rounded(values: Values, digits: dict[str, int]) -> Values:
     }
 
 
-def at_least(least: float, words: str, field: str = "ratio") -> Callable[[Values], Verdict]:
-    """A verdict on a field, where the row has it."""
+def beside(
+    ours: str, theirs: str, least: float, words: str
+) -> Callable[[Values], tuple[Values, Verdict]]:
+    """A judge: how many times as long the peer takes, where it was timed.
 
-    def verdict(values: Values) -> Verdict:
-        return (words, values[field] >= least) if field in values else None
+    Args:
+        ours: field of our microseconds.
+        theirs: field of the peer's.
+        least: ratio that is asked for.
+        words: for people.
+    """
 
-    return verdict
+    def judge(values: Values) -> tuple[Values, Verdict]:
+        if theirs not in values:
+            return values, None
+        ratio = values[theirs] / values[ours]
+        return {**values, "ratio": ratio}, (words, ratio >= least)
+
+    return judge

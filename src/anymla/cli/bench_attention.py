@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import (
-    gpu_facts,
     json_option,
+    measure,
     require_cases,
     require_gpu,
     require_known,
     require_peer,
-    tell,
 )
 
 
@@ -43,11 +41,9 @@ def attention(
 ) -> None:
     """Time attention during decoding on the GPU, over the paged FP8 caches."""
     from anymla.bench.cases import sparse_attention as family
-    from anymla.bench.gpu_timing import GraphClock
     from anymla.bench.peers import Peer
     from anymla.bench.peers.flash_mla import FlashMla
     from anymla.bench.peers.vllm import VllmXpu
-    from anymla.bench.runner import run
     from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 
     if vllm_xpu + v32 + fused_end > 1:
@@ -60,7 +56,7 @@ def attention(
         raise BadInput(f"--backend {backend}: --vllm-xpu is of triton")
     operation = sparse_attention_fp8_quant if fused_end else sparse_attention
     require_known("--backend", [backend], operation.backends)
-    shapes: Any = family.shapes()
+    shapes = family.shapes()
     if vllm_xpu:
         shapes = family.portable_shapes()
     elif v32:
@@ -84,14 +80,11 @@ def attention(
         path = VllmXpu()
         require_peer("--vllm-xpu", path)
         peers, cases = [path], family.portable_cases(chosen, path)
-    elif v32:
-        cases = family.v32_cases(chosen, backend, module)
     elif fused_end:
         cases = family.fp8_heads_cases(chosen, backend, module)
     else:
         cases = family.decode_cases(chosen, backend, module, planned=planned)
-    facts = gpu_facts("anymla bench attention", peers)
-    tell(run(cases, GraphClock()), json_file, facts, family.IN_LABEL)
+    measure("anymla bench attention", cases, json_file, peers=peers, hidden=family.IN_LABEL)
 
 
 def _was_given(option: str) -> bool:

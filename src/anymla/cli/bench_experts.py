@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import click
 
-from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+from anymla.cli.bench_rows import json_option, measure, require_gpu
 
 
 @click.command()
@@ -27,10 +26,12 @@ def experts(
     as a share of the measured copy bandwidth; without options 1 to 4096 tokens.
     """
     from anymla.bench.cases.moe import TOKENS, cases
-    from anymla.bench.gpu_timing import GraphClock
-    from anymla.bench.runner import ceilings, run
 
     require_gpu()
-    clock = GraphClock()
-    rows = itertools.chain(ceilings(clock), run(cases(models, count, tokens or TOKENS), clock))
-    tell(rows, json_file, gpu_facts("anymla bench experts"), ("kernels_us",))
+    measure(
+        "anymla bench experts",
+        cases(models, count, tokens or TOKENS),
+        json_file,
+        hidden=("kernels_us",),
+        ceilings=("copy", "product"),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from pathlib import Path
@@ -13,13 +12,12 @@ from tqdm import tqdm
 from anymla.bench.report import append_lines
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import (
-    gpu_facts,
     json_option,
+    measure,
     require_cases,
     require_gpu,
     require_known,
     require_peer,
-    tell,
 )
 from anymla.cli.files import write_text
 
@@ -30,15 +28,16 @@ from anymla.cli.files import write_text
 def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
     """Time the GPU kernels, against this device's own copy and product."""
     from anymla.bench.gpu import cases, families
-    from anymla.bench.gpu_timing import GraphClock
-    from anymla.bench.runner import ceilings, run
 
     require_known("--family", chosen, families())
     require_gpu()
-    clock = GraphClock()
-    measured = run(cases(list(chosen) or families()), clock, failures_are_rows=True)
-    facts = gpu_facts("anymla bench gpu")
-    tell(itertools.chain(ceilings(clock), measured), json_file, facts)
+    measure(
+        "anymla bench gpu",
+        cases(list(chosen) or families()),
+        json_file,
+        ceilings=("copy", "product"),
+        failures_are_rows=True,
+    )
 
 
 @click.command()
@@ -145,10 +144,8 @@ def indexer(
     DeepGEMM is taken where Python finds it; its first calls compile for half a minute.
     """
     from anymla.bench.cases.indexer import SCORES, cases
-    from anymla.bench.gpu_timing import GraphClock
     from anymla.bench.peers.deep_gemm import DeepGemm
     from anymla.bench.peers.vllm import VllmTopk
-    from anymla.bench.runner import run
     from anymla.ops.indexer.shapes import DECODES, PREFILLS
 
     require_known("--backend", chosen, SCORES)
@@ -164,6 +161,6 @@ def indexer(
     if topk_library is not None:
         require_peer("--topk-library", DeepGemm())  # whose scores vLLM's kernels select from
         vllm = VllmTopk(topk_library)
-    found = run(cases(selected, chosen or tuple(SCORES), deep_gemm, vllm), GraphClock())
-    facts = gpu_facts("anymla bench indexer", peers)
-    tell(tqdm(found, total=len(selected), disable=None), json_file, facts)
+    found = cases(selected, chosen or tuple(SCORES), deep_gemm, vllm)
+    watched = tqdm(found, total=len(selected), disable=None)
+    measure("anymla bench indexer", watched, json_file, peers=peers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from anymla.bench.peers import Peer
 from anymla.cli.bad_input import BadInput
-from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, require_peer, tell
+from anymla.cli.bench_rows import gpu_facts, json_option, measure, require_gpu, require_peer, tell
 from anymla.cli.numbers import Finite
 from anymla.runtime.options import DecodeMode
 
@@ -57,7 +56,6 @@ def layer(
     from anymla.bench.layer_setup import MODELS
     from anymla.bench.peers.deep_gemm import DeepGemm
     from anymla.bench.peers.flash_mla import FlashMla
-    from anymla.bench.runner import ceilings, run
 
     require_gpu()
     chosen = cases(
@@ -73,11 +71,15 @@ def layer(
         require_peer("--others", flash_mla)
         modules = flash_mla, deep_gemm if deep_gemm.available() else None
         peers = [peer for peer in modules if peer is not None]
-    facts = gpu_facts("anymla bench layer", peers) | {"side_stream": side_stream}
-    clock = GraphClock()
-    layers = layer_cases(chosen, clock, beside=side_stream, others=modules, timelines=timeline)
-    rows = itertools.chain(ceilings(clock, product=False), run(layers, clock))
-    tell(rows, json_file, facts, ("kernels_us", "timeline_us"))
+    measure(
+        "anymla bench layer",
+        layer_cases(chosen, GraphClock(), beside=side_stream, others=modules, timelines=timeline),
+        json_file,
+        peers=peers,
+        hidden=("kernels_us", "timeline_us"),
+        ceilings=("copy",),
+        facts={"side_stream": side_stream},
+    )
 
 
 @click.command()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import click
 
-from anymla.cli.bench_rows import gpu_facts, json_option, require_gpu, tell
+from anymla.cli.bench_rows import json_option, measure, require_gpu
 
 
 @click.command()
@@ -25,12 +24,7 @@ def linear(json_file: Path | None, models: tuple[str, ...], tokens: tuple[int, .
     measured copy bandwidth. Without options 1 to 128 tokens.
     """
     from anymla.bench.cases.linear import TOKENS, cases
-    from anymla.bench.gpu_timing import GraphClock
-    from anymla.bench.runner import ceilings, run
 
     require_gpu()
-    clock = GraphClock()
-    rows = itertools.chain(
-        ceilings(clock, product=False), run(cases(models, tokens or TOKENS), clock)
-    )
-    tell(rows, json_file, gpu_facts("anymla bench linear"))
+    chosen = cases(models, tokens or TOKENS)
+    measure("anymla bench linear", chosen, json_file, ceilings=("copy",))

@@ -9,12 +9,11 @@ from pathlib import Path
 import click
 
 from anymla.cli.bench_rows import (
-    gpu_facts,
     json_option,
+    measure,
     require_gpu,
     require_known,
     require_peer,
-    tell,
 )
 
 
@@ -31,9 +30,8 @@ def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -
     Beside FlashMLA also from FP8 pages to the output projection, and rows by lists alone.
     """
     from anymla.bench.cases import prefill_attention as family
-    from anymla.bench.gpu_timing import GraphClock
     from anymla.bench.peers.flash_mla import FlashMla
-    from anymla.bench.runner import Case, run
+    from anymla.bench.runner import Case
     from anymla.ops.prefill_attention import prefill_attention
 
     require_known("--backend", [backend], prefill_attention.backends)
@@ -50,4 +48,4 @@ def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -
             family.pipeline_cases(family.PIPELINES, backend, rows),
             family.listed_cases(family.LISTED, backend, rows),
         )
-    tell(run(cases, GraphClock()), json_file, gpu_facts("anymla bench prefill", peers))
+    measure("anymla bench prefill", cases, json_file, peers=peers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,7 @@ from anymla.cli.files import OutputFile
 
 if TYPE_CHECKING:
     from anymla.bench.peers import Peer
+    from anymla.bench.runner import Case
 
 _CASE_WIDTH = 44
 _Case = TypeVar("_Case")
@@ -69,6 +71,39 @@ def gpu_facts(command: str, peers: Iterable[Peer] = ()) -> dict[str, Any]:
     from anymla.bench.runner import facts
 
     return facts(command, device_facts(), peers)
+
+
+def measure(
+    command: str,
+    cases: Iterable[Case],
+    json_file: Path | None,
+    *,
+    peers: Iterable[Peer] = (),
+    hidden: tuple[str, ...] = (),
+    ceilings: tuple[str, ...] = (),
+    facts: dict[str, Any] | None = None,
+    failures_are_rows: bool = False,
+) -> None:
+    """Run cases on the GPU, and tell their rows.
+
+    Args:
+        command: that makes the rows again.
+        cases: what to measure.
+        json_file: to append rows to, or None.
+        peers: whose versions rows say.
+        hidden: values that only rows have.
+        ceilings: of the device, in front: "copy", "product".
+        facts: more of every row.
+        failures_are_rows: a case that raises is one, and does not end the command.
+    """
+    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.runner import ceilings as measured
+    from anymla.bench.runner import run
+
+    clock = GraphClock()
+    rows = run(cases, clock, failures_are_rows=failures_are_rows)
+    common = gpu_facts(command, peers) | (facts or {})
+    tell(itertools.chain(measured(clock, ceilings), rows), json_file, common, hidden)
 
 
 def tell(

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from anymla.bench.peers.flash_mla import padded_heads
-from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, at_least
-from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.bench.random_caches import random_rows
+from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._reference import attend
 from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.linear import inverse_rope_fp8_quant
@@ -121,7 +122,7 @@ class Call:
         # Entries first, then the rows of the window.
         runs = (first - start + self.entries, position + 1 - first, 0 * first, visible)
         self.runs = torch.stack(runs, 1).int()
-        self.cache = _cache(self.entries + case.context - start, device)
+        self.cache = random_rows(MAIN_FP8, self.entries + case.context - start, 64, device)
         self.slots = torch.arange(self.entries + case.context - start, device=device).int()
         self.rows = torch.empty((len(self.slots), 512), dtype=torch.bfloat16, device=device)
         self.decode()
@@ -226,16 +227,6 @@ def _selected(visible: Tensor, entries: int, topk: int, local: bool) -> Tensor:
     return out
 
 
-def _cache(rows: int, device: torch.device) -> Tensor:
-    """An FP8 cache of random rows, pages of 64."""
-    layout = get_layout(MAIN_FP8)
-    cache = layout.allocate(-(-rows // 64), 64, device=device)
-    for start in range(0, rows, 1 << 15):
-        some = torch.arange(start, min(start + (1 << 15), rows), device=device)
-        layout.write(cache, some, torch.randn((len(some), 512), device=device))
-    return cache
-
-
 def _least(case: PrefillCase) -> float:
     """How many times the peer's speed is asked of a case."""
     if case.kind == "window":
@@ -255,23 +246,12 @@ def cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer | None) -> Ite
     ``roofline_us`` is at the rates of copies and of large matrix products on the same device.
     """
     for case in chosen:
-        verdict = at_least(_least(case), f"{_least(case)}x")
-
-        def judge(
-            values: Values, verdict: Callable[[Values], Verdict] = verdict
-        ) -> tuple[Values, Verdict]:
-            if "peer_us" in values:
-                values["ratio"] = values["peer_us"] / values["us"]
-                apart = values["peer_us"] + values["pass_us"]
-                values["fp8_ratio"] = apart / values["fp8_us"]
-            return values, verdict(values)
-
         yield Case(
             PART,
             case.label,
             functools.partial(_subjects, case, backend, peer),
             {"backend": backend},
-            judge,
+            functools.partial(_row, case),
             _SEED,
         )
 
@@ -298,6 +278,13 @@ def _subjects(
     if peer is not None:
         theirs = call.peer(peer)
         yield timed("peer_us", [theirs] * 2, before=lambda: {"peer_error": call.error(theirs())})
+
+
+def _row(case: PrefillCase, values: Values) -> tuple[Values, Verdict]:
+    if "peer_us" in values:
+        apart = values["peer_us"] + values["pass_us"]
+        values["fp8_ratio"] = apart / values["fp8_us"]
+    return beside("us", "peer_us", _least(case), f"{_least(case)}x")(values)
 
 
 class GatherThenAttend:
@@ -362,7 +349,6 @@ def pipeline(call: Call, backend: str, end: str) -> Callable[[], object]:
 
 def pipeline_cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer) -> Iterator[Case]:
     """From FP8 pages to both kinds of heads, bfloat16 and FP8; 64 or 128 heads."""
-    verdict = at_least(_PIPELINE_LEAST, f"{_PIPELINE_LEAST}x")
     for case in chosen:
         for end in ("bf16", "fp8"):
             yield Case(
@@ -370,7 +356,7 @@ def pipeline_cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer) -> I
                 case.label,
                 functools.partial(_pipeline, case, backend, peer, end),
                 {"backend": backend},
-                lambda values: _ratio(values, verdict),
+                beside("us", "peer_us", _PIPELINE_LEAST, f"{_PIPELINE_LEAST}x"),
                 _SEED,
             )
 
@@ -384,12 +370,6 @@ def _pipeline(
     yield timed("us", [pipeline(call, backend, end)] * 2, before=lambda: {"rows": len(call.rows)})
     yield timed("peer_us", [other.attend if end == "bf16" else other.quantised] * 2)
     yield timed("lists_us", [other.lists] * 2)
-
-
-def _ratio(values: Values, verdict: Callable[[Values], Verdict]) -> tuple[Values, Verdict]:
-    if "peer_us" in values:
-        values["ratio"] = values["peer_us"] / values["us"]
-    return values, verdict(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,14 +395,13 @@ LISTED = tuple(
 
 def listed_cases(chosen: Iterable[ListedRows], backend: str, peer: Peer | None) -> Iterator[Case]:
     """``sparse_attention_rows`` as ``flash_mla_sparse_fwd`` calls it."""
-    verdict = at_least(_LISTS_LEAST, f"{_LISTS_LEAST}x")
     for shape in chosen:
         yield Case(
             LISTS,
             shape.label,
             functools.partial(_listed, shape, backend, peer),
             {"backend": backend},
-            lambda values: _ratio(values, verdict),
+            beside("us", "peer_us", _LISTS_LEAST, f"{_LISTS_LEAST}x"),
             _SEED,
         )
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from anymla.bench.gpu_timing import copies_for
 from anymla.bench.peers.flash_mla import FlashMla
 from anymla.bench.peers.vllm import VllmXpu
-from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, at_least
+from anymla.bench.random_caches import shared_rows
+from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import (
@@ -25,7 +26,8 @@ from anymla.ops.sparse_attention import (
     sparse_attention_fp8_quant,
     sparse_attention_plan,
 )
-from anymla.ops.sparse_attention.shapes import V32_DECODE
+from anymla.ops.sparse_attention.reference import attend
+from anymla.ops.sparse_attention.shapes import FLASH_DECODE, V32_DECODE, AttentionShape
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 
 PART = "decode attention beside FlashMLA"
@@ -37,16 +39,14 @@ IN_LABEL = ("batch", "rows", "heads", "extra", "page", "ragged", "lengths", "bac
 
 # What was asked of a shape, times as fast as a peer: few heads, V3.2's rows, vLLM's path.
 _LEAST_HEADS, _LEAST, _LEAST_V32, _LEAST_PORTABLE = (8, 16, 32), 1.6, 0.9, 2.0
-_WINDOW = 128
-_WINDOW_SLOTS, _EXTRA_SLOTS = 1 << 17, 1 << 18
-_V32_SLOTS, _V32_PAGE = 1 << 17, 64  # 86 MB of rows: more than an L2 cache
+_WINDOW_SLOTS, _EXTRA_SLOTS = 1 << 17, 1 << 18  # more rows than an L2 cache
 _MOST_LISTS = 16
 _POSITIONS, _ROTATED, _GROUPS, _PEER_HEADS = 1 << 12, 64, 8, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """One call over DeepSeek-V4's rows.
+    """One call.
 
     Attributes:
         batch: requests.
@@ -56,6 +56,8 @@ class Decode:
         page: entries of a page of the second cache.
         ragged: lengths of the second list are random.
         lengths: lengths are given; if not, lists are full.
+        width: slots of the first list.
+        v32: over DeepSeek-V3.2's rows, which have one list and no sinks.
     """
 
     batch: int
@@ -65,14 +67,46 @@ class Decode:
     page: int = 64
     ragged: bool = False
     lengths: bool = True
+    width: int = FLASH_DECODE.window
+    v32: bool = False
+
+    @property
+    def model(self) -> AttentionShape:
+        """Whose rows they are."""
+        return V32_DECODE if self.v32 else FLASH_DECODE
+
+    @property
+    def layout(self) -> str:
+        """Of the rows."""
+        return V32_FP8 if self.v32 else MAIN_FP8
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products."""
+        shape = dataclasses.replace(
+            self.model,
+            tokens=self.batch * self.rows,
+            heads=self.heads,
+            window=self.width,
+            entries=self.extra,
+        )
+        return shape.flops
+
+    @property
+    def fields(self) -> Values:
+        """Of its row."""
+        own = ("width",) if self.v32 else ("extra", "page", "ragged", "lengths")
+        return {name: getattr(self, name) for name in ("batch", "rows", "heads", *own)}
 
     @property
     def label(self) -> str:
         """For people."""
-        lists = f"{_WINDOW}+{self.extra}" if self.extra else f"{_WINDOW}"
+        what = f"h{self.heads} b{self.batch} s_q{self.rows} {self.width}"
+        if self.v32:
+            return f"V3.2 {what}"
+        extra = f"+{self.extra}" if self.extra else ""
         page = f" page {self.page}" if self.page != 64 else ""
-        ragged = " ragged" if self.ragged else ""
-        return f"h{self.heads} b{self.batch} s_q{self.rows} {lists}{page}{ragged}"
+        return what + extra + page + (" ragged" if self.ragged else "")
 
 
 def shapes() -> Iterator[Decode]:
@@ -116,16 +150,11 @@ def portable_shapes() -> Iterator[Decode]:
         yield Decode(batch, 1, 64, 512)
 
 
-@functools.cache
-def random_rows(layout_id: str, slots: int, page: int, device: torch.device) -> Tensor:
-    """A cache of random rows, which all cases share; their seeds do not depend on it."""
-    layout, random = get_layout(layout_id), torch.Generator(device).manual_seed(0)
-    made = layout.allocate(slots // page, page, device=device)
-    for start in range(0, slots, 1 << 15):
-        some = torch.arange(start, min(start + (1 << 15), slots), device=device)
-        size = len(some), layout.channels
-        layout.write(made, some, torch.randn(size, device=device, generator=random))
-    return made
+def v32_shapes() -> Iterator[Decode]:
+    """FlashMLA's batches for DeepSeek-V3.2, from its public benchmark program."""
+    for batch in (2, 64, 74, 128):
+        heads, width = V32_DECODE.heads, V32_DECODE.window
+        yield Decode(batch, 2, heads, 0, lengths=False, width=width, v32=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +163,7 @@ class DecodeInputs:
 
     shape: Decode
     q: Tensor
-    sink: Tensor
+    sink: Tensor | None
     cache: Tensor
     extra_cache: Tensor | None
     lengths: Tensor | None
@@ -144,29 +173,31 @@ class DecodeInputs:
     @classmethod
     def draw(cls, shape: Decode, device: torch.device) -> DecodeInputs:
         """Random inputs, as many sets of lists as make the rows cold."""
-        cache = random_rows(MAIN_FP8, _WINDOW_SLOTS, 256, device)
+        page = 64 if shape.v32 else 256
+        cache = shared_rows(shape.layout, _WINDOW_SLOTS, page, device)
         extra_cache = None
         if shape.extra:
-            extra_cache = random_rows(MAIN_FP8, _EXTRA_SLOTS, shape.page, device)
+            extra_cache = shared_rows(shape.layout, _EXTRA_SLOTS, shape.page, device)
         batch, rows = shape.batch, shape.rows
-        q = torch.randn(batch, rows, shape.heads, 512, device=device).bfloat16()
+        q = torch.randn(batch, rows, shape.heads, shape.model.dim, device=device).bfloat16()
         lengths = extra = None
         if shape.lengths:
-            lengths = torch.full((batch,), _WINDOW, dtype=torch.int32, device=device)
+            lengths = torch.full((batch,), shape.width, dtype=torch.int32, device=device)
         if shape.extra and shape.lengths:
             extra = torch.full((batch,), shape.extra, dtype=torch.int32, device=device)
             if shape.ragged:
                 extra = torch.randint_like(extra, 0, shape.extra + 1)
-        moved = batch * rows * (_WINDOW + shape.extra) * get_layout(MAIN_FP8).entry_bytes
+        entry = get_layout(shape.layout).entry_bytes
+        moved = batch * rows * (shape.width + shape.extra) * entry
         draw = functools.partial(torch.randint, dtype=torch.int32, device=device)
         lists = [
             (
-                draw(0, _WINDOW_SLOTS, (batch, rows, _WINDOW)),
+                draw(0, _WINDOW_SLOTS, (batch, rows, shape.width)),
                 draw(0, _EXTRA_SLOTS, (batch, rows, shape.extra)) if shape.extra else None,
             )
             for _ in range(min(_MOST_LISTS, copies_for(moved)))
         ]
-        sink = torch.randn(shape.heads, device=device)
+        sink = None if shape.v32 else torch.randn(shape.heads, device=device)
         return cls(shape, q, sink, cache, extra_cache, lengths, extra, lists)
 
     def ours(
@@ -191,7 +222,7 @@ class DecodeInputs:
                 lengths,
                 keywords.get("extra_lengths"),
                 heads=shape.heads,
-                width=_WINDOW,
+                width=shape.width,
                 extra_width=shape.extra or None,
             )
         calls: list[Callable[[], Tensor]] = []
@@ -203,71 +234,67 @@ class DecodeInputs:
 
     def attention(self, backend: str, *, planned: bool = False) -> list[Callable[[], Tensor]]:
         """Calls of ``sparse_attention``."""
-        out = torch.empty_like(self.q.flatten(0, 1))
-        return self.ours(sparse_attention, out=out, backend=backend, planned=planned)
+        flat, values = self.q.flatten(0, 1), self.shape.model.values
+        out = flat.new_empty(*flat.shape[:2], self.shape.model.out_dim)
+        return self.ours(
+            sparse_attention, out=out, layout=self.shape.layout, value_dim=values,
+            backend=backend, planned=planned,
+        )  # fmt: skip
 
     def error(self, out: Tensor) -> float:
-        """Relative L2 error of some rows against float64 on the same bytes."""
-        shape = self.shape
+        """Relative L2 error of the first queries of three requests against float64."""
+        shape, model = self.shape, self.shape.model
+        out = out.reshape(shape.batch, shape.rows, -1, model.out_dim)[:, :, : shape.heads]
         window, extra = self.lists[0]
-        out = out.reshape(shape.batch, shape.rows, -1, 512)[:, :, : shape.heads]
-
-        def want(b: int) -> Tensor:
-            keys = _decoded(MAIN_FP8, self.cache, window[b, 0])
+        wrong = right = 0.0
+        for b in {0, shape.batch // 2, shape.batch - 1}:
+            keys = self._decoded(self.cache, window[b, 0])
             if extra is not None and self.extra_cache is not None:
                 length = self.extra_lengths
                 used = extra[b, 0, : shape.extra if length is None else int(length[b])]
-                keys = torch.cat((keys, _decoded(MAIN_FP8, self.extra_cache, used)))
-            scores = self.q[b, 0].cpu().double() @ keys.T * 512**-0.5
-            both = torch.cat((scores, self.sink.cpu().double().unsqueeze(1)), 1).softmax(1)
-            return both[:, :-1] @ keys
+                keys = torch.cat((keys, self._decoded(self.extra_cache, used)))
+            sink = None if self.sink is None else self.sink.cpu().double()
+            want, *_ = attend(self.q[b, 0].cpu().double(), keys, sink, None, model.out_dim)
+            wrong += (out[b, 0].cpu().double() - want).norm().item() ** 2
+            right += want.norm().item() ** 2
+        return (wrong / right) ** 0.5
 
-        return _relative_error(out, want)
+    def _decoded(self, cache: Tensor, slots: Tensor) -> Tensor:
+        data, scales = read_entries(cache, slots.long(), self.shape.layout)
+        return ROW_FORMATS[self.shape.layout].decode(data.cpu(), scales.cpu()).double()
+
+    def checked(
+        self, calls: list[Callable[[], Tensor]], field: str, error: str, **more: Any
+    ) -> Subject:
+        """Calls of attention, whose result is compared first."""
+        return Subject(field, calls, before=lambda: {error: self.error(calls[0]())}, **more)
 
 
 def _first(function: Callable[..., tuple[Tensor, ...]], *args: Any, **keywords: Any) -> Tensor:
     return function(*args, **keywords)[0]
 
 
-def _decoded(layout_id: str, cache: Tensor, slots: Tensor) -> Tensor:
-    data, scales = read_entries(cache, slots.long(), layout_id)
-    return ROW_FORMATS[layout_id].decode(data.cpu(), scales.cpu()).double()
-
-
-def _relative_error(out: Tensor, want: Callable[[int], Tensor]) -> float:
-    """Of the first queries [B, rows, H, D] of three requests."""
-    wrong = right = 0.0
-    for b in {0, len(out) // 2, len(out) - 1}:
-        wanted = want(b)
-        wrong += (out[b, 0].cpu().double() - wanted).norm().item() ** 2
-        right += wanted.norm().item() ** 2
-    return (wrong / right) ** 0.5
-
-
-def _times(ours: str, theirs: str, verdict: Callable[[Values], Verdict]) -> Any:
-    """A judge: the ratio of both times, where there are both, and what is asked of it."""
-
-    def judge(values: Values) -> tuple[Values, Verdict]:
-        if theirs in values:
-            values["ratio"] = values[theirs] / values[ours]
-        return values, verdict(values)
-
-    return judge
-
-
 def decode_cases(
     chosen: Iterable[Decode], backend: str, peer: FlashMla | None, *, planned: bool = False
 ) -> Iterator[Case]:
-    """DeepSeek-V4's decode attention, beside FlashMLA if it is given."""
+    """Decode attention, beside FlashMLA if it is given.
+
+    Args:
+        chosen: of one model.
+        backend: of ``sparse_attention``.
+        peer: FlashMLA.
+        planned: work is shared out once for all calls.
+    """
     for shape in chosen:
         least = _LEAST if shape.heads in _LEAST_HEADS else 1.0
-        verdict = at_least(least, f"at least {least:g} times FlashMLA's speed")
+        least = _LEAST_V32 if shape.v32 else least
+        words = f"at least {least:g} times FlashMLA's speed"
         yield Case(
-            PART,
+            V32 if shape.v32 else PART,
             shape.label,
             functools.partial(_decode, shape, backend, peer, planned),
-            {**dataclasses.asdict(shape), "backend": backend},
-            _times("microseconds", "flash_mla_microseconds", verdict),
+            shape.fields | {"backend": backend} | ({"planned": True} if planned else {}),
+            beside("microseconds", "flash_mla_microseconds", least, words),
         )
 
 
@@ -275,64 +302,57 @@ def _decode(
     shape: Decode, backend: str, peer: FlashMla | None, planned: bool, clock: Clock
 ) -> Iterator[Subject]:
     inputs = DecodeInputs.draw(shape, clock.device)
-    calls = inputs.attention(backend, planned=planned)
 
-    def before() -> Values:
-        found: Values = {"planned": True} if planned else {}
+    def after(us: float) -> Values:
+        if shape.v32:
+            return {"teraflops": shape.flops / us * 1e-6}
         if shape.ragged and inputs.extra_lengths is not None:
-            found["mean_extra_length"] = float(inputs.extra_lengths.double().mean())
-        return found | {"error": inputs.error(calls[0]())}
+            return {"mean_extra_length": float(inputs.extra_lengths.double().mean())}
+        return {}
 
-    yield Subject("microseconds", calls, before=before)
+    ours = inputs.attention(backend, planned=planned)
+    yield inputs.checked(ours, "microseconds", "error", after=after)
     if peer is not None:
-        theirs = peer.decode(inputs)
-        yield Subject(
-            "flash_mla_microseconds",
-            theirs,
-            before=lambda: {"flash_mla_error": inputs.error(theirs[0]())},
-        )
+        yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")
 
 
 def portable_cases(chosen: Iterable[Decode], peer: VllmXpu) -> Iterator[Case]:
-    """The same by portable Triton, beside vLLM's path of that kind."""
+    """Decode attention by portable Triton, beside vLLM's path of that kind."""
     words = f"at least {_LEAST_PORTABLE:g} times the speed of vLLM's path"
     for shape in chosen:
         yield Case(
             PORTABLE,
             shape.label,
             functools.partial(_portable, shape, peer),
-            {**dataclasses.asdict(shape), "backend": "triton"},
-            _times("us", "xpu_us", at_least(_LEAST_PORTABLE, words)),
+            shape.fields | {"backend": "triton"},
+            beside("us", "xpu_us", _LEAST_PORTABLE, words),
         )
 
 
 def _portable(shape: Decode, peer: VllmXpu, clock: Clock) -> Iterator[Subject]:
     inputs = DecodeInputs.draw(shape, clock.device)
-    mine, theirs = inputs.attention("triton"), peer.decode(inputs)
-    yield Subject("us", mine, before=lambda: {"error": inputs.error(mine[0]())})
-    yield Subject("xpu_us", theirs, before=lambda: {"xpu_error": inputs.error(theirs[0]())})
+    yield inputs.checked(inputs.attention("triton"), "us", "error")
+    yield inputs.checked(peer.decode(inputs), "xpu_us", "xpu_error")
 
 
 def fp8_heads_cases(
     chosen: Iterable[Decode], backend: str, peer: FlashMla | None
 ) -> Iterator[Case]:
     """Attention alone, then with its epilogue (inverse RoPE, FP8) as two steps, then fused."""
-
-    def judge(values: Values) -> tuple[Values, Verdict]:
-        fused = values["microseconds"]
-        if "flash_mla_microseconds" in values:
-            values["ratio"] = values["flash_mla_microseconds"] / fused
-        met = values["same_bytes"] and fused <= values["apart_microseconds"]
-        return values, ("the bytes of separate kernels, in no more time", met)
-
     for shape in chosen:
         yield Case(
             FP8_HEADS,
             f"{shape.label}, FP8 heads",
             functools.partial(_fp8_heads, shape, backend, peer),
-            {**dataclasses.asdict(shape), "backend": backend},
-            judge,
+            shape.fields | {"backend": backend},
+            _no_slower_than_apart,
         )
+
+
+def _no_slower_than_apart(values: Values) -> tuple[Values, Verdict]:
+    values, _ = beside("microseconds", "flash_mla_microseconds", 0.0, "")(values)
+    met = values["same_bytes"] and values["microseconds"] <= values["apart_microseconds"]
+    return values, ("the bytes of separate kernels, in no more time", met)
 
 
 def _fp8_heads(
@@ -365,115 +385,3 @@ def _fp8_heads(
     if peer is not None and shape.heads >= _PEER_HEADS:
         theirs = [functools.partial(with_epilogue, call) for call in peer.decode(inputs)]
         yield Subject("flash_mla_microseconds", theirs)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeV32:
-    """One call over DeepSeek-V3.2's rows.
-
-    Attributes:
-        batch: requests.
-        rows: queries of a request, FlashMLA's s_q.
-        heads: query heads.
-        width: listed rows of a query.
-    """
-
-    batch: int
-    rows: int = 2
-    heads: int = V32_DECODE.heads
-    width: int = V32_DECODE.window
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        return f"V3.2 h{self.heads} b{self.batch} s_q{self.rows} {self.width}"
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of both products."""
-        shape = dataclasses.replace(
-            V32_DECODE, tokens=self.batch * self.rows, heads=self.heads, window=self.width
-        )
-        return shape.flops
-
-
-def v32_shapes() -> Iterator[DecodeV32]:
-    """FlashMLA's batches, from its public benchmark program."""
-    for batch in (2, 64, 74, 128):
-        yield DecodeV32(batch)
-
-
-@dataclasses.dataclass(frozen=True)
-class V32Inputs:
-    """Tensors of a shape; ``lists`` holds some sets of slots to go through."""
-
-    q: Tensor
-    cache: Tensor
-    lists: list[Tensor]
-    values: int = V32_DECODE.out_dim
-
-    @classmethod
-    def draw(cls, shape: DecodeV32, device: torch.device) -> V32Inputs:
-        """Random inputs."""
-        cache = random_rows(V32_FP8, _V32_SLOTS, _V32_PAGE, device)
-        listed = (shape.batch, shape.rows, shape.width)
-        q = torch.randn(*listed[:2], shape.heads, V32_DECODE.dim, device=device).bfloat16()
-        moved = shape.batch * shape.rows * shape.width * get_layout(V32_FP8).entry_bytes
-        lists = [
-            torch.randint(0, _V32_SLOTS, listed, dtype=torch.int32, device=device)
-            for _ in range(min(_MOST_LISTS, copies_for(moved)))
-        ]
-        return cls(q, cache, lists)
-
-    def ours(self, backend: str) -> list[Callable[[], Tensor]]:
-        """Calls of this package's operation, one for each set of lists."""
-        flat = self.q.flatten(0, 1)
-        out = flat.new_empty(*flat.shape[:2], self.values)
-        keywords = {"layout": V32_FP8, "value_dim": self.values, "out": out, "backend": backend}
-        return [
-            functools.partial(
-                _first, sparse_attention, flat, self.cache, listed.flatten(0, 1), **keywords
-            )
-            for listed in self.lists
-        ]
-
-    def error(self, out: Tensor) -> float:
-        """Relative L2 error of some rows against float64 on the same bytes."""
-
-        def want(b: int) -> Tensor:
-            keys = _decoded(V32_FP8, self.cache, self.lists[0][b, 0])
-            share = (self.q[b, 0].cpu().double() @ keys.T * self.q.shape[-1] ** -0.5).softmax(1)
-            return share @ keys[:, : self.values]
-
-        return _relative_error(out.reshape(*self.q.shape[:3], self.values), want)
-
-
-def v32_cases(chosen: Iterable[DecodeV32], backend: str, peer: FlashMla | None) -> Iterator[Case]:
-    """DeepSeek-V3.2's decode attention, beside FlashMLA if it is given."""
-    verdict = at_least(_LEAST_V32, f"at least {_LEAST_V32:g} times FlashMLA's speed")
-    for shape in chosen:
-        yield Case(
-            V32,
-            shape.label,
-            functools.partial(_v32, shape, backend, peer),
-            {**dataclasses.asdict(shape), "backend": backend},
-            _times("microseconds", "flash_mla_microseconds", verdict),
-        )
-
-
-def _v32(shape: DecodeV32, backend: str, peer: FlashMla | None, clock: Clock) -> Iterator[Subject]:
-    inputs = V32Inputs.draw(shape, clock.device)
-    calls = inputs.ours(backend)
-    yield Subject(
-        "microseconds",
-        calls,
-        before=lambda: {"error": inputs.error(calls[0]())},
-        after=lambda us: {"teraflops": shape.flops / us * 1e-6},
-    )
-    if peer is not None:
-        theirs = peer.decode_v32(inputs)
-        yield Subject(
-            "flash_mla_microseconds",
-            theirs,
-            before=lambda: {"flash_mla_error": inputs.error(theirs[0]())},
-        )

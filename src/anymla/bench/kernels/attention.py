@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anymla.bench.kernels import Case
+from anymla.bench.random_caches import shared_rows
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.shapes import V32_DECODE, AttentionShape
@@ -70,11 +71,11 @@ def _setup(shape: AttentionShape, batch_invariant: bool) -> Callable[[], object]
     return functools.partial(
         sparse_attention,
         q,
-        _rows(_WINDOW_SLOTS, layout),
+        shared_rows(layout, _WINDOW_SLOTS, _PAGE, "cuda"),
         _slots(_WINDOW_SLOTS, shape.tokens, shape.window),
         _lengths(shape.tokens, shape.window),
         sink=sink,
-        extra_cache=_rows(_ENTRY_SLOTS, layout) if extra else None,
+        extra_cache=shared_rows(layout, _ENTRY_SLOTS, _PAGE, "cuda") if extra else None,
         extra_indices=_slots(_ENTRY_SLOTS, shape.tokens, shape.entries) if extra else None,
         extra_lengths=_lengths(shape.tokens, shape.entries) if extra else None,
         layout=layout,
@@ -82,16 +83,6 @@ def _setup(shape: AttentionShape, batch_invariant: bool) -> Callable[[], object]
         batch_invariant=batch_invariant,
         backend="triton",
     )
-
-
-@functools.cache
-def _rows(slots: int, layout_id: str) -> Tensor:
-    layout = get_layout(layout_id)
-    cache = layout.allocate(slots // _PAGE, _PAGE, device="cuda")
-    for start in range(0, slots, 1 << 15):
-        some = torch.arange(start, start + (1 << 15), device="cuda")
-        layout.write(cache, some, torch.randn(len(some), layout.channels, device="cuda"))
-    return cache
 
 
 def _slots(size: int, tokens: int, width: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from anymla.bench.peers import Peer
 
 if TYPE_CHECKING:
-    from anymla.bench.cases.sparse_attention import DecodeInputs, V32Inputs
+    from anymla.bench.cases.sparse_attention import DecodeInputs
 
 _HEADS, _LIST_STEP = 64, 64
 
@@ -30,34 +30,25 @@ class FlashMla(Peer):
     def decode(self, inputs: DecodeInputs) -> list[Callable[[], Tensor]]:
         """Calls for each set of lists."""
         q, sink = padded_heads(inputs.q, inputs.sink)
+        cache, model = inputs.cache.unsqueeze(2), inputs.shape.model
         schedule, _ = self.module.get_mla_metadata()
+        given: dict[str, Any] = {"attn_sink": sink, "topk_length": inputs.lengths}
+        if inputs.shape.v32:
+            cache, given = cache.view(torch.float8_e4m3fn), {}
+        if inputs.extra_cache is not None:
+            given["extra_k_cache"] = inputs.extra_cache.unsqueeze(2)
+            given["extra_topk_length"] = inputs.extra_lengths
         calls: list[Callable[[], Tensor]] = []
         for window, extra in inputs.lists:
-            more: dict[str, Any] = {"attn_sink": sink, "topk_length": inputs.lengths}
-            if extra is not None:
-                assert inputs.extra_cache is not None
-                more["extra_k_cache"] = inputs.extra_cache.unsqueeze(2)
-                more["extra_indices_in_kvcache"] = extra
-                more["extra_topk_length"] = inputs.extra_lengths
+            more = {} if extra is None else {"extra_indices_in_kvcache": extra}
             calls.append(
                 functools.partial(
-                    _first, self.module.flash_mla_with_kvcache, q, inputs.cache.unsqueeze(2),
-                    None, None, 512, schedule, None, 512**-0.5, False, True, window, **more,
+                    _first, self.module.flash_mla_with_kvcache, q, cache, None, None,
+                    model.out_dim, schedule, None, model.dim**-0.5, False, True, window,
+                    **given, **more,
                 )
             )  # fmt: skip
         return calls
-
-    def decode_v32(self, inputs: V32Inputs) -> list[Callable[[], Tensor]]:
-        """Calls over DeepSeek-V3.2's rows, for each set of lists."""
-        schedule, _ = self.module.get_mla_metadata()
-        cache = inputs.cache.unsqueeze(2).view(torch.float8_e4m3fn)
-        return [
-            functools.partial(
-                _first, self.module.flash_mla_with_kvcache, inputs.q, cache, None, None,
-                inputs.values, schedule, None, None, False, True, listed,
-            )
-            for listed in inputs.lists
-        ]  # fmt: skip
 
     def rows(
         self, q: Tensor, rows: Tensor, listed: Tensor, lengths: Tensor, sink: Tensor
