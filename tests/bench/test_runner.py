@@ -55,6 +55,22 @@ def test_inputs_depend_on_the_seed_alone_and_are_held_one_case_at_a_time(clock):
     assert drawn[0] == drawn[2] != drawn[1] == drawn[3]
 
 
+def test_a_case_is_gone_when_the_next_is_made(clock):
+    held = []
+
+    def cases():
+        for _ in range(3):
+            assert not any(ref() is not None for ref in held)
+            weights = torch.ones(2)
+            held.append(weakref.ref(weights))
+            case = one(Subject("us", [weights.sum]))
+            del weights
+            yield case
+            del case
+
+    assert len(list(run(cases(), clock))) == 3
+
+
 def test_later_subjects_are_drawn_when_the_earlier_are_timed(clock):
     order = []
 

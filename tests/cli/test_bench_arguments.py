@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from anymla.bench.report import Result
+from anymla.cli.bench_rows import command_line
 from anymla.cli.main import main
 from anymla.ops.registry import BackendUnavailable
 
@@ -121,7 +122,8 @@ def test_a_backend_that_cannot_run_here_is_one_line(monkeypatch):
     assert "small" in result.stdout
 
 
-def test_traffic_that_ends_with_the_warm_up_is_no_success():
+def test_traffic_that_ends_with_the_warm_up_is_no_success(monkeypatch):
+    monkeypatch.setattr("anymla.bench.traffic.run", lambda *_, **__: iter(()))
     refused(
         bench("traffic", "--device", "cpu", "--seconds", "0.001"),
         "--seconds 0.001: over with the warm-up",
@@ -143,3 +145,16 @@ def test_a_peer_that_is_not_here_is_one_line_that_says_why(monkeypatch, words, o
     monkeypatch.setattr("anymla.bench.peers.Peer._found", (None, "lib: No module named 'lib'"))
     message = f"{option}: {title} cannot be imported (lib: No module named 'lib')"
     refused(bench(*words.split()), message)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("bench attention --heads 8 --json /tmp/rows.jsonl", "bench attention --heads 8"),
+        ("bench indexer --json=/a/b --topk-library /a/b/c.so", "bench indexer --topk-library c.so"),
+        ("bench indexer --topk-library=/a/b/c.so", "bench indexer --topk-library=c.so"),
+    ],
+)
+def test_a_row_says_the_command_without_the_machines_folders(monkeypatch, given, said):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/anymla", *given.split()])
+    assert command_line() == f"anymla {said}"

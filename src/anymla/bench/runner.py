@@ -137,7 +137,9 @@ def run(
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
             values, verdict = {"error": problem}, ("runs", False)
         clock.release()
-        yield Result(case.part, case.label, values, *(verdict or (None, None)))
+        result = Result(case.part, case.label, values, *(verdict or (None, None)))
+        del case  # which may hold weights, while the next one's are made
+        yield result
 
 
 @torch.inference_mode()

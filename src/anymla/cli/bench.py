@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 import click
@@ -24,7 +22,7 @@ from anymla.cli import (
     bench_same_code,
 )
 from anymla.cli.bad_input import BadInput
-from anymla.cli.bench_rows import json_option
+from anymla.cli.bench_rows import command_line, json_option
 from anymla.cli.run_options import threads_option
 
 _PARTS = ("machine", "attention", "decode", "context", "memory")
@@ -54,7 +52,7 @@ def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: i
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    measured = environment(_command())
+    measured = environment(command_line())
     click.echo(f"{measured['cpu']}, {threads} thread(s), torch {measured['torch']}")
     missed, left_out = False, []
     for name, run in parts(quick).items():
@@ -88,9 +86,3 @@ command.add_command(bench_prefill.prefill)
 command.add_command(bench_gpu.build_matrix)
 command.add_command(bench_same_code.same_code)
 command.add_command(bench_report.report)
-
-
-def _command() -> str:
-    """The command line, with file names but without their directories."""
-    words = [word if word.startswith("-") else Path(word).name for word in sys.argv[1:]]
-    return shlex.join(["anymla", *words])

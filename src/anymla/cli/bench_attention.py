@@ -84,7 +84,7 @@ def attention(
         cases = family.fp8_heads_cases(chosen, backend, module)
     else:
         cases = family.decode_cases(chosen, backend, module, planned=planned)
-    measure("anymla bench attention", cases, json_file, peers=peers, hidden=family.IN_LABEL)
+    measure(cases, json_file, peers=peers, hidden=family.IN_LABEL)
 
 
 def _was_given(option: str) -> bool:

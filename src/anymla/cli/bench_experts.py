@@ -29,7 +29,6 @@ def experts(
 
     require_gpu()
     measure(
-        "anymla bench experts",
         cases(models, count, tokens or TOKENS),
         json_file,
         hidden=("kernels_us",),

@@ -32,7 +32,6 @@ def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
     require_known("--family", chosen, families())
     require_gpu()
     measure(
-        "anymla bench gpu",
         cases(list(chosen) or families()),
         json_file,
         ceilings=("copy", "product"),
@@ -163,4 +162,4 @@ def indexer(
         vllm = VllmTopk(topk_library)
     found = cases(selected, chosen or tuple(SCORES), deep_gemm, vllm)
     watched = tqdm(found, total=len(selected), disable=None)
-    measure("anymla bench indexer", watched, json_file, peers=peers)
+    measure(watched, json_file, peers=peers)

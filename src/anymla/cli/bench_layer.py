@@ -11,7 +11,15 @@ import torch
 
 from anymla.bench.peers import Peer
 from anymla.cli.bad_input import BadInput
-from anymla.cli.bench_rows import gpu_facts, json_option, measure, require_gpu, require_peer, tell
+from anymla.cli.bench_rows import (
+    command_line,
+    gpu_facts,
+    json_option,
+    measure,
+    require_gpu,
+    require_peer,
+    tell,
+)
 from anymla.cli.numbers import Finite
 from anymla.runtime.options import DecodeMode
 
@@ -72,7 +80,6 @@ def layer(
         modules = flash_mla, deep_gemm if deep_gemm.available() else None
         peers = [peer for peer in modules if peer is not None]
     measure(
-        "anymla bench layer",
         layer_cases(chosen, GraphClock(), beside=side_stream, others=modules, timelines=timeline),
         json_file,
         peers=peers,
@@ -111,7 +118,7 @@ def model(
     require_gpu()
     network = random_model(model, torch.device("cuda"), layers=layers, experts=experts, changes={})
     label = f"{model}, {layers} layers, {experts} experts"
-    facts = gpu_facts("anymla bench model")
+    facts = gpu_facts()
     modes: tuple[DecodeMode, ...] = ("graph", "fixed", "plain")
     tell(decode_steps(network, label, batches, modes, context=context), json_file, facts)
 
@@ -129,10 +136,10 @@ def traffic(json_file: Path | None, device: str, steps: int, seconds: float | No
     from anymla.bench.environment import environment
     from anymla.bench.traffic import run
 
-    facts = environment("anymla bench traffic")
+    facts = environment(command_line())
     if device == "cuda":
         require_gpu()
-        facts = gpu_facts("anymla bench traffic")
+        facts = gpu_facts()
     with tempfile.TemporaryDirectory() as directory:
         found = run(Path(directory), torch.device(device), steps=steps, seconds=seconds or math.inf)
         tell(found, json_file, facts, nothing=f"--seconds {seconds}: over with the warm-up")

@@ -27,4 +27,4 @@ def linear(json_file: Path | None, models: tuple[str, ...], tokens: tuple[int, .
 
     require_gpu()
     chosen = cases(models, tokens or TOKENS)
-    measure("anymla bench linear", chosen, json_file, ceilings=("copy",))
+    measure(chosen, json_file, ceilings=("copy",))

@@ -48,4 +48,4 @@ def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -
             family.pipeline_cases(family.PIPELINES, backend, rows),
             family.listed_cases(family.LISTED, backend, rows),
         )
-    measure("anymla bench prefill", cases, json_file, peers=peers)
+    measure(cases, json_file, peers=peers)

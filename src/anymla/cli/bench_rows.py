@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -65,16 +67,27 @@ def require_peer(option: str, peer: Peer) -> None:
         raise BadInput(f"{option}: {support.reason}")
 
 
-def gpu_facts(command: str, peers: Iterable[Peer] = ()) -> dict[str, Any]:
+def command_line() -> str:
+    """What makes the rows again: file names without directories, and not where rows go."""
+    words, given = ["anymla"], iter(sys.argv[1:])
+    for word in given:
+        if word == "--json":
+            next(given, None)
+        elif not word.startswith("--json="):
+            option, equals, value = word.rpartition("=")
+            words.append(option + equals + (value if value.startswith("-") else Path(value).name))
+    return shlex.join(words)
+
+
+def gpu_facts(peers: Iterable[Peer] = ()) -> dict[str, Any]:
     """Of this machine, its GPU and the peers, for every row of a command."""
     from anymla.bench.gpu import device_facts
     from anymla.bench.runner import facts
 
-    return facts(command, device_facts(), peers)
+    return facts(command_line(), device_facts(), peers)
 
 
 def measure(
-    command: str,
     cases: Iterable[Case],
     json_file: Path | None,
     *,
@@ -87,7 +100,6 @@ def measure(
     """Run cases on the GPU, and tell their rows.
 
     Args:
-        command: that makes the rows again.
         cases: what to measure.
         json_file: to append rows to, or None.
         peers: whose versions rows say.
@@ -102,7 +114,7 @@ def measure(
 
     clock = GraphClock()
     rows = run(cases, clock, failures_are_rows=failures_are_rows)
-    common = gpu_facts(command, peers) | (facts or {})
+    common = gpu_facts(peers) | (facts or {})
     tell(itertools.chain(measured(clock, ceilings), rows), json_file, common, hidden)
 
 

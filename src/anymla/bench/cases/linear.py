@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import copies_for
+from anymla.bench.layer_setup import MODELS
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops.linear import fp8_block_linear, grouped_output_projection_fp8, linear_float32
-from anymla.testing.published import FLASH, PRO
 
-MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
 TOKENS = (1, 8, 16, 32, 64, 128)
 _LAYERS = 3
 _HOPPER = "gluon_sm90"

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import sums
+from anymla.bench.layer_setup import MODELS
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.moe import experts
-from anymla.testing.published import FLASH, PRO
 
-MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
 TOKENS = (1, 2, 8, 32, 128, 4096)
 _LIMIT = 10.0
 _BATCHES = 4
