@@ -109,11 +109,13 @@ def test_barriers_that_nobody_uses_are_found(use):
 # Compiled as it is and with its text changed.
 COMPILED = """
 import dataclasses, importlib, importlib.util, pathlib, sys
+from anymla.bench.build_matrix import builds_of
 from anymla.bench.compiled import compiled
 from anymla.bench.hand_overs import idle_barriers, unfenced_reads
 from anymla.ops.device import TARGETS
-folder, builds, kernel, old, new = sys.argv[1:]
+folder, kernel, old, new = sys.argv[1:]
 module, name = kernel.rsplit(".", 1)
+family = module.split(".")[2]
 text = pathlib.Path(importlib.import_module(module).__file__).read_text()
 assert old in text
 path = pathlib.Path(folder, "changed.py")
@@ -122,7 +124,8 @@ spec = importlib.util.spec_from_file_location("changed", path)
 changed = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(changed)
 target = TARGETS["sm_90"]
-build = next(importlib.import_module(builds).builds(target))
+builds = [build for found in builds_of(family, target).values() for build in found]
+build = next(build for build in builds if build.name == name)
 for kernel in (build.kernel, getattr(changed, name)):
     code = compiled(dataclasses.replace(build, kernel=kernel), target)
     print(len(unfenced_reads(code.asm["ptx"])), len(idle_barriers(code.asm["ttgir"])), end=" ")
@@ -134,18 +137,18 @@ IDLE = "gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())"
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 @pytest.mark.parametrize(
-    ("builds", "kernel", "old", "new", "found"),
+    ("kernel", "old", "new", "found"),
     [
-        (f"{LINEAR}launch", f"{LINEAR}gemm.warp_split_k_kernel",
+        (f"{LINEAR}gemm.warp_split_k_kernel",
          "fence_async_shared()\n", "pass\n", "1 0"),
-        (f"{ATTENTION}launch", f"{ATTENTION}decode_m64.decode_m64_kernel", LAST,
+        (f"{ATTENTION}decode_m64.decode_m64_kernel", LAST,
          f"{LAST}    idle = {IDLE}\n    mbarrier.init(idle, count=1)\n", "0 1"),
     ],
     ids=["a fence is missing", "a barrier is not used"],
 )  # fmt: skip
-def test_a_kernel_whose_text_is_wrong_is_found(tmp_path, builds, kernel, old, new, found):
+def test_a_kernel_whose_text_is_wrong_is_found(tmp_path, kernel, old, new, found):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILED, str(tmp_path), builds, kernel, old, new]
+    command = [sys.executable, "-c", COMPILED, str(tmp_path), kernel, old, new]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == f"0 0 {found} ", done.stderr

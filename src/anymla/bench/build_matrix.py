@@ -1,7 +1,9 @@
 """Build every Triton kernel for every target without a GPU, and judge what comes out.
 
-Each specialisation that a kernel's ``builds(target)`` names is compiled in its own process with
-a time limit, because a combination that the compiler does not like may abort it. A build passes if
+Builds of a family are derived from its launches (``anymla.testing.launches``) where it has a file
+``builds``, and named by ``builds(target)`` of each file of kernels where it has none. Each is
+compiled in its own process with a time limit, because a combination that the compiler does not like
+may abort it. A build passes if
 it compiles (or fails, where that is expected), its shared memory fits the target, it spills no more
 than it declares, matrix-multiply instructions are in the code where they are meant to be, and
 shared memory is handed over as ``hand_overs`` asks. What passes here fits and builds; only a run on
@@ -14,6 +16,7 @@ import collections
 import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import pkgutil
@@ -22,8 +25,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from anymla.bench.compiled import compiled
 from anymla.bench.hand_overs import idle_barriers, unfenced_reads, unmet_arrivals
 from anymla.ops._build import Build
 from anymla.ops.device import TARGETS, Target
+from anymla.testing.launches import derived_builds
 
 TIME_LIMIT_S = 240
 _CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")
@@ -48,6 +53,7 @@ class Job:
         number: which of the module's builds for the target.
         label: of the build, for people.
         digest: of all that decides what is compiled and asked of it, the kernel's source included.
+        build: what is compiled.
     """
 
     module: str
@@ -55,48 +61,75 @@ class Job:
     number: int
     label: str
     digest: str
+    build: Build = dataclasses.field(repr=False)
 
     @property
     def key(self) -> tuple[str, str, str]:
         """What a recorded row must share to be about this compilation."""
         return self.module, self.target, self.digest
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The fields of a recorded row that name it."""
+        names = ("module", "target", "number", "label", "digest")
+        return {name: getattr(self, name) for name in names}
 
-def kernel_modules() -> list[str]:
-    """Dotted names of all files of Triton kernels."""
-    found = []
+
+def kernel_modules() -> dict[str, list[str]]:
+    """Dotted names of all files of Triton and Gluon kernels, by the family that they belong to."""
+    found = {}
     for family in pkgutil.iter_modules(anymla.ops.__path__):
-        if not family.ispkg:
-            continue
-        package = f"anymla.ops.{family.name}"
-        path = importlib.import_module(package).__path__
-        found += [
-            f"{package}.{module.name}"
-            for module in pkgutil.iter_modules(path)
-            if module.name.startswith(("triton_", "gluon_"))
-        ]
-    return [name for name in found if hasattr(importlib.import_module(name), "builds")]
+        if family.ispkg:
+            package = f"anymla.ops.{family.name}"
+            found[family.name] = [
+                f"{package}.{module.name}"
+                for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
+                if module.name.startswith(("triton_", "gluon_"))
+            ]
+    return found
 
 
-def jobs(targets: list[str], *, first_of: str = "") -> Iterator[Job]:
+def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
+    """A family's builds for a target, by the files of their kernels."""
+    modules = kernel_modules()[family]
+    if importlib.util.find_spec(f"anymla.ops.{family}.builds") is None:
+        declared = {name: importlib.import_module(name) for name in modules}
+        return {
+            name: list(module.builds(target))
+            for name, module in declared.items()
+            if hasattr(module, "builds")
+        }
+    derived: dict[str, list[Build]] = {name: [] for name in modules}
+    for build in derived_builds(family, target):
+        derived[build.module].append(build)
+    return derived
+
+
+def jobs(
+    targets: list[str], *, first_of: str = "", modules: Sequence[str] = ("",)
+) -> Iterator[Job]:
     """All builds of all kernels.
 
     Args:
         targets: to build for.
         first_of: "kernel" or "file" for the first build of each and target only.
+        modules: only files of kernels whose dotted name has one of these.
     """
-    for module in kernel_modules():
-        builds = importlib.import_module(module).builds
-        for target in targets:
-            seen = set()
-            for number, build in enumerate(builds(TARGETS[target])):
-                kernel = build.kernel.fn.__name__
-                sort = module if first_of == "file" else kernel
-                if first_of and sort in seen:
-                    continue
-                seen.add(sort)
-                label = f"{kernel} {build.label}".strip()
-                yield Job(module, target, number, label, _digest(build))
+    for family, names in kernel_modules().items():
+        chosen = [name for name in names if any(part in name for part in modules)]
+        if not chosen:
+            continue
+        builds = {target: builds_of(family, TARGETS[target]) for target in targets}
+        for module in chosen:
+            for target in targets:
+                seen = set()
+                for number, build in enumerate(builds[target].get(module, [])):
+                    sort = module if first_of == "file" else build.name
+                    if first_of and sort in seen:
+                        continue
+                    seen.add(sort)
+                    label = f"{build.name} {build.label}".strip()
+                    yield Job(module, target, number, label, _digest(build), build)
 
 
 def _digest(build: Build) -> str:
@@ -127,8 +160,9 @@ def apart(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
     # Forked from a process that has imported the compiler, which takes longer than most builds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["anymla.bench.compilers"])
+    _send_kernels_by_name()
     receive, send = context.Pipe(duplex=False)
-    row: dict[str, Any] = {**dataclasses.asdict(job), "ok": False}
+    row: dict[str, Any] = {**job.row, "ok": False}
     # Made here, because the process may not live to remove it.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         process = context.Process(target=_child, args=(job, work, cache, send))
@@ -147,6 +181,21 @@ def apart(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
+def _send_kernels_by_name() -> None:
+    """Let builds be sent to processes: a kernel is what its module has under its name."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.runtime.jit import JITFunction
+
+    for kind in (JITFunction, GluonJITFunction):
+        ForkingPickler.register(
+            kind, lambda kernel: (_kernel, (kernel.__module__, kernel.__name__))
+        )
+
+
+def _kernel(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
 def _child(job: Job, work: Callable[[Job], dict[str, Any]], cache: str, send: Any) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"
@@ -160,9 +209,8 @@ def _child(job: Job, work: Callable[[Job], dict[str, Any]], cache: str, send: An
 def _build(job: Job) -> dict[str, Any]:
     import triton
 
-    target = TARGETS[job.target]
-    build = list(importlib.import_module(job.module).builds(target))[job.number]
-    row: dict[str, Any] = {**dataclasses.asdict(job), "triton": triton.__version__}
+    target, build = TARGETS[job.target], job.build
+    row: dict[str, Any] = {**job.row, "triton": triton.__version__}
     started = time.perf_counter()
     try:
         code = compiled(build, target)

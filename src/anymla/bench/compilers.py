@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 # Kernels are to be compiled, whatever the tests of this machine do with them.
@@ -12,7 +13,9 @@ import triton.compiler
 
 from anymla.bench import build_matrix
 
-# The targets' back ends are loaded when the first kernel is built, its own module with it.
-build_matrix.kernel_modules()
+# The targets' back ends are loaded when the first kernel is built.
+for names in build_matrix.kernel_modules().values():
+    for name in names:
+        importlib.import_module(name)
 
 __all__ = ["build_matrix", "triton"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -107,8 +106,7 @@ def _remembered(job: Job, cache: Path | None) -> dict[str, Any]:
 def _digest_of_code(job: Job) -> dict[str, Any]:
     from anymla.bench.compiled import compiled
 
-    target = TARGETS[job.target]
-    build = list(importlib.import_module(job.module).builds(target))[job.number]
+    target, build = TARGETS[job.target], job.build
     kind = "amdgcn" if target.backend == "hip" else "ptx"
     try:
         with _without_assembler(target.backend):

@@ -76,7 +76,7 @@ def build_matrix(
 
     require_known("--target", chosen, TARGETS)
     targets = list(chosen) or list(TARGETS)
-    work = [job for job in jobs(targets, first_of=first_of or "") if module in job.module]
+    work = list(jobs(targets, first_of=first_of or "", modules=(module,)))
     if not work:
         raise BadInput(
             f"--module {module}: no such kernel file has builds for {', '.join(targets)}"

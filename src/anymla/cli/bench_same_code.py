@@ -38,11 +38,7 @@ def record(
     from anymla.ops.device import TARGETS
 
     require_known("--target", chosen, TARGETS)
-    work = [
-        job
-        for job in jobs(list(chosen or code.DEFAULT_TARGETS))
-        if not module or any(part in job.module for part in module)
-    ]
+    work = list(jobs(list(chosen or code.DEFAULT_TARGETS), modules=module or ("",)))
     if not work:
         raise BadInput(f"--module {' --module '.join(module)}: no builds are of that")
     rows = tqdm(code.record(work, workers, cache), total=len(work), unit="build", disable=None)

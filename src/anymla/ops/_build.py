@@ -7,6 +7,22 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What a build must fulfil.
+
+    Attributes:
+        matrix: matrix-multiply instructions must appear in the code: any (True), or those with
+            "bf16", "fp16" or "e4m3" operands.
+        spills: spill instructions that are accepted.
+        fails: part of the compiler's message if this build is expected to fail, else "".
+    """
+
+    matrix: bool | str = False
+    spills: int = 0
+    fails: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Build:
     """One specialisation of a kernel, to be compiled without a device.
 
@@ -18,10 +34,9 @@ class Build:
         num_warps: warps of a program.
         num_stages: pipeline depth; None where the launch leaves it to the compiler as well.
         divisible: arguments known to be multiples of 16 (pointers always are).
-        matrix: matrix-multiply instructions must appear in the code: any (True), or those with
-            "bf16", "fp16" or "e4m3" operands.
-        spills: spill instructions that are accepted.
-        fails: part of the compiler's message if this build is expected to fail, else "".
+        matrix: as in ``Judgement``, like the next two.
+        spills: likewise.
+        fails: likewise.
         fp_fusion: products and sums may become one instruction, which rounds once.
         registers: of a thread, at most; 0 for as many as there are.
     """
@@ -38,3 +53,22 @@ class Build:
     fails: str = ""
     fp_fusion: bool = True
     registers: int = 0
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return str(self.kernel.fn.__name__)
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the kernel's file."""
+        return str(self.kernel.fn.__module__)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the compiled code depends on, beside the kernel's text."""
+        constants = tuple(sorted((name, repr(value)) for name, value in self.constants.items()))
+        return (
+            self.module, self.name, tuple(sorted(self.types.items())), constants, self.num_warps,
+            self.num_stages, tuple(sorted(self.divisible)), self.fp_fusion, self.registers,
+        )  # fmt: skip

@@ -116,7 +116,7 @@ def sm90_dense_support(
 
 
 def _sm90(device: torch.device) -> Support:
-    if device.type != "cuda" or target_of(device).name != "sm_90":
+    if target_of(device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
     problem = triton_problem()
     return Support(not problem, problem)

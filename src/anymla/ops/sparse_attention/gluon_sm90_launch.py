@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import pages_of
-from anymla.ops._build import Build
 from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
 from anymla.ops._triton_epilogue import inverse_rope_quantize
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.pdl import pdl_launch
 from anymla.ops.registry import require
 from anymla.ops.sparse_attention.config import (
@@ -34,7 +32,7 @@ from anymla.ops.sparse_attention.config import (
 from anymla.ops.sparse_attention.gluon_sm90_decode_m64 import decode_m64_kernel
 from anymla.ops.sparse_attention.gluon_sm90_decode_swap_ab import decode_swap_ab_kernel
 from anymla.ops.sparse_attention.gluon_sm90_epilogue import SUMS
-from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import COUNTS, RANGE, plan_work_kernel
+from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import RANGE, plan_work_kernel
 from anymla.ops.sparse_attention.triton_combine import AttentionOut, Partials, combine
 from anymla.ops.streams import scratch
 
@@ -396,108 +394,3 @@ def make_plan(
         LONGEST_FIRST=order, num_warps=4,
     )  # fmt: skip
     return plan
-
-
-# Builds without a device -------------------------------------------------------------------------
-
-# Spill instructions: of m64 at the ends of splits and in the bf16 fallback, three in the producers'
-# loop, none in the others; of swap_ab around the loop, with 32 heads, and none in it.
-_M64_SPILLS, _SWAP_AB_SPILLS = 700, 280
-_TYPES = {
-    **dict.fromkeys(("q_ptr", "out_ptr"), "*bf16"),
-    **dict.fromkeys(("rows0_ptr", "rows1_ptr"), "*u8"),
-    **dict.fromkeys(("list0_ptr", "list1_ptr", "length0_ptr", "length1_ptr"), "*i32"),
-    **dict.fromkeys(("sink_ptr", "lse_ptr", "sums_ptr"), "*fp32"),
-    "part_ptr": "*fp16",
-    "spans_ptr": "*i32",
-    "flags_ptr": "*fp32",
-    **dict.fromkeys(("scales_ptr", "table_ptr"), "*fp32"),
-    "positions_ptr": "*i64",
-    **dict.fromkeys((*COUNTS, "q_token", "out_token"), "i32"),
-    **dict.fromkeys(("scale", "empty"), "fp32"),
-}
-_PAGE_BYTES = _LAYOUT.page_stride_bytes(64)
-_BUILT = {
-    "HEAD_TILES": 1, "CUT": int(Cut.NONE), "LONGEST_FIRST": False, "PLANNED": False,
-    "BY_WIDTH": False, "ONE_BLOCK": False, "COST": TILE_COST, "SIZE": 128, "TWO": True,
-    "LENGTH0": True, "LENGTH1": True, "PAGE0": 64, "PAGE1": 64,
-    "STEP0": _PAGE_BYTES, "STEP1": _PAGE_BYTES, "SINK": True,
-    "Q_HEAD": _CHANNELS // 2, "OUT_HEAD": _CHANNELS, "ROPE_DIM": 0,
-}  # fmt: skip
-_EVERY, _TAIL, _STREAM_K = (int(cut) for cut in (Cut.EVERY, Cut.TAIL, Cut.STREAM_K))
-
-
-def _m64_build(label: str, **constants: Any) -> Build:
-    """One specialisation of m64, with pages of 64 rows unless ``constants`` says otherwise."""
-    v32, cut = constants.get("V32", False), constants.get("CUT", int(Cut.NONE))
-    quantised = "ROPE_DIM" in constants
-    box = f"[{M64}, {_HALF}],{NVMMASharedLayout(128, 16, rank=2)!r}>"
-    descs = {
-        "out_desc": "" if cut == _EVERY or quantised else "bf16",
-        "part_desc": "" if cut == int(Cut.NONE) else "fp16",
-        "q_desc": "" if v32 or "q_desc" in constants else "bf16",
-    }
-    types = {name: f"tensordesc<{kind}{box}" for name, kind in descs.items() if kind}
-    own = {
-        "CONSUMER1_REGISTERS": CONSUMER1_REGISTERS, "PRODUCER_REGISTERS": M64_PRODUCER_REGISTERS,
-        "V32": v32, **{name: None for name in descs if name not in types},
-    }  # fmt: skip
-    if v32:
-        own |= {
-            "HEAD_TILES": 2, "TWO": False, "LENGTH1": False,
-            "STEP0": _V32.page_stride_bytes(64), "Q_HEAD": _V32.channels // 2,
-        }  # fmt: skip
-    return Build(
-        label,
-        decode_m64_kernel,
-        _TYPES | types | ({"out_ptr": "*i16"} if quantised else {}),
-        _BUILT | own | constants,
-        divisible=("q_token", "out_token"),
-        matrix=True,
-        spills=_M64_SPILLS,
-    )
-
-
-def _swap_ab_build(heads: int, label: str, **constants: Any) -> Build:
-    own = {
-        "HEADS": heads, "BUFFERS": SWAP_AB_BUFFERS[heads],
-        "PRODUCER_REGISTERS": SWAP_AB_PRODUCER_REGISTERS,
-    }  # fmt: skip
-    return Build(
-        f"{heads} heads {label}".strip(),
-        decode_swap_ab_kernel,
-        _TYPES | ({"out_ptr": "*i16"} if "ROPE_DIM" in constants else {}),
-        own | _BUILT | constants,
-        divisible=("q_token", "out_token"),
-        matrix=True,
-        spills=_SWAP_AB_SPILLS,
-    )
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every way to cut, other pages and numbers of heads, and V3.2's rows."""
-    if target.name != "sm_90":
-        return
-    yield _m64_build("whole")
-    yield _m64_build("every", CUT=_EVERY)
-    yield _m64_build("stream-K", CUT=_STREAM_K, SIZE=256)
-    yield _m64_build("stream-K, 128 heads, pages of 2", CUT=_STREAM_K, HEAD_TILES=2,
-                     PAGE1=2, STEP1=1728)  # fmt: skip
-    yield _m64_build("tail", CUT=_TAIL)
-    yield _m64_build("tail, 128 heads", CUT=_TAIL, HEAD_TILES=2, q_desc=None)
-    yield _m64_build("quantised", ROPE_DIM=64)
-    yield _m64_build("quantised, stream-K", ROPE_DIM=64, CUT=_STREAM_K, SIZE=256)
-    yield _m64_build("planned", CUT=_STREAM_K, PLANNED=True)
-    yield _m64_build("one list, no lengths, pages of 53", TWO=False, LENGTH0=False, LENGTH1=False,
-                     SINK=False, PAGE0=53, STEP0=31104)  # fmt: skip
-    yield _m64_build("V3.2, whole", V32=True)
-    yield _m64_build("V3.2, every", V32=True, CUT=_EVERY)
-    yield _m64_build("V3.2, stream-K", V32=True, CUT=_STREAM_K, SIZE=256)
-    yield _m64_build("V3.2, no lengths, pages of 61", V32=True, LENGTH0=False, SINK=False,
-                     PAGE0=61, STEP0=40688)  # fmt: skip
-    for heads in SWAP_AB_BUFFERS:
-        yield _swap_ab_build(heads, "whole")
-        yield _swap_ab_build(heads, "every", CUT=_EVERY)
-        yield _swap_ab_build(heads, "stream-K", CUT=_STREAM_K)
-        yield _swap_ab_build(heads, "quantised", ROPE_DIM=64)
-    yield _swap_ab_build(16, "quantised, 4 tiles", ROPE_DIM=64, HEAD_TILES=4)

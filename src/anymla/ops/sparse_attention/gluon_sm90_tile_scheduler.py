@@ -32,16 +32,12 @@ Of stream-K it is
                                    block of the last split or 0
 """
 
-from collections.abc import Iterator
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._build import Build
 from anymla.ops._gluon import aggregate, view
-from anymla.ops.device import Target
 from anymla.ops.sparse_attention.config import KEYS as _KEYS
-from anymla.ops.sparse_attention.config import MOST_ORDERED_TOKENS, TILE_COST, Cut
+from anymla.ops.sparse_attention.config import MOST_ORDERED_TOKENS, Cut
 
 KEYS = gl.constexpr(_KEYS)
 _NONE = gl.constexpr(int(Cut.NONE))
@@ -595,26 +591,3 @@ def _plan_stream_k(
     gl.store(at + 1, work.count)
     gl.store(at + 2, work.begin)
     gl.store(at + 3, work.end)
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Both sizes of stream-K, and the order."""
-    if target.name != "sm_90":
-        return
-    types = dict.fromkeys(("length0_ptr", "length1_ptr", "plan_ptr"), "*i32")
-    types |= dict.fromkeys(("T", "width0", "width1", "splits", "ctas"), "i32")
-    for size in (512, 2048):
-        yield Build(
-            f"{size} tokens",
-            plan_work_kernel,
-            types,
-            {"HEAD_TILES": 2, "COST": TILE_COST, "SIZE": size, "TWO": True, "LENGTH0": True,
-             "LENGTH1": True, "LONGEST_FIRST": False},
-        )  # fmt: skip
-    yield Build(
-        "order of 512 tokens",
-        plan_work_kernel,
-        types,
-        {"HEAD_TILES": 1, "COST": TILE_COST, "SIZE": 512, "TWO": True, "LENGTH0": True,
-         "LENGTH1": True, "LONGEST_FIRST": True},
-    )  # fmt: skip

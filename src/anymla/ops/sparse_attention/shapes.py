@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +48,90 @@ FLASH_DECODE = AttentionShape(tokens=4, heads=64, window=128, entries=512)
 PRO_DECODE = AttentionShape(tokens=4, heads=128, window=128, entries=1024)
 WINDOW_DECODE = AttentionShape(tokens=4, heads=64, window=128, entries=0)
 V32_DECODE = AttentionShape(tokens=4, heads=128, window=2048, entries=0, dim=576, values=512)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """A call of decode attention: its shape, and what else decides which kernels it takes.
+
+    Attributes:
+        shape: sizes; ``tokens`` are requests times queries.
+        page: rows of a page of the first cache.
+        extra_page: of the second one.
+        lengths: lists have lengths.
+        sink: heads have sinks.
+        layout: of the caches.
+        quantized: the output leaves as FP8.
+        planned: with a plan, if one gains anything.
+        batch_invariant: as the operation's.
+    """
+
+    shape: AttentionShape
+    page: int = 64
+    extra_page: int = 64
+    lengths: bool = True
+    sink: bool = True
+    layout: str = MAIN_FP8
+    quantized: bool = False
+    planned: bool = False
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        shape = self.shape
+        slots = f"{shape.window} + {shape.entries}" if shape.entries else str(shape.window)
+        words = [f"{shape.tokens} tokens, {shape.heads} heads, {slots} slots"]
+        words += [self.layout] * (self.layout != MAIN_FP8)
+        words += [f"pages of {self.page}"] * (self.page != 64)
+        words += [f"pages of {self.extra_page}"] * (self.extra_page != 64)
+        names = {"full lists": not self.lengths, "no sink": not self.sink}
+        names |= {"quantised": self.quantized, "planned": self.planned}
+        names |= {"batch-invariant": self.batch_invariant}
+        return ", ".join([*words, *(name for name, is_so in names.items() if is_so)])
+
+
+def _calls() -> Iterator[AttentionCall]:
+    """V4's layers, V4-Flash's of 64 heads and V4-Pro's of 128, split over GPUs, and V3.2's."""
+    # Ratio 4: selected entries. One request; few; half a wave of an H200's SMs; a wave and more.
+    for heads, entries in ((8, 512), (16, 512), (32, 512), (64, 512), (128, 1024)):
+        for tokens in (1, 32, 160) if heads == 32 else (1, 32, 64, 128, 160, 256):
+            yield AttentionCall(AttentionShape(tokens, heads, 128, entries))
+    for tokens in (1, 12, 32, 128, 160, 192):
+        yield AttentionCall(AttentionShape(tokens, 64, 128, 512), quantized=True)
+    for tokens in (12, 192):
+        yield AttentionCall(AttentionShape(tokens, 64, 128, 512))
+    for tokens, heads, entries in ((1, 128, 1024), (1, 16, 512), (128, 16, 512)):
+        yield AttentionCall(AttentionShape(tokens, heads, 128, entries), quantized=True)
+    # Windows alone.
+    for heads in (16, 64):
+        yield AttentionCall(AttentionShape(2, heads, 128, 0))
+    yield AttentionCall(AttentionShape(2, 64, 128, 0), quantized=True)
+    # Ratio 128: all entries; in pages of 2, as vLLM's cache has them.
+    yield AttentionCall(AttentionShape(8, 128, 128, 1024), extra_page=2)
+    for heads, tokens, page in ((16, 64, 64), (64, 64, 64), (128, 64, 2), (128, 768, 2)):
+        long = AttentionCall(AttentionShape(tokens, heads, 128, 8192), extra_page=page)
+        yield long
+        yield dataclasses.replace(long, planned=True)
+    for heads in (16, 64):
+        yield AttentionCall(AttentionShape(64, heads, 128, 8192), quantized=True)
+    # Orders made once for a step; lists that are full.
+    yield AttentionCall(AttentionShape(256, 64, 128, 512), planned=True)
+    yield AttentionCall(AttentionShape(160, 64, 128, 512), lengths=False)
+    yield AttentionCall(AttentionShape(160, 128, 128, 1024), lengths=False)
+    for heads in (16, 32, 64, 128):
+        yield AttentionCall(AttentionShape(4, heads, 128, 512), batch_invariant=True)
+    short = AttentionCall(AttentionShape(4, 32, 128, 128), batch_invariant=True)
+    yield short
+    yield dataclasses.replace(short, quantized=True)
+    for tokens in (1, 8, 32, 2112):
+        shape = dataclasses.replace(V32_DECODE, tokens=tokens)
+        yield AttentionCall(shape, layout=V32_FP8)
+
+
+CALLS = tuple(_calls())
+# Lists that are full, without sinks, in odd pages; while a graph is captured they have no lengths.
+CAPTURED_CALLS = (
+    AttentionCall(AttentionShape(256, 64, 128, 0), 53, lengths=False, sink=False),
+    AttentionCall(
+        dataclasses.replace(V32_DECODE, tokens=66), 61, lengths=False, sink=False, layout=V32_FP8
+    ),
+)

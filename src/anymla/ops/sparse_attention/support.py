@@ -55,7 +55,7 @@ def gluon_attention_support(
     **keywords: Any,
 ) -> Support:
     """``supports`` of the Hopper kernels of ``sparse_attention``."""
-    if q.device.type != "cuda" or target_of(q.device).name != "sm_90":
+    if target_of(q.device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
     support = triton_support(q)
     if not support:
@@ -124,7 +124,7 @@ def gluon_rows_support(
     **keywords: Any,
 ) -> Support:
     """``supports`` of backend ``gluon_sm90`` of ``sparse_attention_rows``."""
-    if q.device.type != "cuda" or target_of(q.device).name != "sm_90":
+    if target_of(q.device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
     support = triton_support(q)
     if not support:

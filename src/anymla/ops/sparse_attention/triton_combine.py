@@ -22,17 +22,13 @@ it is, or rotated back and quantised for the output projection (ROPE_DIM > 0).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._build import Build
 from anymla.ops._epilogue import QuantizedOut, epilogue_constants, epilogue_pointers
 from anymla.ops._triton_epilogue import store_quantized
-from anymla.ops.device import Target
 from anymla.ops.sparse_attention.config import (
     STREAM_K_AT_ONCE,
     STREAM_K_GROUP,
@@ -436,86 +432,3 @@ def combine(
         WIDTH=tile.width, GROUP=tile.group, MOST=most, AT_ONCE=tile.at_once,
         LONGEST_FIRST=schedule.longest_first, num_warps=tile.warps, **common,
     )  # fmt: skip
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Some numbers of splits, and stream-K; as they are, and quantised."""
-    yield from _float32_builds(target)
-    if target.name != "sm_90":
-        return
-    for quantised in (False, True):
-        yield from _builds(quantised)
-
-
-def _builds(quantised: bool) -> Iterator[Build]:
-    floats = ("sums_ptr", "sink_ptr", "lse_ptr", "scales_ptr", "table_ptr")
-    types = {**dict.fromkeys(floats, "*fp32"), "positions_ptr": "*i64", "angles": "i32"}
-    types |= {
-        "part_ptr": "*fp16",
-        "out_ptr": "*u8" if quantised else "*bf16",
-        "spans_ptr": "*i32",
-        "order_ptr": "*i32",
-        "empty": "fp32",
-    }
-    end = {"ROPE_DIM": 64 if quantised else 0, "TYPE": tl.bfloat16, "NATIVE": True}
-    note = ", quantised" if quantised else ""
-    counts = ("H", "splits", "first_cut", "rows", "work_tiles", "ctas", "out_token", "out_head")
-    types |= dict.fromkeys(counts, "i32")
-    channels, lifted = get_layout(MAIN_FP8).channels, get_layout(MAIN_FP8).nope
-    for rows, most, heads in (
-        (64, 2, 64),
-        (64, 4, 4096),
-        (16, 16, 64),
-        (64, 16, 1024),
-        (64, 32, 64),
-    ):
-        tile = choose_combine_tile(heads, channels, most)
-        yield Build(
-            f"{heads} heads of {rows}, {most} splits{note}",
-            combine_splits_kernel,
-            types,
-            {"ROWS": rows, "CHANNELS": channels, "WIDTH": tile.width, "GROUP": tile.group,
-             "MOST": most, "AT_ONCE": tile.at_once, "SINK": True, "PDL": True, "LIFTED": lifted,
-             "LONGEST_FIRST": most == 2, **end},
-            num_warps=tile.warps,
-            divisible=("out_token", "out_head"),
-        )  # fmt: skip
-    for rows in (16, 64):
-        yield Build(
-            f"{rows} rows{note}",
-            combine_stream_k_kernel,
-            types,
-            {"ROWS": rows, "CHANNELS": channels, "GROUP": STREAM_K_GROUP, "MOST": 256,
-             "AT_ONCE": STREAM_K_AT_ONCE, "SINK": True, "PDL": True, "LIFTED": lifted, **end},
-            num_warps=1,
-            divisible=("out_token", "out_head"),
-        )  # fmt: skip
-
-
-def _float32_builds(target: Target) -> Iterator[Build]:
-    """Of the portable kernel: some numbers of splits, both types of output, quantised."""
-    floats = ("part_ptr", "sums_ptr", "sink_ptr", "lse_ptr", "peak_ptr", "scales_ptr", "table_ptr")
-    types = {**dict.fromkeys(floats, "*fp32"), "positions_ptr": "*i64"}
-    types |= dict.fromkeys(("H", "splits", "has_sink", "out_token", "out_head", "angles"), "i32")
-    for out in ("*bf16", "*fp32"):
-        for count in (2, 16, 32):
-            yield Build(
-                f"{count} splits {out}",
-                combine_float32_kernel,
-                types | {"out_ptr": out, "empty": "fp32"},
-                {"S": count, "VALUES": get_layout(MAIN_FP8).channels, "BV": SLICE,
-                 "PEAK": out == "*fp32", "SUMS": SUMS, "ROPE_DIM": 0, "TYPE": tl.float32,
-                 "NATIVE": False},
-                num_warps=combine_warps(count),
-                divisible=("out_token", "out_head"),
-            )  # fmt: skip
-    for native in sorted({False, target.native_e4m3}):
-        yield Build(
-            f"16 splits, quantised, {'native' if native else 'bits'}",
-            combine_float32_kernel,
-            types | {"out_ptr": "*u8", "empty": "fp32"},
-            {"S": 16, "VALUES": get_layout(MAIN_FP8).channels, "BV": SLICE,
-             "PEAK": False, "SUMS": SUMS, "ROPE_DIM": 64, "TYPE": tl.bfloat16, "NATIVE": native},
-            num_warps=combine_warps(16),
-            divisible=("out_token", "out_head"),
-        )  # fmt: skip

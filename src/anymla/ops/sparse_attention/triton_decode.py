@@ -26,20 +26,13 @@ its range again in bfloat16.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
-from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
 from anymla.formats.triton_cast import e4m3_to_fp16, e4m3_to_fp32, exp2_int, ue8m0_to_fp32
-from anymla.ops._build import Build
-from anymla.ops.device import Target
 from anymla.ops.sparse_attention import float16_range
-from anymla.ops.sparse_attention.config import MODES, Tile, choose_tile
 from anymla.ops.sparse_attention.triton_combine import SUMS
 
 # What FP8 says of the rows: plain, scales in a plane of their own, or in the row.
@@ -519,65 +512,6 @@ def decode_kernel(
         store_heads(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
 
 
-_POINTERS = {"length0_ptr": "*i32", "length1_ptr": "*i32", "list0_ptr": "*i32", "list1_ptr": "*i32",
-             "sink_ptr": "*fp32", "lse_ptr": "*fp32", "peak_ptr": "*fp32", "part_ptr": "*fp32",
-             "sums_ptr": "*fp32"}  # fmt: skip
-_INTEGERS = (*COUNTS, "q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
-_ALIGNED = ("q_token", "q_head", "out_token", "out_head", "page0", "page1", "row_stride")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What kind of call a specialisation is for.
-
-    Attributes:
-        mode: one of MODES.
-        layout: FP8 layout of the rows, or None for plain rows of the mode's type.
-        channels: of a row.
-        two: two caches.
-        peak: the largest scores are asked for.
-    """
-
-    mode: str
-    layout: str | None = None
-    channels: int = 512
-    two: bool = True
-    peak: bool = False
-
-    def __str__(self) -> str:
-        scales_at = (self.layout, f"{self.channels} channels", "peak" if self.peak else None)
-        return " ".join([self.mode, *(mark for mark in scales_at if mark)])
-
-
-_CALLS = (
-    _Call("float16", MAIN_FP8),
-    _Call("float16", V32_FP8, channels=576, two=False),
-    _Call("bfloat16"),
-    _Call("bfloat16", two=False, peak=True),
-    _Call("bfloat16", channels=576, two=False, peak=True),
-    _Call("float32"),
-)
-
-
-def build(chosen: Tile, call: _Call, target: Target, *, split: bool) -> Build:
-    """One specialisation."""
-    layout = None if call.layout is None else get_layout(call.layout)
-    q = "*fp32" if call.mode == "float32" else "*bf16"
-    rows = "*u8" if layout else q
-    return Build(
-        f"{chosen} {call}{' split' if split else ''}",
-        decode_kernel,
-        {"q_ptr": q, "out_ptr": q, "kv0_ptr": rows, "kv1_ptr": rows, "scale": "fp32",
-         "empty": "fp32"} | _POINTERS | dict.fromkeys(_INTEGERS, "i32"),
-        {"BH": chosen.heads, "BN": chosen.keys, "KEYS_FIRST": chosen.keys_first, "TWO": call.two,
-         "PEAK": call.peak, "SPLIT": split,
-         "CHANNELS": call.channels, "VALUES": 512, "MODE": MODES.index(call.mode),
-         "NATIVE": target.native_e4m3, "ONCE": chosen.once} | row_constants(layout, call.channels),
-        num_warps=chosen.warps, num_stages=chosen.stages, divisible=_ALIGNED,
-        matrix=call.mode != "float32", spills=_accepted_spills(chosen, target, call.channels),
-    )  # fmt: skip
-
-
 def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:
     """What the kernel has to know of rows: of an FP8 layout, or plain ones of ``channels``."""
     wide = -(-max(channels, 512) // 64) * 64 - 512
@@ -590,32 +524,3 @@ def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:
         kind = {"FP8": INLINE, "BLOCK": coded.block, "SCALES": coded.rope_start - coded.nope}
         return kind | {"DATA": coded.data_bytes} | tiles
     return {"FP8": PLAIN, "BLOCK": 0, "SCALES": 0, "DATA": 0} | tiles
-
-
-def _accepted_spills(chosen: Tile, target: Target, channels: int) -> int:
-    """Spill instructions over both loops, of which the second hardly ever runs.
-
-    64 heads x 512 channels of sums are half of all registers of an H200's SM, and it
-    is still the fastest tile there. RDNA has no registers for queries as matrix operands, whatever
-    the tile; nothing was measured on it.
-    """
-    if target.name.startswith("gfx1"):
-        return 1500
-    if chosen.heads == 64:
-        return 700
-    if target.native_e4m3:
-        return 11  # Triton 3.7.1; at most 10 by 3.6 and 3.9
-    return 100 if channels <= 512 else 200
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every tile of every kind of call, with and without splits."""
-    for call in _CALLS:
-        tiles = {
-            choose_tile(heads, 640, tokens, call.mode, target, call.channels)
-            for heads in (16, 32, 64)
-            for tokens in (1, None)
-        }
-        for chosen in sorted(tiles, key=str):
-            for split in (False, True):
-                yield build(chosen, call, target, split=split)

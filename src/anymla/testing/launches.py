@@ -1,0 +1,211 @@
+"""What launchers launch, as builds, found out without running a kernel and without a GPU.
+
+Inside ``recorded_launches`` operations are called with tensors on the meta device, which stands for
+a device of the target, or with CPU tensors; each launch is noted as what Triton would look its
+compiled code up by. Kernels do not run, so results are garbage, which whoever uses this must not
+let decide anything.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import anymla.ops
+from anymla.ops import device as device_facts
+from anymla.ops._build import Build
+from anymla.ops.device import INTERPRETED, Target
+from anymla.ops.registry import Operation, Support
+
+META = torch.device("meta")
+Key = tuple[Any, ...]
+
+
+class Launches:
+    """Launches by what their compiled code depends on.
+
+    Attributes:
+        label: of what is called now; a build has that of the first call that launched it.
+        builds: by key.
+    """
+
+    def __init__(self, target: Target) -> None:
+        """None yet, on ``target``."""
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+
+        architecture: Any = target.name if target.backend == "hip" else int(target.name[3:])
+        self._backend = make_backend(GPUTarget(target.backend, architecture, target.warp_size))
+        self._binders: dict[Any, tuple[Any, Any]] = {}
+        self._known: dict[Any, dict[Any, str]] = collections.defaultdict(dict)
+        self.label = ""
+        self.builds: dict[Key, Build] = {}
+
+    def note(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note a launch, whose arguments by name are among ``options``."""
+        from triton.runtime.jit import compute_cache_key
+
+        function, bind = self._binder(kernel)
+        bound, specialisation, rest = bind(*args, **options)
+        known = self._known[kernel.fn]
+        count = len(known)
+        compute_cache_key(known, specialisation, rest)
+        if len(known) > count:
+            made = self._build(function, options, (bound, specialisation, rest))
+            self.builds.setdefault(made.key, made)
+
+    def _build(self, function: Any, options: dict[str, Any], found: tuple[Any, Any, Any]) -> Build:
+        """What ``JITFunction.run`` has compiled for a launch that is like none before."""
+        parsed, signature, constants, hints = function._pack_args(
+            self._backend, dict(options), *found
+        )
+        names = function.arg_names
+        assert all(len(path) == 1 for path in constants), f"{function.fn.__name__}: tuples"
+        return Build(
+            self.label,
+            function,
+            {name: kind for name, kind in signature.items() if kind != "constexpr"},
+            {names[place]: value for (place,), value in constants.items()},
+            num_warps=parsed.num_warps,
+            num_stages=options.get("num_stages"),
+            # Pointers are taken to be aligned. Not noted: AMD's kernels have a hint where a tensor
+            # is below 2 GiB, which caches are not.
+            divisible=tuple(
+                names[place]
+                for (place,), known in hints.items()
+                if ["tt.divisibility", 16] in known and not signature[names[place]].startswith("*")
+            ),
+            fp_fusion=parsed.enable_fp_fusion,
+            registers=options.get("maxnreg") or 0,
+        )
+
+    def _binder(self, kernel: Any) -> tuple[Any, Any]:
+        if kernel.fn not in self._binders:
+            from triton.runtime.jit import JITFunction, create_function_from_signature
+
+            # An interpreted kernel has no signature; its function has that of a compiled one.
+            function = kernel if isinstance(kernel, JITFunction) else _compiled_form(kernel)
+            self._binders[kernel.fn] = (
+                function,
+                create_function_from_signature(function.signature, function.params, self._backend),
+            )
+        return self._binders[kernel.fn]
+
+
+def _compiled_form(kernel: Any) -> Any:
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction(kernel.fn, **kernel.kwargs)
+
+
+@contextlib.contextmanager
+def recorded_launches(target: Target, *, run: str = "") -> Iterator[Launches]:
+    """Note launches inside, as on a device of ``target``.
+
+    Args:
+        target: with its number of SMs.
+        run: interpreted kernels whose module begins with this run as well.
+    """
+    launches = Launches(target)
+    with contextlib.ExitStack() as patches:
+        kind = _kernel_type()
+        really_run = kind.run
+
+        def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            launches.note(self, args, kwargs)
+            if run and self.fn.__module__.startswith(run):
+                really_run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+        patches.enter_context(mock.patch.object(kind, "run", note))
+        _import_kernels()
+        _answer(patches, "target_of", target)
+        if not INTERPRETED:
+            _answer(patches, "runs_gluon", target.name == "sm_90")
+            patches.enter_context(mock.patch.object(device_facts, "_support", _supported))
+            graphs = {"is_current_stream_capturing": False, "synchronize": None}
+            for name, answer in graphs.items():
+                patches.enter_context(mock.patch.object(torch.cuda, name, _always(answer)))
+        # What has been kept about a device is not of the target, nor the other way round.
+        _forget_devices()
+        patches.callback(_forget_devices)
+        yield launches
+
+
+def _kernel_type() -> Any:
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        return InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction
+
+
+def _supported(device_type: str) -> Support:
+    return Support(device_type == "meta", "launches are noted of meta tensors")
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _answer(patches: contextlib.ExitStack, name: str, answer: Any) -> None:
+    """Let the function of that name answer so, in all modules that have it."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith("anymla.") and callable(getattr(module, name, None)):
+            patches.enter_context(mock.patch.object(module, name, _always(answer)))
+
+
+def _forget_devices() -> None:
+    """Empty what the operations' modules keep by device."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith("anymla.ops."):
+            for kept in list(vars(module).values()):
+                if isinstance(kept, functools._lru_cache_wrapper):
+                    if "device" in inspect.signature(kept).parameters:
+                        kept.cache_clear()
+                elif isinstance(kept, Operation):
+                    kept.forget()
+                elif isinstance(kept, dict):
+                    kept.pop(META, None)
+
+
+def _import_kernels() -> None:
+    """Import all files of kernels, so that whatever they have taken from others is known."""
+    prefixes = ("triton_",) if INTERPRETED else ("triton_", "gluon_")
+    for family in pkgutil.iter_modules(anymla.ops.__path__, "anymla.ops."):
+        if family.ispkg:
+            paths = importlib.import_module(family.name).__path__
+            for module in pkgutil.iter_modules(paths, f"{family.name}."):
+                if module.name.rpartition(".")[2].startswith(prefixes):
+                    importlib.import_module(module.name)
+
+
+def derived_builds(family: str, target: Target) -> list[Build]:
+    """Builds of a family's kernels, in the order of their launches, judged as its file says.
+
+    Args:
+        family: a package of ``anymla.ops`` with a file ``builds``.
+        target: to build for.
+    """
+    module = importlib.import_module(f"anymla.ops.{family}.builds")
+    with recorded_launches(target) as launches:
+        for launches.label, call in module.calls(target):
+            call()
+    own = f"anymla.ops.{family}."
+    found = [each for each in launches.builds.values() if each.kernel.fn.__module__.startswith(own)]
+    return [
+        dataclasses.replace(each, **dataclasses.asdict(module.judgement(each, target)))
+        for each in found
+    ]
