@@ -12,25 +12,20 @@ tokens have processors to spare. Of many tokens TOGETHER are lanes of a CTA for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
-from anymla.ops._build import Build
 from anymla.ops._triton_quantize import store_row_codes
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
     MANY_TOKENS,
-    SLICES,
     collapse_columns,
     collapse_lanes,
     dependents_late,
 )
 from anymla.ops.hyper_connection.triton_gates import (
-    STREAM_STRIDES,
     comb_gates,
     entries,
     entry,
@@ -42,7 +37,7 @@ from anymla.ops.hyper_connection.triton_gates import (
     slice_sums,
     store_columns,
 )
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 
 @triton.jit
@@ -318,80 +313,4 @@ def launch_collapse(
         LAUNCH_LATE=dependents_late(tokens, target),
         num_warps=num_warps,
         **pdl_launch(h.device, base, scale, norm_weight),
-    )
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro, few and many tokens: with a norm or without, and the head."""
-    for d in (4096, 7168):
-        for dtype in ("bf16", "fp16", "fp32") if d == 4096 else ("bf16", "fp32"):
-            for mixes, norm in ((24, False), (24, True), (4, False)):
-                # How many slices there are is of no consequence for the tile.
-                for width in SLICES if dtype == "bf16" else SLICES[:1]:
-                    yield _build(target, d, dtype, mixes, norm, d // width)
-                if target_has_pdl(target):
-                    yield _build(target, d, dtype, mixes, norm, d // SLICES[0], last=True)
-                if dtype == "bf16":
-                    yield _build(target, d, dtype, mixes, norm, 4, many=True)
-        for many, last in ((False, False), (False, True), (True, False)):
-            slices = 4 if many else d // SLICES[0]
-            if last and not target_has_pdl(target):
-                continue
-            yield _build(target, d, "bf16", 24, True, slices, many=many, coded=True, last=last)
-
-
-def _build(
-    target: Target,
-    d: int,
-    dtype: str,
-    mixes: int,
-    norm: bool,
-    slices: int,
-    *,
-    many: bool = False,
-    coded: bool = False,
-    last: bool = False,
-) -> Build:
-    columns, num_warps = collapse_columns(d, many)
-    strides = ("partial_token", "partial_slice", "partial_mix", "row_stride", "run_stride")
-    numbers = {
-        "norm_eps": "fp32",
-        "hc_eps": "fp32",
-        "iters": "i32",
-        **dict.fromkeys(("tokens", "gate_ctas", *STREAM_STRIDES, *strides), "i32"),
-    }
-    types = {"h": f"*{dtype}", "y": f"*{dtype}", **numbers}
-    if norm:
-        types["norm_weight"] = f"*{dtype}"
-    given = ("partial", "base", "scale")
-    results: tuple[str, ...] = ("post", "comb") if mixes > 4 else ()
-    types |= dict.fromkeys((*given, *results), "*fp32")
-    if coded:
-        types |= {"codes": "*u8", "code_scales": "*fp32"}
-    pointers = ("partial", "base", "scale", "norm_weight", "post", "comb")
-    pointers += ("codes", "code_scales")
-    sizes = {
-        "N": 4,
-        "D": d,
-        "MIXES": mixes,
-        "P": max(16, triton.next_power_of_2(mixes + 1)),
-        "SLICES": slices,
-        "LANES": collapse_lanes(slices, many),
-        "COLUMNS": columns,
-        "GATES": "post" in types,
-        "TOGETHER": _TOGETHER if many else 1,
-        "FLOOR": ACTIVATION_AMAX_FLOOR,
-        "NATIVE": target.native_e4m3,
-        "LAUNCH_LATE": last,
-        "PDL": target_has_pdl(target),
-    }
-    marks = ", norm" * norm + ", many" * many + ", codes" * coded + ", late" * last
-    return Build(
-        f"{dtype} D {d}, {mixes} mixes of {slices} slices{marks}",
-        collapse_kernel,
-        types,
-        {name: None for name in pointers if name not in types} | sizes,
-        num_warps=num_warps,
-        divisible=STREAM_STRIDES,
-        spills=4 if dtype == "fp32" else 0,
     )

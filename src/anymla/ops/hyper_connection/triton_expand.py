@@ -5,24 +5,19 @@ Grid: (blocks of ROWS tokens, blocks of COLUMNS channels); every value is read a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._build import Build
-from anymla.ops.device import Target
 from anymla.ops.hyper_connection.config import choose_expand_config
 from anymla.ops.hyper_connection.triton_gates import (
-    STREAM_STRIDES,
     expand,
     load_columns,
     load_streams,
     placed,
 )
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 _WARPS = 4
 
@@ -84,21 +79,3 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         **pdl_launch(h.device),
     )
     return out
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro."""
-    numbers = dict.fromkeys(("tokens", *STREAM_STRIDES), "i32")
-    for d in (4096, 7168):
-        chosen = choose_expand_config(d)
-        sizes = {"N": 4, "D": d, "PDL": target_has_pdl(target)}
-        for dtype in ("bf16", "fp16", "fp32"):
-            streams = dict.fromkeys(("u", "h", "out"), f"*{dtype}")
-            yield Build(
-                f"{dtype} D {d}",
-                expand_kernel,
-                {**streams, "post": "*fp32", "comb": "*fp32", **numbers},
-                sizes | {"ROWS": chosen.rows, "COLUMNS": chosen.columns},
-                num_warps=_WARPS,
-                divisible=STREAM_STRIDES,
-            )

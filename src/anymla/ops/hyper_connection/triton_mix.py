@@ -31,32 +31,24 @@ with W warps w, p and f of 2, lanes g of 8 and t of 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
-from anymla.ops._build import Build
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
-    FEW_TOKENS,
     MANY_TOKENS,
-    ROWS,
-    TOGETHER,
     choose_mix_config,
     dependents_late,
     joins_streams,
 )
 from anymla.ops.hyper_connection.triton_gates import (
-    STREAM_STRIDES,
     expand,
     load_columns,
     load_streams,
 )
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 # Channels that four threads load together, and rows of a warp.
@@ -86,11 +78,6 @@ def loaded_rows(WARPS: tl.constexpr):
     """Which of the rows loaded are the rows of a product of ``fragments``, [16 WARPS]."""
     row = tl.arange(0, 16 * WARPS)
     return row // 16 * 8 + row % 16 // 8 * (8 * WARPS) + row % 8
-
-
-# Of each tile one number of tokens that has it.
-_BUILT = (1, ROWS + 1, 2 * ROWS + 1, TOGETHER + 1, FEW_TOKENS + 1, MANY_TOKENS)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @triton.jit
@@ -301,60 +288,3 @@ def launch_mix(
         **pdl_launch(h.device, fn),
     )
     return partial.permute(2, 0, 1) if many else partial
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro, alone and after another site, and the head; tiles are those of any tokens."""
-    for d in (4096, 7168):
-        for dtype in ("bf16", "fp16", "fp32") if d == 4096 else ("bf16",):
-            for mixes, expands in ((24, False), (24, True), (4, False)):
-                seen = set()
-                for tokens in _BUILT:
-                    made = _build(target, d, dtype, mixes, expands, tokens)
-                    if made.label not in seen:
-                        seen.add(made.label)
-                        yield made
-
-
-def _build(target: Target, d: int, dtype: str, mixes: int, expands: bool, tokens: int) -> Build:
-    chosen = choose_mix_config(tokens, d, _DTYPES[dtype], target)
-    numbers = ("tokens", "chunks", *STREAM_STRIDES)
-    types = {"h": f"*{dtype}", "fn": "*fp32", "partial": "*fp32", **dict.fromkeys(numbers, "i32")}
-    absent = {}
-    before = {"u": f"*{dtype}", "out": f"*{dtype}", "post": "*fp32", "comb": "*fp32"}
-    if expands:
-        types |= before
-    else:
-        absent = dict.fromkeys(before)
-    sizes = {
-        "N": 4,
-        "D": d,
-        "MIXES": mixes,
-        "P": max(16, triton.next_power_of_2(mixes + 1)),
-        "EXPAND": expands,
-        "ROWS": chosen.rows,
-        "COLUMNS": chosen.columns,
-        "SINGLE": chosen.chunks == 1,
-        "JOINED": joins_streams(4, target),
-        "DIRECT": chosen.direct,
-        "MANY": tokens >= MANY_TOKENS,
-        "LAUNCH_LATE": dependents_late(tokens, target),
-        "PDL": target_has_pdl(target),
-    }
-    marks = (
-        ", many" * (tokens >= MANY_TOKENS)
-        + ", expand" * expands
-        + ", late" * dependents_late(tokens, target)
-    )
-    chunks = "one chunk" if chosen.chunks == 1 else "chunks"
-    tile = f"{chosen.rows} tokens by {chosen.num_warps} warps, {chunks}"
-    return Build(
-        f"{dtype} D {d}, {mixes} mixes of {tile}{marks}",
-        mix_kernel,
-        types,
-        absent | sizes,
-        num_warps=chosen.num_warps,
-        divisible=STREAM_STRIDES,
-        matrix=dtype != "fp32" and "bf16",
-        spills=64 if target.narrow else 16,
-    )

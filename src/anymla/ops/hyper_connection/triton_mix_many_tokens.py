@@ -17,22 +17,16 @@ Streams are read from there a second time for their squares, of which a thread s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import split_in_three
-from anymla.ops._build import Build
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
-    MANY_TOKENS,
-    MORE_TOKENS,
     choose_many_tokens_config,
 )
-from anymla.ops.hyper_connection.triton_gates import STREAM_STRIDES
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 _PLANES = 3
@@ -148,38 +142,3 @@ def launch_many(h: Tensor, fn: Tensor) -> Tensor:
         **pdl_launch(h.device),
     )
     return partial.permute(2, 0, 1)
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro, a site and the head."""
-    if target.backend != "cuda" or target.shared_bytes <= 200 << 10:
-        return
-    early = target_has_pdl(target)
-    for d in (4096, 7168):
-        for mixes in (24, 4):
-            width = max(16, triton.next_power_of_2(mixes + 1))
-            sizes = {"MIXES": mixes, "WIDTH": 4 * d, "SPLIT": _SPLIT, "PDL": early}
-            types = {"fn": "*fp32", "planes": "*bf16"}
-            yield Build(f"D {d}, {mixes} mixes", split_kernel, types, sizes)
-            for tokens in (MANY_TOKENS, MORE_TOKENS):
-                chosen = choose_many_tokens_config(tokens, d, target)
-                types = {"h": "*bf16", "planes": "*bf16", "partial": "*fp32"}
-                sizes = {
-                    "N": 4,
-                    "D": d,
-                    "MIXES": mixes,
-                    "P": width,
-                    "ROWS": chosen.rows,
-                    "COLUMNS": chosen.columns,
-                    "STAGES": chosen.num_stages,
-                    "PDL": early,
-                }
-                yield Build(
-                    f"D {d}, {mixes} mixes, {chosen.rows} tokens",
-                    many_kernel,
-                    types | dict.fromkeys(("tokens", "chunks", *STREAM_STRIDES), "i32"),
-                    sizes,
-                    divisible=STREAM_STRIDES,
-                    num_warps=chosen.num_warps,
-                    matrix="bf16",
-                )

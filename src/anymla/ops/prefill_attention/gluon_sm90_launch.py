@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from anymla.ops._build import Build
 from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
-from anymla.ops.device import Target, target_of
-from anymla.ops.prefill_attention.config import HEADS, ROPE_DIM, PrefillConfig, choose_config
+from anymla.ops.device import target_of
+from anymla.ops.prefill_attention.config import HEADS, PrefillConfig, choose_config
 from anymla.ops.prefill_attention.gluon_sm90_prefill import prefill_kernel
 
 _LOG2E = 1.4426950408889634
@@ -156,63 +153,3 @@ def _constants(config: PrefillConfig) -> dict[str, bool | int]:
         "CONSUMER0_REGISTERS": config.consumer0_registers,
         "CONSUMER1_REGISTERS": config.consumer1_registers,
     }
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Ranges and lists, whole and partial blocks of heads, both outputs, both types."""
-    if target.name != "sm_90":
-        return
-    for label, dtype, constants in (
-        ("runs", "bf16", {}),
-        ("lists", "bf16", {"LISTED": True}),
-        ("lists, fp16", "fp16", {"LISTED": True}),
-        (
-            "lists alone, largest scores",
-            "bf16",
-            {"LISTED": True, "LISTS_ONLY": True, "MAX_LOGITS": True},
-        ),
-        ("runs, 100 heads, no sink", "bf16", {"HEAD_BLOCKS": 2, "WHOLE": False, "SINK": False}),
-        ("runs, quantised", "bf16", {"QUANTIZED": True, "ROPE_DIM": ROPE_DIM}),
-        ("lists, quantised", "bf16", {"LISTED": True, "QUANTIZED": True, "ROPE_DIM": ROPE_DIM}),
-    ):
-        tile = f"tensordesc<{dtype}[64, 256],{NVMMASharedLayout(128, 16, rank=2)!r}>"
-        integers = ("length", "stride", "window", "width", "rows", "tiles", "heads")
-        quantized = "QUANTIZED" in constants
-        config = choose_config(
-            1024,
-            64 if constants.get("WHOLE", True) else 100,
-            {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype],
-            target,
-            quantized=quantized,
-        )
-        yield Build(
-            label,
-            prefill_kernel,
-            {
-                "qdesc": tile,
-                "kdesc": tile,
-                "odesc": tile,
-                **dict.fromkeys(("q", "kv"), f"*{dtype}"),
-                "out": "*i16" if quantized else f"*{dtype}",
-                "positions": "*i64" if quantized else "*i32",
-                **dict.fromkeys(("scale", "empty"), "fp32"),
-                **dict.fromkeys(("runs", "lists"), "*i32"),
-                **dict.fromkeys(("sink", "scales", "table", "lse", "max_logits"), "*fp32"),
-                **dict.fromkeys(integers, "i32"),
-            },
-            {
-                "HEAD_BLOCKS": 1,
-                "LISTED": False,
-                "LISTS_ONLY": False,
-                "SINK": True,
-                "WHOLE": True,
-                "QUANTIZED": False,
-                "ROPE_DIM": 0,
-                "MAX_LOGITS": False,
-                **_constants(config),
-                **constants,
-            },
-            matrix=True,
-            # What is kept from query to query; of it one a block with Triton 3.6, three with 3.9.
-            spills=140,
-        )

@@ -7,15 +7,11 @@ all entries, windows, combined   grid (tokens, blocks of columns)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._build import Build
-from anymla.ops.device import Target
 from anymla.ops.selection.reference import combined_width
 
 # Tokens of a CTA: of slot_mapping, and of token_to_request.
@@ -450,82 +446,3 @@ def combine_topk_swa_indices(
 
 def _rows(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device=like.device)
-
-
-# Types of the block table's arguments, for builds.
-_TABLE_TYPES = {
-    "table": "*i32",
-    "row_stride": "i32",
-    "column_stride": "i32",
-    "requests": "i32",
-    "pages": "i32",
-}
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Specialisations; page sizes and ratios are the caller's, so common ones stand for all."""
-    tokens = {"positions": "*i64", "token_to_req": "*i32"}
-    for page, ratio in ((64, 1), (64, 4), (2, 128), (3, 5)):
-        yield Build(
-            f"page {page} ratio {ratio}",
-            slot_mapping_kernel,
-            {**tokens, **_TABLE_TYPES, "tokens": "i32", "out": "*i64"},
-            {"PAGE": page, "RATIO": ratio, "BLOCK": _SLOT_BLOCK},
-        )
-    yield Build(
-        "",
-        token_to_request_kernel,
-        {"starts": "*i32", "out": "*i32", "tokens": "i32", "requests": "i32"},
-        {"BLOCK": _TOKEN_BLOCK, "STARTS": _STARTS},
-    )
-    results = {"slots": "*i32", "lens": "*i32"}
-    for width in (128, 512):
-        constants = {"PAGE": 64, "BLOCK": block_of(width)}
-        yield Build(
-            f"block {width}",
-            global_topk_kernel,
-            {
-                **results,
-                **_TABLE_TYPES,
-                "topk": "*i32",
-                "topk_stride": "i32",
-                "token_to_req": "*i32",
-                "is_valid": "*i1",
-                "width": "i32",
-            },
-            constants,
-        )
-        for has_valid in (False, True):
-            # An argument that is None is a constant.
-            valid_type = {"is_valid": "*i1"} if has_valid else {}
-            valid_constant = {"HAS_VALID": has_valid} | ({} if has_valid else {"is_valid": None})
-            label = f"block {width}" + (" valid" if has_valid else "")
-            yield Build(
-                label,
-                compressed_rows_kernel,
-                {
-                    **tokens,
-                    **results,
-                    **_TABLE_TYPES,
-                    **valid_type,
-                    "local": "*i32",
-                    "width": "i32",
-                },
-                {**constants, **valid_constant, "RATIO": 128},
-            )
-            yield Build(
-                label,
-                window_rows_kernel,
-                {**tokens, **results, **_TABLE_TYPES, **valid_type, "window": "i32"},
-                {**constants, **valid_constant},
-            )
-    pointers = ("topk_indices", "query_start_loc", "seq_lens", "gather_lens", "indices", "lens")
-    numbers = ("topk_stride", "requests", "topk", "width", "window", "rows", "entry_rows")
-    for width in (128, 512):
-        for ratio in (1, 4, 128):
-            yield Build(
-                f"block {width} ratio {ratio}",
-                combine_kernel,
-                {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(numbers, "i32")},
-                {"RATIO": ratio, "BLOCK": block_of(width), "STARTS": _REQUEST_STARTS},
-            )
