@@ -20,13 +20,13 @@ from anymla.bench.peers.vllm import VllmXpu
 from anymla.bench.random_caches import shared_rows
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.ops._reference import attend
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import (
     sparse_attention,
     sparse_attention_fp8_quant,
     sparse_attention_plan,
 )
-from anymla.ops.sparse_attention.reference import attend
 from anymla.ops.sparse_attention.shapes import FLASH_DECODE, V32_DECODE, AttentionShape
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 

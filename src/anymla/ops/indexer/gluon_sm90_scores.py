@@ -22,8 +22,6 @@ with one (key, token), which it scales and writes:
     dots [64, ROWS * 64]  ->  partial [64, ROWS, 4]  ->  scores [64, ROWS]  ->  maxima [4, ROWS]
 """
 
-from collections.abc import Iterator
-
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,11 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._build import Build
 from anymla.ops._gluon import aggregate, mbarrier_wait, view
-from anymla.ops.device import Target
-from anymla.ops.indexer.config import GROUP, SM90_FEW_PAIRS, SM90_OVERLAP, SM90_SINGLE
-from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, target_has_pdl
+from anymla.ops.indexer.config import GROUP
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 HEADS = 64
 WIDTH = 128
@@ -1011,54 +1007,3 @@ def scores_kernel(
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """A token and two, with maxima and without, overlapped or not; pages and keys in one list."""
-    if target.name != "sm_90":
-        return
-    numbers = (
-        "table_row_stride", "table_column_stride", "weights_stride", "scores_stride",
-        "maxima_stride", "first_row", "rows", "per_request", "num_requests", "pages", "covered",
-        "k", "split_size", "context", "items",
-    )  # fmt: skip
-    queries = gl.NVMMASharedLayout(128, 8, rank=2)
-    keys, scales = gl.NVMMASharedLayout(128, 8, rank=3), gl.NVMMASharedLayout(0, 32, rank=2)
-    types = {
-        "keys_desc": f"tensordesc<fp8e4nv[1, {PAGE}, {WIDTH}],{keys!r}>",
-        "scales_desc": f"tensordesc<fp32[1, {PAGE}],{scales!r}>",
-        "weights": "*fp32",
-        "scores": "*fp32",
-        "lengths": "*i32",
-        **dict.fromkeys(numbers, "i32"),
-    }
-    choices = (
-        ("table",),
-        ("table", "maxima"),
-        ("table", "maxima", "row_requests", "starts"),
-        ("starts",),
-    )
-    for rows, config in ((1, SM90_SINGLE), (2, SM90_FEW_PAIRS), (2, SM90_OVERLAP)):
-        types["q_desc"] = f"tensordesc<fp8e4nv[{rows * HEADS}, {WIDTH}],{queries!r}>"
-        for given in choices:
-            optional = ("table", "maxima", "row_requests", "starts")
-            yield Build(
-                ", ".join((f"{rows} rows", *given)) + ", overlapped" * config.overlap,
-                scores_kernel,
-                types | dict.fromkeys(given, "*i32"),
-                {
-                    **{name: None for name in optional if name not in given},
-                    "ROWS": rows,
-                    "STAGES": STAGES,
-                    "OVERLAP": config.overlap,
-                    "CONSUMER_REGISTERS": config.consumer_registers,
-                    "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-                    "FILL": "maxima" not in given,
-                    "PDL": target_has_pdl(target),
-                },
-                divisible=("weights_stride", "scores_stride"),
-                matrix="e4m3",
-                registers=config.registers,
-                # Addresses that consumers need for tiles at the ends of rows.
-                spills=100 if rows > 1 else 16,
-            )

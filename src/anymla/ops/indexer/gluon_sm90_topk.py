@@ -21,24 +21,16 @@ the one in which the k-th lies; early if all keys of that digit are wanted.
     keys  ->  2,048 counters  ->  scan  ->  digit, keys above it, keys of it  ->  next digit
 """
 
-from collections.abc import Iterator
-
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._build import Build
 from anymla.ops._gluon import warpgroup_barrier
-from anymla.ops.device import Target
 from anymla.ops.indexer.config import (
     GROUP,
-    MAX_GROUPS,
     MAX_GROUPS_K,
-    MAX_ROW_ENTRIES,
-    SelectConfig,
-    choose_sm90_topk_config,
 )
-from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, target_has_pdl
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 # A row is prefetched two waves of an H200 ahead.
 _PREFETCHED = gl.constexpr(2 * 132)
@@ -778,44 +770,3 @@ def topk_kernel(
         slot = page.to(gl.int64) * slot_page + entry % slot_page
         slot = gl.where((page >= 0) & (slot < 0x80000000), slot, -1)
         gl.store(slots + place_of, slot.to(gl.int32), mask=place_of < k)
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Rows and groups, few rows and many."""
-    if target.name != "sm_90":
-        return
-    numbers = (
-        "scores_stride", "maxima_stride", "out_stride", "slots_stride", "table_row_stride",
-        "table_column_stride", "table_pages", "slot_page", "first_row", "per_request",
-        "num_requests", "covered", "k",
-    )  # fmt: skip
-    configs = [SelectConfig("row", 1, 512, elements=n) for n in (1024, 8192, MAX_ROW_ENTRIES)]
-    configs += [
-        SelectConfig("groups", 1, padded_k, groups=groups)
-        for padded_k in (16, 512, MAX_GROUPS_K)
-        for groups in (64, 2048, MAX_GROUPS)
-    ]
-    optional = ("maxima", "starts", "row_requests", "slots", "counts", "table")
-    for config in configs:
-        for rows, given in ((1, ("row_requests", "slots", "counts", "table")), (2048, ("starts",))):
-            topk = choose_sm90_topk_config(config, rows)
-            pointers = ("scores", "lengths", "out", *given, *(("maxima",) if config.groups else ()))
-            yield Build(
-                f"top {config.padded_k} of {topk.elements}, {topk.groups} groups"
-                + ", many rows" * (rows > 1),
-                topk_kernel,
-                {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(numbers, "i32")},
-                {
-                    **{name: None for name in optional if name not in pointers},
-                    "GROUPS": topk.groups,
-                    "ELEMENTS": topk.elements,
-                    "PADDED_K": config.padded_k,
-                    "PDL": target_has_pdl(target),
-                    "WARPS": topk.warps,
-                },
-                num_warps=topk.warps,
-                divisible=("scores_stride", "maxima_stride", "out_stride"),
-                # 32 values a thread, of maxima and of candidates after them.
-                spills=110 if config.padded_k == MAX_GROUPS_K else 80,
-                registers=topk.registers,
-            )

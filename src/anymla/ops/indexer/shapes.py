@@ -63,3 +63,45 @@ PREFILLS = tuple(
     for queries in (2048, 8192)
     for keys in (8192, 65_536, 262_144)
 )
+# What selections are built for, and k: those above as far as other kernels run, V4-Flash's first,
+# then V4-Pro's, a tiny model's and k of V3.2.
+SELECTIONS = (
+    *((shape, V4_FLASH.topk) for shape in DECODES if shape.requests in (1, 128)),
+    *((shape, V4_FLASH.topk) for shape in PREFILLS if shape.queries == 2048),
+    *((SelectShape(32, 1, keys), V4_FLASH.topk) for keys in (512, 1024, 65_536)),
+    *((SelectShape(32, 1, keys), V4_PRO.topk) for keys in (8192, 16_384, 32_768, 65_536, 262_144)),
+    (SelectShape(1, 1, 262_144), V4_PRO.topk),
+    (SelectShape(1, 2048, 65_536, prefill=True), V4_PRO.topk),
+    *((SelectShape(2, 1, keys), 16) for keys in (1024, 32_768, 65_536, 262_144)),
+    (SelectShape(1, 2048, 65_536, prefill=True), 16),
+    (SelectShape(1, 2048, 65_536, prefill=True), 2048),
+    (SelectShape(1, 1, 262_144), 2048),
+    (SelectShape(32, 1, 65_536), 2048),
+)
+RAGGED_SELECTIONS = tuple((SelectShape(32, queries, 65_536), V4_FLASH.topk) for queries in (1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsShape:
+    """``topk_per_row`` of ``rows`` rows of ``columns`` scores."""
+
+    rows: int
+    columns: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"top {self.k} of {self.rows} x {self.columns}"
+
+
+# One a size of the sorting network, and of the blocks before it; the last are ranked.
+RANKINGS = (
+    RowsShape(32, 1024, 16),
+    RowsShape(32, 4096, 128),
+    RowsShape(512, 8192, 256),
+    RowsShape(32, 32_768, 512),
+    RowsShape(512, 65_536, 1024),
+    RowsShape(1, 262_144, 16),
+    RowsShape(1, 262_144, 512),
+    RowsShape(32, 32_768, 2048),
+    RowsShape(32, 32_768, 4096),
+)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -27,11 +26,8 @@ from anymla.formats.triton_cast import exp2_int, exponent_to_ue8m0, fp32_to_e2m1
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import block_exponent
 from anymla.ops import device as device_facts
-from anymla.ops._build import Build
 from anymla.ops._triton_norm_rope import load_cos_sin, rotate
-from anymla.ops.device import Target
-from anymla.ops.indexer.shapes import V4_FLASH
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 # Channels of a CTA's tile: 16 for each thread.
 _TILE = 2048
@@ -214,46 +210,3 @@ def indexer_q_rope_quant(
             **pdl_launch(device),
         )
     return out.view(torch.float8_e4m3fn) if quant == "fp8" else out, scales, out_weights
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every quantisation of V4-Flash's index queries."""
-    width = V4_FLASH.channels
-    for quant in ("fp8", "mxfp4", "none"):
-        for dtype, weights in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
-            for hadamard in (False, True):
-                yield Build(
-                    f"{quant} {dtype}, weights {weights}" + (" hadamard" if hadamard else ""),
-                    query_kernel,
-                    {
-                        "q": f"*{dtype}",
-                        "q_token_stride": "i32",
-                        "q_head_stride": "i32",
-                        "weights": f"*{weights}",
-                        "weights_stride": "i32",
-                        "positions": "*i64",
-                        "table": "*fp32",
-                        "table_stride": "i32",
-                        "length": "i32",
-                        "weight_scale": "fp32",
-                        "out": f"*{dtype}" if quant == "none" else "*u8",
-                        "out_scales": "*u8",
-                        "out_weights": "*fp32",
-                        "heads": "i32",
-                    },
-                    {
-                        "WIDTH": width,
-                        "PADDED": width,
-                        "LOG": width.bit_length() - 1,
-                        "ROPE": V4_FLASH.rope,
-                        "RULE": quant_rule(quant, width),
-                        "PACKED": quant == "mxfp4",
-                        "HADAMARD": hadamard,
-                        "NATIVE": target.native_e4m3,
-                        "HEADS": heads_of(V4_FLASH.heads, width),
-                        "PDL": target_has_pdl(target),
-                    },
-                    num_warps=_NUM_WARPS,
-                    fp_fusion=False,
-                    divisible=("q_token_stride", "q_head_stride", "table_stride", "heads"),
-                )

@@ -22,7 +22,6 @@ the narrowest arithmetic that holds both operands' values exactly; sums are alwa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,20 +32,15 @@ from torch import Tensor
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.page_layout import (
     INDEX_FP8,
-    INDEX_MXFP4,
-    ROWS_BF16_128,
-    ROWS_FP32_128,
 )
 from anymla.formats.triton_cast import e2m1_to_fp32, e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
 from anymla.formats.triton_rows import cache_bytes, row_codec
 from anymla.ops import device as device_facts
-from anymla.ops._build import Build
 from anymla.ops.device import Target
 from anymla.ops.indexer.config import GROUP, choose_score_config, score_registers, split_size
 from anymla.ops.indexer.inputs import ScoreInputs, dense_inputs, paged_inputs, writable
-from anymla.ops.indexer.shapes import V4_FLASH
 from anymla.ops.indexer.triton_topk import NOTHING, ordered_result
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 _BLOCK = tl.constexpr(MXFP4_BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -638,95 +632,3 @@ def write_scores(
 def _codes(x: Tensor) -> Tensor:
     """FP8 values as bytes: kernels take no pointer to FP8."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
-_POINTERS = {"e4m3": "*u8", "e2m1": "*u8", "fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """V4-Flash's heads and pages: a row alone and two, in every arithmetic.
-
-    Scores of a selection with maxima and without, filled scores of pages, and of a list.
-    """
-    for q_kind, layout, with_maxima, with_requests in (
-        ("e4m3", INDEX_FP8, True, True),
-        ("e4m3", INDEX_FP8, False, True),
-        ("e4m3", INDEX_FP8, True, False),
-        ("bf16", INDEX_FP8, True, True),
-        ("e2m1", INDEX_MXFP4, True, True),
-        ("bf16", ROWS_BF16_128, True, True),
-    ):
-        given = {"maxima": with_maxima, "requests": with_requests, "table": True}
-        yield from _pair_of_builds(q_kind, row_codec(layout), layout, given, target)
-    for q_kind, layout in (
-        ("e4m3", INDEX_FP8),
-        ("bf16", INDEX_FP8),
-        ("e2m1", INDEX_MXFP4),
-        ("bf16", INDEX_MXFP4),
-        ("bf16", ROWS_BF16_128),
-        ("fp32", ROWS_FP32_128),
-    ):
-        given = {"table": True, "context": True}
-        yield from _pair_of_builds(q_kind, row_codec(layout), layout, given, target)
-    for q_kind, k_kind in (
-        ("e4m3", "e4m3"), ("bf16", "e4m3"), ("e2m1", "bf16"), ("fp32", "fp32")
-    ):  # fmt: skip
-        given = {"starts": True, "context": True, "key_scale": k_kind == "e4m3"}
-        yield from _pair_of_builds(
-            q_kind, ListFormat(k_kind, V4_FLASH.channels), k_kind, given, target
-        )
-
-
-def _pair_of_builds(
-    q_kind: str, key_format: Any, label: str, given: dict[str, bool], target: Target
-) -> Iterator[Build]:
-    """Builds for a row alone and for two; ``given`` are the optional arguments that there are."""
-    paged = "table" in given
-    k_kind = _KIND_OF_CODEC[key_format.kind] if paged else key_format.values
-    math = math_of(q_kind, k_kind, target)
-    numbers = (
-        "weights_stride", "keys_stride", "table_row_stride", "table_column_stride",
-        "scores_stride", "maxima_stride", "first_row", "rows", "per_request", "num_requests",
-        "pages", "covered", "k", "split",
-    )  # fmt: skip
-    optional = {
-        "q_scales": "*u8", "key_scale": "*fp32", "table": "*i32", "starts": "*i32",
-        "requests": "*i32", "maxima": "*i32", "context": "i32",
-    }  # fmt: skip
-    given = given | {"q_scales": q_kind == "e2m1"}
-    for rows in (1, 2):
-        config = choose_score_config(
-            rows, V4_FLASH.heads, key_format.channels, math, target, paged_keys=0 if paged else None
-        )
-        options = [name for name in ("maxima", "requests", "context") if given.get(name)]
-        yield Build(
-            ", ".join((f"{q_kind} x {label} in {math}", f"{config.rows} rows", *options)),
-            scores_kernel,
-            {
-                "q": _POINTERS[q_kind],
-                "weights": "*fp32",
-                "keys": "*u8" if paged else _POINTERS[k_kind],
-                "lengths": "*i32",
-                "scores": "*fp32",
-                **dict.fromkeys(numbers, "i32"),
-                **{name: kind for name, kind in optional.items() if given.get(name)},
-            },
-            {
-                **{name: None for name in optional if not given.get(name)},
-                "HEADS": V4_FLASH.heads,
-                "CONFIG": config,
-                "ENTRIES": V4_FLASH.page_size if paged else 0,
-                "FORMAT": key_format,
-                "Q_KIND": q_kind,
-                "MATH": math,
-                "NATIVE": target.native_e4m3,
-                "CANONICAL_NAN": target.backend == "cuda",
-                "PDL": target_has_pdl(target),
-            },
-            num_warps=config.warps,
-            num_stages=config.stages,
-            divisible=("weights_stride", "keys_stride"),
-            matrix=math != "fp32",
-            # Packed queries are decoded once, before the loop; float32 is for verification.
-            spills=48 if q_kind == "e2m1" or math == "fp32" else 16,
-        )

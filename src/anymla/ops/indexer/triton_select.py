@@ -27,7 +27,7 @@ With one split, ``collect`` merges its own row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,13 +38,9 @@ from torch import Tensor
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
 from anymla.ops import device as device_facts
-from anymla.ops._build import Build
 from anymla.ops.device import Target
 from anymla.ops.indexer.config import (
     GROUP,
-    MAX_GROUPS,
-    MAX_GROUPS_K,
-    MAX_ROW_ENTRIES,
     SelectConfig,
     choose_select_config,
     padded_entries,
@@ -55,7 +51,7 @@ from anymla.ops.indexer.config import (
 from anymla.ops.indexer.inputs import ScoreInputs, SelectOutputs, select_inputs, writable
 from anymla.ops.indexer.triton_scores import row_ranges, write_scores
 from anymla.ops.indexer.triton_topk import NOTHING, kth_largest, narrow, ordered, places
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 _GROUP = tl.constexpr(GROUP)
@@ -677,115 +673,3 @@ def _launch_topk(
         SCORED=config.algorithm != "all",
         num_warps=row_warps(held, config.groups, rows, target), **options,
     )  # fmt: skip
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every size that ``config`` can choose, few rows and many; one split and several."""
-    numbers = (
-        "scores_stride", "maxima_stride", "out_stride", "slots_stride", "table_row_stride",
-        "table_column_stride", "table_pages", "slot_page", "first_row", "per_request",
-        "num_requests", "covered", "k",
-    )  # fmt: skip
-    pointers = ("scores", "maxima", "chosen_groups", "lengths", "requests", "out")
-    nothing = ("maxima", "chosen_groups", "starts", "slots", "counts", "table")
-    yield Build(
-        "nothing scored",
-        row_topk_kernel,
-        {
-            **dict.fromkeys(("scores", "lengths", "requests", "out"), "*i32"),
-            **dict.fromkeys(numbers, "i32"),
-        },
-        {
-            **dict.fromkeys(nothing),
-            "GROUPS": 0,
-            "ELEMENTS": 512,
-            "PADDED_K": 512,
-            "SCORED": False,
-            "PDL": target_has_pdl(target),
-        },
-        num_warps=row_warps(512, 0, 1, target),
-    )
-    for elements in (2048, 8192, MAX_ROW_ENTRIES):
-        yield Build(
-            f"rows of {elements}",
-            row_topk_kernel,
-            {
-                **dict.fromkeys(("scores", "lengths", "requests", "out"), "*i32"),
-                **dict.fromkeys(numbers, "i32"),
-            },
-            {
-                **dict.fromkeys(nothing),
-                "GROUPS": 0,
-                "ELEMENTS": elements,
-                "PADDED_K": 512,
-                "SCORED": True,
-                "PDL": target_has_pdl(target),
-            },
-            num_warps=row_warps(elements, 0, 1, target),
-            # A few where CTAs of Ada have no more registers; many in the widest rows.
-            spills={MAX_ROW_ENTRIES: 100, 2048: 4}.get(elements, 0),
-        )
-    for padded_k in (16, 512, MAX_GROUPS_K):
-        for groups in (64, 4096, MAX_GROUPS):
-            for rows, with_slots in ((1, True), (2048, False)):
-                given = ("slots", "counts", "table") if with_slots else ()
-                missing = () if with_slots else ("slots", "counts", "table")
-                yield Build(
-                    f"{padded_k} of {groups} groups" + ", many rows" * (rows > 1),
-                    row_topk_kernel,
-                    {
-                        **dict.fromkeys((*pointers, *given), "*i32"),
-                        **dict.fromkeys(numbers, "i32"),
-                    },
-                    {
-                        "starts": None,
-                        **dict.fromkeys(missing),
-                        "GROUPS": groups,
-                        "ELEMENTS": padded_k * GROUP,
-                        "PADDED_K": padded_k,
-                        "SCORED": True,
-                        "PDL": target_has_pdl(target),
-                    },
-                    num_warps=row_warps(padded_k * GROUP, groups, rows, target),
-                    # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.
-                    spills=140 if padded_k == MAX_GROUPS_K else 60,
-                )
-
-    numbers = (
-        "scores_stride", "out_stride", "slots_stride", "table_row_stride", "table_column_stride",
-        "table_pages", "slot_page", "first_row", "per_request", "num_requests", "covered", "k",
-    )  # fmt: skip
-    pointers = ("scores", "keys", "entries", "found", "lengths", "requests", "out")
-    cases = ((1, 4096, 2048, 512), (32, 4096, 1, 1024), (1, 8192, 2048, 2048), (32, 8192, 1, 2048))
-    for splits, capacity, rows, padded_k in cases:
-        config = SelectConfig("samples", rows, padded_k, splits=splits, capacity=capacity)
-        block, warps = sample_block_and_warps(rows, config, target)
-        shared = {
-            "starts": None,
-            "SPLITS": splits,
-            "CAPACITY": capacity,
-            "BLOCK": block,
-            "PADDED_K": padded_k,
-        }
-        shared["PDL"] = target_has_pdl(target)
-        extra = ("slots", "table") if splits > 1 else ()
-        missing = {} if splits > 1 else {"slots": None, "table": None}
-        types = {**dict.fromkeys((*pointers, *extra), "*i32"), **dict.fromkeys(numbers, "i32")}
-        label = f"{splits} splits of {capacity}"
-        yield Build(
-            label,
-            sample_collect_kernel,
-            types,
-            {**shared, **missing, "counts": None, "SAMPLES": config.samples},
-            num_warps=warps,
-            spills=16,
-        )
-        if splits > 1:
-            yield Build(
-                label,
-                sample_merge_kernel,
-                types,
-                {**shared, **missing},
-                num_warps=warps,
-                spills=100 if capacity > 4096 or target.narrow else 16,
-            )

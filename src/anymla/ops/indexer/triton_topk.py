@@ -24,15 +24,11 @@ long it takes, never what comes out:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._build import Build
-from anymla.ops.device import Target
 from anymla.ops.indexer.config import choose_topk_config, next_power_of_2, sort_warps, topk_warps
 from anymla.ops.streams import scratch
 
@@ -430,44 +426,3 @@ def _order_winners(
             bits, bits.stride(0), starts, ends, winners, out, out.stride(0), columns, k, kept,
             RANKED=_RANKED, COMPARED=_COMPARED,
         )  # fmt: skip
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every block: resident or not, splits and merging; every size that is sorted, and ranking."""
-    pointers = {"logits": "*i32", "starts": "*i32", "out": "*i32", "row_stride": "i32"}
-    for block in (1024, 4096):
-        for resident in (True, False):
-            if not resident and block == 1024:
-                continue
-            for merge in (False, True):
-                yield Build(
-                    f"block {block}" + (" resident" if resident else "") + " merge" * merge,
-                    select_kernel,
-                    {
-                        **pointers,
-                        "ends": "*i32",
-                        "candidates": "*i32",
-                        **dict.fromkeys(("columns", "k", "kept", "splits"), "i32"),
-                    },
-                    {"MERGE": merge, "RESIDENT": resident, "BLOCK": block},
-                    num_warps=topk_warps(block),
-                    # sm_80 puts some of a block's keys aside during a histogram.
-                    spills=40,
-                )
-    numbers = dict.fromkeys(("out_stride", "k", "kept"), "i32")
-    block = 64
-    while block <= 2048:
-        yield Build(
-            f"sort {block}",
-            sort_kernel,
-            {**pointers, **numbers, "winners": "*i32"},
-            {"BLOCK": block},
-            num_warps=sort_warps(block),
-        )
-        block *= 2
-    yield Build(
-        "",
-        rank_kernel,
-        {**pointers, **numbers, "ends": "*i32", "winners": "*i32", "columns": "i32"},
-        {"RANKED": _RANKED, "COMPARED": _COMPARED},
-    )
