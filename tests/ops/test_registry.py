@@ -13,6 +13,7 @@ from anymla.ops.registry import (
     check,
     operation,
     require,
+    skip_checks,
 )
 from anymla.ops.streams import Workspace, scratch
 
@@ -226,6 +227,16 @@ def test_addresses_and_strides_are_part_of_a_choice():
     assert probe.ran == ["torch", "torch", "reference", "reference", "torch"]
 
 
+def test_addresses_matter_wherever_a_storage_begins():
+    probe = _Asked().add("torch", _aligned).add("reference")
+    start = -torch.frombuffer(memory := bytearray(256), dtype=torch.uint8).data_ptr() % 16
+    for shift in (0, 4, 8, 16):
+        x = torch.frombuffer(memory, dtype=torch.float32, count=32, offset=start + shift)
+        assert not x.storage_offset()
+        probe.operation(x.view(4, 8))
+    assert probe.ran == ["torch", "reference", "reference", "torch"]
+
+
 @pytest.mark.parametrize("changed", [{"k": 2}, {"label": "b"}, {"out": WIDE[:3].clone()}])
 def test_other_arguments_are_another_choice(changed):
     answers = {"k": 1, "label": "", "out": None}
@@ -260,6 +271,10 @@ def test_a_named_backend_is_asked_for_itself():
     assert probe.operation.resolve(WIDE[:3], backend="triton").name == "triton"
     assert probe.ran == ["torch", "torch", "triton"]  # kernels do not run on a CPU unasked
     assert probe.asked == ["triton", "triton"]
+    probe = _Asked().add("torch", _few).add("reference")
+    for named in ("reference", None, "torch", "reference"):
+        probe.operation(WIDE[:3], backend=named)
+    assert probe.ran == ["reference", "torch", "torch", "reference"]
 
 
 def test_what_comes_after_a_good_call_is_checked_as_before():
@@ -357,3 +372,19 @@ def test_what_is_traced_does_not_resolve_for_others():
         compiled(WIDE[:tokens])
         probe.operation(WIDE[:tokens])
     assert probe.ran == ["torch", "torch", "reference", "reference", "torch", "torch"]
+
+
+def test_checks_are_skipped_where_no_choice_is_to_be_made():
+    probe = _Asked().add("triton", _few).add("torch")
+    with skip_checks():
+        probe.operation(WIDE[0])
+        with skip_checks(False), pytest.raises(ValueError, match="x must be"):
+            probe.operation(WIDE[0])
+        with pytest.raises(BackendUnavailable, match="at most four"):  # asked as ever
+            probe.operation(WIDE, backend="triton")
+        with pytest.raises(ValueError, match="x must be"):
+            probe.operation(WIDE[0], backend="triton")
+        assert probe.operation.resolve(WIDE[0]).name == "torch"
+    with pytest.raises(ValueError, match="x must be"):
+        probe.operation(WIDE[0])
+    assert probe.ran == ["torch"]

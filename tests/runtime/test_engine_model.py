@@ -2,6 +2,8 @@
 
 import dataclasses
 import random
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.layers import heads
 from anymla.layers.output_projection import OutputProjection
 from anymla.model.load import load_model
+from anymla.ops import registry
 from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
@@ -62,6 +65,24 @@ def test_chunks_do_not_change_the_tokens(tiny_model, alone, chunk_size):
     request = REQUESTS[0]
     got = _engine(tiny_model, chunk_size=chunk_size).run([request])[0]
     assert got.token_ids == alone["a"]
+
+
+def test_every_call_of_every_step_passes_the_checks(tiny_model, alone, monkeypatch):
+    """An engine's first step is checked, so no further one may need to be."""
+    kinds = Mock(side_effect=registry._kind_of)
+    monkeypatch.setattr(registry, "_kind_of", kinds)
+    engine = _engine(tiny_model)
+    engine.submit(REQUESTS[0])
+    engine.step()
+    first = kinds.call_count
+    assert first > 0
+    assert engine.run()[0].token_ids == alone["a"]
+    assert kinds.call_count == first
+    monkeypatch.setattr("anymla.runtime.engine.skip_checks", lambda skip: nullcontext())
+    checked = _engine(tiny_model, chunk_size=50, draft_tokens=1)
+    found = {done.request.request_id: done.token_ids for done in checked.run(REQUESTS)}
+    assert found == alone
+    assert kinds.call_count > 10 * first
 
 
 @pytest.mark.parametrize("decode", ["plain", "fixed"])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from anymla.formats.quantized_rows import QuantizedRows
 
 
-def travel(device: torch.device) -> bool:
+def travel(weight: Tensor) -> bool:
     """Whether a launch can be saved: kernels quantise what they make, and read what is quantised.
 
     On a CPU every product quantises what it reads.
     """
-    return device.type != "cpu"
+    return not weight.is_cpu
 
 
 def memory(wanted: bool, x: Tensor) -> QuantizedRows | None:

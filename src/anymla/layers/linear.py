@@ -157,7 +157,7 @@ class Linear(nn.Module):
         """Whether it saves a launch to give it its input quantised as well."""
         packed = self.packed
         quantizes = self.quantize_activations and packed.kind == "fp8"
-        return quantizes and codes.travel(packed.weight.device)
+        return quantizes and codes.travel(packed.weight)
 
     def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> Tensor:
         """Map [..., K] to [..., N], same dtype.

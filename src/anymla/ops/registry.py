@@ -19,6 +19,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ _PRIORITY = ("gluon_sm90", "vendor", "triton", "torch", "reference")
 _ACCELERATED = ("gluon_sm90", "vendor", "triton")
 # Addresses are known to a choice modulo this many bytes: the widest load, and TMA's boxes.
 _ALIGNMENT = 16
+_LISTS = (list, tuple)
 # Kinds of call that an operation remembers; shapes of prompts are many.
 _MOST_KINDS = 512
 
@@ -121,12 +123,31 @@ class LazyFunction:
         return self._load()(*args, **kwargs)
 
 
-_FACTS = operator.attrgetter("dtype", "shape", "is_cpu")
+_skipped: ContextVar[bool] = ContextVar("skipped", default=False)
+
+
+@contextlib.contextmanager
+def skip_checks(skip: bool = True) -> Iterator[None]:
+    """Skip checks of CPU tensors that call for no choice inside, if ``skip``.
+
+    For a caller whose arguments follow from what has been checked, as an engine's steps do from
+    its weights and caches: of a small model's decode step, even to see that a call is of a known
+    kind takes a hundredth. Everywhere else calls are checked by their kind.
+    """
+    token = _skipped.set(skip)
+    try:
+        yield
+    finally:
+        _skipped.reset(token)
+
+
+_ON_HOST = operator.attrgetter("dtype", "shape", "is_cpu")
+_ON_DEVICE = operator.attrgetter("dtype", "shape", "device")
 
 
 def _kind_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, *, asks: bool
-) -> Hashable:
+    args: Sequence[Any], kwargs: dict[str, Any], backend: str | None, *, asks: bool
+) -> tuple[Any, ...] | None:
     """What ``Operation.resolve`` says that a call is known by; None: it is not to be remembered.
 
     Args:
@@ -142,25 +163,20 @@ def _kind_of(
         facts += kwargs
         values = (*args, *kwargs.values())
     for value in values:
-        if value is None:
+        if isinstance(value, Tensor):
+            if asks:
+                places = value.data_ptr() % _ALIGNMENT, value.storage_offset() % _ALIGNMENT
+                facts += (*_ON_DEVICE(value), value.stride(), places)
+            else:
+                add(_ON_HOST(value))
+                if not value.is_contiguous():
+                    add(value.stride())
+        elif value is None:
             add(None)
-            continue
-        if isinstance(value, list | tuple):
+        elif isinstance(value, _LISTS):
             if asks:
                 return None
-            facts += type(value), len(value)
-            if not value:
-                continue
-            value = value[0]
-        if isinstance(value, Tensor):
-            add(_FACTS(value))
-            if not value.is_cpu:
-                add(value.device)
-            if asks:
-                start = value.data_ptr(), value.storage_offset()
-                facts += value.stride(), *(each % _ALIGNMENT for each in start)
-            elif not value.is_contiguous():
-                add(value.stride())
+            facts += type(value), len(value), _kind_of(value[:1], {}, None, asks=False)
         else:
             facts += type(value), value
     return tuple(facts)
@@ -343,6 +359,8 @@ class Operation:
         first = args[0] if args else None
         on_host = backend is None and isinstance(first, Tensor) and first.is_cpu
         host = self._host if on_host else None
+        if host is not None and _skipped.get():
+            return host, args, kwargs
         kind = _kind_of(args, kwargs, backend, asks=host is None)
         try:
             found = self._resolved.get(kind)

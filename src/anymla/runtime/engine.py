@@ -11,6 +11,7 @@ import torch
 
 from anymla.model.transformer import Transformer
 from anymla.ops.prefill_attention.config import CHANNELS, runs_on
+from anymla.ops.registry import skip_checks
 from anymla.ops.streams import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
@@ -114,6 +115,7 @@ class Engine:
         )
         self._runner = decode_runner(model, self.store, options)
         self._states: dict[str, RequestState] = {}
+        self._stepped = False  # weights and caches have been checked by a step
         self._backbone_layers = model.config.num_hidden_layers
         self._drafter: Drafter | None = None
         if options.draft_tokens:
@@ -199,11 +201,12 @@ class Engine:
         if not spans:
             assert not self._states, "requests wait, but none runs"
             return StepReport(0, {}, [])
-        with self.workspace.active():
+        with self.workspace.active(), skip_checks(self._stepped):
             forwarded = self._forward(spans)
             score_prompts(self.model, spans, forwarded)
             new_tokens = choose_next(self.model, spans, forwarded)
             self._draft(spans, forwarded)
+        self._stepped = True
         finished = []
         for span in spans:
             if span.state.finish_reason is None:

@@ -66,9 +66,10 @@ def gemm_kernel(
     given = ActivationRows(
         x + group.to(tl.int64) * width, x_scales, rows, inside, x_stride, x_scale_stride
     )
+    w += group.to(tl.int64) * w_group
     if FORMAT != "plain":
         scales += group.to(tl.int64) * s_group
-    weight = WeightRows(w + group.to(tl.int64) * w_group, scales, column.to(tl.int64), exists)
+    weight = WeightRows(w, scales, column.to(tl.int64), exists)
     total = gemm_tile(
         given,
         weight,
