@@ -95,13 +95,13 @@ def test_a_wrong_result_is_shown_and_ends_with_1(monkeypatch, operation, label, 
     assert f"WRONG: {probes[0].family} ({label})" in result.output
 
 
-def test_an_operation_that_cannot_run_says_so(monkeypatch) -> None:
+def test_an_operation_that_cannot_run_says_so() -> None:
     probe = next(each for each in all_probes() if each.family == "selection")
     trial = probe.draw(4, CPU)
-    monkeypatch.setattr(trial.operation, "backends", {})
-    finding = examine(probe, CPU, None)
+    with trial.operation.with_backends([]):
+        finding = examine(probe, CPU, None)
+        result = doctor("--device", "cpu", "--no-speed", "--family", "selection")
     assert (finding.backend, finding.how, finding.right) == (None, "cannot", None)
-    result = doctor("--device", "cpu", "--no-speed", "--family", "selection")
     assert (result.exit_code, "cannot run here: selection" in result.output) == (0, True)
 
 
