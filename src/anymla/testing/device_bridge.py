@@ -37,6 +37,8 @@ def install() -> None:
             return Support(True, automatic=False)
         return supported(device_type)
 
+    # What is kept of a device's Triton can still be forgotten.
+    support.cache_clear = supported.cache_clear  # type: ignore[attr-defined]
     device_facts._support = support  # type: ignore[assignment]
     call = Operation.__call__
 
