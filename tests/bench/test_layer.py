@@ -37,7 +37,7 @@ BATCH, CONTEXT = 3, 300
 def test_a_small_one_runs_and_is_counted(ratio):
     setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
     batch = setup.batch(BATCH, CONTEXT)
-    out = batch.run(setup.layers[0]).settled()
+    out = batch.run(setup.layers[0]).flush()
     assert out.shape == (BATCH, 4, 256)
     assert out.isfinite().all()
     assert 0.1 < out.float().std() < 10  # nothing explodes or dies, so that times mean something
@@ -122,10 +122,10 @@ class _Scores:
 def test_others_kernels_compute_the_same_layer(ratio):
     setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
     batch = setup.batch(BATCH, CONTEXT)
-    want = batch.run(setup.layers[0]).settled()
+    want = batch.run(setup.layers[0]).flush()
     module, scores = _StandIn(), _Scores()
     with rival_kernels(FlashMla(lambda _: module), DeepGemm(lambda _: scores)):
-        got = batch.run(setup.layers[0]).settled()
+        got = batch.run(setup.layers[0]).flush()
     assert module.calls == 1
     assert scores.early == [True, False]
     # The same bytes and roundings; sums of padded lists may be taken in another order.

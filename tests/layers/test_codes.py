@@ -37,9 +37,9 @@ def test_products_are_given_the_codes_of_their_input(monkeypatch):
     batch = setup.batch(3, 300)
     results = []
     for travel in (False, True):
-        monkeypatch.setattr(codes, "travel", lambda _, travel=travel: travel)
+        monkeypatch.setattr(codes, "supports_prequantized", lambda _, travel=travel: travel)
         given.clear()
-        results.append(batch.run(setup.layers[0]).settled())
+        results.append(batch.run(setup.layers[0]).flush())
         assert sorted(given) == [
             ("fp8_block_linear", 128, travel),  # both kinds of queries, and the shared expert
             ("fp8_block_linear", 128, travel),

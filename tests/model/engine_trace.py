@@ -73,7 +73,7 @@ class TracedEngine:
 
     def _keeper(self, name: str, layer: int) -> Any:
         def hook(module: Any, inputs: Any, output: Tensor | Streams) -> None:
-            settled = output.settled() if isinstance(output, Streams) else output
+            settled = output.flush() if isinstance(output, Streams) else output
             self._keep(name, layer, settled)
 
         return hook

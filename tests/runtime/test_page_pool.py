@@ -34,17 +34,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.taken))
     @rule(data=st.data())
-    def give_back(self, data):
+    def put_back(self, data):
         who = data.draw(st.sampled_from([i for i, pages in enumerate(self.taken) if pages]))
         place = data.draw(st.integers(0, len(self.taken[who]) - 1))
-        self.pool.give_back(self.taken[who].pop(place))
+        self.pool.put_back(self.taken[who].pop(place))
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def leave(self, data):
         who = data.draw(st.integers(0, len(self.taken) - 1))
         for page in self.taken.pop(who):
-            self.pool.give_back(page)
+            self.pool.put_back(page)
         self.pool.cancel(self.promised.pop(who))
 
     @invariant()
@@ -57,7 +57,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self):
         while self.taken:
             for page in self.taken.pop():
-                self.pool.give_back(page)
+                self.pool.put_back(page)
             self.pool.cancel(self.promised.pop())
         assert (self.pool.held, self.pool.reserved) == (0, 0)
         self.pool.reserve(self.pool.capacity)
@@ -79,8 +79,8 @@ def test_misuse_is_caught():
         pool.take()
     pool.reserve(1)
     page = pool.take()
-    pool.give_back(page)
+    pool.put_back(page)
     with pytest.raises(AssertionError, match="is not out"):
-        pool.give_back(page)
+        pool.put_back(page)
     with pytest.raises(AssertionError, match="is not out"):
-        pool.give_back(NULL_PAGE)
+        pool.put_back(NULL_PAGE)

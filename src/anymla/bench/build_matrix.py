@@ -6,8 +6,8 @@ compiled in its own process with a time limit, because a combination that the co
 may abort it. A build passes if
 it compiles (or fails, where that is expected), its shared memory fits the target, it spills no more
 than it declares, matrix-multiply instructions are in the code where they are meant to be, and
-shared memory is handed over as ``hand_overs`` asks. What passes here fits and builds; only a run on
-the device shows that it computes right, and how fast.
+shared memory is synchronised as ``ptx_synchronisation`` asks. What passes here fits and builds;
+only a run on the device shows that it computes right, and how fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 import anymla.ops
 from anymla.bench.compiled import compiled
-from anymla.bench.hand_overs import idle_barriers, unfenced_reads, unmet_arrivals
+from anymla.bench.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrivals
 from anymla.ops._build import Build
 from anymla.ops.device import TARGETS, Target
 from anymla.testing.launches import derived_builds
@@ -250,7 +250,7 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
     elif row.get("unmet_arrivals"):
         problem = f"{row['unmet_arrivals']} arrivals at barriers for warps that have not met"
     elif row.get("unfenced_reads"):
-        problem = f"memory handed to the copy engine {row['unfenced_reads']} times while it is read"
+        problem = f"memory released to TMA {row['unfenced_reads']} times while it is read"
     elif row.get("idle_barriers"):
         problem = f"{row['idle_barriers']} barriers whose memory the compiler gives to others"
     elif build.matrix and not _multiplies(row["matrix"], build.matrix):

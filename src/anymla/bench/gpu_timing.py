@@ -25,7 +25,7 @@ def recorded(
     calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream
 ) -> torch.cuda.CUDAGraph:
     """A graph of the calls on a stream; they have run, and it has been replayed, once."""
-    # Inputs may still be on their way.
+    # Copies of inputs may be in flight.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:

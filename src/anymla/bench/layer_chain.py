@@ -1,6 +1,6 @@
 """Layers of real size, one behind the other in a graph, against the same launched one by one.
 
-A kernel that starts before the one in front of it has ended, or beside one of another queue, must
+A kernel that starts before the one in front of it has ended, or beside one of another stream, must
 not read what is not there yet, nor write what is still read. A host that launches layers one by one
 is so slow that every kernel finds the device idle: there nothing overlaps, and what a graph's
 replay computes from the same inputs has to have the same bits.
@@ -109,7 +109,7 @@ class LayerChain:
         for i in range(self._length):
             layer = self._setup.layers[i % len(self._setup.layers)]
             streams = layer(streams, step, self._store.layers[0])
-        return (streams.settled().where(step.is_valid[:, None, None], 0),)
+        return (streams.flush().where(step.is_valid[:, None, None], 0),)
 
     def graph(self, side: SideStream = INLINE) -> Graph:
         """The same as a graph."""

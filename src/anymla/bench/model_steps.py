@@ -1,4 +1,4 @@
-"""Decode steps of a whole model of real size, with random weights: replayed, and launched anew."""
+"""Decode steps of a whole model of real size, random weights: replayed, and launched one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the kernels of a layer start and end in a graph's replay, and on which queue."""
+"""When the kernels of a layer start and end in a graph's replay, and on which stream."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Span:
     """A kernel's time in microseconds from where its layer starts.
 
     Attributes:
-        queue: numbered as they are first launched on.
+        stream: numbered as they are first launched on.
         start, end: kernels that are launched early start before those that they wait for end.
         adds: how much later the layer's last end is by this kernel.
         name: of the kernel.
     """
 
-    queue: int
+    stream: int
     start: float
     end: float
     adds: float
@@ -70,13 +70,13 @@ def spans_of(
     fastest = min(runs, key=lambda run: max(map(_end, run)) - float(run[0]["ts"]))
     some = fastest[looked_at * of_layer : (looked_at + 1) * of_layer]
     begin, last = float(some[0]["ts"]), 0.0
-    queues: dict[Any, int] = {}
+    streams: dict[Any, int] = {}
     spans = []
     for event in some:
         start, end = float(event["ts"]) - begin, _end(event) - begin
-        queue = queues.setdefault(event["args"].get("stream"), len(queues))
+        stream = streams.setdefault(event["args"].get("stream"), len(streams))
         adds = round(max(0.0, end - last), 1)
-        spans.append(Span(queue, round(start, 1), round(end, 1), adds, str(event["name"])))
+        spans.append(Span(stream, round(start, 1), round(end, 1), adds, str(event["name"])))
         last = max(last, end)
     return spans
 

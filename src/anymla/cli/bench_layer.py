@@ -35,7 +35,7 @@ from anymla.runtime.options import DecodeMode
 @click.option(
     "--side-stream/--one-queue",
     default=None,
-    help="Compress and index on further queues; default: where an engine does.",
+    help="Compress and index on further CUDA streams; default: where an engine does.",
 )
 @click.option(
     "--others",

@@ -63,7 +63,7 @@ from anymla.runtime.sampler import Sampling
 @click.option(
     "--no-graphs",
     is_flag=True,
-    help="On CUDA devices, launch every decode step anew instead of replaying recorded graphs.",
+    help="On CUDA devices, launch every decode step instead of replaying recorded graphs.",
 )
 @click.option(
     "--dump-cache",

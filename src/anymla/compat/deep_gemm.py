@@ -49,7 +49,7 @@ def get_paged_mqa_logits_metadata(
     Args:
         context_lens: [B] or [B, next_n] int32.
         block_kv: entries of a page.
-        num_sms: multiprocessors to plan for.
+        num_sms: SMs to plan for.
         indices: [B] int32, which rows belong together.
 
     Returns:

@@ -10,7 +10,7 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.layers import codes
 from anymla.layers.caches import LayerCache
 from anymla.layers.compressor import Compressor, SharedProjection
-from anymla.layers.heads import Heads, Seen
+from anymla.layers.heads import AttentionInputs, Heads
 from anymla.layers.indexer import Indexer, IndexQueries
 from anymla.layers.linear import Linear, LinearPair
 from anymla.layers.output_projection import OutputProjection
@@ -97,7 +97,7 @@ class AttentionLayer(nn.Module):
         of the step precedes the first read. What compresses and indexes needs only the layer's
         input and the latent, and may run beside the projections (``step.side``).
         """
-        cos_sin = self.rope.upto(step.max_seq_len)
+        cos_sin = self.rope.table_for(step.max_seq_len)
         own, index, weights, projected_at = x, x, None, None
         if self.indexer is not None:
             # From the input to what is chosen is the longest way; entries are not on it.
@@ -110,7 +110,7 @@ class AttentionLayer(nn.Module):
             with step.side.beside(after=projected_at):
                 self._write_entries(own, step, cache)
         latent, kv = self.wq_a_wkv(x, quantised)
-        coded = codes.memory(self.wq_b.reads_codes, latent)
+        coded = codes.allocate(self.wq_b.reads_codes, latent)
         latent, kv = fused_q_kv_rmsnorm(
             latent,
             kv,
@@ -118,7 +118,7 @@ class AttentionLayer(nn.Module):
             self.kv_norm,
             self.eps,
             backend=self.backend,
-            **codes.named(coded),
+            **codes.as_kwargs(coded),
         )
         projected, index_q = self._project_queries(latent, coded, step)
         with step.side.beside(first=True) if self._chooses(step) else contextlib.nullcontext():
@@ -137,11 +137,11 @@ class AttentionLayer(nn.Module):
             backend=self.backend,
         )
         step.side.join()
-        seen = Seen.of(self.spec, step, cache, entries, selected)
+        inputs = AttentionInputs.of(self.spec, step, cache, entries, selected)
         if self.output.quantize_heads:
-            attended = self.heads.quantised(q, seen, step.positions, cos_sin)
+            attended = self.heads.quantised(q, inputs, step.positions, cos_sin)
             return self.output.of_quantized(*attended, q.dtype)
-        out: Tensor = self.output(self.heads.attend(q, seen), step.positions, cos_sin)
+        out: Tensor = self.output(self.heads.attend(q, inputs), step.positions, cos_sin)
         return out
 
     def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:

@@ -1,4 +1,4 @@
-"""Activations that travel quantised, beside their rows, from who makes them to who multiplies."""
+"""Activations that are passed quantised, beside their rows, from who makes them to a product."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from anymla.formats.quantized_rows import QuantizedRows
 
 
-def travel(weight: Tensor) -> bool:
+def supports_prequantized(weight: Tensor) -> bool:
     """Whether a launch can be saved: kernels quantise what they make, and read what is quantised.
 
     On a CPU every product quantises what it reads.
@@ -15,12 +15,12 @@ def travel(weight: Tensor) -> bool:
     return not weight.is_cpu
 
 
-def memory(wanted: bool, x: Tensor) -> QuantizedRows | None:
+def allocate(wanted: bool, x: Tensor) -> QuantizedRows | None:
     """Memory for activations like x [T, ..., K] in quantised form, or None if it is not wanted."""
     return QuantizedRows.empty(len(x), x.shape[-1], x.device) if wanted else None
 
 
-def named(quantised: QuantizedRows | None) -> dict[str, Tensor]:
+def as_kwargs(quantised: QuantizedRows | None) -> dict[str, Tensor]:
     """The arguments by which operations fill them, or read them."""
     if quantised is None:
         return {}

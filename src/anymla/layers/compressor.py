@@ -96,7 +96,7 @@ class Compressor(nn.Module):
             step.positions,
             self.norm,
             self.eps,
-            self.rope.upto(step.max_seq_len),
+            self.rope.table_for(step.max_seq_len),
             cache,
             cache_group.slot_mapping,
             compress_ratio=ratio,

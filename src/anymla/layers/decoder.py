@@ -38,9 +38,9 @@ class DecoderLayer(nn.Module):
         """Run both sub-layers.
 
         The output of the second one is left for the next site to return to the streams, which is
-        one operation there; ``settled`` returns it after the last layer.
+        one operation there; ``flush`` returns it after the last layer.
         """
         at = self.attention_site.enter(streams, quantises=self.attention.reads_codes)
-        streams = at.left(self.attention(at.x, step, cache, at.quantised))
+        streams = at.with_output(self.attention(at.x, step, cache, at.quantised))
         at = self.ffn_site.enter(streams, quantises=self.ffn.reads_codes)
-        return at.left(self.ffn(at.x, step, at.quantised))
+        return at.with_output(self.ffn(at.x, step, at.quantised))

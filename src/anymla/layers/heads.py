@@ -20,7 +20,7 @@ from anymla.ops.streams import scratch_scope
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class AttentionInputs:
     """What a step's tokens attend to in one layer.
 
     Attributes:
@@ -49,7 +49,7 @@ class Seen:
         cache: LayerCache,
         entries: Rows | None,
         selected: Tensor | None,
-    ) -> Seen:
+    ) -> AttentionInputs:
         """Of all tokens of a step; see the attributes."""
         group = spec.compressed_group
         chunk = step.chunks.get(group or WINDOW_GROUP)
@@ -60,7 +60,7 @@ class Seen:
         """Tokens in front of the workspace's."""
         return 0 if self.chunk is None else self.chunk.first_token
 
-    def by_slots(self) -> Seen:
+    def by_slots(self) -> AttentionInputs:
         """What is left to those tokens."""
         before = self.decodes
         entries = None if self.entries is None else self.entries.first(before)
@@ -105,19 +105,19 @@ class Heads:
         """How many heads there are."""
         return len(self.sink)
 
-    def attend(self, q: Tensor, seen: Seen) -> Tensor:
+    def attend(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """Outputs [T, H, D]: by slots, and from one workspace where the step has one."""
-        chunk = seen.chunk
+        chunk = inputs.chunk
         if chunk is None:
-            return self._by_slots(q, seen, None)
+            return self._by_slots(q, inputs, None)
         out = torch.empty_like(q)
-        before = seen.decodes
+        before = inputs.decodes
         if before:
-            self._by_slots(q[:before], seen.by_slots(), out[:before])
+            self._by_slots(q[:before], inputs.by_slots(), out[:before])
         with scratch_scope():
             prefill_attention(
                 q[before:],
-                *seen.prefilled(q.dtype, self.backend),
+                *inputs.prefilled(q.dtype, self.backend),
                 window=chunk.window,
                 entries=chunk.entries,
                 sink=self.sink,
@@ -127,17 +127,17 @@ class Heads:
         return out
 
     def quantised(
-        self, q: Tensor, seen: Seen, positions: Tensor, cos_sin: Tensor
+        self, q: Tensor, inputs: AttentionInputs, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As ``attend``, then rotated back and quantised: codes and scales by group."""
-        chunk = seen.chunk
+        chunk = inputs.chunk
         if chunk is None:
-            return self._quantised_by_slots(q, seen, positions, cos_sin)
-        before = seen.decodes
+            return self._quantised_by_slots(q, inputs, positions, cos_sin)
+        before = inputs.decodes
         with scratch_scope():
             quantised: tuple[Tensor, Tensor] = prefill_attention_fp8_quant(
                 q[before:],
-                *seen.prefilled(q.dtype, self.backend),
+                *inputs.prefilled(q.dtype, self.backend),
                 positions[before:],
                 cos_sin,
                 n_groups=self.groups,
@@ -149,37 +149,37 @@ class Heads:
         if not before:
             return quantised
         codes, scales = self._quantised_by_slots(
-            q[:before], seen.by_slots(), positions[:before], cos_sin
+            q[:before], inputs.by_slots(), positions[:before], cos_sin
         )
         # Not every device joins tensors of float8.
         together = torch.cat((codes.view(torch.uint8), quantised[0].view(torch.uint8)))
         return together.view(codes.dtype), torch.cat((scales, quantised[1]))
 
-    def _by_slots(self, q: Tensor, seen: Seen, out: Tensor | None) -> Tensor:
+    def _by_slots(self, q: Tensor, inputs: AttentionInputs, out: Tensor | None) -> Tensor:
         attended: Tensor = sparse_attention(
             q,
-            seen.cache.window,
-            seen.window.indices,
-            seen.window.lengths,
-            **self._given(seen),
-            plan=self._plan(seen),
+            inputs.cache.window,
+            inputs.window.indices,
+            inputs.window.lengths,
+            **self._given(inputs),
+            plan=self._plan(inputs),
             out=out,
             backend=self.backend,
         )[0]
         return attended
 
     def _quantised_by_slots(
-        self, q: Tensor, seen: Seen, positions: Tensor, cos_sin: Tensor
+        self, q: Tensor, inputs: AttentionInputs, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """In one operation where a kernel does it at once."""
-        window = seen.window
-        given = (q, seen.cache.window, window.indices, window.lengths, positions, cos_sin)
-        named = {"n_groups": self.groups, **self._given(seen), "plan": self._plan(seen)}
+        window = inputs.window
+        given = (q, inputs.cache.window, window.indices, window.lengths, positions, cos_sin)
+        named = {"n_groups": self.groups, **self._given(inputs), "plan": self._plan(inputs)}
         if self.backend is None and _in_one_kernel(given, named):
             quantised = sparse_attention_fp8_quant(*given, **named)
         else:
             quantised = inverse_rope_fp8_quant(
-                self._by_slots(q, seen, None),
+                self._by_slots(q, inputs, None),
                 positions,
                 cos_sin,
                 n_groups=self.groups,
@@ -188,23 +188,23 @@ class Heads:
         codes, scales = quantised
         return codes, scales
 
-    def _given(self, seen: Seen) -> dict[str, Any]:
+    def _given(self, inputs: AttentionInputs) -> dict[str, Any]:
         """What attention by slots is told by name."""
-        entries, layout = seen.entries, seen.cache.format.main
+        entries, layout = inputs.entries, inputs.cache.format.main
         return {
             "sink": self.sink,
-            "extra_cache": None if entries is None else seen.cache.compressed,
+            "extra_cache": None if entries is None else inputs.cache.compressed,
             "extra_indices": None if entries is None else entries.indices,
             "extra_lengths": None if entries is None else entries.lengths,
             "layout": layout,
             "extra_layout": layout,
         }
 
-    def _plan(self, seen: Seen) -> Tensor | None:
+    def _plan(self, inputs: AttentionInputs) -> Tensor | None:
         """How the kernels share out what all layers of this kind list."""
         if self.backend is not None:
             return None
-        return seen.plans.of(seen.kind, self.count, seen.window, seen.entries)
+        return inputs.plans.of(inputs.kind, self.count, inputs.window, inputs.entries)
 
 
 def _in_one_kernel(given: tuple[Any, ...], named: dict[str, Any]) -> bool:

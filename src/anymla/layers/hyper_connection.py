@@ -35,7 +35,7 @@ class Streams:
     output: Tensor | None = None
     mix: Mix | None = None
 
-    def settled(self, backend: str | None = None) -> Tensor:
+    def flush(self, backend: str | None = None) -> Tensor:
         """The streams with the output returned."""
         if self.output is None:
             return self.h
@@ -60,7 +60,7 @@ class Entered:
     quantised: QuantizedRows | None
     mix: Mix
 
-    def left(self, output: Tensor) -> Streams:
+    def with_output(self, output: Tensor) -> Streams:
         """The streams behind the sub-layer, whose output has yet to return to them."""
         return Streams(self.h, output, self.mix)
 
@@ -115,8 +115,8 @@ class HyperConnection(_Collapse):
             streams: the streams.
             quantises: give the input in FP8 as well.
         """
-        quantised = codes.memory(quantises, streams.h)
-        options: dict[str, Any] = codes.named(quantised) | {
+        quantised = codes.allocate(quantises, streams.h)
+        options: dict[str, Any] = codes.as_kwargs(quantised) | {
             "norm_eps": self.options.norm_eps,
             "hc_eps": self.options.eps,
             "iters": self.options.iterations,

@@ -124,7 +124,7 @@ class Indexer(nn.Module):
             q,
             weights,
             step.positions,
-            self.rope.upto(step.max_seq_len),
+            self.rope.table_for(step.max_seq_len),
             softmax_scale=q.shape[-1] ** -0.5,
             head_scale=self.heads**-0.5,
             quant=quant if self.quantize_q else "none",

@@ -157,7 +157,7 @@ class Linear(nn.Module):
         """Whether it saves a launch to give it its input quantised as well."""
         packed = self.packed
         quantizes = self.quantize_activations and packed.kind == "fp8"
-        return quantizes and codes.travel(packed.weight)
+        return quantizes and codes.supports_prequantized(packed.weight)
 
     def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> Tensor:
         """Map [..., K] to [..., N], same dtype.
@@ -176,7 +176,7 @@ class Linear(nn.Module):
                 packed.scale,
                 quantize_activations=self.quantize_activations,
                 backend=self.backend,
-                **codes.named(quantised if self.reads_codes else None),
+                **codes.as_kwargs(quantised if self.reads_codes else None),
             )
         elif packed.kind == "mxfp4":
             out = mxfp4_linear(

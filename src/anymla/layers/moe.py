@@ -89,8 +89,8 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> Tensor:
         """Map [T, hidden] to [T, hidden]; x may be there in FP8 as well."""
         gate, up = self.w1_w3(x, quantised)
-        coded = codes.memory(self.w2.reads_codes, gate)
-        inner = swiglu(gate, up, self.limit, backend=self.backend, **codes.named(coded))
+        coded = codes.allocate(self.w2.reads_codes, gate)
+        inner = swiglu(gate, up, self.limit, backend=self.backend, **codes.as_kwargs(coded))
         out: Tensor = self.w2(inner, coded)
         return out
 

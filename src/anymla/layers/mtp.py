@@ -60,4 +60,4 @@ class DraftLayer(nn.Module):
         e = self.e_proj(rms_norm(next_embedding, self.e_norm, self.eps, backend=self.backend))
         g = self.h_proj(rms_norm(h, self.h_norm, self.eps, backend=self.backend))
         streams: Streams = self.block(Streams(e.unsqueeze(1) + g), step, cache)
-        return streams.settled(self.backend)
+        return streams.flush(self.backend)

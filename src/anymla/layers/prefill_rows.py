@@ -2,7 +2,7 @@
 
 A workspace holds, request after request, the window's rows of all tokens of the chunk, and then,
 request after request, the compressed entries. It is as long as the requests are, and its contents
-are decoded anew for every layer, while what is computed here serves all layers of a kind.
+are decoded again for every layer, while what is computed here serves all layers of a kind.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class RopeTable:
         self.inv_freq = inv_freq(rope_dim, theta, yarn).to(device)
         self._table = cos_sin_table(self.inv_freq, 0, 0)
 
-    def upto(self, length: int) -> Tensor:
+    def table_for(self, length: int) -> Tensor:
         """Float32 [n, rope_dim], n >= ``length``: cosines, then sines, of positions 0..n-1.
 
         Grows by doubling, so that a long generation computes each row about once.

@@ -1,4 +1,4 @@
-"""Further queues of a device, for work that need not wait for what runs on the first."""
+"""Further CUDA streams of a device, for work that need not wait for what runs on the first."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from anymla.ops.streams import stream_lane
 class SideStream:
     """Runs what is launched inside ``beside`` next to what is launched after it, until ``join``.
 
-    There are two queues: one whose programs go first where there is no room for all, for what is
+    There are two streams: one whose CTAs go first where not all fit, for what is
     waited for longest, and one for the rest. Forking waits for all earlier work, or for a mark, and
     joining makes later work wait, so that memory freed on either side is not used again too early:
-    tensors made before the fork must live until the join. Inside a CUDA graph the queues become
+    tensors made before the fork must live until the join. Inside a CUDA graph the streams become
     parallel branches.
     """
 
@@ -31,10 +31,10 @@ class SideStream:
     def beside(
         self, *, first: bool = False, after: torch.cuda.Event | None = None
     ) -> Iterator[None]:
-        """Launch on another queue.
+        """Launch on another stream.
 
         Args:
-            first: on the one whose programs go first.
+            first: on the one whose CTAs go first.
             after: behind this mark; None: after all that has been launched here so far.
         """
         here = torch.cuda.current_stream(self._device)
@@ -48,20 +48,20 @@ class SideStream:
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """The point that the queue has come to which is launched on now."""
+        """The point that the current stream has come to."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def join(self) -> None:
         """Let what follows wait for what runs beside, if anything does."""
-        for stream in self._forked:  # a graph knows nothing of a queue that has not been forked
+        for stream in self._forked:  # a graph knows nothing of a stream that has not been forked
             torch.cuda.current_stream(self._device).wait_stream(stream)
         self._forked.clear()
 
 
 class Inline(SideStream):
-    """No further queues: everything runs in the order of its launches."""
+    """No further streams: everything runs in the order of its launches."""
 
     def __init__(self) -> None:
         """Nothing to set up."""

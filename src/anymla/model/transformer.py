@@ -73,7 +73,7 @@ class Transformer(nn.Module):
             The tables; whoever records their addresses must keep them.
         """
         return [
-            module.rope.upto(max_seq_len)
+            module.rope.table_for(max_seq_len)
             for module in self.modules()
             if isinstance(module, AttentionLayer)
         ]
@@ -98,7 +98,7 @@ class Transformer(nn.Module):
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if only is None or index in only:
                 streams = layer(streams, step, cache)
-        return streams.settled(self.backend)
+        return streams.flush(self.backend)
 
     def kinds_of_layers(self) -> list[int]:
         """The first layer of every kind: which attention, and how it routes."""

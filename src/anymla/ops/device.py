@@ -37,7 +37,7 @@ class Target:
         shared_bytes: shared memory that one program can have.
         native_e4m3: conversions from and to OCP e4m3 are instructions, and shorter than bits.
         dot_e4m3: matrix products of OCP e4m3 operands are instructions.
-        sm_count: streaming multiprocessors (CUs, Xe cores): how many CTAs that fill one run at a
+        sm_count: SMs (CUs, Xe cores): how many CTAs that fill one run at a
             time. ``target_of`` has the device's own; in TARGETS it is a common product's.
     """
 

@@ -281,7 +281,7 @@ class Operation:
         self.forget()
 
     def forget(self) -> None:
-        """Resolve every kind of call anew; for who changes what a device is said to be."""
+        """Resolve every kind of call again; for who changes what a device is said to be."""
         self._resolved.clear()
 
     def __call__(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
@@ -305,7 +305,7 @@ class Operation:
 
         Arguments are checked, and backends asked, once for every kind of call. Every call resolves
         itself: one of a known kind goes straight to its backend, any other is checked and resolved
-        anew. Calls are of one kind if they name the same backend, or none, and agree in
+        again. Calls are of one kind if they name the same backend, or none, and agree in
 
         - which arguments are given, and types and values of those that are not tensors;
         - dtype, shape and device of every tensor, and its strides if it is not contiguous;

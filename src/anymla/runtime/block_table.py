@@ -126,7 +126,7 @@ class BlockTable:
     def _drop_before(self, row: int, column: int) -> None:
         pages = self._pages[row]
         while pages and self._first[row] < column:
-            self.pool.give_back(pages.popleft())
+            self.pool.put_back(pages.popleft())
             self._changes[row, self._first[row]] = NULL_PAGE
             self._first[row] += 1
 

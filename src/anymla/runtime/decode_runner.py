@@ -49,7 +49,7 @@ class DecodeRunner:
     def rehearse(self) -> None:
         """Run the widest bucket of every ceiling once, for what it needs of the workspace.
 
-        On one queue and on two, where there are both.
+        On one stream and on several, where there are.
         """
         beside = self._options.runs_beside
         widest = {(b.max_seq_len, b.tokens, beside(b.rows)): b for b in self.buckets}

@@ -74,7 +74,7 @@ class Engine:
             model: the model.
             options: the engine's sizes.
             on_finish: see the attribute.
-            workspace: may be shared with whatever else runs on the same queue; None for one of
+            workspace: may be shared with whatever else runs on the same stream; None for one of
                 the engine's own.
 
         Raises:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-# Rows up to which further queues have been seen to gain (H200).
+# Rows up to which further streams have been seen to gain (H200).
 _MOST_ROWS_BESIDE = 128
 
 DecodeMode = Literal["auto", "graph", "fixed", "plain"]
@@ -64,7 +64,7 @@ class EngineOptions:
             )
 
     def runs_beside(self, rows: int) -> bool:
-        """Whether steps of so many rows use further queues."""
+        """Whether steps of so many rows use further streams."""
         return rows <= _MOST_ROWS_BESIDE if self.side_stream is None else self.side_stream
 
     @property

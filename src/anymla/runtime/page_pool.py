@@ -60,7 +60,7 @@ class PagePool:
         self._is_out[page] = 1
         return page
 
-    def give_back(self, page: int) -> None:
+    def put_back(self, page: int) -> None:
         """Return a page."""
         assert self._is_out[page], f"page pool {self.name!r}: page {page} is not out"
         self._is_out[page] = 0

@@ -15,7 +15,7 @@ class Span:
         state: the request.
         start: position of the first token.
         token_ids: the tokens.
-        is_decode: the newest token and its drafts, rather than a piece of the prompt.
+        is_decode: the newest token and its drafts, rather than a chunk of the prompt.
     """
 
     state: RequestState

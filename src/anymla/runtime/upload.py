@@ -1,4 +1,4 @@
-"""Small integers on their way from the host to the device, without waiting for it."""
+"""Copies small integers from the host to the device, without waiting for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Very small calls of Hopper's decode kernels, and hand-overs by mbarrier: for a sanitizer.
+"""Very small calls of Hopper's decode kernels, and a handshake by mbarrier: for a sanitizer.
 
-Arguments: "decode", or "right", "early" (see ``hand_overs``); and "each" if every thread is to
-arrive at barriers.
+Arguments: "decode", or "right", "early" (see ``mbarrier_handshake``); and "each" if every thread is
+to arrive at barriers.
 
 Triton lets one thread arrive for its warpgroup, after a barrier of it. racecheck takes that for no
 order between what the other threads did and those who wait. "each" compiles the same kernels with
@@ -93,7 +93,7 @@ if __name__ == "__main__":
     if what == "decode":
         fine = all(decode(*CASES[each]) for each in CASES)
     else:
-        import hand_overs
+        import mbarrier_handshake
 
-        fine = hand_overs.run(what)
+        fine = mbarrier_handshake.run(what)
     print("as it should be" if fine else "wrong", flush=True)

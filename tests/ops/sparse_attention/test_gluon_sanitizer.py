@@ -39,7 +39,7 @@ def said(tool, *arguments):
     return done.stdout
 
 
-def hand_overs(text):
+def hazards_of_pairs(text):
     """Lines of the accesses that it names, but for Triton's own, at starts and ends of partitions.
 
     These leave for each warp which function it runs next, and are reported at the kernel's ``def``,
@@ -68,15 +68,15 @@ def test_nothing_is_out_of_bounds_or_out_of_step(tool):
 
 
 def test_no_hand_over_that_racecheck_understands_is_a_race():
-    assert not hand_overs(said("racecheck", "decode", "each"))
+    assert not hazards_of_pairs(said("racecheck", "decode", "each"))
 
 
 def test_racecheck_takes_one_threads_arrival_for_no_order():
     """If this fails, it has learnt better: then it must be clean without "each" as well."""
-    assert hand_overs(said("racecheck", "right"))
-    assert not hand_overs(said("racecheck", "right", "each"))
+    assert hazards_of_pairs(said("racecheck", "right"))
+    assert not hazards_of_pairs(said("racecheck", "right", "each"))
 
 
 @pytest.mark.xfail(reason="2025.3.1 reports nothing; of the pair in CUDA C++ it does", strict=True)
 def test_racecheck_finds_who_reads_before_it_waits():
-    assert hand_overs(said("racecheck", "early", "each"))
+    assert hazards_of_pairs(said("racecheck", "early", "each"))

@@ -296,7 +296,7 @@ class GatherThenAttend:
     quantises in a pass of its own. What a step computes once for all layers is not timed in either.
 
     Args:
-        call: the inputs; its workspace is filled anew by each run.
+        call: the inputs; its workspace is filled by each run.
         peer: attention to listed rows.
     """
 

@@ -170,14 +170,14 @@ def _quantised(tokens: int, device: torch.device) -> Trial:
     def verify(result: tuple[Tensor, Tensor]) -> float:
         want = given.expected()
         inv_freq = frequencies(v4_config(), compressed=True)
-        turned = rotate(want.out, host(positions), inv_freq, inverse=True).flatten(1)
+        rotated = rotate(want.out, host(positions), inv_freq, inverse=True).flatten(1)
         codes, scales = host(result[0].float()).double(), host(result[1]).double()
         wide = scales.repeat_interleave(128, -1)
         # Half a step of e4m3, which is even below its smallest normal, on top of attention's error.
         steps = wide.flatten(1) * 2**-10
         size = want.weight.flatten(1) * ulps(torch.bfloat16, 2)
         got, rtol = (codes * wide).flatten(1), 2**-4 + ulps(torch.bfloat16, 2)
-        return assert_close(got, turned, atol=1.0, rtol=rtol, scale=steps + size, name="codes")
+        return assert_close(got, rotated, atol=1.0, rtol=rtol, scale=steps + size, name="codes")
 
     moved = given.rows_bytes + tokens * _HEADS * (2 * _DIM + _DIM + _DIM // 128 * 4)
     cos_sin = table(700 + tokens, compressed=True).to(device)

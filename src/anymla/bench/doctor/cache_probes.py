@@ -85,11 +85,11 @@ def _norm_rope(tokens: int, device: torch.device) -> Trial:
     positions = torch.arange(1000, 1000 + tokens, device=device)
     cos_sin = table(1000 + tokens, compressed=True).to(device)
 
-    def verify(turned: Tensor) -> float:
+    def verify(rotated: Tensor) -> float:
         inv_freq = frequencies(v4_config(), compressed=True)
         want = rotate(rms_norm(host(q).double(), None, EPS), host(positions), inv_freq)
         error = ulps(torch.bfloat16, 1) + accumulation(_DIM, torch.float32)
-        worst = assert_close(host(turned), want, atol=error, rtol=error, name="queries")
+        worst = assert_close(host(rotated), want, atol=error, rtol=error, name="queries")
         row = rotate(host(kv).double().unsqueeze(1), host(positions), inv_freq).squeeze(1)
         slack = ulps(torch.float32, 4) * 4.0
         data, scales = (host(each) for each in read_entries(cache.cpu(), host(slots), MAIN_FP8))

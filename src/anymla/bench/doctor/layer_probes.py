@@ -54,13 +54,13 @@ def _projection(tokens: int, device: torch.device) -> Trial:
 
     def verify(got: Tensor) -> float:
         inv_freq = frequencies(v4_config(), compressed=True)
-        turned = rotate(host(o).double(), host(positions), inv_freq, inverse=True)
-        groups = turned.reshape(tokens, _GROUPS, width)
+        rotated = rotate(host(o).double(), host(positions), inv_freq, inverse=True)
+        groups = rotated.reshape(tokens, _GROUPS, width)
         wide = host(weight).double()
         want = torch.einsum("tgj,grj->tgr", groups, wide).flatten(1)
         size = torch.einsum("tgj,grj->tgr", groups.abs(), wide.abs()).flatten(1)
         atol, rtol = _product_error(width)
-        # The turned heads may be rounded to bfloat16 before the product: independent errors.
+        # The rotated heads may be rounded to bfloat16 before the product: independent errors.
         atol = atol + ulps(torch.bfloat16, 1) * (4 / width**0.5)
         return assert_close(host(got), want, atol=atol, rtol=rtol, scale=size, name="projection")
 

@@ -1,7 +1,7 @@
 """Producer warpgroup of the prefill kernel: fills Q and the K buffers.
 
-Whole tiles of rows come by TMA, listed and ragged ones row by row with cp.async, with zeros for
-what does not count. Every count that more than one warpgroup needs is computed here, once.
+Whole tiles of rows are loaded by TMA, listed and ragged ones row by row with cp.async, with zeros
+for what does not count. Every count that more than one warpgroup needs is computed here, once.
 """
 
 # mypy: ignore-errors

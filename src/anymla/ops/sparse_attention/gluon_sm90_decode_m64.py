@@ -8,7 +8,7 @@ Grid: at most one CTA an SM; each walks its splits of ``gluon_sm90_tile_schedule
 
 A block is 64 listed rows in float16, its halves of 256 channels in two allocations, double
 buffered. Keys and values are the same memory. Consumer 0 hands P, and by how much the sums decay,
-to consumer 1 through shared memory; after the last block of a split it hands over the factor of the
+to consumer 1 through shared memory; after the last block of a split it passes on the factor of the
 result. Both write their half of the result through the buffer that the last block left, which they
 hold back from the producers.
 

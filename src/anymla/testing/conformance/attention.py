@@ -80,7 +80,7 @@ def widths(ops: Ops) -> None:
     bulk=True,
     also=("prefill_attention",),
 )
-def hand_over(ops: Ops) -> None:
+def other_kernel(ops: Ops) -> None:
     given = scene(tokens=80, heads=2, width=20, extra=6)
     want = given.expected()
     whole = _call(ops, given, slice(0, 80))

@@ -58,7 +58,7 @@ def hadamard_on_both(ops: Ops) -> None:
             layout=ROWS_FP32_128,
             hadamard=hadamard,
         )
-        turned, _, scaled = ops.indexer_q_rope_quant(
+        rotated, _, scaled = ops.indexer_q_rope_quant(
             q,
             weights,
             positions,
@@ -68,11 +68,11 @@ def hadamard_on_both(ops: Ops) -> None:
             quant="none",
             hadamard=hadamard,
         )
-        scores.append(ops.mqa_logits(turned, keys.cache[0], None, scaled, starts, ends))
+        scores.append(ops.mqa_logits(rotated, keys.cache[0], None, scaled, starts, ends))
         if not hadamard:
             want = rotate(q.double(), positions, frequencies(v4_config(), compressed=True))
-            assert_close(turned, want, atol=_SLACK, scale=4.0, name="rotated queries")
-            size = index_scale(turned, keys.cache[0], scaled)
+            assert_close(rotated, want, atol=_SLACK, scale=4.0, name="rotated queries")
+            size = index_scale(rotated, keys.cache[0], scaled)
     # Both transforms are sums of 128 terms, as the products are.
     assert_close(scores[1], scores[0], atol=4 * _SLACK, scale=size, name="scores with Hadamard")
 

@@ -45,5 +45,5 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, *, inverse: bool = Fa
         sin = -sin
     start = x.shape[-1] - 2 * len(inv_freq)
     even, odd = x[..., start::2], x[..., start + 1 :: 2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat((x[..., :start], turned), -1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat((x[..., :start], rotated), -1)

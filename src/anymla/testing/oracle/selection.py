@@ -27,7 +27,7 @@ class Selections:
     def judge(
         self, scores: Tensor, visible: Tensor, chosen: Tensor, k: int, bound: Tensor, where: str
     ) -> None:
-        """Check that each row chose its k best visible candidates, each once.
+        """Check that each row chose its top-k visible candidates, each once.
 
         Args:
             scores: float64 [n, E].

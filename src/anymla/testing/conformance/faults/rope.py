@@ -15,8 +15,8 @@ from anymla.testing.conformance.faults.fault import GOOD, fault
 def halves_instead_of_pairs(x: Tensor, positions: Tensor, table: Tensor, **rest: Any) -> Any:
     order = torch.arange(64).view(2, 32).T.flatten()
     shuffled = torch.cat((x[..., :448], x[..., 448:][..., order]), -1)
-    turned = GOOD.rope(shuffled, positions, table, **rest)
-    return torch.cat((turned[..., :448], turned[..., 448:][..., order.argsort()]), -1)
+    rotated = GOOD.rope(shuffled, positions, table, **rest)
+    return torch.cat((rotated[..., :448], rotated[..., 448:][..., order.argsort()]), -1)
 
 
 @fault("rope", "R4")
@@ -35,7 +35,7 @@ def bases_swapped(x: Tensor, positions: Tensor, cos_sin: Tensor, **rest: Any) ->
 def keys_rotated_one_position_late(
     q: Tensor, kv: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, *args: Any, **rest: Any
 ) -> Any:
-    turned = GOOD.qnorm_rope_kv_insert(q, kv, cache, slots, positions, *args, **rest)
+    rotated = GOOD.qnorm_rope_kv_insert(q, kv, cache, slots, positions, *args, **rest)
     late = (positions + (len(positions) > 1)).clamp(max=len(args[0]) - 1)
     GOOD.qnorm_rope_kv_insert(q, kv, cache, slots, late, *args, **rest)
-    return turned
+    return rotated

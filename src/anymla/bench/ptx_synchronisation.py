@@ -5,8 +5,8 @@ of a partition arrive. That releases what this thread can see; what the other wa
 shared memory it sees only if they met before, behind their last access. The order of barriers
 between partitions, which tests run on the host, means nothing without it.
 
-Reads have arrived before the copy engine may write where they read. A barrier orders reads and
-later writes of threads, not those of the copy engine: a read that is still under way when a buffer
+Reads have arrived before TMA may write where they read. A barrier orders reads and
+later writes of threads, not those of TMA: a read that is still under way when a buffer
 is given back has been seen to find what was copied there next. A thread that has read such a buffer
 executes fence.proxy.async before anybody is told. What the matrix unit reads has been waited for.
 
@@ -74,11 +74,11 @@ def unmet_arrivals(ptx: str) -> list[str]:
 
 
 def unfenced_reads(ptx: str) -> list[str]:
-    """Arrivals, and copies, that reads of a buffer of the copy engine may still be under way at.
+    """Arrivals, and copies, that reads of a buffer of TMA may still be under way at.
 
     Along every path of a thread, by the reads since its last fence. An arrival at any barrier
     counts, because who waits there may arrive for the one who copies. Reads of other memory do not:
-    memory begins anew wherever threads write, and reads are of what begins last before them; words
+    memory begins again wherever threads write, and reads are of what begins last before them; words
     at places of their own, which threads write, are theirs. Where it cannot be told what is read,
     or copied to, the read counts.
     """

@@ -1,6 +1,6 @@
 // Memory handed over between two groups of 128 threads by mbarriers, there and back; right and wrong.
 //
-//   nvcc -O2 -arch=sm_90a -lineinfo hand_overs.cu && compute-sanitizer --tool racecheck ./a.out 1
+//   nvcc -O2 -arch=sm_90a -lineinfo mbarrier_handshake.cu && compute-sanitizer --tool racecheck ./a.out 1
 //
 // Arguments: which (0 to 4, see main), blocks, rounds. Nobody waits for ever in any of them.
 #include <cstdint>

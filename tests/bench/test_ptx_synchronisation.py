@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from anymla.bench.hand_overs import idle_barriers, unfenced_reads, unmet_arrivals
+from anymla.bench.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrivals
 from anymla.ops.device import has_triton
 
 ARRIVAL = "\t@%p7 mbarrier.arrive.shared::cta.b64 _, [%r1];\n"
@@ -111,7 +111,7 @@ COMPILED = """
 import dataclasses, importlib, importlib.util, pathlib, sys
 from anymla.bench.build_matrix import builds_of
 from anymla.bench.compiled import compiled
-from anymla.bench.hand_overs import idle_barriers, unfenced_reads
+from anymla.bench.ptx_synchronisation import idle_barriers, unfenced_reads
 from anymla.ops.device import TARGETS
 folder, kernel, old, new = sys.argv[1:]
 module, name = kernel.rsplit(".", 1)
