@@ -34,7 +34,7 @@ def has(monkeypatch):
         ("--mtp", 10**9, "layers, with mtp, must be at most 512, got 1000000004"),
         ("--layers", 10**9, "1000000000 is not in the range 1<=x<=512"),
         ("--shards", 10**9, "shards must be at most one for each tensor, got 1000000000"),
-        ("--window", 10**9, "sliding_window is 1000000000, supported: at most max_position"),
+        ("--window", 10**9, "window must be at most the longest position, 1048576"),
     ],
 )
 def test_a_tiny_checkpoint_that_is_not(has, tmp_path, option, value, pattern):

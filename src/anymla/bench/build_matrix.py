@@ -115,6 +115,7 @@ def jobs(
         first_of: "kernel" or "file" for the first build of each and target only.
         modules: only files of kernels whose dotted name has one of these.
     """
+    importlib.import_module("triton")  # what is missing, if it is
     for family, names in kernel_modules().items():
         chosen = [name for name in names if any(part in name for part in modules)]
         if not chosen:
