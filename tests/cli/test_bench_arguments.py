@@ -1,6 +1,5 @@
 """Arguments of ``anymla bench`` that name what there is not, or leave nothing to measure."""
 
-
 import pytest
 from click.testing import CliRunner
 
