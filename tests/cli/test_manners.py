@@ -5,6 +5,8 @@ import io
 import json
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -229,3 +231,19 @@ def test_a_module_that_is_missing_is_one_line(monkeypatch) -> None:
 def test_names_that_are_not_utf8_are_shown() -> None:
     result = run("inspect", "--checkpoint", os.fsdecode(b"/none\xff"))
     is_one_line(result, 2, "no such directory")
+
+
+@pytest.mark.parametrize("command", ["generate", "score"])
+def test_a_panic_of_the_tokenizer_is_one_line(tiny, tmp_path, command) -> None:
+    """Rust prints it to file descriptor 2 before it is an exception."""
+    directory, prompt = tmp_path / "panics", tmp_path / "prompt.txt"
+    shutil.copytree(tiny, directory)
+    prompt.write_text("a")
+    inner = json.loads((directory / "tokenizer.json").read_text())
+    inner["post_processor"]["special_tokens"] = {}
+    (directory / "tokenizer.json").write_text(json.dumps(inner))
+    options = ["--checkpoint", str(directory), "--prompt-file", str(prompt), "--json", "-"]
+    done = started(command, *options, stdout=subprocess.PIPE)
+    assert done.returncode == 2
+    assert re.fullmatch(r"Error: [^\n]*(no entry found|cannot be re)[^\n]*\n", done.stderr)
+    assert done.stdout == ""

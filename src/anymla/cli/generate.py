@@ -15,7 +15,7 @@ from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
 from anymla.cli.manners import on_terminal
 from anymla.cli.prompts import RequestDefaults, RequestReader
 from anymla.cli.run_options import RunOptions, json_option, run_options
-from anymla.cli.terminal import say
+from anymla.cli.terminal import held_stderr, say
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
 from anymla.ops.registry import BackendUnavailable
@@ -101,7 +101,7 @@ def command(
     if draft_tokens is not None and not speculate:
         raise BadInput("--draft-tokens needs --speculate")
     refuse_overwriting("--json", json_file, prompt_file, batch)
-    with bad_input():
+    with bad_input(), held_stderr():
         config = ModelConfig.from_dir(run.checkpoint)
         tokenizer = Tokenizer.from_dir(run.checkpoint)
         defaults = RequestDefaults(

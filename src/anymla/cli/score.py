@@ -14,6 +14,7 @@ from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
 from anymla.cli.manners import on_terminal
 from anymla.cli.prompts import as_token_ids
 from anymla.cli.run_options import RunOptions, json_option, run_options
+from anymla.cli.terminal import held_stderr
 from anymla.formats.untrusted import Refused, parse_json
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def command(
     if (prompt_file is None) == (token_file is None):
         raise BadInput("give exactly one of --prompt-file and --token-ids")
     refuse_overwriting("--json", json_file, prompt_file, token_file)
-    with bad_input():
+    with bad_input(), held_stderr():
         config = ModelConfig.from_dir(run.checkpoint)
         if prompt_file is not None:
             text = read_text(prompt_file)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
 
 import click
 
@@ -32,3 +36,25 @@ def say(text: str, *, nl: bool = True) -> None:
     shown = escaped(text) if sys.stdout.isatty() else text
     # click would take colours out of what goes into a pipe.
     click.echo(shown, nl=nl, color=True)
+
+
+@contextlib.contextmanager
+def held_stderr() -> Iterator[None]:
+    """Hold back what is written to file descriptor 2, and drop it if an exception is raised.
+
+    Rust prints a panic before Python learns of it; the exception is what the command says.
+    """
+    try:
+        before = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        held.seek(0)
+        os.write(2, held.read())
