@@ -36,6 +36,7 @@ def test_names_lines_and_comments_do_not_count():
     assert normalised(PTX) == normalised(renamed)
     assert "gather_kernel(" not in normalised(PTX)
     assert normalised(PTX.replace(".debug_str", ".debug_loc")) == normalised(PTX)
+    assert normalised(PTX.replace("    ret;", "$L__tmp4:\n    ret;\n.Ltmp7:")) == normalised(PTX)
 
 
 def test_names_in_symbols_of_amd_assembly_do_not_count():

@@ -25,7 +25,11 @@ from anymla.ops.device import TARGETS
 DEFAULT_TARGETS = ("sm_90", "gfx942")
 
 _SYMBOL = re.compile(r"(?:\.func|\.entry|\.type)\b[^\n@]*?\s@?([A-Za-z_$][\w$.]*)\s*[(,\n]")
-_DROPPED = re.compile(r"^\s*(?:\.loc\b|\.file\b|\.ident\b|//|;).*$|\s*//.*$|\s+;.*$", re.MULTILINE)
+# Labels of line numbers (.Ltmp, $L__tmp) are named in debug sections alone.
+_DROPPED = re.compile(
+    r"^\s*(?:\.loc\b|\.file\b|\.ident\b|//|;|(?:\.Ltmp|\$L__tmp)\d+:).*$|\s*//.*$|\s+;.*$",
+    re.MULTILINE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
