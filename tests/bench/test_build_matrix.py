@@ -58,9 +58,9 @@ def test_operands_are_told_apart(operands, instruction, others):
     assert not problem(matrix=others, build={"matrix": True})
 
 
-def test_shared_memory_is_handed_over_as_it_must_be():
+def test_shared_memory_is_synchronised_as_it_must_be():
     assert problem(unmet_arrivals=1) == "1 arrivals at barriers for warps that have not met"
-    unread = "memory handed to the copy engine 2 times while it is read"
+    unread = "memory released to TMA 2 times while it is read"
     assert problem(unfenced_reads=2) == unread
     taken = "1 barriers whose memory the compiler gives to others"
     assert problem(idle_barriers=1) == taken
