@@ -75,7 +75,8 @@ def recorded_fields():
         of_command = {
             "part", "case", "target", "met", "date", "command", "commit", "device", "cpu",
             "cpu_capability", "cores", "threads", "load", "python", "torch", "anymla",
-            "multiprocessors", "cuda", "triton", "early_launches", "deep_gemm", "side_stream",
+            "multiprocessors", "cuda", "triton", "early_launches", "flash_mla", "deep_gemm",
+            "side_stream",
         }  # fmt: skip
         return set(row) - of_command | {"seed"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
+from importlib import metadata
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_a_peer_is_the_first_module_that_can_be_imported():
     assert peer.available()
     assert peer.version() == "1.2"
     assert Library(lambda name: types.ModuleType("torch.library")).version() == (
-        f"torch {torch.__version__}"
+        f"torch {metadata.version('torch')}"
     )
     assert Library(lambda name: types.ModuleType("nobody.s")).version() is None
     assert Library(lambda name: object()).version() is None
