@@ -68,7 +68,7 @@ def test_chunks_do_not_change_the_tokens(tiny_model, alone, chunk_size):
 
 
 def test_every_call_of_every_step_passes_the_checks(tiny_model, alone, monkeypatch):
-    """An engine's first step is checked, so no further one may need to be."""
+    """An engine's first step of a size is checked, so no further one of that size need be."""
     kinds = Mock(side_effect=registry._kind_of)
     monkeypatch.setattr(registry, "_kind_of", kinds)
     engine = _engine(tiny_model)
@@ -76,8 +76,11 @@ def test_every_call_of_every_step_passes_the_checks(tiny_model, alone, monkeypat
     engine.step()
     first = kinds.call_count
     assert first > 0
+    engine.step()
+    decode = kinds.call_count
+    assert decode > first
     assert engine.run()[0].token_ids == alone["a"]
-    assert kinds.call_count == first
+    assert kinds.call_count == decode
     monkeypatch.setattr("anymla.runtime.engine.skip_checks", lambda skip: nullcontext())
     checked = _engine(tiny_model, chunk_size=50, draft_tokens=1)
     found = {done.request.request_id: done.token_ids for done in checked.run(REQUESTS)}

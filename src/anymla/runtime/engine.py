@@ -115,7 +115,8 @@ class Engine:
         )
         self._runner = decode_runner(model, self.store, options)
         self._states: dict[str, RequestState] = {}
-        self._stepped = False  # weights and caches have been checked by a step
+        # Tokens and requests of steps whose tensors the operations have accepted.
+        self._checked_sizes: set[tuple[int, int]] = set()
         self._backbone_layers = model.config.num_hidden_layers
         self._drafter: Drafter | None = None
         if options.draft_tokens:
@@ -201,12 +202,13 @@ class Engine:
         if not spans:
             assert not self._states, "requests wait, but none runs"
             return StepReport(0, {}, [])
-        with self.workspace.active(), skip_checks(self._stepped):
+        sizes = sum(len(span.token_ids) for span in spans), len(spans)
+        with self.workspace.active(), skip_checks(sizes in self._checked_sizes):
             forwarded = self._forward(spans)
             score_prompts(self.model, spans, forwarded)
             new_tokens = choose_next(self.model, spans, forwarded)
             self._draft(spans, forwarded)
-        self._stepped = True
+        self._checked_sizes.add(sizes)
         finished = []
         for span in spans:
             if span.state.finish_reason is None:
