@@ -1,0 +1,125 @@
+"""A case: one call of one method of a layer, cut down to a few tokens, as it can be judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from anymla.formats.files import naming
+from anymla.formats.untrusted import Refused, parse_object
+
+_FORMAT, _VERSION = "anymla-audit-case", "1"
+
+
+class CaseError(ValueError):
+    """A file that holds no case; the message is one line that names the file."""
+
+
+@dataclasses.dataclass
+class Case:
+    """Inputs, cached bytes and results of a method, for the tokens that were sampled.
+
+    Attributes:
+        method: which check judges it, a key of ``checks.CHECKS``.
+        layer: the engine's name of the layer.
+        requests: of each token, the engine's name of its request.
+        positions: of each token.
+        tensors: what the check reads, by name.
+        numbers: settings that the check reads, by name.
+        step: number of the engine's step.
+        made_by: versions and device, for the reader of a dump.
+    """
+
+    method: str
+    layer: str
+    requests: list[str]
+    positions: list[int]
+    tensors: dict[str, Tensor]
+    numbers: dict[str, float | int | str] = dataclasses.field(default_factory=dict)
+    step: int = 0
+    made_by: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.numel() * each.element_size() for each in self.tensors.values())
+
+    def digest(self) -> str:
+        """Of the tensors' bytes: two dumps with the same one are of the same inputs."""
+        found = hashlib.sha256()
+        for name in sorted(self.tensors):
+            held = self.tensors[name].detach().cpu().contiguous()
+            found.update(f"{name} {held.dtype} {list(held.shape)};".encode())
+            found.update(held.view(torch.uint8).numpy().tobytes() if held.numel() else b"")
+        return found.hexdigest()[:16]
+
+    def to(self, device: torch.device | str) -> Case:
+        """The same case with its tensors on ``device``."""
+        moved = {name: each.to(device) for name, each in self.tensors.items()}
+        return dataclasses.replace(self, tensors=moved)
+
+
+def save_case(path: str | Path, case: Case, found: dict[str, Any] | None = None) -> None:
+    """Write a case as a safetensors file.
+
+    Args:
+        path: file to write.
+        case: what to write.
+        found: JSON values kept with it: what the check said.
+
+    Raises:
+        OSError: the file cannot be written; it is named.
+    """
+    words = {
+        "method": case.method,
+        "layer": case.layer,
+        "requests": case.requests,
+        "positions": case.positions,
+        "numbers": case.numbers,
+        "step": case.step,
+        "made_by": case.made_by,
+        "digest": case.digest(),
+        "found": found or {},
+    }
+    header = {"format": _FORMAT, "version": _VERSION, "case": json.dumps(words)}
+    held = {name: each.detach().cpu().contiguous() for name, each in case.tensors.items()}
+    with naming(path):
+        save_file(held, str(path), metadata=header)
+
+
+def load_case(path: str | Path) -> tuple[Case, dict[str, Any]]:
+    """Read a case and what was found when it was written.
+
+    Raises:
+        CaseError: the file is none of a case.
+        OSError: it cannot be read.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != _FORMAT or header.get("version") != _VERSION:
+                raise CaseError(f"{path}: not an audit's case (format {header.get('format')!r})")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        words = parse_object(header["case"])
+        case = Case(
+            str(words["method"]),
+            str(words["layer"]),
+            [str(each) for each in words["requests"]],
+            [int(each) for each in words["positions"]],
+            tensors,
+            dict(words["numbers"]),
+            int(words["step"]),
+            dict(words["made_by"]),
+        )
+    except (SafetensorError, Refused, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CaseError(f"{path}: not an audit's case ({reason})") from error
+    return case, dict(words.get("found", {}))

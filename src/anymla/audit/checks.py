@@ -1,0 +1,443 @@
+"""What each method of a layer must have computed, in float64, and how far a right one may be off.
+
+A check reads nothing but its case. Bounds are derived where they stand; ``docs/audit.md`` lists
+them. Rows of a cache are judged by what could have been rounded to their bytes, selections by their
+scores, everything else by the distance to the float64 result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from anymla.audit.case import Case
+from anymla.formats.fp8_block import dequantize_fp8_weight
+from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8
+from anymla.testing.oracle.row_formats import ROW_FORMATS
+from anymla.testing.oracle.selection import Selections
+
+_EPS32 = torch.finfo(torch.float32).eps
+# Roundings of both factors of a product on TF32 tensor cores: 10 explicit fraction bits.
+_TF32 = 2.0**-11
+# FP8 tensor cores of sm_90 keep 13 fraction bits of a sum (DeepSeek-V3's report, section 3.3.2).
+_FP8_SUM = 2.0**-13
+# Rounding to e4m3: half a unit is at most 1/16 of a value, the error is uniform in it.
+_E4M3_DEVIATION = 2.0**-4 / math.sqrt(3)
+# Independent errors: none of 1e14 values lies eight standard deviations off.
+_DEVIATIONS = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a check says.
+
+    Attributes:
+        method: the check.
+        ok: whether everything is within its bound.
+        worst: largest error in units of what is allowed there; inf for what has no distance.
+        token: index of the token in the case where that is.
+        what: one line: the value, what it should be, what is allowed.
+        mean: root mean square of the errors in units of what is allowed; 0 where it has no sense.
+    """
+
+    method: str
+    ok: bool
+    worst: float
+    token: int
+    what: str
+    mean: float = 0.0
+
+
+def judge(case: Case) -> Finding:
+    """Judge a case.
+
+    Raises:
+        ValueError: no check of that method, or the case lacks what the check reads.
+    """
+    try:
+        check = CHECKS[case.method]
+    except KeyError:
+        known = ", ".join(sorted(CHECKS))
+        raise ValueError(f"no check of {case.method!r}; known: {known}") from None
+    try:
+        return check(case)
+    except KeyError as error:
+        raise ValueError(f"a case of {case.method} lacks {error.args[0]!r}") from None
+
+
+def _distance(case: Case, pairs: dict[str, tuple[Tensor, Tensor, Tensor]]) -> Finding:
+    """The finding over (got, want, allowed) by name; the first dimension counts tokens."""
+    worst, token, what, squares, count = -1.0, 0, "", 0.0, 0
+    for name, (got, want, allowed) in pairs.items():
+        got, want = got.double(), want.double()
+        ratio = (got - want).abs() / allowed.expand_as(want).clamp(min=1e-300)
+        ratio = torch.where(got == want, 0.0, ratio).nan_to_num(nan=math.inf)
+        squares, count = squares + float(ratio.square().sum()), count + ratio.numel()
+        if ratio.numel() and float(ratio.max()) > worst:
+            at = int(ratio.argmax())
+            place = [int(i) for i in torch.unravel_index(torch.tensor(at), ratio.shape)]
+            worst, token = float(ratio.flatten()[at]), place[0]
+            what = (
+                f"{name}{place[1:]} is {float(got[tuple(place)]):.6g}, "
+                f"should be {float(want[tuple(place)]):.6g}, "
+                f"may be off by {float(allowed.expand_as(want)[tuple(place)]):.3g}"
+            )
+    mean = math.sqrt(squares / count) if count else 0.0
+    return Finding(case.method, worst <= 1, max(worst, 0.0), token, what, mean)
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> tuple[Tensor, Tensor]:
+    """x [M, .., D] turned by rows [M, R] (cosines, then sines); and the size of each pair."""
+    width = cos_sin.shape[-1]
+    shape = (len(x), *([1] * (x.ndim - 2)), width // 2)
+    cos, sin = (each.double().view(shape) for each in cos_sin.chunk(2, dim=-1))
+    if inverse:
+        sin = -sin
+    start = x.shape[-1] - width
+    even, odd = x[..., start::2], x[..., start + 1 :: 2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    pair = torch.hypot(even, odd).repeat_interleave(2, -1)
+    return torch.cat((x[..., :start], turned), -1), torch.cat((x[..., :start].abs(), pair), -1)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """A unit in the last place of an activation, relative to its value."""
+    return torch.finfo(dtype).eps
+
+
+def _qkv_norm(case: Case) -> Finding:
+    """RMS norms of the query's latent and of the row: two roundings to the activations' dtype."""
+    pairs, eps = {}, float(case.numbers["eps"])
+    for name in ("qr", "kv"):
+        given, weight, got = (case.tensors[f"{name}{end}"] for end in ("", "_weight", "_out"))
+        want = _rms(given.double(), eps) * weight.double()
+        pairs[name] = (got, want, 1.5 * _unit(got.dtype) * want.abs() + 1e-30)
+    return _distance(case, pairs)
+
+
+def _query(case: Case) -> Finding:
+    """RMS norm of each head without a weight, then RoPE; may be rounded in between."""
+    got = case.tensors["out"]
+    want, size = _rope(
+        _rms(case.tensors["q"].double(), float(case.numbers["eps"])), case.tensors["cos_sin"]
+    )
+    return _distance(case, {"query": (got, want, 1.5 * _unit(got.dtype) * size + 1e-30)})
+
+
+def _rows(case: Case, exact: Tensor, slack: Tensor, layout: str) -> Finding:
+    """Whether stored rows are the rounding of something within ``slack`` of ``exact``."""
+    row_format = ROW_FORMATS[layout]
+    data, scales = case.tensors["data"].cpu(), case.tensors["scales"].cpu()
+    exact, slack = exact.cpu(), slack.cpu()
+    explained = row_format.explains(data, scales, exact - slack, exact + slack)
+    if bool(explained.all()):
+        return Finding(case.method, True, 0.0, 0, "")
+    stored = row_format.decode(data, scales)
+    row, channel = (int(i) for i in (~explained).nonzero()[0])
+    count = int((~explained).sum())
+    what = (
+        f"{count} of {explained.numel()} channels; first [{channel}]: stored "
+        f"{float(stored[row, channel]):.6g}, computed {float(exact[row, channel]):.6g} "
+        f"+- {float(slack[row, channel]):.3g}"
+    )
+    return Finding(case.method, False, math.inf, row, what)
+
+
+def _window_row(case: Case) -> Finding:
+    """RoPE in float32 and quantisation, which is exact: only RoPE's channels may be off."""
+    kv, cos_sin = case.tensors["kv"].double(), case.tensors["cos_sin"]
+    exact, size = _rope(kv, cos_sin)
+    slack = 4 * _EPS32 * size
+    slack[..., : kv.shape[-1] - cos_sin.shape[-1]] = 0
+    return _rows(case, exact, slack, str(case.numbers.get("layout", MAIN_FP8)))
+
+
+def _compressor_state(case: Case) -> Finding:
+    """The projections as they are, the score with its bias: one addition in float32."""
+    kv, score = case.tensors["kv_score"].double().chunk(2, dim=-1)
+    ratio = int(case.numbers["ratio"])
+    ape = case.tensors["ape"].double()
+    bias = torch.stack([ape[position % ratio] for position in case.positions])
+    want = torch.cat((kv, score + bias), -1)
+    got = case.tensors["state"]
+    allowed = torch.cat((torch.zeros_like(kv), _EPS32 * (score.abs() + bias.abs())), -1)
+    return _distance(case, {"state": (got, want, allowed)})
+
+
+def _compressed_row(case: Case) -> Finding:
+    """Softmax over the rows of the states, their sum, norm, RoPE, quantisation; float32 sums."""
+    state = case.tensors["state"].double()
+    present = case.tensors["present"]
+    ratio, overlap = int(case.numbers["ratio"]), bool(case.numbers["overlap"])
+    kv, score = state.chunk(2, dim=-1)
+    if overlap:  # an older token's first half is for the window after its own
+        width = kv.shape[-1] // 2
+        kv, score = (
+            torch.cat((each[:, :ratio, :width], each[:, ratio:, width:]), 1) for each in (kv, score)
+        )
+    score = score.masked_fill(~present.unsqueeze(-1), -math.inf)
+    share = torch.softmax(score, dim=1)
+    kv = kv.masked_fill(~present.unsqueeze(-1), 0.0)
+    pooled, size = (share * kv).sum(1), (share * kv.abs()).sum(1)
+    weight, eps = case.tensors["norm_weight"].double(), float(case.numbers["eps"])
+    scale = torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps) * weight
+    rounding = (2 * math.sqrt(kv.shape[1]) + 16) * _EPS32
+    error = rounding * (size * scale.abs() + (pooled * scale).abs())
+    exact, pair = _rope(pooled * scale, case.tensors["cos_sin"])
+    width = case.tensors["cos_sin"].shape[-1]
+    slack = error.clone()
+    slack[:, -width:] = error[:, -width:].unflatten(1, (-1, 2)).norm(dim=-1).repeat_interleave(2, 1)
+    layout = str(case.numbers["layout"])
+    half = _unit(torch.bfloat16) / 2
+    if layout == MAIN_FP8:  # rounded before RoPE by some, not by others
+        slack[:, -width:] += half * pair[:, -width:]
+    else:
+        slack += half * pair
+    return _rows(case, exact, slack, layout)
+
+
+def _index_query(case: Case) -> Finding:
+    """RoPE and one FP8 scale a head, which the weight carries."""
+    q, weights = case.tensors["q"].double(), case.tensors["weights"].double()
+    exact, size = _rope(q, case.tensors["cos_sin"])
+    factor = float(case.numbers["softmax_scale"]) * float(case.numbers["head_scale"])
+    codes, got = case.tensors["codes"], case.tensors["weights_out"].double()
+    scale = got / (weights * factor)
+    # A power of two; the weight's own roundings are far smaller than the step to the next.
+    scale = torch.exp2(torch.log2(scale.abs()).round()).nan_to_num(nan=1.0, posinf=1.0)
+    heads = exact.flatten(0, 1).cpu()
+    slack = (_unit(torch.bfloat16) / 2 * size).flatten(0, 1).cpu()
+    row_format = ROW_FORMATS[INDEX_FP8]
+    data = codes.view(torch.uint8).flatten(0, 1).cpu()
+    planes = scale.float().flatten().unsqueeze(1).cpu().contiguous().view(torch.uint8)
+    silent = (weights == 0).flatten().cpu()
+    explained = row_format.explains(data, planes, heads - slack, heads + slack)
+    explained |= silent.unsqueeze(1)
+    want = weights * factor * scale
+    found = _distance(case, {"weights": (got, want, 4 * _unit(torch.float32) * want.abs() + 1e-30)})
+    if bool(explained.all()):
+        return found
+    row, channel = (int(i) for i in (~explained).nonzero()[0])
+    token, head = divmod(row, q.shape[1])
+    what = (
+        f"{int((~explained).sum())} of {explained.numel()} channels; first head {head} [{channel}]: "
+        f"{float(row_format.decode(data, planes)[row, channel]):.6g}, computed "
+        f"{float(heads[row, channel]):.6g}"
+    )
+    return Finding(case.method, False, math.inf, token, what)
+
+
+def _selection(case: Case) -> Finding:
+    """Every selected entry at least as good as the best left out, less the scores' error."""
+    layout, k = str(case.numbers["layout"]), int(case.numbers["k"])
+    keys = ROW_FORMATS[layout].decode(case.tensors["data"].cpu(), case.tensors["scales"].cpu())
+    q, weights = case.tensors["q"].cpu().double(), case.tensors["weights"].cpu().double()
+    dots, sizes = q @ keys.T, q.abs() @ keys.abs().T
+    scores = (weights @ dots.relu()).unsqueeze(0)
+    # A sum in FP8 tensor cores, then one over the heads in float32.
+    error = (weights.abs() @ (_FP8_SUM * sizes + 2 * math.sqrt(len(q)) * _EPS32 * dots.abs())).max()
+    chosen = case.tensors["chosen"].cpu().long().flatten()
+    order = torch.cat((chosen[chosen >= 0], chosen[chosen < 0])).unsqueeze(0)
+    found = Selections()
+    visible = torch.ones_like(scores, dtype=torch.bool)
+    found.judge(scores, visible, order, k, error.view(1), "selection")
+    if found.violations:
+        return Finding(case.method, False, math.inf, 0, "; ".join(found.violations))
+    return Finding(case.method, True, found.worst, 0, f"{found.swapped} of a near tie")
+
+
+def _slots(case: Case) -> Finding:
+    """Slots in a list are those that the block table gives for what must be listed, each once."""
+    page_size = int(case.numbers["page_size"])
+    table = case.tensors["table"].cpu().long().flatten()
+    wanted = case.tensors["wanted"].cpu().long().flatten()
+    listed = case.tensors["listed"].cpu().long().flatten()
+    want = table[wanted // page_size] * page_size + wanted % page_size
+    want, got = want.sort().values, listed.sort().values
+    if want.shape == got.shape and torch.equal(want, got):
+        return Finding(case.method, True, 0.0, 0, "")
+    missing = sorted(set(want.tolist()) - set(got.tolist()))
+    strange = sorted(set(got.tolist()) - set(want.tolist()))
+    what = (
+        f"{case.numbers['what']}: {len(got)} listed, {len(want)} wanted; "
+        f"missing {missing[:4]}, strange {strange[:4]}"
+    )
+    return Finding(case.method, False, math.inf, 0, what)
+
+
+def _attention(case: Case) -> Finding:
+    """Softmax over the listed rows and the sink, from the bytes in both caches.
+
+    Scores are float32 sums of products of bf16 values (a row's e4m3 code times its power of two is
+    one); probabilities are rounded to bf16 before the second product, and so is the result.
+    """
+    rows = [
+        ROW_FORMATS[MAIN_FP8].decode(case.tensors[f"{name}_data"].cpu(), scales.cpu())
+        for name in ("window", "entries")
+        if (scales := case.tensors.get(f"{name}_scales")) is not None
+    ]
+    keys = torch.cat(rows)
+    q, scale = case.tensors["q"].cpu().double(), float(case.numbers["scale"])
+    scores = q @ keys.T * scale
+    sizes = q.abs() @ keys.abs().T * scale
+    sink = case.tensors["sink"].cpu().double()[: len(q)]
+    largest = torch.maximum(scores.amax(-1), sink).unsqueeze(-1)
+    weight = torch.exp(scores - largest)
+    total = weight.sum(-1, keepdim=True) + torch.exp(sink.unsqueeze(-1) - largest)
+    share = weight / total
+    want = share @ keys
+    got = case.tensors["out"].cpu()
+    # exp(x (1 + e)) errs by |x| e relative to itself.
+    relative = 2 * math.sqrt(q.shape[-1]) * _EPS32 * sizes + 4 * _EPS32 * (scores - largest).abs()
+    error = (share * (relative + _unit(torch.bfloat16) / 2)) @ keys.abs()
+    error += (share * relative).sum(-1, keepdim=True) * want.abs()
+    allowed = error + _unit(got.dtype) * want.abs()
+    return _distance(case, {"out": (got.unsqueeze(0), want.unsqueeze(0), allowed.unsqueeze(0))})
+
+
+def _dense(case: Case, name: str) -> Tensor:
+    """A linear layer's weight in float64: as it is, or codes with scales of 128 x 128 blocks."""
+    weight, scale = case.tensors[name], case.tensors.get(f"{name}_scale")
+    if scale is None:
+        return weight.double()
+    codes = weight.view(torch.uint8)
+    parts = codes.flatten(0, -2), scale.flatten(0, -2) if scale.ndim > 2 else scale
+    if parts[1].dtype == torch.float8_e8m0fnu:
+        parts = parts[0], parts[1].view(torch.uint8)
+    return dequantize_fp8_weight(*parts, torch.float64).view(weight.shape)
+
+
+def _projection(case: Case) -> Finding:
+    """Inverse RoPE and ``wo_a`` by groups; the heads may be rounded to e4m3.
+
+    Those errors are independent and add as squares, whatever precision the product has.
+    """
+    o = case.tensors["o"].double()
+    turned, size = _rope(o, case.tensors["cos_sin"], inverse=True)
+    weight = _dense(case, "wo_a")  # [G, R, J]
+    groups = turned.reshape(len(o), len(weight), -1)
+    want = torch.einsum("tgj,grj->tgr", groups, weight).flatten(1)
+    spread = size.reshape(groups.shape).square()
+    deviation = torch.einsum("tgj,grj->tgr", spread, weight.square()).flatten(1).sqrt()
+    got = case.tensors["out"]
+    allowed = _DEVIATIONS * _E4M3_DEVIATION * deviation + _unit(got.dtype) * want.abs()
+    return _distance(case, {"out": (got, want, allowed)})
+
+
+def _hc_pre(case: Case) -> Finding:
+    """Gates from the normed streams, Sinkhorn, the collapsed streams and their norm.
+
+    A kernel that makes the streams as well (``fused``) may go on with them before their rounding.
+    """
+    names = ("h", "fn", "base", "scale")
+    h, fn, base, scale = (case.tensors[name].double() for name in names)
+    n = h.shape[1]
+    eps, hc_eps = float(case.numbers["norm_eps"]), float(case.numbers["hc_eps"])
+    flat = _rms(h.flatten(1), eps)
+    mix = flat @ fn.T
+    # Both factors rounded to TF32, independently, and a float32 sum.
+    spread = (flat.square() @ fn.square().T).sqrt()
+    unit = _unit(case.tensors["y"].dtype)
+    early = unit / 2 if case.numbers.get("fused") else 0.0
+    deviation = math.sqrt((2 * _TF32**2 + early**2) / 3)
+    error = _DEVIATIONS * deviation * spread + 1e-6 * mix.abs()
+    parts = [each.split([n, n, n * n], -1) for each in (mix, error, base.unsqueeze(0))]
+    (pre, post, comb), errors, bases = parts
+    e_pre, e_post, e_comb = (each * float(s) for each, s in zip(errors, scale.abs(), strict=True))
+    pre = torch.sigmoid(pre * scale[0] + bases[0]) + hc_eps
+    post = 2 * torch.sigmoid(post * scale[1] + bases[1])
+    comb = (comb * scale[2] + bases[2]).unflatten(1, (n, n)).softmax(-1) + hc_eps
+    comb = comb / (comb.sum(-2, keepdim=True) + hc_eps)
+    for _ in range(int(case.numbers["iters"]) - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + hc_eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + hc_eps)
+    y = (pre.unsqueeze(-1) * h).sum(1)
+    size = (pre.unsqueeze(-1) * h.abs()).sum(1)
+    shift = (e_pre.unsqueeze(-1) * h.abs()).sum(1)
+    got = case.tensors["y"]
+    allowed = shift + unit / 2 * y.abs() + (8 * _EPS32 + early) * size
+    weight = case.tensors.get("norm_weight")
+    if weight is not None:
+        root = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+        # The norm of an erring y errs as much again, along y.
+        along = (allowed * y.abs()).mean(-1, keepdim=True) * root.square()
+        y = y * root * weight.double()
+        allowed = allowed * root * weight.double().abs() + (along + 1.5 * unit) * y.abs()
+    # A doubly stochastic scaling passes on at most the errors of a row and of a column.
+    worst = e_comb.amax(-1).view(-1, 1, 1)
+    wanted = {
+        "y": (got, y, allowed + 1e-30),
+        "post": (case.tensors["post"].view_as(post), post, e_post * post / 2 + 4 * _EPS32),
+        "comb": (case.tensors["comb"].view_as(comb), comb, 4 * worst * comb + 64 * _EPS32),
+    }
+    return _distance(case, wanted)
+
+
+def _at_rest(case: Case) -> Finding:
+    """A row that was written is what it was, and no code of it is NaN."""
+    before, after = case.tensors["before"].flatten(), case.tensors["after"].flatten()
+    wrong = (before != after).nonzero().flatten()
+    if len(wrong):
+        first = int(wrong[0])
+        what = (
+            f"{case.numbers['what']}: {len(wrong)} of {len(before)} bytes differ from step "
+            f"{case.numbers['since']}; first [{first}]: {int(before[first])}, now {int(after[first])}"
+        )
+        return Finding(case.method, False, math.inf, 0, what)
+    codes = after[: int(case.numbers["codes"])]
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        return Finding(case.method, False, math.inf, 0, f"{case.numbers['what']}: a code is NaN")
+    return Finding(case.method, True, 0.0, 0, "")
+
+
+def _hc_post(case: Case) -> Finding:
+    """Streams after a sublayer: float32 sums, one rounding."""
+    u, h, post, comb = (case.tensors[name].double() for name in ("u", "h", "post", "comb"))
+    post, comb = post.view(h.shape[:2]), comb.view(len(h), h.shape[1], h.shape[1])
+    want = post.unsqueeze(-1) * u.unsqueeze(1) + torch.einsum("tij,tid->tjd", comb, h)
+    size = (post.unsqueeze(-1) * u.unsqueeze(1)).abs() + torch.einsum(
+        "tij,tid->tjd", comb.abs(), h.abs()
+    )
+    got = case.tensors["streams"]
+    return _distance(
+        case, {"streams": (got, want, _unit(got.dtype) / 2 * want.abs() + 8 * _EPS32 * size)}
+    )
+
+
+def _hc_head(case: Case) -> Finding:
+    """Streams collapsed after the last layer."""
+    names = ("h", "fn", "base", "scale")
+    h, fn, base, scale = (case.tensors[name].double() for name in names)
+    flat = _rms(h.flatten(1), float(case.numbers["norm_eps"]))
+    error = _DEVIATIONS * _TF32 * (flat.square() @ fn.square().T).sqrt() * scale.abs()
+    pre = torch.sigmoid(flat @ fn.T * scale + base) + float(case.numbers["hc_eps"])
+    want = (pre.unsqueeze(-1) * h).sum(1)
+    size = ((error + 8 * _EPS32).unsqueeze(-1) * h.abs()).sum(1)
+    got = case.tensors["y"]
+    return _distance(case, {"y": (got, want, size + _unit(got.dtype) / 2 * want.abs() + 1e-30)})
+
+
+CHECKS: dict[str, Callable[[Case], Finding]] = {
+    "at_rest": _at_rest,
+    "attention": _attention,
+    "compressed_row": _compressed_row,
+    "compressor_state": _compressor_state,
+    "hc_head": _hc_head,
+    "hc_post": _hc_post,
+    "hc_pre": _hc_pre,
+    "index_query": _index_query,
+    "projection": _projection,
+    "qkv_norm": _qkv_norm,
+    "query": _query,
+    "selection": _selection,
+    "slots": _slots,
+    "window_row": _window_row,
+}

@@ -1,0 +1,56 @@
+"""How often an audit looks, at how much, and where it leaves what it finds."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of an audit.
+
+    Attributes:
+        every: a step in so many is audited.
+        requests: tokens that are looked at in such a step, each of another request.
+        layers: layers of each compress ratio that are looked at in such a step, in turn.
+        seed: of the choice of tokens; the same seed and traffic give the same choice.
+        directory: where dumps go; empty for none.
+        dumps: how many are written at most.
+        mebibytes: how large one may be.
+    """
+
+    every: int = 200
+    requests: int = 2
+    layers: int = 1
+    seed: int = 0
+    directory: str = ""
+    dumps: int = 20
+    mebibytes: int = 256
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for counts that mean nothing."""
+        for field in dataclasses.fields(self):
+            least = {"seed": 0, "dumps": 0}.get(field.name, 1)
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"audit: {field.name} must be at least {least}, got {value}")
+
+    @classmethod
+    def of(cls, text: str) -> Settings:
+        """Read ``"every=200,requests=2"``.
+
+        Raises:
+            ValueError: a name that is none, or a value that is no number.
+        """
+        known = {field.name: field.type for field in dataclasses.fields(cls)}
+        values: dict[str, int | str] = {}
+        for part in filter(None, (each.strip() for each in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in known:
+                raise ValueError(f"audit: no setting {name!r}; known: {', '.join(known)}")
+            try:
+                values[name] = str(Path(value)) if name == "directory" else int(value)
+            except ValueError:
+                raise ValueError(f"audit: {name} must be a number, got {value!r}") from None
+        return cls(**values)  # type: ignore[arg-type]

@@ -1,0 +1,837 @@
+"""Audit of vLLM's DeepSeek-V4: takes cases from the layers of a live model, vLLM's own or ours.
+
+Nothing is replaced. A method's inputs are copied before it runs and its results after, for the
+sampled tokens of audited steps; ``anymla.audit`` judges them in a thread of its own. Audited steps
+run without a CUDA graph, in which no Python runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+import platform
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+
+from anymla import __version__
+from anymla.audit import Case
+from anymla.audit.auditor import Auditor
+from anymla.audit.settings import Settings
+from anymla.engines.vllm.pinned import CUDA_MODELS, installed_version
+from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+
+_LOG = init_logger("vllm.plugins.anymla.audit")
+VARIABLE = "ANYMLA_AUDIT"
+_ROWS_AT_REST = 64
+
+
+@dataclasses.dataclass
+class _Sample:
+    """The tokens of a step that are looked at.
+
+    Attributes:
+        tokens: all of the step, padding left out.
+        positions: of all, on the CPU.
+        owners: index of the request of each token, on the CPU.
+        names: of the requests.
+        layers: those that are looked at, by their prefix.
+        chosen: indices of tokens that are looked at by every method but the compressors.
+    """
+
+    tokens: int
+    positions: list[int]
+    owners: list[int]
+    names: list[str]
+    layers: set[str]
+    chosen: list[int]
+
+    def name(self, token: int) -> str:
+        """The request of a token."""
+        owner = self.owners[token]
+        return self.names[owner] if owner < len(self.names) else f"row {owner}"
+
+
+@dataclasses.dataclass
+class _Kept:
+    """A cache row that has been seen.
+
+    Attributes:
+        layer: prefix of the attention layer.
+        request: whose row it is.
+        kind: "main" or "index".
+        entry: its number in the request's compressed cache.
+        slot: where it lay.
+        row: its bytes, values before scales.
+        step: when it was seen.
+    """
+
+    layer: str
+    request: str
+    kind: str
+    entry: int
+    slot: int
+    row: Tensor
+    step: int
+
+
+class Hooks:
+    """Puts itself around the methods of one model.
+
+    Attributes:
+        auditor: who gets the cases.
+        request_ids: of the batch that runs, in its order.
+    """
+
+    def __init__(self, model: nn.Module, auditor: Auditor) -> None:
+        """Find the layers and put the hooks in."""
+        self.auditor = auditor
+        self.request_ids: list[str] = []
+        self._sample: _Sample | None = None
+        self._layers: dict[int, list[str]] = {}
+        self._streams: dict[int, str] = {}
+        self._windows: dict[str, Any] = {}
+        self._window = 128
+        self._kept: collections.deque[_Kept] = collections.deque(maxlen=_ROWS_AT_REST)
+        for name, module in model.named_modules():
+            if hasattr(module, "swa_cache_layer"):
+                self._attention(module)
+            for each, parameter in module.named_parameters(recurse=False):
+                if each.startswith("hc_") and each.endswith("_fn"):
+                    self._streams[id(parameter)] = f"{name}.{each}"
+            if _is_stream_layer(module):
+                self._stream_layer(module)
+        inner = model.model
+        inner.forward = self._forward(inner.forward)
+
+    # The step.
+
+    def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapped(input_ids: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self.auditor.active:
+                return forward(input_ids, positions, *args, **kwargs)
+            self._sample = self._choose(positions)
+            try:
+                return forward(input_ids, positions, *args, **kwargs)
+            finally:
+                self._sample = None
+
+        return wrapped
+
+    def _choose(self, positions: Tensor) -> _Sample | None:
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict) or not self._windows:
+            return None
+        window = metadata[next(iter(self._windows.values())).swa_cache_layer.prefix]
+        tokens = len(window.slot_mapping)
+        if window.is_valid_token is not None:
+            tokens = min(tokens, len(window.is_valid_token))
+        tokens = min(tokens, len(positions))
+        valid = (window.slot_mapping[:tokens] >= 0).cpu().tolist()
+        owners = window.token_to_req_indices[:tokens].cpu().tolist()
+        known = positions[:tokens].cpu().tolist()
+        by_owner: dict[int, list[int]] = {}
+        for token in range(tokens):
+            if valid[token]:
+                by_owner.setdefault(owners[token], []).append(token)
+        if not by_owner:
+            return None
+        layers = {name for kind in self._layers.values() for name in self.auditor.turn(kind)}
+        sample = _Sample(tokens, known, owners, list(self.request_ids), layers, [])
+        sample.chosen = self._pick("tokens", list(by_owner.values()))
+        self._sample = sample
+        self._visit(metadata)
+        return sample
+
+    # Rows at rest.
+
+    def forget(self, requests: set[str]) -> None:
+        """Rows of requests that have ended, or that will be computed again."""
+        if self._kept and requests:
+            held = [row for row in self._kept if row.request not in requests]
+            self._kept = collections.deque(held, maxlen=_ROWS_AT_REST)
+
+    def _visit(self, metadata: dict[str, Any]) -> None:
+        """Look at kept rows again, and keep some of the chosen tokens' requests."""
+        sample = self._sample
+        assert sample is not None
+        owner_of = {name: owner for owner, name in enumerate(sample.names)}
+        last = {owner: position for owner, position in zip(sample.owners, sample.positions, strict=True)}
+        for kept in self._kept:
+            owner = owner_of.get(kept.request)
+            if owner is None or owner not in last:
+                continue
+            found = self._row(metadata, kept.layer, kept.kind, owner, kept.entry)
+            if found[0] != kept.slot:
+                continue
+            numbers = {"what": f"{kept.kind} entry {kept.entry}", "since": kept.step}
+            codes = 448 if kept.kind == "main" else 128
+            token = sample.owners.index(owner)
+            tensors = {"before": kept.row, "after": found[1]}
+            self._submit("at_rest", kept.layer, [token], tensors, codes=codes, **numbers)
+        numbers_ = self.auditor.random("rows at rest")
+        for layer in sorted(sample.layers):
+            ratio = self._windows[layer].compress_ratio
+            for token in sample.chosen if ratio > 1 else ():
+                # Entries that earlier steps closed.
+                first = sample.positions[sample.owners.index(sample.owners[token])]
+                if first // ratio < 1 or sample.name(token) not in owner_of:
+                    continue
+                entry = numbers_.randrange(first // ratio)
+                for kind in ("main", "index") if self._windows[layer].indexer else ("main",):
+                    slot, row = self._row(metadata, layer, kind, sample.owners[token], entry)
+                    name = sample.name(token)
+                    self._kept.append(_Kept(layer, name, kind, entry, slot, row, self.auditor.step))
+
+    def _row(
+        self, metadata: dict[str, Any], layer: str, kind: str, owner: int, entry: int
+    ) -> tuple[int, Tensor]:
+        module = self._windows[layer]
+        cache = module.kv_cache if kind == "main" else module.indexer.k_cache.kv_cache
+        table = metadata[layer].block_table[owner]
+        slots = _slots_of(table, torch.tensor([entry]), cache.shape[1])
+        data, scales = _bytes(cache, slots, MAIN_FP8 if kind == "main" else INDEX_FP8)
+        return int(slots), torch.cat((data, scales), -1)[0].to("cpu", copy=True)
+
+    def _pick(self, what: str, groups: list[list[int]]) -> list[int]:
+        """One token of as many groups as are asked for; once all groups have one, further ones."""
+        numbers = self.auditor.random(what)
+        groups = [numbers.sample(group, len(group)) for group in groups]
+        numbers.shuffle(groups)
+        picked: list[int] = []
+        while len(picked) < self.auditor.settings.requests and any(groups):
+            for group in groups:
+                if group and len(picked) < self.auditor.settings.requests:
+                    picked.append(group.pop())
+        return sorted(picked)
+
+    def _looks(self, layer: str) -> _Sample | None:
+        """The sample, if this layer is looked at in this step."""
+        sample = self._sample
+        return sample if sample is not None and layer in sample.layers else None
+
+    def _submit(
+        self,
+        method: str,
+        layer: str,
+        tokens: list[int],
+        tensors: dict[str, Any],
+        **numbers: float | int | str,
+    ) -> None:
+        sample = self._sample
+        assert sample is not None
+        held = {
+            name: each.detach().to("cpu", copy=True)
+            for name, each in tensors.items()
+            if each is not None
+        }
+        names = [sample.name(token) for token in tokens]
+        places = [sample.positions[token] for token in tokens]
+        self.auditor.submit(Case(method, layer, names, places, held, numbers))
+
+    # Attention.
+
+    def _attention(self, layer: Any) -> None:
+        self._layers.setdefault(layer.compress_ratio, []).append(layer.prefix)
+        self._windows[layer.prefix] = layer
+        self._window = layer.window_size
+        _around(layer, "_split_qkv_and_norm", self._qkv_norm)
+        _around(layer, "_fused_qnorm_rope_kv_insert", self._insert)
+        _around(layer, "forward_mqa", self._mqa)
+        _around(layer, "_o_proj", self._projection)
+        for compressor in (layer.compressor, layer.indexer and layer.indexer.compressor):
+            if compressor is not None:
+                _around(compressor, "forward", self._compressor, owner=layer.prefix)
+        if layer.indexer is not None:
+            _around(layer.indexer, "_wq_b_proj", self._index_projection, owner=layer)
+            _around(layer.indexer, "forward", self._index_query, owner=layer)
+            _around(layer.indexer.indexer_op, "forward", self._selection, owner=layer)
+
+    def _qkv_norm(self, layer: Any, call: Callable[..., Any], qr_kv: Tensor) -> Any:
+        sample = self._looks(layer.prefix)
+        if sample is None:
+            return call(qr_kv)
+        rows = qr_kv[sample.chosen].clone()
+        qr, scale, kv = result = call(qr_kv)
+        if scale is None:
+            given = rows.split([layer.q_lora_rank, layer.head_dim], dim=-1)
+            tensors = {
+                "qr": given[0],
+                "kv": given[1],
+                "qr_weight": layer.q_norm.weight,
+                "kv_weight": layer.kv_norm.weight,
+                "qr_out": qr[sample.chosen],
+                "kv_out": kv[sample.chosen],
+            }
+            self._submit("qkv_norm", layer.prefix, sample.chosen, tensors, eps=layer.eps)
+        return result
+
+    def _insert(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        metadata: Any,
+    ) -> Any:
+        sample = self._looks(layer.prefix)
+        if sample is None:
+            return call(q, kv, positions, metadata)
+        chosen = sample.chosen
+        given, rows = q[chosen].clone(), kv[chosen].clone()
+        result = call(q, kv, positions, metadata)
+        window = metadata[layer.swa_cache_layer.prefix]
+        table = layer.rotary_emb.cos_sin_cache[positions[chosen]].float()
+        heads = given.shape[1]
+        self._submit(
+            "query",
+            layer.prefix,
+            chosen,
+            {"q": given, "cos_sin": table, "out": result[chosen][:, :heads]},
+            eps=layer.eps,
+        )
+        cache = layer.swa_cache_layer.kv_cache
+        data, scales = _bytes(cache, window.slot_mapping[chosen], MAIN_FP8)
+        self._submit(
+            "window_row",
+            layer.prefix,
+            chosen,
+            {"kv": rows, "cos_sin": table, "data": data, "scales": scales},
+            layout=MAIN_FP8,
+        )
+        for token in chosen:
+            self._slots(
+                layer.prefix,
+                token,
+                "the token's own row",
+                window.block_table,
+                cache.shape[1],
+                torch.tensor([sample.positions[token]]),
+                window.slot_mapping[token],
+            )
+        return result
+
+    def _slots(
+        self,
+        layer: str,
+        token: int,
+        what: str,
+        block_table: Tensor,
+        page_size: int,
+        wanted: Tensor,
+        listed: Tensor,
+    ) -> None:
+        assert self._sample is not None
+        table = block_table[self._sample.owners[token]]
+        last = int(wanted.max()) // page_size + 1 if len(wanted) else 1
+        tensors = {"table": table[:last], "wanted": wanted, "listed": listed}
+        self._submit("slots", layer, [token], tensors, page_size=page_size, what=what)
+
+    def _mqa(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        output: Tensor,
+    ) -> None:
+        call(q, kv, positions, output)
+        sample = self._looks(layer.prefix)
+        if sample is None or not isinstance(output, Tensor):
+            return
+        metadata = get_forward_context().attn_metadata
+        window = metadata[layer.swa_cache_layer.prefix]
+        heads = layer.n_local_heads
+        for token in sample.chosen:
+            position = sample.positions[token]
+            places = torch.arange(max(0, position + 1 - self._window), position + 1)
+            tensors = {"q": q[token, :heads], "out": output[token, :heads]}
+            tensors["sink"] = layer.attn_sink[:heads]
+            cache = layer.swa_cache_layer.kv_cache
+            slots = _slots_of(window.block_table[sample.owners[token]], places, cache.shape[1])
+            tensors["window_data"], tensors["window_scales"] = _bytes(cache, slots, MAIN_FP8)
+            listed = _listed(window, token)
+            if listed is not None:
+                self._slots(
+                    layer.prefix,
+                    token,
+                    "rows of the window",
+                    window.block_table,
+                    cache.shape[1],
+                    places,
+                    listed,
+                )
+            if layer.compress_ratio > 1:
+                main = metadata[layer.prefix]
+                entries = torch.arange((position + 1) // layer.compress_ratio)
+                if layer.indexer is not None:
+                    chosen = layer.topk_indices_buffer[token]
+                    entries = chosen[chosen >= 0].long().cpu()
+                table = main.block_table[sample.owners[token]]
+                slots = _slots_of(table, entries, layer.kv_cache.shape[1])
+                held = _bytes(layer.kv_cache, slots, MAIN_FP8)
+                tensors["entries_data"], tensors["entries_scales"] = held
+            self._submit("attention", layer.prefix, [token], tensors, scale=layer.scale)
+
+    def _projection(
+        self, layer: Any, call: Callable[..., Any], o: Tensor, positions: Tensor
+    ) -> Any:
+        sample = self._looks(layer.prefix)
+        if sample is None or not isinstance(o, Tensor):
+            return call(o, positions)
+        chosen = sample.chosen
+        given = o[chosen].clone()
+        inputs: list[Tensor] = []
+        wo_b = layer._modules["wo_b"]
+
+        def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+            inputs.append(args[0][chosen].clone())
+
+        handle = wo_b.register_forward_pre_hook(keep)
+        try:
+            result = call(o, positions)
+        finally:
+            handle.remove()
+        weight = _grouped_weight(layer)
+        if inputs and weight is not None:
+            table = layer.rotary_emb.cos_sin_cache[positions[chosen]].float()
+            tensors = {"o": given, "cos_sin": table, "out": inputs[0], **weight}
+            self._submit("projection", layer.prefix, chosen, tensors)
+        return result
+
+    # Compressors and the indexer.
+
+    def _compressor(
+        self,
+        compressor: Any,
+        call: Callable[..., Any],
+        kv_score: Tensor,
+        positions: Tensor,
+        rotary_emb: Any,
+        *,
+        owner: str,
+    ) -> Any:
+        sample = self._looks(owner)
+        if sample is None:
+            return call(kv_score, positions, rotary_emb)
+        given = kv_score[sample.chosen].clone()
+        result = call(kv_score, positions, rotary_emb)
+        metadata = get_forward_context().attn_metadata
+        states, cache = metadata[compressor.state_cache.prefix], compressor.state_cache.kv_cache
+        ratio, page = compressor.compress_ratio, cache.shape[1]
+        name = compressor.prefix
+        slots = states.slot_mapping[sample.chosen].long()
+        rows = cache[slots // page, slots % page]
+        tensors = {"kv_score": given, "ape": compressor.ape, "state": rows}
+        self._submit("compressor_state", name, sample.chosen, tensors, ratio=ratio)
+        layout = MAIN_FP8 if compressor.head_dim == 512 else INDEX_FP8
+        if compressor.use_fp4_cache:
+            return result
+        groups: dict[int, list[int]] = {}
+        for token in range(sample.tokens):
+            if (sample.positions[token] + 1) % ratio == 0:
+                groups.setdefault(sample.owners[token], []).append(token)
+        keys = compressor._static_forward_context[compressor.k_cache_prefix].kv_cache
+        key_slots = metadata[compressor.k_cache_prefix].slot_mapping
+        for token in self._pick(f"entries of {ratio}", list(groups.values())):
+            position = sample.positions[token]
+            first = position + 1 - ratio * (2 if compressor.overlap else 1)
+            places = torch.arange(first, position + 1)
+            present = places >= 0
+            table = states.block_table[sample.owners[token]]
+            slots = _slots_of(table, places.clamp(min=0), page)
+            data, scales = _bytes(keys, key_slots[token : token + 1], layout)
+            tensors = {
+                "state": cache[slots // page, slots % page].unsqueeze(0),
+                "present": present.unsqueeze(0),
+                "norm_weight": compressor.norm.weight,
+                "cos_sin": rotary_emb.cos_sin_cache[position + 1 - ratio].float().unsqueeze(0),
+                "data": data,
+                "scales": scales,
+            }
+            self._submit(
+                "compressed_row",
+                name,
+                [token],
+                tensors,
+                ratio=ratio,
+                overlap=int(compressor.overlap),
+                eps=compressor.rms_norm_eps,
+                layout=layout,
+            )
+        return result
+
+    def _index_projection(
+        self, indexer: Any, call: Callable[..., Any], *args: Any, owner: Any
+    ) -> Any:
+        q = call(*args)
+        sample = self._looks(owner.prefix)
+        if sample is not None:
+            indexer._anymla_audited_q = q[sample.chosen].clone()
+        return q
+
+    def _index_query(
+        self,
+        indexer: Any,
+        call: Callable[..., Any],
+        hidden: Tensor,
+        qr: Tensor,
+        kv_score: Tensor,
+        weights: Tensor,
+        positions: Tensor,
+        rotary_emb: Any,
+        *args: Any,
+        owner: Any,
+        **kwargs: Any,
+    ) -> Any:
+        sample = self._looks(owner.prefix)
+        arguments = hidden, qr, kv_score, weights, positions, rotary_emb, *args
+        if sample is None:
+            return call(*arguments, **kwargs)
+        given = weights[sample.chosen].clone()
+        q, scale, out = result = call(*arguments, **kwargs)
+        projected = vars(indexer).pop("_anymla_audited_q", None)
+        if q is not None and scale is None and projected is not None:
+            shape = len(sample.chosen), indexer.n_head, indexer.head_dim
+            tensors = {
+                "q": projected.view(shape),
+                "weights": given,
+                "codes": q[sample.chosen].view(torch.uint8).view(shape),
+                "weights_out": out[sample.chosen],
+                "cos_sin": rotary_emb.cos_sin_cache[positions[sample.chosen]].float(),
+            }
+            self._submit(
+                "index_query",
+                indexer.prefix,
+                sample.chosen,
+                tensors,
+                softmax_scale=indexer.softmax_scale,
+                head_scale=indexer.n_head**-0.5,
+            )
+        return result
+
+    def _selection(
+        self,
+        op: Any,
+        call: Callable[..., Any],
+        hidden: Tensor,
+        q_quant: Any,
+        k: Any,
+        weights: Tensor,
+        *,
+        owner: Any,
+    ) -> Any:
+        result = call(hidden, q_quant, k, weights)
+        sample = self._looks(owner.prefix)
+        if sample is None or not isinstance(q_quant, Tensor):
+            return result
+        metadata = get_forward_context().attn_metadata
+        main, cache = metadata[owner.prefix], owner.indexer.k_cache.kv_cache
+        for token in sample.chosen:
+            entries = torch.arange((sample.positions[token] + 1) // owner.compress_ratio)
+            table = main.block_table[sample.owners[token]]
+            data, scales = _bytes(cache, _slots_of(table, entries, cache.shape[1]), INDEX_FP8)
+            tensors = {
+                "q": q_quant[token].float(),
+                "weights": weights[token],
+                "data": data,
+                "scales": scales,
+                "chosen": owner.topk_indices_buffer[token],
+            }
+            numbers = {"k": owner.topk_indices_buffer.shape[1], "layout": INDEX_FP8}
+            self._submit("selection", owner.indexer.prefix, [token], tensors, **numbers)
+        return result
+
+    # Hyper-connections.
+
+    def _stream_layer(self, module: Any) -> None:
+        kind = next(each.__name__ for each in type(module).__mro__ if each.__name__ in _STREAMS)
+        wrapped = self.streams(_STREAMS[kind], module.forward)
+        module.forward = wrapped
+
+    def streams(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of vLLM's hyper-connections with its cases taken."""
+
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            if self._sample is not None:
+                given = dict(zip(_PARAMETERS[name], args, strict=False)) | kwargs
+                getattr(self, f"_{name}")(given, result)
+            return result
+
+        return wrapped
+
+    def _owner(self, fn: Tensor) -> str | None:
+        """The layer whose weight this is, if it is looked at."""
+        assert self._sample is not None
+        name = self._streams.get(id(fn), "")
+        layer = name.rpartition(".")[0]
+        looked = any(each.startswith(f"{layer}.") for each in self._sample.layers)
+        return name if layer and looked else None
+
+    def _mhc_pre(self, given: dict[str, Any], result: Any) -> None:
+        self._gates(given, given["residual"], result)
+
+    def _mhc_pre_broadcast(self, given: dict[str, Any], result: Any) -> None:
+        self._gates(given, result[0], result[1:])
+
+    def _mhc_post_pre(self, given: dict[str, Any], result: Any) -> None:
+        owner = self._owner(given["fn"])
+        if owner is not None:
+            self._sums(owner, given, result[0])
+            self._gates(given, result[0], result[1:], fused=1)
+
+    def _mhc_post(self, given: dict[str, Any], result: Any) -> None:
+        self._sums("streams after a sublayer", given, result)
+
+    def _mhc_head(self, given: dict[str, Any], result: Any) -> None:
+        sample = self._sample
+        assert sample is not None
+        tensors = {
+            "h": given["hidden_states"].flatten(0, -3)[sample.chosen],
+            "fn": given["hc_fn"],
+            "base": given["hc_base"],
+            "scale": given["hc_scale"],
+            "y": result.flatten(0, -2)[sample.chosen],
+        }
+        numbers = {"norm_eps": given["rms_norm_eps"], "hc_eps": given["hc_eps"]}
+        self._submit("hc_head", "head", sample.chosen, tensors, **numbers)
+
+    def _sums(self, owner: str, given: dict[str, Any], streams: Tensor) -> None:
+        sample = self._sample
+        assert sample is not None
+        residual = given["residual"]
+        n, width = residual.shape[-2:]
+        rows = sample.chosen
+        tensors = {
+            "u": given["x"].reshape(-1, width)[rows],
+            "h": residual.reshape(-1, n, width)[rows],
+            "post": given["post_layer_mix"].reshape(-1, n)[rows],
+            "comb": given["comb_res_mix"].reshape(-1, n, n)[rows],
+            "streams": streams.reshape(-1, n, width)[rows],
+        }
+        self._submit("hc_post", owner, rows, tensors)
+
+    def _gates(
+        self, given: dict[str, Any], residual: Tensor, result: Any, *, fused: int = 0
+    ) -> None:
+        sample, owner = self._sample, self._owner(given["fn"])
+        if owner is None:
+            return
+        assert sample is not None
+        n, width = residual.shape[-2:]
+        post, comb, y = result
+        rows = sample.chosen
+        tensors = {
+            "h": residual.reshape(-1, n, width)[rows],
+            "fn": given["fn"],
+            "base": given["hc_base"],
+            "scale": given["hc_scale"],
+            "norm_weight": given.get("norm_weight"),
+            "post": post.reshape(-1, n)[rows],
+            "comb": comb.reshape(-1, n, n)[rows],
+            "y": y.reshape(-1, width)[rows],
+        }
+        numbers = {
+            "norm_eps": given["rms_eps"],
+            "hc_eps": given["hc_pre_eps"],
+            "iters": given["sinkhorn_repeat"],
+            "fused": fused,
+        }
+        self._submit("hc_pre", owner, rows, tensors, **numbers)
+
+
+_GATES = ("fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps", "hc_sinkhorn_eps")
+_GATES += ("hc_post_mult_value", "sinkhorn_repeat", "n_splits")
+_SUMS = ("x", "residual", "post_layer_mix", "comb_res_mix")
+# Parameters of vLLM's hyper-connections that may be given by place.
+_PARAMETERS = {
+    "mhc_pre": ("residual", *_GATES, "norm_weight", "norm_eps"),
+    "mhc_pre_broadcast": ("residual", *_GATES, "norm_weight", "norm_eps"),
+    "mhc_post": _SUMS,
+    "mhc_post_pre": (*_SUMS, *_GATES, "tile_n", "norm_weight", "norm_eps"),
+    "mhc_head": ("hidden_states", "hc_fn", "hc_scale", "hc_base", "rms_norm_eps", "hc_eps"),
+}
+# What vLLM's hyper-connection layers and functions compute.
+_STREAMS = {
+    "MHCPreOp": "mhc_pre",
+    "MHCPostOp": "mhc_post",
+    "MHCFusedPostPreOp": "mhc_post_pre",
+    "HCHeadOp": "mhc_head",
+}
+_FUNCTIONS = {
+    "mhc_pre_tilelang": "mhc_pre",
+    "mhc_pre_broadcast_tilelang": "mhc_pre_broadcast",
+    "mhc_post_tilelang": "mhc_post",
+    "mhc_fused_post_pre_tilelang": "mhc_post_pre",
+    "hc_head_fused_kernel_tilelang": "mhc_head",
+}
+
+
+def _is_stream_layer(module: nn.Module) -> bool:
+    return any(each.__name__ in _STREAMS for each in type(module).__mro__)
+
+
+def _around(module: Any, name: str, hook: Callable[..., Any], **fixed: Any) -> None:
+    """Have ``hook(module, method, *arguments)`` called in place of a module's method."""
+    method = getattr(module, name)
+    vars(module)[name] = functools.wraps(method)(
+        lambda *args, **kwargs: hook(module, method, *args, **fixed, **kwargs)
+    )
+
+
+def _slots_of(table: Tensor, places: Tensor, page_size: int) -> Tensor:
+    places = places.to(table.device)
+    return table[places // page_size].long() * page_size + places % page_size
+
+
+def _bytes(cache: Tensor, slots: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    data, scales = get_layout(layout).planes(cache)
+    assert scales is not None
+    slots = slots.to(cache.device).long()
+    page, offset = slots // cache.shape[1], slots % cache.shape[1]
+    return data[page, offset], scales[page, offset]
+
+
+def _listed(window: Any, token: int) -> Tensor | None:
+    """The slots that a step's metadata list as a token's window; None if it lists none."""
+    decodes = window.num_decode_tokens
+    if token < decodes:
+        indices, lengths, row = window.decode_swa_indices, window.decode_swa_lens, token
+    else:
+        indices, lengths, row = window.prefill_swa_indices, window.prefill_swa_lens, token - decodes
+    if indices is None or lengths is None:
+        return None
+    slots = indices[row].flatten()[: int(lengths[row])]
+    return slots[slots >= 0]
+
+
+def _grouped_weight(layer: Any) -> dict[str, Tensor] | None:
+    """``wo_a`` as [G, R, J]: ours in bf16, or vLLM's as its layer holds it."""
+    groups = layer.n_local_groups
+    if getattr(layer, "wo_a_groups", None) is not None:
+        return {"wo_a": layer.wo_a_groups}
+    weight = layer.wo_a.weight
+    if weight.dtype == torch.bfloat16 and weight.numel():
+        return {"wo_a": weight.view(groups, layer.o_lora_rank, -1)}
+    scale = getattr(layer.wo_a, "weight_scale_inv", None)
+    if weight.dtype != torch.float8_e4m3fn or scale is None or scale.dtype == torch.int32:
+        return None
+    rows = layer.o_lora_rank
+    scale = scale.view(groups, -(-rows // 128), -1)
+    return {"wo_a": weight.view(torch.uint8).view(groups, rows, -1), "wo_a_scale": scale}
+
+
+def start(model: nn.Module, runner_of_steps: bool = True) -> Hooks:
+    """Audit a model that has been built, with the settings in the environment."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    versions = {
+        "anymla": __version__,
+        "vllm": installed_version() or "?",
+        "torch": torch.__version__,
+        "device": name,
+    }
+    auditor = Auditor(Settings.of(os.environ.get(VARIABLE, "")), _LOG, versions)
+    hooks = Hooks(model, auditor)
+    _wrap_functions(hooks)
+    if runner_of_steps:
+        _wrap_runners(hooks)
+    _LOG.info("audit: %s", auditor.settings)
+    return hooks
+
+
+def _wrap_functions(hooks: Hooks) -> None:
+    """vLLM's CUDA models call hyper-connections as functions of their module."""
+    import sys
+
+    for module in CUDA_MODELS:
+        held = vars(sys.modules[module]) if module in sys.modules else {}
+        for name, kind in _FUNCTIONS.items():
+            if name in held:
+                held[name] = hooks.streams(kind, held[name])
+
+
+def _wrap_runners(hooks: Hooks) -> None:
+    """Count the steps of both of vLLM's model runners, and keep audited ones out of graphs."""
+    import vllm.v1.worker.gpu_model_runner as first
+
+    runner = first.GPUModelRunner
+    auditor = hooks.auditor
+
+    @contextlib.contextmanager
+    def step(scheduled: Any) -> Iterator[None]:
+        gone = set(scheduled.finished_req_ids) | set(scheduled.preempted_req_ids or ())
+        hooks.forget(gone)
+        tokens = scheduled.total_num_scheduled_tokens
+        if not tokens:
+            yield
+            return
+        auditor.begin()
+        try:
+            yield
+        finally:
+            auditor.end(tokens)
+
+    execute = runner.execute_model
+    batch = runner._determine_batch_execution_and_padding
+
+    @functools.wraps(execute)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        with step(scheduler_output):
+            return execute(self, scheduler_output, *args, **kwargs)
+
+    @functools.wraps(batch)
+    def determine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if auditor.active:
+            kwargs["force_eager"] = True
+            hooks.request_ids = list(self.input_batch.req_ids)
+        return batch(self, *args, **kwargs)
+
+    runner.execute_model = execute_model
+    runner._determine_batch_execution_and_padding = determine
+    if not torch.cuda.is_available():
+        return
+
+    import vllm.v1.worker.gpu.model_runner as second
+
+    runner2 = second.GPUModelRunner
+    execute2, prepare, dispatch = (
+        runner2.execute_model,
+        runner2.prepare_inputs,
+        second.dispatch_cg_and_sync_dp,
+    )
+
+    @functools.wraps(execute2)
+    def execute_model2(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run") or len(args) > 1:
+            return execute2(self, scheduler_output, *args, **kwargs)
+        with step(scheduler_output):
+            return execute2(self, scheduler_output, *args, **kwargs)
+
+    @functools.wraps(prepare)
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = prepare(self, *args, **kwargs)
+        if auditor.active:
+            hooks.request_ids = list(made.req_ids)
+        return made
+
+    @functools.wraps(dispatch)
+    def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
+        if auditor.active:
+            kwargs["need_eager"] = True
+        return dispatch(*args, **kwargs)
+
+    runner2.execute_model = execute_model2
+    runner2.prepare_inputs = prepare_inputs
+    second.dispatch_cg_and_sync_dp = dispatch_cg_and_sync_dp
