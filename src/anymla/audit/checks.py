@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def judge(case: Case) -> Finding:
         raise ValueError(f"a case of {case.method} lacks {error.args[0]!r}") from None
 
 
-def _distance(case: Case, pairs: dict[str, tuple[Tensor, Tensor, Tensor]]) -> Finding:
+def _distance(case: Case, pairs: Mapping[str, tuple[Tensor, ...]]) -> Finding:
     """The finding over (got, want, allowed) by name; the first dimension counts tokens."""
     worst, token, what, squares, count = -1.0, 0, "", 0.0, 0
     for name, (got, want, allowed) in pairs.items():
@@ -95,7 +95,7 @@ def _rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> tuple[Tensor, Tensor]:
-    """x [M, .., D] turned by rows [M, R] (cosines, then sines); and the size of each pair."""
+    """X [M, .., D] turned by rows [M, R] (cosines, then sines); and the size of each pair."""
     width = cos_sin.shape[-1]
     shape = (len(x), *([1] * (x.ndim - 2)), width // 2)
     cos, sin = (each.double().view(shape) for each in cos_sin.chunk(2, dim=-1))
@@ -228,7 +228,8 @@ def _index_query(case: Case) -> Finding:
     row, channel = (int(i) for i in (~explained).nonzero()[0])
     token, head = divmod(row, q.shape[1])
     what = (
-        f"{int((~explained).sum())} of {explained.numel()} channels; first head {head} [{channel}]: "
+        f"{int((~explained).sum())} of {explained.numel()} channels; "
+        f"first head {head} [{channel}]: "
         f"{float(row_format.decode(data, planes)[row, channel]):.6g}, computed "
         f"{float(heads[row, channel]):.6g}"
     )
@@ -277,7 +278,9 @@ def _attention(case: Case) -> Finding:
     """Softmax over the listed rows and the sink, from the bytes in both caches.
 
     Scores are float32 sums of products of bf16 values (a row's e4m3 code times its power of two is
-    one); probabilities are rounded to bf16 before the second product, and so is the result.
+    one); probabilities are rounded to bf16 before the second product, and so is the result. A term
+    that is missing from the sum (the sink, a row) moves all channels of a head by the same factor,
+    for which their roundings, being independent, nearly cancel: that factor is judged as well.
     """
     rows = [
         ROW_FORMATS[MAIN_FP8].decode(case.tensors[f"{name}_data"].cpu(), scales.cpu())
@@ -300,10 +303,19 @@ def _attention(case: Case) -> Finding:
     error = (share * (relative + _unit(torch.bfloat16) / 2)) @ keys.abs()
     error += (share * relative).sum(-1, keepdim=True) * want.abs()
     allowed = error + _unit(got.dtype) * want.abs()
-    return _distance(case, {"out": (got.unsqueeze(0), want.unsqueeze(0), allowed.unsqueeze(0))})
+    size = want.square().sum(-1)
+    factor = (got.double() * want).sum(-1) / size
+    # Rounding errors are uniform in half a unit either way.
+    half = [_unit(dtype) / 2 / math.sqrt(3) for dtype in (torch.bfloat16, got.dtype)]
+    along = (share * (want @ keys.T)).square().sum(-1) * half[0] ** 2
+    spread = along + want.pow(4).sum(-1) * half[1] ** 2
+    exact = (share * relative).sum(-1) + (share * relative * (want @ keys.T).abs()).sum(-1) / size
+    may = _DEVIATIONS * spread.sqrt() / size + exact
+    pairs = {"out": (got, want, allowed), "factor of": (factor, torch.ones_like(factor), may)}
+    return _distance(case, {n: tuple(x.unsqueeze(0) for x in each) for n, each in pairs.items()})
 
 
-def _dense(case: Case, name: str) -> Tensor:
+def dense_weight(case: Case, name: str) -> Tensor:
     """A linear layer's weight in float64: as it is, or codes with scales of 128 x 128 blocks."""
     weight, scale = case.tensors[name], case.tensors.get(f"{name}_scale")
     if scale is None:
@@ -322,7 +334,7 @@ def _projection(case: Case) -> Finding:
     """
     o = case.tensors["o"].double()
     turned, size = _rope(o, case.tensors["cos_sin"], inverse=True)
-    weight = _dense(case, "wo_a")  # [G, R, J]
+    weight = dense_weight(case, "wo_a")  # [G, R, J]
     groups = turned.reshape(len(o), len(weight), -1)
     want = torch.einsum("tgj,grj->tgr", groups, weight).flatten(1)
     spread = size.reshape(groups.shape).square()
@@ -389,7 +401,8 @@ def _at_rest(case: Case) -> Finding:
         first = int(wrong[0])
         what = (
             f"{case.numbers['what']}: {len(wrong)} of {len(before)} bytes differ from step "
-            f"{case.numbers['since']}; first [{first}]: {int(before[first])}, now {int(after[first])}"
+            f"{case.numbers['since']}; first [{first}]: {int(before[first])}, "
+            f"now {int(after[first])}"
         )
         return Finding(case.method, False, math.inf, 0, what)
     codes = after[: int(case.numbers["codes"])]

@@ -25,6 +25,7 @@ _COMMANDS = {
     "demo": ("demo", "Run a tiny checkpoint and check it against float64."),
     "doctor": ("doctor", "What this machine runs, how right and how fast."),
     "conformance": ("conformance", "Judge a backend, or another library, by every known bug."),
+    "replay": ("replay", "Judge again what an audit of a live engine dumped."),
     "bench": ("bench", "Measure speed and memory on this machine."),
 }
 

@@ -87,7 +87,7 @@ def generate(run: Run, checkpoint: Path, directory: Path, seconds: int = 600) ->
     request.write_text(json.dumps(dataclasses.asdict(run) | {"checkpoint": str(checkpoint)}))
     more = {"TRITON_INTERPRET": "1"} if run.backend == "triton" else {}
     command = [sys.executable, str(HERE / "generate.py"), str(request), str(answer)]
-    log = _finish(command, environment(run.mode, **more), directory / "log.txt", seconds)
+    log = finish(command, environment(run.mode, **more), directory / "log.txt", seconds)
     return json.loads(answer.read_text()) | {"log": log}
 
 
@@ -96,7 +96,7 @@ def score_with_transformers(checkpoint: Path, prompt: list[int], directory: Path
     request, answer = directory / "prompt.json", directory / "scores.json"
     request.write_text(json.dumps(prompt))
     command = [sys.executable, str(HERE / "score_hf.py"), str(checkpoint), str(request)]
-    _finish([*command, str(answer)], environment("off"), directory / "hf.txt", 300)
+    finish([*command, str(answer)], environment("off"), directory / "hf.txt", 300)
     return json.loads(answer.read_text())
 
 
@@ -104,11 +104,11 @@ def look_up(script: str, directory: Path, mode: str) -> dict[str, Any]:
     """The answer of a script that imports vLLM, which warns and patches torch."""
     answer = directory / "answer.json"
     command = [sys.executable, str(HERE / script), str(answer)]
-    _finish(command, environment(mode), directory / "log.txt", 300)
+    finish(command, environment(mode), directory / "log.txt", 300)
     return json.loads(answer.read_text())
 
 
-def _finish(command: list[str], env: dict[str, str], log: Path, seconds: int) -> str:
+def finish(command: list[str], env: dict[str, str], log: Path, seconds: int) -> str:
     with log.open("w") as sink:
         process = subprocess.Popen(
             command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True

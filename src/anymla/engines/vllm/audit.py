@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,7 +109,7 @@ class Hooks:
                     self._streams[id(parameter)] = f"{name}.{each}"
             if _is_stream_layer(module):
                 self._stream_layer(module)
-        inner = model.model
+        inner: Any = model.model
         inner.forward = self._forward(inner.forward)
 
     # The step.
@@ -164,7 +165,7 @@ class Hooks:
         sample = self._sample
         assert sample is not None
         owner_of = {name: owner for owner, name in enumerate(sample.names)}
-        last = {owner: position for owner, position in zip(sample.owners, sample.positions, strict=True)}
+        last = dict(zip(sample.owners, sample.positions, strict=True))
         for kept in self._kept:
             owner = owner_of.get(kept.request)
             if owner is None or owner not in last:
@@ -172,12 +173,16 @@ class Hooks:
             found = self._row(metadata, kept.layer, kept.kind, owner, kept.entry)
             if found[0] != kept.slot:
                 continue
-            numbers = {"what": f"{kept.kind} entry {kept.entry}", "since": kept.step}
-            codes = 448 if kept.kind == "main" else 128
-            token = sample.owners.index(owner)
-            tensors = {"before": kept.row, "after": found[1]}
-            self._submit("at_rest", kept.layer, [token], tensors, codes=codes, **numbers)
-        numbers_ = self.auditor.random("rows at rest")
+            self._submit(
+                "at_rest",
+                kept.layer,
+                [sample.owners.index(owner)],
+                {"before": kept.row, "after": found[1]},
+                what=f"{kept.kind} entry {kept.entry}",
+                since=kept.step,
+                codes=448 if kept.kind == "main" else 128,
+            )
+        numbers = self.auditor.random("rows at rest")
         for layer in sorted(sample.layers):
             ratio = self._windows[layer].compress_ratio
             for token in sample.chosen if ratio > 1 else ():
@@ -185,7 +190,7 @@ class Hooks:
                 first = sample.positions[sample.owners.index(sample.owners[token])]
                 if first // ratio < 1 or sample.name(token) not in owner_of:
                     continue
-                entry = numbers_.randrange(first // ratio)
+                entry = numbers.randrange(first // ratio)
                 for kind in ("main", "index") if self._windows[layer].indexer else ("main",):
                     slot, row = self._row(metadata, layer, kind, sample.owners[token], entry)
                     name = sample.name(token)
@@ -402,11 +407,18 @@ class Hooks:
             result = call(o, positions)
         finally:
             handle.remove()
-        weight = _grouped_weight(layer)
+        # One group is enough: all of them would take longer to judge than everything else.
+        group = self.auditor.random(f"group {layer.prefix}").randrange(layer.n_local_groups)
+        weight = _group_weight(layer, group)
         if inputs and weight is not None:
-            table = layer.rotary_emb.cos_sin_cache[positions[chosen]].float()
-            tensors = {"o": given, "cos_sin": table, "out": inputs[0], **weight}
-            self._submit("projection", layer.prefix, chosen, tensors)
+            heads, rank = layer.n_local_heads // layer.n_local_groups, layer.o_lora_rank
+            tensors = {
+                "o": given[:, group * heads : (group + 1) * heads],
+                "cos_sin": layer.rotary_emb.cos_sin_cache[positions[chosen]].float(),
+                "out": inputs[0].flatten(1)[:, group * rank : (group + 1) * rank],
+                **weight,
+            }
+            self._submit("projection", layer.prefix, chosen, tensors, group=group)
         return result
 
     # Compressors and the indexer.
@@ -652,8 +664,17 @@ class Hooks:
         self._submit("hc_pre", owner, rows, tensors, **numbers)
 
 
-_GATES = ("fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps", "hc_sinkhorn_eps")
-_GATES += ("hc_post_mult_value", "sinkhorn_repeat", "n_splits")
+_GATES = (
+    "fn",
+    "hc_scale",
+    "hc_base",
+    "rms_eps",
+    "hc_pre_eps",
+    "hc_sinkhorn_eps",
+    "hc_post_mult_value",
+    "sinkhorn_repeat",
+    "n_splits",
+)
 _SUMS = ("x", "residual", "post_layer_mix", "comb_res_mix")
 # Parameters of vLLM's hyper-connections that may be given by place.
 _PARAMETERS = {
@@ -717,20 +738,22 @@ def _listed(window: Any, token: int) -> Tensor | None:
     return slots[slots >= 0]
 
 
-def _grouped_weight(layer: Any) -> dict[str, Tensor] | None:
-    """``wo_a`` as [G, R, J]: ours in bf16, or vLLM's as its layer holds it."""
-    groups = layer.n_local_groups
+def _group_weight(layer: Any, group: int) -> dict[str, Tensor] | None:
+    """``wo_a`` of one group as [1, R, J]: ours in bf16, or as vLLM's layer holds it."""
+    groups, rank = layer.n_local_groups, layer.o_lora_rank
     if getattr(layer, "wo_a_groups", None) is not None:
-        return {"wo_a": layer.wo_a_groups}
+        return {"wo_a": layer.wo_a_groups[group : group + 1]}
     weight = layer.wo_a.weight
-    if weight.dtype == torch.bfloat16 and weight.numel():
-        return {"wo_a": weight.view(groups, layer.o_lora_rank, -1)}
+    if not weight.numel():
+        return None
+    weight = weight.view(groups, rank, -1)[group : group + 1]
+    if weight.dtype == torch.bfloat16:
+        return {"wo_a": weight}
     scale = getattr(layer.wo_a, "weight_scale_inv", None)
     if weight.dtype != torch.float8_e4m3fn or scale is None or scale.dtype == torch.int32:
         return None
-    rows = layer.o_lora_rank
-    scale = scale.view(groups, -(-rows // 128), -1)
-    return {"wo_a": weight.view(torch.uint8).view(groups, rows, -1), "wo_a_scale": scale}
+    scale = scale.view(groups, -(-rank // 128), -1)[group : group + 1]
+    return {"wo_a": weight.view(torch.uint8), "wo_a_scale": scale}
 
 
 def start(model: nn.Module, runner_of_steps: bool = True) -> Hooks:
@@ -752,9 +775,7 @@ def start(model: nn.Module, runner_of_steps: bool = True) -> Hooks:
 
 
 def _wrap_functions(hooks: Hooks) -> None:
-    """vLLM's CUDA models call hyper-connections as functions of their module."""
-    import sys
-
+    """Take cases where vLLM's CUDA models call hyper-connections as functions."""
     for module in CUDA_MODELS:
         held = vars(sys.modules[module]) if module in sys.modules else {}
         for name, kind in _FUNCTIONS.items():

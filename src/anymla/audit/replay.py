@@ -1,0 +1,261 @@
+"""A case again on anymla's own backends, so that it shows who agrees with whom."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.audit.case import Case
+from anymla.audit.checks import Finding, dense_weight, judge
+from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
+from anymla.ops.hyper_connection import hc_head, hc_post, hc_pre
+from anymla.ops.indexer import indexer_q_rope_quant, select_topk
+from anymla.ops.linear import grouped_output_projection
+from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
+from anymla.ops.registry import BackendUnavailable
+from anymla.ops.sparse_attention import sparse_attention
+
+BACKENDS = ("reference", "torch", "triton")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a result of a case is worth.
+
+    Attributes:
+        who: "engine", or the backend of anymla's operation.
+        found: of the check; None if that backend cannot compute the case.
+        why: why not.
+    """
+
+    who: str
+    found: Finding | None
+    why: str = ""
+
+
+def replay(case: Case, device: torch.device | str = "cpu") -> list[Verdict]:
+    """Judge the engine's result, and the results of all backends that compute the method.
+
+    Args:
+        case: as dumped.
+        device: where the backends compute.
+
+    Raises:
+        ValueError: as ``judge``.
+    """
+    verdicts = [Verdict("engine", judge(case))]
+    for backend in BACKENDS if case.method in _METHODS else ():
+        try:
+            again = recompute(case.to(device), backend).to("cpu")
+        except (BackendUnavailable, NotImplementedError, ImportError) as error:
+            verdicts.append(Verdict(backend, None, " ".join(str(error).split())[:200]))
+        else:
+            verdicts.append(Verdict(backend, judge(again)))
+    return verdicts
+
+
+def recompute(case: Case, backend: str) -> Case:
+    """The case with the results that anymla's operation gives on that backend.
+
+    Raises:
+        ValueError: no operation computes this method, or the case lacks an input.
+        BackendUnavailable: the backend cannot.
+    """
+    try:
+        made = _METHODS[case.method](case, backend)
+    except KeyError as error:
+        raise ValueError(f"a case of {case.method} lacks {error.args[0]!r}") from None
+    return dataclasses.replace(case, tensors=case.tensors | made)
+
+
+def _places(case: Case) -> Tensor:
+    """Places of the tokens in a table that has one row for each."""
+    return torch.arange(len(case.tensors["cos_sin"]), device=case.tensors["cos_sin"].device)
+
+
+def _empty_page(layout: str, entries: int, device: torch.device) -> Tensor:
+    return get_layout(layout).allocate(1, max(1, entries), device)
+
+
+def _page(layout: str, data: Tensor, scales: Tensor) -> Tensor:
+    """A cache of one page that holds these rows."""
+    cache = _empty_page(layout, len(data), data.device)
+    planes = get_layout(layout).planes(cache)
+    assert planes[1] is not None
+    planes[0][0, : len(data)], planes[1][0, : len(data)] = data, scales
+    return cache
+
+
+def _read(layout: str, cache: Tensor, entries: int) -> dict[str, Tensor]:
+    data, scales = get_layout(layout).planes(cache)
+    assert scales is not None
+    return {"data": data[0, :entries].clone(), "scales": scales[0, :entries].clone()}
+
+
+def _qkv_norm(case: Case, backend: str) -> dict[str, Tensor]:
+    inputs = [case.tensors[name] for name in ("qr", "kv", "qr_weight", "kv_weight")]
+    eps = float(case.numbers["eps"])
+    qr, kv = fused_q_kv_rmsnorm(*inputs, eps, backend=backend)
+    return {"qr_out": qr, "kv_out": kv}
+
+
+def _insert(case: Case, backend: str) -> dict[str, Tensor]:
+    places, table = _places(case), case.tensors["cos_sin"]
+    count = len(places)
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": places.device}
+    q = case.tensors.get("q", torch.zeros(count, 1, 512, **like))
+    kv = case.tensors.get("kv", torch.zeros(count, 512, **like))
+    cache = _empty_page(MAIN_FP8, count, places.device)
+    eps = float(case.numbers.get("eps", 1e-6))
+    out = qnorm_rope_kv_insert(q.clone(), kv, cache, places, places, table, eps, backend=backend)
+    return {"out": out} if case.method == "query" else _read(MAIN_FP8, cache, count)
+
+
+def _compressor_state(case: Case, backend: str) -> dict[str, Tensor]:
+    kv, score = case.tensors["kv_score"].float().chunk(2, dim=-1)
+    positions = torch.tensor(case.positions, device=kv.device)
+    state = torch.zeros(1, len(kv), 2 * kv.shape[1], device=kv.device)
+    slots = torch.arange(len(kv), device=kv.device)
+    ape = case.tensors["ape"].float()
+    ratio = int(case.numbers["ratio"])
+    save_partial_states(
+        kv, score, ape, positions, state, slots, compress_ratio=ratio, backend=backend
+    )
+    return {"state": state[0]}
+
+
+def _compressed_row(case: Case, backend: str) -> dict[str, Tensor]:
+    rows = []
+    layout, ratio = str(case.numbers["layout"]), int(case.numbers["ratio"])
+    for token in range(len(case.tensors["state"])):
+        present = case.tensors["present"][token]
+        state = case.tensors["state"][token][present].float()
+        last, device = len(state) - 1, state.device
+        table = state.new_zeros(len(state), case.tensors["cos_sin"].shape[1])
+        table[last + 1 - ratio] = case.tensors["cos_sin"][token]
+        cache = _empty_page(layout, 1, device)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        compress_norm_rope_insert(
+            state.unsqueeze(0),
+            zero.int().unsqueeze(0),
+            zero + last,
+            zero.int(),
+            zero + last,
+            case.tensors["norm_weight"],
+            float(case.numbers["eps"]),
+            table,
+            cache,
+            zero,
+            compress_ratio=ratio,
+            overlap=bool(case.numbers["overlap"]),
+            layout=layout,
+            backend=backend,
+        )
+        rows.append(_read(layout, cache, 1))
+    return {name: torch.cat([row[name] for row in rows]) for name in ("data", "scales")}
+
+
+def _index_query(case: Case, backend: str) -> dict[str, Tensor]:
+    codes, _, weights = indexer_q_rope_quant(
+        case.tensors["q"],
+        case.tensors["weights"],
+        _places(case),
+        case.tensors["cos_sin"],
+        softmax_scale=float(case.numbers["softmax_scale"]),
+        head_scale=float(case.numbers["head_scale"]),
+        backend=backend,
+    )
+    return {"codes": codes.view(torch.uint8), "weights_out": weights}
+
+
+def _selection(case: Case, backend: str) -> dict[str, Tensor]:
+    cache = _page(INDEX_FP8, case.tensors["data"], case.tensors["scales"])
+    count, device = len(case.tensors["data"]), cache.device
+    chosen = select_topk(
+        case.tensors["q"].unsqueeze(0).to(torch.float8_e4m3fn),
+        cache,
+        case.tensors["weights"].unsqueeze(0),
+        torch.tensor([count], dtype=torch.int32, device=device),
+        torch.zeros(1, 1, dtype=torch.int32, device=device),
+        int(case.numbers["k"]),
+        backend=backend,
+    )
+    return {"chosen": chosen[0]}
+
+
+def _attention(case: Case, backend: str) -> dict[str, Tensor]:
+    def listed(name: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        if f"{name}_data" not in case.tensors:
+            return None, None
+        data, scales = case.tensors[f"{name}_data"], case.tensors[f"{name}_scales"]
+        indices = torch.arange(len(data), dtype=torch.int32, device=data.device)
+        return _page(MAIN_FP8, data, scales), indices.unsqueeze(0)
+
+    cache, indices = listed("window")
+    extra, extra_indices = listed("entries")
+    assert cache is not None
+    assert indices is not None
+    out, _ = sparse_attention(
+        case.tensors["q"].unsqueeze(0),
+        cache,
+        indices,
+        sink=case.tensors["sink"],
+        scale=float(case.numbers["scale"]),
+        extra_cache=extra,
+        extra_indices=extra_indices,
+        backend=backend,
+    )
+    return {"out": out[0]}
+
+
+def _projection(case: Case, backend: str) -> dict[str, Tensor]:
+    weight = dense_weight(case, "wo_a").to(case.tensors["o"].dtype)
+    table, places = case.tensors["cos_sin"], _places(case)
+    z = grouped_output_projection(case.tensors["o"], places, table, weight, backend=backend)
+    return {"out": z}
+
+
+def _hc_pre(case: Case, backend: str) -> dict[str, Tensor]:
+    y, post, comb = hc_pre(
+        *(case.tensors[name] for name in ("h", "fn", "base", "scale")),
+        norm_eps=float(case.numbers["norm_eps"]),
+        hc_eps=float(case.numbers["hc_eps"]),
+        iters=int(case.numbers["iters"]),
+        norm_weight=case.tensors.get("norm_weight"),
+        backend=backend,
+    )
+    return {"y": y, "post": post, "comb": comb}
+
+
+def _hc_post(case: Case, backend: str) -> dict[str, Tensor]:
+    u, h, post, comb = (case.tensors[name] for name in ("u", "h", "post", "comb"))
+    n = h.shape[1]
+    gates = post.view(-1, n).contiguous(), comb.view(-1, n, n).contiguous()
+    return {"streams": hc_post(u, h, *gates, backend=backend)}
+
+
+def _hc_head(case: Case, backend: str) -> dict[str, Tensor]:
+    inputs = [case.tensors[name] for name in ("h", "fn", "base", "scale")]
+    norm_eps, hc_eps = float(case.numbers["norm_eps"]), float(case.numbers["hc_eps"])
+    return {"y": hc_head(*inputs, norm_eps=norm_eps, hc_eps=hc_eps, backend=backend)}
+
+
+_METHODS: dict[str, Callable[[Case, str], dict[str, Tensor]]] = {
+    "attention": _attention,
+    "compressed_row": _compressed_row,
+    "compressor_state": _compressor_state,
+    "hc_head": _hc_head,
+    "hc_post": _hc_post,
+    "hc_pre": _hc_pre,
+    "index_query": _index_query,
+    "projection": _projection,
+    "qkv_norm": _qkv_norm,
+    "query": _insert,
+    "selection": _selection,
+    "window_row": _insert,
+}

@@ -1,0 +1,122 @@
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from healthy import case_of
+
+from anymla.audit import load_case
+from anymla.audit.auditor import Auditor
+from anymla.audit.case import Case
+from anymla.audit.settings import Settings
+from anymla.testing.pytest_plugin import inference_rules  # noqa: F401
+
+LOG = logging.getLogger("anymla.test")
+
+
+def auditor_of(**settings: int | str) -> Auditor:
+    return Auditor(Settings(**settings), LOG, {"engine": "none"})  # type: ignore[arg-type]
+
+
+def test_settings_are_read_and_wrong_ones_named() -> None:
+    assert Settings.of("") == Settings()
+    assert Settings.of(" every=20, requests=4,directory=d") == Settings(
+        every=20, requests=4, directory="d"
+    )
+    for text, why in (
+        ("evry=2", "no setting 'evry'"),
+        ("every=x", "must be a number"),
+        ("every=0", "at least 1"),
+        ("requests=-1", "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Settings.of(text)
+
+
+def test_one_step_in_so_many_is_audited() -> None:
+    auditor = auditor_of(every=5)
+    active = []
+    for _ in range(12):
+        expected = auditor.next_is_audited()
+        auditor.begin()
+        assert auditor.active == expected
+        active.append(auditor.active)
+        auditor.end(1)
+    assert [i + 1 for i, each in enumerate(active) if each] == [5, 10]
+    assert (auditor.step, auditor.audited) == (12, 2)
+
+
+def test_layers_come_in_turn_and_choices_repeat() -> None:
+    seen: list[str] = []
+    auditor = auditor_of(every=1, layers=2)
+    other = auditor_of(every=1, layers=2)
+    for _ in range(6):
+        auditor.begin()
+        other.begin()
+        seen += auditor.turn(["a", "b", "c"])
+        assert auditor.random("x").random() == other.random("x").random()
+        assert auditor.random("x").random() != auditor.random("y").random()
+    assert sorted(seen) == sorted("abc" * 4)
+
+
+def test_an_alarm_is_told_dumped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auditor = auditor_of(every=1, directory=str(tmp_path / "dumps"), dumps=1)
+    auditor.begin()
+    for shift in (0.0, 1.0, 2.0):
+        case = case_of("query")
+        case.tensors["out"][1, 0, 3] += shift
+        auditor.submit(case)
+    auditor.drain()
+    tally = auditor.tallies["query"]
+    assert (tally.judged, tally.tokens, tally.alarms) == (3, 9, 2)
+    assert len(auditor.alarms) == 2
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(lines) == 2
+    assert "query of layer 0, request request 1, position 515, step 1" in lines[0]
+    dumped = list((tmp_path / "dumps").iterdir())
+    assert len(dumped) == 1
+    assert str(dumped[0]) in lines[0]
+    case, found = load_case(dumped[0])
+    assert case.made_by == {"engine": "none"}
+    assert "query[0, 3]" in found["what"]
+    assert "2 alarms" in auditor.summary()
+
+
+def test_a_dump_beyond_its_limit_is_not_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auditor = auditor_of(every=1, directory=str(tmp_path), mebibytes=1)
+    case = case_of("projection")
+    case.tensors["wo_a"] = case.tensors["wo_a"].repeat(5, 1, 1)
+    case.tensors["out"][0, 0] += 100
+    case.tensors["wo_a"] = case.tensors["wo_a"][:2].contiguous()
+    case.tensors["padding"] = case.tensors["o"].new_zeros(1 << 20)
+    auditor.submit(case)
+    auditor.drain()
+    assert not list(tmp_path.iterdir())
+    assert "not dumped: 2 MiB" in caplog.text
+
+
+def test_a_fault_of_the_audit_does_not_stop_it(caplog: pytest.LogCaptureFixture) -> None:
+    auditor = auditor_of(every=1)
+    auditor.submit(Case("query", "layer 0", ["a"], [1], {}))
+    auditor.submit(case_of("query"))
+    auditor.drain()
+    assert auditor.skipped == 1
+    assert auditor.tallies["query"].judged == 1
+    assert "cannot be judged" in caplog.text
+
+
+def test_cases_that_come_too_fast_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anymla.audit import auditor as module
+
+    monkeypatch.setattr(module, "_WAITING", 2)
+    free = threading.Event()
+    monkeypatch.setattr(module, "judge", lambda case: free.wait() and None)
+    auditor = auditor_of(every=1)
+    for _ in range(6):
+        auditor.submit(case_of("slots"))
+    assert auditor.skipped >= 3  # one is with the judge, two wait
+    free.set()

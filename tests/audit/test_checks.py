@@ -1,0 +1,246 @@
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from healthy import case_of
+from torch import Tensor
+
+from anymla.audit import CHECKS, Case, judge, load_case, save_case
+from anymla.audit.case import CaseError
+from anymla.audit.replay import recompute, replay
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+
+Fault = Callable[[dict[str, Tensor]], None]
+
+
+@pytest.mark.parametrize("method", sorted(CHECKS))
+def test_a_right_result_is_within_its_bound(method: str) -> None:
+    found = judge(case_of(method))
+    print(method, found)
+    assert found.ok
+    assert found.worst <= 1
+
+
+@pytest.mark.parametrize("method", sorted(set(CHECKS) - {"slots", "at_rest"}))
+def test_the_reference_is_within_the_same_bound(method: str) -> None:
+    assert judge(recompute(case_of(method), "reference")).ok
+
+
+def _shift(name: str, by: float) -> Fault:
+    """One value of a result off by a share of the largest."""
+
+    def fault(tensors: dict[str, Tensor]) -> None:
+        flat = tensors[name].view(-1)
+        flat[len(flat) // 3] += by * float(flat.float().abs().max())
+
+    return fault
+
+
+def _flip(name: str, place: int, bit: int) -> Fault:
+    def fault(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(torch.uint8).view(-1)[place] ^= 1 << bit
+
+    return fault
+
+
+def _roll(name: str) -> Fault:
+    """Results of another token."""
+
+    def fault(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name].roll(1, 0)
+
+    return fault
+
+
+def _without_sink(tensors: dict[str, Tensor]) -> None:
+    case = dataclasses.replace(case_of("attention"))
+    case.tensors["sink"] = torch.full_like(case.tensors["sink"], -torch.inf)
+    tensors["out"] = recompute(case, "torch").tensors["out"]
+
+
+def _window_a_row_short(tensors: dict[str, Tensor]) -> None:
+    case = case_of("attention")
+    for plane in ("data", "scales"):
+        case.tensors[f"window_{plane}"] = case.tensors[f"window_{plane}"][1:]
+    tensors["out"] = recompute(case, "torch").tensors["out"]
+
+
+def _one_wrong_row(tensors: dict[str, Tensor]) -> None:
+    case = case_of("attention")
+    other = get_layout(MAIN_FP8).encode(torch.randn(1, 512))
+    for plane, row in zip(("data", "scales"), other, strict=True):
+        assert row is not None
+        case.tensors[f"entries_{plane}"][11] = row[0]
+    tensors["out"] = recompute(case, "torch").tensors["out"]
+
+
+def _stale_index_row(tensors: dict[str, Tensor]) -> None:
+    """The best key was another one when the scores were made."""
+    case = case_of("selection")
+    best = int(tensors["chosen"][0])
+    case.tensors["data"][best] = case.tensors["data"][best] ^ 0x80
+    tensors["chosen"] = recompute(case, "torch").tensors["chosen"]
+
+
+def _chosen_twice(tensors: dict[str, Tensor]) -> None:
+    tensors["chosen"][1] = tensors["chosen"][0]
+
+
+def _one_too_few(tensors: dict[str, Tensor]) -> None:
+    tensors["chosen"][-1] = -1
+
+
+def _another_position(method: str) -> Fault:
+    """Turned by the angle of another position; of a right one where it is read."""
+
+    def fault(tensors: dict[str, Tensor]) -> None:
+        case = case_of(method)
+        case.tensors["cos_sin"] = case.tensors["cos_sin"].roll(1, 0)
+        tensors.update(recompute(case, "torch").tensors, cos_sin=tensors["cos_sin"])
+
+    return fault
+
+
+def _without_ape(tensors: dict[str, Tensor]) -> None:
+    case = case_of("compressor_state")
+    case.tensors["ape"] = torch.zeros_like(case.tensors["ape"])
+    tensors["state"] = recompute(case, "torch").tensors["state"]
+
+
+def _own_half_only(tensors: dict[str, Tensor]) -> None:
+    """The window before left out of an entry that overlaps it."""
+    case = case_of("compressed_row")
+    case.tensors["present"] = torch.arange(8).expand(3, 8) >= 4
+    tensors.update({n: recompute(case, "torch").tensors[n] for n in ("data", "scales")})
+
+
+def _fewer_iterations(tensors: dict[str, Tensor]) -> None:
+    case = case_of("hc_pre")
+    case.numbers["iters"] = 3
+    made = recompute(case, "torch").tensors
+    tensors.update({name: made[name] for name in ("y", "post", "comb")})
+
+
+def _gates_transposed(tensors: dict[str, Tensor]) -> None:
+    case = case_of("hc_post")
+    case.tensors["comb"] = case.tensors["comb"].mT.contiguous()
+    tensors["streams"] = recompute(case, "torch").tensors["streams"]
+
+
+def _one_group_of_another(tensors: dict[str, Tensor]) -> None:
+    case = case_of("projection")
+    case.tensors["wo_a"] = case.tensors["wo_a"].flip(0)
+    tensors["out"] = recompute(case, "torch").tensors["out"]
+
+
+def _nan(name: str) -> Fault:
+    def fault(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[5] = torch.nan
+
+    return fault
+
+
+def _set(name: str, place: int, value: int) -> Fault:
+    def fault(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[place] = value
+
+    return fault
+
+
+FAULTS: list[tuple[str, str, Fault]] = [
+    ("attention", "sink dropped", _without_sink),
+    ("attention", "window a row short", _window_a_row_short),
+    ("attention", "one wrong row of 90", _one_wrong_row),
+    ("attention", "NaN", _nan("out")),
+    ("attention", "a value off", _shift("out", 0.05)),
+    ("selection", "stale index row", _stale_index_row),
+    ("selection", "an entry twice", _chosen_twice),
+    ("selection", "one too few", _one_too_few),
+    ("selection", "an entry that is none", _set("chosen", 0, 50)),
+    ("slots", "one slot wrong", _set("listed", 40, 999)),
+    ("slots", "one slot twice", _set("listed", 40, 7 * 64)),
+    ("window_row", "scale byte wrong", _flip("scales", 2, 0)),
+    ("window_row", "code off by one", _flip("data", 10, 0)),
+    ("window_row", "another token's row", _roll("data")),
+    ("window_row", "another position", _another_position("window_row")),
+    ("query", "another position", _another_position("query")),
+    ("query", "a value off", _shift("out", 0.05)),
+    ("qkv_norm", "another token's", _roll("kv_out")),
+    ("qkv_norm", "a value off", _shift("qr_out", 0.02)),
+    ("compressor_state", "bias left out", _without_ape),
+    ("compressor_state", "another token's", _roll("state")),
+    ("compressed_row", "scale byte wrong", _flip("scales", 0, 0)),
+    ("compressed_row", "window before left out", _own_half_only),
+    ("compressed_row", "another position", _another_position("compressed_row")),
+    ("index_query", "code off by some", _flip("codes", 100, 3)),
+    ("index_query", "weight without its scale", _shift("weights_out", 0.5)),
+    ("projection", "groups exchanged", _one_group_of_another),
+    ("projection", "not turned back", _another_position("projection")),
+    ("projection", "another token's", _roll("out")),
+    ("hc_pre", "too few iterations", _fewer_iterations),
+    ("hc_pre", "a gate off", _shift("post", 0.01)),
+    ("hc_pre", "another token's", _roll("y")),
+    ("hc_post", "gates transposed", _gates_transposed),
+    ("hc_post", "another token's", _roll("streams")),
+    ("hc_head", "a value off", _shift("y", 0.05)),
+    ("at_rest", "a byte changed", _flip("after", 70, 5)),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"), [(m, f) for m, _, f in FAULTS], ids=[f"{m}: {n}" for m, n, _ in FAULTS]
+)
+def test_a_fault_is_seen(method: str, fault: Fault) -> None:
+    case = case_of(method)
+    fault(case.tensors)
+    found = judge(case)
+    print(found)
+    assert not found.ok
+    assert found.what
+
+
+def test_a_code_that_is_nan_is_seen_though_the_row_did_not_change() -> None:
+    case = case_of("at_rest")
+    for name in ("before", "after"):
+        case.tensors[name][3] = 0x7F
+    assert "NaN" in judge(case).what
+
+
+def test_every_method_has_a_fault() -> None:
+    assert {method for method, _, _ in FAULTS} == set(CHECKS)
+
+
+def test_the_token_with_the_fault_is_named() -> None:
+    case = case_of("query")
+    case.tensors["out"][2, 1, 7] += 1
+    found = judge(case)
+    assert found.token == 2
+    assert "query[1, 7]" in found.what
+
+
+@pytest.mark.parametrize("method", ["attention", "selection", "compressed_row"])
+def test_a_dump_says_the_same_again(method: str, tmp_path: Path) -> None:
+    case = case_of(method)
+    save_case(tmp_path / "case.safetensors", case, {"what": "then"})
+    again, found = load_case(tmp_path / "case.safetensors")
+    assert found == {"what": "then"}
+    assert again.digest() == case.digest()
+    assert dataclasses.replace(again, tensors={}) == dataclasses.replace(case, tensors={})
+    assert [(v.who, v.found and v.found.ok) for v in replay(again)][:3] == [
+        ("engine", True),
+        ("reference", True),
+        ("torch", True),
+    ]
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    with pytest.raises(CaseError, match=r"x\.safetensors"):
+        load_case(path)
+    with pytest.raises(ValueError, match="no check of 'nothing'"):
+        judge(Case("nothing", "", [], [], {}))
+    with pytest.raises(ValueError, match="lacks 'q'"):
+        judge(Case("query", "", [], [], {"out": torch.zeros(1, 1, 64)}, {"eps": 1.0}))

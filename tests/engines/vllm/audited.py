@@ -1,0 +1,72 @@
+"""vLLM with an audit, right and with each fault: ``audited.py CHECKPOINT ANSWER.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+NEW_TOKENS = 6
+
+
+class Probe:
+    """What is asked of a worker."""
+
+    def anymla_audit(self) -> None:
+        """Look at every step from now on."""
+        from anymla.engines.vllm import audit
+
+        self._hooks = audit.start(self.model_runner.get_model())
+
+    def anymla_break(self, name: str) -> None:
+        """Put a fault in; the model under the hooks has it, not the hooks."""
+        from faults import FAULTS
+
+        self._undo = FAULTS[name](self.model_runner.get_model())
+
+    def anymla_found(self) -> dict[str, Any]:
+        """What was found since the last time; the fault is taken out."""
+        auditor = self._hooks.auditor
+        auditor.drain()
+        alarms = [
+            {"method": f.method, "layer": c.layer, "request": c.requests[f.token], "what": f.what}
+            for c, f in auditor.alarms
+        ]
+        found = {
+            "summary": auditor.summary(),
+            "tallies": {n: dataclasses.asdict(t) for n, t in auditor.tallies.items()},
+            "alarms": alarms,
+        }
+        auditor.alarms.clear()
+        auditor.tallies.clear()
+        if hasattr(self, "_undo"):
+            self._undo()
+            del self._undo
+        return found
+
+
+def run(checkpoint: str) -> dict[str, Any]:
+    """What the audit says of a healthy engine, and of one with each fault."""
+    from faults import FAULTS
+    from inputs import prompt_of
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        checkpoint, max_model_len=4096, max_num_seqs=4, worker_extension_cls="audited.Probe", seed=0
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt_of(length)} for length in (40, 2600, 333)]
+    llm.collective_rpc("anymla_audit")
+    answer = {}
+    for name in ("healthy", *FAULTS):
+        if name != "healthy":
+            llm.collective_rpc("anymla_break", args=(name,))
+        llm.generate(prompts, sampling, use_tqdm=False)
+        answer[name] = llm.collective_rpc("anymla_found")[0]
+    return answer
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(run(sys.argv[1])))

@@ -1,0 +1,153 @@
+"""Faults that are put into a worker, each as an engine has it; ``audited.py`` looks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anymla.engines.vllm import attention, compressor, indexer
+from anymla.engines.vllm.metadata import WindowBuilder
+from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+
+Undo = Callable[[], None]
+
+
+def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    return lambda: setattr(owner, name, original)
+
+
+def sink_dropped(model: Any) -> Undo:
+    def make(operation: Any) -> Any:
+        return lambda *args, **kwargs: operation(*args, **{**kwargs, "sink": None})
+
+    return _patched(attention, "sparse_attention", make)
+
+
+def window_off_by_one(model: Any) -> Undo:
+    """The oldest row of each window is left out by the kernel, not by the list."""
+
+    def make(operation: Any) -> Any:
+        def run(q: Any, cache: Any, indices: Any, lengths: Any, **kwargs: Any) -> Any:
+            return operation(q, cache, indices, lengths - 1, **kwargs)
+
+        return run
+
+    return _patched(attention, "sparse_attention", make)
+
+
+def wrong_slot(model: Any) -> Undo:
+    """One slot of one list of a step is another request's."""
+
+    def make(build: Any) -> Any:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            built = build(self, *args, **kwargs)
+            if built.num_decode_tokens:
+                built.decode_swa_indices[0].view(-1)[0] ^= 1
+            return built
+
+        return run
+
+    return _patched(WindowBuilder, "build", make)
+
+
+def scale_byte_wrong(model: Any) -> Undo:
+    """The writer of window rows is off by one in the first scale of every row."""
+
+    def make(operation: Any) -> Any:
+        def run(q: Any, kv: Any, cache: Any, slots: Any, *args: Any, **kwargs: Any) -> Any:
+            result = operation(q, kv, cache, slots, *args, **kwargs)
+            scales = get_layout(MAIN_FP8).planes(cache)[1]
+            assert scales is not None
+            for slot in slots[slots >= 0].tolist():
+                scales[slot // cache.shape[1], slot % cache.shape[1], 0] += 1
+            return result
+
+        return run
+
+    return _patched(attention, "qnorm_rope_kv_insert", make)
+
+
+def stale_index_row(model: Any) -> Undo:
+    """Index keys are not written: what lay in the page before is searched."""
+
+    def make(operation: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if kwargs["layout"] != INDEX_FP8:
+                operation(*args, **kwargs)
+
+        return run
+
+    return _patched(compressor, "compress_norm_rope_insert", make)
+
+
+def best_entry_missed(model: Any) -> Undo:
+    """The selection takes one entry fewer and repeats the first."""
+
+    def make(operation: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            chosen = operation(*args, **kwargs)
+            chosen[:, 1] = chosen[:, 0]
+            return chosen
+
+        return run
+
+    return _patched(indexer, "select_topk", make)
+
+
+def page_freed_early(model: Any) -> Undo:
+    """Another request's entry is written over one of a request that still runs."""
+    layer = next(
+        m
+        for m in model.modules()
+        if getattr(m, "compress_ratio", 0) == 4 and hasattr(m, "wo_a_groups")
+    )
+    forward = layer.forward_mqa
+
+    def run(*args: Any) -> None:
+        forward(*args)
+        data = get_layout(MAIN_FP8).planes(layer.kv_cache)[0]
+        data[:, :3] = data[:, :3].flip(1)
+
+    layer.forward_mqa = run
+    return lambda: setattr(layer, "forward_mqa", forward)
+
+
+def without_inverse_rope(model: Any) -> Undo:
+    """Heads are projected as they come from attention."""
+
+    def make(operation: Any) -> Any:
+        def run(o: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
+            return operation(o, torch.zeros_like(positions), *args, **kwargs)
+
+        return run
+
+    return _patched(attention, "grouped_output_projection", make)
+
+
+def score_bias_lost(model: Any) -> Undo:
+    """A compressor's states lack the bias of their place in the window."""
+
+    def make(operation: Any) -> Any:
+        def run(kv: Any, score: Any, ape: Any, *args: Any, **kwargs: Any) -> Any:
+            return operation(kv, score, torch.zeros_like(ape), *args, **kwargs)
+
+        return run
+
+    return _patched(compressor, "save_partial_states", make)
+
+
+FAULTS: dict[str, Callable[[Any], Undo]] = {
+    "sink dropped": sink_dropped,
+    "window off by one": window_off_by_one,
+    "wrong slot": wrong_slot,
+    "scale byte wrong": scale_byte_wrong,
+    "stale index row": stale_index_row,
+    "best entry missed": best_entry_missed,
+    "page freed early": page_freed_early,
+    "without inverse RoPE": without_inverse_rope,
+    "score bias lost": score_bias_lost,
+}

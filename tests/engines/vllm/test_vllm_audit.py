@@ -1,0 +1,64 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import HERE, environment, finish, needs_worker
+
+from anymla.audit import CHECKS
+
+pytestmark = needs_worker
+
+# What must be named. Later methods are given something wrong, but are right: each is judged from
+# its own inputs.
+METHODS = {
+    "sink dropped": {"attention"},
+    "window off by one": {"attention"},
+    "wrong slot": {"slots", "attention"},
+    "scale byte wrong": {"window_row"},
+    "stale index row": {"compressed_row"},
+    "best entry missed": {"selection"},
+    "page freed early": {"at_rest"},
+    "without inverse RoPE": {"projection"},
+    "score bias lost": {"compressor_state"},
+}
+# What lay in an index page that is not written may be no index keys at all.
+ALSO = {"stale index row": {"at_rest"}}
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("audited")
+    answer = directory / "answer.json"
+    command = [sys.executable, str(HERE / "audited.py"), str(checkpoint), str(answer)]
+    # Hyper-connections as well.
+    env = environment("force", ANYMLA_AUDIT="every=1,requests=8,layers=2")
+    finish(command, env, directory / "log.txt", 900)
+    return json.loads(answer.read_text())
+
+
+def test_a_healthy_engine_gives_no_alarm_and_every_method_is_judged(found: dict[str, Any]) -> None:
+    healthy = found["healthy"]
+    print(healthy["summary"])
+    assert not healthy["alarms"]
+    assert set(healthy["tallies"]) == set(CHECKS)
+    assert " 0 skipped" in healthy["summary"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_fault_is_named_by_its_method_and_no_other(found: dict[str, Any], name: str) -> None:
+    alarms = found[name]["alarms"]
+    assert alarms
+    named = {alarm["method"] for alarm in alarms}
+    assert METHODS[name] <= named <= METHODS[name] | ALSO.get(name, set())
+    for alarm in alarms:
+        assert alarm["layer"].startswith("model.layers.")
+        assert alarm["what"]
+
+
+def test_a_stale_index_row_is_told_from_a_compressed_one(found: dict[str, Any]) -> None:
+    alarms = found["stale index row"]["alarms"]
+    layers = {alarm["layer"] for alarm in alarms if alarm["method"] == "compressed_row"}
+    assert layers
+    assert all(layer.endswith("indexer.compressor") for layer in layers)
