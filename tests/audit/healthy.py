@@ -92,10 +92,12 @@ def case_of(method: str, backend: str = "torch") -> Case:
         numbers = {"page_size": 64, "what": "rows of the window"}
         return Case(method, "layer 0", ["a"], [517], tensors, numbers)
     if method == "at_rest":
-        row = torch.cat([each[0] for each in stored(MAIN_FP8, torch.randn(1, 512)).values()])
-        numbers = {"what": "main entry 3", "since": 5, "codes": 448}
-        tensors = {"before": row, "after": row.clone()}
-        return Case(method, "layer 0", ["a"], [40], tensors, numbers)
+        rows = torch.cat(list(stored(MAIN_FP8, torch.randn(2, 512)).values()), -1)
+        tensors = {"before": rows, "after": rows.clone()}
+        tensors |= {"entries": torch.tensor([3, 9]), "since": torch.tensor([5, 6])}
+        return Case(
+            method, "layer 0", ["a", "b"], [40, 70], tensors, {"what": "main", "codes": 448}
+        )
     tensors, numbers = inputs(method)
     count = 1 if method in ("selection", "attention") else TOKENS
     names = [f"request {i}" for i in range(count)]

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from healthy import case_of
 
-from anymla.audit import load_case
+from anymla.audit import judge, load_case
 from anymla.audit.auditor import Auditor
 from anymla.audit.case import Case
+from anymla.audit.process import JudgeProcess
 from anymla.audit.settings import Settings
 from anymla.testing.pytest_plugin import inference_rules  # noqa: F401
 
@@ -114,9 +115,28 @@ def test_cases_that_come_too_fast_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(module, "_WAITING", 2)
     free = threading.Event()
-    monkeypatch.setattr(module, "judge", lambda case: free.wait() and None)
-    auditor = auditor_of(every=1)
+    auditor = Auditor(Settings(every=1), LOG, {}, lambda case: free.wait() and judge(case))
     for _ in range(6):
         auditor.submit(case_of("slots"))
     assert auditor.skipped >= 3  # one is with the judge, two wait
     free.set()
+
+
+def test_a_process_judges_as_this_one_does(caplog: pytest.LogCaptureFixture) -> None:
+    process = JudgeProcess()
+    right, wrong = case_of("attention"), case_of("selection")
+    wrong.tensors["chosen"][0] = 50
+    for case in (right, wrong):
+        assert process(case) == judge(case)
+    with pytest.raises(ValueError, match="lacks 'out'"):
+        process(Case("query", "layer 0", ["a"], [1], {}))
+    assert process(right).ok  # it lives on
+    assert process._process is not None
+    process._process.kill()
+    process._process.wait()
+    assert process(right).ok  # another one
+    auditor = Auditor(Settings(every=1), LOG, {}, process)
+    auditor.submit(wrong)
+    auditor.drain()
+    assert auditor.tallies["selection"].alarms == 1
+    process.close()

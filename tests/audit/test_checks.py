@@ -204,8 +204,10 @@ def test_a_fault_is_seen(method: str, fault: Fault) -> None:
 def test_a_code_that_is_nan_is_seen_though_the_row_did_not_change() -> None:
     case = case_of("at_rest")
     for name in ("before", "after"):
-        case.tensors[name][3] = 0x7F
-    assert "NaN" in judge(case).what
+        case.tensors[name][1, 3] = 0x7F
+    found = judge(case)
+    assert "main entry 9: a code is NaN" in found.what
+    assert found.token == 1
 
 
 def test_every_method_has_a_fault() -> None:

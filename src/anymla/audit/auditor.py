@@ -10,7 +10,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from anymla.audit.case import Case, save_case
@@ -53,15 +53,23 @@ class Auditor:
         alarms: the last of what was found.
     """
 
-    def __init__(self, settings: Settings, log: logging.Logger, made_by: dict[str, str]) -> None:
-        """Start the judge's thread.
+    def __init__(
+        self,
+        settings: Settings,
+        log: logging.Logger,
+        made_by: dict[str, str],
+        judge: Callable[[Case], Finding] = judge,
+    ) -> None:
+        """Start the thread that has cases judged.
 
         Args:
             settings: what to look at.
             log: where alarms go, as errors, and summaries, as information.
             made_by: versions and device, kept with dumps.
+            judge: of a case; ``JudgeProcess`` leaves the interpreter to the engine.
         """
         self.settings, self.log, self.made_by = settings, log, made_by
+        self._judge = judge
         self.active = False
         self.step = self.audited = self.skipped = 0
         self.tallies: dict[str, Tally] = collections.defaultdict(Tally)
@@ -69,8 +77,8 @@ class Auditor:
         self._dumped = 0
         self._started = time.monotonic()
         self._seen = 0
-        self._cases: queue.Queue[Case] = queue.Queue(_WAITING)
-        threading.Thread(target=self._judge, name="anymla-audit", daemon=True).start()
+        self._cases: queue.Queue[Callable[[], Case]] = queue.Queue(_WAITING)
+        threading.Thread(target=self._run, name="anymla-audit", daemon=True).start()
 
     def next_is_audited(self) -> bool:
         """Whether the next step is audited."""
@@ -103,9 +111,19 @@ class Auditor:
 
     def submit(self, case: Case) -> None:
         """Have a case judged; it must not share memory with the engine."""
-        case.step, case.made_by = self.step, self.made_by
+        self.submit_later(lambda: case)
+
+    def submit_later(self, made: Callable[[], Case]) -> None:
+        """Have a case judged that is made in the judge's thread, as from copies on a device."""
+        step = self.step
+
+        def stamped() -> Case:
+            case = made()
+            case.step, case.made_by = step, self.made_by
+            return case
+
         try:
-            self._cases.put_nowait(case)
+            self._cases.put_nowait(stamped)
         except queue.Full:
             self.skipped += 1
 
@@ -128,14 +146,15 @@ class Auditor:
             f"{', '.join(parts) or 'nothing judged'}; {every}"
         )
 
-    def _judge(self) -> None:
+    def _run(self) -> None:
         while True:
-            case = self._cases.get()
+            made = self._cases.get()
             try:
-                self._note(case, judge(case))
+                case = made()
+                self._note(case, self._judge(case))
             except Exception:  # a fault of the audit must never stop the engine
                 self.skipped += 1
-                self.log.exception("audit: %s of %s cannot be judged", case.method, case.layer)
+                self.log.exception("audit: a case cannot be judged")
             finally:
                 self._cases.task_done()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from anymla.formats.files import naming
@@ -67,16 +67,12 @@ class Case:
         return dataclasses.replace(self, tensors=moved)
 
 
-def save_case(path: str | Path, case: Case, found: dict[str, Any] | None = None) -> None:
-    """Write a case as a safetensors file.
+def to_bytes(case: Case, found: dict[str, Any] | None = None) -> bytes:
+    """A case as the bytes of a safetensors file.
 
     Args:
-        path: file to write.
-        case: what to write.
+        case: with tensors on the CPU.
         found: JSON values kept with it: what the check said.
-
-    Raises:
-        OSError: the file cannot be written; it is named.
     """
     words = {
         "method": case.method,
@@ -86,28 +82,25 @@ def save_case(path: str | Path, case: Case, found: dict[str, Any] | None = None)
         "numbers": case.numbers,
         "step": case.step,
         "made_by": case.made_by,
-        "digest": case.digest(),
         "found": found or {},
     }
     header = {"format": _FORMAT, "version": _VERSION, "case": json.dumps(words)}
-    held = {name: each.detach().cpu().contiguous() for name, each in case.tensors.items()}
-    with naming(path):
-        save_file(held, str(path), metadata=header)
+    held = {name: each.detach().contiguous() for name, each in case.tensors.items()}
+    return save(held, metadata=header)
 
 
-def load_case(path: str | Path) -> tuple[Case, dict[str, Any]]:
-    """Read a case and what was found when it was written.
+def from_bytes(text: bytes) -> tuple[Case, dict[str, Any]]:
+    """The case in ``to_bytes``, and what was found.
 
     Raises:
-        CaseError: the file is none of a case.
-        OSError: it cannot be read.
+        CaseError: the bytes are none of a case.
     """
     try:
-        with safe_open(str(path), framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("format") != _FORMAT or header.get("version") != _VERSION:
-                raise CaseError(f"{path}: not an audit's case (format {header.get('format')!r})")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = load(text)
+        size = int.from_bytes(text[:8], "little")
+        header = parse_object(text[8 : 8 + size]).get("__metadata__", {})
+        if header.get("format") != _FORMAT or header.get("version") != _VERSION:
+            raise CaseError(f"not an audit's case (format {header.get('format')!r})")
         words = parse_object(header["case"])
         case = Case(
             str(words["method"]),
@@ -119,7 +112,30 @@ def load_case(path: str | Path) -> tuple[Case, dict[str, Any]]:
             int(words["step"]),
             dict(words["made_by"]),
         )
-    except (SafetensorError, Refused, KeyError, TypeError) as error:
+        return case, dict(words["found"])
+    except (SafetensorError, Refused, AttributeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise CaseError(f"{path}: not an audit's case ({reason})") from error
-    return case, dict(words.get("found", {}))
+        raise CaseError(f"not an audit's case ({reason})") from error
+
+
+def save_case(path: str | Path, case: Case, found: dict[str, Any] | None = None) -> None:
+    """Write a case and what the check said as a safetensors file.
+
+    Raises:
+        OSError: the file cannot be written; it is named.
+    """
+    with naming(path):
+        Path(path).write_bytes(to_bytes(case, found))
+
+
+def load_case(path: str | Path) -> tuple[Case, dict[str, Any]]:
+    """Read a case and what was found when it was written.
+
+    Raises:
+        CaseError: the file is none of a case; it is named.
+        OSError: it cannot be read.
+    """
+    try:
+        return from_bytes(Path(path).read_bytes())
+    except CaseError as error:
+        raise CaseError(f"{path}: {error}") from error

@@ -394,21 +394,25 @@ def _hc_pre(case: Case) -> Finding:
 
 
 def _at_rest(case: Case) -> Finding:
-    """A row that was written is what it was, and no code of it is NaN."""
-    before, after = case.tensors["before"].flatten(), case.tensors["after"].flatten()
-    wrong = (before != after).nonzero().flatten()
-    if len(wrong):
-        first = int(wrong[0])
-        what = (
-            f"{case.numbers['what']}: {len(wrong)} of {len(before)} bytes differ from step "
-            f"{case.numbers['since']}; first [{first}]: {int(before[first])}, "
-            f"now {int(after[first])}"
-        )
-        return Finding(case.method, False, math.inf, 0, what)
-    codes = after[: int(case.numbers["codes"])]
-    if bool(((codes & 0x7F) == 0x7F).any()):
-        return Finding(case.method, False, math.inf, 0, f"{case.numbers['what']}: a code is NaN")
-    return Finding(case.method, True, 0.0, 0, "")
+    """Rows that were written are what they were, and none of their codes is NaN."""
+    before, after = case.tensors["before"], case.tensors["after"]
+    wrong = before != after
+    count = int(case.numbers["codes"])
+    nan = (after[:, :count] & 0x7F) == 0x7F
+    bad = wrong.any(1) | nan.any(1)
+    if not bool(bad.any()):
+        return Finding(case.method, True, 0.0, 0, "")
+    row = int(bad.nonzero()[0])
+    where = f"{case.numbers['what']} entry {int(case.tensors['entries'][row])}"
+    if not bool(wrong[row].any()):
+        return Finding(case.method, False, math.inf, row, f"{where}: a code is NaN")
+    first = int(wrong[row].nonzero()[0])
+    what = (
+        f"{where}: {int(wrong[row].sum())} of {before.shape[1]} bytes differ from step "
+        f"{int(case.tensors['since'][row])}; first [{first}]: {int(before[row, first])}, now "
+        f"{int(after[row, first])}"
+    )
+    return Finding(case.method, False, math.inf, row, what)
 
 
 def _hc_post(case: Case) -> Finding:

@@ -26,6 +26,14 @@ class Probe:
 
         self._undo = FAULTS[name](self.model_runner.get_model())
 
+    def anymla_break_audit(self) -> None:
+        """Have the audit itself fail wherever it takes a case."""
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("a fault of the audit")
+
+        self._hooks._submit = fail
+
     def anymla_found(self) -> dict[str, Any]:
         """What was found since the last time; the fault is taken out."""
         auditor = self._hooks.auditor
@@ -36,6 +44,7 @@ class Probe:
         ]
         found = {
             "summary": auditor.summary(),
+            "skipped": auditor.skipped,
             "tallies": {n: dataclasses.asdict(t) for n, t in auditor.tallies.items()},
             "alarms": alarms,
         }
@@ -59,12 +68,16 @@ def run(checkpoint: str) -> dict[str, Any]:
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt_of(length)} for length in (40, 2600, 333)]
     llm.collective_rpc("anymla_audit")
-    answer = {}
+    answer: dict[str, Any] = {}
     for name in ("healthy", *FAULTS):
         if name != "healthy":
             llm.collective_rpc("anymla_break", args=(name,))
         llm.generate(prompts, sampling, use_tqdm=False)
         answer[name] = llm.collective_rpc("anymla_found")[0]
+    llm.collective_rpc("anymla_break_audit")
+    made = llm.generate(prompts, sampling, use_tqdm=False)
+    answer["audit broken"] = llm.collective_rpc("anymla_found")[0]
+    answer["audit broken"]["tokens"] = [len(each.outputs[0].token_ids) for each in made]
     return answer
 
 

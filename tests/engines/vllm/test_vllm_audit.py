@@ -62,3 +62,10 @@ def test_a_stale_index_row_is_told_from_a_compressed_one(found: dict[str, Any]) 
     layers = {alarm["layer"] for alarm in alarms if alarm["method"] == "compressed_row"}
     assert layers
     assert all(layer.endswith("indexer.compressor") for layer in layers)
+
+
+def test_an_audit_that_fails_does_not_stop_the_engine(found: dict[str, Any]) -> None:
+    broken = found["audit broken"]
+    assert broken["tokens"] == 3 * [6]
+    assert broken["skipped"] > 0
+    assert not broken["alarms"]

@@ -7,14 +7,13 @@ run without a CUDA graph, in which no Python runs.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -25,13 +24,15 @@ from vllm.logger import init_logger
 from anymla import __version__
 from anymla.audit import Case
 from anymla.audit.auditor import Auditor
+from anymla.audit.process import JudgeProcess
 from anymla.audit.settings import Settings
 from anymla.engines.vllm.pinned import CUDA_MODELS, installed_version
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 
 _LOG = init_logger("vllm.plugins.anymla.audit")
 VARIABLE = "ANYMLA_AUDIT"
-_ROWS_AT_REST = 64
+_ROWS_AT_REST = 16  # of a kind in a layer
+_Hook = Generator[None, Any, None]
 
 
 @dataclasses.dataclass
@@ -45,6 +46,7 @@ class _Sample:
         names: of the requests.
         layers: those that are looked at, by their prefix.
         chosen: indices of tokens that are looked at by every method but the compressors.
+        rows: the same on the device.
     """
 
     tokens: int
@@ -53,6 +55,7 @@ class _Sample:
     names: list[str]
     layers: set[str]
     chosen: list[int]
+    rows: Tensor
 
     def name(self, token: int) -> str:
         """The request of a token."""
@@ -62,25 +65,32 @@ class _Sample:
 
 @dataclasses.dataclass
 class _Kept:
-    """A cache row that has been seen.
+    """Cache rows of one kind in one layer that have been seen.
 
     Attributes:
-        layer: prefix of the attention layer.
-        request: whose row it is.
-        kind: "main" or "index".
-        entry: its number in the request's compressed cache.
-        slot: where it lay.
-        row: its bytes, values before scales.
-        step: when it was seen.
+        requests: whose row each is.
+        entries: its number in the request's compressed cache.
+        since: the step in which it was seen.
+        slots: where it lay, on the device.
+        rows: its bytes, values before scales, on the device.
     """
 
-    layer: str
-    request: str
-    kind: str
-    entry: int
-    slot: int
-    row: Tensor
-    step: int
+    requests: list[str]
+    entries: list[int]
+    since: list[int]
+    slots: Tensor
+    rows: Tensor
+
+    def only(self, places: list[int]) -> _Kept:
+        """These rows of them."""
+        index = torch.tensor(places, dtype=torch.int64, device=self.slots.device)
+        return _Kept(
+            [self.requests[i] for i in places],
+            [self.entries[i] for i in places],
+            [self.since[i] for i in places],
+            self.slots[index],
+            self.rows[index],
+        )
 
 
 class Hooks:
@@ -100,7 +110,12 @@ class Hooks:
         self._streams: dict[int, str] = {}
         self._windows: dict[str, Any] = {}
         self._window = 128
-        self._kept: collections.deque[_Kept] = collections.deque(maxlen=_ROWS_AT_REST)
+        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._gone: set[str] = set()
+        self._pending: list[
+            tuple[Case, Callable[[dict[str, Tensor]], dict[str, Tensor]] | None]
+        ] = []
+        self._side: torch.cuda.Stream | None = None
         for name, module in model.named_modules():
             if hasattr(module, "swa_cache_layer"):
                 self._attention(module)
@@ -119,11 +134,14 @@ class Hooks:
         def wrapped(input_ids: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self.auditor.active:
                 return forward(input_ids, positions, *args, **kwargs)
-            self._sample = self._choose(positions)
+            with self._guarded("a step"):
+                self._sample = self._choose(positions)
             try:
                 return forward(input_ids, positions, *args, **kwargs)
             finally:
                 self._sample = None
+                with self._guarded("a step"):
+                    self._hand_over(positions.device)
 
         return wrapped
 
@@ -146,8 +164,9 @@ class Hooks:
         if not by_owner:
             return None
         layers = {name for kind in self._layers.values() for name in self.auditor.turn(kind)}
-        sample = _Sample(tokens, known, owners, list(self.request_ids), layers, [])
-        sample.chosen = self._pick("tokens", list(by_owner.values()))
+        chosen = self._pick("tokens", list(by_owner.values()))
+        rows = torch.tensor(chosen, dtype=torch.int64, device=positions.device)
+        sample = _Sample(tokens, known, owners, list(self.request_ids), layers, chosen, rows)
         self._sample = sample
         self._visit(metadata)
         return sample
@@ -156,55 +175,88 @@ class Hooks:
 
     def forget(self, requests: set[str]) -> None:
         """Rows of requests that have ended, or that will be computed again."""
-        if self._kept and requests:
-            held = [row for row in self._kept if row.request not in requests]
-            self._kept = collections.deque(held, maxlen=_ROWS_AT_REST)
+        if self._kept:
+            self._gone |= requests
 
     def _visit(self, metadata: dict[str, Any]) -> None:
         """Look at kept rows again, and keep some of the chosen tokens' requests."""
         sample = self._sample
         assert sample is not None
         owner_of = {name: owner for owner, name in enumerate(sample.names)}
-        last = dict(zip(sample.owners, sample.positions, strict=True))
-        for kept in self._kept:
-            owner = owner_of.get(kept.request)
-            if owner is None or owner not in last:
-                continue
-            found = self._row(metadata, kept.layer, kept.kind, owner, kept.entry)
-            if found[0] != kept.slot:
-                continue
-            self._submit(
-                "at_rest",
-                kept.layer,
-                [sample.owners.index(owner)],
-                {"before": kept.row, "after": found[1]},
-                what=f"{kept.kind} entry {kept.entry}",
-                since=kept.step,
-                codes=448 if kept.kind == "main" else 128,
-            )
+        token_of = {owner: token for token, owner in reversed(list(enumerate(sample.owners)))}
+        gone, self._gone = self._gone, set()
+        for (layer, kind), kept in list(self._kept.items()):
+            if gone:
+                held = [i for i, name in enumerate(kept.requests) if name not in gone]
+                kept = self._kept[layer, kind] = kept.only(held)
+            here = [i for i, name in enumerate(kept.requests) if owner_of.get(name, -1) in token_of]
+            if here:
+                seen = kept.only(here)
+                owners = [owner_of[name] for name in seen.requests]
+                slots, rows = self._rows(metadata, layer, kind, owners, seen.entries)
+                tensors = {
+                    "before": seen.rows,
+                    "after": rows,
+                    "moved": slots != seen.slots,
+                    "entries": torch.tensor(seen.entries),
+                    "since": torch.tensor(seen.since),
+                }
+                self._submit(
+                    "at_rest",
+                    layer,
+                    [token_of[owner] for owner in owners],
+                    tensors,
+                    _still_there,
+                    what=kind,
+                    codes=448 if kind == "main" else 128,
+                )
+        self._keep(metadata, token_of)
+
+    def _keep(self, metadata: dict[str, Any], token_of: dict[int, int]) -> None:
+        """Remember a row of each chosen token's request, of an entry that earlier steps closed."""
+        sample = self._sample
+        assert sample is not None
         numbers = self.auditor.random("rows at rest")
         for layer in sorted(sample.layers):
-            ratio = self._windows[layer].compress_ratio
-            for token in sample.chosen if ratio > 1 else ():
-                # Entries that earlier steps closed.
-                first = sample.positions[sample.owners.index(sample.owners[token])]
-                if first // ratio < 1 or sample.name(token) not in owner_of:
-                    continue
-                entry = numbers.randrange(first // ratio)
-                for kind in ("main", "index") if self._windows[layer].indexer else ("main",):
-                    slot, row = self._row(metadata, layer, kind, sample.owners[token], entry)
-                    name = sample.name(token)
-                    self._kept.append(_Kept(layer, name, kind, entry, slot, row, self.auditor.step))
+            module = self._windows[layer]
+            owners, entries = [], []
+            for token in sample.chosen if module.compress_ratio > 1 else ():
+                owner = sample.owners[token]
+                closed = sample.positions[token_of[owner]] // module.compress_ratio
+                if closed and owner < len(sample.names):
+                    owners.append(owner)
+                    entries.append(numbers.randrange(closed))
+            for kind in ("main", "index") if module.indexer is not None else ("main",):
+                if owners:
+                    slots, rows = self._rows(metadata, layer, kind, owners, entries)
+                    names = [sample.names[owner] for owner in owners]
+                    since = [self.auditor.step] * len(owners)
+                    self._add((layer, kind), _Kept(names, entries, since, slots, rows))
 
-    def _row(
-        self, metadata: dict[str, Any], layer: str, kind: str, owner: int, entry: int
-    ) -> tuple[int, Tensor]:
+    def _add(self, key: tuple[str, str], new: _Kept) -> None:
+        old = self._kept.get(key)
+        if old is not None:
+            new = _Kept(
+                old.requests + new.requests,
+                old.entries + new.entries,
+                old.since + new.since,
+                torch.cat((old.slots, new.slots)),
+                torch.cat((old.rows, new.rows)),
+            )
+        count = len(new.requests)
+        self._kept[key] = new.only(list(range(max(0, count - _ROWS_AT_REST), count)))
+
+    def _rows(
+        self, metadata: dict[str, Any], layer: str, kind: str, owners: list[int], entries: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Slots and bytes of entries of requests."""
         module = self._windows[layer]
         cache = module.kv_cache if kind == "main" else module.indexer.k_cache.kv_cache
-        table = metadata[layer].block_table[owner]
-        slots = _slots_of(table, torch.tensor([entry]), cache.shape[1])
+        table, page = metadata[layer].block_table, cache.shape[1]
+        at = torch.tensor([owners, entries], device=table.device)
+        slots = table[at[0], at[1] // page].long() * page + at[1] % page
         data, scales = _bytes(cache, slots, MAIN_FP8 if kind == "main" else INDEX_FP8)
-        return int(slots), torch.cat((data, scales), -1)[0].to("cpu", copy=True)
+        return slots, torch.cat((data, scales), -1)
 
     def _pick(self, what: str, groups: list[list[int]]) -> list[int]:
         """One token of as many groups as are asked for; once all groups have one, further ones."""
@@ -229,18 +281,70 @@ class Hooks:
         layer: str,
         tokens: list[int],
         tensors: dict[str, Any],
+        finish: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
         **numbers: float | int | str,
     ) -> None:
+        """Copy what a case needs, on the device; ``finish`` is done with it on the CPU."""
         sample = self._sample
         assert sample is not None
         held = {
-            name: each.detach().to("cpu", copy=True)
+            name: each.detach() if isinstance(each, nn.Parameter) else each.detach().clone()
             for name, each in tensors.items()
             if each is not None
         }
         names = [sample.name(token) for token in tokens]
         places = [sample.positions[token] for token in tokens]
-        self.auditor.submit(Case(method, layer, names, places, held, numbers))
+        self._pending.append((Case(method, layer, names, places, held, numbers), finish))
+
+    def _hand_over(self, device: torch.device) -> None:
+        """Have the step's cases judged; the engine waits for nothing."""
+        pending, self._pending = self._pending, []
+        if device.type != "cuda":
+            for case, finish in pending:
+                self.auditor.submit_later(functools.partial(_finished, case, finish))
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def fetched(case: Case, finish: Any) -> Case:
+            with torch.cuda.stream(self._side):
+                copied.wait()
+                return _finished(case.to("cpu"), finish)
+
+        for case, finish in pending:
+            self.auditor.submit_later(functools.partial(fetched, case, finish))
+
+    def _around(self, module: Any, name: str, hook: Callable[..., _Hook], **fixed: Any) -> None:
+        """Have a hook look at a method: before, and with its result after it yields.
+
+        Whatever goes wrong in a hook, the method runs once and its result is returned.
+        """
+        method = getattr(module, name)
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._sample is None:
+                return method(*args, **kwargs)
+            looking = hook(module, *args, **fixed, **kwargs)
+            with self._guarded(name):
+                next(looking, None)
+            result = method(*args, **kwargs)
+            with self._guarded(name), contextlib.suppress(StopIteration):
+                looking.send(result)
+            return result
+
+        vars(module)[name] = wrapped
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Count and tell a fault of the audit itself; the engine goes on."""
+        try:
+            yield
+        except Exception:
+            self.auditor.skipped += 1
+            _LOG.exception("audit: %s could not be looked at", what)
 
     # Attention.
 
@@ -248,24 +352,24 @@ class Hooks:
         self._layers.setdefault(layer.compress_ratio, []).append(layer.prefix)
         self._windows[layer.prefix] = layer
         self._window = layer.window_size
-        _around(layer, "_split_qkv_and_norm", self._qkv_norm)
-        _around(layer, "_fused_qnorm_rope_kv_insert", self._insert)
-        _around(layer, "forward_mqa", self._mqa)
-        _around(layer, "_o_proj", self._projection)
+        self._around(layer, "_split_qkv_and_norm", self._qkv_norm)
+        self._around(layer, "_fused_qnorm_rope_kv_insert", self._insert)
+        self._around(layer, "forward_mqa", self._mqa)
+        self._around(layer, "_o_proj", self._projection)
         for compressor in (layer.compressor, layer.indexer and layer.indexer.compressor):
             if compressor is not None:
-                _around(compressor, "forward", self._compressor, owner=layer.prefix)
+                self._around(compressor, "forward", self._compressor, owner=layer.prefix)
         if layer.indexer is not None:
-            _around(layer.indexer, "_wq_b_proj", self._index_projection, owner=layer)
-            _around(layer.indexer, "forward", self._index_query, owner=layer)
-            _around(layer.indexer.indexer_op, "forward", self._selection, owner=layer)
+            self._around(layer.indexer, "_wq_b_proj", self._index_projection, owner=layer)
+            self._around(layer.indexer, "forward", self._index_query, owner=layer)
+            self._around(layer.indexer.indexer_op, "forward", self._selection, owner=layer)
 
-    def _qkv_norm(self, layer: Any, call: Callable[..., Any], qr_kv: Tensor) -> Any:
+    def _qkv_norm(self, layer: Any, qr_kv: Tensor) -> _Hook:
         sample = self._looks(layer.prefix)
         if sample is None:
-            return call(qr_kv)
-        rows = qr_kv[sample.chosen].clone()
-        qr, scale, kv = result = call(qr_kv)
+            return
+        rows = qr_kv[sample.rows]
+        qr, scale, kv = yield
         if scale is None:
             given = rows.split([layer.q_lora_rank, layer.head_dim], dim=-1)
             tensors = {
@@ -273,34 +377,32 @@ class Hooks:
                 "kv": given[1],
                 "qr_weight": layer.q_norm.weight,
                 "kv_weight": layer.kv_norm.weight,
-                "qr_out": qr[sample.chosen],
-                "kv_out": kv[sample.chosen],
+                "qr_out": qr[sample.rows],
+                "kv_out": kv[sample.rows],
             }
             self._submit("qkv_norm", layer.prefix, sample.chosen, tensors, eps=layer.eps)
-        return result
 
     def _insert(
         self,
         layer: Any,
-        call: Callable[..., Any],
         q: Tensor,
         kv: Tensor,
         positions: Tensor,
         metadata: Any,
-    ) -> Any:
+    ) -> _Hook:
         sample = self._looks(layer.prefix)
         if sample is None:
-            return call(q, kv, positions, metadata)
-        chosen = sample.chosen
-        given, rows = q[chosen].clone(), kv[chosen].clone()
-        result = call(q, kv, positions, metadata)
+            return
+        chosen = sample.rows
+        given, rows = q[chosen], kv[chosen]
+        result = yield
         window = metadata[layer.swa_cache_layer.prefix]
         table = layer.rotary_emb.cos_sin_cache[positions[chosen]].float()
         heads = given.shape[1]
         self._submit(
             "query",
             layer.prefix,
-            chosen,
+            sample.chosen,
             {"q": given, "cos_sin": table, "out": result[chosen][:, :heads]},
             eps=layer.eps,
         )
@@ -309,11 +411,11 @@ class Hooks:
         self._submit(
             "window_row",
             layer.prefix,
-            chosen,
+            sample.chosen,
             {"kv": rows, "cos_sin": table, "data": data, "scales": scales},
             layout=MAIN_FP8,
         )
-        for token in chosen:
+        for token in sample.chosen:
             self._slots(
                 layer.prefix,
                 token,
@@ -323,7 +425,6 @@ class Hooks:
                 torch.tensor([sample.positions[token]]),
                 window.slot_mapping[token],
             )
-        return result
 
     def _slots(
         self,
@@ -334,23 +435,24 @@ class Hooks:
         page_size: int,
         wanted: Tensor,
         listed: Tensor,
+        length: Tensor | None = None,
     ) -> None:
+        """Compare listed slots, the first ``length`` of them, with those of wanted places."""
         assert self._sample is not None
         table = block_table[self._sample.owners[token]]
         last = int(wanted.max()) // page_size + 1 if len(wanted) else 1
-        tensors = {"table": table[:last], "wanted": wanted, "listed": listed}
-        self._submit("slots", layer, [token], tensors, page_size=page_size, what=what)
+        tensors = {"table": table[:last], "wanted": wanted, "listed": listed, "length": length}
+        self._submit("slots", layer, [token], tensors, _listed_only, page_size=page_size, what=what)
 
     def _mqa(
         self,
         layer: Any,
-        call: Callable[..., Any],
         q: Tensor,
         kv: Tensor,
         positions: Tensor,
         output: Tensor,
-    ) -> None:
-        call(q, kv, positions, output)
+    ) -> _Hook:
+        yield
         sample = self._looks(layer.prefix)
         if sample is None or not isinstance(output, Tensor):
             return
@@ -374,37 +476,37 @@ class Hooks:
                     window.block_table,
                     cache.shape[1],
                     places,
-                    listed,
+                    *listed,
                 )
             if layer.compress_ratio > 1:
-                main = metadata[layer.prefix]
-                entries = torch.arange((position + 1) // layer.compress_ratio)
+                count = (position + 1) // layer.compress_ratio
+                entries = torch.arange(count)
                 if layer.indexer is not None:
-                    chosen = layer.topk_indices_buffer[token]
-                    entries = chosen[chosen >= 0].long().cpu()
-                table = main.block_table[sample.owners[token]]
+                    entries = layer.topk_indices_buffer[token][:count]
+                    tensors["chosen"] = entries
+                    entries = entries.clamp(min=0, max=max(count - 1, 0))
+                table = metadata[layer.prefix].block_table[sample.owners[token]]
                 slots = _slots_of(table, entries, layer.kv_cache.shape[1])
                 held = _bytes(layer.kv_cache, slots, MAIN_FP8)
                 tensors["entries_data"], tensors["entries_scales"] = held
-            self._submit("attention", layer.prefix, [token], tensors, scale=layer.scale)
+            finish = _chosen_only
+            self._submit("attention", layer.prefix, [token], tensors, finish, scale=layer.scale)
 
-    def _projection(
-        self, layer: Any, call: Callable[..., Any], o: Tensor, positions: Tensor
-    ) -> Any:
+    def _projection(self, layer: Any, o: Tensor, positions: Tensor) -> _Hook:
         sample = self._looks(layer.prefix)
         if sample is None or not isinstance(o, Tensor):
-            return call(o, positions)
-        chosen = sample.chosen
-        given = o[chosen].clone()
+            return
+        chosen = sample.rows
+        given = o[chosen]
         inputs: list[Tensor] = []
         wo_b = layer._modules["wo_b"]
 
         def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
-            inputs.append(args[0][chosen].clone())
+            inputs.append(args[0][chosen])
 
         handle = wo_b.register_forward_pre_hook(keep)
         try:
-            result = call(o, positions)
+            yield
         finally:
             handle.remove()
         # One group is enough: all of them would take longer to judge than everything else.
@@ -418,37 +520,35 @@ class Hooks:
                 "out": inputs[0].flatten(1)[:, group * rank : (group + 1) * rank],
                 **weight,
             }
-            self._submit("projection", layer.prefix, chosen, tensors, group=group)
-        return result
+            self._submit("projection", layer.prefix, sample.chosen, tensors, group=group)
 
     # Compressors and the indexer.
 
     def _compressor(
         self,
         compressor: Any,
-        call: Callable[..., Any],
         kv_score: Tensor,
         positions: Tensor,
         rotary_emb: Any,
         *,
         owner: str,
-    ) -> Any:
+    ) -> _Hook:
         sample = self._looks(owner)
         if sample is None:
-            return call(kv_score, positions, rotary_emb)
-        given = kv_score[sample.chosen].clone()
-        result = call(kv_score, positions, rotary_emb)
+            return
+        given = kv_score[sample.rows]
+        yield
         metadata = get_forward_context().attn_metadata
         states, cache = metadata[compressor.state_cache.prefix], compressor.state_cache.kv_cache
         ratio, page = compressor.compress_ratio, cache.shape[1]
         name = compressor.prefix
-        slots = states.slot_mapping[sample.chosen].long()
+        slots = states.slot_mapping[sample.rows].long()
         rows = cache[slots // page, slots % page]
         tensors = {"kv_score": given, "ape": compressor.ape, "state": rows}
         self._submit("compressor_state", name, sample.chosen, tensors, ratio=ratio)
         layout = MAIN_FP8 if compressor.head_dim == 512 else INDEX_FP8
         if compressor.use_fp4_cache:
-            return result
+            return
         groups: dict[int, list[int]] = {}
         for token in range(sample.tokens):
             if (sample.positions[token] + 1) % ratio == 0:
@@ -481,21 +581,16 @@ class Hooks:
                 eps=compressor.rms_norm_eps,
                 layout=layout,
             )
-        return result
 
-    def _index_projection(
-        self, indexer: Any, call: Callable[..., Any], *args: Any, owner: Any
-    ) -> Any:
-        q = call(*args)
+    def _index_projection(self, indexer: Any, *args: Any, owner: Any) -> _Hook:
+        q = yield
         sample = self._looks(owner.prefix)
         if sample is not None:
-            indexer._anymla_audited_q = q[sample.chosen].clone()
-        return q
+            indexer._anymla_audited_q = q[sample.rows]
 
     def _index_query(
         self,
         indexer: Any,
-        call: Callable[..., Any],
         hidden: Tensor,
         qr: Tensor,
         kv_score: Tensor,
@@ -505,22 +600,21 @@ class Hooks:
         *args: Any,
         owner: Any,
         **kwargs: Any,
-    ) -> Any:
+    ) -> _Hook:
         sample = self._looks(owner.prefix)
-        arguments = hidden, qr, kv_score, weights, positions, rotary_emb, *args
         if sample is None:
-            return call(*arguments, **kwargs)
-        given = weights[sample.chosen].clone()
-        q, scale, out = result = call(*arguments, **kwargs)
+            return
+        given = weights[sample.rows]
+        q, scale, out = yield
         projected = vars(indexer).pop("_anymla_audited_q", None)
         if q is not None and scale is None and projected is not None:
             shape = len(sample.chosen), indexer.n_head, indexer.head_dim
             tensors = {
                 "q": projected.view(shape),
                 "weights": given,
-                "codes": q[sample.chosen].view(torch.uint8).view(shape),
-                "weights_out": out[sample.chosen],
-                "cos_sin": rotary_emb.cos_sin_cache[positions[sample.chosen]].float(),
+                "codes": q[sample.rows].view(torch.uint8).view(shape),
+                "weights_out": out[sample.rows],
+                "cos_sin": rotary_emb.cos_sin_cache[positions[sample.rows]].float(),
             }
             self._submit(
                 "index_query",
@@ -530,23 +624,21 @@ class Hooks:
                 softmax_scale=indexer.softmax_scale,
                 head_scale=indexer.n_head**-0.5,
             )
-        return result
 
     def _selection(
         self,
         op: Any,
-        call: Callable[..., Any],
         hidden: Tensor,
         q_quant: Any,
         k: Any,
         weights: Tensor,
         *,
         owner: Any,
-    ) -> Any:
-        result = call(hidden, q_quant, k, weights)
+    ) -> _Hook:
+        yield
         sample = self._looks(owner.prefix)
         if sample is None or not isinstance(q_quant, Tensor):
-            return result
+            return
         metadata = get_forward_context().attn_metadata
         main, cache = metadata[owner.prefix], owner.indexer.k_cache.kv_cache
         for token in sample.chosen:
@@ -562,7 +654,6 @@ class Hooks:
             }
             numbers = {"k": owner.topk_indices_buffer.shape[1], "layout": INDEX_FP8}
             self._submit("selection", owner.indexer.prefix, [token], tensors, **numbers)
-        return result
 
     # Hyper-connections.
 
@@ -578,8 +669,9 @@ class Hooks:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             if self._sample is not None:
-                given = dict(zip(_PARAMETERS[name], args, strict=False)) | kwargs
-                getattr(self, f"_{name}")(given, result)
+                with self._guarded(name):
+                    given = dict(zip(_PARAMETERS[name], args, strict=False)) | kwargs
+                    getattr(self, f"_{name}")(given, result)
             return result
 
         return wrapped
@@ -611,11 +703,11 @@ class Hooks:
         sample = self._sample
         assert sample is not None
         tensors = {
-            "h": given["hidden_states"].flatten(0, -3)[sample.chosen],
+            "h": given["hidden_states"].flatten(0, -3)[sample.rows],
             "fn": given["hc_fn"],
             "base": given["hc_base"],
             "scale": given["hc_scale"],
-            "y": result.flatten(0, -2)[sample.chosen],
+            "y": result.flatten(0, -2)[sample.rows],
         }
         numbers = {"norm_eps": given["rms_norm_eps"], "hc_eps": given["hc_eps"]}
         self._submit("hc_head", "head", sample.chosen, tensors, **numbers)
@@ -625,7 +717,7 @@ class Hooks:
         assert sample is not None
         residual = given["residual"]
         n, width = residual.shape[-2:]
-        rows = sample.chosen
+        rows = sample.rows
         tensors = {
             "u": given["x"].reshape(-1, width)[rows],
             "h": residual.reshape(-1, n, width)[rows],
@@ -633,7 +725,7 @@ class Hooks:
             "comb": given["comb_res_mix"].reshape(-1, n, n)[rows],
             "streams": streams.reshape(-1, n, width)[rows],
         }
-        self._submit("hc_post", owner, rows, tensors)
+        self._submit("hc_post", owner, sample.chosen, tensors)
 
     def _gates(
         self, given: dict[str, Any], residual: Tensor, result: Any, *, fused: int = 0
@@ -644,7 +736,7 @@ class Hooks:
         assert sample is not None
         n, width = residual.shape[-2:]
         post, comb, y = result
-        rows = sample.chosen
+        rows = sample.rows
         tensors = {
             "h": residual.reshape(-1, n, width)[rows],
             "fn": given["fn"],
@@ -661,7 +753,7 @@ class Hooks:
             "iters": given["sinkhorn_repeat"],
             "fused": fused,
         }
-        self._submit("hc_pre", owner, rows, tensors, **numbers)
+        self._submit("hc_pre", owner, sample.chosen, tensors, **numbers)
 
 
 _GATES = (
@@ -704,14 +796,6 @@ def _is_stream_layer(module: nn.Module) -> bool:
     return any(each.__name__ in _STREAMS for each in type(module).__mro__)
 
 
-def _around(module: Any, name: str, hook: Callable[..., Any], **fixed: Any) -> None:
-    """Have ``hook(module, method, *arguments)`` called in place of a module's method."""
-    method = getattr(module, name)
-    vars(module)[name] = functools.wraps(method)(
-        lambda *args, **kwargs: hook(module, method, *args, **fixed, **kwargs)
-    )
-
-
 def _slots_of(table: Tensor, places: Tensor, page_size: int) -> Tensor:
     places = places.to(table.device)
     return table[places // page_size].long() * page_size + places % page_size
@@ -725,8 +809,8 @@ def _bytes(cache: Tensor, slots: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return data[page, offset], scales[page, offset]
 
 
-def _listed(window: Any, token: int) -> Tensor | None:
-    """The slots that a step's metadata list as a token's window; None if it lists none."""
+def _listed(window: Any, token: int) -> tuple[Tensor, Tensor] | None:
+    """The slots that a step's metadata list as a token's window, and how many; None for no list."""
     decodes = window.num_decode_tokens
     if token < decodes:
         indices, lengths, row = window.decode_swa_indices, window.decode_swa_lens, token
@@ -734,8 +818,35 @@ def _listed(window: Any, token: int) -> Tensor | None:
         indices, lengths, row = window.prefill_swa_indices, window.prefill_swa_lens, token - decodes
     if indices is None or lengths is None:
         return None
-    slots = indices[row].flatten()[: int(lengths[row])]
-    return slots[slots >= 0]
+    return indices[row].flatten(), lengths[row]
+
+
+# What is done with copies that have reached the CPU: on the device it would need their values.
+
+
+def _finished(case: Case, finish: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None) -> Case:
+    return case if finish is None else dataclasses.replace(case, tensors=finish(case.tensors))
+
+
+def _listed_only(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    listed = tensors["listed"].flatten()
+    length = tensors.pop("length", None)
+    listed = listed if length is None else listed[: int(length)]
+    return tensors | {"listed": listed[listed >= 0]}
+
+
+def _chosen_only(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    chosen = tensors.pop("chosen", None)
+    if chosen is None:
+        return tensors
+    names = ("entries_data", "entries_scales")
+    return tensors | {name: tensors[name][chosen >= 0] for name in names}
+
+
+def _still_there(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Nothing is asked of a row that lies elsewhere now."""
+    moved = tensors.pop("moved").unsqueeze(1)
+    return tensors | {"before": torch.where(moved, tensors["after"], tensors["before"])}
 
 
 def _group_weight(layer: Any, group: int) -> dict[str, Tensor] | None:
@@ -765,7 +876,7 @@ def start(model: nn.Module, runner_of_steps: bool = True) -> Hooks:
         "torch": torch.__version__,
         "device": name,
     }
-    auditor = Auditor(Settings.of(os.environ.get(VARIABLE, "")), _LOG, versions)
+    auditor = Auditor(Settings.of(os.environ.get(VARIABLE, "")), _LOG, versions, JudgeProcess())
     hooks = Hooks(model, auditor)
     _wrap_functions(hooks)
     if runner_of_steps:
