@@ -254,7 +254,8 @@ class Hooks:
         cache = module.kv_cache if kind == "main" else module.indexer.k_cache.kv_cache
         table, page = metadata[layer].block_table, cache.shape[1]
         at = torch.tensor([owners, entries], device=table.device)
-        slots = table[at[0], at[1] // page].long() * page + at[1] % page
+        pages = table[at[0], (at[1] // page).clamp(max=table.shape[1] - 1)].long()
+        slots = pages * page + at[1] % page
         data, scales = _bytes(cache, slots, MAIN_FP8 if kind == "main" else INDEX_FP8)
         return slots, torch.cat((data, scales), -1)
 
@@ -482,9 +483,7 @@ class Hooks:
                 count = (position + 1) // layer.compress_ratio
                 entries = torch.arange(count)
                 if layer.indexer is not None:
-                    entries = layer.topk_indices_buffer[token][:count]
-                    tensors["chosen"] = entries
-                    entries = entries.clamp(min=0, max=max(count - 1, 0))
+                    entries = tensors["chosen"] = layer.topk_indices_buffer[token]
                 table = metadata[layer.prefix].block_table[sample.owners[token]]
                 slots = _slots_of(table, entries, layer.kv_cache.shape[1])
                 held = _bytes(layer.kv_cache, slots, MAIN_FP8)
@@ -542,8 +541,7 @@ class Hooks:
         states, cache = metadata[compressor.state_cache.prefix], compressor.state_cache.kv_cache
         ratio, page = compressor.compress_ratio, cache.shape[1]
         name = compressor.prefix
-        slots = states.slot_mapping[sample.rows].long()
-        rows = cache[slots // page, slots % page]
+        rows = cache[_places(states.slot_mapping[sample.rows], cache)]
         tensors = {"kv_score": given, "ape": compressor.ape, "state": rows}
         self._submit("compressor_state", name, sample.chosen, tensors, ratio=ratio)
         layout = MAIN_FP8 if compressor.head_dim == 512 else INDEX_FP8
@@ -561,10 +559,10 @@ class Hooks:
             places = torch.arange(first, position + 1)
             present = places >= 0
             table = states.block_table[sample.owners[token]]
-            slots = _slots_of(table, places.clamp(min=0), page)
+            slots = _slots_of(table, places, page)
             data, scales = _bytes(keys, key_slots[token : token + 1], layout)
             tensors = {
-                "state": cache[slots // page, slots % page].unsqueeze(0),
+                "state": cache[_places(slots, cache)].unsqueeze(0),
                 "present": present.unsqueeze(0),
                 "norm_weight": compressor.norm.weight,
                 "cos_sin": rotary_emb.cos_sin_cache[position + 1 - ratio].float().unsqueeze(0),
@@ -796,16 +794,27 @@ def _is_stream_layer(module: nn.Module) -> bool:
     return any(each.__name__ in _STREAMS for each in type(module).__mro__)
 
 
+# Whatever a faulty engine holds, nothing outside its tensors may be read: on a GPU that would end
+# the process. What is read instead is judged as wrong.
+
+
 def _slots_of(table: Tensor, places: Tensor, page_size: int) -> Tensor:
-    places = places.to(table.device)
-    return table[places // page_size].long() * page_size + places % page_size
+    """Slots of places in a request, by its row of a block table."""
+    places = places.to(table.device).long().clamp(min=0)
+    pages = table[(places // page_size).clamp(max=len(table) - 1)]
+    return pages.long() * page_size + places % page_size
+
+
+def _places(slots: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Page and offset of each slot."""
+    slots = slots.to(cache.device).long().clamp(0, cache.shape[0] * cache.shape[1] - 1)
+    return slots // cache.shape[1], slots % cache.shape[1]
 
 
 def _bytes(cache: Tensor, slots: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     data, scales = get_layout(layout).planes(cache)
     assert scales is not None
-    slots = slots.to(cache.device).long()
-    page, offset = slots // cache.shape[1], slots % cache.shape[1]
+    page, offset = _places(slots, cache)
     return data[page, offset], scales[page, offset]
 
 
