@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from anymla.ops.norm_rope import YarnScaling, cos_sin_table, inv_freq
+from anymla.ops.norm_rope.shapes import V4_FLASH
 
 DEEPSEEK_YARN = YarnScaling(factor=16.0, original_max_position_embeddings=65536)
-TABLE = cos_sin_table(inv_freq(64, 160000.0, DEEPSEEK_YARN), 0, 4096)
+TABLE = cos_sin_table(inv_freq(V4_FLASH.rope, 160000.0, DEEPSEEK_YARN), 0, 4096)
 
 
 def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -15,7 +15,10 @@ from anymla.testing.tolerance import accumulation, assert_close, ulps
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(5, V4_PRO.hidden), (3, 2, 128), (64,), (0, 512), (2, 0, 8)])
+@pytest.mark.parametrize(
+    "shape",
+    [(5, V4_PRO.hidden), (3, 2, V4_FLASH.index_channels), (64,), (0, V4_FLASH.channels), (2, 0, 8)],
+)
 def test_rms_norm(backend, dtype, weight_dtype, shape):
     skip_float64(backend, dtype, weight_dtype)
     x = torch.randn(shape, dtype=dtype) * 3
@@ -29,8 +32,8 @@ def test_rms_norm(backend, dtype, weight_dtype, shape):
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_rms_norm_rounds_bfloat16_once(backend, weight_dtype):
-    x = torch.randn(64, 1024).bfloat16()
-    weight = torch.randn(1024).to(weight_dtype)
+    x = torch.randn(64, V4_FLASH.q_rank).bfloat16()
+    weight = torch.randn(V4_FLASH.q_rank).to(weight_dtype)
     got = rms_norm(x, weight, 1e-6, backend=backend)
     assert got.dtype == torch.bfloat16
     # Half a unit, plus what float32 may move a value across a tie.
@@ -58,9 +61,10 @@ def test_rms_norm_of_zeros_and_of_tiny_rows(backend):
 
 
 def test_norms_take_slices_of_a_fused_projection(backend):
-    fused = torch.randn(6, 160 + 512).bfloat16()
-    qr, kv = fused.split((160, 512), dim=1)
-    q_weight, kv_weight = torch.randn(160).bfloat16(), torch.randn(512).bfloat16()
+    channels = V4_FLASH.channels
+    fused = torch.randn(6, 160 + channels).bfloat16()
+    qr, kv = fused.split((160, channels), dim=1)
+    q_weight, kv_weight = torch.randn(160).bfloat16(), torch.randn(channels).bfloat16()
     before = fused.clone()
     quantised = QuantizedRows.empty(6, 160, qr.device)
     got_q, got_kv = fused_q_kv_rmsnorm(
@@ -80,7 +84,7 @@ def test_norms_take_slices_of_a_fused_projection(backend):
         qr[:0], kv[:0], q_weight, kv_weight, 1e-6, backend=backend
     )
     assert empty_q.shape == (0, 160)
-    assert empty_kv.shape == (0, 512)
+    assert empty_kv.shape == (0, channels)
 
 
 @pytest.mark.parametrize("target", [*TARGETS.values(), XPU, CPU], ids=lambda target: target.name)

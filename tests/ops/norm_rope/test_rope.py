@@ -7,13 +7,18 @@ from paged import DEVICE_BACKENDS, TRITON, a_device, runnable, skip_float64, use
 from torch import Tensor
 
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, rms_norm, rope
+from anymla.ops.norm_rope.shapes import V4_FLASH, V4_PRO
 from anymla.ops.registry import BackendUnavailable
 from anymla.testing.tolerance import accumulation, assert_close, ulps
+
+D = V4_FLASH.channels
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize(("heads", "width"), [(1, 512), (5, 128), (3, 64), (2, 96)])
+@pytest.mark.parametrize(
+    ("heads", "width"), [(1, D), (5, V4_FLASH.index_channels), (3, 64), (2, 96)]
+)
 def test_rope_rotates_the_last_pairs(backend, dtype, inverse, heads, width):
     skip_float64(backend, dtype)
     x = torch.randn(7, heads, width).to(dtype)
@@ -31,7 +36,7 @@ def test_rope_rotates_the_last_pairs(backend, dtype, inverse, heads, width):
 
 
 def test_nothing_outlives_the_table_it_was_made_of(backend):
-    x, positions = torch.randn(1, 2, 128), torch.tensor([3])
+    x, positions = torch.randn(1, 2, V4_FLASH.index_channels), torch.tensor([3])
     table = TABLE.clone()
     rope(x, positions, table, backend=backend)
     table[3, :32], table[3, 32:] = 0, 1
@@ -61,7 +66,7 @@ def overwrite(way: str, table: Tensor, new: Tensor) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_a_table_that_is_written_rotates_by_what_is_written(backend, way, tokens, inverse):
-    x, positions = torch.randn(tokens, 2, 128), torch.arange(tokens) + 3
+    x, positions = torch.randn(tokens, 2, V4_FLASH.index_channels), torch.arange(tokens) + 3
     with torch.inference_mode(way == "inference"):
         table = TABLE[:8].clone()
         rope(x, positions, table, inverse=inverse, backend=backend)
@@ -72,7 +77,7 @@ def test_a_table_that_is_written_rotates_by_what_is_written(backend, way, tokens
 
 
 def test_rope_is_interleaved_and_not_in_halves(backend):
-    x = torch.zeros(1, 1, 512)
+    x = torch.zeros(1, 1, D)
     x[0, 0, 448 + 2 * 3] = 1
     got = rope(x, torch.tensor([5]), TABLE, backend=backend)[0, 0]
     assert set(got.nonzero().squeeze(1).tolist()) == {448 + 6, 448 + 7}
@@ -83,7 +88,7 @@ def test_rope_is_interleaved_and_not_in_halves(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_inverse_undoes_the_rotation(backend, dtype):
     skip_float64(backend, dtype)
-    x = torch.randn(64, 4, 512, dtype=dtype)
+    x = torch.randn(64, 4, D, dtype=dtype)
     positions = torch.randint(0, 4096, (64,))
     there = rope(x, positions, TABLE, backend=backend)
     back = rope(there, positions, TABLE, inverse=True, backend=backend)
@@ -115,13 +120,13 @@ def test_rope_of_strided_and_of_no_tokens(backend):
     got = rope(x, positions, TABLE, backend=backend)
     assert torch.equal(got, rope(x.contiguous(), positions, TABLE, backend=backend))
     assert got.is_contiguous()
-    assert rope(x[:0], positions[:0], TABLE, backend=backend).shape == (0, 3, 512)
-    assert rope(x[:0], positions[:0], TABLE[:0], backend=backend).shape == (0, 3, 512)
-    assert rope(x[:, :0], positions, TABLE, backend=backend).shape == (2, 0, 512)
+    assert rope(x[:0], positions[:0], TABLE, backend=backend).shape == (0, 3, D)
+    assert rope(x[:0], positions[:0], TABLE[:0], backend=backend).shape == (0, 3, D)
+    assert rope(x[:, :0], positions, TABLE, backend=backend).shape == (2, 0, D)
 
 
 def test_padding_tokens_may_have_any_position(backend):
-    x = torch.randn(6, 2, 512)
+    x = torch.randn(6, 2, D)
     positions = torch.tensor([3, -1, 2**40, 17, -(2**62), 4096])
     got = rope(x, positions, TABLE, backend=backend)
     assert got.isfinite().all()
@@ -162,18 +167,19 @@ def test_triton_refuses_float64():
 @pytest.mark.parametrize("name", DEVICE_BACKENDS[:2])
 def test_a_device_norms_and_rotates_alike(dtype, name, monkeypatch):
     device, backend = a_device(), use_device_backend(name, monkeypatch)
-    fused = torch.randn(9, 1536 + 512).to(dtype)
-    weights = torch.randn(1536).to(dtype), torch.randn(512).to(dtype)
-    qr, kv = fused.to(device).split((1536, 512), dim=1)
+    sizes = V4_PRO.q_rank, V4_PRO.channels
+    fused = torch.randn(9, sum(sizes)).to(dtype)
+    weights = [torch.randn(size).to(dtype) for size in sizes]
+    qr, kv = fused.to(device).split(sizes, dim=1)
     moved = [weight.to(device) for weight in weights]
     got = fused_q_kv_rmsnorm(qr, kv, *moved, 1e-6, backend=backend)
-    bound = accumulation(1536, torch.float32, c=1.0) + ulps(torch.float32, 8)
-    for result, x, weight in zip(got, fused.split((1536, 512), dim=1), weights, strict=True):
+    bound = accumulation(V4_PRO.q_rank, torch.float32, c=1.0) + ulps(torch.float32, 8)
+    for result, x, weight in zip(got, fused.split(sizes, dim=1), weights, strict=True):
         assert_close(result.cpu(), norm64(x, weight, 1e-6), rtol=ulps(dtype, 0.5) + bound)
     alone = rms_norm(qr, moved[0], 1e-6, backend=backend)
     assert_close(alone.cpu(), got[0].cpu().double(), rtol=ulps(dtype, 1) + bound)
 
-    x, positions = torch.randn(9, 3, 512).to(dtype), torch.randint(-2, 5000, (9,))
+    x, positions = torch.randn(9, 3, D).to(dtype), torch.randint(-2, 5000, (9,))
     for inverse in (False, True):
         rotated = rope(
             x.to(device), positions.to(device), TABLE.to(device), inverse=inverse, backend=backend

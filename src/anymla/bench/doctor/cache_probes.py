@@ -12,6 +12,7 @@ from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.compressor import compress_norm_rope_insert
 from anymla.ops.kv_cache import dequant_gather_slots, quantize_and_insert_k_cache
 from anymla.ops.norm_rope import qnorm_rope_kv_insert
+from anymla.ops.norm_rope.shapes import V4_FLASH
 from anymla.ops.selection import window_rows
 from anymla.testing.conformance.expected import EPS, table, v4_config
 from anymla.testing.oracle.attention import compress
@@ -20,7 +21,8 @@ from anymla.testing.oracle.rope import frequencies, rotate
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
-_PAGE, _DIM, _HEADS, _WINDOW = 64, 512, 64, 128
+_PAGE, _DIM, _HEADS = V4_FLASH.page_size, V4_FLASH.channels, V4_FLASH.heads
+_WINDOW = 128
 _ROW = get_layout(MAIN_FP8).entry_bytes
 
 
@@ -97,7 +99,7 @@ def _norm_rope(tokens: int, device: torch.device) -> Trial:
         assert good.all(), f"{int((~good).sum())} cache bytes are no rounding of the oracle's rows"
         return worst
 
-    moved = 2 * q.nbytes + kv.nbytes + tokens * (_ROW + 16 + 4 * 64)
+    moved = 2 * q.nbytes + kv.nbytes + tokens * (_ROW + 16 + 4 * V4_FLASH.rope)
     args = (q, kv, cache, slots, positions, cos_sin, EPS)
     return Trial(qnorm_rope_kv_insert, args, {}, moved, verify)
 

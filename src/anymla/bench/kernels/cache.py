@@ -29,14 +29,15 @@ from anymla.ops.norm_rope import (
     rms_norm,
     rope,
 )
+from anymla.ops.norm_rope.shapes import V4_FLASH
 
 TOKENS = (1, 64, 4096, 32768)
 _DECODE = 64
 _MOST_US = 6.0
 _SHARE = 0.75
-_HIDDEN, _HEADS, _DIM, _RANK, _ROPE = 4096, 64, 512, 1024, 64
+_HEADS, _DIM, _RANK = V4_FLASH.heads, V4_FLASH.channels, V4_FLASH.q_rank
 _EPS = 1e-6
-_PAGE = 64
+_PAGE = V4_FLASH.page_size
 
 # What a compressor is called, ratio, overlap, channels, tokens of a state page, entries of a page,
 # target layout, Hadamard.
@@ -53,10 +54,10 @@ def cases(tokens: Sequence[int] = TOKENS, device: str = "cuda") -> Iterator[Case
     row = get_layout(MAIN_FP8).entry_bytes
     for count in tokens:
         heads = 2 * 2 * _HEADS * _DIM
-        turns = 8 + 4 * _ROPE
+        turns = 8 + 4 * V4_FLASH.rope
         normed = 2 * 2 * (_RANK + _DIM) + _RANK
         for name, setup, moved in (
-            ("rms_norm", _rms_norm, 2 * 2 * _HIDDEN * count),
+            ("rms_norm", _rms_norm, 2 * 2 * V4_FLASH.hidden * count),
             ("fused_q_kv_rmsnorm", _fused_norms, normed * count),
             ("rope", _rope, (heads + turns) * count),
             ("qnorm_rope_kv_insert", _qnorm_insert, (heads + turns + 2 * _DIM + 8 + row) * count),
@@ -88,7 +89,7 @@ def _on(
 
 
 def _table(positions: int) -> Tensor:
-    return cos_sin_table(inv_freq(_ROPE, 10000.0).to(torch.empty(0).device), 0, positions)
+    return cos_sin_table(inv_freq(V4_FLASH.rope, 10000.0).to(torch.empty(0).device), 0, positions)
 
 
 def _normal(*size: int) -> Tensor:
@@ -108,7 +109,7 @@ def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rms_norm(tokens: int) -> Callable[[], object]:
-    x, weight = _normal(tokens, _HIDDEN), _normal(_HIDDEN)
+    x, weight = _normal(tokens, V4_FLASH.hidden), _normal(V4_FLASH.hidden)
     return lambda: rms_norm(x, weight, _EPS, backend="triton")
 
 

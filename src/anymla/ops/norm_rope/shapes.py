@@ -1,8 +1,11 @@
-"""Named real shapes of what is normed, rotated and inserted, which builds and tests share."""
+"""Named real shapes of norms, RoPE and the insertion, for builds, benchmarks and tests."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+
+from anymla.formats.page_layout import MAIN_FP8, MAIN_LAYOUTS, ROWS_FP32_512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,5 +39,55 @@ class ModelShape:
 V4_FLASH = ModelShape(4096, 1024, 64, 512, 128, 64, 64)
 V4_PRO = ModelShape(7168, 1536, 128, 512, 128, 64, 64)
 MODELS = (V4_FLASH, V4_PRO)
-# Heads of a rank, from one on: tensor parallelism splits them.
-HEADS = (1, 2, 4, 8)
+# Heads of a rank: from one on where tensor parallelism splits them, and all of V4-Flash's.
+HEADS = (1, 2, 4, 8, V4_FLASH.heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormShape:
+    """Rows that are normed.
+
+    Attributes:
+        dtype: Triton's name of the rows' dtype.
+        weights: of the weights'.
+    """
+
+    dtype: str
+    weights: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, weights {self.weights}"
+
+
+# Our layers' weights are float32, vLLM's have the rows' dtype.
+NORMS = (
+    *(NormShape(dtype, "fp32") for dtype in ("bf16", "fp16", "fp32")),
+    NormShape("bf16", "bf16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class InsertShape:
+    """Query heads and key-value rows of a step.
+
+    Attributes:
+        layout: layout id of the cache.
+        dtype: Triton's name of the dtype of both.
+        heads: query heads.
+    """
+
+    layout: str
+    dtype: str
+    heads: int
+
+    def __str__(self) -> str:
+        return f"{self.heads} head{'s' * (self.heads > 1)}, {self.dtype}, into {self.layout}"
+
+
+# V4's layout with any heads; the others, which take less of everything, with a whole tile of them.
+INSERTS = (
+    *(InsertShape(MAIN_FP8, *each) for each in itertools.product(("bf16", "fp32"), HEADS)),
+    *(InsertShape(each, "bf16", n) for each in MAIN_LAYOUTS[1:] for n in HEADS[-2:]),
+    InsertShape(MAIN_FP8, "fp16", V4_FLASH.heads),
+    InsertShape(ROWS_FP32_512, "fp32", V4_FLASH.heads),
+)

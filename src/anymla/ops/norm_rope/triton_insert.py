@@ -10,22 +10,17 @@ Both tiles are whole rows, which the rotation sees as pairs of channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, MAIN_LAYOUTS
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import device as device_facts
-from anymla.ops._build import Build
 from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
-from anymla.ops.device import Target
 from anymla.ops.norm_rope.config import choose_insert_config
-from anymla.ops.norm_rope.shapes import HEADS, V4_FLASH
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 
 @triton.jit
@@ -198,51 +193,3 @@ def qnorm_rope_kv_insert(
         **pdl_launch(q.device),
     )
     return result
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every layout of the main cache, heads from one to many."""
-    for layout in MAIN_LAYOUTS:
-        # Rows without codes take less of everything.
-        coded = layout == MAIN_FP8
-        for dtype in ("bf16", "fp32") if coded else ("bf16",):
-            for heads in HEADS if coded else HEADS[-1:]:
-                yield _build(layout, dtype, heads, target)
-
-
-def _build(layout: str, dtype: str, heads: int, target: Target) -> Build:
-    codec = row_codec(layout)
-    config = choose_insert_config(heads, codec.channels, target)
-    strides = (
-        *(f"q_{each}_stride" for each in ("token", "head")),
-        "kv_row_stride",
-        *(f"out_{each}_stride" for each in ("token", "head")),
-        "page_stride",
-        "table_row_stride",
-    )
-    numbers = ("inserted", "kv_ctas", "heads", *strides, "capacity", "length")
-    columns = ("q_column_stride", "kv_column_stride", "out_column_stride", "table_column_stride")
-    return Build(
-        label=f"{layout}, {dtype}, {config.heads} heads a CTA",
-        kernel=qnorm_rope_kv_insert_kernel,
-        types={
-            **dict.fromkeys(("q", "kv", "out"), f"*{dtype}"),
-            "cache": "*u8",
-            **dict.fromkeys(("slots", "positions"), "*i64"),
-            "table": "*fp32",
-            **dict.fromkeys(numbers, "i32"),
-            "eps": "fp32",
-        },
-        constants={
-            **dict.fromkeys(columns, 1),
-            "CONFIG": config,
-            "ENTRIES": V4_FLASH.page_size,
-            "CODEC": codec,
-            "NATIVE": target.native_e4m3,
-            "ROPE": V4_FLASH.rope,
-            "PDL": target_has_pdl(target),
-        },
-        num_warps=config.num_warps,
-        fp_fusion=False,
-        divisible=strides,
-    )

@@ -8,21 +8,17 @@ Grid: one CTA for the rows of a tile; the tile is whole rows of PADDED >= WIDTH 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
-from anymla.ops._build import Build
 from anymla.ops._triton_norm_rope import inverse_rms
 from anymla.ops._triton_quantize import store_codes
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.norm_rope.config import choose_norm_config
-from anymla.ops.norm_rope.shapes import MODELS, V4_FLASH, V4_PRO
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 _FLOOR = tl.constexpr(ACTIVATION_AMAX_FLOOR)
 
@@ -173,60 +169,3 @@ def fused_q_kv_rmsnorm(
         **pdl_launch(qr.device, q_weight, kv_weight),
     )
     return q_out, kv_out
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Rows of every width of the models, in bfloat16 and float32."""
-    for dtype in ("bf16", "fp32"):
-        for width in sorted({width for model in MODELS for width in model.widths}):
-            yield _norm_build(width, dtype, target)
-        for coded in (False, True) if dtype == "bf16" else (False,):
-            for rank in (V4_FLASH.q_rank, V4_PRO.q_rank):
-                yield _fused_build(rank, V4_FLASH.channels, dtype, coded, target)
-
-
-def _norm_build(width: int, dtype: str, target: Target) -> Build:
-    config = choose_norm_config(width, target)
-    return Build(
-        label=f"{width} {dtype}",
-        kernel=rms_norm_kernel,
-        types={
-            **dict.fromkeys(("x", "weight", "out"), f"*{dtype}"),
-            **dict.fromkeys(("rows", "row_stride"), "i32"),
-            "eps": "fp32",
-        },
-        constants={"column_stride": 1, "CONFIG": config, "PDL": target_has_pdl(target)},
-        num_warps=config.num_warps,
-        fp_fusion=False,
-        divisible=("row_stride",),
-    )
-
-
-def _fused_build(rank: int, channels: int, dtype: str, coded: bool, target: Target) -> Build:
-    q_config, kv_config = choose_norm_config(rank, target), choose_norm_config(channels, target)
-    strides = ("q_row_stride", "kv_row_stride")
-    numbers = ("rows", "q_ctas", *strides, "code_row_stride", "code_block_stride")
-    codes = {"codes": "*u8", "code_scales": "*fp32"}
-    pointers = ("qr", "kv", "q_weight", "kv_weight", "q_out", "kv_out")
-    return Build(
-        label=f"{rank} and {channels} {dtype}{', codes' * coded}",
-        kernel=fused_kernel,
-        types={
-            **dict.fromkeys(pointers, f"*{dtype}"),
-            **(codes if coded else {}),
-            **dict.fromkeys(numbers, "i32"),
-            "eps": "fp32",
-        },
-        constants={
-            **({} if coded else dict.fromkeys(codes)),
-            "q_column_stride": 1,
-            "kv_column_stride": 1,
-            "Q_CONFIG": q_config,
-            "KV_CONFIG": kv_config,
-            "NATIVE": target.native_e4m3,
-            "PDL": target_has_pdl(target),
-        },
-        num_warps=max(q_config.num_warps, kv_config.num_warps),
-        fp_fusion=False,
-        divisible=strides,
-    )

@@ -8,19 +8,15 @@ channels, which the rotation sees as pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._build import Build
 from anymla.ops._triton_norm_rope import load_cos_sin, rotate
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.norm_rope.config import choose_rope_config
-from anymla.ops.norm_rope.shapes import V4_FLASH
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 
 @triton.jit(do_not_specialize=["rows", "length"])
@@ -95,34 +91,3 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
         **pdl_launch(x.device),
     )
     return out
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Main and index heads, both ways."""
-    strides = ("token_stride", "head_stride", "table_row_stride")
-    for dtype in ("bf16", "fp32"):
-        for width in (V4_FLASH.index_channels, V4_FLASH.channels):
-            for inverse in (False, True):
-                config = choose_rope_config(width, target)
-                yield Build(
-                    label=f"{width} {dtype}{' inverse' if inverse else ''}",
-                    kernel=rope_kernel,
-                    types={
-                        "x": f"*{dtype}",
-                        "positions": "*i64",
-                        "table": "*fp32",
-                        "out": f"*{dtype}",
-                        **dict.fromkeys(("rows", "heads", *strides, "length"), "i32"),
-                    },
-                    constants={
-                        "column_stride": 1,
-                        "table_column_stride": 1,
-                        "CONFIG": config,
-                        "ROPE": V4_FLASH.rope,
-                        "INVERSE": inverse,
-                        "PDL": target_has_pdl(target),
-                    },
-                    num_warps=config.num_warps,
-                    fp_fusion=False,
-                    divisible=("heads", *strides),
-                )
