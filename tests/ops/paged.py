@@ -15,12 +15,13 @@ from anymla.formats.page_layout import get_layout
 from anymla.formats.pages import PageLayout
 from anymla.ops import _host
 from anymla.ops import device as device_facts
+from anymla.ops.kv_cache.shapes import COMPRESSED_PAGE_SIZE, PAGE_SIZE
 
 CANARY = 0xA5
 MAIN_LAYOUTS = ("v4_main_fp8", "rows_bf16_512", "rows_fp32_512")
 INDEX_LAYOUTS = ("v4_index_fp8", "v4_index_mxfp4", "rows_bf16_128", "rows_fp32_128")
 LAYOUTS = MAIN_LAYOUTS + INDEX_LAYOUTS
-PAGE_SIZES = (2, 4, 8, 64, 256)
+PAGE_SIZES = (COMPRESSED_PAGE_SIZE, 4, 8, PAGE_SIZE, 256)
 BACKENDS = ("reference", "torch", "torch without looking at values")
 # Codes by integer bits, as on devices without FP8 instructions, and by the instructions.
 TRITON = ("triton", "triton with native e4m3")

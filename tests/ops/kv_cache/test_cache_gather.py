@@ -25,6 +25,7 @@ from anymla.ops.kv_cache import (
     dequantize_and_gather_k_cache,
     quantize_and_insert_k_cache,
 )
+from anymla.ops.kv_cache.shapes import COMPRESSED_PAGE_SIZE, PAGE_SIZE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -76,11 +77,12 @@ def test_any_index_bytes_decode_alike(layout, dtype, monkeypatch):
 
 
 def test_many_rows_are_read_like_few(backend):
-    cache = make_cache("v4_main_fp8", 12, 64)
+    cache = make_cache("v4_main_fp8", 12, PAGE_SIZE)
+    slots = torch.randperm(cache.slots)
     quantize_and_insert_k_cache(
-        rows_of("v4_main_fp8", 768), cache.tensor, torch.randperm(768), backend="torch"
+        rows_of("v4_main_fp8", len(slots)), cache.tensor, slots, backend="torch"
     )
-    ids = torch.randint(0, 768, (600,), dtype=torch.int32)
+    ids = torch.randint(0, cache.slots, (600,), dtype=torch.int32)
     ids[::7] = -1
     out = torch.full((600, 512), torch.nan, dtype=torch.bfloat16)
     dequant_gather_slots(out, cache.tensor, ids, backend=backend)
@@ -131,7 +133,7 @@ def gathered(
 
 
 @pytest.mark.parametrize("layout", MAIN_LAYOUTS)
-@pytest.mark.parametrize("entries", [2, 4, 64])
+@pytest.mark.parametrize("entries", [COMPRESSED_PAGE_SIZE, 4, PAGE_SIZE])
 def test_gather_the_last_rows_of_sequences(backend, layout, entries):
     pages = -(-150 // entries)
     cache = make_cache(layout, 2 * pages, entries)

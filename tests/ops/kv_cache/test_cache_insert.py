@@ -29,6 +29,7 @@ from anymla.ops.kv_cache import (
     dequantize_and_gather_k_cache,
     quantize_and_insert_k_cache,
 )
+from anymla.ops.kv_cache.shapes import PAGE_SIZE
 from anymla.ops.registry import BackendUnavailable
 from anymla.testing.oracle.row_formats import ROW_FORMATS
 
@@ -361,21 +362,21 @@ def test_a_cache_with_a_head_dim(backend):
 def test_pages_beyond_two_gibibytes(backend, layout):
     """Only touched memory becomes real, so a large cache costs little."""
     row_layout = get_layout(layout)
-    stride = row_layout.page_stride_bytes(64)
+    stride = row_layout.page_stride_bytes(PAGE_SIZE)
     pages = 2**31 // stride + 3
     item = row_layout.dtype.itemsize
     storage = torch.empty(pages * stride, dtype=torch.uint8)
     cache = storage.view(row_layout.dtype).as_strided(
-        (pages, 64, row_layout.row_elements), (stride // item, row_layout.row_elements, 1)
+        (pages, PAGE_SIZE, row_layout.row_elements), (stride // item, row_layout.row_elements, 1)
     )
     rows = rows_of(layout, 3)
-    slots = torch.tensor([pages * 64 - 1, 5, (pages - 2) * 64 + 7])
+    slots = torch.tensor([pages * PAGE_SIZE - 1, 5, (pages - 2) * PAGE_SIZE + 7])
     quantize_and_insert_k_cache(rows, cache, slots, layout=layout, backend=backend)
     out = torch.zeros(3, row_layout.channels)
     dequant_gather_slots(out, cache, slots.int(), layout=layout, backend=backend)
     data, scales = row_layout.encode(rows)
     assert torch.equal(out, row_layout.decode(data, scales, torch.float32))
-    last = (pages - 1) * stride + 63 * row_layout.data_bytes
+    last = (pages - 1) * stride + (PAGE_SIZE - 1) * row_layout.data_bytes
     assert torch.equal(storage[last : last + row_layout.data_bytes], data[0])
 
 

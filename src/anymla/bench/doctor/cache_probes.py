@@ -11,6 +11,7 @@ from anymla.bench.doctor.trial import Probe, Trial, host
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.compressor import compress_norm_rope_insert
 from anymla.ops.kv_cache import dequant_gather_slots, quantize_and_insert_k_cache
+from anymla.ops.kv_cache.shapes import PAGE_SIZE
 from anymla.ops.norm_rope import qnorm_rope_kv_insert
 from anymla.ops.norm_rope.shapes import V4_FLASH
 from anymla.ops.selection import window_rows
@@ -21,7 +22,7 @@ from anymla.testing.oracle.rope import frequencies, rotate
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
-_PAGE, _DIM, _HEADS = V4_FLASH.page_size, V4_FLASH.channels, V4_FLASH.heads
+_DIM, _HEADS = V4_FLASH.channels, V4_FLASH.heads
 _WINDOW = 128
 _ROW = get_layout(MAIN_FP8).entry_bytes
 
@@ -39,9 +40,9 @@ def probes() -> Iterator[Probe]:
 
 def _cache(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A cache with room for ``rows``, full of NaN, and as many of its slots at random."""
-    pages = -(-rows // _PAGE) + 2
-    cache = get_layout(MAIN_FP8).allocate(pages, _PAGE, device, fill=0xFF)
-    return cache, torch.randperm(pages * _PAGE, device=device)[:rows]
+    pages = -(-rows // PAGE_SIZE) + 2
+    cache = get_layout(MAIN_FP8).allocate(pages, PAGE_SIZE, device, fill=0xFF)
+    return cache, torch.randperm(pages * PAGE_SIZE, device=device)[:rows]
 
 
 def _stored(cache: Tensor, slots: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def _compress(tokens: int, device: torch.device) -> Trial:
 
 
 def _window(tokens: int, device: torch.device) -> Trial:
-    pages = -(-tokens // _PAGE)
+    pages = -(-tokens // PAGE_SIZE)
     order = torch.randperm(pages, device=device).int()
     positions = torch.arange(tokens, device=device)
     owner = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -154,12 +155,12 @@ def _window(tokens: int, device: torch.device) -> Trial:
         slots, lens = (host(each).long() for each in result)
         for token in range(tokens):
             seen = torch.arange(max(0, token - _WINDOW + 1), token + 1)
-            want = host(order)[seen // _PAGE].long() * _PAGE + seen % _PAGE
+            want = host(order)[seen // PAGE_SIZE].long() * PAGE_SIZE + seen % PAGE_SIZE
             assert lens[token] == len(seen), f"token {token}: {int(lens[token])} rows"
             assert_identical(slots[token, : len(seen)], want, name=f"window of token {token}")
             assert (slots[token, len(seen) :] == -1).all(), f"token {token}: -1 behind the window"
         return 0.0
 
-    keywords = {"block_size": _PAGE, "window": _WINDOW}
+    keywords = {"block_size": PAGE_SIZE, "window": _WINDOW}
     moved = tokens * (4 * _WINDOW + 16)
     return Trial(window_rows, (positions, owner, order.unsqueeze(0)), keywords, moved, verify)

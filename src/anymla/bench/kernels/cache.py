@@ -21,6 +21,7 @@ from anymla.ops.kv_cache import (
     dequantize_and_gather_k_cache,
     quantize_and_insert_k_cache,
 )
+from anymla.ops.kv_cache.shapes import PAGE_SIZE
 from anymla.ops.norm_rope import (
     cos_sin_table,
     fused_q_kv_rmsnorm,
@@ -37,7 +38,6 @@ _MOST_US = 6.0
 _SHARE = 0.75
 _HEADS, _DIM, _RANK = V4_FLASH.heads, V4_FLASH.channels, V4_FLASH.q_rank
 _EPS = 1e-6
-_PAGE = V4_FLASH.page_size
 
 # What a compressor is called, ratio, overlap, channels, tokens of a state page, entries of a page,
 # target layout, Hadamard.
@@ -98,13 +98,13 @@ def _normal(*size: int) -> Tensor:
 
 def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """A cache for that many rows, the pages of one request in any order, and the rows' slots."""
-    pages = -(-rows // _PAGE)
+    pages = -(-rows // PAGE_SIZE)
     with torch.device("cpu"):
         table = torch.randperm(pages)
     table = table.to(torch.empty(0).device)
     position = torch.arange(rows)
-    slots = table[position // _PAGE] * _PAGE + position % _PAGE
-    cache = get_layout(MAIN_FP8).allocate(pages, _PAGE, device=slots.device)
+    slots = table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+    cache = get_layout(MAIN_FP8).allocate(pages, PAGE_SIZE, device=slots.device)
     return cache, table.int(), slots
 
 

@@ -1,10 +1,10 @@
-"""Named real shapes of caches whose rows are stored and read, which builds and tests share."""
+"""Named real shapes of caches whose rows are stored and read, for builds, benchmarks and tests."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_FP8, MAIN_LAYOUTS
+from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_FP8, MAIN_LAYOUTS, ROWS_FP32_512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +21,17 @@ class CacheShape:
     dtype: str
     page_size: int
 
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.dtype}, pages of {self.page_size}"
+
 
 LAYOUTS = MAIN_LAYOUTS + INDEX_LAYOUTS
 # Entries of a page of main and index caches, and what 256 tokens leave of them at ratio 128.
 PAGE_SIZE, COMPRESSED_PAGE_SIZE = 64, 2
-# Layouts, dtypes and page sizes, each at least once: they are independent.
+# Every layout, and the main ones in pages of both sizes; dtypes are independent of them.
 CACHES = (
     *(CacheShape(layout, "bf16", PAGE_SIZE) for layout in LAYOUTS),
-    CacheShape(MAIN_FP8, "fp32", PAGE_SIZE),
-    CacheShape(MAIN_FP8, "bf16", COMPRESSED_PAGE_SIZE),
+    *(CacheShape(layout, "bf16", COMPRESSED_PAGE_SIZE) for layout in MAIN_LAYOUTS),
+    *(CacheShape(MAIN_FP8, dtype, PAGE_SIZE) for dtype in ("fp16", "fp32")),
+    CacheShape(ROWS_FP32_512, "fp32", PAGE_SIZE),
 )

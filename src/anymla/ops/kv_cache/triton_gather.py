@@ -10,10 +10,6 @@ wherever in the cache they lie.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,11 +17,8 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, load_rows, row_codec
 from anymla.ops import device as device_facts
-from anymla.ops._build import Build
-from anymla.ops.device import Target
 from anymla.ops.kv_cache.config import choose_config
-from anymla.ops.kv_cache.shapes import CACHES, CacheShape
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -180,60 +173,4 @@ def dequantize_and_gather_k_cache(
         num_warps=config.num_warps,
         enable_fp_fusion=False,
         **pdl_launch(out.device),
-    )
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Both kernels, every layout; and what must not be tried."""
-    for shape in CACHES:
-        yield _slots_build(shape, target)
-        yield _sequences_build(shape, target)
-    if target.backend == "cuda" and not target.native_e4m3:
-        # Why codes are converted by bits there: the compiler refuses the type.
-        native = dataclasses.replace(target, native_e4m3=True)
-        build = _slots_build(CACHES[0], native)
-        yield dataclasses.replace(build, label=f"{build.label}, native", fails="fp8e4nv")
-
-
-def _slots_build(shape: CacheShape, target: Target) -> Build:
-    strides, numbers = ("row_stride", "page_stride"), ("count", "capacity")
-    types = {"slots": "*i32", **dict.fromkeys((*numbers, *strides), "i32")}
-    return _build("slots", gather_slots_kernel, types, strides, shape, target)
-
-
-def _sequences_build(shape: CacheShape, target: Target) -> Build:
-    strides = ("request_stride", "row_stride", "page_stride")
-    numbers = ("first", "limit", "columns", "pages", "tiles", "table_stride")
-    types = {
-        **dict.fromkeys(("stops", "lengths", "tables"), "*i32"),
-        **dict.fromkeys((*numbers, *strides), "i32"),
-    }
-    return _build("sequences", gather_sequences_kernel, types, strides, shape, target)
-
-
-def _build(
-    what: str,
-    kernel: Any,
-    types: dict[str, str],
-    divisible: tuple[str, ...],
-    shape: CacheShape,
-    target: Target,
-) -> Build:
-    codec = row_codec(shape.layout)
-    config = choose_config(codec.channels, target)
-    return Build(
-        label=f"{what}, {shape.layout} to {shape.dtype}, page {shape.page_size}",
-        kernel=kernel,
-        types={"out": f"*{shape.dtype}", "cache": "*u8", **types},
-        constants={
-            "column_stride": 1,
-            "ENTRIES": shape.page_size,
-            "CODEC": codec,
-            "NATIVE": target.native_e4m3,
-            "ROWS": config.rows,
-            "PDL": target_has_pdl(target),
-        },
-        num_warps=config.num_warps,
-        fp_fusion=False,
-        divisible=divisible,
     )

@@ -9,8 +9,6 @@ Grid: one CTA for ROWS consecutive tokens; the tile is ROWS whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,11 +22,8 @@ from anymla.formats.triton_rows import (
     store_tail,
 )
 from anymla.ops import device as device_facts
-from anymla.ops._build import Build
-from anymla.ops.device import Target
 from anymla.ops.kv_cache.config import choose_config
-from anymla.ops.kv_cache.shapes import CACHES
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -95,32 +90,3 @@ def quantize_and_insert_k_cache(
         enable_fp_fusion=False,
         **pdl_launch(k.device),
     )
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every layout."""
-    strides = ("row_stride", "page_stride")
-    for shape in CACHES:
-        codec = row_codec(shape.layout)
-        config = choose_config(codec.channels, target)
-        yield Build(
-            label=f"{shape.layout} from {shape.dtype}, page {shape.page_size}",
-            kernel=insert_kernel,
-            types={
-                "k": f"*{shape.dtype}",
-                "cache": "*u8",
-                "slots": "*i64",
-                **dict.fromkeys(("count", *strides, "capacity"), "i32"),
-            },
-            constants={
-                "column_stride": 1,
-                "ENTRIES": shape.page_size,
-                "CODEC": codec,
-                "NATIVE": target.native_e4m3,
-                "ROWS": config.rows,
-                "PDL": target_has_pdl(target),
-            },
-            num_warps=config.num_warps,
-            fp_fusion=False,
-            divisible=strides,
-        )
