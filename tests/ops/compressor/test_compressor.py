@@ -27,11 +27,17 @@ from torch import Tensor
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.page_layout import get_layout
 from anymla.ops.compressor import compress_norm_rope_insert, config, save_partial_states
-from anymla.ops.compressor.shapes import V4_INDEX, V4_RATIO4, V4_RATIO128, CompressorShape
+from anymla.ops.compressor.shapes import (
+    ROPE_DIM,
+    V4_INDEX,
+    V4_RATIO4,
+    V4_RATIO128,
+    CompressorShape,
+)
 from anymla.ops.norm_rope import YarnScaling, cos_sin_table, inv_freq
 from anymla.testing.tolerance import accumulation, assert_close, ulps
 
-TABLE = cos_sin_table(inv_freq(64, 160000.0, YarnScaling(16.0, 65536)), 0, 1024)
+TABLE = cos_sin_table(inv_freq(ROPE_DIM, 160000.0, YarnScaling(16.0, 65536)), 0, 1024)
 EPS = 1e-6
 HOSTILE = (-1, -(2**31), 2**31 - 1)
 
@@ -70,6 +76,7 @@ DEEPSEEK = {
     "overlapping index": kind_of(V4_INDEX),
     "long": kind_of(V4_RATIO128),
 }
+STATE_PAGES = V4_RATIO4.window.page_size, V4_RATIO128.window.page_size
 OTHERS = {
     "every token": Kind(1, False, 128),
     "pairs": Kind(2, False, 512),
@@ -235,7 +242,7 @@ def one_shot(world: World, backend: str, **options: bool) -> World:
 
 
 @by_kind(DEEPSEEK | OTHERS)
-@pytest.mark.parametrize("page", [1, 4, 8])
+@pytest.mark.parametrize("page", [1, *STATE_PAGES])
 def test_entries_by_the_formula(backend, kind, page):
     skip_float64(backend, torch.float64)
     world = one_shot(World(kind, [3 * kind.ratio + 2, 17], page=page, dtype=torch.float64), backend)
@@ -259,7 +266,7 @@ def bound_in_float32(world: World, want: Tensor) -> dict[str, float]:
 
 
 @by_kind(DEEPSEEK | OTHERS)
-@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("page", [1, STATE_PAGES[0]])
 def test_entries_in_float32(backend, kind, page):
     world = one_shot(World(kind, [5 * kind.ratio], page=page, seed=3), backend)
     want = world.formula(0)
@@ -306,7 +313,7 @@ LENGTHS = [*range(1, 10), 127, 128, 129, 255, 256, 257]
 
 @by_kind(DEEPSEEK)
 def test_only_complete_windows_become_entries(backend, kind):
-    slow = backend == "triton" and kind.ratio < 128
+    slow = backend == "triton" and kind.ratio < V4_RATIO128.window.ratio
     for length in (1, 3, 4, 5, 8, 9, 31) if slow else LENGTHS:
         world = World(kind, [length], layout=kind.layouts[0])
         before = world.cache.storage.clone()
@@ -465,7 +472,7 @@ def test_a_hostile_token_is_skipped_and_the_others_are_not(backend, argument, ho
         eps=EPS,
         cos_sin_cache=TABLE,
         k_cache=fresh.tensor,
-        compress_ratio=4,
+        compress_ratio=kind.ratio,
         overlap=True,
         layout="v4_main_fp8",
         backend=backend,
@@ -497,7 +504,7 @@ def test_positions_without_a_page_take_no_part(backend, hostile):
         TABLE,
         world.cache.tensor,
         slots,
-        compress_ratio=4,
+        compress_ratio=kind.ratio,
         overlap=True,
         layout=kind.plain,
         backend=backend,
@@ -508,7 +515,7 @@ def test_positions_without_a_page_take_no_part(backend, hostile):
     assert got.isfinite().all()
     assert not torch.equal(got[1], known[1])
     lone = World(kind, [12], dtype=dtype)
-    lone.score[0][4:8, :512] = -torch.inf
+    lone.score[0][4:8, : kind.dim] = -torch.inf
     want = lone.formula(0)[2:]
     rounding = {"rtol": ulps(torch.float32, 0.5) + 1e-12}
     assert_close(
@@ -528,7 +535,7 @@ def test_positions_without_a_page_take_no_part(backend, hostile):
         TABLE,
         world.cache.tensor,
         slots[1:2],
-        compress_ratio=4,
+        compress_ratio=kind.ratio,
         overlap=True,
         layout=kind.plain,
         backend=backend,
@@ -573,8 +580,8 @@ def test_states_beyond_two_gibibytes(backend):
     kind = DEEPSEEK["overlapping"]
     world = World(kind, [8])
     want = one_shot(World(kind, [8]), backend).cache.storage
-    pages = 2**31 // (4 * 4 * 2048) + 3
-    world.state = torch.empty(pages, 4, 2048)
+    pages = 2**31 // (world.state.element_size() * world.state[0].numel()) + 3
+    world.state = torch.empty(pages, *world.state.shape[1:])
     world.state_table = torch.tensor([[pages - 1, pages - 3]], dtype=torch.int32)
     world.step([(0, 0, 8)], backend=backend)
     assert torch.equal(world.cache.storage, want)

@@ -10,6 +10,7 @@ from torch import Tensor
 from anymla.bench.doctor.trial import Probe, Trial, host
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.compressor import compress_norm_rope_insert
+from anymla.ops.compressor.shapes import V4_RATIO4
 from anymla.ops.kv_cache import dequant_gather_slots, quantize_and_insert_k_cache
 from anymla.ops.kv_cache.shapes import PAGE_SIZE
 from anymla.ops.norm_rope import qnorm_rope_kv_insert
@@ -106,7 +107,7 @@ def _norm_rope(tokens: int, device: torch.device) -> Trial:
 
 
 def _compress(tokens: int, device: torch.device) -> Trial:
-    ratio, width, page = 4, 2 * _DIM, 8
+    ratio, width, page = V4_RATIO4.window.ratio, V4_RATIO4.window.width, 8
     pages = -(-tokens // page)
     states = torch.randn(pages, page, 2 * width, device=device)
     positions = torch.arange(tokens, device=device)

@@ -16,6 +16,7 @@ from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_lay
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.state_layout import allocate_states
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
+from anymla.ops.compressor.shapes import V4_INDEX, V4_RATIO4, V4_RATIO128, CompressorShape
 from anymla.ops.kv_cache import (
     dequant_gather_slots,
     dequantize_and_gather_k_cache,
@@ -39,13 +40,12 @@ _SHARE = 0.75
 _HEADS, _DIM, _RANK = V4_FLASH.heads, V4_FLASH.channels, V4_FLASH.q_rank
 _EPS = 1e-6
 
-# What a compressor is called, ratio, overlap, channels, tokens of a state page, entries of a page,
-# target layout, Hadamard.
+# What a compressor is called, its sizes, the layout of its entries, Hadamard.
 _COMPRESSORS = (
-    ("C4", 4, True, 512, 4, 64, MAIN_FP8, False),
-    ("C128", 128, False, 512, 8, 2, MAIN_FP8, False),
-    ("index", 4, True, 128, 4, 64, INDEX_FP8, False),
-    ("index", 4, True, 128, 4, 64, INDEX_MXFP4, True),
+    ("C4", V4_RATIO4, MAIN_FP8, False),
+    ("C128", V4_RATIO128, MAIN_FP8, False),
+    ("index", V4_INDEX, INDEX_FP8, False),
+    ("index", V4_INDEX, INDEX_MXFP4, True),
 )
 
 
@@ -159,13 +159,14 @@ def _gather_rows(tokens: int) -> Callable[[], object]:
 
 
 def _compressor_cases(
-    kind: tuple[str, int, bool, int, int, int, str, bool], tokens: int, device: str
+    kind: tuple[str, CompressorShape, str, bool], tokens: int, device: str
 ) -> Iterator[Case]:
-    name, ratio, overlap, dim, page, entries, layout, hadamard = kind
-    width = dim * (2 if overlap else 1)
+    name, shape, layout, hadamard = kind
+    window, entries = shape.window, shape.page_size
+    ratio, dim, width, page = window.ratio, window.channels, window.width, window.page_size
     decoding = tokens <= _DECODE
     closed = tokens if decoding else tokens // ratio
-    states = 2 * ratio if overlap else ratio
+    states = window.states
 
     def scene() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """State cache, block tables, and the tokens' state slots, requests and positions."""
@@ -207,7 +208,7 @@ def _compressor_cases(
             cache,
             target,
             compress_ratio=ratio,
-            overlap=overlap,
+            overlap=window.overlap,
             layout=layout,
             hadamard=hadamard,
             backend="triton",

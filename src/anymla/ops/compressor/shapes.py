@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_LAYOUTS
-from anymla.ops.compressor.config import Window
+from anymla.ops.compressor.config import FEW_TOKENS, MOST_PDL, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,4 +32,7 @@ class CompressorShape:
 V4_RATIO4 = CompressorShape(Window(4, True, 512, 4), 64, MAIN_LAYOUTS)
 V4_RATIO128 = CompressorShape(Window(128, False, 512, 8), 2, MAIN_LAYOUTS)
 V4_INDEX = CompressorShape(Window(4, True, 128, 4), 64, INDEX_LAYOUTS)
+SHAPES = (V4_RATIO4, V4_RATIO128, V4_INDEX)
 ROPE_DIM = 64
+# Tokens of a step, on both sides of every threshold of ``config``.
+TOKENS = (1, FEW_TOKENS, FEW_TOKENS + 1, MOST_PDL, MOST_PDL + 1)

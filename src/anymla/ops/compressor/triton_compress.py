@@ -7,28 +7,16 @@ Grid: blocks of tokens, which look for those of theirs that close a window; most
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import device as device_facts
-from anymla.ops._build import Build
 from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
-from anymla.ops.compressor.config import FEW_TOKENS, MOST_PDL, Window, choose_compress_config
-from anymla.ops.compressor.shapes import (
-    ROPE_DIM,
-    V4_INDEX,
-    V4_RATIO4,
-    V4_RATIO128,
-    CompressorShape,
-)
+from anymla.ops.compressor.config import Window, choose_compress_config
 from anymla.ops.compressor.triton_pool import (
-    STATE_TYPES,
     States,
     Tokens,
     closing_tokens,
@@ -37,8 +25,7 @@ from anymla.ops.compressor.triton_pool import (
     next_token,
     pool_window,
 )
-from anymla.ops.device import Target
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 
 @triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity", "length"])
@@ -215,59 +202,4 @@ def compress_norm_rope_insert(
         num_warps=config.num_warps,
         enable_fp_fusion=False,
         **(pdl_launch(positions.device) if config.pdl else {"PDL": False}),
-    )
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """The compressors of DeepSeek-V4 into every layout, the index also with the transform."""
-    for shape in (V4_RATIO4, V4_RATIO128, V4_INDEX):
-        for layout in shape.layouts:
-            for hadamard in (False, True) if shape is V4_INDEX else (False,):
-                # The weight's type is of no consequence for the tile.
-                for weight in ("bf16", "fp32") if layout == MAIN_FP8 else ("bf16",):
-                    seen = set()
-                    for tokens in (1, 1 + FEW_TOKENS, 1 + MOST_PDL):
-                        build = _build(tokens, shape, layout, hadamard, weight, target)
-                        if build.label not in seen:
-                            seen.add(build.label)
-                            yield build
-
-
-def _build(
-    tokens: int, shape: CompressorShape, layout: str, hadamard: bool, weight: str, target: Target
-) -> Build:
-    codec = row_codec(layout)
-    config = choose_compress_config(tokens, shape.window, target)
-    strides = ("state_page_stride", "page_stride", "cos_sin_row_stride")
-    pooled = {"pooled": "*fp32"} if config.pool_channels else {}
-    pdl = target_has_pdl(target) and config.pdl
-    marks = ", hadamard" * hadamard + ", no PDL" * (pdl != target_has_pdl(target))
-    return Build(
-        label=f"{shape.label}, {config.block_t} tokens, {layout}, {weight}{marks}",
-        kernel=compress_kernel,
-        types={
-            **STATE_TYPES,
-            **pooled,
-            "cos_sin": "*fp32",
-            "norm_weight": f"*{weight}",
-            "cache": "*u8",
-            **dict.fromkeys(("length", *strides), "i32"),
-            "eps": "fp32",
-        },
-        constants={
-            **({} if pooled else {"pooled": None}),
-            "cos_sin_column_stride": 1,
-            "WINDOW": shape.window,
-            "BLOCK_STATES": config.block_states,
-            "BLOCK_T": config.block_t,
-            "PAGE_SIZE": shape.page_size,
-            "CODEC": codec,
-            "NATIVE": target.native_e4m3,
-            "ROPE": ROPE_DIM,
-            "HADAMARD_LOG": codec.channels.bit_length() - 1 if hadamard else 0,
-            "PDL": pdl,
-        },
-        num_warps=config.num_warps,
-        fp_fusion=False,
-        divisible=strides,
     )

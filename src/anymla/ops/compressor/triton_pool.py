@@ -14,23 +14,14 @@ CTAs leave at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._build import Build
-from anymla.ops.compressor.config import (
-    FEW_TOKENS,
-    CompressConfig,
-    Window,
-    choose_compress_config,
-)
-from anymla.ops.compressor.shapes import V4_RATIO128
-from anymla.ops.device import Target
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.compressor.config import CompressConfig, Window
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 
@@ -267,35 +258,3 @@ def launch_pool(states: States, tokens: Tokens, config: CompressConfig) -> Tenso
         **pdl_launch(tokens.slots.device),
     )
     return pooled
-
-
-_NUMBERS = ("tokens", "pages", "columns", "requests", "capacity", "table_stride")
-# Types of what both kernels are given.
-STATE_TYPES = {
-    "state": "*fp32",
-    **dict.fromkeys(("tables", "token_to_req"), "*i32"),
-    **dict.fromkeys(("state_slots", "positions", "slots"), "*i64"),
-    **dict.fromkeys((*_NUMBERS, "state_page_stride"), "i32"),
-}
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """The windows of 128 tokens, few and many tokens."""
-    window = V4_RATIO128.window
-    for tokens in (1, 1 + FEW_TOKENS):
-        config = choose_compress_config(tokens, window, target)
-        yield Build(
-            label=f"{V4_RATIO128.label}, {config.block_t} tokens",
-            kernel=pool_kernel,
-            types={**STATE_TYPES, "pooled": "*fp32"},
-            constants={
-                "WINDOW": window,
-                "SLICE": config.pool_channels,
-                "BLOCK_STATES": config.block_states,
-                "BLOCK_T": config.block_t,
-                "PDL": target_has_pdl(target),
-            },
-            num_warps=config.num_warps,
-            fp_fusion=False,
-            divisible=("state_page_stride",),
-        )

@@ -7,17 +7,13 @@ Grid: a CTA for BLOCK_T consecutive tokens; the tile is BLOCK_T rows of BLOCK_W 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._build import Build
 from anymla.ops.compressor.config import choose_save_config
-from anymla.ops.compressor.shapes import V4_INDEX, V4_RATIO4, V4_RATIO128
-from anymla.ops.device import Target, target_of
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.device import target_of
+from anymla.ops.pdl import pdl_launch
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -108,34 +104,3 @@ def save_partial_states(
         enable_fp_fusion=False,
         **pdl_launch(kv.device),
     )
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """The compressors of DeepSeek-V4."""
-    strides = ("kv_row_stride", "score_row_stride", "ape_row_stride", "page_stride")
-    for shape in (V4_RATIO4, V4_RATIO128, V4_INDEX):
-        window = shape.window
-        config = choose_save_config(window.width, target)
-        yield Build(
-            label=shape.label,
-            kernel=save_partial_states_kernel,
-            types={
-                **dict.fromkeys(("kv", "score", "ape", "state"), "*fp32"),
-                **dict.fromkeys(("positions", "slots"), "*i64"),
-                **dict.fromkeys((*strides, "count", "capacity"), "i32"),
-            },
-            constants={
-                "kv_column_stride": 1,
-                "score_column_stride": 1,
-                "ape_column_stride": 1,
-                "RATIO": window.ratio,
-                "PAGE_SIZE": window.page_size,
-                "WIDTH": window.width,
-                "BLOCK_W": config.block_w,
-                "BLOCK_T": config.block_t,
-                "PDL": target_has_pdl(target),
-            },
-            num_warps=config.num_warps,
-            fp_fusion=False,
-            divisible=strides,
-        )
