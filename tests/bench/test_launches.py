@@ -97,8 +97,45 @@ for family, modules in kernel_modules().items():
 """
 
 
-def test_every_kernel_of_a_family_with_derived_builds_is_launched():
+def printed_by(script, *arguments):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", DERIVED, "sm_90", "gfx942"]
+    command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_kernel_of_a_family_with_derived_builds_is_launched():
+    assert printed_by(DERIVED, "sm_90", "gfx942") == ""
+
+
+# Decode layers of real size, whose tensors hold nothing, nor do their caches.
+LAYERS = """
+import itertools, sys
+from unittest import mock
+import torch
+from anymla.bench import layer_setup
+from anymla.bench.build_matrix import builds_of
+from anymla.ops.device import TARGETS
+from anymla.testing.launches import recorded_launches
+target = TARGETS[sys.argv[1]]
+fill = mock.patch.object(layer_setup, "fill_randomly")
+with recorded_launches(target) as launches, fill:
+    for model, ratio in itertools.product(("flash", "pro"), (0, 4, 128)):
+        setup = layer_setup.LayerSetup(model, ratio, torch.device("meta"), experts=8, copies=1)
+        for tokens in (1, 256, 257, 8192, 8193):
+            launches.label = f"{model}, ratio {ratio}, {tokens} tokens"
+            setup.batch(tokens, 4096).run(setup.layers[0])
+for family in sys.argv[2:]:
+    built = {build.key for found in builds_of(family, target).values() for build in found}
+    own = [build for build in launches.builds.values() if f".{family}." in build.module]
+    print(family, len(own) > 2, *(f"{each.name} {each.label}" for each in own
+                                  if each.key not in built), sep=", ")
+"""
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_what_the_layers_of_v4_launch_is_built(target):
+    families = ("compressor", "indexer", "norm_rope")
+    printed = printed_by(LAYERS, target, *families)
+    assert printed.splitlines() == [f"{family}, True" for family in families]
