@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from small_shapes import LAYER
 
 from anymla.bench import gpu, kernels
 from anymla.bench.cases import linear, moe
@@ -13,15 +14,11 @@ from anymla.bench.kernels import Case
 from anymla.bench.runner import run
 from anymla.ops.linear import fp8_block_linear
 
-SIZES = {
-    "hidden_size": 256, "q_lora_rank": 128, "moe_intermediate_size": 128, "o_groups": 2,
-    "o_lora_rank": 128, "num_attention_heads": 4, "head_dim": 128, "index_head_dim": 64,
-    "index_n_heads": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
 
 
 def test_products_with_and_without_hoppers_kernels(monkeypatch, scripted, recorded_fields):
-    monkeypatch.setattr(linear, "MODELS", {"flash": SIZES})
+    monkeypatch.setattr(linear, "MODELS", {"flash": LAYER})
     monkeypatch.setattr(linear, "copies_for", lambda _: 2)
     clock = scripted(30, 60)
     results = list(run(linear.cases(["flash"], [1, 3]), clock))
@@ -33,7 +30,7 @@ def test_products_with_and_without_hoppers_kernels(monkeypatch, scripted, record
     first = results[0].values
     # Three layers are one call.
     assert (first["us"], first["others_us"]) == (10.0, 20.0)
-    read = sum(groups * n * k for _, groups, n, k in linear.products(SIZES))
+    read = sum(shape.elements for shape in LAYER.products())
     assert first["bytes_us"] == round(read / 4e6, 1)
     assert first["share_of_copy"] == round(read / 4e6 / 10, 3)
     for result in results:

@@ -6,6 +6,7 @@ import json
 import types
 
 import pytest
+import small_shapes
 from click.testing import CliRunner
 
 from anymla.bench import layer
@@ -19,11 +20,7 @@ from anymla.cli.main import main
 from anymla.compat import flash_mla
 from anymla.layers.side_stream import INLINE
 
-SIZES = {
-    "hidden_size": 256, "q_lora_rank": 128, "moe_intermediate_size": 128, "o_groups": 2,
-    "o_lora_rank": 128, "num_attention_heads": 4, "head_dim": 128, "index_head_dim": 64,
-    "index_n_heads": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
 LAYER = {
     "hidden_size": 256, "num_attention_heads": 4, "o_groups": 2, "o_lora_rank": 128,
     "q_lora_rank": 128, "index_n_heads": 4, "index_topk": 16, "moe_intermediate_size": 128,
@@ -114,7 +111,7 @@ def test_prefill(bench, monkeypatch):
 
 
 def test_linear(bench, monkeypatch):
-    monkeypatch.setattr(linear, "MODELS", {"flash": SIZES, "pro": SIZES})
+    monkeypatch.setattr(linear, "MODELS", dict.fromkeys(("flash", "pro"), small_shapes.LAYER))
     monkeypatch.setattr(linear, "copies_for", lambda _: 2)
     rows, _ = bench("linear --model pro --tokens 2")
     assert [row["part"] for row in rows] == ["device", "layer", *["product"] * 7]

@@ -82,15 +82,19 @@ def test_a_device_is_the_target_inside_and_itself_again_outside():
 # In a process that does not interpret kernels.
 DERIVED = """
 import importlib, sys
-from anymla.bench.build_matrix import builds_of, kernel_modules
+from anymla.bench.build_matrix import SHARED, builds_of, kernel_modules
 from anymla.ops.device import TARGETS
-for family, modules in kernel_modules().items():
-    if importlib.util.find_spec(f"anymla.ops.{family}.builds") is None:
-        continue
-    found = [build for name in sys.argv[1:] for builds in builds_of(family, TARGETS[name]).values()
-             for build in builds]
-    launched = {build.kernel for build in found}
-    for module in modules:
+from anymla.testing.launches import derived_families
+modules_of = kernel_modules()
+for family in (*derived_families(), SHARED):
+    launched = set()
+    for target in sys.argv[1:]:
+        found = [build for builds in builds_of(family, TARGETS[target]).values()
+                 for build in builds]
+        launched |= {build.kernel for build in found}
+        if len({build.key for build in found}) < len(found):
+            print(family, target, "twice")
+    for module in modules_of[family]:
         for name, value in vars(importlib.import_module(module)).items():
             if name.endswith("_kernel") and value.__module__ == module and value not in launched:
                 print(module, name)
@@ -105,7 +109,7 @@ def printed_by(script, *arguments):
     return done.stdout
 
 
-def test_every_kernel_of_a_family_with_derived_builds_is_launched():
+def test_every_kernel_with_derived_builds_is_launched_and_no_build_is_there_twice():
     assert printed_by(DERIVED, "sm_90", "gfx942") == ""
 
 

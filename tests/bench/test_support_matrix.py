@@ -8,18 +8,19 @@ from anymla.bench.support_matrix import support_table
 
 
 def test_the_last_run_counts_and_failures_are_counted(tmp_path):
-    builds = [("kv_cache", True), ("kv_cache", False), ("moe", True)]
+    builds = [("kv_cache.triton_x", True), ("kv_cache.triton_x", False), ("moe.triton_x", True)]
+    builds += [("_triton_x", True)]
     (tmp_path / "build_matrix.jsonl").write_text(
         "\n".join(
             json.dumps(
                 {
-                    "module": f"anymla.ops.{family}.triton_x",
+                    "module": f"anymla.ops.{module}",
                     "target": "sm_90",
                     "label": f"kernel {number}",
                     "ok": ok,
                 }
             )
-            for number, (family, ok) in enumerate(builds)
+            for number, (module, ok) in enumerate(builds)
         )
     )
     (tmp_path / "gpu_tests.jsonl").write_text(
@@ -31,3 +32,4 @@ def test_the_last_run_counts_and_failures_are_counted(tmp_path):
     table = "\n".join(support_table(newest(load_rows(tmp_path))))
     assert "**run**, built 1 of 2" in table
     assert "| run, 1 of 4 failed, built 1 |" in table
+    assert "| shared | - | - | - | built 1 |" in table

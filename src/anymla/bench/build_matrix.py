@@ -1,9 +1,9 @@
 """Build every Triton kernel for every target without a GPU, and judge what comes out.
 
 Builds of a family are derived from its launches (``anymla.testing.launches``) where it has a file
-``builds``, and named by ``builds(target)`` of each file of kernels where it has none. Each is
-compiled in its own process with a time limit, because a combination that the compiler does not like
-may abort it. A build passes if
+``builds``, and named by ``builds(target)`` of each file of kernels where it has none; those of
+kernels that families share, from the launches of all. Each is compiled in its own process with a
+time limit, because a combination that the compiler does not like may abort it. A build passes if
 it compiles (or fails, where that is expected), its shared memory fits the target, it spills no more
 than it declares, matrix-multiply instructions are in the code where they are meant to be, and
 shared memory is synchronised as ``ptx_synchronisation`` asks. What passes here fits and builds;
@@ -16,7 +16,6 @@ import collections
 import dataclasses
 import hashlib
 import importlib
-import importlib.util
 import multiprocessing
 import os
 import pkgutil
@@ -36,9 +35,11 @@ from anymla.bench.compiled import compiled
 from anymla.bench.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrivals
 from anymla.ops._build import Build
 from anymla.ops.device import TARGETS, Target
-from anymla.testing.launches import derived_builds
+from anymla.testing.launches import derived_builds, derived_families, shared_builds
 
 TIME_LIMIT_S = 240
+# In place of a family's name.
+SHARED = "shared"
 _CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")
 _HIP_INSTRUCTION = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
 
@@ -76,23 +77,29 @@ class Job:
 
 
 def kernel_modules() -> dict[str, list[str]]:
-    """Dotted names of all files of Triton and Gluon kernels, by the family that they belong to."""
-    found = {}
-    for family in pkgutil.iter_modules(anymla.ops.__path__):
-        if family.ispkg:
-            package = f"anymla.ops.{family.name}"
-            found[family.name] = [
-                f"{package}.{module.name}"
-                for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
+    """Dotted names of all files of Triton and Gluon kernels by family, SHARED for those of many."""
+    found, shared = {}, []
+    for each in pkgutil.iter_modules(anymla.ops.__path__):
+        path = f"anymla.ops.{each.name}"
+        if each.ispkg:
+            found[each.name] = [
+                f"{path}.{module.name}"
+                for module in pkgutil.iter_modules(importlib.import_module(path).__path__)
                 if module.name.startswith(("triton_", "gluon_"))
             ]
-    return found
+        elif each.name.startswith("_triton_"):
+            shared.append(path)
+    return {**found, SHARED: shared}
 
 
 def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
-    """A family's builds for a target, by the files of their kernels."""
+    """A family's builds for a target, or those of SHARED, by the files of their kernels."""
     modules = kernel_modules()[family]
-    if importlib.util.find_spec(f"anymla.ops.{family}.builds") is None:
+    if family == SHARED:
+        found = shared_builds(target)
+    elif family in derived_families():
+        found = derived_builds(family, target)
+    else:
         declared = {name: importlib.import_module(name) for name in modules}
         return {
             name: list(module.builds(target))
@@ -100,7 +107,7 @@ def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
             if hasattr(module, "builds")
         }
     derived: dict[str, list[Build]] = {name: [] for name in modules}
-    for build in derived_builds(family, target):
+    for build in found:
         derived[build.module].append(build)
     return derived
 

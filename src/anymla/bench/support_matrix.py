@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
+from anymla.bench.build_matrix import SHARED
 from anymla.bench.page.rows import Row
 from anymla.ops.device import TARGETS
 
@@ -36,7 +37,8 @@ def support_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _family(module: str) -> str:
-    return module.removeprefix("anymla.ops.").split(".")[0]
+    name, _, file = module.removeprefix("anymla.ops.").partition(".")
+    return name if file else SHARED
 
 
 def _cell(builds: list[bool], ran: Row | None) -> str:

@@ -22,8 +22,8 @@ from anymla.ops.pdl import pdl_launch
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _FLOOR = tl.constexpr(AMAX_FLOOR)
 # Heads of a program of the kernel: 16 values a thread, or 4 for latency.
-ROWS = 16
-FEW_ROWS = 4
+_ROWS = 16
+_FEW_ROWS = 4
 # Up to here there are too few heads for more than that to be worth it.
 _FEW_HEADS = 1024
 
@@ -176,7 +176,7 @@ def inverse_rope_quantize(o: Tensor, to: QuantizedOut) -> None:
     tokens, heads, d = o.shape
     if not o.numel():
         return
-    rows = ROWS if tokens * heads > _FEW_HEADS else FEW_ROWS
+    rows = _ROWS if tokens * heads > _FEW_HEADS else _FEW_ROWS
     inverse_rope_quantize_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(d, FP8_BLOCK))](
         _aligned(o),
         to.rope.positions,

@@ -20,13 +20,13 @@ from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 # Quant blocks of a CTA: 16 to 32 values a thread.
-BLOCKS = 16
-FEW_BLOCKS = 4
+_BLOCKS = 16
+_FEW_BLOCKS = 4
 
 
 def blocks_of_cta(blocks: int) -> int:
     """Quant blocks of a CTA, of so many in all."""
-    return BLOCKS if blocks > 4096 else FEW_BLOCKS
+    return _BLOCKS if blocks > 4096 else _FEW_BLOCKS
 
 
 @triton.jit
@@ -148,3 +148,17 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = scratch((rows, triton.cdiv(width, FP8_BLOCK)), torch.float32, x.device)
     launch_quantize_rows(x, codes, scales)
     return codes, scales
+
+
+def quantize_rows_mn_major(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """As ``quantize_rows``, with MN-major scales.
+
+    There are rows up to a multiple of ``step``; those beyond x are anything. The scales
+    [rows, ceil(K/128)] have the rows last in memory.
+    """
+    rows, width = x.shape
+    padded = triton.cdiv(rows, step) * step
+    codes = scratch((padded, width), torch.uint8, x.device)
+    scales = scratch((triton.cdiv(width, FP8_BLOCK), padded), torch.float32, x.device)
+    launch_quantize_rows(x, codes, scales, padded)
+    return codes, scales.t()

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -192,20 +193,44 @@ def _import_kernels() -> None:
                     importlib.import_module(module.name)
 
 
+def derived_families() -> list[str]:
+    """The packages of ``anymla.ops`` that have a file ``builds``."""
+    names = (each.name for each in pkgutil.iter_modules(anymla.ops.__path__) if each.ispkg)
+    return [name for name in names if importlib.util.find_spec(f"anymla.ops.{name}.builds")]
+
+
 def derived_builds(family: str, target: Target) -> list[Build]:
     """Builds of a family's kernels, in the order of their launches, judged as its file says.
 
     Args:
-        family: a package of ``anymla.ops`` with a file ``builds``.
+        family: one of ``derived_families``.
         target: to build for.
     """
     module = importlib.import_module(f"anymla.ops.{family}.builds")
-    with recorded_launches(target) as launches:
-        for launches.label, call in module.calls(target):
-            call()
-    own = f"anymla.ops.{family}."
-    found = [each for each in launches.builds.values() if each.kernel.fn.__module__.startswith(own)]
+    found = _launched(family, target, f"anymla.ops.{family}.")
     return [
         dataclasses.replace(each, **dataclasses.asdict(module.judgement(each, target)))
         for each in found
     ]
+
+
+def shared_builds(target: Target) -> list[Build]:
+    """Builds of the kernels that families share, each once; nothing is accepted of them.
+
+    Args:
+        target: to build for.
+    """
+    builds: dict[Key, Build] = {}
+    for family in derived_families():
+        for build in _launched(family, target, "anymla.ops._"):
+            builds.setdefault(build.key, build)
+    return list(builds.values())
+
+
+def _launched(family: str, target: Target, module: str) -> list[Build]:
+    """Of kernels in files whose name begins so, what a family's calls launch."""
+    calls = importlib.import_module(f"anymla.ops.{family}.builds").calls
+    with recorded_launches(target) as launches:
+        for launches.label, call in calls(target):
+            call()
+    return [each for each in launches.builds.values() if each.module.startswith(module)]

@@ -17,6 +17,7 @@ from anymla.ops.linear.gluon_sm90_gemm import (
     warp_split_k_kernel,
     warp_split_n_kernel,
 )
+from anymla.ops.linear.shapes import MODELS
 from anymla.testing.gluon import Descriptor, run
 from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 
@@ -184,8 +185,9 @@ def test_tens_of_tokens(tokens, groups, n, runs, rows, programs, at_once):
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
 def test_every_shape_has_a_config(tokens):
-    shapes = [(1, 64, 4), (1, 576, 12), (1, 32768, 8), (8, 1024, 32), (1, 7168, 128)]
-    for groups, n, runs in (*shapes, (1, 65536, 12), (1, 6144, 56), (1, 4096, 64)):
+    products = [product for sizes in MODELS.values() for product in sizes.products()]
+    shapes = [(max(1, each.groups), each.n, each.k // 128) for each in products]
+    for groups, n, runs in ((1, 64, 4), (1, 576, 12), *shapes):
         shape = GemmShape(tokens, n, runs * 128, groups)
         chosen = choose_sm90_config(shape, TARGETS["sm_90"])
         assert chosen.block_m >= tokens

@@ -221,8 +221,7 @@ def test_kernels_refuse_float64() -> None:
 
 @no_triton
 def test_mn_major_scales() -> None:
-    from anymla.ops._triton_quantize import quantize_rows
-    from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
+    from anymla.ops._triton_quantize import quantize_rows, quantize_rows_mn_major
 
     x = torch.randn(5, 320).bfloat16()
     codes, scales = quantize_rows(x)

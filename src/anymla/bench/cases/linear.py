@@ -11,32 +11,17 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import copies_for
-from anymla.bench.layer_setup import MODELS
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
 from anymla.formats.fp8_block import quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops.linear import fp8_block_linear, grouped_output_projection_fp8, linear_float32
+from anymla.ops.linear.shapes import MODELS, ProductShape
 
 TOKENS = (1, 8, 16, 32, 64, 128)
 _LAYERS = 3
 _HOPPER = "gluon_sm90"
-Shape = tuple[str, int, int, int]
 # Of a product [N, K], in the layer's order.
-Weights = dict[Shape, list[tuple[Tensor, Tensor]]]
-
-
-def products(sizes: dict[str, Any]) -> list[Shape]:
-    """Name, groups, rows of a group and channels of every product, in a layer's order."""
-    d, rank, inner = sizes["hidden_size"], sizes["q_lora_rank"], sizes["moe_intermediate_size"]
-    heads, dim, groups = sizes["num_attention_heads"], sizes["head_dim"], sizes["o_groups"]
-    return [
-        ("wq_a, wkv", 1, rank + dim, d),
-        ("wq_b", 1, heads * dim, rank),
-        ("wo_a", groups, sizes["o_lora_rank"], heads // groups * dim),
-        ("wo_b", 1, d, groups * sizes["o_lora_rank"]),
-        ("shared w1, w3", 1, 2 * inner, d),
-        ("shared w2", 1, d, inner),
-    ]
+Weights = dict[ProductShape, list[tuple[Tensor, Tensor]]]
 
 
 def cases(models: Iterable[str], tokens: Iterable[int]) -> Iterator[Case]:
@@ -49,26 +34,24 @@ def cases(models: Iterable[str], tokens: Iterable[int]) -> Iterator[Case]:
     tokens = tuple(tokens)
     for model in models:
         sizes = MODELS[model]
-        shapes = products(sizes)
+        shapes = sizes.products()
         # Held for all numbers of tokens.
         weights = functools.cache(functools.partial(_weights, shapes))
         for batch in tokens:
-            read = sum(groups * n * k for _, groups, n, k in shapes)
+            read = sum(shape.elements for shape in shapes)
             label = f"{model}, {len(shapes)} products of a layer, {batch} tokens"
             yield _case(
                 "layer", label, functools.partial(_layer, shapes, weights, batch), read, batch
             )
             for shape in shapes:
-                name, groups, n, k = shape
-                label = f"{model} {name} {groups * n} x {k}, {batch} tokens"
                 one = functools.partial(_product, shape, weights, batch)
-                yield _case("product", label, one, groups * n * k, batch)
-        rows, width = 4 * sizes["head_dim"], sizes["hidden_size"]
-        rows += 4 * sizes["index_head_dim"] + sizes["index_n_heads"]
+                label = f"{model} {shape}, {batch} tokens"
+                yield _case("product", label, one, shape.elements, batch)
+        both = sizes.compressors[0]
         for batch in tokens:
-            label = f"{model} compressors {rows} x {width} bfloat16, {batch} tokens"
-            plain = functools.partial(_compressors, rows, width, batch)
-            yield _case("product", label, plain, rows * width, batch, width=2)
+            plain = functools.partial(_compressors, both, batch)
+            label = f"{model} {both} bfloat16, {batch} tokens"
+            yield _case("product", label, plain, both.elements, batch, width=2)
 
 
 def _case(
@@ -113,14 +96,14 @@ def _case(
     return Case(part, label, subjects, judge=judge)
 
 
-def _weights(shapes: list[Shape], device: torch.device) -> Weights:
+def _weights(shapes: tuple[ProductShape, ...], device: torch.device) -> Weights:
     return {shape: _random_weights(shape, device) for shape in shapes}
 
 
-def _random_weights(shape: Shape, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    _, groups, n, k = shape
+def _random_weights(shape: ProductShape, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    groups, n, k = max(1, shape.groups), shape.n, shape.k
     made = []
-    for _ in range(max(_LAYERS, copies_for(groups * n * k))):
+    for _ in range(max(_LAYERS, copies_for(shape.elements))):
         codes = torch.randint(0, 256, (groups, n, k), dtype=torch.uint8, device=device)
         codes[(codes & 127) == 127] = 0  # no NaN
         scales = torch.randint(118, 124, (groups, n // 128, k // 128), device=device)
@@ -129,13 +112,13 @@ def _random_weights(shape: Shape, device: torch.device) -> list[tuple[Tensor, Te
 
 
 def _calls(
-    shape: Shape, weights: list[tuple[Tensor, Tensor]], tokens: int
+    shape: ProductShape, weights: list[tuple[Tensor, Tensor]], tokens: int
 ) -> list[Callable[[], object]]:
     """One call for every weight, of activations that come quantised."""
-    _, groups, _, k = shape
-    x = torch.randn(tokens * groups, k, device=weights[0][0].device).bfloat16()
+    groups, k = shape.groups, shape.k
+    x = torch.randn(tokens * max(1, groups), k, device=weights[0][0].device).bfloat16()
     codes, scales = quantize_fp8_rows(x)
-    if groups > 1:
+    if groups:
         heads = codes.view(torch.float8_e4m3fn).view(tokens, groups, k)
         scales = scales.view(tokens, groups, -1)
         return [
@@ -154,13 +137,13 @@ def _calls(
 
 
 def _product(
-    shape: Shape, weights: Callable[[torch.device], Weights], tokens: int, clock: Clock
+    shape: ProductShape, weights: Callable[[torch.device], Weights], tokens: int, clock: Clock
 ) -> tuple[list[Callable[[], object]], int]:
     return _calls(shape, weights(clock.device)[shape], tokens), 1
 
 
 def _layer(
-    shapes: list[Shape],
+    shapes: tuple[ProductShape, ...],
     weights: Callable[[torch.device], Weights],
     tokens: int,
     clock: Clock,
@@ -170,13 +153,13 @@ def _layer(
 
 
 def _compressors(
-    rows: int, width: int, tokens: int, clock: Clock
+    shape: ProductShape, tokens: int, clock: Clock
 ) -> tuple[list[Callable[[], object]], int]:
     draw = functools.partial(torch.randn, device=clock.device)
-    x = draw(tokens, width).bfloat16()
+    x = draw(tokens, shape.k).bfloat16()
     return [
-        functools.partial(linear_float32, x, draw(rows, width).bfloat16())
-        for _ in range(copies_for(2 * rows * width))
+        functools.partial(linear_float32, x, draw(shape.n, shape.k).bfloat16())
+        for _ in range(copies_for(2 * shape.elements))
     ], 1
 
 

@@ -26,6 +26,7 @@ from anymla.ops.linear import (
     mxfp4_linear,
     nvfp4_linear,
 )
+from anymla.ops.linear.shapes import V4_FLASH
 from anymla.ops.moe import experts, route_biased, swiglu
 
 TOKENS = (1, 64, 4096, 32768)
@@ -34,8 +35,10 @@ LINEAR_TOKENS = (1, 16, 256)
 _DECODE = 64
 _MOST_US = 6.0
 _SHARE = 0.75
-_HIDDEN, _STREAMS, _HEADS, _DIM, _GROUPS, _RANK, _ROPE = 4096, 4, 64, 512, 8, 1024, 64
-_EXPERTS, _CHOSEN, _INNER = 256, 6, 2048
+_HIDDEN, _HEADS, _GROUPS = V4_FLASH.hidden, V4_FLASH.heads, V4_FLASH.groups
+_DIM, _RANK, _INNER = V4_FLASH.head_dim, V4_FLASH.o_rank, V4_FLASH.inner
+_STREAMS, _ROPE = 4, 64
+_EXPERTS, _CHOSEN = 256, 6
 _MIXES = (2 + _STREAMS) * _STREAMS
 _WEIGHTS = _MIXES * _STREAMS * _HIDDEN * 4
 _GATES = (_STREAMS + _STREAMS * _STREAMS) * 4

@@ -68,7 +68,7 @@ class DeepGemm(Peer):
         self, x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
     ) -> Tensor:
         """``fp8_block_linear``."""
-        from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
+        from anymla.ops._triton_quantize import quantize_rows_mn_major
 
         assert quantize_activations
         rows = x.reshape(-1, x.shape[-1]).contiguous()

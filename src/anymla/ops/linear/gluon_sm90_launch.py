@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import ROW_STEP
-from anymla.ops._build import Build
-from anymla.ops.device import Target, target_of
+from anymla.ops._triton_quantize import quantize_rows_mn_major
+from anymla.ops.device import target_of
 from anymla.ops.linear.config import (
     BF16_BLOCK_K,
     GemmShape,
@@ -27,9 +26,7 @@ from anymla.ops.linear.gluon_sm90_gemm import (
     warp_split_n_kernel,
 )
 from anymla.ops.linear.reference import OUT_DTYPES
-from anymla.ops.linear.shapes import GEMMS
-from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 
 def fp8_block_linear(
@@ -181,57 +178,3 @@ def _row_descriptor(
     of_block = FP8_BLOCK // kind.itemsize
     shape = [lines, k_blocks * of_block]
     return TensorDescriptor(x.view(-1).view(kind), shape, [shape[1], 1], [box, of_block], layout)
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every config, both formats of scales, and products of bfloat16."""
-    if target.name != "sm_90":
-        return
-    seen = set()
-    for tokens in (1, 16, 32, 64, 128):
-        for rows, k in GEMMS:
-            config = choose_sm90_config(GemmShape(tokens, rows, k), target)
-            if config not in seen:
-                seen.add(config)
-                yield _build(target, config, "*u8" if rows == 4096 else "*fp32")
-    for tokens in (1, 32):
-        yield _build(target, choose_sm90_bf16_config(tokens), None)
-
-
-def _build(target: Target, config: Sm90Config, scales: str | None) -> Build:
-    types = {"scales": scales, "x_scales": "*fp32"} if scales else {}
-    types["out"] = "*bf16" if scales else "*fp32"
-    integers = ("tokens", "n", "k_blocks", "tiles", "groups", "x_scale_token", "x_scale_k")
-    constants: dict[str, Any] = {
-        "BLOCK_N": config.block_n,
-        "STAGES": config.stages,
-        "PDL": target_has_pdl(target),
-    }
-    split_k, wgmma = config.kernel == "warp_split_k", config.kernel == "fp8_wgmma"
-    layout = NVMMASharedLayout(128, 8 if wgmma else 32, rank=3 if split_k else 2)
-    for name, lines in (("x_desc", config.block_m), ("w_desc", config.block_n)):
-        box = [config.warps, lines, 32] if split_k else [lines, 128 if wgmma else 32]
-        types[name] = f"tensordesc<{'fp8e4nv' if wgmma else 'i32'}{box},{layout!r}>"
-    if wgmma:
-        constants |= {"BLOCK_M": config.block_m, "IN_FLIGHT": config.in_flight}
-    else:
-        constants |= {"BLOCK_M": config.block_m, "WARPS": config.warps, "MN_MAJOR": bool(scales)}
-    if split_k:
-        constants["BF16"] = scales is None
-    if scales is None:
-        constants |= {"scales": None, "x_scales": None}
-    kernels = {
-        "warp_split_k": warp_split_k_kernel,
-        "warp_split_n": warp_split_n_kernel,
-        "fp8_wgmma": fp8_wgmma_kernel,
-    }
-    return Build(
-        f"{config.block_n} rows, {config.block_m} tokens, {scales or 'bfloat16'}",
-        kernels[config.kernel],
-        types | dict.fromkeys(integers, "i32"),
-        constants,
-        num_warps=config.warps,
-        divisible=("n",),
-        matrix="e4m3" if wgmma else "fp16" if scales else "bf16",
-        registers=config.registers,
-    )

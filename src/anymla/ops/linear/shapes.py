@@ -1,9 +1,109 @@
-"""Shapes of DeepSeek-V4's linear layers, which builds and tests share."""
+"""Named shapes of linear layers: V4's products, whole and as several GPUs share them, and steps."""
 
 from __future__ import annotations
 
-# Rows and channels of Flash's and Pro's weights, as far as configs differ.
-GEMMS = (
-    (1536, 4096), (4096, 4096), (8192, 4096), (32768, 1024), (4096, 8192), (6144, 7168),
-    (7168, 16384), (65536, 1536),
-)  # fmt: skip
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductShape:
+    """Products of one call, each [tokens, k] by [n, k]^T.
+
+    Attributes:
+        name: of the weight.
+        n: rows of a group's weight.
+        k: channels.
+        groups: of heads, a product each; 0 for a linear layer.
+    """
+
+    name: str
+    n: int
+    k: int
+    groups: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of the weights of all groups."""
+        return max(1, self.groups) * self.n
+
+    @property
+    def elements(self) -> int:
+        """Likewise."""
+        return self.rows * self.k
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.rows} x {self.k}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a model's layers.
+
+    Attributes:
+        hidden: channels of the hidden state.
+        q_rank: of the query latent.
+        heads: query heads.
+        groups: of heads, in the output projection.
+        inner: inner size of the shared expert.
+        head_dim: channels of a head.
+        o_rank: rows of a group of the output projection.
+        index_heads: heads of the indexer.
+        index_dim: their channels.
+    """
+
+    hidden: int
+    q_rank: int
+    heads: int
+    groups: int
+    inner: int
+    head_dim: int = 512
+    o_rank: int = 1024
+    index_heads: int = 64
+    index_dim: int = 128
+
+    def products(self, ranks: int = 1) -> tuple[ProductShape, ...]:
+        """The FP8 products of every layer, in its order, as one of so many GPUs has them."""
+        inner, output = self.inner // ranks, self.output_projection(ranks)
+        return (
+            ProductShape("wq_a, wkv", self.q_rank + self.head_dim, self.hidden),
+            ProductShape("wq_b", self.heads // ranks * self.head_dim, self.q_rank),
+            output,
+            ProductShape("wo_b", self.hidden, output.rows),
+            ProductShape("shared w1, w3", 2 * inner, self.hidden),
+            ProductShape("shared w2", self.hidden, inner),
+        )
+
+    def output_projection(self, ranks: int = 1) -> ProductShape:
+        """Of groups of heads."""
+        channels = self.heads // self.groups * self.head_dim
+        return ProductShape("wo_a", self.o_rank, channels, self.groups // ranks)
+
+    @property
+    def index_query(self) -> ProductShape:
+        """The FP8 product of an indexer."""
+        return ProductShape("indexer wq_b", self.index_heads * self.index_dim, self.q_rank)
+
+    @property
+    def draft(self) -> ProductShape:
+        """The FP8 products of an MTP layer's two inputs."""
+        return ProductShape("e_proj, h_proj", self.hidden, self.hidden)
+
+    @property
+    def compressors(self) -> tuple[ProductShape, ProductShape]:
+        """The bfloat16 products of layers of ratio 4, with the indexer's, and 128."""
+        with_indexer = 4 * self.head_dim + 4 * self.index_dim + self.index_heads
+        return (
+            ProductShape("compressors", with_indexer, self.hidden),
+            ProductShape("compressor of ratio 128", 2 * self.head_dim, self.hidden),
+        )
+
+
+V4_FLASH = LayerShape(hidden=4096, q_rank=1024, heads=64, groups=8, inner=2048)
+V4_PRO = LayerShape(hidden=7168, q_rank=1536, heads=128, groups=16, inner=3072)
+MODELS = {"flash": V4_FLASH, "pro": V4_PRO}
+# No whole blocks of rows or channels.
+ODD = ProductShape("odd", 1000, 1120)
+# GPUs that share a model.
+RANKS = (1, 2, 4, 8)
+# Tokens of a step, on both sides of every threshold of ``config``; the last are a long prefill.
+TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513, 4096, 32_768)

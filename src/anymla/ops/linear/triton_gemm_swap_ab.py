@@ -8,21 +8,10 @@ Grid: (blocks of weight rows, blocks of tokens, groups x splits of K); see
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
-from anymla.ops._build import Build
-from anymla.ops._triton_gemm import TL_DTYPES, gemm_tile_swap_ab
-from anymla.ops.device import Target
-from anymla.ops.linear.config import (
-    MAX_SWAP_AB_TOKENS,
-    GemmShape,
-    TritonConfig,
-    swap_ab_config,
-)
-from anymla.ops.pdl import target_has_pdl
+from anymla.ops._triton_gemm import gemm_tile_swap_ab
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -87,49 +76,3 @@ def gemm_swap_ab_kernel(
         at += split.to(tl.int64) * tokens * groups
     place = (at * n)[None, :] + row[:, None]
     tl.store(out + place, total.to(out.dtype.element_ty), inside[None, :])
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Both formats and heights, whole and split; RDNA has no registers for them."""
-    if target.narrow:
-        return
-    for weight_format in ("fp8", "mxfp4"):
-        for tokens in (1, MAX_SWAP_AB_TOKENS):
-            config = swap_ab_config(GemmShape(tokens, 4096, 4096), weight_format, target)
-            yield _build(target, weight_format, config, tokens == 1)
-
-
-def _build(target: Target, weight_format: str, config: TritonConfig, split: bool) -> Build:
-    tile = config.tile
-    integers = ("tokens", "n", "width", "groups", "split_blocks", "w_row", "s_row")
-    types = {
-        "x": "*u8" if weight_format == "fp8" else "*fp16",
-        "x_scales": "*fp32",
-        "w": "*u8",
-        "scales": "*fp32" if weight_format == "fp8" and split else "*u8",
-        "out": "*fp32" if split else "*bf16",
-        **dict.fromkeys((*integers, "w_group", "s_group"), "i32"),
-    }
-    return Build(
-        f"{weight_format} as {TL_DTYPES[config.operand]}, {tile.block_m} tokens"
-        + ", split" * split,
-        gemm_swap_ab_kernel,
-        types,
-        {
-            "FORMAT": weight_format,
-            "OPERAND": TL_DTYPES[config.operand],
-            "SPLITS": split,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
-            "NATIVE": target.native_e4m3,
-            "STAGES": tile.num_stages,
-            "BLOCK_DIAGONAL": config.block_diagonal,
-            "PDL": target_has_pdl(target),
-        },
-        num_warps=tile.num_warps,
-        divisible=("n", "width", "w_row", "w_group"),
-        matrix=True,
-        # Operands that pass through registers: a few are short where a CTA has 99 KiB.
-        spills=10 if target.shared_bytes < 100 << 10 else 0,
-    )

@@ -7,22 +7,12 @@ A head of D channels is ceil(D/128) blocks. Grid: groups of BLOCKS blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._build import Build
-from anymla.ops._epilogue import AMAX_FLOOR
-from anymla.ops._triton_epilogue import (
-    FEW_ROWS,
-    ROWS,
-    inverse_rope_quantize_kernel,
-)
-from anymla.ops.device import Target
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 # Blocks of a CTA: 16 values a thread, or 4 for latency.
@@ -97,25 +87,3 @@ def inverse_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
         **pdl_launch(o.device),
     )
     return out
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Heads of Flash, quantised by both conversions, and rounded."""
-    for dtype in ("bf16", "fp16", "fp32"):
-        for rows, blocks in ((FEW_ROWS, _FEW_BLOCKS), (ROWS, _BLOCKS)):
-            inputs = {"o": f"*{dtype}", "positions": "*i64", "table": "*fp32", "angles": "i32"}
-            sizes = {"HEADS": 64, "D": 512, "ROPE_DIM": 64, "WIDTH": FP8_BLOCK}
-            sizes["PDL"] = target_has_pdl(target)
-            for native in {False, target.native_e4m3}:
-                yield Build(
-                    f"{dtype}, {rows} heads, {'native' if native else 'bits'}",
-                    inverse_rope_quantize_kernel,
-                    {**inputs, "codes": "*u8", "scales": "*fp32", "count": "i32"},
-                    {**sizes, "FLOOR": AMAX_FLOOR, "ROWS": rows, "NATIVE": native},
-                )
-            yield Build(
-                f"{dtype}, {blocks} blocks",
-                inverse_rope_kernel,
-                {**inputs, "out": f"*{dtype}", "blocks": "i32"},
-                {**sizes, "BLOCKS": blocks},
-            )

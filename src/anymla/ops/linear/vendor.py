@@ -37,7 +37,7 @@ def fp8_block_linear(
     code_scales: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
-    from anymla.ops.linear.triton_quantize import quantize_rows_mn_major
+    from anymla.ops._triton_quantize import quantize_rows_mn_major
 
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
