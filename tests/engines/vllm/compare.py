@@ -166,6 +166,9 @@ class _Compressor(AnymlaCompressor):
 class _Indexer(AnymlaIndexer):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         q, scales, weights = super().forward(*args, **kwargs)
+        if _phase() is not None:
+            step = get_forward_context().attn_metadata[self.k_cache.prefix]
+            assert step.visible.tolist() == ((args[4] + 1) // 4).tolist()
         if q is not None and _phase() is not None:
             _, qr, _, raw_weights, positions, rotary_emb = args[:6]
             raw = self._wq_b_proj(qr).unflatten(-1, (self.n_head, self.head_dim))
@@ -190,8 +193,8 @@ class _Scores(AnymlaSparseAttnIndexer):
             return chosen
         cache = self.k_cache.kv_cache
         step = get_forward_context().attn_metadata[self.k_cache.prefix]
-        tokens = len(step.positions)
-        visible = ((step.positions + 1) // 4).to(torch.int32)
+        visible = step.visible
+        tokens = len(visible)
         scores = vllm_ops.fp8_paged_mqa_logits_cpu(
             q_quant[:tokens],
             cache.view(len(cache), -1),

@@ -183,7 +183,7 @@ class Layer:
             rows = layout.read(cache, step[part]["slots"], torch.float32)
             told[part] = measures.changed(rows, step[part]["theirs"].float())
         if self.ratio == 128:
-            told["slots of ratio 128"] = {"bytes_that_differ": self._rebuilt(fields)}
+            told["slots of ratio 128"] = {"bytes_that_differ": self._rebuilt(step)}
         if self.indexer is not None:
             raw, positions = step["index query"], step["query"]["positions"]
             told["index query"] = measures.changed(found["index_q"].float(), raw["theirs"].float())
@@ -193,8 +193,9 @@ class Layer:
             told["selection"] = {"missed": measures.missed(scores, found["chosen"], visible)}
         return told
 
-    def _rebuilt(self, fields: dict[str, Any]) -> int:
+    def _rebuilt(self, step: dict[str, Any]) -> int:
         """How many bytes of a step's metadata differ when the plugin builds them here."""
+        fields = step["metadata"]["fields"]
         kept = fields[self.attention.prefix]
         tokens, most = kept["num_actual_tokens"], LONGEST // self.ratio
         options = {"dtype": torch.int32, "device": self.device}
@@ -207,7 +208,7 @@ class Layer:
         common = types.SimpleNamespace(
             num_actual_tokens=tokens,
             max_seq_len=kept["max_seq_len"],
-            positions=kept["positions"],
+            positions=step["query"]["positions"],
             block_table_tensor=kept["block_table"],
             slot_mapping=fields[self.attention.swa_cache_layer.prefix]["slot_mapping"],
         )

@@ -1,7 +1,5 @@
 import ast
-import io
 import logging
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -108,34 +106,10 @@ def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> N
     assert {row["action"] for row in rows} == {"replaced"}
 
 
-def test_the_adapters_stay_small_and_compute_nothing() -> None:
-    lines, names = 0, set()
+def test_the_adapters_compute_nothing() -> None:
+    names = set()
     for file in Path(anymla.engines.vllm.__file__).parent.glob("*.py"):
-        text = file.read_text()
-        tree = ast.parse(text)
-        lines += len(code_lines(text) - docstring_lines(tree))
+        tree = ast.parse(file.read_text())
         names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert lines < 600, lines
     mathematics = {"matmul", "einsum", "bmm", "mm", "softmax", "exp", "exp2", "rsqrt", "sigmoid"}
     assert not names & mathematics
-
-
-def code_lines(text: str) -> set[int]:
-    """Lines with anything but blanks and comments."""
-    empty = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    spans = [range(t.start[0], t.end[0] + 1) for t in tokens if t.type not in empty]
-    return {line for span in spans for line in span}
-
-
-def docstring_lines(tree: ast.Module) -> set[int]:
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [n for n in ast.walk(tree) if isinstance(n, documented) and ast.get_docstring(n)]
-    return {line for n in nodes for line in range(n.body[0].lineno, n.body[0].end_lineno + 1)}

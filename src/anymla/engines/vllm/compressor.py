@@ -22,9 +22,11 @@ class AnymlaCompressor(DeepseekCompressor):
         if not isinstance(attn_metadata, dict):
             return
         states, state = attn_metadata[self.state_cache.prefix], self.state_cache.kv_cache
-        slots = states.slot_mapping
-        tokens = len(slots)  # the batch may be padded for a captured graph
-        positions, (kv, score) = positions[:tokens], kv_score[:tokens].chunk(2, dim=-1)
+        requests = states.token_to_req_indices
+        # A batch is padded for a captured graph. Outside of one the requests end before the slots.
+        tokens = len(requests)
+        slots, positions = states.slot_mapping[:tokens], positions[:tokens]
+        kv, score = kv_score[:tokens].chunk(2, dim=-1)
         ratio, chosen = self.compress_ratio, self.backend
         save_partial_states(
             kv, score, self.ape, positions, state, slots, compress_ratio=ratio, backend=chosen
@@ -34,7 +36,7 @@ class AnymlaCompressor(DeepseekCompressor):
             state,
             states.block_table,
             slots,
-            states.token_to_req_indices[:tokens],
+            requests,
             positions,
             self.norm.weight,
             self.rms_norm_eps,

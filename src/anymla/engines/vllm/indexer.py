@@ -19,7 +19,7 @@ from anymla.ops.indexer import indexer_q_rope_quant, select_topk
 
 
 class AnymlaIndexerCache(DeepseekV4IndexerCache):
-    """Index keys, addressed by the same metadata as the main compressed cache."""
+    """Index keys, addressed by metadata of anymla's builder."""
 
     def get_attn_backend(self) -> type:
         return INDEXER_BACKEND
@@ -48,8 +48,8 @@ class AnymlaIndexer(DeepseekV4Indexer):
         if isinstance(attn_metadata, dict):
             step = attn_metadata[self.k_cache.prefix]
             fits = step.max_seq_len // self.compress_ratio <= self.topk_tokens
-            if fits and not _is_captured(step.positions):
-                chosen = all_entries(_visible(step, self.compress_ratio), self.topk_tokens)
+            if fits and not _is_captured(positions):
+                chosen = all_entries(step.visible, self.topk_tokens)
                 self.topk_indices_buffer[: len(chosen)] = chosen
                 return None, None, None
         q, q_scales, weights = indexer_q_rope_quant(
@@ -91,14 +91,13 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
         if not isinstance(attn_metadata, dict):
             return self.topk_indices_buffer
         step = attn_metadata[self.k_cache.prefix]
-        visible = _visible(step, self.compress_ratio)
-        tokens = len(visible)
+        tokens = len(step.visible)
         q, q_scales = q_quant if isinstance(q_quant, tuple) else (q_quant, None)
         select_topk(
             q[:tokens],
             self.k_cache.kv_cache,
             weights[:tokens],
-            visible,
+            step.visible,
             step.block_table,
             self.topk_indices_buffer.shape[1],
             max_context=step.max_seq_len // self.compress_ratio,
@@ -114,8 +113,3 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
 def _is_captured(tensor: Tensor) -> bool:
     """Whether a graph records this step, which then serves longer requests as well."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _visible(step: Any, ratio: int) -> Tensor:
-    """Entries closed up to each token's position, int32 [T]."""
-    return ((step.positions + 1) // ratio).to(torch.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.models.deepseek_v4.sparse_mla import (
     DeepseekV4SparseMLABackend,
@@ -16,15 +17,33 @@ from anymla.layers.plans import Plans
 from anymla.ops.selection import compressed_rows
 
 
-class CompressedBuilder(DeepseekV4SparseMLAMetadataBuilder):
-    """Builds the metadata of both compressed caches; vLLM's index builder asks for DeepGEMM."""
+class IndexBuilder(DeepseekV4SparseMLAMetadataBuilder):
+    """Metadata of index keys; vLLM's builder for them asks for DeepGEMM."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Like vLLM's own buffers: captured graphs read it where it lies.
+        self.visible_buffer = torch.zeros_like(self.req_id_per_token_buffer)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        built.positions = common_attn_metadata.positions[: built.num_actual_tokens]
+        """As vLLM's, and ``visible`` (int32 [T]): entries that each token chooses from."""
+        cm = common_attn_metadata
+        built = super().build(common_prefix_len, cm, fast_build)
+        tokens = built.num_actual_tokens
+        visible = _visible(cm.positions[:tokens], cm.slot_mapping[:tokens], self.compress_ratio)
+        built.visible = self.visible_buffer[:tokens].copy_(visible)
         return built
+
+
+def _visible(positions: Tensor, slots: Tensor, ratio: int) -> Tensor:
+    """Entries closed up to each token's position; none for padding, whose position is stale."""
+    return torch.where(slots >= 0, (positions + 1) // ratio, 0)
+
+
+class CompressedBuilder(DeepseekV4SparseMLAMetadataBuilder):
+    """Metadata of the main compressed cache."""
 
     def _build_c128a_metadata(self, cm: Any, req_id_per_token: Tensor) -> dict[str, Tensor]:
         """Slots of all entries that each token sees, in the buffers that captured graphs read."""
@@ -67,5 +86,5 @@ def _backend(name: str, base: Any, builder: type) -> type:
 
 
 SPARSE_BACKEND = _backend("ANYMLA_SPARSE_DSV4", DeepseekV4SparseMLABackend, CompressedBuilder)
-INDEXER_BACKEND = _backend("ANYMLA_INDEXER_DSV4", DeepseekV4IndexerBackend, CompressedBuilder)
+INDEXER_BACKEND = _backend("ANYMLA_INDEXER_DSV4", DeepseekV4IndexerBackend, IndexBuilder)
 WINDOW_BACKEND = _backend("ANYMLA_WINDOW_DSV4", sparse_swa.DeepseekSparseSWABackend, WindowBuilder)
