@@ -148,3 +148,11 @@ def test_the_plugins_view() -> None:
     row = json.loads(doctor("--vllm", "--json", "-").output)
     assert row["part"] == "doctor --vllm"
     assert row["parts"][0]["part"] == "vLLM"
+
+
+def test_a_part_that_the_plugin_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYMLA_VLLM", "experts")
+    result = doctor("--vllm")
+    assert result.exit_code != 0
+    assert "--vllm: ANYMLA_VLLM: anymla has no experts for vLLM" in result.stderr
+    assert "attention, indexer, compressor, mhc" in result.stderr

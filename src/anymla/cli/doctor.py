@@ -174,7 +174,10 @@ def _show_plugin(json_file: Path | None, *, silent: bool) -> None:
         if missing.split(".")[0] == "vllm":
             raise BadInput("--vllm: vllm is not installed here (no module named vllm)") from error
         raise BadInput(f"--vllm: this installation has no module {missing}") from error
-    rows = plugin_view()
+    try:
+        rows = plugin_view()
+    except ValueError as error:  # of the environment variable
+        raise BadInput(f"--vllm: {error}") from error
     line = json.dumps({"part": "doctor --vllm", "parts": rows})
     if silent:
         click.echo(line)

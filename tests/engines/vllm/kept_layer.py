@@ -125,7 +125,7 @@ class Layer:
         names = ("topk_tokens", "n_head", "head_dim", "softmax_scale", "use_fp4_kv")
         facts = {name: held[name] for name in names}
         self.indexer = bare(AnymlaIndexer, **facts, **common, compressor=self.compressors[-1])
-        self.scores = bare(AnymlaSparseAttnIndexer, **common, layout=INDEX_FP8, is_ours=True)
+        self.scores = bare(AnymlaSparseAttnIndexer, **common, layout=INDEX_FP8)
 
     def run(self, step: dict[str, Any]) -> dict[str, Tensor]:
         """One step in the order of vLLM's layer; the results of its parts by name."""

@@ -21,6 +21,7 @@ from anymla.engines.vllm import pinned, plugin, report
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 OWN_HELPERS = {"_entries", "_keep_wo_a", "backend", "layout"}
+FROM_033_ON = {"_get_cache_cls", "_get_attn_cls"}
 
 
 def names_in_source(module: str) -> set[str]:
@@ -48,8 +49,8 @@ def wanted_in_source() -> list[tuple[str, str]]:
     """Seams of every platform, and the functions that vLLM's CUDA models call."""
     from anymla.engines.vllm.hyper_connection import FUNCTIONS
 
-    wanted = [(seam.module, seam.name) for seam in pinned.SEAMS.values()]
-    wanted += [tuple(seam.base.split(":")) for seam in pinned.SEAMS.values()]
+    wanted = [(seam.module, seam.name) for seam in pinned.PLATFORMS.values()]
+    wanted += [tuple(seam.base.split(":")) for seam in pinned.PLATFORMS.values()]
     backbone, draft = pinned.CUDA_MODELS
     wanted += [(backbone, name) for name in FUNCTIONS]
     wanted += [(draft, name) for name in ("mhc_post_tilelang", "hc_head_fused_kernel_tilelang")]
@@ -79,7 +80,7 @@ def changed_overrides() -> list[str]:
         if ours is attention.AnymlaAttention:
             bases.append(DeepseekV4Attention)
         for name, value in vars(ours).items():
-            if name.startswith("__") or name in OWN_HELPERS:
+            if name.startswith("__") or name in OWN_HELPERS | FROM_033_ON:
                 continue
             for base in bases:
                 if base is DeepseekV4Attention and name in cpu_only:
@@ -94,8 +95,8 @@ def changed_overrides() -> list[str]:
                     names_of(value)
                 ):
                     problems.append(f"{base.__name__}.{name}{inspect.signature(theirs)}")
-    # the position of an argument that vLLM passes without its name
-    if names_of(indexer.SparseAttnIndexer.__init__)[8] != "topk_indices_buffer":
+    ours, theirs = indexer.AnymlaSparseAttnIndexer, indexer.SparseAttnIndexer
+    if names_of(theirs.__init__)[:9] != names_of(ours.__init__)[:9]:
         problems.append("SparseAttnIndexer.__init__")
     for base, function in {
         "MHCPreOp": hyper_connection.pre,

@@ -185,7 +185,7 @@ def selected(step: Step, max_seq_len: int) -> list[str]:
         use_fp4_kv=False,
         _wq_b_proj=lambda qr, scale: qr,
     )
-    scores = bare(indexer.AnymlaSparseAttnIndexer, **common, layout=INDEX_FP8, is_ours=True)
+    scores = bare(indexer.AnymlaSparseAttnIndexer, **common, layout=INDEX_FP8)
     stand_ins.context.attn_metadata = {"index": described}
     raw, weights = step.normal(TOKENS, 8 * 128), step.normal(TOKENS, 8)
     q, _, scaled = layer(

@@ -16,7 +16,8 @@ LAYERS = {1: 1, 4: 2, 128: 1}  # of each ratio
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(checkpoint, tmp_path_factory.mktemp("alone"), ranks=1, mode="auto")
+    parts = "attention,indexer,compressor"
+    return run(checkpoint, tmp_path_factory.mktemp("alone"), ranks=1, mode=parts)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_tokens_follow_both_prompts(answer: dict[str, Any]) -> None:
     assert [run["prompt_tokens"] for run in answer["runs"]] == 2 * list(LENGTHS)
 
 
-def test_every_layer_is_anymlas_and_one_line_says_so(
+def test_every_layer_is_anymlas_and_the_log_says_so(
     alone: dict[str, Any], both: dict[str, Any]
 ) -> None:
     for answer, ranks in ((alone, 1), (both, 2)):
@@ -55,9 +56,42 @@ def test_every_layer_is_anymlas_and_one_line_says_so(
             assert classes["AnymlaCompressor"] == 5
             assert classes["AnymlaIndexer"] == classes["AnymlaSparseAttnIndexer"] == 2
             assert classes.get("AnymlaMHCPreOp", 0) == (4 if ranks == 2 else 0)
-        lines = [line for line in answer["log"].splitlines() if "anymla on CPU" in line]
-        assert len(lines) == 1
-        assert "attention, indexer" in lines[0]
+        assert said_of_parts(answer) == {
+            "attention": "replaced",
+            "indexer": "replaced",
+            "compressor": "replaced",
+            "mhc": "replaced" if ranks == 2 else "kept",
+            "experts": "kept",
+            "linears": "kept",
+            "draft": "kept",
+            "metadata": "replaced",
+        }
+
+
+def said_of_parts(answer: dict[str, Any]) -> dict[str, str]:
+    """What one line each of the log says."""
+    lines = [line.partition("anymla on CPU: ")[2] for line in answer["log"].splitlines()]
+    words = [line.split() for line in lines if line]
+    found = {name: next(w for w in rest if w in ("kept", "replaced")) for name, *rest in words}
+    assert len(found) == len(words)
+    return found
+
+
+def test_attention_runs_with_vllms_own_compressor(checkpoint: Path, tmp_path: Path) -> None:
+    """What ``auto`` takes on a CPU: each layer beside vLLM's, over rows that vLLM's own wrote."""
+    asked = Run([prompt_of(LENGTHS[1])], 8, plain=False, compare=True)
+    answer = generate(asked, checkpoint, tmp_path)
+    (classes,) = answer["classes"]
+    assert classes["DeepseekV4CPUCompressor"] == 5
+    assert "AnymlaCompressor" not in classes
+    (found,) = answer["reports"]
+    by_key = {(row["part"], row["ratio"], row["phase"]): row for row in found}
+    for phase in ("decode", "prefill"):
+        for ratio in LAYERS:
+            for part in ("query", "attention", "output projection"):
+                assert by_key[part, ratio, phase]["ulps"] <= 2
+        assert by_key["selection", 4, phase]["missed"] < 1e-5
+    assert said_of_parts(answer)["compressor"] == "kept"
 
 
 def test_each_layer_and_step_agrees_with_vllms_own_kernels(answer: dict[str, Any]) -> None:

@@ -19,56 +19,119 @@ def replaced(machine: Machine, mode: str) -> set[str]:
     return {part.name for part in report.plan(machine, mode) if part.replaced}
 
 
-@pytest.mark.parametrize(
-    "machine",
-    [Machine("cpu"), Machine("xpu"), cuda(8), cuda(8, 6), cuda(8, 9), cuda(12), cuda(12, 1)],
-    ids=lambda machine: machine.name,
-)
-def test_a_device_without_kernels_in_vllm_gets_anymla_by_itself(machine: Machine) -> None:
-    assert {report.ATTENTION, report.INDEXER} <= replaced(machine, "auto")
+ALL = {report.ATTENTION, report.INDEXER, report.COMPRESSOR, report.MHC}
+LACKING = {
+    Machine("cpu"): {report.ATTENTION, report.INDEXER},
+    Machine("xpu"): {report.ATTENTION},
+    cuda(8): ALL,
+    cuda(8, 6): ALL,
+    cuda(8, 9): ALL - {report.COMPRESSOR},
+    cuda(9): set(),
+    cuda(10): set(),
+    cuda(10, 3): set(),
+    cuda(11): ALL - {report.COMPRESSOR},
+    cuda(12): {report.ATTENTION},
+    cuda(12, flashinfer=True): set(),
+}
+machines = pytest.mark.parametrize("machine", LACKING, ids=lambda machine: machine.name)
 
 
-@pytest.mark.parametrize(
-    "machine", [cuda(9), cuda(10), cuda(10, 3), cuda(12, flashinfer=True)], ids=lambda m: m.name
-)
-def test_a_device_that_vllm_serves_gets_anymla_when_asked(machine: Machine) -> None:
-    assert not replaced(machine, "auto")
-    assert {report.ATTENTION, report.INDEXER, report.DRAFT_MODEL} <= replaced(machine, "force")
+@machines
+def test_by_itself_a_device_gets_what_vllm_lacks_there(machine: Machine) -> None:
+    assert replaced(machine, "auto") & ALL == LACKING[machine]
+    for part in report.plan(machine, "auto"):
+        if part.name in ALL - LACKING[machine]:
+            assert f"ANYMLA_VLLM={part.name}" in part.why
+
+
+@machines
+def test_forced_it_gets_everything_and_off_nothing(machine: Machine) -> None:
+    assert replaced(machine, "force") >= ALL
     assert not replaced(machine, "off")
 
 
-def test_a_platform_without_an_adapter_keeps_everything() -> None:
-    assert not replaced(Machine("rocm"), "force")
-    assert all("ROCM" in part.why for part in report.plan(Machine("rocm"), "force"))
+@machines
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_one_part_comes_with_what_the_device_lacks_and_no_more(machine: Machine, name: str) -> None:
+    asked = {name}
+    if machine.capability in ((10, 0), (10, 3)) and name in (report.INDEXER, report.COMPRESSOR):
+        asked = {report.INDEXER, report.COMPRESSOR}
+    assert replaced(machine, name) & ALL == asked | LACKING[machine]
 
 
-def test_hyper_connections_are_replaced_where_vllm_has_none() -> None:
-    assert report.HYPER_CONNECTIONS in replaced(cuda(8), "auto")
-    for machine in (Machine("cpu"), Machine("xpu"), cuda(12)):
-        assert report.HYPER_CONNECTIONS not in replaced(machine, "auto")
-        assert report.HYPER_CONNECTIONS in replaced(machine, "force")
+def test_a_list_asks_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(report.VARIABLE, "attention, mhc")
+    found = {part.name: part for part in report.plan(cuda(9), report.mode())}
+    assert {part.name for part in found.values() if part.replaced} == {
+        report.ATTENTION,
+        report.MHC,
+        report.DRAFT_MODEL,
+    }
+    assert found["mhc"].why == "ANYMLA_VLLM asks for it"
+    assert found["indexer"].why == "ANYMLA_VLLM does not ask for it"
+
+
+def test_what_comes_along_says_so() -> None:
+    """vLLM 0.33 stores scales of index keys in another format on sm_100."""
+    for asked, other in (("indexer", "compressor"), ("compressor", "indexer")):
+        (part,) = [p for p in report.plan(cuda(10), asked) if p.name == other]
+        assert part.why.startswith(f"with the {asked}: vLLM 0.33")
+        (apart,) = [p for p in report.plan(cuda(9), asked) if p.name == other]
+        assert not apart.replaced
+    (attention,) = [p for p in report.plan(Machine("cpu"), "mhc") if p.name == "attention"]
+    assert "stops without a Triton compiler" in attention.why
+
+
+def test_what_was_measured_faster_is_taken_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(report.FASTER, (report.MHC, "sm_90"), "a file")
+    assert replaced(cuda(9), "auto") == {report.MHC}
+    assert replaced(cuda(9), "attention") & ALL == {report.ATTENTION}
+    assert not replaced(cuda(10), "auto")
+    (mhc,) = [part for part in report.plan(cuda(9), "auto") if part.name == report.MHC]
+    assert mhc.why == "measured faster: a file"
+
+
+@pytest.mark.parametrize("chosen", ["force", "attention"])
+def test_a_platform_without_an_adapter_keeps_everything(chosen: str) -> None:
+    assert not replaced(Machine("rocm"), chosen)
+    parts = report.plan(Machine("rocm"), chosen)
+    assert all("ROCM" in part.why for part in parts if part.name in ALL)
 
 
 def test_only_a_cpu_needs_stand_ins_for_metadata_kernels_and_has_no_draft_model() -> None:
-    assert report.METADATA_KERNELS in replaced(Machine("cpu"), "auto")
+    assert report.METADATA_KERNELS in replaced(Machine("cpu"), "mhc")
     assert report.METADATA_KERNELS not in replaced(cuda(8), "auto")
     assert report.DRAFT_MODEL not in replaced(Machine("cpu"), "force")
     assert report.DRAFT_MODEL in replaced(cuda(8), "auto")
+    assert report.DRAFT_MODEL not in replaced(cuda(9), "mhc")
 
 
-def test_the_summary_names_the_device_the_parts_and_the_reasons() -> None:
+def test_the_log_has_a_line_for_each_part_with_its_reason() -> None:
     machine = cuda(8, 6)
-    line = report.summary(machine, report.plan(machine, "auto"))
-    assert "sm_86" in line
-    assert "attention, indexer, hyper-connections" in line
-    assert "FlashMLA and DeepGEMM do not run on sm_86" in line
+    parts = report.plan(machine, "auto")
+    lines = report.lines(machine, parts)
+    assert len(lines) == len(parts)
+    attention = "anymla on sm_86: attention replaced"
+    assert lines[0] == f"{attention} (vLLM's own needs FlashMLA, which does not run on sm_86)"
+    assert "anymla on sm_86: experts kept (anymla has none for vLLM)" in lines
 
 
-def test_the_mode_is_one_of_three_words(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chosen", ["on", "attention,auto", "attention,", ""])
+def test_the_choice_is_a_mode_or_parts(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(report.VARIABLE, raising=False)
     assert report.mode() == "auto"
-    monkeypatch.setenv(report.VARIABLE, "on")
-    with pytest.raises(ValueError, match="ANYMLA_VLLM must be auto, force or off, got 'on'"):
+    monkeypatch.setenv(report.VARIABLE, chosen)
+    with pytest.raises(ValueError, match="must be one of auto, force, off, or parts of attention"):
+        report.mode()
+
+
+@pytest.mark.parametrize("name", report.NOT_BUILT)
+def test_a_part_that_is_not_there_is_refused_with_those_that_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(report.VARIABLE, f"attention,{name}")
+    parts = "attention, indexer, compressor, mhc"
+    with pytest.raises(ValueError, match=f"no {name} for vLLM; its parts are {parts}$"):
         report.mode()
 
 
@@ -97,13 +160,20 @@ def test_the_view_without_vllm_and_with_an_untested_one(monkeypatch: pytest.Monk
 
 
 def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(report.VARIABLE, "auto")
+    monkeypatch.setenv(report.VARIABLE, "attention")
     monkeypatch.setattr(report, "installed_version", lambda: TESTED)
-    monkeypatch.setattr(report, "this_machine", lambda: cuda(8))
+    monkeypatch.setattr(report, "this_machine", lambda: cuda(9))
     head, *rows = report.plugin_view()
     assert head == {"part": "vLLM", "action": TESTED, "why": "a tested version"}
-    assert [row["part"] for row in rows] == [part.name for part in report.plan(cuda(8), "auto")]
-    assert {row["action"] for row in rows} == {"replaced"}
+    assert [(row["part"], row["action"]) for row in rows] == [
+        ("attention", "replaced"),
+        ("indexer", "kept"),
+        ("compressor", "kept"),
+        ("mhc", "kept"),
+        ("experts", "kept"),
+        ("linears", "kept"),
+        ("draft model (MTP)", "replaced"),
+    ]
 
 
 def test_the_adapters_compute_nothing() -> None:

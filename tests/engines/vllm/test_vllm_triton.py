@@ -16,7 +16,8 @@ def test_the_triton_kernels_run_in_a_worker_under_the_interpreter(tmp_path: Path
     options = TinyOptions(index_topk=16, index_heads=16, heads=4, o_lora=32)
     checkpoint = bf16_twin(tmp_path, options)
     record = Path(os.environ.get(RECORD) or tmp_path / "steps")
-    asked = Run([prompt_of(129)], 4, backend="triton", compare=True, plain=False)
+    parts = "attention,indexer,compressor"
+    asked = Run([prompt_of(129)], 4, backend="triton", compare=True, plain=False, mode=parts)
     answer = generate(dataclasses.replace(asked, record=str(record)), checkpoint, tmp_path)
 
     assert answer["modules"] == [4 + 5 + 2 + 2]

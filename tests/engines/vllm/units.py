@@ -13,11 +13,20 @@ import streams
 import torch
 import vllm.model_executor.kernels.mhc as vllm_streams
 from torch import Tensor, nn
+from vllm.models.deepseek_v4 import attention as vllm_attention
 from vllm.models.deepseek_v4.nvidia import model as cuda_model
 from vllm.models.deepseek_v4.nvidia import mtp as cuda_draft
 from vllm.models.deepseek_v4.xpu import model as xpu_model
 
-from anymla.engines.vllm import attention, hyper_connection, indexer, model, report
+from anymla.engines.vllm import (
+    attention,
+    compressor,
+    hyper_connection,
+    indexer,
+    model,
+    report,
+)
+from anymla.engines.vllm.parts import with_parts
 from anymla.formats.fp8_block import dequantize_fp8_weight, quantize_fp8_weight
 
 
@@ -89,40 +98,102 @@ def layer_of(weight: Tensor, scale: Tensor | None = None) -> nn.Module:
 
 
 def seams() -> dict[str, bool]:
-    """Whether each platform's model gets anymla's class while it is built, and its own back."""
+    """Whether each platform's model gets anymla's classes while it is built, and its own back."""
     result = {}
-    config = types.SimpleNamespace(kernel_config=types.SimpleNamespace(enable_jit_warmup=True))
+    config = types.SimpleNamespace(
+        kernel_config=types.SimpleNamespace(enable_jit_warmup=True),
+        attention_config=types.SimpleNamespace(backend=None),
+    )
     for platform, module, chosen in (
         ("cuda", cuda_model, lambda: cuda_model._select_dsv4_attn_cls(config)),
         ("xpu", xpu_model, lambda: xpu_model.DeepseekV4XPUAttention),
     ):
-        before = dict(vars(module))
+        before = dict(vars(module)), dict(vars(vllm_attention))
         model._MACHINE = report.Machine(platform, (8, 0) if platform == "cuda" else None)
         with contextlib.suppress(ZeroDivisionError), model._anymla_layers(config):
-            during = chosen() is attention.AnymlaAttention
+            during = issubclass(chosen(), attention.AnymlaAttention)
+            during &= vllm_attention.SparseAttnIndexer is indexer.AnymlaSparseAttnIndexer
             quiet = not config.kernel_config.enable_jit_warmup
             raise ZeroDivisionError
-        restored = vars(module) == before and config.kernel_config.enable_jit_warmup
+        restored = (vars(module), vars(vllm_attention)) == before
+        restored &= config.kernel_config.enable_jit_warmup
         result[platform] = during and quiet and restored
+    model._REPLACED = frozenset({"compressor"})
+    for name, chosen in (
+        ("cuda", lambda: cuda_model._select_dsv4_attn_cls(config)),
+        ("xpu", lambda: xpu_model.DeepseekV4XPUAttention),
+    ):
+        model._MACHINE, theirs = report.Machine(name), chosen()
+        with model._anymla_layers(config):
+            kept = config.kernel_config.enable_jit_warmup
+            kept &= vllm_attention.SparseAttnIndexer is indexer.SparseAttnIndexer
+            made = chosen()
+        result[f"{name}, compressor alone"] = (
+            kept
+            and made is not theirs
+            and issubclass(made, theirs)
+            and made.parts == {"compressor"}
+        )
     # the draft model builds its layer by the backbone's class, so that it meets the same seam
     result["draft"] = cuda_draft.DeepseekV4DecoderLayer is cuda_model.DeepseekV4DecoderLayer
     return result
 
 
-def indexer_of_another_model() -> list[str]:
-    """What an indexer runs in a process that serves DeepSeek-V3.2: all of it vLLM's."""
-    seen = []
-    config = types.SimpleNamespace(hf_config=types.SimpleNamespace(model_type="deepseek_v32"))
-    indexer.get_current_vllm_config = lambda: types.SimpleNamespace(model_config=config)
+class _Base(nn.Module):
+    """An attention layer as vLLM's constructor leaves it; ``asks`` as 0.33 does for the indexer."""
 
-    def construct(self: nn.Module, *args: object, **kwargs: object) -> None:
-        nn.Module.__init__(self)
-        seen.append("constructor")
+    def __init__(self, kind: str, asks: bool, compressor: type) -> None:
+        super().__init__()
+        self.kv_cache_dtype = kind
+        self.compressor, made = bare(compressor), vllm_attention.DeepseekV4Indexer
+        self.indexer = bare(self._get_indexer_cls(None) if asks else made)
+        asked = self.indexer if asks else types.SimpleNamespace()
+        cache = getattr(asked, "_get_cache_cls", lambda: vllm_attention.DeepseekV4IndexerCache)
+        pools = getattr(asked, "_get_compressor_cls", lambda: compressor)
+        self.indexer.k_cache, self.indexer.compressor = bare(cache()), bare(pools())
 
-    indexer.SparseAttnIndexer.__init__ = construct
-    indexer.SparseAttnIndexer.forward = lambda self, *args: seen.append("forward")
-    indexer.AnymlaSparseAttnIndexer("cache", 128).forward("x", "q", None, "weights")
-    return seen
+
+class _Asking(_Base):
+    def _get_indexer_cls(self, vllm_config: Any) -> type:
+        return vllm_attention.DeepseekV4Indexer
+
+
+def bare(kind: type) -> Any:
+    """A module of that class, without its constructor."""
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    return made
+
+
+def inside_a_layer() -> dict[str, list[bool]]:
+    """By the parts replaced: whether the main compressor, the indexer, its cache and its compressor
+    are anymla's. The same whether vLLM asks the layer for its indexer (0.33) or not."""
+    found: dict[str, list[bool]] = {}
+    theirs = vllm_attention.DeepseekCompressor
+    for parts in (["attention"], ["indexer"], ["compressor"], ["indexer", "compressor"]):
+        for asks, base in ((False, _Base), (True, _Asking)):
+            layer = with_parts(base, frozenset(parts))("fp8_ds_mla", asks, theirs)
+            inner = layer.indexer
+            pairs = [
+                (layer.compressor, compressor.AnymlaCompressor),
+                (inner, indexer.AnymlaIndexer),
+                (inner.k_cache, indexer.AnymlaIndexerCache),
+                (inner.compressor, compressor.AnymlaCompressor),
+            ]
+            ours = [isinstance(module, kind) for module, kind in pairs]
+            if asks and found["+".join(parts)] != ours:
+                raise AssertionError((parts, ours))
+            found["+".join(parts)] = ours
+    return found
+
+
+def other_rows() -> str:
+    """What is said of a compressor that would write into a cache of other rows."""
+    try:
+        with_parts(_Base, frozenset({"compressor"}))("bfloat16", False, nn.Module)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":
@@ -132,6 +203,7 @@ if __name__ == "__main__":
         "streams": stream_functions(),
         "weights": decoded_weights(),
         "seams": seams(),
-        "another model": indexer_of_another_model(),
+        "inside": inside_a_layer(),
+        "other rows": other_rows(),
     }
     Path(sys.argv[1]).write_text(json.dumps(answer))

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 
 from anymla.engines.vllm import report
-from anymla.engines.vllm.compressor import AnymlaCompressor
-from anymla.engines.vllm.indexer import AnymlaIndexer, AnymlaIndexerCache
 from anymla.engines.vllm.metadata import SPARSE_BACKEND, WINDOW_BACKEND
-from anymla.engines.vllm.pinned import SEAMS
+from anymla.engines.vllm.pinned import PLATFORMS
 from anymla.formats.fp8_block import dequantize_fp8_weight
 from anymla.layers.rows import Rows
 from anymla.ops.linear import grouped_output_projection
@@ -21,7 +19,7 @@ from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.ops.sparse_attention import sparse_attention
 
-_MODULE, _, _CLASS = SEAMS[report.this_machine().platform].base.partition(":")
+_MODULE, _, _CLASS = PLATFORMS[report.this_machine().platform].base.partition(":")
 _Base: Any = getattr(importlib.import_module(_MODULE), _CLASS)
 
 
@@ -38,13 +36,6 @@ class AnymlaAttention(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM builds these itself and offers no other way in; its own CPU port does the same.
-        if self.compressor is not None:
-            self.compressor.__class__ = AnymlaCompressor
-        if self.indexer is not None:
-            self.indexer.__class__ = AnymlaIndexer
-            self.indexer.compressor.__class__ = AnymlaCompressor
-            self.indexer.k_cache.__class__ = AnymlaIndexerCache
         self.wo_a.quant_method.process_weights_after_loading = self._keep_wo_a
 
     @classmethod
@@ -62,6 +53,10 @@ class AnymlaAttention(_Base):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.rotary_emb.cos_sin_cache = self.rotary_emb.cos_sin_cache.float()
+        for owner in (self, self.indexer):
+            prepare = getattr(getattr(owner, "compressor", None), "cache_norm_weight_fp32", None)
+            if prepare is not None:  # vLLM's own compressor on a CPU
+                prepare()
 
     def _split_qkv_and_norm(self, qr_kv: Tensor) -> tuple[Tensor, None, Tensor]:
         qr, kv = qr_kv.split([self.q_lora_rank, self.head_dim], dim=-1)

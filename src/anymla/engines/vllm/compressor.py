@@ -13,7 +13,7 @@ from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 
 
 class AnymlaCompressor(DeepseekCompressor):
-    """Of the main cache or of the index cache; never constructed, a layer's class is exchanged."""
+    """Of the main cache or of the index cache."""
 
     backend: str | None = None
 

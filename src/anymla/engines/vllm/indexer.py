@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
@@ -26,9 +25,15 @@ class AnymlaIndexerCache(DeepseekV4IndexerCache):
 
 
 class AnymlaIndexer(DeepseekV4Indexer):
-    """Index queries and keys; never constructed, a layer's class is exchanged."""
+    """Index queries; the compressor inside writes the keys, whosever it is."""
 
     backend: str | None = None
+
+    def _get_cache_cls(self) -> type:
+        return AnymlaIndexerCache
+
+    def _get_attn_cls(self) -> type:
+        return AnymlaSparseAttnIndexer
 
     def forward(
         self,
@@ -66,27 +71,30 @@ class AnymlaIndexer(DeepseekV4Indexer):
 
 
 class AnymlaSparseAttnIndexer(SparseAttnIndexer):
-    """Scores and selection for DeepSeek-V4; any other model in the process gets vLLM's own."""
+    """Scores and selection."""
 
     backend: str | None = None
 
-    def __init__(self, k_cache: Any, *args: Any, **kwargs: Any) -> None:
-        served = get_current_vllm_config().model_config.hf_config
-        is_ours = served.model_type == "deepseek_v4"
-        if not is_ours:
-            super().__init__(k_cache, *args, **kwargs)
-        else:
-            CustomOp.__init__(self)  # vLLM's own constructor insists on DeepGEMM
-            self.k_cache, self.topk_indices_buffer = k_cache, args[6]
-            self.compress_ratio = kwargs["compress_ratio"]
-            self.layout = INDEX_MXFP4 if kwargs["use_fp4_cache"] else INDEX_FP8
-        self.is_ours = is_ours
+    def __init__(
+        self,
+        k_cache: Any,
+        quant_block_size: int,
+        scale_fmt: str,
+        topk_tokens: int,
+        head_dim: int,
+        max_model_len: int,
+        max_total_seq_len: int,
+        topk_indices_buffer: Tensor,
+        **kwargs: Any,
+    ) -> None:
+        CustomOp.__init__(self)  # vLLM's own constructor insists on DeepGEMM
+        self.k_cache, self.topk_indices_buffer = k_cache, topk_indices_buffer
+        self.compress_ratio = kwargs["compress_ratio"]
+        self.layout = INDEX_MXFP4 if kwargs["use_fp4_cache"] else INDEX_FP8
 
     def forward(
         self, hidden_states: Tensor, q_quant: Any, k: Tensor | None, weights: Tensor
     ) -> Tensor:
-        if not self.is_ours:
-            return super().forward(hidden_states, q_quant, k, weights)
         attn_metadata = get_forward_context().attn_metadata
         if not isinstance(attn_metadata, dict):
             return self.topk_indices_buffer

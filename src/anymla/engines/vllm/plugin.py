@@ -19,15 +19,23 @@ def register() -> None:
     chosen = report.mode()
     if chosen == "off":
         return
-    refused = report.refusal(installed_version())
-    if refused:
-        if multiprocessing.parent_process() is None:  # once, not in every worker as well
-            logging.getLogger("vllm.plugins.anymla").warning("anymla replaces nothing: %s", refused)
+    if refused := report.refusal(installed_version()):
+        _say(logging.WARNING, f"anymla replaces nothing: {refused}")
         return
+    machine = report.this_machine()
+    parts = report.plan(machine, chosen)
     from vllm import ModelRegistry
 
-    replaced = {part.name for part in report.plan(report.this_machine(), chosen) if part.replaced}
-    if report.ATTENTION in replaced:
+    replaced = {part.name for part in parts if part.replaced}
+    if replaced:
         ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{_MODEL}:AnymlaDeepseekV4")
+    else:
+        _say(logging.INFO, f"anymla replaces nothing on {machine.name}: {parts[0].why}")
     if report.DRAFT_MODEL in replaced:
         ModelRegistry.register_model("DeepSeekV4MTPModel", f"{_MODEL}:AnymlaDeepseekV4Draft")
+
+
+def _say(level: int, line: str) -> None:
+    """To vLLM's log, once: not in every worker as well."""
+    if multiprocessing.parent_process() is None:
+        logging.getLogger("vllm.plugins.anymla").log(level, line)

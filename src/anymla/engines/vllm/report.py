@@ -6,12 +6,27 @@ import dataclasses
 import importlib.util
 import os
 
-from anymla.engines.vllm.pinned import SEAMS, TESTED, installed_version
+from anymla.engines.vllm.pinned import PLATFORMS, TESTED, installed_version
 
 VARIABLE = "ANYMLA_VLLM"
 MODES = ("auto", "force", "off")
-ATTENTION, INDEXER, DRAFT_MODEL = "attention", "indexer", "draft model (MTP)"
-HYPER_CONNECTIONS, METADATA_KERNELS = "hyper-connections (mHC)", "metadata kernels"
+ATTENTION, INDEXER, COMPRESSOR, MHC = PARTS = ("attention", "indexer", "compressor", "mhc")
+NOT_BUILT = ("experts", "linears")
+DRAFT_MODEL, METADATA_KERNELS = "draft model (MTP)", "metadata kernels"
+
+# Where a part of vLLM's own runs: the library that it needs, and the major compute capabilities
+# which that library has kernels for.
+_LIBRARIES = {
+    ATTENTION: ("FlashMLA", (9, 10)),
+    INDEXER: ("DeepGEMM", (9, 10, 12)),
+    MHC: ("DeepGEMM", (9, 10, 12)),
+}
+# Its compressor converts to FP8 by an instruction that begins with this compute capability.
+_CONVERTS_TO_FP8 = (8, 9)
+
+# What was measured faster than vLLM's own part, within vLLM and in every kind of step, by part and
+# ``Machine.name``: where that is recorded. What is faster in some steps is the user's to choose.
+FASTER: dict[tuple[str, str], str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +51,35 @@ class Part:
     replaced: bool
     why: str
 
+    @property
+    def action(self) -> str:
+        """One word: "replaced" or "kept"."""
+        return "replaced" if self.replaced else "kept"
+
 
 def mode() -> str:
-    """The user's choice; ValueError if the environment variable holds something else."""
+    """The user's choice, one of MODES or a list of parts; ValueError if it is neither."""
     chosen = os.environ.get(VARIABLE, "auto")
-    if chosen not in MODES:
-        raise ValueError(f"{VARIABLE} must be auto, force or off, got {chosen!r}")
+    asked(chosen)
     return chosen
+
+
+def asked(chosen: str) -> frozenset[str]:
+    """The parts that are listed, with commas between; none for one of MODES.
+
+    Raises:
+        ValueError: it is neither, or names a part that anymla does not have.
+    """
+    if chosen in MODES:
+        return frozenset()
+    names, parts = [name.strip() for name in chosen.split(",")], ", ".join(PARTS)
+    for name in NOT_BUILT:
+        if name in names:
+            raise ValueError(f"{VARIABLE}: anymla has no {name} for vLLM; its parts are {parts}")
+    if not set(names) <= set(PARTS):
+        modes = ", ".join(MODES)
+        raise ValueError(f"{VARIABLE} must be one of {modes}, or parts of {parts}, got {chosen!r}")
+    return frozenset(names)
 
 
 def this_machine() -> Machine:
@@ -65,49 +102,85 @@ def refusal(version: str | None) -> str | None:
 
 
 def plan(machine: Machine, chosen: str) -> list[Part]:
-    """The parts of a tested vLLM; ``chosen`` is one of MODES."""
-    wanted, why = _attention(machine, chosen)
-    parts = [Part(ATTENTION, wanted, why), Part(INDEXER, wanted, why)]
-    if not wanted:
-        return [*parts, Part(HYPER_CONNECTIONS, False, why), Part(DRAFT_MODEL, False, why)]
-    parts.append(_hyper_connections(machine, chosen))
-    if machine.platform == "cpu":
-        parts.append(Part(METADATA_KERNELS, True, "Triton has no compiler for CPUs"))
-    drafts = SEAMS[machine.platform].drafts
-    return [*parts, Part(DRAFT_MODEL, drafts, why if drafts else "vLLM has none for it")]
+    """The parts of a tested vLLM; ``chosen`` as ``mode`` returns it.
+
+    A part that vLLM lacks on the machine is replaced whatever was asked for, since no model runs
+    without it; so is one that belongs together with another that is replaced.
+    """
+    parts = {name: _decided(name, machine, chosen) for name in PARTS}
+    for pair in _together(machine):
+        names = [name for name in pair if parts[name].replaced]
+        for name in pair if len(names) == 1 else ():
+            if name not in names:
+                why = f"with the {names[0]}: vLLM 0.33 has another format of index keys here"
+                parts[name] = Part(name, True, why)
+    rows = [*parts.values()]
+    rows += [Part(name, False, "anymla has none for vLLM") for name in NOT_BUILT]
+    return rows + _companions(machine, parts[ATTENTION])
 
 
-def _attention(machine: Machine, chosen: str) -> tuple[bool, str]:
+def _decided(name: str, machine: Machine, chosen: str) -> Part:
+    """One part by itself."""
     if chosen == "off":
-        return False, f"{VARIABLE}=off"
-    if machine.platform not in SEAMS:
-        return False, f"the plugin has no adapter for {machine.name}"
+        return Part(name, False, f"{VARIABLE}=off")
+    if machine.platform not in PLATFORMS:
+        return Part(name, False, f"the plugin has no adapter for {machine.name}")
     if chosen == "force":
-        return True, f"{VARIABLE}=force"
+        return Part(name, True, f"{VARIABLE}=force")
+    if name in asked(chosen):
+        return Part(name, True, f"{VARIABLE} asks for it")
+    if lacking := _lacking(name, machine):
+        return Part(name, True, lacking)
+    if chosen != "auto":
+        return Part(name, False, f"{VARIABLE} does not ask for it")
+    if measured := FASTER.get((name, machine.name)):
+        return Part(name, True, f"measured faster: {measured}")
+    return Part(name, False, f"vLLM's own runs on {machine.name}; {VARIABLE}={name} replaces it")
+
+
+def _lacking(name: str, machine: Machine) -> str | None:
+    """Why vLLM's own part does not run on the machine, or not right; None if it does."""
     if machine.platform == "cpu":
-        return True, "vLLM's own stops without a Triton compiler for CPUs"
+        stops = name in (ATTENTION, INDEXER)
+        return "vLLM's own stops without a Triton compiler for CPUs" if stops else None
+    if machine.platform == "xpu":
+        return "vLLM's own leaves the sink out of prefills" if name == ATTENTION else None
+    capability = machine.capability or (0, 0)
+    if name == COMPRESSOR:
+        runs = capability >= _CONVERTS_TO_FP8
+        return None if runs else f"vLLM's own needs instructions that {machine.name} lacks"
+    if name == ATTENTION and capability[0] == 12:
+        return None if machine.flashinfer else "vLLM's own needs FlashInfer, which is not installed"
+    library, majors = _LIBRARIES[name]
+    runs = capability[0] in majors
+    return None if runs else f"vLLM's own needs {library}, which does not run on {machine.name}"
+
+
+def _together(machine: Machine) -> list[tuple[str, str]]:
+    """Pairs of which anymla replaces both or neither.
+
+    The compressor writes the index keys that the indexer reads. From 0.33 on vLLM stores their
+    scales on sm_100 as four equal bytes of an exponent, and as a float32 elsewhere, as anymla does.
+    """
     major = machine.capability[0] if machine.capability else 0
-    if major in (9, 10):
-        return False, f"FlashMLA and DeepGEMM run on it; {VARIABLE}=force replaces them"
-    if major == 12 and machine.flashinfer:
-        return False, f"FlashInfer runs on it; {VARIABLE}=force replaces it"
-    return True, f"FlashMLA and DeepGEMM do not run on {machine.name}"
+    return [(INDEXER, COMPRESSOR)] if major == 10 else []
 
 
-def _hyper_connections(machine: Machine, chosen: str) -> Part:
-    if chosen == "force":
-        return Part(HYPER_CONNECTIONS, True, f"{VARIABLE}=force")
-    if machine.capability and machine.capability[0] == 8:
-        return Part(HYPER_CONNECTIONS, True, "vLLM's need DeepGEMM, which does not run on it")
-    return Part(HYPER_CONNECTIONS, False, f"vLLM has its own; {VARIABLE}=force replaces them")
+def _companions(machine: Machine, attention: Part) -> list[Part]:
+    """What nobody asks for by itself: it goes with attention."""
+    if machine.platform not in PLATFORMS:
+        return []
+    drafts = PLATFORMS[machine.platform].drafts
+    why = attention.why if drafts else "vLLM has none for it"
+    rows = [Part(DRAFT_MODEL, attention.replaced and drafts, why)]
+    if machine.platform == "cpu" and attention.replaced:
+        rows.append(Part(METADATA_KERNELS, True, "Triton has no compiler for CPUs"))
+    return rows
 
 
-def summary(machine: Machine, parts: list[Part]) -> str:
-    """One line: what is replaced on this machine, and why."""
-    replaced = [part for part in parts if part.replaced]
-    names = ", ".join(part.name for part in replaced)
-    reasons = "; ".join(dict.fromkeys(part.why for part in replaced))
-    return f"anymla on {machine.name} replaces vLLM's {names} of DeepSeek-V4 ({reasons})"
+def lines(machine: Machine, parts: list[Part]) -> list[str]:
+    """For the log, one line a part: whether it is replaced on this machine, and why."""
+    return [f"anymla on {machine.name}: {part.name} {part.action} ({part.why})" for part in parts]
 
 
 def plugin_view() -> list[dict[str, str]]:
@@ -118,13 +191,18 @@ def plugin_view() -> list[dict[str, str]]:
     Returns:
         Rows of short texts under "part", "action" ("replaced" or "kept"; for the part "vLLM" its
         version or "not installed") and "why".
+
+    Raises:
+        ValueError: as ``mode``.
     """
-    version = installed_version()
+    chosen, version = mode(), installed_version()
     if version is None:
         return [{"part": "vLLM", "action": "not installed", "why": "pip install '.[vllm]'"}]
-    refused = refusal(version)
+    refused, parts = refusal(version), []
+    if not refused:
+        machine = this_machine()
+        parts = plan(machine, chosen)
     rows = [{"part": "vLLM", "action": version, "why": refused or "a tested version"}]
-    for part in [] if refused else plan(this_machine(), mode()):
-        action = "replaced" if part.replaced else "kept"
-        rows.append({"part": part.name, "action": action, "why": part.why})
+    for part in [] if refused else parts:
+        rows.append({"part": part.name, "action": part.action, "why": part.why})
     return rows

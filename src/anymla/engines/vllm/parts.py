@@ -1,0 +1,75 @@
+"""Attention layers of vLLM's whose indexer and compressors are anymla's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from anymla.engines.vllm.compressor import AnymlaCompressor
+from anymla.engines.vllm.indexer import AnymlaIndexer, AnymlaIndexerCache
+from anymla.engines.vllm.report import COMPRESSOR, INDEXER, VARIABLE
+
+
+class _WithParts:
+    """Mixed in before an attention class, vLLM's or anymla's.
+
+    vLLM 0.33 asks its layers for the indexer's class. Where it asks nothing (its 0.32, the main
+    compressor, and its CPU layer, which does the same) the class of what it has built is exchanged.
+
+    Attributes:
+        parts: those of ``report.PARTS`` that are replaced.
+    """
+
+    parts: frozenset[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        layer: Any = self
+        if layer.compressor is not None and COMPRESSOR in self.parts:
+            if layer.kv_cache_dtype != "fp8_ds_mla":
+                raise ValueError(
+                    f"{VARIABLE} asks for {COMPRESSOR}, but {type(self).__name__} keeps its cache "
+                    f"as {layer.kv_cache_dtype}: ask for attention as well, or choose FlashMLA"
+                )
+            _exchange(layer.compressor, AnymlaCompressor)
+        if layer.indexer is not None:
+            if not isinstance(layer.indexer, AnymlaIndexer | _PoolingIndexer):
+                layer.indexer.__class__ = _indexer(type(layer.indexer), self.parts)
+            if INDEXER in self.parts:
+                _exchange(layer.indexer.k_cache, AnymlaIndexerCache)
+            if COMPRESSOR in self.parts:
+                _exchange(layer.indexer.compressor, AnymlaCompressor)
+
+    def _get_indexer_cls(self, vllm_config: Any) -> type:
+        theirs: Any = super()
+        return _indexer(theirs._get_indexer_cls(vllm_config), self.parts)
+
+
+class _PoolingIndexer:
+    """Mixed in before an indexer: anymla's compressor writes its keys."""
+
+    def _get_compressor_cls(self) -> type:
+        return AnymlaCompressor
+
+
+@functools.cache
+def with_parts(attention: type, parts: frozenset[str]) -> type:
+    """The attention class, of the same name, that builds these parts as anymla's."""
+    if not parts & {INDEXER, COMPRESSOR}:
+        return attention
+    return type(attention.__name__, (_WithParts, attention), {"parts": parts})
+
+
+@functools.cache
+def _indexer(theirs: type, parts: frozenset[str]) -> type:
+    """The indexer's class where one or both of its parts are replaced."""
+    indexer = AnymlaIndexer if INDEXER in parts else theirs
+    bases = (_PoolingIndexer, indexer) if COMPRESSOR in parts else (indexer,)
+    return type(indexer.__name__, bases, {})
+
+
+def _exchange(module: nn.Module, ours: type) -> None:
+    if not isinstance(module, ours):
+        module.__class__ = ours
