@@ -14,17 +14,14 @@ NEW_TOKENS = 6
 class Probe:
     """What is asked of a worker."""
 
-    def anymla_audit(self) -> None:
-        """Look at every step from now on."""
-        from anymla.engines.vllm import audit
-
-        self._hooks = audit.start(self.model_runner.get_model())
-
     def anymla_break(self, name: str) -> None:
         """Put a fault in; the model under the hooks has it, not the hooks."""
         from faults import FAULTS
 
         self._undo = FAULTS[name](self.model_runner.get_model())
+
+    def _audit(self) -> Any:
+        return self.model_runner.get_model().anymla_audit
 
     def anymla_break_audit(self) -> None:
         """Have the audit itself fail wherever it takes a case."""
@@ -32,11 +29,11 @@ class Probe:
         def fail(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("a fault of the audit")
 
-        self._hooks._submit = fail
+        self._audit()._submit = fail
 
     def anymla_found(self) -> dict[str, Any]:
         """What was found since the last time; the fault is taken out."""
-        auditor = self._hooks.auditor
+        auditor = self._audit().auditor
         auditor.drain()
         alarms = [
             {"method": f.method, "layer": c.layer, "request": c.requests[f.token], "what": f.what}
@@ -67,7 +64,7 @@ def run(checkpoint: str) -> dict[str, Any]:
     )
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt_of(length)} for length in (40, 2600, 333)]
-    llm.collective_rpc("anymla_audit")
+    llm.collective_rpc("anymla_found")  # what the start of the engine gave
     answer: dict[str, Any] = {}
     for name in ("healthy", *FAULTS):
         if name != "healthy":

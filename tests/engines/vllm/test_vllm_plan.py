@@ -71,6 +71,21 @@ def test_a_list_asks_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["indexer"].why == "ANYMLA_VLLM does not ask for it"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "wanted"),
+    [("audit", set()), ("audit, mhc", {report.MHC}), ("force,audit", ALL), ("auto,audit", set())],
+)
+def test_an_audit_replaces_only_what_is_asked_for_beside_it(
+    chosen: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(report.VARIABLE, chosen)
+    assert report.audited()
+    assert replaced(cuda(9), report.mode()) & ALL == wanted
+    assert replaced(Machine("cpu"), report.mode()) >= LACKING[Machine("cpu")]
+    monkeypatch.setenv(report.VARIABLE, "force")
+    assert not report.audited()
+
+
 def test_what_comes_along_says_so() -> None:
     """vLLM 0.33 stores scales of index keys in another format on sm_100."""
     for asked, other in (("indexer", "compressor"), ("compressor", "indexer")):
@@ -121,7 +136,7 @@ def test_the_choice_is_a_mode_or_parts(chosen: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(report.VARIABLE, raising=False)
     assert report.mode() == "auto"
     monkeypatch.setenv(report.VARIABLE, chosen)
-    with pytest.raises(ValueError, match="must be one of auto, force, off, or parts of attention"):
+    with pytest.raises(ValueError, match="must be one of auto, force, off, audit, or parts"):
         report.mode()
 
 

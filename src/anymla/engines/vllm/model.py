@@ -43,9 +43,8 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
     stays vLLM's is then compiled at its first use.
     """
     platform, kernels = PLATFORMS[_MACHINE.platform], vllm_config.kernel_config
-    model, attention = (
-        importlib.import_module(name) for name in (platform.module, ATTENTION_MODULE)
-    )
+    model: Any = importlib.import_module(platform.module)
+    attention: Any = importlib.import_module(ATTENTION_MODULE)
     theirs, warmup = getattr(model, platform.name), kernels.enable_jit_warmup
     scores = attention.SparseAttnIndexer
     setattr(model, platform.name, _attention_of(theirs))
@@ -80,7 +79,14 @@ class _WithAnymlaLayers(nn.Module):
 
 
 class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
-    """The backbone."""
+    """The backbone, audited if that is asked for."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if report.audited():
+            from anymla.engines.vllm import audit
+
+            self.anymla_audit = audit.start(self)
 
 
 class AnymlaDeepseekV4Draft(_WithAnymlaLayers, DeepSeekV4MTP):

@@ -63,7 +63,7 @@ def with_parts(attention: type, parts: frozenset[str]) -> type:
 
 
 @functools.cache
-def _indexer(theirs: type, parts: frozenset[str]) -> type:
+def _indexer(theirs: Any, parts: frozenset[str]) -> type:
     """The indexer's class where one or both of its parts are replaced."""
     indexer = AnymlaIndexer if INDEXER in parts else theirs
     bases = (_PoolingIndexer, indexer) if COMPRESSOR in parts else (indexer,)

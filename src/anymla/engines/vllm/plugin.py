@@ -27,9 +27,9 @@ def register() -> None:
     from vllm import ModelRegistry
 
     replaced = {part.name for part in parts if part.replaced}
-    if replaced:
+    if replaced or report.audited():
         ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{_MODEL}:AnymlaDeepseekV4")
-    else:
+    if not replaced:
         _say(logging.INFO, f"anymla replaces nothing on {machine.name}: {parts[0].why}")
     if report.DRAFT_MODEL in replaced:
         ModelRegistry.register_model("DeepSeekV4MTPModel", f"{_MODEL}:AnymlaDeepseekV4Draft")

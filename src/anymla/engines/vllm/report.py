@@ -12,6 +12,7 @@ VARIABLE = "ANYMLA_VLLM"
 MODES = ("auto", "force", "off")
 ATTENTION, INDEXER, COMPRESSOR, MHC = PARTS = ("attention", "indexer", "compressor", "mhc")
 NOT_BUILT = ("experts", "linears")
+AUDIT = "audit"
 DRAFT_MODEL, METADATA_KERNELS = "draft model (MTP)", "metadata kernels"
 
 # Where a part of vLLM's own runs: the library that it needs, and the major compute capabilities
@@ -58,26 +59,40 @@ class Part:
 
 
 def mode() -> str:
-    """The user's choice, one of MODES or a list of parts; ValueError if it is neither."""
+    """What is to be replaced: one of MODES, a list of parts, or AUDIT, which asks for none.
+
+    "audit" beside something else is left out: see ``audited``.
+
+    Raises:
+        ValueError: the environment variable holds something else.
+    """
     chosen = os.environ.get(VARIABLE, "auto")
+    names = [name.strip() for name in chosen.split(",")]
+    if AUDIT in names:
+        chosen = ",".join(name for name in names if name != AUDIT) or AUDIT
     asked(chosen)
     return chosen
 
 
+def audited() -> bool:
+    """Whether the model is to be audited."""
+    return AUDIT in (name.strip() for name in os.environ.get(VARIABLE, "").split(","))
+
+
 def asked(chosen: str) -> frozenset[str]:
-    """The parts that are listed, with commas between; none for one of MODES.
+    """The parts that are listed, with commas between; none for one of MODES or AUDIT.
 
     Raises:
         ValueError: it is neither, or names a part that anymla does not have.
     """
-    if chosen in MODES:
+    if chosen in (*MODES, AUDIT):
         return frozenset()
     names, parts = [name.strip() for name in chosen.split(",")], ", ".join(PARTS)
     for name in NOT_BUILT:
         if name in names:
             raise ValueError(f"{VARIABLE}: anymla has no {name} for vLLM; its parts are {parts}")
     if not set(names) <= set(PARTS):
-        modes = ", ".join(MODES)
+        modes = ", ".join((*MODES, AUDIT))
         raise ValueError(f"{VARIABLE} must be one of {modes}, or parts of {parts}, got {chosen!r}")
     return frozenset(names)
 
