@@ -36,15 +36,16 @@ class _WithParts:
             _exchange(layer.compressor, AnymlaCompressor)
         if layer.indexer is not None:
             if not isinstance(layer.indexer, AnymlaIndexer | _PoolingIndexer):
-                layer.indexer.__class__ = _indexer(type(layer.indexer), self.parts)
+                theirs: Any = type(layer.indexer)
+                layer.indexer.__class__ = _indexer(theirs, self.parts)
             if INDEXER in self.parts:
                 _exchange(layer.indexer.k_cache, AnymlaIndexerCache)
             if COMPRESSOR in self.parts:
                 _exchange(layer.indexer.compressor, AnymlaCompressor)
 
     def _get_indexer_cls(self, vllm_config: Any) -> type:
-        theirs: Any = super()
-        return _indexer(theirs._get_indexer_cls(vllm_config), self.parts)
+        base: Any = super()
+        return _indexer(base._get_indexer_cls(vllm_config), self.parts)
 
 
 class _PoolingIndexer:
