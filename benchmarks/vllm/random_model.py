@@ -1,0 +1,176 @@
+"""vLLM's engine on a random model with V4-Flash's layer sizes, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+RATIOS = (0, 0, 4, 128, 4, 128, 4, 128)
+VOCABULARY = 32768
+_FORMAT = "anymla_random"
+
+
+def config() -> dict[str, Any]:
+    """As in a checkpoint's config.json."""
+    yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 16, "type": "yarn"}
+    quantised = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "hidden_size": 4096,
+        "num_hidden_layers": len(RATIOS),
+        "compress_ratios": list(RATIOS),
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "o_lora_rank": 1024,
+        "o_groups": 8,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 512,
+        "sliding_window": 128,
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": yarn | {"original_max_position_embeddings": 65536},
+        "max_position_embeddings": 1048576,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 2048,
+        "num_hash_layers": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "swiglu_limit": 10.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "expert_dtype": "fp4",
+        "quantization_config": quantised | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    }
+
+
+def engine(**options: Any) -> Any:
+    """The model in an ``LLM`` of vLLM's; options as that takes them."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class RandomLoader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            """Nothing is read."""
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            fill(model)
+
+    register_model_loader(_FORMAT)(RandomLoader)
+    directory = Path(tempfile.mkdtemp())
+    (directory / "config.json").write_text(json.dumps(config()))
+    settings = {
+        "skip_tokenizer_init": True,
+        "load_format": _FORMAT,
+        "dtype": "bfloat16",
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 8192,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 4096,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "kernel_config": {"enable_jit_warmup": False},
+    }
+    return LLM(str(directory), **(settings | options))
+
+
+def model_of(llm: Any) -> Any:
+    """The model inside."""
+    return llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+
+
+def prompt(length: int, seed: int) -> dict[str, list[int]]:
+    """Random token ids."""
+    numbers = random.Random(f"{seed} {length}")
+    return {"prompt_token_ids": [numbers.randrange(2, VOCABULARY) for _ in range(length)]}
+
+
+@torch.no_grad()
+def fill(model: Any) -> None:
+    """The same weights whoever builds the layers: drawn by each parameter's name.
+
+    Linear layers keep the size of what they are given, norms are near one, the head is peaked.
+    """
+    for prefix, layer in model.named_modules():
+        own = dict(layer.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            if not name.endswith("weight_scale") and not name.endswith("weight_scale_inv"):
+                _draw(f"{prefix}.{name}", parameter.data, own, model.config.n_routed_experts)
+
+
+def _draw(name: str, data: torch.Tensor, own: dict[str, Any], experts: int) -> None:
+    last, width = name.rpartition(".")[2], data.shape[-1] if data.ndim else 1
+    generator = torch.Generator(device=data.device).manual_seed(zlib.crc32(name.encode()))
+
+    def normal(size: float, *shape: int) -> torch.Tensor:
+        made = torch.randn(shape or data.shape, device=data.device, generator=generator)
+        return made * size
+
+    if data.dtype == torch.float8_e4m3fn:
+        for rows in data.split(4096):
+            rows.copy_(normal(64.0, *rows.shape).clamp(-440, 440).to(data.dtype))
+        gain = 2.0 if ".wo_" in name else 1.0
+        scale = own.get("weight_scale_inv", own.get("weight_scale"))
+        _scale(scale, gain / math.sqrt(width) / 64)
+    elif data.dtype == torch.uint8:  # pairs of e2m1 of each expert
+        for expert in data:
+            expert.random_(0, 256, generator=generator)
+        _scale(own[f"{last}_scale"], 1.5 / math.sqrt(2 * width) / 2.8)
+    elif last == "tid2eid":
+        draws = torch.rand(len(data), experts, device=data.device, generator=generator)
+        data.copy_(draws.topk(width).indices)
+    elif last == "attn_sink":
+        data.copy_(normal(1.0))
+    elif last.endswith(("_base", "ape")):
+        data.copy_(normal(0.5))
+    elif last.endswith("_scale"):
+        data.copy_(0.5 + normal(0.1).abs())
+    elif last == "e_score_correction_bias":
+        data.copy_(normal(0.05))
+    elif data.ndim == 1:
+        data.copy_(1 + normal(0.1))
+    elif "embed_tokens" in name:
+        data.copy_(normal(1.0))
+    else:
+        data.copy_(normal((4.0 if "lm_head" in name else 1.0) / math.sqrt(width)))
+
+
+def _scale(scale: Any, value: float) -> None:
+    """All scales the nearest power of two."""
+    exponent = round(math.log2(value))
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scale.data.view(torch.uint8).fill_(127 + exponent)
+    else:
+        scale.data.fill_(2.0**exponent)
