@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import importlib
+import itertools
 import multiprocessing
 import os
 import pkgutil
@@ -30,16 +32,27 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import anymla.ops
 from anymla.bench.compiled import compiled
+from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrivals
 from anymla.ops._build import Build
 from anymla.ops.device import TARGETS, Target
-from anymla.testing.launches import derived_builds, derived_families, shared_builds
+from anymla.testing.launches import (
+    derived_builds,
+    derived_families,
+    judged,
+    recorded_launches,
+    shared_builds,
+)
 
 TIME_LIMIT_S = 240
 # In place of a family's name.
 SHARED = "shared"
+# Tokens that decode layers are called with: both sides of choices that depend on them.
+LAYER_TOKENS = (1, 32, 64, 128, 256, 257, 8192, 8193)
 _CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")
 _HIP_INSTRUCTION = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
 
@@ -93,7 +106,10 @@ def kernel_modules() -> dict[str, list[str]]:
 
 
 def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
-    """A family's builds for a target, or those of SHARED, by the files of their kernels."""
+    """A family's builds for a target, or those of SHARED, by the files of their kernels.
+
+    They are what the family's own calls launch, then what V4's decode layers launch besides.
+    """
     modules = kernel_modules()[family]
     if family == SHARED:
         found = shared_builds(target)
@@ -106,10 +122,30 @@ def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
             for name, module in declared.items()
             if hasattr(module, "builds")
         }
+    known = {build.key for build in found}
+    more = [
+        build
+        for build in _launched_by_layers(target)
+        if build.module in modules and build.key not in known
+    ]
+    found += more if family == SHARED else judged(family, more, target)
     derived: dict[str, list[Build]] = {name: [] for name in modules}
     for build in found:
         derived[build.module].append(build)
     return derived
+
+
+@functools.cache
+def _launched_by_layers(target: Target) -> list[Build]:
+    """What decode layers of V4-Flash and V4-Pro launch, both sides of each count of tokens."""
+    with recorded_launches(target) as launches:
+        for model, ratio in itertools.product(("flash", "pro"), (0, 4, 128)):
+            setup = LayerSetup(model, ratio, torch.device("meta"), experts=8, copies=1)
+            for tokens in LAYER_TOKENS:
+                name = {"flash": "V4-Flash", "pro": "V4-Pro"}[model]
+                launches.label = f"{name}, layer of ratio {ratio}, {tokens} tokens"
+                setup.batch(tokens, 4096).run(setup.layers[0])
+    return list(launches.builds.values())
 
 
 def jobs(

@@ -15,10 +15,11 @@ _ROWS = 8192  # written at a time
 
 
 def fill_randomly(store: CacheStore) -> None:
-    """Write every row of every cache."""
+    """Write every row of every cache; caches on the meta device hold none."""
     for group in store.groups:
         for cache in store.tensors(group):
-            _fill(store, group, cache)
+            if not cache.is_meta:
+                _fill(store, group, cache)
 
 
 def _fill(store: CacheStore, group: CacheGroup, cache: Tensor) -> None:

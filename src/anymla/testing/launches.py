@@ -17,7 +17,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -206,11 +206,15 @@ def derived_builds(family: str, target: Target) -> list[Build]:
         family: one of ``derived_families``.
         target: to build for.
     """
+    return judged(family, _launched(family, target, f"anymla.ops.{family}."), target)
+
+
+def judged(family: str, builds: Iterable[Build], target: Target) -> list[Build]:
+    """Builds of a family's kernels with what its file ``builds`` says they must fulfil."""
     module = importlib.import_module(f"anymla.ops.{family}.builds")
-    found = _launched(family, target, f"anymla.ops.{family}.")
     return [
         dataclasses.replace(each, **dataclasses.asdict(module.judgement(each, target)))
-        for each in found
+        for each in builds
     ]
 
 
