@@ -21,7 +21,7 @@ from anymla.engines.vllm import pinned, plugin, report
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 OWN_HELPERS = {"_entries", "_keep_wo_a", "backend", "layout"}
-FROM_033_ON = {"_get_cache_cls", "_get_attn_cls"}
+FROM_033_ON = {"_get_cache_cls", "_get_attn_cls", "_compress_norm_rope_store"}
 
 
 def names_in_source(module: str) -> set[str]:

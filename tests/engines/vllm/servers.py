@@ -36,6 +36,10 @@ needs_worker = [
         reason="vLLM's CPU build runs DeepSeek-V4 with AVX-512 only, which this machine lacks",
     ),
 ]
+SOURCE = "ANYMLA_VLLM_SOURCE"  # folder of another version's package ``vllm``: a wheel, unpacked
+needs_source = pytest.mark.skipif(
+    not os.environ.get(SOURCE), reason=f"{SOURCE} names no folder of another vllm"
+)
 START_SECONDS = 400  # of a server; it takes about 40 on two idle cores
 
 
@@ -100,11 +104,23 @@ def score_with_transformers(checkpoint: Path, prompt: list[int], directory: Path
     return json.loads(answer.read_text())
 
 
-def look_up(script: str, directory: Path, mode: str) -> dict[str, Any]:
-    """The answer of a script that imports vLLM, which warns and patches torch."""
-    answer = directory / "answer.json"
-    command = [sys.executable, str(HERE / script), str(answer)]
-    finish(command, environment(mode), directory / "log.txt", 300)
+def look_up(
+    script: str, directory: Path, mode: str, *arguments: str, source: Path | None = None
+) -> dict[str, Any]:
+    """The answer of a script that imports vLLM, which warns and patches torch.
+
+    Args:
+        script: of this folder; it is given the file for its answer, and the arguments.
+        directory: for its answer and its log.
+        mode: ANYMLA_VLLM.
+        arguments: of the script.
+        source: folder of another version's package ``vllm``, which is imported instead.
+    """
+    answer, env = directory / "answer.json", environment(mode)
+    if source is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(source.parent), env["PYTHONPATH"]])
+    command = [sys.executable, str(HERE / script), str(answer), *arguments]
+    finish(command, env, directory / "log.txt", 300)
     return json.loads(answer.read_text())
 
 

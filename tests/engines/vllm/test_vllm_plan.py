@@ -8,7 +8,7 @@ import anymla.engines.vllm
 from anymla.engines.vllm import pinned, plugin, report
 from anymla.engines.vllm.report import Machine
 
-TESTED = pinned.TESTED[-1]
+ADMITTED = "0.33.0"
 
 
 def cuda(major: int, minor: int = 0, flashinfer: bool = False) -> Machine:
@@ -161,8 +161,8 @@ def test_an_untested_vllm_is_left_alone_with_a_warning(
     with caplog.at_level(logging.WARNING):
         plugin.register()
     (record,) = caplog.records
-    assert "vLLM 0.99.0 is not among the tested versions" in record.getMessage()
-    assert TESTED in record.getMessage()
+    assert "vLLM 0.99.0 is not among those that the plugin admits" in record.getMessage()
+    assert ", ".join(pinned.VERSIONS) in record.getMessage()
 
 
 def test_the_view_without_vllm_and_with_an_untested_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +171,16 @@ def test_the_view_without_vllm_and_with_an_untested_one(monkeypatch: pytest.Monk
     assert row["action"] == "not installed"
     monkeypatch.setattr(report, "installed_version", lambda: "0.99.0")
     (row,) = report.plugin_view()
-    assert "0.99.0 is not among the tested versions" in row["why"]
+    assert "0.99.0 is not among those that the plugin admits" in row["why"]
 
 
 def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(report.VARIABLE, "attention")
-    monkeypatch.setattr(report, "installed_version", lambda: TESTED)
+    monkeypatch.setattr(report, "installed_version", lambda: ADMITTED)
     monkeypatch.setattr(report, "this_machine", lambda: cuda(9))
+    monkeypatch.setattr(report, "refusal_by_source", lambda *_: None)
     head, *rows = report.plugin_view()
-    assert head == {"part": "vLLM", "action": TESTED, "why": "a tested version"}
+    assert head == {"part": "vLLM", "action": ADMITTED, "why": pinned.VERSIONS[ADMITTED]}
     assert [(row["part"], row["action"]) for row in rows] == [
         ("attention", "replaced"),
         ("indexer", "kept"),

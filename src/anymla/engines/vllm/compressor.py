@@ -22,29 +22,51 @@ class AnymlaCompressor(DeepseekCompressor):
         if not isinstance(attn_metadata, dict):
             return
         states, state = attn_metadata[self.state_cache.prefix], self.state_cache.kv_cache
-        requests = states.token_to_req_indices
+        tokens = len(states.token_to_req_indices)
+        kv, score = kv_score[:tokens].chunk(2, dim=-1)
+        save_partial_states(
+            kv,
+            score,
+            self.ape,
+            positions[:tokens],
+            state,
+            states.slot_mapping[:tokens],
+            compress_ratio=self.compress_ratio,
+            backend=self.backend,
+        )
+        width = state.shape[-1] // 2
+        self._compress_norm_rope_store(
+            states, state, width, positions, rotary_emb, attn_metadata, {}
+        )
+
+    def _compress_norm_rope_store(
+        self,
+        state_metadata: Any,
+        state_cache: Tensor,
+        state_width: int,
+        positions: Tensor,
+        rotary_emb: Any,
+        attn_metadata: dict[str, Any],
+        pdl_kwargs: dict[str, Any],
+    ) -> None:
+        """Entries of the windows that close; a method of vLLM's own from 0.33 on."""
+        requests = state_metadata.token_to_req_indices
         # A batch is padded for a captured graph. Outside of one the requests end before the slots.
         tokens = len(requests)
-        slots, positions = states.slot_mapping[:tokens], positions[:tokens]
-        kv, score = kv_score[:tokens].chunk(2, dim=-1)
-        ratio, chosen = self.compress_ratio, self.backend
-        save_partial_states(
-            kv, score, self.ape, positions, state, slots, compress_ratio=ratio, backend=chosen
-        )
         index_layout = INDEX_MXFP4 if self.use_fp4_cache else INDEX_FP8
         compress_norm_rope_insert(
-            state,
-            states.block_table,
-            slots,
+            state_cache,
+            state_metadata.block_table,
+            state_metadata.slot_mapping[:tokens],
             requests,
-            positions,
+            positions[:tokens],
             self.norm.weight,
             self.rms_norm_eps,
             rotary_emb.cos_sin_cache,
             self._static_forward_context[self.k_cache_prefix].kv_cache,
             attn_metadata[self.k_cache_prefix].slot_mapping[:tokens],
-            compress_ratio=ratio,
+            compress_ratio=self.compress_ratio,
             overlap=self.overlap,
             layout=MAIN_FP8 if self.head_dim == 512 else index_layout,
-            backend=chosen,
+            backend=self.backend,
         )

@@ -35,9 +35,9 @@ class _WithParts:
                 )
             _exchange(layer.compressor, AnymlaCompressor)
         if layer.indexer is not None:
-            if not isinstance(layer.indexer, AnymlaIndexer | _PoolingIndexer):
-                theirs: Any = type(layer.indexer)
-                layer.indexer.__class__ = _indexer(theirs, self.parts)
+            theirs: Any = type(layer.indexer)
+            if not issubclass(theirs, AnymlaIndexer | _PoolingIndexer):
+                _exchange(layer.indexer, _indexer(theirs, self.parts))
             if INDEXER in self.parts:
                 _exchange(layer.indexer.k_cache, AnymlaIndexerCache)
             if COMPRESSOR in self.parts:

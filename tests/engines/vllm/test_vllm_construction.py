@@ -1,0 +1,59 @@
+"""vLLM's CUDA model is built with each part of anymla's, where a CPU pretends to be a GPU."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from servers import SOURCE, look_up, needs_source, needs_vllm
+
+pytestmark = needs_vllm
+
+# Layers of ratio 0, 4, 128, 4: two indexers; three main compressors and two of index keys.
+COUNTS = {
+    "attention": {"AnymlaAttention": 4},
+    "indexer": {"AnymlaIndexer": 2, "AnymlaIndexerCache": 2, "AnymlaSparseAttnIndexer": 2},
+    "compressor": {"AnymlaCompressor": 5},
+    "mhc": {},  # functions of the model's module
+}
+THEIRS = {
+    "attention": {"DeepseekV4FlashMLAAttention": 4},
+    "indexer": {"DeepseekV4Indexer": 2, "DeepseekV4IndexerCache": 2, "SparseAttnIndexer": 2},
+    "compressor": {"DeepseekCompressor": 5},
+    "mhc": {},
+}
+
+
+def assert_each_part_is_anymlas_where_asked(found: dict[str, Any]) -> None:
+    for chosen, built in found.items():
+        asked = {"auto": set(), "force": set(COUNTS)}.get(chosen, {chosen})
+        for part in COUNTS:
+            ours, others = (COUNTS, THEIRS) if part in asked else (THEIRS, COUNTS)
+            for name, count in ours[part].items():
+                assert built["classes"].get(name) == count, (chosen, name)
+            for name in others[part]:
+                assert name not in built["classes"], (chosen, name)
+    assert found.keys() == {"auto", "force", *COUNTS}
+
+
+def test_the_model_of_the_vllm_installed_here(checkpoint: Path, tmp_path: Path) -> None:
+    """0.32 has the classes of what it has built exchanged."""
+    found = look_up("construct.py", tmp_path, "auto", str(checkpoint))
+    assert_each_part_is_anymlas_where_asked(found)
+    index = {"AnymlaIndexer": 2, "AnymlaIndexerCache": 2}
+    assert found["force"]["exchanged"] == {"AnymlaCompressor": 5, **index}
+    assert found["attention"]["exchanged"] == {}
+
+
+@needs_source
+def test_the_model_of_another_vllm_is_asked_for_its_classes(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """From 0.33 on no class is exchanged but that of the main compressors."""
+    source = Path(os.environ[SOURCE])
+    found = look_up("construct.py", tmp_path, "auto", str(checkpoint), source=source)
+    assert_each_part_is_anymlas_where_asked(found)
+    main = {"AnymlaCompressor": 3}
+    expected = {"compressor": main, "force": main}
+    assert {chosen: each["exchanged"] for chosen, each in found.items()} == {
+        chosen: expected.get(chosen, {}) for chosen in found
+    }
