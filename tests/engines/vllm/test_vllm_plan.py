@@ -150,6 +150,19 @@ def test_a_part_that_is_not_there_is_refused_with_those_that_are(
         report.mode()
 
 
+def test_where_nothing_is_replaced_the_log_says_so_of_each_part(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(report.VARIABLE, raising=False)
+    monkeypatch.setattr(plugin, "installed_version", lambda: ADMITTED)
+    monkeypatch.setattr(report, "this_machine", lambda: cuda(9))
+    with caplog.at_level(logging.INFO):
+        plugin.register()  # registers no model: vLLM need not be here
+    said = [record.getMessage() for record in caplog.records]
+    assert said == report.lines(cuda(9), report.plan(cuda(9), "auto"))
+    assert said[0].startswith("anymla on sm_90: attention kept (vLLM's own runs on sm_90")
+
+
 @pytest.mark.parametrize("mode", ["auto", "force"])
 def test_an_untested_vllm_is_left_alone_with_a_warning(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

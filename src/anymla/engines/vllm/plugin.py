@@ -28,13 +28,14 @@ def register() -> None:
     if refused := report.refusal_by_source(machine, parts):
         _say(logging.WARNING, f"anymla replaces nothing: {refused}")
         return
+    replaced = {part.name for part in parts if part.replaced}
+    if not replaced and not report.audited():
+        for line in report.lines(machine, parts):
+            _say(logging.INFO, line)
+        return
     from vllm import ModelRegistry
 
-    replaced = {part.name for part in parts if part.replaced}
-    if replaced or report.audited():
-        ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{_MODEL}:AnymlaDeepseekV4")
-    if not replaced:
-        _say(logging.INFO, f"anymla replaces nothing on {machine.name}: {parts[0].why}")
+    ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{_MODEL}:AnymlaDeepseekV4")
     if report.DRAFT_MODEL in replaced:
         ModelRegistry.register_model("DeepSeekV4MTPModel", f"{_MODEL}:AnymlaDeepseekV4Draft")
 
