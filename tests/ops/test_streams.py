@@ -19,6 +19,15 @@ def test_without_a_workspace_memory_is_allocated():
     assert scratch((3, 5), torch.float32, CPU).shape == (3, 5)
 
 
+def test_a_workspace_may_lie_in_memory_of_somebody_else():
+    buffer = torch.empty(1024, dtype=torch.uint8)
+    workspace = Workspace.over(buffer)
+    with workspace.active():
+        assert scratch((4,), torch.float32, CPU).data_ptr() == buffer.data_ptr()
+        assert scratch((1024,), torch.uint8, CPU).data_ptr() != buffer.data_ptr()
+    assert workspace.overflows == 1
+
+
 def test_parts_are_apart_and_free_after_the_call():
     workspace = Workspace(CPU, 4096)
     with workspace.active():

@@ -58,6 +58,13 @@ class Workspace:
         self._lanes = [_Lane(self._allocate(size)) for size in sizes]
         self._outgrown: list[Tensor] = []
 
+    @classmethod
+    def over(cls, buffer: Tensor) -> Workspace:
+        """Of memory that somebody else reserved (uint8), for operations on the main stream."""
+        made = cls(buffer.device)
+        made._lanes[0].buffer = buffer
+        return made
+
     @property
     def num_bytes(self) -> int:
         """Bytes that are reserved."""
