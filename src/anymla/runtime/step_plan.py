@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.step import Step
+from anymla.ops.prefill_attention.config import ENTRIES_PER_QUERY, decoding_pays
 from anymla.runtime.cache_groups import ceil_div
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
@@ -25,9 +26,6 @@ HOST_TOKENS = 16
 # On devices widths of lists and scores, which follow from the longest request, come in few sizes
 # and as multiples of 16, so that kernels meet no new ones. 512 entries of 4 tokens, 16 of 128.
 _DEVICE_CONTEXT_STEP = 2048
-# Decoding a row into a workspace moves 1.6 KB; so many rows a query take as long as attention by
-# slots takes longer.
-_ROWS_PER_TOKEN = 128
 
 
 class StepPlanner:
@@ -98,7 +96,7 @@ class StepPlanner:
         if not self.chunks or tokens < 2:
             return []
         ratios = {group.ratio for group in self.store.groups if group.kind == "compressed"}
-        caps = {min(max_seq_len, ratio * _ROWS_PER_TOKEN * tokens) for ratio in ratios}
+        caps = {min(max_seq_len, ratio * ENTRIES_PER_QUERY * tokens) for ratio in ratios}
         return sorted({max(tokens, cap) for cap in {max_seq_len, *caps}}, reverse=True)
 
     def with_chunks(self, step: Step, stops: Sequence[int]) -> Step:
@@ -116,10 +114,11 @@ class StepPlanner:
             prefill_rows, step, stops, step.groups[window.name], window=window.retention
         )
         chunks = {window.name: sees()}
-        most = _ROWS_PER_TOKEN * sum(step.query_lens[step.num_decodes :])
+        tokens = sum(step.query_lens[step.num_decodes :])
         for group in self.store.groups:
             if group.kind != "compressed" or group.name not in step.groups:
                 continue
-            if sum(stop // group.ratio for stop in stops[step.num_decodes :]) <= most:
+            entries = sum(stop // group.ratio for stop in stops[step.num_decodes :])
+            if decoding_pays(tokens, entries):
                 chunks[group.name] = sees(compressed=step.groups[group.name], ratio=group.ratio)
         return dataclasses.replace(step, chunks=chunks)

@@ -18,6 +18,11 @@ ROPE_DIM = 64  # channels that the quantising epilogue rotates
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 _OPERANDS = (torch.float16, torch.bfloat16)
+# Decoding an entry into a workspace moves 1.6 KB; so many entries a query take as long as attention
+# by slots takes longer. 64 heads, 512 selected of 8,192 entries: 64 queries take 26 us by slots, 28
+# decoded; 512 take 117, 86; of 32,768 entries 128 queries take 35, 48; 512 take 124, 107 ("Decoded,
+# or by slots" in docs/performance/prefill.md).
+ENTRIES_PER_QUERY = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,16 @@ def choose_config(
         tma_store=not quantized and heads % HEADS == 0 and out_dtype in (None, dtype),
         lazy_rescale=dtype == torch.float16,
     )
+
+
+def decoding_pays(tokens: int, entries: int) -> bool:
+    """Whether queries attend sooner to rows that are decoded for them than to rows in their pages.
+
+    Args:
+        tokens: queries.
+        entries: compressed entries that they can see between them.
+    """
+    return entries <= ENTRIES_PER_QUERY * tokens
 
 
 @cache
