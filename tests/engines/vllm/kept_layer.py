@@ -64,6 +64,13 @@ def cache_of(size: Sequence[int], stride: Sequence[int], dtype: str, device: Any
     return memory.view(kind).as_strided(tuple(size), tuple(stride))
 
 
+def one_chunk(window: Any, ratio: int) -> list[tuple[int, int, int, int]]:
+    """All prefills of a step's metadata in one chunk, as vLLM plans it."""
+    lengths = window.prefill_seq_lens_cpu
+    entries = int(lengths.max()) // ratio if ratio > 1 else 0
+    return [(0, window.num_prefills, entries, entries + int(lengths.max()))]
+
+
 class Layer:
     """One layer of the plugin's, with caches of its own."""
 
@@ -102,6 +109,7 @@ class Layer:
             kv_cache=main,
             indexer=self.indexer,
             topk_indices_buffer=self.buffer,
+            PREFILL_CHUNK_SIZE=4,
         )
 
     def _compressor(self, held: dict[str, Any]) -> Any:
@@ -131,9 +139,16 @@ class Layer:
         """One step in the order of vLLM's layer; the results of its parts by name."""
         fields = step["metadata"]["fields"]
         metadata = {name: types.SimpleNamespace(**each) for name, each in fields.items()}
+        for each in metadata.values():
+            if "req_id_per_token" in vars(each):
+                every = slice(0, each.num_actual_tokens)
+                each.selections = [(every, each.max_seq_len // max(self.ratio, 1))]
         held = WindowBuilder.build_tile_scheduler(None, 0)
         window = metadata[self.attention.swa_cache_layer.prefix]
         vars(window).update((f"tile_sched_{name}", plan) for name, plan in held.items())
+        window.get_prefill_chunk_plan = lambda compress_ratio, prefill_chunk_size: one_chunk(
+            window, compress_ratio
+        )
         stand_ins.context.attn_metadata = metadata
         query, attention = step["query"], self.attention
         positions, found = query["positions"], {}

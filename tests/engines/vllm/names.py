@@ -20,7 +20,8 @@ from vllm.plugins import load_general_plugins
 from anymla.engines.vllm import pinned, plugin, report
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
-OWN_HELPERS = {"_entries", "_keep_wo_a", "backend", "layout"}
+OWN_HELPERS = {"_entries", "_keep_wo_a", "backend", "layout", "scratch_bytes", "_select"}
+OWN_HELPERS |= {"_attend", "_attend_by_slots", "_attend_decoded"}
 FROM_033_ON = {"_get_cache_cls", "_get_attn_cls", "_compress_norm_rope_store"}
 
 
@@ -54,6 +55,8 @@ def wanted_in_source() -> list[tuple[str, str]]:
     backbone, draft = pinned.CUDA_MODELS
     wanted += [(backbone, name) for name in FUNCTIONS]
     wanted += [(draft, name) for name in ("mhc_post_tilelang", "hc_head_fused_kernel_tilelang")]
+    memory = ("current_workspace_manager", "is_workspace_manager_initialized")
+    wanted += [("vllm.v1.worker.workspace", name) for name in memory]
     return wanted
 
 

@@ -143,7 +143,7 @@ def window_row_written(step: Step) -> list[str]:
 def entries_listed(step: Step, ratio: int) -> list[str]:
     """Slots of compressed entries that attention is given."""
     described = metadata_of(step)
-    found = a_layer(step, ratio)._entries(described, step.seen)
+    found = a_layer(step, ratio)._entries(described, slice(0, step.seen))
     table, page, lines = step.table(BLOCK), BLOCK // ratio, []
     for token in range(step.seen):
         entries = range(visible_to(token, ratio))
@@ -268,6 +268,7 @@ def a_layer(step: Step, ratio: int) -> Any:
         compress_ratio=ratio,
         eps=1e-6,
         scale=512**-0.5,
+        PREFILL_CHUNK_SIZE=4,
         attn_sink=torch.zeros(HEADS, device=step.device),
         rotary_emb=step.rotary,
         swa_cache_layer=types.SimpleNamespace(prefix="window", kv_cache=window),
@@ -291,6 +292,7 @@ def metadata_of(step: Step) -> dict[str, Any]:
     """A step's metadata as the builders make them; window rows as vLLM's own does."""
     builder = types.SimpleNamespace(
         compress_ratio=128,
+        reorder_batch_threshold=1,
         kv_cache_spec=types.SimpleNamespace(block_size=BLOCK),
         c128a_global_decode_buffer=torch.full(
             (TOKENS, 8), 7, dtype=torch.int32, device=step.device
@@ -329,6 +331,7 @@ def described_index(step: Step, max_seq_len: int) -> Any:
     builder = bare(
         metadata.IndexBuilder,
         compress_ratio=4,
+        reorder_batch_threshold=1,
         visible_buffer=torch.full((TOKENS,), 7, dtype=torch.int32, device=step.device),
     )
     theirs = types.SimpleNamespace(

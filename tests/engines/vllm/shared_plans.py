@@ -65,6 +65,7 @@ class Steps:
             prefix=f"main{ratio}",
             compress_ratio=ratio,
             scale=512**-0.5,
+            PREFILL_CHUNK_SIZE=4,
             attn_sink=torch.zeros(heads, device=self.device),
             swa_cache_layer=types.SimpleNamespace(prefix="window", kv_cache=self.caches[0]),
             kv_cache=self.caches[1],

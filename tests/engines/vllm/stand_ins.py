@@ -13,6 +13,8 @@ from torch import nn
 
 # What ``get_forward_context`` returns: the metadata of the step that runs.
 context = types.SimpleNamespace(attn_metadata=None)
+# vLLM's manager of scratch memory, if there is to be one.
+workspace = types.SimpleNamespace(manager=None)
 
 
 class _StandIn(types.ModuleType):
@@ -26,6 +28,11 @@ class _StandIn(types.ModuleType):
         made = type(name, (nn.Module,), {"__module__": self.__name__})
         setattr(self, name, made)
         return made
+
+
+def _all_decode(cm: Any, decode_threshold: int) -> tuple[int, int, int, int]:
+    """Requests and tokens of a step: decodes, prefills; their tokens likewise."""
+    return len(cm.block_table_tensor), 0, cm.num_actual_tokens, 0
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -44,6 +51,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.get_forward_context = lambda: context
         if module.__name__ == "vllm.config":
             module.get_current_vllm_config = lambda: None
+        if module.__name__ == "vllm.v1.attention.backends.utils":
+            module.split_decodes_and_prefills = _all_decode
+        if module.__name__ == "vllm.v1.worker.workspace":
+            module.current_workspace_manager = lambda: workspace.manager
+            module.is_workspace_manager_initialized = lambda: workspace.manager is not None
         if module.__name__ == "vllm.platforms":
             module.current_platform = types.SimpleNamespace(
                 is_cuda=lambda: True,

@@ -12,12 +12,16 @@ from vllm.forward_context import get_forward_context
 from anymla.engines.vllm import report
 from anymla.engines.vllm.metadata import SPARSE_BACKEND, WINDOW_BACKEND
 from anymla.engines.vllm.pinned import PLATFORMS
+from anymla.engines.vllm.prefill import Chunk, scratch_memory, workspace_rows
 from anymla.formats.fp8_block import dequantize_fp8_weight
 from anymla.layers.rows import Rows
+from anymla.ops.kv_cache import dequantize_and_gather_k_cache
 from anymla.ops.linear import grouped_output_projection
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
+from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.streams import scratch, scratch_scope
 
 _MODULE, _, _CLASS = PLATFORMS[report.this_machine().platform].base.partition(":")
 _Base: Any = getattr(importlib.import_module(_MODULE), _CLASS)
@@ -28,15 +32,20 @@ class AnymlaAttention(_Base):
 
     Attributes:
         backend: of anymla's operations; None lets each choose by device.
+        scratch_bytes: of vLLM's workspace that attention may need.
     """
 
     backend: str | None = None
+    scratch_bytes = 0
     backend_cls = SPARSE_BACKEND
     swa_backend_cls = WINDOW_BACKEND
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.wo_a.quant_method.process_weights_after_loading = self._keep_wo_a
+        sizes = self.max_model_len, self.max_num_batched_tokens, self.window_size
+        rows = workspace_rows(*sizes, self.compress_ratio, self.PREFILL_CHUNK_SIZE)
+        self.scratch_bytes = rows * self.head_dim * torch.bfloat16.itemsize
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -78,48 +87,109 @@ class AnymlaAttention(_Base):
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         attn_metadata = get_forward_context().attn_metadata
-        if not isinstance(attn_metadata, dict):
-            output.zero_()
-            return
-        window = attn_metadata[self.swa_cache_layer.prefix]
-        decodes = window.num_decode_tokens
-        tokens = decodes + window.num_prefill_tokens
-        entries = self._entries(attn_metadata, tokens)
-        decoding = Rows(window.decode_swa_indices, window.decode_swa_lens)
-        prefilled = Rows(window.prefill_swa_indices, window.prefill_swa_lens)
-        for span, rows in ((slice(0, decodes), decoding), (slice(decodes, tokens), prefilled)):
-            if span.start < span.stop:
-                listed = entries and Rows(entries.indices[span], entries.lengths[span])
-                kind = self.compress_ratio, span.start
-                sparse_attention(
-                    q[span],
-                    self.swa_cache_layer.kv_cache,
-                    rows.indices,
-                    rows.lengths,
-                    sink=self.attn_sink,
-                    scale=self.scale,
-                    extra_cache=listed and self.kv_cache,
-                    extra_indices=listed and listed.indices,
-                    extra_lengths=listed and listed.lengths,
-                    plan=window.tile_sched_swaonly.of(kind, q.shape[1], rows, listed),
-                    out=output[span],
-                    backend=self.backend,
-                )
-        output[tokens:].zero_()
+        with scratch_memory(self.scratch_bytes):
+            if isinstance(attn_metadata, dict):
+                self._attend(q, positions, attn_metadata, output)
+            else:
+                output.zero_()  # memory profiling
 
-    def _entries(self, attn_metadata: Any, tokens: int) -> Rows | None:
-        """Each token's entries in the compressed cache."""
+    def _attend(
+        self, q: Tensor, positions: Tensor, attn_metadata: dict[str, Any], output: Tensor
+    ) -> None:
+        window = attn_metadata[self.swa_cache_layer.prefix]
+        before = window.num_decode_tokens
+        end = before + window.num_prefill_tokens
+        decoding = Rows(window.decode_swa_indices, window.decode_swa_lens)
+        self._attend_by_slots(q, attn_metadata, slice(0, before), decoding, output)
+        chunks = window.tile_sched_swaonly.chunks(
+            window, positions, self.compress_ratio, self.PREFILL_CHUNK_SIZE
+        )
+        for chunk in chunks:
+            self._attend_decoded(q, attn_metadata, chunk, output)
+        if chunks:
+            end = chunks[-1].tokens.stop
+        else:
+            prefilled = Rows(window.prefill_swa_indices, window.prefill_swa_lens)
+            self._attend_by_slots(q, attn_metadata, slice(before, end), prefilled, output)
+        output[end:].zero_()
+
+    def _attend_decoded(
+        self, q: Tensor, attn_metadata: dict[str, Any], chunk: Chunk, output: Tensor
+    ) -> None:
+        """Attend to the rows that a chunk of prefills can see, decoded side by side."""
+        tokens, selected = chunk.tokens, None
+        with scratch_scope():
+            rows = scratch((*chunk.shape, self.head_dim), q.dtype, q.device)
+            windows = rows[:, chunk.entries :]
+            entries = rows[:, : chunk.entries]
+            parts: list[tuple[Any, ...]] = [
+                (self.swa_cache_layer, windows, chunk.seq_lens, chunk.gather_lens),
+                (self, entries, chunk.entry_lens, None),
+            ]
+            for layer, decoded, lengths, last in parts[: 2 if chunk.entries else 1]:
+                table = attn_metadata[layer.prefix].block_table[chunk.requests]
+                dequantize_and_gather_k_cache(
+                    decoded, layer.kv_cache, lengths, last, table, backend=self.backend
+                )
+            if self.indexer is not None and chunk.entries > self.topk_indices_buffer.shape[1]:
+                selected = self.topk_indices_buffer[tokens]
+            prefill_attention(
+                q[tokens],
+                rows.flatten(0, 1),
+                chunk.runs,
+                selected,
+                window=chunk.window,
+                entries=chunk.entries,
+                sink=self.attn_sink,
+                scale=self.scale,
+                out=output[tokens],
+                backend=self.backend,
+            )
+
+    def _attend_by_slots(
+        self,
+        q: Tensor,
+        attn_metadata: dict[str, Any],
+        tokens: slice,
+        rows: Rows,
+        output: Tensor,
+    ) -> None:
+        """Attend to rows where they lie; ``rows`` of the window of each of the tokens."""
+        if tokens.start == tokens.stop:
+            return
+        plans = attn_metadata[self.swa_cache_layer.prefix].tile_sched_swaonly
+        entries = self._entries(attn_metadata, tokens)
+        sparse_attention(
+            q[tokens],
+            self.swa_cache_layer.kv_cache,
+            rows.indices,
+            rows.lengths,
+            sink=self.attn_sink,
+            scale=self.scale,
+            extra_cache=entries and self.kv_cache,
+            extra_indices=entries and entries.indices,
+            extra_lengths=entries and entries.lengths,
+            plan=plans.of((self.compress_ratio, tokens.start), q.shape[1], rows, entries),
+            out=output[tokens],
+            backend=self.backend,
+        )
+
+    def _entries(self, attn_metadata: Any, tokens: slice) -> Rows | None:
+        """The entries of tokens in the compressed cache."""
         if self.compress_ratio <= 1:
             return None
         metadata = attn_metadata[self.prefix]
         if self.indexer is None:
-            return Rows(metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens)
+            return Rows(
+                metadata.c128a_global_decode_topk_indices[tokens],
+                metadata.c128a_decode_topk_lens[tokens],
+            )
         slots, lengths = compute_global_topk_indices_and_lens(
-            self.topk_indices_buffer[:tokens],
-            metadata.req_id_per_token,
+            self.topk_indices_buffer[tokens],
+            metadata.req_id_per_token[tokens],
             metadata.block_table,
             metadata.block_size // self.compress_ratio,
-            attn_metadata[self.swa_cache_layer.prefix].is_valid_token,
+            attn_metadata[self.swa_cache_layer.prefix].is_valid_token[tokens],
             backend=self.backend,
         )
         return Rows(slots, lengths)

@@ -12,9 +12,11 @@ from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
 
 from anymla.engines.vllm.metadata import INDEXER_BACKEND
+from anymla.engines.vllm.prefill import scratch_memory
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
 from anymla.layers.selection import all_entries
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
+from anymla.ops.indexer.interface import SCRATCH_BYTES
 
 
 class AnymlaIndexerCache(DeepseekV4IndexerCache):
@@ -96,26 +98,29 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
         self, hidden_states: Tensor, q_quant: Any, k: Tensor | None, weights: Tensor
     ) -> Tensor:
         attn_metadata = get_forward_context().attn_metadata
-        if not isinstance(attn_metadata, dict):
-            return self.topk_indices_buffer
-        step = attn_metadata[self.k_cache.prefix]
-        tokens = len(step.visible)
-        q, q_scales = q_quant if isinstance(q_quant, tuple) else (q_quant, None)
-        select_topk(
-            q[:tokens],
-            self.k_cache.kv_cache,
-            weights[:tokens],
-            step.visible,
-            step.block_table,
-            self.topk_indices_buffer.shape[1],
-            max_context=step.max_seq_len // self.compress_ratio,
-            token_to_req=step.req_id_per_token[:tokens],
-            layout=self.layout,
-            q_scales=None if q_scales is None else q_scales[:tokens],
-            out=self.topk_indices_buffer[:tokens],
-            backend=self.backend,
-        )
+        with scratch_memory(SCRATCH_BYTES):
+            if isinstance(attn_metadata, dict):
+                self._select(q_quant, weights, attn_metadata[self.k_cache.prefix])
         return self.topk_indices_buffer
+
+    def _select(self, q_quant: Any, weights: Tensor, step: Any) -> None:
+        """Write the entries that each token of a step keeps."""
+        q, q_scales = q_quant if isinstance(q_quant, tuple) else (q_quant, None)
+        for tokens, longest in step.selections:
+            select_topk(
+                q[tokens],
+                self.k_cache.kv_cache,
+                weights[tokens],
+                step.visible[tokens],
+                step.block_table,
+                self.topk_indices_buffer.shape[1],
+                max_context=longest,
+                token_to_req=step.req_id_per_token[tokens],
+                layout=self.layout,
+                q_scales=None if q_scales is None else q_scales[tokens],
+                out=self.topk_indices_buffer[tokens],
+                backend=self.backend,
+            )
 
 
 def _is_captured(tensor: Tensor) -> bool:

@@ -1,0 +1,173 @@
+"""Prefill requests attend to a workspace in which the rows that they can see lie decoded.
+
+vLLM says which prefills of a step share a workspace, so that none is larger than what its memory
+profile has seen (``get_prefill_chunk_plan``). Each request has as many rows as the longest of the
+chunk: those of its compressed entries, then the window's rows of all its tokens of the step.
+
+    request 0 | entries .. | window .. | request 1 | entries .. | window .. |
+              |<---- N --->|           |
+              |<--------- M ---------->|
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
+
+from anymla.layers.plans import Plans
+from anymla.ops.prefill_attention.config import decoding_pays, runs_on
+from anymla.ops.streams import Workspace
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Consecutive prefill requests of a step that share a workspace.
+
+    Attributes:
+        requests: of the step.
+        tokens: of the step.
+        entries: rows of a request before those of its window, N.
+        rows: of a request, M.
+        seq_lens: int32 [R], lengths of the requests including the step's tokens.
+        entry_lens: int32 [R], their compressed entries, if the layer has such.
+        gather_lens: int32 [R], their rows of the window.
+        window: the most rows of a token's window.
+        runs: int32 [T, 4], as ``prefill_attention`` takes them.
+    """
+
+    requests: slice
+    tokens: slice
+    entries: int
+    rows: int
+    seq_lens: Tensor
+    entry_lens: Tensor
+    gather_lens: Tensor
+    window: int
+    runs: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Requests and rows of each."""
+        return self.requests.stop - self.requests.start, self.rows
+
+
+class StepPlans(Plans):
+    """What the layers of a step share: plans of attention by slots, and chunks of its prefills."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        super().__init__()
+        self._chunks: dict[Any, list[Chunk]] = {}
+
+    def chunks(
+        self, window: Any, positions: Tensor, ratio: int, requests_a_chunk: int
+    ) -> list[Chunk]:
+        """Chunks of a layer; none where the step's prefills had better attend by slots.
+
+        Args:
+            window: vLLM's metadata of the window cache.
+            positions: int64 [T] of the step's tokens.
+            ratio: tokens of a compressed entry; 1 for layers without entries.
+            requests_a_chunk: of the longest requests, for which there is memory.
+        """
+        if ratio not in self._chunks:
+            self._chunks[ratio] = _chunks(window, positions, ratio, requests_a_chunk)
+        return self._chunks[ratio]
+
+
+def has_workspaces(device: torch.device) -> bool:
+    """Whether there is a kernel of prefill attention that gains by them."""
+    return bool(runs_on(device))
+
+
+def decodes_rows(tokens: int, seq_lens: Sequence[int], ratio: int) -> bool:
+    """Whether a step's prefills attend to a workspace, where there are such.
+
+    Args:
+        tokens: of the prefills.
+        seq_lens: their lengths including these.
+        ratio: tokens of a compressed entry; 1 for layers without entries.
+    """
+    entries = sum(length // ratio for length in seq_lens) if ratio > 1 else 0
+    return decoding_pays(tokens, entries)
+
+
+@contextlib.contextmanager
+def scratch_memory(num_bytes: int) -> Iterator[None]:
+    """Operations inside take scratch memory from vLLM's workspace, which its memory profile counts.
+
+    The same number is to be asked for in the profile run, because the workspace is locked after it.
+    A graph that is being captured has memory of its own, which stays where the graph knows it.
+    """
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if not num_bytes or captured or not is_workspace_manager_initialized():
+        yield
+        return
+    (buffer,) = current_workspace_manager().get_simultaneous(((num_bytes,), torch.uint8))
+    with Workspace.over(buffer).active():
+        yield
+
+
+def workspace_rows(
+    max_model_len: int, max_tokens: int, window: int, ratio: int, requests_a_chunk: int
+) -> int:
+    """Rows of the largest workspace that vLLM plans for."""
+    entries = -(-max_model_len // ratio) if ratio > 1 else 0
+    return requests_a_chunk * (entries + window + max_tokens)
+
+
+def _chunks(window: Any, positions: Tensor, ratio: int, requests_a_chunk: int) -> list[Chunk]:
+    if not window.num_prefill_tokens or not has_workspaces(window.is_valid_token.device):
+        return []
+    before, count = window.num_decodes, window.num_prefills
+    starts = window.query_start_loc_cpu[before : before + count + 1].tolist()
+    lengths = window.prefill_seq_lens_cpu[:count].tolist()
+    if not decodes_rows(window.num_prefill_tokens, lengths, ratio):
+        return []
+    plan = window.get_prefill_chunk_plan(compress_ratio=ratio, prefill_chunk_size=requests_a_chunk)
+    made = []
+    for first, end, entries, rows in plan:
+        tokens = slice(starts[first], starts[end])
+        if tokens.start == tokens.stop:
+            continue  # a padded batch has requests without tokens
+        seq_lens = window.prefill_seq_lens[first:end]
+        chunk = Chunk(
+            requests=slice(before + first, before + end),
+            tokens=tokens,
+            entries=entries,
+            rows=rows,
+            seq_lens=seq_lens,
+            entry_lens=seq_lens // ratio,
+            gather_lens=window.prefill_gather_lens[first:end],
+            window=window.prefill_window_size,
+            runs=_runs(window, positions, tokens, before + first, ratio, (entries, rows)),
+        )
+        made.append(chunk)
+    return made
+
+
+def _runs(
+    window: Any,
+    positions: Tensor,
+    tokens: slice,
+    first: int,
+    ratio: int,
+    sizes: tuple[int, int],
+) -> Tensor:
+    """Rows of a workspace that tokens see: the window, and entries; ``first`` is its request."""
+    entries, rows = sizes
+    request = window.token_to_req_indices[tokens].long()
+    base = (request - first) * rows
+    # The first token of a request that the workspace holds.
+    gathered = window.prefill_gather_lens
+    held = (window.prefill_seq_lens[: len(gathered)] - gathered)[request - window.num_decodes]
+    end = positions[tokens] + 1
+    lowest = (end - window.prefill_window_size).maximum(held)
+    runs = torch.stack((base + entries + lowest - held, end - lowest, base, end // ratio), 1)
+    return torch.where(window.is_valid_token[tokens, None], runs, 0).int()
