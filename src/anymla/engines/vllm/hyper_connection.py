@@ -11,7 +11,10 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.layers.mhc import HCHeadOp, MHCFusedPostPreOp, MHCPostOp, MHCPreOp
 
-from anymla.ops.hyper_connection import hc_head, hc_post, hc_pre
+from anymla.engines.vllm import codes
+from anymla.formats.quantized_rows import QuantizedRows
+from anymla.layers.codes import as_kwargs
+from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
 
 
 def pre(
@@ -29,11 +32,11 @@ def pre(
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gates, and the streams collapsed to a sublayer's input, normed if there is a weight."""
-    assert hc_pre_eps == hc_sinkhorn_eps
-    assert hc_post_mult_value == 2.0
-    assert norm_weight is None or norm_eps == rms_eps
+    _check_numbers(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, norm_weight, norm_eps)
+    flat = residual.flatten(0, -3)
+    rows = codes.allocate(fn, flat)
     y, gate, comb = hc_pre(
-        residual.flatten(0, -3),
+        flat,
         fn,
         hc_base,
         hc_scale,
@@ -41,9 +44,19 @@ def pre(
         hc_eps=hc_pre_eps,
         iters=sinkhorn_repeat,
         norm_weight=norm_weight,
+        backend=None,
+        **as_kwargs(rows),
     )
+    return _like_vllm(residual, y, gate, comb, rows)
+
+
+def _like_vllm(
+    residual: Tensor, y: Tensor, gate: Tensor, comb: Tensor, rows: QuantizedRows | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates and a sublayer's input in vLLM's shapes and order; the input's quantised rows."""
     outer = residual.shape[:-2]
-    return gate.view(*outer, -1, 1), comb.view(*outer, *comb.shape[1:]), y.view(*outer, -1)
+    x = codes.attach(y.view(*outer, -1), rows)
+    return gate.view(*outer, -1, 1), comb.view(*outer, *comb.shape[1:]), x
 
 
 def pre_broadcast(
@@ -64,11 +77,62 @@ def post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tens
 
 
 def post_pre(
-    x: Tensor, residual: Tensor, *args: Any, tile_n: int = 1, **kwargs: Any
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    n_splits: int = 1,
+    tile_n: int = 1,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
 ) -> tuple[Tensor, ...]:
-    """``post`` of one sublayer (its gates come first), then ``pre`` of the next."""
-    residual = post(x, residual, *args[:2])
-    return (residual, *pre(residual, *args[2:], **kwargs))
+    """``post`` of one sublayer, then ``pre`` of the next: one operation where that has a norm."""
+    _check_numbers(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, norm_weight, norm_eps)
+    if norm_weight is None:
+        numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+        residual = post(x, residual, post_layer_mix, comb_res_mix)
+        return (residual, *pre(residual, fn, hc_scale, hc_base, *numbers))
+    streams, width = residual.shape[-2:]
+    flat = x.reshape(-1, width)
+    rows = codes.allocate(fn, flat)
+    h, y, gate, comb = hc_post_pre_norm(
+        flat,
+        residual.reshape(-1, streams, width),
+        post_layer_mix.reshape(-1, streams),
+        comb_res_mix.reshape(-1, streams, streams),
+        fn,
+        hc_base,
+        hc_scale,
+        norm_weight,
+        norm_eps=rms_eps,
+        hc_eps=hc_pre_eps,
+        iters=sinkhorn_repeat,
+        backend=None,
+        **as_kwargs(rows),
+    )
+    return (h.view(residual.shape), *_like_vllm(residual, y, gate, comb, rows))
+
+
+def _check_numbers(
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> None:
+    """The operations know one epsilon of each kind, and the factor 2."""
+    assert hc_pre_eps == hc_sinkhorn_eps
+    assert hc_post_mult_value == 2.0
+    assert norm_weight is None or norm_eps == rms_eps
 
 
 def head(

@@ -23,6 +23,7 @@ _LOG = init_logger("vllm.plugins.anymla")  # only loggers below vllm have a hand
 _MACHINE = report.this_machine()
 _PLAN = report.plan(_MACHINE, report.mode())
 _REPLACED = frozenset(part.name for part in _PLAN if part.replaced)
+_LATER = {report.LINEARS: "linears", report.EXPERTS: "experts"}  # of models that are built
 
 if report.MHC in _REPLACED:
     for _name, _layer in hyper_connection.LAYERS.items():
@@ -76,6 +77,8 @@ class _WithAnymlaLayers(nn.Module):
             _LOG.info_once(line, scope="global")
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for name in (module for part, module in _LATER.items() if part in _REPLACED):
+            importlib.import_module(f"anymla.engines.vllm.{name}").install(self)
 
 
 class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):

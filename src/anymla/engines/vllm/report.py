@@ -11,8 +11,8 @@ from anymla.engines.vllm.seams import missing_seams, source_of_vllm
 
 VARIABLE = "ANYMLA_VLLM"
 MODES = ("auto", "force", "off")
-ATTENTION, INDEXER, COMPRESSOR, MHC = PARTS = ("attention", "indexer", "compressor", "mhc")
-NOT_BUILT = ("experts", "linears")
+PARTS = ("attention", "indexer", "compressor", "mhc", "experts", "linears")
+ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS, LINEARS = PARTS
 AUDIT = "audit"
 DRAFT_MODEL, METADATA_KERNELS = "draft model (MTP)", "metadata kernels"
 
@@ -89,9 +89,6 @@ def asked(chosen: str) -> frozenset[str]:
     if chosen in (*MODES, AUDIT):
         return frozenset()
     names, parts = [name.strip() for name in chosen.split(",")], ", ".join(PARTS)
-    for name in NOT_BUILT:
-        if name in names:
-            raise ValueError(f"{VARIABLE}: anymla has no {name} for vLLM; its parts are {parts}")
     if not set(names) <= set(PARTS):
         modes = ", ".join((*MODES, AUDIT))
         raise ValueError(f"{VARIABLE} must be one of {modes}, or parts of {parts}, got {chosen!r}")
@@ -141,9 +138,7 @@ def plan(machine: Machine, chosen: str) -> list[Part]:
             if name not in names:
                 why = f"with the {names[0]}: vLLM 0.33 has another format of index keys here"
                 parts[name] = Part(name, True, why)
-    rows = [*parts.values()]
-    rows += [Part(name, False, "anymla has none for vLLM") for name in NOT_BUILT]
-    return rows + _companions(machine, parts[ATTENTION])
+    return [*parts.values(), *_companions(machine, parts[ATTENTION])]
 
 
 def _decided(name: str, machine: Machine, chosen: str) -> Part:
@@ -152,6 +147,8 @@ def _decided(name: str, machine: Machine, chosen: str) -> Part:
         return Part(name, False, f"{VARIABLE}=off")
     if machine.platform not in PLATFORMS:
         return Part(name, False, f"the plugin has no adapter for {machine.name}")
+    if name in (EXPERTS, LINEARS) and machine.capability != (9, 0):
+        return Part(name, False, f"anymla's were not tried beside vLLM's on {machine.name}")
     if chosen == "force":
         return Part(name, True, f"{VARIABLE}=force")
     if name in asked(chosen):
@@ -167,6 +164,8 @@ def _decided(name: str, machine: Machine, chosen: str) -> Part:
 
 def _lacking(name: str, machine: Machine) -> str | None:
     """Why vLLM's own part does not run on the machine, or not right; None if it does."""
+    if name in (EXPERTS, LINEARS):
+        return None
     if machine.platform == "cpu":
         stops = name in (ATTENTION, INDEXER)
         return "vLLM's own stops without a Triton compiler for CPUs" if stops else None
