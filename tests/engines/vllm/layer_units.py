@@ -320,46 +320,72 @@ def shared_experts(device: torch.device) -> dict[str, float]:
 
 def output_projections(device: torch.device) -> dict[str, Any]:
     """Heads rotated back and projected by groups, beside the formula; and what is kept."""
+    called = []
+
+    def einsum(formula: str, heads: Any, weight: Any, out: Tensor, *, recipe: Any) -> None:
+        assert recipe == (1, 128, 128)
+        called.append(len(out))
+        (codes_, scales), (held, factors) = heads, weight
+        rows = codes_.double() * scales.double().repeat_interleave(128, -1)
+        matrix = held.double() * factors.double().repeat_interleave(128, -1).repeat_interleave(
+            128, 1
+        )
+        out.copy_(torch.einsum(formula, rows, matrix))
+
+    linears.fp8_einsum = einsum
+    linears.compute_fp8_einsum_recipe = lambda: ((1, 128, 128), False)
+    many = codes.FEW_TOKENS + 1
+    found: dict[str, Any] = {}
+    for name, stored, tokens, deep_gemm in (
+        ("ue8m0", "ue8m0", TOKENS, True),
+        ("fp32", "fp32", TOKENS, True),
+        ("bf16", "bf16", TOKENS, True),
+        ("many", "ue8m0", many, False),
+        ("many by DeepGEMM", "ue8m0", many, True),
+    ):
+        linears.is_deep_gemm_supported = lambda answer=deep_gemm: answer
+        found[name] = _projected(stored, tokens, device)
+    return found | {"by DeepGEMM": called}
+
+
+def _projected(stored: str, tokens: int, device: torch.device) -> dict[str, Any]:
     groups, rank, heads, width = 2, 128, 4, 512
-    positions = torch.arange(TOKENS, device=device)
-    angles = torch.rand(TOKENS, 32, device=device)
+    positions = torch.arange(tokens, device=device)
+    angles = torch.rand(tokens, 32, device=device)
     table = torch.cat((angles.cos(), angles.sin()), 1)
-    o = _bf16(TOKENS, heads, width, device=device)
+    o = _bf16(tokens, heads, width, device=device)
     back = torch.cat((table[:, :32], -table[:, 32:]), 1)
     unrotated = rope(o.double(), positions, back.double())
-    found: dict[str, Any] = {}
-    for name in ("ue8m0", "fp32", "bf16"):
-        stored = "fp32" if name == "bf16" else name
-        layer: Any = _Loaded(groups * rank, heads // groups * width, stored, device)
-        if name == "bf16":
-            layer.weight = nn.Parameter(layer.dense.bfloat16(), requires_grad=False)
-            layer.dense = layer.weight.double()
-        made = bare(
-            type("Attention", (linears.Fp8Attention, attention.AnymlaAttention), {}),
-            n_local_groups=groups,
-            o_lora_rank=rank,
-            rotary_emb=types.SimpleNamespace(cos_sin_cache=table),
-            wo_b=nn.Identity(),
+    scale_format = "fp32" if stored == "bf16" else stored
+    layer: Any = _Loaded(groups * rank, heads // groups * width, scale_format, device)
+    if stored == "bf16":
+        layer.weight = nn.Parameter(layer.dense.bfloat16(), requires_grad=False)
+        layer.dense = layer.weight.double()
+    made = bare(
+        type("Attention", (linears.Fp8Attention, attention.AnymlaAttention), {}),
+        n_local_groups=groups,
+        o_lora_rank=rank,
+        rotary_emb=types.SimpleNamespace(cos_sin_cache=table),
+        wo_b=nn.Identity(),
+    )
+    made.prepare_wo_a = made._keep_wo_a
+    made._hold_wo_a(layer)
+    quantised = made.wo_a_codes is not None
+    given = formulas.Estimate.exact(unrotated.flatten(1))
+    given = given.quantised() if quantised else given.rounded()
+    weights = layer.dense.view(groups, rank, -1)
+    parts = [
+        formulas.Estimate(value, variance).times(weight)
+        for value, variance, weight in zip(
+            given.value.chunk(groups, 1), given.variance.chunk(groups, 1), weights, strict=True
         )
-        made.prepare_wo_a = made._keep_wo_a
-        made._hold_wo_a(layer)
-        quantised = made.wo_a_codes is not None
-        given = formulas.Estimate.exact(unrotated.flatten(1))
-        given = given.quantised() if quantised else given.rounded()
-        weights = layer.dense.view(groups, rank, -1)
-        parts = [
-            formulas.Estimate(value, variance).times(weight)
-            for value, variance, weight in zip(
-                given.value.chunk(groups, 1), given.variance.chunk(groups, 1), weights, strict=True
-            )
-        ]
-        wanted = formulas.Estimate(
-            torch.cat([part.value for part in parts], 1),
-            torch.cat([part.variance for part in parts], 1),
-        )
-        found[name] = formulas.excess(made._o_proj(o, positions), wanted)
-        found[name] |= {"quantised": quantised, "bytes of a weight": _bytes_kept(made)}
-    return found
+    ]
+    wanted = formulas.Estimate(
+        torch.cat([part.value for part in parts], 1),
+        torch.cat([part.variance for part in parts], 1),
+    )
+    found = formulas.excess(made._o_proj(o, positions), wanted)
+    return found | {"quantised": quantised, "bytes of a weight": _bytes_kept(made)}
 
 
 def _bytes_kept(attention: Any) -> float:

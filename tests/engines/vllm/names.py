@@ -22,6 +22,8 @@ from anymla.engines.vllm import pinned, plugin, report
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 OWN_HELPERS = {"_entries", "_keep_wo_a", "backend", "layout", "scratch_bytes", "_select"}
 OWN_HELPERS |= {"_attend", "_attend_by_slots", "_attend_decoded"}
+OWN_HELPERS |= {"_hold_wo_a", "prepare_wo_a", "wo_a_codes", "site", "held"}
+OWN_HELPERS |= {"_keep_table", "_route", "run", "lists", "first", "side", "token_experts"}
 FROM_033_ON = {"_get_cache_cls", "_get_attn_cls", "_compress_norm_rope_store"}
 
 
@@ -64,7 +66,15 @@ def changed_overrides() -> list[str]:
     """Methods of anymla's classes that vLLM's do not have, or have with other parameters."""
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 
-    from anymla.engines.vllm import attention, compressor, hyper_connection, indexer, metadata
+    from anymla.engines.vllm import (
+        attention,
+        compressor,
+        experts,
+        hyper_connection,
+        indexer,
+        linears,
+        metadata,
+    )
 
     classes = [
         attention.AnymlaAttention,
@@ -74,6 +84,11 @@ def changed_overrides() -> list[str]:
         indexer.AnymlaSparseAttnIndexer,
         metadata.CompressedBuilder,
         metadata.WindowBuilder,
+        experts.AnymlaMoE,
+        experts.Mxfp4Experts,
+        linears.Fp8Attention,
+        linears.Fp8Linear,
+        linears.SharedExpert,
         *(metadata.SPARSE_BACKEND, metadata.INDEXER_BACKEND, metadata.WINDOW_BACKEND),
     ]
     cpu_only = {"_wrap_wo_a_process_weights_after_loading", "process_weights_after_loading"}
@@ -104,6 +119,7 @@ def changed_overrides() -> list[str]:
     for base, function in {
         "MHCPreOp": hyper_connection.pre,
         "MHCPostOp": hyper_connection.post,
+        "MHCFusedPostPreOp": hyper_connection.post_pre,
         "HCHeadOp": hyper_connection.head,
     }.items():
         theirs = hyper_connection.LAYERS[base].__mro__[1].forward_cuda

@@ -70,7 +70,7 @@ def test_a_product_is_that_of_the_quantised_rows(found: Any, name: str) -> None:
 
 
 def test_many_tokens_are_multiplied_by_vllm(found: Any) -> None:
-    assert found["products"]["by vLLM"] == [129]
+    assert found["products"]["by vLLM"] == [65]
 
 
 def test_a_weight_that_vllm_has_changed_stays_with_it(found: Any) -> None:
@@ -84,12 +84,16 @@ def test_the_shared_expert_is_vllms(found: Any) -> None:
 
 
 def test_wo_a_stays_in_fp8(found: Any) -> None:
-    for name in ("ue8m0", "fp32"):
+    for name in ("ue8m0", "fp32", "many", "many by DeepGEMM"):
         apart = found["projections"][name]
         assert apart["quantised"]
         assert apart["bytes of a weight"] == 1
         assert apart["mean"] == NEAR_ONE
         assert apart["largest"] < 6
+
+
+def test_deep_gemm_projects_many_tokens(found: Any) -> None:
+    assert found["projections"]["by DeepGEMM"] == [65]
 
 
 def test_wo_a_in_bf16_is_multiplied_as_it_is(found: Any) -> None:
