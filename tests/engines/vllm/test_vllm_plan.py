@@ -128,7 +128,7 @@ def test_the_log_has_a_line_for_each_part_with_its_reason() -> None:
     assert len(lines) == len(parts)
     attention = "anymla on sm_86: attention replaced"
     assert lines[0] == f"{attention} (vLLM's own needs FlashMLA, which does not run on sm_86)"
-    assert "anymla on sm_86: experts kept (anymla has none for vLLM)" in lines
+    assert "anymla on sm_86: experts kept (anymla's were not tried beside vLLM's on sm_86)" in lines
 
 
 @pytest.mark.parametrize("chosen", ["on", "attention,auto", "attention,", ""])
@@ -140,14 +140,13 @@ def test_the_choice_is_a_mode_or_parts(chosen: str, monkeypatch: pytest.MonkeyPa
         report.mode()
 
 
-@pytest.mark.parametrize("name", report.NOT_BUILT)
-def test_a_part_that_is_not_there_is_refused_with_those_that_are(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(report.VARIABLE, f"attention,{name}")
-    parts = "attention, indexer, compressor, mhc"
-    with pytest.raises(ValueError, match=f"no {name} for vLLM; its parts are {parts}$"):
-        report.mode()
+@pytest.mark.parametrize("name", [report.EXPERTS, report.LINEARS])
+def test_experts_and_linear_layers_are_replaced_where_they_were_measured(name: str) -> None:
+    assert replaced(cuda(9), name) == {name}
+    for machine in LACKING:
+        for chosen in ("auto", "force", name):
+            wanted = machine.capability == (9, 0) and chosen != "auto"
+            assert (name in replaced(machine, chosen)) == wanted
 
 
 def test_where_nothing_is_replaced_the_log_says_so_of_each_part(

@@ -231,6 +231,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
     ),
 }
 _KERNELS = "vllm.model_executor.kernels.mhc.tilelang"
+_QUANTISATION = "vllm.model_executor.layers.quantization"
 # What more a part relies on, on one platform.
 _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
     ("cpu", "attention"): (
@@ -271,6 +272,34 @@ _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
         _seam(f"{_KERNELS}:mhc_pre_broadcast_tilelang", f"{_STREAMS} fn_broadcast"),
         _seam(f"{_KERNELS}:mhc_post_tilelang", _GATES),
         _seam(f"{_KERNELS}:mhc_fused_post_pre_tilelang", _GATES),
+    ),
+    ("cuda", "experts"): (
+        _seam(
+            f"{CUDA_MODELS[0]}:DeepseekV4MoE",
+            attributes="gate experts shared_experts n_activated_experts routed_scaling_factor "
+            "scoring_func renormalize hidden_size swiglu_limit use_native_mega_moe",
+        ),
+        _seam(
+            f"{CUDA_MODELS[0]}:DeepseekV4MoE.forward",
+            "hidden_states input_ids mega_gate_metadata",
+        ),
+        _seam(f"{_QUANTISATION}.mxfp4:Mxfp4MoEMethod.process_weights_after_loading", "layer"),
+        _seam(f"{_QUANTISATION}.mxfp4:Mxfp4MoEMethod.apply", "layer x topk_weights topk_ids"),
+    ),
+    ("cuda", "linears"): (
+        _seam(
+            f"{CUDA_MODELS[0]}:DeepseekV4DecoderLayer",
+            attributes="attn ffn hc_attn_fn hc_ffn_fn",
+        ),
+        _seam(
+            f"{CUDA_MODELS[0]}:DeepseekV4MLP", attributes="gate_up_proj down_proj act_fn forward"
+        ),
+        _seam(f"{_QUANTISATION}.fp8:Fp8LinearMethod", attributes="weight_block_size"),
+        _seam(f"{_QUANTISATION}.fp8:Fp8LinearMethod.apply", "layer x bias"),
+        _seam(f"{_QUANTISATION}.fp8:Fp8LinearMethod.process_weights_after_loading", "layer"),
+        _seam(f"{_V4}.nvidia.ops.o_proj:compute_fp8_einsum_recipe"),
+        _seam("vllm.utils.deep_gemm:fp8_einsum"),
+        _seam("vllm.utils.deep_gemm:is_deep_gemm_supported"),
     ),
 }
 
