@@ -18,7 +18,8 @@ from anymla.layers.rope_table import RopeTable
 from anymla.layers.rows import Rows
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Step
-from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
+from anymla.ops.kv_cache import quantize_and_insert_k_cache
+from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert, rms_norm, rope
 
 # Up to here a product takes as long as it takes to read the weight, and a launch less is a gain.
 _FEW_TOKENS = 256
@@ -144,6 +145,25 @@ class AttentionLayer(nn.Module):
         out: Tensor = self.output(self.heads.attend(q, inputs), step.positions, cos_sin)
         return out
 
+    def write_rows(self, x: Tensor, step: Step, cache: LayerCache) -> None:
+        """Write window rows, without attending.
+
+        Args:
+            x: [T, hidden], what the rows are projected from.
+            step: the batch at their positions; padding writes nothing.
+            cache: of the layer.
+        """
+        kv = rms_norm(self.wq_a_wkv.second(x), self.kv_norm, self.eps, backend=self.backend)
+        cos_sin = self.rope.table_for(step.max_seq_len)
+        rows = rope(kv.unsqueeze(1), step.positions, cos_sin, backend=self.backend).squeeze(1)
+        quantize_and_insert_k_cache(
+            rows,
+            cache.window,
+            step.groups[WINDOW_GROUP].slot_mapping,
+            layout=cache.format.main,
+            backend=self.backend,
+        )
+
     def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
         """Write the step's compressed entries, of the input or of its projection."""
         spec = self.spec
@@ -226,14 +246,14 @@ class AttentionLayer(nn.Module):
             The indexer's choice, int32 [T, K] in entries of its request, or None; and its rows, or
             those of all entries, or None without entries.
         """
-        group = self.spec.compressed_group
-        if group is None:
+        listed = self.spec.listed
+        if listed is None:
             return None, None
         if self.indexer is None or self._attends_to_all(step):
-            return None, step.dense[group]
+            return None, step.dense[listed]
         assert cache.index is not None
         selected, rows = self.indexer.select_rows(
-            queries, step, cache.index, cache.format.index, step.groups[group]
+            queries, step, cache.index, cache.format.index, step.groups[listed]
         )
         if step.recorder is not None:
             step.recorder("topk", self.spec.index, selected)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 
 from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
@@ -34,13 +36,27 @@ class DecoderLayer(nn.Module):
         self.ffn_site = ffn_site
         self.ffn = ffn
 
-    def forward(self, streams: Streams, step: Step, cache: LayerCache) -> Streams:
+    def forward(
+        self,
+        streams: Streams,
+        step: Step,
+        cache: LayerCache,
+        entering: Callable[[Tensor], None] | None = None,
+    ) -> Streams:
         """Run both sub-layers.
 
         The output of the second one is left for the next site to return to the streams, which is
         one operation there; ``flush`` returns it after the last layer.
+
+        Args:
+            streams: behind the layer before.
+            step: the batch.
+            cache: this layer's caches; written.
+            entering: called with the streams [T, N, hidden] once that layer's output is returned.
         """
         at = self.attention_site.enter(streams, quantises=self.attention.reads_codes)
+        if entering is not None:
+            entering(at.h)
         streams = at.with_output(self.attention(at.x, step, cache, at.quantised))
         at = self.ffn_site.enter(streams, quantises=self.ffn.reads_codes)
         return at.with_output(self.ffn(at.x, step, at.quantised))

@@ -51,9 +51,9 @@ class AttentionInputs:
         selected: Tensor | None,
     ) -> AttentionInputs:
         """Of all tokens of a step; see the attributes."""
-        group = spec.compressed_group
-        chunk = step.chunks.get(group or WINDOW_GROUP)
-        return cls(cache, step.window, entries, step.plans, group, chunk, selected)
+        kind = spec.listed
+        chunk = step.chunks.get(kind or WINDOW_GROUP)
+        return cls(cache, step.window, entries, step.plans, kind, chunk, selected)
 
     @property
     def decodes(self) -> int:

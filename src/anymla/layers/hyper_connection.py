@@ -154,7 +154,11 @@ class HyperConnectionHead(_Collapse):
 
     def forward(self, h: Tensor) -> Tensor:
         """Map streams [n, N, hidden] to [n, hidden]."""
-        y = hc_head(
+        return self.normed(self.collapse(h))
+
+    def collapse(self, h: Tensor) -> Tensor:
+        """Map streams [n, N, hidden] to [n, hidden], not normed."""
+        y: Tensor = hc_head(
             h,
             self.fn,
             self.base,
@@ -163,5 +167,9 @@ class HyperConnectionHead(_Collapse):
             hc_eps=self.options.eps,
             backend=self.backend,
         )
+        return y
+
+    def normed(self, y: Tensor) -> Tensor:
+        """Normalise [..., hidden]."""
         out: Tensor = rms_norm(y, self.norm, self.options.norm_eps, backend=self.backend)
         return out

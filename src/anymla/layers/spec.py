@@ -7,6 +7,8 @@ import dataclasses
 WINDOW_GROUP = "window"
 INDEX_GROUP = "index"
 INDEX_STATE_GROUP = "state_index"
+# Not a cache group: rows of ``Step.dense`` that a block drafter's stage attends to.
+CONTEXT_ROWS = "context"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +16,8 @@ class LayerSpec:
     """One decoder layer's attention.
 
     Attributes:
-        index: position in the network; draft (MTP) layers follow the backbone.
-        role: "backbone" or "mtp".
+        index: position in the network; draft layers follow the backbone.
+        role: "backbone", "mtp" or "dspark".
         ratio: tokens a compressed entry stands for; 0 means window only.
         overlap: an entry also pools the window before its own (ratio 4).
         selects: a lightning indexer chooses among the entries; otherwise all are attended.
@@ -40,6 +42,11 @@ class LayerSpec:
     def compressed_group(self) -> str | None:
         """Cache group of the compressed entries."""
         return f"c{self.ratio}" if self.ratio else None
+
+    @property
+    def listed(self) -> str | None:
+        """Key of ``Step.dense`` for the rows beside the window's; None where there are none."""
+        return CONTEXT_ROWS if self.role == "dspark" else self.compressed_group
 
     @property
     def state_group(self) -> str | None:

@@ -31,7 +31,8 @@ class Step:
         groups: by cache group.
         window: rows of the sliding window.
         dense: by compressed group, the rows of all visible entries, wherever a layer attends to all
-            of them: without an indexer, or with one that selects as many.
+            of them: without an indexer, or with one that selects as many; in a drafter's block,
+            the rows of its context.
         index_lens: int32 [T], entries visible to each token's indexer, or None without indexers.
         padded: some tokens may be padding, as in a step of fixed size.
         chunks: by compressed group, or the window's for layers without one, what the prefill
