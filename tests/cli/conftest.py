@@ -35,3 +35,11 @@ def tiny_without_mtp(tmp_path_factory):
     directory = tmp_path_factory.mktemp("plain")
     write_tiny_checkpoint(directory, dataclasses.replace(SMALL, mtp=0))
     return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_dspark(tmp_path_factory):
+    """The same with a DSpark drafter."""
+    directory = tmp_path_factory.mktemp("dspark")
+    write_tiny_checkpoint(directory, dataclasses.replace(SMALL, drafter="dspark", markov_rank=16))
+    return directory

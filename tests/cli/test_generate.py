@@ -141,7 +141,10 @@ def _fails(result, pattern):
         (["--prompt-file", "/nonexistent/f"], "/nonexistent/f: No such file or directory"),
         (["--batch", "/nonexistent/f"], "/nonexistent/f: No such file or directory"),
         (["--prompt", "a", "--json", "/nonexistent/f"], "there is no directory /nonexistent"),
-        (["--prompt", "a", "--draft-tokens", 2], "--draft-tokens needs --speculate"),
+        (["--prompt", "a", "--draft-tokens", 2], "--draft-tokens needs --speculate or --drafts"),
+        (["--prompt", "a", "--draft-tokens", 2, "--drafts", "off"], "--draft-tokens needs"),
+        (["--prompt", "a", "--speculate", "--drafts", "off"], "contradict each other"),
+        (["--prompt", "a", "--drafts", "dspark"], "holds MTP layers, asked for: a DSpark drafter"),
         (["--prompt", "a", "--backend", "abacus"], "--backend abacus: there are .*torch"),
         (["--prompt", "a\udcff"], "the text is not UTF-8: surrogates not allowed at 1"),
     ],
@@ -161,7 +164,7 @@ def test_a_device_that_is_not_there(tiny, device):
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (["--speculate"], "speculation needs an MTP layer, and this checkpoint has none"),
+        (["--speculate"], "speculation needs a drafter, and this model has none"),
     ],
 )
 def test_what_shows_once_the_model_is_loaded(tiny_without_mtp, arguments, pattern):

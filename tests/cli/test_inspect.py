@@ -73,6 +73,37 @@ def test_cache_bytes_from_the_page_tables(tiny: Path, tmp_path: Path) -> None:
     assert list(cache["total_bytes"]) == ["1024", "8192", "65536"]
 
 
+def test_a_dspark_drafter_is_explained(tiny_dspark: Path, tmp_path: Path) -> None:
+    report = report_of(tmp_path / "out.json", "--checkpoint", tiny_dspark)
+    assert report["ok"] is True
+    assert report["mtp_layers"] == 0
+    assert report["dspark"] == {
+        "stages": 3,
+        "block_size": 5,
+        "noise_token_id": 257,
+        "target_layer_ids": [0, 1, 2],
+        "markov_rank": 16,
+        "confidence": True,
+    }
+    assert {group["name"]: group["layers"] for group in report["cache"]["groups"]}["window"] == 6
+    lines = inspect("--checkpoint", tiny_dspark).stdout
+    assert "ratios 0,4,128; DSpark drafter of 3 stages; experts 8\n" in lines
+    assert (
+        "drafts blocks of 5 tokens (noise token 257) from the streams behind layers 0, 1, 2; "
+        "Markov rank 16, a confidence head; " in lines
+    )
+
+
+def test_a_stage_that_is_not_there(tiny_dspark: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny_dspark / "model.safetensors")
+    drop = {name: None for name in tensors if name.startswith("mtp.2.")}
+    directory = copy(tiny_dspark, tmp_path / "two", **drop)
+    result = inspect("--checkpoint", directory)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.endswith("hold 2 draft stages, compress_ratios in config.json has 3")
+
+
 def test_plain_rows_take_more(tiny: Path, tmp_path: Path) -> None:
     totals = [
         report_of(tmp_path / "out.json", "--checkpoint", tiny, "--kv-cache", rows)["cache"][

@@ -6,7 +6,7 @@ from click.testing import CliRunner, Result
 
 from anymla.cli.main import main
 from anymla.model.checkpoint import Checkpoint
-from anymla.model.config import ModelConfig
+from anymla.model.config import DSparkConfig, ModelConfig
 from anymla.model.verify import verify
 
 SMALL = [
@@ -68,6 +68,21 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["anymla_tiny"]["seed"] == 7
 
 
+def test_a_dspark_drafter(tmp_path: Path) -> None:
+    options = ["--drafter=dspark", "--stages=2", "--block=4", "--markov-rank=12", "--vocab=300"]
+    assert make_tiny(tmp_path, *options, "--layers=4").exit_code == 0
+    checkpoint, config = Checkpoint.open(tmp_path), ModelConfig.from_dir(tmp_path)
+    assert verify(checkpoint, config).ok
+    assert config.dspark == DSparkConfig(
+        stages=2, block_size=4, noise_token_id=299, target_layer_ids=(1, 2, 3), markov_rank=12
+    )
+    assert "mtp.1.markov_head.markov_w1.weight" in checkpoint
+    assert checkpoint["mtp.0.main_proj.weight"].shape == (64, 3 * 64)
+    assert checkpoint["mtp.0.main_proj.weight"].dtype == "F8_E4M3"
+    # As published, where it is wrong.
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
 def test_layers_follow_the_pattern(tmp_path: Path) -> None:
     assert make_tiny(tmp_path, "--layers", 5).exit_code == 0
     assert ModelConfig.from_dir(tmp_path).backbone_ratios == (0, 4, 128, 4, 128)
@@ -93,7 +108,7 @@ def test_nvfp4_attention(tmp_path: Path) -> None:
         (["--rope-factor", "1e300"], "rope_factor must be in [1, 32768], got 1e+300"),
         (["--vocab", "1000000000"], "vocab must be at most 1048576, got 1000000000"),
         (["--layers", "1000000000"], "1000000000 is not in the range 1<=x<=512"),
-        (["--mtp", "1000000000"], "layers, with mtp, must be at most 512"),
+        (["--mtp", "1000000000"], "layers, with those that draft, must"),
         (["--experts", "100000000"], "experts of all layers must be at most 65536"),
         (["--hidden", "1000000000"], " weights, a tiny one at most 2147483648"),
         (["--ratios", "1000000000000"], "compress_ratios is 1000000000000, supported: integers <="),

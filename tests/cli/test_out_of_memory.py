@@ -31,7 +31,7 @@ def has(monkeypatch):
         ("--vocab", 10**9, "vocab must be at most 1048576, got 1000000000"),
         ("--heads", 10**9, "weights, a tiny one at most 2147483648"),
         ("--experts", 10**9, "experts of all layers must be at most 65536, got 5000000000"),
-        ("--mtp", 10**9, "layers, with mtp, must be at most 512, got 1000000004"),
+        ("--mtp", 10**9, "layers, with those that draft, must be at most 512, got 1000000004"),
         ("--layers", 10**9, "1000000000 is not in the range 1<=x<=512"),
         ("--shards", 10**9, "shards must be at most one for each tensor, got 1000000000"),
         ("--window", 10**9, "window must be at most the longest position, 1048576"),

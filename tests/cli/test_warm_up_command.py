@@ -19,4 +19,4 @@ def test_drafts_need_a_layer_that_drafts(tiny_without_mtp):
         main, ["warm-up", "--checkpoint", str(tiny_without_mtp), "--draft-tokens", "1"]
     )
     assert result.exit_code == 2
-    assert "speculation needs an MTP layer" in result.stderr
+    assert "speculation needs a drafter" in result.stderr

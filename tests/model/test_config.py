@@ -33,8 +33,8 @@ def test_official_flash_values() -> None:
     assert config.num_hash_layers == 3
 
 
-def test_without_mtp_keeps_the_backbone() -> None:
-    config = ModelConfig.from_dict(FLASH).without_mtp()
+def test_without_drafts_keeps_the_backbone() -> None:
+    config = ModelConfig.from_dict(FLASH).without_drafts()
     assert config.num_nextn_predict_layers == 0
     assert config.compress_ratios == config.backbone_ratios == (0, 0, *[4, 128] * 20, 4)
 
@@ -178,7 +178,7 @@ REFUSED = [
     (flash(compress_ratios=OVERLONG), r"compress_ratios is .*one entry for each of 43 layers"),
     (flash(compress_ratios="4"), r"compress_ratios is '4', supported: a list of integers"),
     (flash(compress_ratios=[0.5]), r"compress_ratios is \[0.5\], supported: a list of integers"),
-    (flash(compress_ratios=[4] * 44), r"compress_ratios is .*supported: 0 for MTP layers"),
+    (flash(compress_ratios=[4] * 44), r"compress_ratios is .*supported: 0 for draft layers"),
     (
         flash(layer_types=["sliding_attention"] * 43),
         r"compress_ratios is \[0, 0, 4.*but layer_types means \[0, 0, 0",

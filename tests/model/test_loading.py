@@ -10,9 +10,10 @@ from checkpoint_files import SMALL, Tensors, changed
 
 from anymla.model.checkpoint import Checkpoint, CheckpointError
 from anymla.model.config import ModelConfig
+from anymla.model.drafts import present_config
 from anymla.model.load import load_model
 from anymla.model.loading import Weights, exponent_bytes, load_weights
-from anymla.model.verify import present_config, verify
+from anymla.model.verify import verify
 from anymla.ops.memory import NotEnoughMemory
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 

@@ -105,7 +105,7 @@ def test_what_a_layer_does_not_have(pro: ModelConfig, name: str) -> None:
 @pytest.mark.parametrize(("values", "billions"), [(FLASH, 284), (PRO, 1573)], ids=["flash", "pro"])
 def test_official_parameter_count(values: dict[str, Any], billions: int) -> None:
     """DeepSeek says 284 B and 1.6 T, without the draft layer."""
-    expected = expected_tensors(ModelConfig.from_dict(values).without_mtp())
+    expected = expected_tensors(ModelConfig.from_dict(values).without_drafts())
     sizes = [math.prod(one.shape) for one in expected.values() if one.dtypes == FLOAT_DTYPES]
     assert round(sum(sizes) / 1e9) == billions
 

@@ -306,7 +306,7 @@ def test_bad_options():
         Engine(FakeModel(), _options(kv_cache="int4"))
     with pytest.raises(ValueError, match=r"unknown cache groups \['c7'\]; there are \['c128'"):
         Engine(FakeModel(), _options(pages={"c7": 1}))
-    with pytest.raises(ValueError, match="speculation needs an MTP layer"):
+    with pytest.raises(ValueError, match="speculation needs a drafter"):
         Engine(FakeModel(SPECS[:4]), _options(draft_tokens=1))
 
 

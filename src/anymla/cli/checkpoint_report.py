@@ -10,8 +10,9 @@ from typing import Any
 
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
+from anymla.model.drafts import present_config
 from anymla.model.schema import expected_linears, weight_kind
-from anymla.model.verify import present_config, verify
+from anymla.model.verify import verify
 from anymla.runtime.cache_size import cache_sizes
 
 _CONTEXTS = (1024, 8192, 65536, 1048576)
@@ -39,8 +40,9 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
         kv_cache: cache format that the sizes are for.
 
     Raises:
-        ConfigError, CheckpointError: it is no checkpoint, or a file cannot be read. Tensors that
-            are missing, unexpected or wrong are part of the report instead.
+        ConfigError, CheckpointError: it is no checkpoint, a file cannot be read, or the files hold
+            another drafter than the configuration describes. Tensors that are missing, unexpected
+            or wrong are part of the report instead.
     """
     declared = ModelConfig.from_dir(directory)
     checkpoint = Checkpoint.open(directory)
@@ -60,6 +62,7 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
         "compress_ratios": list(config.backbone_ratios),
         "mtp_layers": config.num_nextn_predict_layers,
         "mtp_layers_declared": declared.num_nextn_predict_layers,
+        "dspark": None if config.dspark is None else dataclasses.asdict(config.dspark),
         "experts": config.n_routed_experts,
         "expert_dtype": config.expert_dtype,
         "quantization": (

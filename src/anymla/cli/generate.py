@@ -17,6 +17,7 @@ from anymla.cli.prompts import RequestDefaults, RequestReader
 from anymla.cli.run_options import RunOptions, json_option, run_options
 from anymla.cli.terminal import held_stderr, say
 from anymla.model.config import ModelConfig
+from anymla.model.drafts import DRAFTS, Drafts
 from anymla.model.tokenizer import Tokenizer
 from anymla.ops.registry import BackendUnavailable
 from anymla.runtime.cache_view import PAGE_KINDS, dump_pages
@@ -47,11 +48,17 @@ from anymla.runtime.sampler import Sampling
 )
 @click.option("--seed", default=0, show_default=True, help="Same seed, same tokens.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
-@click.option("--speculate", is_flag=True, help="Draft with the MTP layer and verify.")
+@click.option("--speculate", is_flag=True, help="Draft with what the checkpoint holds, and verify.")
+@click.option(
+    "--drafts",
+    type=click.Choice(DRAFTS),
+    help="The drafter: the same as --speculate (auto), none, whose tensors are not read then "
+    "(off), or this one.  [default: off]",
+)
 @click.option(
     "--draft-tokens",
     type=click.IntRange(min=1),
-    help="Tokens guessed ahead with --speculate; default: one for each MTP layer.",
+    help="Tokens guessed ahead; default: one for each MTP layer, or DSpark's block.",
 )
 @click.option(
     "--max-requests",
@@ -85,6 +92,7 @@ def command(
     seed: int,
     ignore_eos: bool,
     speculate: bool,
+    drafts: Drafts | None,
     draft_tokens: int | None,
     max_requests: int,
     no_graphs: bool,
@@ -98,8 +106,12 @@ def command(
     """
     if [prompt, prompt_file, batch].count(None) != 2:
         raise BadInput("give exactly one of --prompt, --prompt-file and --batch")
-    if draft_tokens is not None and not speculate:
-        raise BadInput("--draft-tokens needs --speculate")
+    if drafts is None:
+        drafts = "auto" if speculate else "off"
+    elif speculate and drafts == "off":
+        raise BadInput("--speculate and --drafts off contradict each other")
+    if draft_tokens is not None and drafts == "off":
+        raise BadInput("--draft-tokens needs --speculate or --drafts")
     refuse_overwriting("--json", json_file, prompt_file, batch)
     with bad_input(), held_stderr():
         config = ModelConfig.from_dir(run.checkpoint)
@@ -116,12 +128,12 @@ def command(
             text = prompt if prompt is not None else read_text(_given(prompt_file))
             requests = [reader.from_text("prompt", text)]
     began = time.perf_counter()
-    model = run.load()
+    model = run.load(drafts)
     loaded = time.perf_counter()
-    drafts = (draft_tokens or max(1, config.num_nextn_predict_layers)) if speculate else 0
+    guessed = 0 if drafts == "off" else draft_tokens or max(1, model.config.default_draft_tokens)
     options = run.engine_options(
         max_requests=max_requests,
-        draft_tokens=drafts,
+        draft_tokens=guessed,
         decode="plain" if no_graphs else "auto",
     )
     with bad_input():
@@ -136,7 +148,7 @@ def command(
         completions = _run(engine, requests, tokenizer, alone=alone, show=show)
     if json_file is not None and not model.ranks.rank:
         report = {
-            "options": run.as_dict() | {"draft_tokens": drafts},
+            "options": run.as_dict() | {"drafts": drafts, "draft_tokens": guessed},
             "results": [_result(done, tokenizer) for done in completions],
             "acceptance_rate": _acceptance(completions),
             "cache_bytes": engine.store.nbytes,

@@ -146,12 +146,23 @@ def command(
 
 def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
     ratios = ",".join(str(ratio) for ratio in report["compress_ratios"])
+    dspark = report["dspark"]
+    drafter = f"MTP layers {report['mtp_layers']} of {report['mtp_layers_declared']} declared"
+    if dspark is not None:
+        drafter = f"DSpark drafter of {dspark['stages']} stages"
     lines = [
         f"{report['directory']}: {report['tensors']} tensors in {report['files']} files, "
         f"{_size(report['bytes'])}",
-        f"layers {report['layers']}, ratios {ratios}; MTP layers {report['mtp_layers']} of "
-        f"{report['mtp_layers_declared']} declared; experts {report['experts']}",
+        f"layers {report['layers']}, ratios {ratios}; {drafter}; experts {report['experts']}",
     ]
+    if dspark is not None:
+        layers = ", ".join(map(str, dspark["target_layer_ids"]))
+        lines.append(
+            f"drafts blocks of {dspark['block_size']} tokens (noise token "
+            f"{dspark['noise_token_id']}) from the streams behind layers {layers}; Markov rank "
+            f"{dspark['markov_rank']}, {'a' if dspark['confidence'] else 'no'} confidence head; "
+            f"generate --speculate uses it, --drafts off leaves it unread"
+        )
     for title in ("parts", "kinds"):
         lines += ["", title]
         lines += [

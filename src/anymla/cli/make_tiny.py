@@ -13,6 +13,7 @@ from anymla.cli.numbers import Finite
 from anymla.model.checkpoint import Checkpoint
 from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
 from anymla.testing.tiny_options import (
+    DRAFTERS,
     MAX_LAYERS,
     SCALE_FORMATS,
     WEIGHTS,
@@ -91,7 +92,17 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
     show_default=True,
     help="YaRN's factor; the longest position is 65536 times that.",
 )
-@_size("mtp", "Draft (MTP) layers.", least=0)
+@click.option(
+    "--drafter",
+    type=click.Choice(DRAFTERS),
+    default=_DEFAULTS.drafter,
+    show_default=True,
+    help="What mtp.* holds: MTP layers, or a DSpark drafter.",
+)
+@_size("mtp", "MTP layers, with --drafter mtp.", least=0)
+@_size("stages", "Layers of the DSpark drafter.")
+@_size("block", "Tokens that it guesses at once.")
+@_size("markov_rank", "Width of its Markov tables.")
 @_size("vocab", "Vocabulary.")
 @click.option(
     "--nvfp4-attention", is_flag=True, help="All linear layers of the attention in NVFP4."

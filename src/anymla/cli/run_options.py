@@ -17,6 +17,7 @@ from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import OutputFile
 from anymla.cli.manners import on_terminal
 from anymla.layers.ranks import Ranks
+from anymla.model.drafts import Drafts
 from anymla.model.load import DTYPES, load_model
 from anymla.model.transformer import Transformer
 from anymla.runtime.launch import joined, launched, local_device
@@ -54,8 +55,11 @@ class RunOptions:
     backend: str | None
     threads: int | None
 
-    def load(self) -> Transformer:
+    def load(self, drafts: Drafts = "off") -> Transformer:
         """Load the model, or this process's part of it.
+
+        Args:
+            drafts: with which drafter; see ``load_model``.
 
         Raises:
             BadInput: the device is not there, or the directory is no usable checkpoint.
@@ -70,6 +74,7 @@ class RunOptions:
                 device=local_device(self.device),
                 backend=self.backend,
                 ranks=ranks,
+                drafts=drafts,
                 progress=not ranks.rank and on_terminal(),
             )
 

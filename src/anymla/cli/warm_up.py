@@ -22,7 +22,7 @@ def command(*, run: RunOptions, max_requests: int, max_seq_len: int, draft_token
     TRITON_CACHE_DIR says where; the directory serves all machines with the same GPU architecture
     and the same versions of the packages. Serve with the same options, or smaller ones.
     """
-    model = run.load()
+    model = run.load("auto" if draft_tokens else "off")
     with bad_input():
         options = run.engine_options(
             max_requests=max_requests, max_seq_len=max_seq_len, draft_tokens=draft_tokens

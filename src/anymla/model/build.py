@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.layers.attention import AttentionLayer
 from anymla.layers.compressor import Compressor, merge_kv_gate
 from anymla.layers.decoder import DecoderLayer
+from anymla.layers.dspark import BlockDrafter, MarkovHead
 from anymla.layers.hyper_connection import (
     HyperConnection,
     HyperConnectionHead,
@@ -21,7 +24,7 @@ from anymla.layers.output_projection import OutputProjection
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import LayerSpec
-from anymla.model.config import ConfigError, ModelConfig
+from anymla.model.config import ConfigError, DSparkConfig, ModelConfig
 from anymla.model.layer_specs import layer_specs
 from anymla.model.transformer import Transformer
 from anymla.model.weights import ReadLinear, ReadTensor, Weights
@@ -85,13 +88,14 @@ class Builder:
                 if spec.role == "backbone"
             ],
             head=self.head("", "norm.weight"),
-            lm_head=self.weights.lm_head(),
+            lm_head=self.weights.logits_weight("head.weight"),
             ranks=self.ranks,
             drafts=[
                 self.draft(f"mtp.{spec.index - config.num_hidden_layers}.", spec)
                 for spec in specs
                 if spec.role == "mtp"
             ],
+            dspark=None if config.dspark is None else self.dspark(config.dspark, specs),
             backend=self.backend,
         )
 
@@ -113,6 +117,29 @@ class Builder:
             h_norm=self.weights.float32(prefix + "hnorm.weight"),
             block=self.decoder(prefix, spec),
             head=self.head(prefix, prefix + "norm.weight"),
+            eps=self.config.rms_norm_eps,
+            backend=self.backend,
+        )
+
+    def dspark(self, config: DSparkConfig, specs: Sequence[LayerSpec]) -> BlockDrafter:
+        """The DSpark drafter."""
+        stages = [spec for spec in specs if spec.role == "dspark"]
+        last = f"mtp.{len(stages) - 1}."
+        confidence = f"{last}confidence_head.proj.weight"
+        return BlockDrafter(
+            main_proj=self.weights.linear("mtp.0.main_proj"),
+            main_norm=self.weights.float32("mtp.0.main_norm.weight"),
+            stages=[self.decoder(f"mtp.{i}.", spec) for i, spec in enumerate(stages)],
+            head=self.head(last, f"{last}norm.weight"),
+            markov=MarkovHead(
+                w1=self.weights.read(f"{last}markov_head.markov_w1.weight").to(self.dtype),
+                w2=self.weights.logits_weight(f"{last}markov_head.markov_w2.weight"),
+                confidence=self.weights.float32(confidence) if config.confidence else None,
+                backend=self.backend,
+            ),
+            block_size=config.block_size,
+            noise_token_id=config.noise_token_id,
+            target_layer_ids=config.target_layer_ids,
             eps=self.config.rms_norm_eps,
             backend=self.backend,
         )

@@ -106,6 +106,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def without(self, prefix: str) -> Checkpoint:
+        """The same files, less the tensors whose names begin so."""
+        kept = {name: info for name, info in self.items() if not name.startswith(prefix)}
+        return Checkpoint(self.directory, kept)
+
     @property
     def nbytes(self) -> int:
         """Size of all tensors together."""

@@ -17,11 +17,12 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.records import SplitFp8Layout
 from anymla.formats.untrusted import Refused, read_object
+from anymla.model.config_dspark import MOST_DRAFT_LAYERS, DSparkConfig, dspark_config
 from anymla.model.config_fields import ConfigError, Fields, unsupported
 from anymla.model.config_schedule import hash_layers, layer_ratios, rope_tables
 from anymla.ops.norm_rope.rope_tables import YarnScaling
 
-__all__ = ["ConfigError", "ModelConfig", "Quantization"]
+__all__ = ["ConfigError", "DSparkConfig", "ModelConfig", "Quantization"]
 
 MODEL_TYPE = "deepseek_v4"
 EXPERT_DTYPES = ("fp4", "fp8", "bf16")
@@ -29,7 +30,6 @@ EXPERT_DTYPES = ("fp4", "fp8", "bf16")
 # Far above any model. Below them, what a configuration asks for can be counted out: every layer and
 # expert has tensors of its own, and every iteration is a pass.
 MOST_LAYERS = 1024
-MOST_MTP_LAYERS = 64
 MOST_EXPERTS = 65536
 _MOST_STREAMS = 64
 _MOST_ITERATIONS = 1000
@@ -59,7 +59,9 @@ class ModelConfig:
     """Hyperparameters, under the names of ``config.json``.
 
     Attributes that differ from the file:
-        compress_ratios: one per backbone layer, then one per MTP layer; 0 means window only.
+        num_nextn_predict_layers: MTP layers; 0 with a DSpark drafter, which has none.
+        compress_ratios: one per backbone layer, then one per draft layer; 0 means window only.
+        dspark: the DSpark drafter, or None.
         yarn: scaling of the rotary table of layers that compress, or None.
         eos_token_ids: every id that ends a text.
         quantization: None for an unquantised checkpoint.
@@ -101,6 +103,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     quantization: Quantization | None
     expert_dtype: str | None
+    dspark: DSparkConfig | None
 
     @property
     def eos_token_id(self) -> int | None:
@@ -112,10 +115,27 @@ class ModelConfig:
         """Compress ratios of the backbone layers."""
         return self.compress_ratios[: self.num_hidden_layers]
 
-    def without_mtp(self) -> ModelConfig:
+    @property
+    def draft_layers(self) -> int:
+        """Layers behind the backbone: MTP layers, or the stages of a DSpark drafter."""
+        return self.num_nextn_predict_layers if self.dspark is None else self.dspark.stages
+
+    @property
+    def default_draft_tokens(self) -> int:
+        """Tokens to guess ahead: a whole block, or one for each MTP layer."""
+        return self.num_nextn_predict_layers if self.dspark is None else self.dspark.block_size
+
+    def without_drafts(self) -> ModelConfig:
         """The same model without its draft layers."""
         return dataclasses.replace(
-            self, num_nextn_predict_layers=0, compress_ratios=self.backbone_ratios
+            self, num_nextn_predict_layers=0, compress_ratios=self.backbone_ratios, dspark=None
+        )
+
+    def with_dspark(self, dspark: DSparkConfig) -> ModelConfig:
+        """The same model with this drafter."""
+        ratios = self.backbone_ratios + (0,) * dspark.stages
+        return dataclasses.replace(
+            self, num_nextn_predict_layers=0, compress_ratios=ratios, dspark=dspark
         )
 
     @classmethod
@@ -148,16 +168,17 @@ class ModelConfig:
         fields = Fields(values)
         _require_family(fields)
         layers = fields.integer("num_hidden_layers", minimum=1, maximum=MOST_LAYERS)
-        mtp = fields.integer("num_nextn_predict_layers", 0, maximum=MOST_MTP_LAYERS)
+        dspark = dspark_config(fields, layers)
+        mtp = fields.integer("num_nextn_predict_layers", 0, maximum=MOST_DRAFT_LAYERS)
         head_dim = fields.integer("head_dim", minimum=1)
         rope_dim = _rope_dim(fields, head_dim)
-        ratios = layer_ratios(fields, layers, mtp)
+        ratios = layer_ratios(fields, layers, mtp if dspark is None else dspark.stages)
         tables = rope_tables(fields, rope_dim / head_dim, compresses=any(ratios))
         config = cls(
             vocab_size=fields.integer("vocab_size", minimum=1),
             hidden_size=fields.integer("hidden_size", minimum=1),
             num_hidden_layers=layers,
-            num_nextn_predict_layers=mtp,
+            num_nextn_predict_layers=mtp if dspark is None else 0,
             num_attention_heads=fields.integer("num_attention_heads", minimum=1),
             head_dim=head_dim,
             qk_rope_head_dim=rope_dim,
@@ -191,6 +212,7 @@ class ModelConfig:
             tie_word_embeddings=bool(values.get("tie_word_embeddings")),
             quantization=_quantization(fields),
             expert_dtype=_expert_dtype(fields),
+            dspark=dspark,
         )
         _require_consistent(config)
         return config

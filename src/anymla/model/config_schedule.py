@@ -29,38 +29,38 @@ class RopeTables:
     yarn: YarnScaling | None
 
 
-def layer_ratios(fields: Fields, layers: int, mtp: int) -> tuple[int, ...]:
-    """Compress ratios of the backbone layers, then of the MTP layers; 0 means window only.
+def layer_ratios(fields: Fields, layers: int, drafts: int) -> tuple[int, ...]:
+    """Compress ratios of the backbone layers, then of the draft layers; 0 means window only.
 
     ``layer_types`` describes the backbone; if both spellings are present they must agree.
 
     Raises:
-        ConfigError: neither spelling is present, a list has the wrong length, they disagree, or an
-            MTP layer compresses.
+        ConfigError: neither spelling is present, a list has the wrong length, they disagree, or a
+            draft layer compresses.
     """
     named = _ratios_of_types(fields, layers) if fields.has("layer_types") else None
     if not fields.has("compress_ratios"):
         if named is None:
             raise ConfigError("config: compress_ratios is missing")
-        return named + (0,) * mtp
+        return named + (0,) * drafts
     # Engines write 1 where DeepSeek writes 0.
     listed = tuple(0 if r == 1 else r for r in fields.integers("compress_ratios"))
     backbone, rest = listed[:layers], listed[layers:]
-    if len(backbone) < layers or (len(rest) > mtp and any(rest[mtp:])):
+    if len(backbone) < layers or (len(rest) > drafts and any(rest[drafts:])):
         raise unsupported(
             "compress_ratios",
             list(fields.values["compress_ratios"]),
-            f"one entry for each of {layers} layers and {mtp} MTP layers",
+            f"one entry for each of {layers} layers and {drafts} draft layers",
         )
     if any(rest):
         raise unsupported(
-            "compress_ratios", list(fields.values["compress_ratios"]), "0 for MTP layers"
+            "compress_ratios", list(fields.values["compress_ratios"]), "0 for draft layers"
         )
     if named is not None and named != backbone:
         raise ConfigError(
             f"config: compress_ratios is {list(backbone)}, but layer_types means {list(named)}"
         )
-    return backbone + (0,) * mtp
+    return backbone + (0,) * drafts
 
 
 def hash_layers(fields: Fields, layers: int) -> int:

@@ -11,7 +11,8 @@ OVERLAP_RATIO = 4
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Specs of the backbone's layers, then of the draft layers, which are window only."""
     specs = []
-    for index in range(config.num_hidden_layers + config.num_nextn_predict_layers):
+    drafts = "mtp" if config.dspark is None else "dspark"
+    for index in range(config.num_hidden_layers + config.draft_layers):
         is_draft = index >= config.num_hidden_layers
         ratio = 0 if is_draft else config.compress_ratios[index]
         ratio = ratio if ratio > 1 else 0
@@ -19,7 +20,7 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
         specs.append(
             LayerSpec(
                 index=index,
-                role="mtp" if is_draft else "backbone",
+                role=drafts if is_draft else "backbone",
                 ratio=ratio,
                 overlap=selects,
                 selects=selects,

@@ -11,10 +11,10 @@ from anymla.layers.ranks import ALONE, Ranks
 from anymla.model.build import Builder
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
+from anymla.model.drafts import Drafts, choose_drafts
 from anymla.model.loading import load_weights
 from anymla.model.schema import FLOAT_DTYPES
 from anymla.model.transformer import Transformer
-from anymla.model.verify import present_config
 from anymla.ops.memory import require_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -27,6 +27,7 @@ def load_model(
     device: torch.device | str = "cpu",
     backend: str | None = None,
     ranks: Ranks = ALONE,
+    drafts: Drafts = "auto",
     progress: bool = True,
 ) -> Transformer:
     """Load a DeepSeek-V4 checkpoint.
@@ -41,18 +42,19 @@ def load_model(
         device: where weights and activations live.
         backend: backend asked of every operation; None for the best.
         ranks: the processes that share the model; each loads its own part.
+        drafts: "auto": with the drafter that the files hold, if they hold one; "off": without, and
+            ``mtp.*`` is not looked at; "mtp" or "dspark": with this one.
         progress: show a progress bar on stderr.
 
     Raises:
-        ValueError: unsupported dtype, or a weight that cannot be shared by so many ranks;
-            ``ConfigError`` or ``CheckpointError`` for what the directory lacks.
+        ValueError: unsupported dtype, unknown ``drafts``, or a weight that cannot be shared by so
+            many ranks; ``ConfigError`` or ``CheckpointError`` for what the directory lacks.
         NotEnoughMemory: the device has too little for it; nothing has been read.
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"load_model: dtype must be bfloat16 or float32, got {dtype}")
     config = ModelConfig.from_dir(directory)
-    checkpoint = Checkpoint.open(directory)
-    config = present_config(checkpoint, config)
+    checkpoint, config = choose_drafts(Checkpoint.open(directory), config, drafts)
     device = torch.device(device)
     with load_weights(checkpoint, config, device=device, progress=progress) as weights:
         require_memory(

@@ -107,7 +107,7 @@ def load_weights(
 
     Args:
         checkpoint: the files.
-        config: of the same directory, see ``verify.present_config``.
+        config: of the same directory, see ``drafts.present_config``.
         device: where tensors are put.
         progress: show a progress bar on stderr.
 

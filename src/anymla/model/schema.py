@@ -31,7 +31,7 @@ from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.layers.linear import WeightKind
 from anymla.layers.spec import LayerSpec
 from anymla.model.checkpoint import TensorInfo
-from anymla.model.config import ModelConfig
+from anymla.model.config import DSparkConfig, ModelConfig
 from anymla.model.layer_specs import layer_specs
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -125,6 +125,9 @@ def expected_linears(config: ModelConfig) -> dict[str, LinearShape]:
     for prefix, spec in _blocks(config):
         for name, shape in _block_linears(config, spec):
             out[prefix + name] = shape
+    if config.draft_layers and config.dspark is not None:
+        d, taps = config.hidden_size, len(config.dspark.target_layer_ids)
+        out["mtp.0.main_proj"] = LinearShape(d, taps * d, PROJECTION)
     return out
 
 
@@ -144,6 +147,8 @@ def expected_plain(config: ModelConfig) -> dict[str, Expected]:
         if spec.role == "mtp":
             out |= {f"{prefix}{n}.weight": Expected((d,), FLOAT_DTYPES) for n in _MTP_NORMS}
             out |= _head_gates(prefix, d, streams)
+    if config.draft_layers and config.dspark is not None:
+        out |= _dspark_plain(config, config.dspark)
     return out
 
 
@@ -164,7 +169,7 @@ def expected_tensors(
 
 def least_tensors(config: ModelConfig) -> int:
     """How many tensors there are at the least, without naming them: those of the experts."""
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    layers = config.num_hidden_layers + config.draft_layers
     return layers * config.n_routed_experts * len(("w1", "w2", "w3"))
 
 
@@ -184,7 +189,7 @@ _MTP_NORMS = ("enorm", "hnorm", "norm")
 def _blocks(config: ModelConfig) -> Iterator[tuple[str, LayerSpec]]:
     for spec in layer_specs(config):
         draft = spec.index - config.num_hidden_layers
-        yield (f"mtp.{draft}." if spec.role == "mtp" else f"layers.{spec.index}."), spec
+        yield (f"layers.{spec.index}." if draft < 0 else f"mtp.{draft}."), spec
 
 
 def _block_linears(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, LinearShape]]:
@@ -245,6 +250,23 @@ def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Ex
         yield "ffn.gate.tid2eid", Expected(shape, INTEGER_DTYPES)
     else:
         yield "ffn.gate.bias", Expected((config.n_routed_experts,), FLOAT_DTYPES)
+
+
+def _dspark_plain(config: ModelConfig, dspark: DSparkConfig) -> dict[str, Expected]:
+    """What the first and the last stage have besides a decoder layer."""
+    d, rank = config.hidden_size, dspark.markov_rank
+    last = f"mtp.{dspark.stages - 1}."
+    table = Expected((config.vocab_size, rank), FLOAT_DTYPES)
+    out = {
+        "mtp.0.main_norm.weight": Expected((d,), FLOAT_DTYPES),
+        f"{last}norm.weight": Expected((d,), FLOAT_DTYPES),
+        **_head_gates(last, d, config.hc_mult),
+        f"{last}markov_head.markov_w1.weight": table,
+        f"{last}markov_head.markov_w2.weight": table,
+    }
+    if dspark.confidence:
+        out[f"{last}confidence_head.proj.weight"] = Expected((1, d + rank), FLOAT_DTYPES)
+    return out
 
 
 def _head_gates(prefix: str, d: int, streams: int) -> dict[str, Expected]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
+from anymla.layers.dspark import BlockDrafter, BlockGuess, Choose, Taps
 from anymla.layers.hyper_connection import HyperConnectionHead, Streams
 from anymla.layers.mtp import DraftLayer
 from anymla.layers.ranks import ALONE, Ranks
@@ -32,6 +33,7 @@ class Transformer(nn.Module):
         head: collapses the streams after the last layer.
         lm_head: float32, or the activations' dtype [vocab, hidden].
         drafts: MTP layers; may be empty.
+        dspark: the DSpark drafter, or None.
         ranks: the processes that share the network.
     """
 
@@ -45,7 +47,8 @@ class Transformer(nn.Module):
         layers: Sequence[DecoderLayer],
         head: HyperConnectionHead,
         lm_head: Tensor,
-        drafts: Sequence[DraftLayer],
+        drafts: Sequence[DraftLayer] = (),
+        dspark: BlockDrafter | None = None,
         ranks: Ranks = ALONE,
         backend: str | None = None,
     ) -> None:
@@ -58,6 +61,7 @@ class Transformer(nn.Module):
         self.head = head
         self.lm_head = lm_head
         self.drafts = nn.ModuleList(drafts)
+        self.dspark = dspark
         self.ranks = ranks
         self.backend = backend
 
@@ -80,7 +84,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, step: Step, caches: Sequence[LayerCache], *, only: Sequence[int] | None = None
+        self,
+        step: Step,
+        caches: Sequence[LayerCache],
+        *,
+        only: Sequence[int] | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Run the backbone.
 
@@ -88,6 +97,8 @@ class Transformer(nn.Module):
             step: the batch.
             caches: one a backbone layer; written.
             only: run these layers; None for all.
+            taps: what a DSpark drafter wants of it, written; those of layers that do not run hold
+                anything.
 
         Returns:
             [T, N, hidden], the streams after the last layer.
@@ -95,10 +106,16 @@ class Transformer(nn.Module):
         # All streams begin as the same rows, which are there once.
         h = self.embed(step.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         streams = Streams(h)
+        leaving = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if only is None or index in only:
-                streams = layer(streams, step, cache)
-        return streams.flush(self.backend)
+                # A layer's output is returned to the streams where the next one begins.
+                streams = layer(streams, step, cache, leaving)
+                leaving = None if taps is None else taps.behind(index)
+        h = streams.flush(self.backend)
+        if leaving is not None:
+            leaving(h)
+        return h
 
     def kinds_of_layers(self) -> list[int]:
         """The first layer of every kind: which attention, and how it routes."""
@@ -139,6 +156,42 @@ class Transformer(nn.Module):
         layer = self.drafts[draft]
         assert isinstance(layer, DraftLayer)
         return self._logits(layer.head(h))
+
+    @torch.no_grad()
+    def write_context(self, taps: Tensor, step: Step, caches: Sequence[LayerCache]) -> None:
+        """Write the DSpark drafter's context; see ``BlockDrafter.write_context``."""
+        assert self.dspark is not None
+        self.dspark.write_context(taps, step, caches)
+
+    @torch.no_grad()
+    def block_forward(self, step: Step, caches: Sequence[LayerCache]) -> Tensor:
+        """Run the DSpark drafter's blocks; see ``BlockDrafter.forward``.
+
+        Args:
+            step: its token ids are an anchor and noise tokens, block after block.
+            caches: one a stage.
+
+        Returns:
+            [T, hidden].
+        """
+        assert self.dspark is not None
+        out: Tensor = self.dspark(self.embed(step.token_ids), step, caches)
+        return out
+
+    @torch.no_grad()
+    def guess_block(self, h: Tensor, anchors: Tensor, choose: Choose) -> BlockGuess:
+        """Guess the tokens behind the anchors.
+
+        Args:
+            h: [R, n, hidden], the first rows of each block as ``block_forward`` returned them.
+            anchors: int64 [R].
+            choose: see ``MarkovHead.forward``.
+        """
+        assert self.dspark is not None
+        guess: BlockGuess = self.dspark.markov(
+            h, self._logits(self.dspark.head.normed(h)), anchors, choose
+        )
+        return guess
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings [T, hidden] of int64 ids [T], in the activations' dtype."""

@@ -55,22 +55,12 @@ class Report:
         return "; ".join(parts)
 
 
-def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    """The configuration of what is there: without MTP layers if the files hold none of them.
-
-    transformers keeps ``num_nextn_predict_layers`` when it saves a model, but not the layers.
-    """
-    if any(name.startswith("mtp.") for name in checkpoint):
-        return config
-    return config.without_mtp()
-
-
 def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
     """Compare names, shapes, dtypes, kinds of linear layers, and the values of scales and tables.
 
     Args:
         checkpoint: the files.
-        config: of the same directory, see ``present_config``.
+        config: of the same directory, see ``drafts.present_config``.
 
     Raises:
         CheckpointError: the configuration is of another size altogether; nothing can be listed.

@@ -82,9 +82,9 @@ class Weights:
         """A small tensor that the mathematics uses in float32."""
         return self.read(name).float()
 
-    def lm_head(self) -> Tensor:
+    def logits_weight(self, name: str) -> Tensor:
         """As stored where products of 16-bit operands have float32 results, else float32."""
-        stored = self.read("head.weight")
+        stored = self.read(name)
         as_stored = self.device.type == "cuda" and stored.dtype == self.dtype
         return stored if as_stored else stored.float()
 

@@ -23,7 +23,7 @@ def running_specs(model: Transformer, options: EngineOptions) -> tuple[LayerSpec
     if not options.draft_tokens:
         return model.layer_specs[:backbone]
     if len(model.layer_specs) == backbone:
-        raise ValueError("speculation needs an MTP layer, and this checkpoint has none")
+        raise ValueError("speculation needs a drafter, and this model has none")
     return model.layer_specs[: backbone + 1]
 
 

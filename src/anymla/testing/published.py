@@ -74,3 +74,29 @@ PRO: dict[str, Any] = FLASH | {
     "moe_intermediate_size": 3072,
     "routed_scaling_factor": 2.5,
 }
+
+_DSPARK: dict[str, Any] = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "num_nextn_predict_layers": 1,  # as published; there are three stages
+}
+
+FLASH_0731: dict[str, Any] = (
+    FLASH
+    | _DSPARK
+    | {
+        "compress_ratios": [*FLASH["compress_ratios"][:43], 0, 0, 0],
+        "dspark_target_layer_ids": [40, 41, 42],
+        "dspark_markov_rank": 256,
+    }
+)
+
+PRO_0813: dict[str, Any] = (
+    PRO
+    | _DSPARK
+    | {
+        "compress_ratios": [*PRO["compress_ratios"][:61], 0, 0, 0],
+        "dspark_target_layer_ids": [58, 59, 60],
+        "dspark_markov_rank": 512,
+    }
+)

@@ -15,8 +15,10 @@ from anymla.testing.tiny_tokenizer import MIN_VOCAB
 
 WEIGHTS = ("bf16", "fp8", "fp4")
 SCALE_FORMATS = ("ue8m0", "fp32")
+DRAFTERS = ("mtp", "dspark")
 MARK = "anymla_tiny"
 _ORIGINAL_CONTEXT = 65536
+_TAPS = 3
 # What a checkpoint for demonstrations and tests may ask of a machine: it is made in memory.
 MAX_VOCAB, MAX_LAYERS, MAX_EXPERTS, MAX_WEIGHTS = 2**20, 512, 2**16, 2**31
 MAX_ROPE_FACTOR = 2**31 // _ORIGINAL_CONTEXT  # positions are int32
@@ -35,7 +37,12 @@ class TinyOptions:
         weights: "fp4": packed FP4 experts, FP8 for the other linear layers, as DeepSeek ships the
             model; "fp8": the experts too; "bf16": nothing quantised.
         ratios: compress ratios of the backbone layers.
-        mtp: draft layers behind them.
+        drafter: "mtp": MTP layers behind them; "dspark": a DSpark drafter, whose context is taken
+            behind the last layers, at most three.
+        mtp: how many MTP layers.
+        stages: layers of the DSpark drafter.
+        block: tokens of its block.
+        markov_rank: width of its Markov tables.
         rope_factor: YaRN's factor; the longest position is 65536 times that.
         nvfp4_attention: every linear layer of the attention in NVFP4.
         scale_format: of FP8 scales, "ue8m0" or "fp32" (then not powers of two).
@@ -58,7 +65,11 @@ class TinyOptions:
     hash_layers: int = 1
     window: int = 128
     rope_factor: float = 16.0
+    drafter: str = "mtp"
     mtp: int = 1
+    stages: int = 3
+    block: int = 5
+    markov_rank: int = 32
     vocab: int = MIN_VOCAB
     nvfp4_attention: bool = False
     scale_format: str = "ue8m0"
@@ -66,7 +77,11 @@ class TinyOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("weights", WEIGHTS), ("scale_format", SCALE_FORMATS)):
+        for name, allowed in (
+            ("weights", WEIGHTS),
+            ("scale_format", SCALE_FORMATS),
+            ("drafter", DRAFTERS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}"
@@ -75,10 +90,12 @@ class TinyOptions:
             raise ValueError("ratios must name at least one layer")
         if self.vocab < MIN_VOCAB:
             raise ValueError(f"vocab must be at least {MIN_VOCAB}, got {self.vocab}")
-        layers = len(self.ratios) + self.mtp
+        if self.drafter == "dspark" and self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
+        layers = len(self.ratios) + self.draft_layers
         for name, value, most in (
             ("vocab", self.vocab, MAX_VOCAB),
-            ("layers, with mtp,", layers, MAX_LAYERS),
+            ("layers, with those that draft,", layers, MAX_LAYERS),
             ("experts of all layers", self.experts * layers, MAX_EXPERTS),
         ):
             if value > most:
@@ -103,6 +120,11 @@ class TinyOptions:
             if self.o_groups * self.o_lora % NVFP4_BLOCK:
                 raise ValueError(f"o_groups * o_lora must be a multiple of {NVFP4_BLOCK} for NVFP4")
 
+    @property
+    def draft_layers(self) -> int:
+        """Layers behind the backbone."""
+        return self.stages if self.drafter == "dspark" else self.mtp
+
     def _require_multiples(self, block: int, purpose: str, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
@@ -124,7 +146,8 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
         "vocab_size": options.vocab,
         "hidden_size": options.hidden,
         "num_hidden_layers": len(options.ratios),
-        "num_nextn_predict_layers": options.mtp,
+        # Published DSpark checkpoints say 1 here, whatever they hold.
+        "num_nextn_predict_layers": options.mtp if options.drafter == "mtp" else 1,
         "num_attention_heads": options.heads,
         "num_key_value_heads": 1,
         "head_dim": 512,
@@ -133,7 +156,7 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
         "o_groups": options.o_groups,
         "o_lora_rank": options.o_lora,
         "sliding_window": options.window,
-        "compress_ratios": [*options.ratios, *[0] * options.mtp],
+        "compress_ratios": [*options.ratios, *[0] * options.draft_layers],
         "index_n_heads": options.index_heads,
         "index_head_dim": 128,
         "index_topk": options.index_topk,
@@ -170,6 +193,14 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
         "eos_token_id": 1,
         MARK: dataclasses.asdict(options),
     }
+    if options.drafter == "dspark":
+        layers = range(len(options.ratios))
+        config |= {
+            "dspark_block_size": options.block,
+            "dspark_noise_token_id": options.vocab - 1,
+            "dspark_target_layer_ids": list(layers[-_TAPS:]),
+            "dspark_markov_rank": options.markov_rank,
+        }
     if options.weights != "bf16" or options.nvfp4_attention:
         config["quantization_config"] = {
             "quant_method": "fp8",

@@ -36,13 +36,18 @@ def plain_values(noise: Noise, name: str, shape: tuple[int, ...]) -> Tensor:
     if leaf == "kv_norm":
         # Sharper attention than unit keys would give: a few keys, not all, share the mass.
         return 1.5 + 0.3 * sample
-    if leaf in ("norm", "q_norm", "attn_norm", "ffn_norm", "enorm", "hnorm"):
+    if leaf in ("norm", "q_norm", "attn_norm", "ffn_norm", "enorm", "hnorm", "main_norm"):
         return 1 + 0.2 * sample
     if leaf == "embed":
         return sample
     if leaf in ("head", "gate"):
         # Logits of deviation 2: neither uniform nor certain.
         return sample * (2 / shape[1] ** 0.5)
+    if leaf == "markov_w1":
+        return sample
+    if leaf in ("markov_w2", "proj"):
+        # A bias as large as a quarter of the logits; confidences on both sides of even.
+        return sample * (0.5 / shape[1] ** 0.5 if leaf == "markov_w2" else shape[1] ** -0.5)
     if leaf == "bias":
         return 0.2 * sample
     if leaf == "attn_sink":

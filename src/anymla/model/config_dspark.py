@@ -1,0 +1,76 @@
+"""The fields of a ``config.json`` that describe a DSpark drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from anymla.model.config_fields import Fields, unsupported
+
+# Far above any model: see ``config.MOST_LAYERS``.
+MOST_DRAFT_LAYERS = 64
+_MOST_BLOCK = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig:
+    """A DSpark drafter: a few window-only layers that guess a block of tokens at once.
+
+    Attributes:
+        stages: its layers; as ``compress_ratios`` says, 0 where that lists the backbone alone. The
+            tensors have the last word (``drafts.present_config``).
+        block_size: tokens of a block, as it was trained.
+        noise_token_id: stands in a block for the tokens that are not known yet.
+        target_layer_ids: backbone layers behind which its context is taken.
+        markov_rank: width of the tables that make a bias of the token before.
+        confidence: whether there is a confidence head; not in the file, see ``stages``.
+    """
+
+    stages: int
+    block_size: int
+    noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+    confidence: bool = True
+
+
+def dspark_config(fields: Fields, layers: int) -> DSparkConfig | None:
+    """The drafter, or None if the configuration has no ``dspark_block_size``.
+
+    ``num_nextn_predict_layers`` says nothing about it: published files hold 1 beside three stages.
+
+    Args:
+        fields: the configuration.
+        layers: of the backbone.
+
+    Raises:
+        ConfigError: a field is missing, or has a value that no drafter can have.
+    """
+    if not fields.has("dspark_block_size"):
+        return None
+    vocab = fields.integer("vocab_size", minimum=1)
+    for ours, backbone in (
+        ("dspark_n_routed_experts", "n_routed_experts"),
+        ("dspark_num_experts_per_tok", "num_experts_per_tok"),
+    ):
+        fields.only(ours, fields.integer(backbone, minimum=1))
+    noise = fields.integer("dspark_noise_token_id")
+    if noise >= vocab:
+        raise unsupported("dspark_noise_token_id", noise, f"below vocab_size = {vocab}")
+    targets = fields.integers("dspark_target_layer_ids")
+    if not targets or max(targets) >= layers or len(set(targets)) < len(targets):
+        raise unsupported(
+            "dspark_target_layer_ids", list(targets), f"different layers from 0 to {layers - 1}"
+        )
+    listed = len(fields.integers("compress_ratios")) if fields.has("compress_ratios") else 0
+    stages = max(0, listed - layers)
+    if stages > MOST_DRAFT_LAYERS:
+        raise unsupported(
+            "compress_ratios", f"{listed} entries", f"at most {layers + MOST_DRAFT_LAYERS} entries"
+        )
+    return DSparkConfig(
+        stages=stages,
+        block_size=fields.integer("dspark_block_size", minimum=1, maximum=_MOST_BLOCK),
+        noise_token_id=noise,
+        target_layer_ids=targets,
+        markov_rank=fields.integer("dspark_markov_rank", minimum=1),
+    )

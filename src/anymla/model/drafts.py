@@ -1,0 +1,111 @@
+"""Which drafter a checkpoint holds: MTP layers, a DSpark drafter, or none.
+
+Both lie under ``mtp.N.``, and their configurations overlap; the tensors decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+from anymla.model.checkpoint import Checkpoint, CheckpointError
+from anymla.model.config import ModelConfig
+
+DraftKind = Literal["mtp", "dspark"]
+Drafts = Literal["auto", "off", "mtp", "dspark"]
+DRAFTS: tuple[Drafts, ...] = ("auto", "off", "mtp", "dspark")
+DRAFTERS: dict[str | None, str] = {
+    "mtp": "MTP layers",
+    "dspark": "a DSpark drafter",
+    None: "no drafter",
+}
+
+_PREFIX = "mtp."
+# What one of them has and the other has not.
+_MARKS: dict[DraftKind, re.Pattern[str]] = {
+    "mtp": re.compile(r"mtp\.\d+\.(e_proj|h_proj|enorm|hnorm)\."),
+    "dspark": re.compile(r"mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\."),
+}
+
+
+def draft_kind(config: ModelConfig) -> DraftKind | None:
+    """The drafter of a model."""
+    if config.dspark is not None:
+        return "dspark"
+    return "mtp" if config.num_nextn_predict_layers else None
+
+
+def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """The configuration of what is there.
+
+    Without draft layers if the files hold none: transformers keeps ``num_nextn_predict_layers``
+    when it saves a model, but not the layers. A DSpark drafter has as many stages as the files
+    have ``mtp.N``, and may have no confidence head.
+
+    Raises:
+        CheckpointError: the files hold the drafter that the configuration does not describe, or
+            another number of stages.
+    """
+    names = [name for name in checkpoint if name.startswith(_PREFIX)]
+    if not names:
+        return config.without_drafts()
+    described: DraftKind = "mtp" if config.dspark is None else "dspark"
+    for kind, mark in _MARKS.items():
+        found = next((name for name in names if mark.match(name)), None)
+        if found is not None and kind != described:
+            told = "a" if kind == "mtp" else "no"
+            raise CheckpointError(
+                f"{checkpoint.directory}: {found} belongs to {DRAFTERS[kind]}, but config.json has "
+                f"{told} dspark_block_size; it loads without drafts only"
+            )
+    return config if config.dspark is None else _with_stages(checkpoint, config, names)
+
+
+def choose_drafts(
+    checkpoint: Checkpoint, config: ModelConfig, drafts: Drafts
+) -> tuple[Checkpoint, ModelConfig]:
+    """The tensors and the configuration of a model that drafts as asked.
+
+    Args:
+        checkpoint: the files.
+        config: of the same directory.
+        drafts: "auto": with the drafter that is there, if there is one; "off": without, whatever
+            ``mtp.*`` holds; "mtp" or "dspark": with this one.
+
+    Raises:
+        ValueError: another word.
+        CheckpointError: as ``present_config``, or the drafter that is named is not there.
+    """
+    if drafts not in DRAFTS:
+        raise ValueError(f"drafts must be {', '.join(DRAFTS)}, got {drafts!r}")
+    if drafts == "off":
+        return checkpoint.without(_PREFIX), config.without_drafts()
+    present = present_config(checkpoint, config)
+    kind = draft_kind(present)
+    if drafts not in ("auto", kind):
+        raise CheckpointError(
+            f"{checkpoint.directory}: holds {DRAFTERS[kind]}, asked for: {DRAFTERS[drafts]}"
+        )
+    return checkpoint, present
+
+
+def _with_stages(checkpoint: Checkpoint, config: ModelConfig, names: Iterable[str]) -> ModelConfig:
+    """The configuration with the stages, and the confidence head, that the tensors have."""
+    assert config.dspark is not None
+    numbers = {name.split(".")[1] for name in names}
+    count = len(numbers)
+    if numbers != {str(number) for number in range(count)}:
+        listed = ", ".join(sorted(f"mtp.{number}" for number in numbers)[:8])
+        raise CheckpointError(
+            f"{checkpoint.directory}: stages must be mtp.0 to mtp.{count - 1}, the files have "
+            f"{listed}"
+        )
+    if config.dspark.stages not in (0, count):
+        raise CheckpointError(
+            f"{checkpoint.directory}: the files hold {count} draft stages, compress_ratios in "
+            f"config.json has {config.dspark.stages}"
+        )
+    head = f"mtp.{count - 1}.confidence_head.proj.weight" in checkpoint
+    return config.with_dspark(dataclasses.replace(config.dspark, stages=count, confidence=head))
