@@ -4,10 +4,13 @@ Written from the published mathematics, sharing no code with the operations and 
 """
 
 from anymla.testing.oracle.check import RunReport, check_run
+from anymla.testing.oracle.dspark import DSparkOracle, OracleBlock
 from anymla.testing.oracle.model import OracleModel, OracleResult
 from anymla.testing.oracle.recording import RecordedModel, Recorder, Recording
 
 __all__ = [
+    "DSparkOracle",
+    "OracleBlock",
     "OracleModel",
     "OracleResult",
     "RecordedModel",

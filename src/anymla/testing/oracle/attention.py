@@ -94,7 +94,8 @@ class AttentionOracle:
         self.config = config
         self.weights = weights
         self.prefix = prefix
-        self.ratio = config.ratios[index]
+        # What drafts lies behind the backbone and compresses nothing.
+        self.ratio = config.ratios[index] if index < config.layers else 0
         self.selects = f"{prefix}.indexer.wq_b.weight" in weights
         self.inv_freq = frequencies(config, compressed=self.ratio > 0)
 

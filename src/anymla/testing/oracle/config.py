@@ -19,11 +19,21 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True)
+class DSpark:
+    """A DSpark drafter's numbers; how many stages it has is for the tensors to say."""
+
+    block_size: int
+    noise_token: int
+    target_layers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class OracleConfig:
     """What the forward pass depends on.
 
     Attributes:
         ratios: compression ratio per layer, backbone then MTP; 0 for none.
+        dspark: None without such a drafter.
         weight_block: rows and columns that share a scale in an FP8 weight.
         dynamic_activations: quantised layers quantise their inputs too, in reduced precision.
     """
@@ -51,6 +61,7 @@ class OracleConfig:
     norm_eps: float
     weight_block: tuple[int, int]
     dynamic_activations: bool
+    dspark: DSpark | None = None
 
     @classmethod
     def from_dir(cls, directory: str | pathlib.Path) -> OracleConfig:
@@ -95,6 +106,7 @@ class OracleConfig:
             norm_eps=raw["rms_norm_eps"],
             weight_block=tuple(quantization.get("weight_block_size") or (128, 128)),
             dynamic_activations=quantization.get("activation_scheme") == "dynamic",
+            dspark=_dspark(raw),
         )
 
 
@@ -113,6 +125,16 @@ def _ratios(raw: dict[str, Any], layers: int, mtp_layers: int) -> tuple[int, ...
     # Ratio 1 says "uncompressed" too; layers past the backbone see the window only.
     backbone = [ratio if ratio > 1 else 0 for ratio in ratios[:layers]]
     return tuple(backbone + [0] * mtp_layers)
+
+
+def _dspark(raw: dict[str, Any]) -> DSpark | None:
+    if raw.get("dspark_block_size") is None:
+        return None
+    return DSpark(
+        block_size=raw["dspark_block_size"],
+        noise_token=raw["dspark_noise_token_id"],
+        target_layers=tuple(raw["dspark_target_layer_ids"]),
+    )
 
 
 def _hash_layers(raw: dict[str, Any]) -> int:

@@ -1,0 +1,96 @@
+"""The step of a DSpark drafter's blocks: who sees what, and where the blocks' own rows go.
+
+A block's rows never enter the pages of its request. They lie in a cache that is the drafter's own,
+one page a block, and are forgotten with it; the request's pages hold rows of final positions only,
+so that nothing of a guess is ever taken back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.layers.rows import GroupStep, Rows
+from anymla.layers.spec import CONTEXT_ROWS, WINDOW_GROUP
+from anymla.layers.step import Step
+from anymla.ops.selection import window_rows
+
+
+def block_step(
+    context: GroupStep,
+    anchors: Tensor,
+    last: Tensor,
+    *,
+    size: int,
+    noise_token_id: int,
+    window: int,
+    max_seq_len: int,
+    present: Tensor | None = None,
+    backend: str | None = None,
+) -> Step:
+    """Build the step of one block a request.
+
+    The block of request r stands at positions last[r] + 1 .. last[r] + size and begins with its
+    anchor. Each of its rows sees the context, positions max(0, last[r] - window + 1) .. last[r],
+    and all rows of the block: the window hangs on the block, not on the row.
+
+    Args:
+        context: the window group, one row of its table a request.
+        anchors: int64 [R], the token at last + 1.
+        last: int64 [R], the last final position.
+        size: rows of a block; the blocks' cache has pages of so many.
+        noise_token_id: of all rows but the first.
+        window: positions of the context.
+        max_seq_len: no request is longer without its block.
+        present: bool [R], requests that are no padding; None: all.
+        backend: of the selection operation.
+
+    Returns:
+        A step of R * size tokens whose window rows are the blocks' (``Step.window``), in slots
+        0 .. R * size - 1, and whose context is ``Step.dense[CONTEXT_ROWS]``.
+    """
+    requests, device = len(anchors), anchors.device
+    count = requests * size
+    request = torch.arange(requests, dtype=torch.int32, device=device)
+    slots = torch.arange(count, device=device)
+    own = slots.int().view(requests, 1, size).expand(-1, size, -1).reshape(count, size)
+    lengths = torch.full((count,), size, dtype=torch.int32, device=device)
+    pages = request.unsqueeze(1)
+    is_valid = torch.ones(count, dtype=torch.bool, device=device)
+    if present is not None:
+        is_valid = present.repeat_interleave(size, output_size=count)
+        request = torch.where(present, request, -1)
+        slots = torch.where(is_valid, slots, -1)
+        own = torch.where(is_valid.unsqueeze(1), own, -1)
+        lengths = lengths * is_valid
+    seen = window_rows(
+        last,
+        request,
+        context.block_table,
+        block_size=context.page_size,
+        window=window,
+        backend=backend,
+    )
+    token_ids = torch.full((requests, size), noise_token_id, device=device)
+    token_ids[:, 0] = anchors
+    ahead = torch.arange(1, size + 1, device=device)
+    return Step(
+        token_ids=token_ids.flatten(),
+        positions=(last.unsqueeze(1) + ahead).flatten(),
+        token_to_req=request.repeat_interleave(size, output_size=count),
+        is_valid=is_valid,
+        seq_lens=(last + 1 + size).int(),
+        query_start_loc=torch.arange(0, count + 1, size, dtype=torch.int32, device=device),
+        query_lens=(size,) * requests,
+        num_decodes=requests,
+        max_seq_len=max_seq_len + size,
+        groups={WINDOW_GROUP: GroupStep(pages, slots, size)},
+        window=Rows(own, lengths),
+        dense={
+            CONTEXT_ROWS: Rows(
+                *(each.repeat_interleave(size, 0, output_size=count) for each in seen)
+            )
+        },
+        index_lens=None,
+        padded=present is not None,
+    )
