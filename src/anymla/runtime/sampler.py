@@ -1,8 +1,12 @@
 """The choice of the next token, reproducible whatever else runs in the batch.
 
-The random number of a choice is a function of the request's seed and the token's position alone.
-So a request's tokens depend neither on its neighbours, nor on how its prompt was split, nor on
-speculation: a draft is accepted exactly if it is what would have been chosen anyway.
+A token is sampled as the best of ``logits / temperature + noise`` with independent Gumbel noise for
+every token of the vocabulary, which draws from the softmax exactly (Gumbel 1954; the "Gumbel-max
+trick"). The noise is a function of the request's seed, the position and the token id alone. So a
+request's tokens depend neither on its neighbours, nor on how its prompt was split, nor on
+speculation: a draft is accepted exactly if it is what would have been chosen anyway. And whoever
+drafts with the same noise guesses the same token wherever its distribution is close: with
+probability 1 / sum_i max(p_i / p_v, q_i / q_v) both choose v.
 """
 
 from __future__ import annotations
@@ -15,6 +19,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from anymla.runtime.scoring import block_rows
+
+# SplitMix64's increment and multipliers, as signed numbers of 64 bits.
+_GAMMA, _FIRST, _SECOND = (
+    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+# Logits that differ at all are further apart than any noise below the first, and nearer than
+# float32 tells above the second.
+_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-30, 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +59,63 @@ class Sampling:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
 
 
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1), a multiple of 2**-53, that belongs to a seed and a position."""
+def noise_key(seed: int, position: int) -> int:
+    """The key of 64 bits, signed, from which the noise of a seed and a position is made."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise of every token.
+
+    Token t takes output t of SplitMix64 (Steele, Lea, Flood 2014) from the key on: u in (0, 1) of
+    63 bits, and ``-log(-log(1 - u))``. In that form it is the largest values that have all of
+    float32's relative precision, up to 44.4.
+
+    Args:
+        keys: int64 [n], see ``noise_key``.
+        vocab: V.
+
+    Returns:
+        float32 [n, V]. Devices differ by what their logarithms round.
+    """
+    steps = torch.arange(1, vocab + 1, device=keys.device) * _GAMMA
+    z = keys.unsqueeze(1) + steps
+    z = (z ^ _shifted(z, 30)) * _FIRST
+    z = (z ^ _shifted(z, 27)) * _SECOND
+    z = z ^ _shifted(z, 31)
+    u = ((_shifted(z, 1).float() + 0.5) * 2.0**-63).clamp_(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-u))
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64 to the right."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+    """Sample one token for each row; nothing waits for the device.
+
+    Args:
+        logits: float [n, V].
+        temperatures: float32 [n]; rows of 0 take the best token.
+        keys: int64 [n], see ``noise_key``.
+
+    Returns:
+        int64 [n]; V for a row without a finite best.
+    """
+    rows = block_rows(logits.shape[-1])
+    parts = zip(logits.split(rows), temperatures.split(rows), keys.split(rows), strict=True)
+    return torch.cat([best_tokens(_noisy(*part)) for part in parts])
+
+
+def _noisy(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+    """What the sampled token is the best of, float32 [n, V]."""
+    logits, temperatures = logits.float(), temperatures.unsqueeze(1)
+    # Subtracting first keeps a tiny temperature from overflowing.
+    divisors = temperatures.clamp(min=_LEAST_TEMPERATURE, max=_LARGEST_TEMPERATURE)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / divisors
+    return torch.where(temperatures > 0, scaled + gumbel_noise(keys, logits.shape[-1]), logits)
 
 
 def choose_tokens(
@@ -66,20 +133,38 @@ def choose_tokens(
         best: ``best_tokens`` of the logits, if it is known.
 
     Returns:
-        Token ids. Equal logits: the lowest id wins, or comes first in the order of probability.
+        Token ids. Equal values: the lowest id wins, or comes first in the order of probability.
 
     Raises:
         FloatingPointError: a row holds NaN or +inf, or nothing but -inf.
     """
     vocab = logits.shape[-1]
     tokens: list[int] = best.tolist() if best is not None else _best_on_host(logits)
-    for row, (token, sampling, position) in enumerate(
-        zip(tokens, samplings, positions, strict=True)
-    ):
+    for token, position in zip(tokens, positions, strict=True):
         if token == vocab:
             raise FloatingPointError(f"the logits for position {position} are not numbers")
-        if sampling.temperature > 0:
-            tokens[row] = _sample(logits[row], sampling, uniform(sampling.seed, position))
+    rows = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
+    if not rows:
+        return tokens
+    kept = {
+        place: _nucleus(logits[row], samplings[row])
+        for place, row in enumerate(rows)
+        if samplings[row].top_p < 1
+    }
+    wanted = logits if len(rows) == len(tokens) else logits[rows]
+    if kept:
+        wanted = wanted.clone()
+        for place, ids in kept.items():
+            ids = ids.to(logits.device)
+            inside = wanted[place, ids]
+            wanted[place] = -torch.inf
+            wanted[place, ids] = inside
+    temperatures = torch.tensor([samplings[row].temperature for row in rows], dtype=torch.float32)
+    keys = torch.tensor([noise_key(samplings[row].seed, positions[row]) for row in rows])
+    device = logits.device
+    sampled: list[int] = sample_tokens(wanted, temperatures.to(device), keys.to(device)).tolist()
+    for row, token in zip(rows, sampled, strict=True):
+        tokens[row] = token
     return tokens
 
 
@@ -106,15 +191,12 @@ def _best_on_host(logits: Tensor) -> list[int]:
     return tokens
 
 
-def _sample(logits: Tensor, sampling: Sampling, number: float) -> int:
-    """Invert the cumulative distribution, most probable token first, at ``number``."""
+def _nucleus(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Ids of the fewest most probable tokens that together have ``top_p``, on the host."""
     # On the host: not every device has float64.
     wide = logits.cpu().double()
-    # Subtracting first keeps a tiny temperature from overflowing.
     probabilities = ((wide - wide.amax()) / sampling.temperature).softmax(-1)
     probabilities, order = probabilities.sort(descending=True, stable=True)
     mass = probabilities.cumsum(-1)
     # The running sum may end short of top_p by rounding; impossible tokens stay out all the same.
-    kept = min(int((mass < sampling.top_p).sum()) + 1, int((probabilities > 0).sum()))
-    place = int(torch.searchsorted(mass[:kept], number * mass[kept - 1], right=True))
-    return int(order[min(place, kept - 1)])
+    return order[: min(int((mass < sampling.top_p).sum()) + 1, int((probabilities > 0).sum()))]
