@@ -95,7 +95,7 @@ def _rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> tuple[Tensor, Tensor]:
-    """X [M, .., D] turned by rows [M, R] (cosines, then sines); and the size of each pair."""
+    """X [M, .., D] rotated by rows [M, R] (cosines, then sines); and the size of each pair."""
     width = cos_sin.shape[-1]
     shape = (len(x), *([1] * (x.ndim - 2)), width // 2)
     cos, sin = (each.double().view(shape) for each in cos_sin.chunk(2, dim=-1))
@@ -103,9 +103,9 @@ def _rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> tuple[Tensor,
         sin = -sin
     start = x.shape[-1] - width
     even, odd = x[..., start::2], x[..., start + 1 :: 2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
     pair = torch.hypot(even, odd).repeat_interleave(2, -1)
-    return torch.cat((x[..., :start], turned), -1), torch.cat((x[..., :start].abs(), pair), -1)
+    return torch.cat((x[..., :start], rotated), -1), torch.cat((x[..., :start].abs(), pair), -1)
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -333,9 +333,9 @@ def _projection(case: Case) -> Finding:
     Those errors are independent and add as squares, whatever precision the product has.
     """
     o = case.tensors["o"].double()
-    turned, size = _rope(o, case.tensors["cos_sin"], inverse=True)
+    rotated, size = _rope(o, case.tensors["cos_sin"], inverse=True)
     weight = dense_weight(case, "wo_a")  # [G, R, J]
-    groups = turned.reshape(len(o), len(weight), -1)
+    groups = rotated.reshape(len(o), len(weight), -1)
     want = torch.einsum("tgj,grj->tgr", groups, weight).flatten(1)
     spread = size.reshape(groups.shape).square()
     deviation = torch.einsum("tgj,grj->tgr", spread, weight.square()).flatten(1).sqrt()
