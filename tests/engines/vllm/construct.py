@@ -71,6 +71,8 @@ def pretend() -> Any:
 
 
 class NoExperts(nn.Module):
+    shared_experts = None
+
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
@@ -84,6 +86,7 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.models.deepseek_v4.nvidia import model as theirs
 
+    import anymla.engines.vllm.experts  # noqa: F401  while vLLM's class has its name
     from anymla.engines.vllm import model, parts, report
 
     config = EngineArgs(checkpoint, max_model_len=4096, max_num_seqs=4).create_engine_config()

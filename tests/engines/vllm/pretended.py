@@ -154,10 +154,13 @@ def built(config: Any, device: str) -> Any:
 
 def classes(model: Any) -> dict[str, int]:
     """How many modules and linear methods of each of the plugin's classes a model has."""
+    from anymla.engines.vllm.linears import Fp8Attention
+
     found = collections.Counter(type(each).__name__ for each in model.modules())
     methods = (getattr(each, "quant_method", None) for each in model.modules())
     found += collections.Counter(type(each).__name__ for each in methods)
-    names = ("Fp8AnymlaAttention", "AnymlaMoE", "SharedExpert", "Fp8Linear", "Mxfp4Experts")
+    found["Fp8Attention"] = sum(isinstance(each, Fp8Attention) for each in model.modules())
+    names = ("Fp8Attention", "AnymlaMoE", "SharedExpert", "Fp8Linear", "Mxfp4Experts")
     return {name: found[name] for name in names} | {"vLLM's Fp8": found["Fp8LinearMethod"]}
 
 

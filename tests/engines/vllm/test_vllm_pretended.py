@@ -18,7 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_layer_of_the_model_has_anymlas_experts_and_linears(found: dict[str, Any]) -> None:
     layers, indexers = 4, 2
     assert found["classes"] == {
-        "Fp8AnymlaAttention": layers,
+        "Fp8Attention": layers,
         "AnymlaMoE": layers,
         "Mxfp4Experts": layers,
         "SharedExpert": layers,

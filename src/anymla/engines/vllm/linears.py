@@ -42,7 +42,7 @@ def install(model: nn.Module) -> None:
 
 def _install_attention(attention: Any, site: nn.Parameter) -> None:
     theirs = type(attention)
-    attention.__class__ = type(f"Fp8{theirs.__name__}", (Fp8Attention, theirs), {})
+    attention.__class__ = type(theirs.__name__, (Fp8Attention, theirs), {})
     attention.prepare_wo_a = attention.wo_a.quant_method.process_weights_after_loading
     attention.wo_a.quant_method.process_weights_after_loading = attention._hold_wo_a
     _exchange(attention.fused_wqa_wkv, site)
