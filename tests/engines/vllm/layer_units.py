@@ -92,10 +92,13 @@ class Mixture:
             columns: its channels of the experts' inner size.
             shared: its part of the shared expert's output.
         """
-        ids = list(range(EXPERTS)) if here is None else here
+        ids, expert_map = list(range(EXPERTS)), None
+        if here is not None:
+            ids, expert_map = here, torch.full((EXPERTS,), -1, device=self.device)
+            expert_map[here] = torch.arange(len(here), device=self.device)
         routed = types.SimpleNamespace(
             layer_name="experts",
-            expert_map_manager=types.SimpleNamespace(get_local_expert_ids=lambda: ids),
+            expert_map_manager=types.SimpleNamespace(expert_map=expert_map),
         )
         half = slice(ids[0], ids[-1] + 1)
         channels = range(INNER)[columns]

@@ -112,8 +112,7 @@ def test_each_part_relies_on_what_it_replaces() -> None:
     for platform in PLATFORMS:
         of_none = set(seams_of(platform, []))
         for part in report.PARTS:
-            some = platform == "cuda" or part not in (report.EXPERTS, report.LINEARS)
-            assert (set(seams_of(platform, [part])) > of_none) == some
+            assert set(seams_of(platform, [part])) > of_none
         assert set(seams_of(platform, [report.DRAFT_MODEL])) == of_none
 
 

@@ -90,10 +90,13 @@ class Mxfp4Experts(Mxfp4MoEMethod):
             "s2": layer.w2_weight_scale.data,
         }
         self.lists = {name: list(part.unbind()) for name, part in parts.items()}
-        here = layer.expert_map_manager.get_local_expert_ids()
-        self.first = here[0]
-        if here != list(range(here[0], here[0] + len(here))):
-            raise NotImplementedError(f"{layer.layer_name}: experts that are not neighbours")
+        local_ids = layer.expert_map_manager.expert_map  # by global id, -1 for those elsewhere
+        self.first = 0
+        if local_ids is not None:
+            here = (local_ids >= 0).nonzero().flatten().tolist()
+            self.first = here[0]
+            if here != list(range(here[0], here[0] + len(here))):
+                raise NotImplementedError(f"{layer.layer_name}: experts that are not neighbours")
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Scales of vLLM's kernels, none of which runs."""

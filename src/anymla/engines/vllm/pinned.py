@@ -90,6 +90,9 @@ _LAYER, _INDEXER = (
 )
 _INDEX_CACHE = f"{ATTENTION_MODULE}:DeepseekV4IndexerCache"
 _COMPRESSOR, _MHC = f"{_V4}.compressor", "vllm.model_executor.layers.mhc"
+_MODEL, _MOE = f"{_V4}.nvidia.model", "vllm.model_executor.layers.fused_moe"
+_MXFP4 = "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod"
+_FP8 = "vllm.model_executor.layers.quantization.fp8:Fp8LinearMethod"
 _STREAMS = "residual fn hc_scale hc_base rms_eps hc_pre_eps hc_sinkhorn_eps hc_post_mult_value "
 _STREAMS += "sinkhorn_repeat n_splits norm_weight norm_eps"
 _GATES = "x residual post_layer_mix comb_res_mix"
@@ -229,9 +232,71 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
             "hidden_states hc_fn hc_scale hc_base rms_norm_eps hc_eps",
         ),
     ),
+    "experts": (
+        _seam(f"{_MODEL}:DeepseekV4MoE.forward", "hidden_states input_ids mega_gate_metadata"),
+        _seam(
+            f"{_MODEL}:DeepseekV4MoE",
+            attributes="gate experts shared_experts use_native_mega_moe routed_scaling_factor "
+            "n_activated_experts swiglu_limit scoring_func renormalize hidden_size",
+        ),
+        _seam(f"{_MXFP4}.process_weights_after_loading", "layer"),
+        _seam(f"{_MXFP4}.get_fused_moe_quant_config", "layer"),
+        _seam(
+            f"{_MXFP4}.apply",
+            "layer x topk_weights topk_ids shared_experts shared_experts_input",
+        ),
+        _seam(
+            _MXFP4,
+            attributes="supports_pre_processed_weights skip_forward_padding has_unpadded_output",
+        ),
+        _seam(f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase", attributes="is_monolithic"),
+        _seam(
+            f"{_MOE}.runner.moe_runner:MoERunner._maybe_reduce_final_output", "states trunc_size"
+        ),
+        _seam(
+            f"{_MOE}.runner.moe_runner:MoERunner",
+            attributes="moe_config router routed_experts enable_dbo",
+        ),
+        _seam(
+            f"{_MOE}.config:FusedMoEConfig",
+            attributes="moe_parallel_config dp_size pcp_size is_sequence_parallel "
+            "is_lora_enabled hidden_dim",
+        ),
+        _seam(f"{_MOE}.config:FusedMoEParallelConfig", attributes="enable_eplb"),
+        _seam(
+            f"{_MOE}.routed_experts:RoutedExperts",
+            attributes="quant_method expert_map_manager layer_name swiglu_limit",
+        ),
+        _seam(f"{_MOE}.expert_map_manager:ExpertMapManager", attributes="expert_map"),
+        _seam(f"{_MOE}.router.base_router:BaseRouter", attributes="capture_fn"),
+        _seam("vllm.forward_context:ForwardContext", attributes="is_padding additional_kwargs"),
+        _seam("vllm.envs:VLLM_MOE_SKIP_PADDING"),
+    ),
+    "linears": (
+        _seam(f"{_FP8}.process_weights_after_loading", "layer"),
+        _seam(f"{_FP8}.apply", "layer x bias"),
+        _seam(_FP8, attributes="weight_block_size"),
+        _seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn hc_attn_fn hc_ffn_fn"),
+        _seam(f"{_MODEL}:DeepseekV4MLP.forward", "x"),
+        _seam(f"{_MODEL}:DeepseekV4MLP", attributes="gate_up_proj down_proj act_fn"),
+        _seam(f"{_MODEL}:DeepseekV4MoE", attributes="shared_experts"),
+        _seam(
+            "vllm.model_executor.layers.activation:SiluAndMulWithClamp", attributes="swiglu_limit"
+        ),
+        _seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
+        _seam(f"{_LAYER}._o_proj", "o positions"),
+        _seam(
+            _LAYER,
+            attributes="fused_wqa_wkv wq_b wo_a wo_b indexer q_lora_rank head_dim q_norm kv_norm "
+            "eps rotary_emb n_local_groups o_lora_rank",
+        ),
+        _seam(_INDEXER, attributes="wq_b"),
+        _seam(f"{_V4}.nvidia.ops.o_proj:compute_fp8_einsum_recipe"),
+        _seam("vllm.utils.deep_gemm:fp8_einsum"),
+        _seam("vllm.utils.deep_gemm:is_deep_gemm_supported"),
+    ),
 }
 _KERNELS = "vllm.model_executor.kernels.mhc.tilelang"
-_QUANTISATION = "vllm.model_executor.layers.quantization"
 # What more a part relies on, on one platform.
 _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
     ("cpu", "attention"): (
@@ -272,34 +337,6 @@ _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
         _seam(f"{_KERNELS}:mhc_pre_broadcast_tilelang", f"{_STREAMS} fn_broadcast"),
         _seam(f"{_KERNELS}:mhc_post_tilelang", _GATES),
         _seam(f"{_KERNELS}:mhc_fused_post_pre_tilelang", _GATES),
-    ),
-    ("cuda", "experts"): (
-        _seam(
-            f"{CUDA_MODELS[0]}:DeepseekV4MoE",
-            attributes="gate experts shared_experts n_activated_experts routed_scaling_factor "
-            "scoring_func renormalize hidden_size swiglu_limit use_native_mega_moe",
-        ),
-        _seam(
-            f"{CUDA_MODELS[0]}:DeepseekV4MoE.forward",
-            "hidden_states input_ids mega_gate_metadata",
-        ),
-        _seam(f"{_QUANTISATION}.mxfp4:Mxfp4MoEMethod.process_weights_after_loading", "layer"),
-        _seam(f"{_QUANTISATION}.mxfp4:Mxfp4MoEMethod.apply", "layer x topk_weights topk_ids"),
-    ),
-    ("cuda", "linears"): (
-        _seam(
-            f"{CUDA_MODELS[0]}:DeepseekV4DecoderLayer",
-            attributes="attn ffn hc_attn_fn hc_ffn_fn",
-        ),
-        _seam(
-            f"{CUDA_MODELS[0]}:DeepseekV4MLP", attributes="gate_up_proj down_proj act_fn forward"
-        ),
-        _seam(f"{_QUANTISATION}.fp8:Fp8LinearMethod", attributes="weight_block_size"),
-        _seam(f"{_QUANTISATION}.fp8:Fp8LinearMethod.apply", "layer x bias"),
-        _seam(f"{_QUANTISATION}.fp8:Fp8LinearMethod.process_weights_after_loading", "layer"),
-        _seam(f"{_V4}.nvidia.ops.o_proj:compute_fp8_einsum_recipe"),
-        _seam("vllm.utils.deep_gemm:fp8_einsum"),
-        _seam("vllm.utils.deep_gemm:is_deep_gemm_supported"),
     ),
 }
 
