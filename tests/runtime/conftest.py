@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -26,3 +28,17 @@ def tiny_model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny")
     write_tiny_checkpoint(directory, SMALL)
     return load_model(directory, dtype=torch.float32, progress=False)
+
+
+@pytest.fixture(scope="session")
+def dspark_directory(tmp_path_factory):
+    """The same with a DSpark drafter of three stages, and the context of three layers."""
+    directory = tmp_path_factory.mktemp("dspark")
+    write_tiny_checkpoint(directory, dataclasses.replace(SMALL, drafter="dspark", markov_rank=24))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def dspark_model(dspark_directory):
+    """In float32."""
+    return load_model(dspark_directory, dtype=torch.float32, progress=False)

@@ -62,7 +62,7 @@ class FakeModel:
     def reserve(self, max_seq_len):
         return []
 
-    def forward(self, step, caches):
+    def forward(self, step, caches, taps=None):
         self.steps.append(step)
         checksum = torch.zeros(len(step.token_ids))
         for spec, cache in zip(self.layer_specs, caches, strict=False):

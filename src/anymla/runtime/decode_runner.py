@@ -1,4 +1,4 @@
-"""Decode steps at fixed sizes: the backbone's, and the draft layer's behind it."""
+"""Decode steps at fixed sizes: the backbone's, and the drafter's behind it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anymla.layers.dspark import BlockGuess
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
 from anymla.runtime.bucket import Bucket, decode_buckets, smallest
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.draft_step import DraftStep
+from anymla.runtime.dspark_step import DraftBlocks, DraftNoise, DSparkStep
 from anymla.runtime.fixed_step import FixedStep
 from anymla.runtime.forwarded import Forwarded
 from anymla.runtime.options import EngineOptions
@@ -29,7 +31,13 @@ class DecodeRunner:
     """
 
     def __init__(
-        self, model: Transformer, store: CacheStore, options: EngineOptions, *, record: bool
+        self,
+        model: Transformer,
+        store: CacheStore,
+        options: EngineOptions,
+        *,
+        record: bool,
+        blocks: DraftBlocks | None = None,
     ) -> None:
         self.buckets = decode_buckets(
             store.groups, options.max_requests, options.max_seq_len, options.draft_tokens
@@ -38,13 +46,15 @@ class DecodeRunner:
         self._store = store
         self._record = record
         self._backbone_layers = model.config.num_hidden_layers
-        # Graphs know the tables by their addresses.
-        self._tables = model.reserve(options.max_seq_len)
+        self._blocks = blocks
+        # Graphs know the tables by their addresses. A block reaches beyond its request.
+        self._tables = model.reserve(options.max_seq_len + (blocks.size if blocks else 0))
         self._pool = torch.cuda.graph_pool_handle() if record else None
         self._options = options
         self._side = SideStream(store.device) if record else INLINE
         self._steps: dict[Bucket, FixedStep] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
+        self._block_steps: dict[tuple[Bucket, bool], DSparkStep] = {}
 
     def rehearse(self) -> None:
         """Run the widest bucket of every ceiling once, for what it needs of the workspace.
@@ -61,7 +71,10 @@ class DecodeRunner:
         drafts = len(self._store.layers) > self._backbone_layers
         for bucket in reversed(self.buckets):
             self._step(bucket).prepare()
-            if drafts:
+            if self._blocks is not None:
+                for sampled in (True, False):
+                    self._block_step(self._blocks, bucket, sampled).prepare()
+            elif drafts:
                 self._draft_step(bucket).prepare()
 
     def run(self, spans: Sequence[Span]) -> Forwarded | None:
@@ -74,9 +87,11 @@ class DecodeRunner:
         bucket = smallest(self.buckets, spans)
         if bucket is None:
             return None
-        hidden, logits, best, logprobs = self._step(bucket)(spans)
+        hidden, logits, best, logprobs, *taps = self._step(bucket)(spans)
         first_rows = range(0, bucket.tokens * len(spans), bucket.tokens)
-        return Forwarded(hidden, first_rows, logits, best, logprobs)
+        return Forwarded(
+            hidden, first_rows, logits, best, logprobs, taps[0] if taps else None, first_rows
+        )
 
     def draft(
         self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]
@@ -96,6 +111,27 @@ class DecodeRunner:
             return None
         return self._draft_step(bucket).run(spans, hidden, rows)
 
+    def draft_blocks(
+        self, spans: Sequence[Span], taps: Tensor, rows: Sequence[int], noise: DraftNoise | None
+    ) -> BlockGuess | None:
+        """Write the context of final tokens and guess behind them; None if they fit no bucket.
+
+        Args:
+            spans: the ids behind each final token.
+            taps: [n, taps, D].
+            rows: row of ``taps`` for each token of the spans.
+            noise: of the spans' requests.
+
+        Returns:
+            Of span i in row i. Lasts until the next run.
+        """
+        bucket = smallest(self.buckets, spans)
+        if bucket is None:
+            return None
+        assert self._blocks is not None
+        step = self._block_step(self._blocks, bucket, noise is not None)
+        return step.run(spans, taps, rows, noise)
+
     def _step(self, bucket: Bucket) -> FixedStep:
         if bucket not in self._steps:
             self._steps[bucket] = FixedStep(
@@ -110,10 +146,13 @@ class DecodeRunner:
         return self._steps[bucket]
 
     def _backbone(self, step: Step) -> tuple[Tensor, ...]:
-        hidden = self._model.forward(step, self._store.layers[: self._backbone_layers])
+        taps = None if self._blocks is None else self._blocks.taps(len(step.token_ids))
+        caches = self._store.layers[: self._backbone_layers]
+        hidden = self._model.forward(step, caches, taps=taps)
         logits = self._model.logits(hidden)
         best = best_tokens(logits)
-        return hidden, logits, best, token_logprobs(logits, best)
+        results = hidden, logits, best, token_logprobs(logits, best)
+        return results if taps is None else (*results, taps.out)
 
     def _draft_step(self, bucket: Bucket) -> DraftStep:
         if bucket not in self._drafts:
@@ -128,14 +167,37 @@ class DecodeRunner:
             )
         return self._drafts[bucket]
 
+    def _block_step(self, blocks: DraftBlocks, bucket: Bucket, sampled: bool) -> DSparkStep:
+        if (bucket, sampled) not in self._block_steps:
+            self._block_steps[bucket, sampled] = DSparkStep(
+                self._model,
+                self._store,
+                blocks,
+                bucket,
+                sampled=sampled,
+                record=self._record,
+                pool=self._pool,
+                side=self._queue(bucket),
+            )
+        return self._block_steps[bucket, sampled]
+
     def _queue(self, bucket: Bucket) -> SideStream:
         return self._side if self._options.runs_beside(bucket.rows) else INLINE
 
 
 def decode_runner(
-    model: Transformer, store: CacheStore, options: EngineOptions
+    model: Transformer,
+    store: CacheStore,
+    options: EngineOptions,
+    blocks: DraftBlocks | None = None,
 ) -> DecodeRunner | None:
     """As ``options.decode`` says.
+
+    Args:
+        model: the model.
+        store: the caches.
+        options: the engine's sizes.
+        blocks: of a DSpark drafter.
 
     Raises:
         ValueError: graphs are asked for, and the model is not on a CUDA device.
@@ -149,4 +211,4 @@ def decode_runner(
         return None
     if mode == "graph" and not on_cuda:
         raise ValueError(f"decode='graph' needs a CUDA device, and the model is on {store.device}")
-    return DecodeRunner(model, store, options, record=mode == "graph")
+    return DecodeRunner(model, store, options, record=mode == "graph", blocks=blocks)

@@ -16,15 +16,23 @@ from anymla.ops.streams import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.decode_runner import decode_runner
+from anymla.runtime.dspark_drafts import DSparkDrafter
+from anymla.runtime.dspark_step import DraftBlocks
 from anymla.runtime.engine_memory import require_engine_memory
 from anymla.runtime.forwarded import Forwarded
 from anymla.runtime.next_tokens import choose_next, score_prompts
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request, RequestState, check_request
 from anymla.runtime.scheduler import Scheduler
-from anymla.runtime.sizing import cache_format, options_for, pool_sizes, running_specs
+from anymla.runtime.sizing import (
+    cache_format,
+    drafts_blocks,
+    options_for,
+    pool_sizes,
+    running_specs,
+)
 from anymla.runtime.span import Span
-from anymla.runtime.speculation import Drafter, can_draft
+from anymla.runtime.speculation import Drafter, MtpDrafter
 from anymla.runtime.step_plan import StepPlanner
 from anymla.runtime.warm_up import WarmUp
 
@@ -113,14 +121,25 @@ class Engine:
         self._planner = StepPlanner(
             self.store, backend=model.backend, chunks=_attends_to_workspaces(model)
         )
-        self._runner = decode_runner(model, self.store, options)
+        self._blocks: DraftBlocks | None = None
+        if drafts_blocks(specs):
+            self._blocks = DraftBlocks(model, self.store, options)
+        self._runner = decode_runner(model, self.store, options, self._blocks)
         self._states: dict[str, RequestState] = {}
         # Tokens and requests of steps whose tensors the operations have accepted.
         self._checked_sizes: set[tuple[int, int]] = set()
         self._backbone_layers = model.config.num_hidden_layers
         self._drafter: Drafter | None = None
-        if options.draft_tokens:
-            self._drafter = Drafter(
+        if self._blocks is not None:
+            self._drafter = DSparkDrafter(
+                model,
+                self._planner,
+                self._blocks,
+                least_survival=options.least_survival,
+                runner=self._runner,
+            )
+        elif options.draft_tokens:
+            self._drafter = MtpDrafter(
                 model,
                 self._planner,
                 self.store.layers[self._backbone_layers],
@@ -188,7 +207,7 @@ class Engine:
         """
         self._require_memory(padded=True)
         with self.workspace.active():
-            WarmUp(self.model, self._planner, self.options).run()
+            WarmUp(self.model, self._planner, self.options, self._blocks).run()
             if self._runner is not None:
                 self._runner.rehearse()
             self.workspace.reserve()
@@ -207,7 +226,8 @@ class Engine:
             forwarded = self._forward(spans)
             score_prompts(self.model, spans, forwarded)
             new_tokens = choose_next(self.model, spans, forwarded)
-            self._draft(spans, forwarded)
+            if self._drafter is not None:
+                self._drafter.run(spans, forwarded)
         self._checked_sizes.add(sizes)
         finished = []
         for span in spans:
@@ -251,22 +271,11 @@ class Engine:
             fixed = self._runner.run(spans)
             if fixed is not None:
                 return fixed
+        taps, first_taps = (None, []) if self._drafter is None else self._drafter.taps(spans)
         step = self._planner.build(spans)
-        hidden = self.model.forward(step, self.store.layers[: self._backbone_layers])
-        return Forwarded.packed(hidden, spans)
-
-    def _draft(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
-        if self._drafter is None:
-            return
-        guess = self._drafter.follow(spans, forwarded)
-        if guess is None:
-            return
-        drafting = [span.state for span in spans if can_draft(span.state)]
-        # The guesses write ahead of the confirmed length, into pages that the next step needs
-        # as well: what has become obsolete must be returned first.
-        for state in drafting:
-            self.store.slide(state)
-        self._drafter.draft(drafting, guess)
+        caches = self.store.layers[: self._backbone_layers]
+        hidden = self.model.forward(step, caches, taps=taps)
+        return Forwarded.packed(hidden, spans, None if taps is None else taps.out, first_taps)
 
     def _finish(self, state: RequestState) -> Completion:
         state.timings.finished = time.perf_counter()

@@ -22,6 +22,8 @@ class Forwarded:
         logits: float32 [rows, V], or None where they are not computed for all rows.
         best: with logits, ``best_tokens`` of them.
         best_logprobs: with logits, those tokens' log-probabilities.
+        taps: [rows, taps, D], see ``layers.dspark.Taps``, or None.
+        first_taps: with taps, the row of each span's first that is there; its others follow.
     """
 
     hidden: Tensor
@@ -29,12 +31,20 @@ class Forwarded:
     logits: Tensor | None = None
     best: Tensor | None = None
     best_logprobs: Tensor | None = None
+    taps: Tensor | None = None
+    first_taps: Sequence[int] = ()
 
     @classmethod
-    def packed(cls, hidden: Tensor, spans: Sequence[Span]) -> Forwarded:
+    def packed(
+        cls,
+        hidden: Tensor,
+        spans: Sequence[Span],
+        taps: Tensor | None = None,
+        first_taps: Sequence[int] = (),
+    ) -> Forwarded:
         """Of a step whose rows are the spans' tokens one after the other."""
         *first_rows, _ = accumulate((len(span.token_ids) for span in spans), initial=0)
-        return cls(hidden, first_rows)
+        return cls(hidden, first_rows, taps=taps, first_taps=first_taps)
 
 
 def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:

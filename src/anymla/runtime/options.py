@@ -23,7 +23,9 @@ class EngineOptions:
         max_seq_len: prompt and output of the longest request.
         max_batch_tokens: tokens of a step, decode first; None: one token (and its drafts) for
             every request plus one chunk.
-        draft_tokens: tokens that the MTP layer guesses ahead; 0 turns speculation off.
+        draft_tokens: tokens that the drafter guesses ahead; 0 turns speculation off.
+        least_survival: of a DSpark drafter with a confidence head: guesses that are less likely to
+            be right, together with those before them, are not verified.
         decode: how steps run in which no request has prompt tokens left. "graph": at a few fixed
             sizes, each recorded once as a CUDA graph and replayed; "fixed": the same steps at the
             same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
@@ -40,6 +42,7 @@ class EngineOptions:
     max_seq_len: int = 4096
     max_batch_tokens: int | None = None
     draft_tokens: int = 0
+    least_survival: float = 0.0
     decode: DecodeMode = "auto"
     side_stream: bool | None = None
     pages: Mapping[str, int] | None = None
@@ -53,6 +56,8 @@ class EngineOptions:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.least_survival <= 1:
+            raise ValueError(f"least_survival must be in [0, 1], got {self.least_survival}")
         if self.decode not in get_args(DecodeMode):
             known = ", ".join(get_args(DecodeMode))
             raise ValueError(f"decode must be one of {known}, got {self.decode!r}")

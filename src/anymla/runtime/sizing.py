@@ -14,7 +14,9 @@ from anymla.runtime.request import Request
 
 
 def running_specs(model: Transformer, options: EngineOptions) -> tuple[LayerSpec, ...]:
-    """Layers that need caches: the backbone, and the first draft layer if it drafts.
+    """Layers that need caches: the backbone, and what drafts, if anything is to.
+
+    That is the first of several MTP layers, or every stage of a DSpark drafter.
 
     Raises:
         ValueError: drafts are asked for and the model has no draft layer.
@@ -22,9 +24,16 @@ def running_specs(model: Transformer, options: EngineOptions) -> tuple[LayerSpec
     backbone = model.config.num_hidden_layers
     if not options.draft_tokens:
         return model.layer_specs[:backbone]
+    if drafts_blocks(model.layer_specs):
+        return model.layer_specs
     if len(model.layer_specs) == backbone:
         raise ValueError("speculation needs a drafter, and this model has none")
     return model.layer_specs[: backbone + 1]
+
+
+def drafts_blocks(specs: Sequence[LayerSpec]) -> bool:
+    """Whether a DSpark drafter is among the layers."""
+    return specs[-1].role == "dspark"
 
 
 def cache_format(options: EngineOptions) -> CacheFormat:

@@ -1,4 +1,4 @@
-"""Drafting with the MTP layer, which guesses the tokens after the next.
+"""What drafts, and drafting with the MTP layer, which guesses the tokens after the next.
 
 At position p the layer takes the backbone's stream at p and the embedding of token p + 1, and its
 logits guess token p + 2. For a further guess its own output stands in for the backbone's stream.
@@ -12,10 +12,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
 from torch import Tensor
 
 from anymla.layers.caches import LayerCache
+from anymla.layers.dspark import Taps
 from anymla.model.transformer import Transformer
 from anymla.runtime.decode_runner import DecodeRunner
 from anymla.runtime.forwarded import Forwarded, rows_of
@@ -38,7 +40,22 @@ class Guess:
     logits: Tensor
 
 
-class Drafter:
+class Drafter(Protocol):
+    """What an engine asks of a drafter."""
+
+    def taps(self, spans: Sequence[Span]) -> tuple[Taps | None, list[int]]:
+        """What a step of the backbone shall leave for it, and which of it is each span's first."""
+
+    def run(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
+        """Follow the step's final tokens, and set the drafts of requests that go on.
+
+        Args:
+            spans: of the step just run; their requests hold what was chosen.
+            forwarded: the backbone's results.
+        """
+
+
+class MtpDrafter:
     """Keeps the MTP layer's window cache in step with the requests, and drafts from it.
 
     A checkpoint with several MTP layers drafts with its first one only.
@@ -64,6 +81,22 @@ class Drafter:
         self._window = window
         self._runner = runner
 
+    def taps(self, spans: Sequence[Span]) -> tuple[Taps | None, list[int]]:
+        """Nothing: the layer takes the streams that the backbone ends with."""
+        return None, []
+
+    def run(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
+        """See ``Drafter``."""
+        guess = self.follow(spans, forwarded)
+        if guess is None:
+            return
+        drafting = [span.state for span in spans if can_draft(span.state)]
+        # The guesses write ahead of the confirmed length, into pages that the next step needs
+        # as well: what has become obsolete must be returned first.
+        for state in drafting:
+            self._planner.store.slide(state)
+        self.draft(drafting, guess)
+
     def follow(self, spans: Sequence[Span], forwarded: Forwarded) -> Guess | None:
         """Run the MTP layer over the step's tokens that turned out final.
 
@@ -79,17 +112,13 @@ class Drafter:
         source: list[int] = []
         wanted: list[int] = []
         for span, first_row in zip(spans, forwarded.first_rows, strict=True):
-            state = span.state
-            # A draft sees the window only, so older rows of a prompt are never read.
-            start = max(span.start, state.prompt_length - self._window)
-            stop = min(span.stop, state.computed)
-            if start < stop and state.finish_reason is None and state.remaining > 1:
-                # The embedding is that of the token after.
-                next_ids = state.tokens[start + 1 : stop + 1]
-                if can_draft(state):
+            final = final_tokens(span, self._window)
+            if final is not None:
+                if can_draft(span.state):
                     wanted.append(len(followed))
-                followed.append(Span(state, start, next_ids, span.is_decode))
-                source += range(first_row + start - span.start, first_row + stop - span.start)
+                followed.append(final)
+                first = first_row + final.start - span.start
+                source += range(first, first + len(final.token_ids))
         if not followed:
             return None
         return self._run(followed, forwarded.hidden, source, wanted)
@@ -146,6 +175,28 @@ class Drafter:
         ends = list(accumulate(len(span.token_ids) for span in spans))
         streams = rows_of(streams, [ends[i] - 1 for i in wanted])
         return Guess(streams, self._model.mtp_logits(streams))
+
+
+def final_tokens(span: Span, window: int) -> Span | None:
+    """The part of a span that turned out final and that a drafter must see, each with the next id.
+
+    A draft sees the window only, so that older tokens of a prompt are never read; nor is anything
+    of a request that is not going to be drafted for.
+
+    Args:
+        span: of a step just run.
+        window: positions that a drafter sees.
+
+    Returns:
+        A span that begins at or after the given one's start, whose ``token_ids`` are those that
+        follow each of its positions; None for nothing.
+    """
+    state = span.state
+    start = max(span.start, state.prompt_length - window)
+    stop = min(span.stop, state.computed)
+    if start >= stop or state.finish_reason is not None or state.remaining <= 1:
+        return None
+    return Span(state, start, state.tokens[start + 1 : stop + 1], span.is_decode)
 
 
 def can_draft(state: RequestState) -> bool:

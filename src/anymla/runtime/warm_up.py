@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from anymla.layers.caches import LayerCache
+from anymla.layers.spec import WINDOW_GROUP
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
 from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.bucket import context_ceilings, request_counts
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
+from anymla.runtime.dspark_step import DraftBlocks
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.scoring import block_rows
 from anymla.runtime.step_plan import StepPlanner
@@ -27,14 +29,22 @@ from anymla.runtime.upload import upload
 class WarmUp:
     """Steps of any size in which nobody takes part."""
 
-    def __init__(self, model: Transformer, planner: StepPlanner, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        planner: StepPlanner,
+        options: EngineOptions,
+        blocks: DraftBlocks | None = None,
+    ) -> None:
         """Prepare nothing yet.
 
         Args:
             model: the model.
             planner: of the engine; nothing is written to its caches.
             options: the engine's sizes.
+            blocks: of a DSpark drafter.
         """
+        self._blocks = blocks
         self._model = model
         self._planner = planner
         self._store = planner.store
@@ -60,6 +70,8 @@ class WarmUp:
             for tokens in reversed(counts):
                 for query_lens in self._mixtures(tokens):
                     self._forward(query_lens, rounded, selection)
+            for requests in reversed(request_counts(options.max_requests)):
+                self._guess(requests, rounded, selection)
             # Workspaces of prefill follow the lengths, up to the length where there are none.
             for stop in self._planner.longest_chunks(counts[-1], context):
                 self._forward((counts[-1],), rounded, selection, stop=stop)
@@ -89,13 +101,28 @@ class WarmUp:
     ) -> None:
         step = self._step(query_lens, context, selection)
         step = self._planner.with_chunks(step, query_lens if stop is None else (stop,))
+        taps = None if self._blocks is None else self._blocks.taps(sum(query_lens))
         hidden = self._model.forward(
-            step, self._store.layers[: self._backbone_layers], only=self._layers
+            step, self._store.layers[: self._backbone_layers], only=self._layers, taps=taps
         )
-        if self._options.draft_tokens:
-            step = self._step(query_lens, context, selection, window_only=True)
-            step = self._planner.with_chunks(step, query_lens)
-            self._model.mtp_forward(hidden, step.token_ids, step, self._draft_cache)
+        if not self._options.draft_tokens:
+            return
+        step = self._step(query_lens, context, selection, window_only=True)
+        if self._blocks is not None:
+            assert taps is not None
+            self._blocks.write_context(taps.out, step)
+            return
+        step = self._planner.with_chunks(step, query_lens)
+        self._model.mtp_forward(hidden, step.token_ids, step, self._draft_cache)
+
+    def _guess(self, requests: int, context: int, selection: str | None) -> None:
+        """Run a block for each of some requests."""
+        if self._blocks is None:
+            return
+        step = self._step((1,) * requests, context, selection, window_only=True)
+        nobody = torch.zeros(requests, dtype=torch.int64, device=self._store.device)
+        present = torch.zeros(requests, dtype=torch.bool, device=self._store.device)
+        self._blocks.guess(step.groups[WINDOW_GROUP], nobody, nobody, context, present=present)
 
     @property
     def _draft_cache(self) -> LayerCache:
@@ -140,7 +167,7 @@ class WarmUp:
         for rows in sorted({*request_counts(chosen), *request_counts(scored)}, reverse=True):
             hidden = self._streams(rows)
             model.logits(hidden)
-            if options.draft_tokens:
+            if options.draft_tokens and self._blocks is None:
                 model.mtp_logits(hidden)
 
     def _streams(self, rows: int) -> Tensor:

@@ -13,6 +13,7 @@ from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 
 if TYPE_CHECKING:
     from anymla.layers.caches import LayerCache
+    from anymla.layers.dspark import Taps
     from anymla.layers.step import Step
 
 WINDOW, COMPRESSED, INDEX = "window", "compressed", "index"
@@ -177,10 +178,12 @@ class RecordedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, step: Step, caches: Sequence[LayerCache]) -> Tensor:
+    def forward(
+        self, step: Step, caches: Sequence[LayerCache], *, taps: Taps | None = None
+    ) -> Tensor:
         """Run the backbone, then copy what it wrote."""
         step = dataclasses.replace(step, recorder=self._recorder)
-        hidden: Tensor = self._model.forward(step, caches)
+        hidden: Tensor = self._model.forward(step, caches, taps=taps)
         ratios = [spec.ratio for spec in self._model.layer_specs]
         self._recorder.after_step(step, caches, ratios, hidden)
         return hidden

@@ -1,0 +1,157 @@
+"""Drafting with a DSpark drafter, which guesses a block of tokens at once.
+
+Once the backbone has verified its step, the positions that turned out final give their taps to the
+drafter's context; then one block behind the newest token guesses the next ones. Nothing else is
+carried over, and nothing that a rejected guess left is ever read.
+
+Source: the serving loop of the DSpark paper (arXiv 2607.05147).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.layers.dspark import BlockGuess, Taps
+from anymla.layers.spec import WINDOW_GROUP
+from anymla.model.transformer import Transformer
+from anymla.runtime.decode_runner import DecodeRunner
+from anymla.runtime.dspark_step import DraftBlocks, DraftNoise
+from anymla.runtime.forwarded import Forwarded, rows_of
+from anymla.runtime.request import RequestState
+from anymla.runtime.span import Span
+from anymla.runtime.speculation import can_draft, final_tokens
+from anymla.runtime.step_plan import StepPlanner
+from anymla.runtime.upload import upload
+
+
+class DSparkDrafter:
+    """Keeps the drafter's context in step with the requests, and drafts from it."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        planner: StepPlanner,
+        blocks: DraftBlocks,
+        *,
+        least_survival: float = 0.0,
+        runner: DecodeRunner | None = None,
+    ) -> None:
+        """Draft nothing yet.
+
+        Args:
+            model: the model.
+            planner: of the engine.
+            blocks: how blocks run.
+            least_survival: guesses that are less likely to be right are not verified.
+            runner: of the engine, for steps of fixed size.
+        """
+        self._model = model
+        self._planner = planner
+        self._blocks = blocks
+        self._least_survival = least_survival
+        self._runner = runner
+
+    def taps(self, spans: Sequence[Span]) -> tuple[Taps | None, list[int]]:
+        """What a step of the backbone shall leave, and which of it is each span's first.
+
+        The context reaches a window back, so that older tokens of a prompt are not wanted.
+        """
+        rows: list[int] = []
+        firsts = []
+        row = 0
+        for span in spans:
+            firsts.append(len(rows))
+            start = max(span.start, span.state.prompt_length - self._blocks.window)
+            count = len(span.token_ids)
+            rows += range(row + max(0, start - span.start), row + count)
+            row += count
+        if not rows:
+            return None, firsts
+        index = None if len(rows) == row else upload([rows], self._model.device)[0]
+        return self._blocks.taps(len(rows), index), firsts
+
+    def run(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
+        """Follow the step's final tokens, and set the drafts of requests that go on.
+
+        Args:
+            spans: of the step just run; their requests hold what was chosen.
+            forwarded: the backbone's results.
+        """
+        followed: list[Span] = []
+        source: list[int] = []
+        for span, first in zip(spans, forwarded.first_taps, strict=True):
+            final = final_tokens(span, self._blocks.window)
+            if final is not None:
+                followed.append(final)
+                source += range(first, first + len(final.token_ids))
+        if not followed:
+            return
+        assert forwarded.taps is not None
+        drafting = [place for place, span in enumerate(followed) if can_draft(span.state)]
+        states = [followed[place].state for place in drafting]
+        noise = DraftNoise.of(
+            [state.request.sampling for state in states],
+            [len(state.tokens) for state in states],
+            self._blocks.count,
+            self._model.device,
+        )
+        guess = None
+        if self._runner is not None and all(span.is_decode for span in followed):
+            guess = self._runner.draft_blocks(followed, forwarded.taps, source, noise)
+        if guess is None:
+            taps = rows_of(forwarded.taps, source)
+            guess = self._at_the_size_of_the_batch(followed, taps, drafting, noise)
+        if guess is not None:
+            self._set_drafts(states, guess)
+
+    def _at_the_size_of_the_batch(
+        self,
+        followed: Sequence[Span],
+        taps: Tensor,
+        drafting: Sequence[int],
+        noise: DraftNoise | None,
+    ) -> BlockGuess | None:
+        """Write the context of all that are followed; guess for some of them."""
+        # Nothing attends in this step: prompts need no workspaces.
+        step = self._planner.build(
+            [dataclasses.replace(span, is_decode=True) for span in followed], window_only=True
+        )
+        self._blocks.write_context(taps, step)
+        if not drafting:
+            return None
+        context = step.groups[WINDOW_GROUP]
+        anchors, last = upload(
+            [
+                [followed[place].token_ids[-1] for place in drafting],
+                [followed[place].stop - 1 for place in drafting],
+            ],
+            self._model.device,
+        )
+        return self._blocks.guess(
+            dataclasses.replace(context, block_table=rows_of(context.block_table, drafting)),
+            anchors.long(),
+            last.long(),
+            step.max_seq_len,
+            noise=noise,
+        )
+
+    def _set_drafts(self, states: Sequence[RequestState], guess: BlockGuess) -> None:
+        """Give each request its guesses, as far as they are worth verifying.
+
+        They end before the last token that may be generated, before a guess that is no token, and
+        before one that is too unlikely. All ranks take rank 0's.
+        """
+        vocab = self._model.config.vocab_size
+        tokens = torch.where(guess.survival >= self._least_survival, guess.tokens, vocab)
+        flat: list[int] = tokens.flatten().tolist()
+        flat = self._model.ranks.agree(flat, self._model.device)
+        count = tokens.shape[1]
+        for place, state in enumerate(states):
+            guesses = flat[place * count : (place + 1) * count]
+            wanted = min(count, state.remaining - 1)
+            end = guesses.index(vocab) if vocab in guesses else count
+            state.drafts = guesses[: min(wanted, end)]
