@@ -69,6 +69,32 @@ def test_a_prompt_file_and_speculation_give_the_same_tokens(tiny, tmp_path):
     assert reports[2]["options"]["draft_tokens"] == 3
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_dspark_checkpoint_with_each_option(tiny_dspark, tmp_path, temperature):
+    reports = {}
+    for number, (how, drafts, draft_tokens) in enumerate(
+        [
+            ([], "off", 0),
+            (["--drafts", "off"], "off", 0),
+            (["--speculate"], "auto", 5),
+            (["--drafts", "auto"], "auto", 5),
+            (["--drafts", "dspark", "--draft-tokens", 3], "dspark", 3),
+        ]
+    ):
+        out = tmp_path / f"{number}.json"
+        words = ["--max-new-tokens", 12, "--temperature", temperature, "--kv-cache", "fp32"]
+        result = _generate(tiny_dspark, "--prompt", "0731", *words, *how, "--json", out)
+        assert result.exit_code == 0, result.output
+        report = reports[number] = json.loads(out.read_text())
+        options = report["options"]
+        assert (options["drafts"], options["draft_tokens"]) == (drafts, draft_tokens)
+        assert (report["results"][0]["drafted"] > 0) == (draft_tokens > 0)
+    texts = [report["results"][0]["token_ids"] for report in reports.values()]
+    assert all(text == texts[0] for text in texts)
+    result = _generate(tiny_dspark, "--prompt", "a", "--drafts", "mtp")
+    _fails(result, "holds a DSpark drafter, asked for: MTP layers")
+
+
 def test_a_batch(tiny, tmp_path):
     batch = _lines(
         tmp_path / "batch.jsonl",

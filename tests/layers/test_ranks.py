@@ -1,5 +1,6 @@
 """Models that several processes share: what each has, and that together they are the whole."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -36,10 +37,10 @@ OPTIONS = TinyOptions(
 )
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+@pytest.fixture(scope="module", params=["mtp", "dspark"])
+def checkpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("shared")
-    write_tiny_checkpoint(directory, OPTIONS)
+    write_tiny_checkpoint(directory, dataclasses.replace(OPTIONS, drafter=request.param))
     return directory
 
 
@@ -155,6 +156,7 @@ def test_two_processes_generate_what_one_does(checkpoint, tmp_path):
     one, text = _generate([sys.executable, "-m", "anymla"], checkpoint, tmp_path / "1.json")
     two, both = _generate(_torchrun(2), checkpoint, tmp_path / "2.json", "--speculate")
     assert two["token_ids"] == one["token_ids"]
+    assert two["drafted"] > 5
     assert both == text  # said once
     assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
 

@@ -4,6 +4,7 @@ import tracemalloc
 
 import pytest
 import torch
+from fake_block_model import FakeBlockModel
 from fake_model import FakeModel
 
 from anymla.layers.spec import LayerSpec
@@ -56,6 +57,21 @@ def test_sizes_that_no_machine_has(has, sizes, largest):
     has(64e9)
     message = refused(lambda: Engine(FakeModel(), EngineOptions(**sizes)), r"an engine for \d+ req")
     assert re.search(rf"needs [\d.e+]+ \wB of memory \({largest}: .*\), has 64\.0 GB$", message)
+
+
+def test_blocks_of_a_drafter(has):
+    has(64e9)
+    model = FakeBlockModel()
+    options = {"max_seq_len": 100, "chunk_size": 1, "pages": {"window": 4}}
+    refused(
+        lambda: Engine(model, EngineOptions(draft_tokens=10**8, **options)),
+        r"\(blocks of drafts: 467\.2 GB",
+    )
+    model.config.hidden_size, model.dspark.target_layer_ids = 2**24, (1,) * 64
+    refused(
+        lambda: Engine(model, EngineOptions(draft_tokens=1, **options)),
+        r"\(taps of a step: 68\.7 GB",
+    )
 
 
 def test_wide_steps_are_reckoned_too(has):

@@ -1,5 +1,6 @@
 """Recorded steps on a GPU have the bits of the same steps called directly."""
 
+import dataclasses
 import random
 
 import pytest
@@ -18,10 +19,10 @@ SMALL = TinyOptions(ratios=(0, 4, 128), experts=16, index_topk=16)
 LIMITS = {"max_requests": 3, "max_seq_len": 448, "chunk_size": 96}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+@pytest.fixture(scope="module", params=["mtp", "dspark"])
+def checkpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(directory, SMALL)
+    write_tiny_checkpoint(directory, dataclasses.replace(SMALL, drafter=request.param))
     return directory
 
 
@@ -54,7 +55,7 @@ def _serve(engine, requests, seed):
     return done
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 2])
+@pytest.mark.parametrize("draft_tokens", [0, 2, 5])
 @pytest.mark.parametrize("changes", [{}, {"side_stream": True}], ids=["one queue", "two queues"])
 def test_replayed_steps_have_the_bits_of_direct_ones(model, draft_tokens, changes):
     results, engines = [], []

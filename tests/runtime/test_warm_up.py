@@ -1,5 +1,6 @@
 """After a warm-up, traffic launches no specialisation of a kernel that it did not."""
 
+import dataclasses
 import os
 import random
 from unittest import mock
@@ -12,9 +13,11 @@ from anymla.model.load import load_model
 from anymla.ops.device import TARGETS
 from anymla.ops.pdl import pdl_launch
 from anymla.runtime import next_tokens, speculation, step_plan
+from anymla.runtime.dspark_drafts import DSparkDrafter
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
+from anymla.runtime.sampler import Sampling
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -30,11 +33,11 @@ SMALL = TinyOptions(
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture(scope="module", params=["mtp", "dspark"])
+def model(request, tmp_path_factory):
     """On the CPU, with every tensor aligned as a device's allocator aligns it."""
     directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(directory, SMALL)
+    write_tiny_checkpoint(directory, dataclasses.replace(SMALL, drafter=request.param))
     model = load_model(directory, dtype=torch.bfloat16, backend="triton", progress=False)
     for module in model.modules():
         for name, value in vars(module).items():
@@ -59,7 +62,8 @@ def _traffic(engine, seed):
     for number in range(7):
         length = rng.choice([1, 2, 5, 16, 40, 63, 100, 150])
         prompt = tuple(rng.choices(range(3, 250), k=length))
-        engine.submit(Request(f"{seed}.{number}", prompt, rng.choice([2, 5, 9])))
+        sampling = Sampling(0.8 * (number % 2), seed=number)
+        engine.submit(Request(f"{seed}.{number}", prompt, rng.choice([2, 5, 9]), sampling))
     while engine.busy:
         engine.step()
 
@@ -79,6 +83,7 @@ def test_traffic_compiles_nothing_new(model):
         # What kernels would have computed is garbage, of which no token can be chosen.
         mock.patch.object(next_tokens, "choose_tokens", _choose(rng)),
         mock.patch.object(speculation, "choose_tokens", _choose(rng)),
+        mock.patch.object(DSparkDrafter, "_set_drafts", _some_drafts(rng)),
         mock.patch.object(next_tokens, "chosen_logprobs", lambda _, tokens: [0.0] * len(tokens)),
         mock.patch.object(step_plan, "HOST_TOKENS", 0),
     ):
@@ -103,12 +108,21 @@ def _choose(rng):
     )
 
 
+def _some_drafts(rng):
+    def give(self, states, guess):
+        for state in states:
+            state.drafts = rng.choices(range(3, 200), k=min(rng.randint(0, 1), state.remaining - 1))
+
+    return give
+
+
 @pytest.mark.gpu
-def test_a_gpu_compiles_nothing_after_a_warm_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize("drafter", ["mtp", "dspark"])
+def test_a_gpu_compiles_nothing_after_a_warm_up(tmp_path, monkeypatch, drafter):
     """Counts what Triton is asked to compile, in a process whose kernels may all be known."""
     from triton.runtime.jit import JITFunction
 
-    write_tiny_checkpoint(tmp_path, SMALL)
+    write_tiny_checkpoint(tmp_path, dataclasses.replace(SMALL, drafter=drafter))
     model = load_model(tmp_path, dtype=torch.bfloat16, device="cuda", progress=False)
     options = EngineOptions(max_requests=3, max_seq_len=260, chunk_size=50, draft_tokens=1)
     engine = Engine(model, options)

@@ -23,6 +23,7 @@ from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.fixed_step import FixedStep
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.sampler import Sampling, best_tokens, noise_key, sample_tokens
+from anymla.runtime.sizing import block_size
 from anymla.runtime.span import Span
 from anymla.runtime.upload import to_device, upload
 
@@ -156,11 +157,6 @@ class DraftBlocks:
             return sample_tokens(logits, noise.temperatures, noise.keys[:, i])
 
         return self._model.guess_block(h, anchors, choose)
-
-
-def block_size(trained: int, options: EngineOptions) -> int:
-    """Rows of a block."""
-    return max(trained, options.draft_tokens)
 
 
 class DSparkStep:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from anymla.formats.page_layout import get_layout
 from anymla.layers.caches import CacheFormat
 from anymla.layers.spec import LayerSpec
 from anymla.model.config import ModelConfig
@@ -13,6 +14,7 @@ from anymla.ops.memory import require_memory
 from anymla.runtime.cache_groups import CacheGroup, ceil_div
 from anymla.runtime.cache_size import page_bytes
 from anymla.runtime.options import EngineOptions
+from anymla.runtime.sizing import block_size, drafts_blocks
 
 # Of Python's own objects: a number in a list, and an empty deque.
 _NUMBER_BYTES, _DEQUE_BYTES = 40, 600
@@ -59,6 +61,7 @@ def require_engine_memory(
             4 * (options.max_requests + 1) * ceil_div(options.max_seq_len, group.tokens_per_page)
             for group in groups
         ),
+        **_blocks(config, specs, cache_format, options, dtype.itemsize),
         "rotary table": 4 * options.max_seq_len * config.qk_rope_head_dim,
         **_largest_step(config, groups, options, dtype.itemsize, padded=padded),
     }
@@ -75,6 +78,26 @@ def require_engine_memory(
     else:
         require_memory(what, parts, device)
         require_memory(what, bookkeeping)
+
+
+def _blocks(
+    config: ModelConfig,
+    specs: Sequence[LayerSpec],
+    cache_format: CacheFormat,
+    options: EngineOptions,
+    itemsize: int,
+) -> dict[str, int]:
+    """Bytes of what a DSpark drafter has besides its caches: the blocks' rows, and taps."""
+    if not drafts_blocks(specs):
+        return {}
+    assert config.dspark is not None
+    size = block_size(config.dspark.block_size, options)
+    page = get_layout(cache_format.main).page_stride_bytes(size)
+    taps = len(config.dspark.target_layer_ids) * config.hidden_size * itemsize
+    return {
+        "blocks of drafts": options.max_requests * page,
+        "taps of a step": options.max_requests * (1 + options.draft_tokens) * taps,
+    }
 
 
 def _largest_step(

@@ -36,6 +36,11 @@ def drafts_blocks(specs: Sequence[LayerSpec]) -> bool:
     return specs[-1].role == "dspark"
 
 
+def block_size(trained: int, options: EngineOptions) -> int:
+    """Rows of a DSpark drafter's block, which was trained with so many."""
+    return max(trained, options.draft_tokens)
+
+
 def cache_format(options: EngineOptions) -> CacheFormat:
     """The row formats that ``options.kv_cache`` names.
 
