@@ -151,8 +151,8 @@ def test_the_plugins_view() -> None:
 
 
 def test_a_part_that_the_plugin_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANYMLA_VLLM", "experts")
+    monkeypatch.setenv("ANYMLA_VLLM", "embedding")
     result = doctor("--vllm")
     assert result.exit_code != 0
-    assert "--vllm: ANYMLA_VLLM: anymla has no experts for vLLM" in result.stderr
-    assert "attention, indexer, compressor, mhc" in result.stderr
+    assert "--vllm: ANYMLA_VLLM must be one of auto, force, off, audit, or parts" in result.stderr
+    assert "attention, indexer, compressor, mhc, experts, linears" in result.stderr
