@@ -6,15 +6,13 @@ import types
 
 import pytest
 import torch
-from small_shapes import LAYER
+from small_shapes import LAYER, experts_of
 
 from anymla.bench import gpu, kernels
 from anymla.bench.cases import linear, moe
 from anymla.bench.kernels import Case
 from anymla.bench.runner import run
 from anymla.ops.linear import fp8_block_linear
-
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
 
 
 def test_products_with_and_without_hoppers_kernels(monkeypatch, scripted, recorded_fields):
@@ -46,7 +44,7 @@ def test_what_is_besides_hopper_is_all_but_hopper():
 
 
 def test_experts_against_the_bytes_of_those_that_are_visited(monkeypatch, clock, recorded_fields):
-    monkeypatch.setattr(moe, "MODELS", {"pro": SIZES})
+    monkeypatch.setattr(moe, "MODELS", {"pro": experts_of})
     cases = list(moe.cases(["pro"], 6, [1, 5]))
     one, five = run(cases, clock)
     assert one.case == "pro experts, mxfp4, 6 of them, 1 tokens"

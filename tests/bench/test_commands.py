@@ -20,7 +20,6 @@ from anymla.cli.main import main
 from anymla.compat import flash_mla
 from anymla.layers.side_stream import INLINE
 
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
 LAYER = {
     "hidden_size": 256, "num_attention_heads": 4, "o_groups": 2, "o_lora_rank": 128,
     "q_lora_rank": 128, "index_n_heads": 4, "index_topk": 16, "moe_intermediate_size": 128,
@@ -118,7 +117,7 @@ def test_linear(bench, monkeypatch):
 
 
 def test_experts(bench, monkeypatch):
-    monkeypatch.setattr(moe, "MODELS", {"flash": SIZES})
+    monkeypatch.setattr(moe, "MODELS", {"flash": small_shapes.experts_of})
     rows, said = bench("experts --experts 6 --tokens 2 --tokens 3")
     assert [row["case"] for row in rows] == [
         "copy", "bf16 product 8192^3", "flash experts, mxfp4, 6 of them, 2 tokens",

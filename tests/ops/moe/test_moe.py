@@ -28,7 +28,7 @@ from anymla.ops.device import TARGETS, XPU, has_triton
 from anymla.ops.moe import config, experts, route_biased, route_hash, swiglu, torch_experts
 from anymla.ops.moe.config import choose_config, choose_sm90_config
 from anymla.ops.moe.inputs import ExpertTensors
-from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape, flash
+from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape, flash, pro
 from anymla.ops.registry import Support
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
@@ -553,23 +553,22 @@ def test_swap_ab_tiles_divide_what_they_cover(weight_format: str, quantized: boo
     formats = ExpertFormats(torch.bfloat16, weight_format, torch.uint8, quantized)
     for target in (*TARGETS.values(), XPU):
         for tokens in (1, 2, 8, 133, 500, 5000):
-            for count, inner, d in ((256, 2048, 4096), (384, 3072, 7168), (8, 128, 640)):
-                shape = ExpertsShape(tokens, 6, count, inner, d)
+            for shape in (flash(tokens), pro(tokens), ExpertsShape(tokens, 6, 8, 128, 640)):
                 tile = choose_config(shape, formats, target)
                 assert tile.swap_ab == (weight_format == "mxfp4" or not target.narrow)
                 if tile.swap_ab:
-                    assert inner % (tile.block_n // 2) == d % tile.block_n == 0
-                    assert inner % tile.block_k == d % tile.block_k == 0
+                    assert shape.inner % (tile.block_n // 2) == shape.d % tile.block_n == 0
+                    assert shape.inner % tile.block_k == shape.d % tile.block_k == 0
                     assert not tile.wide_loads or tile.block_k in (128, 256, 512)
 
 
 def test_sm90_configs_fit_shared_memory() -> None:
-    for count, inner, d in ((256, 2048, 4096), (48, 3072, 7168), (9, 1024, 1024), (8, 128, 640)):
-        for tokens in (4, 8, 67, 128, 500, 5000):
-            shape = ExpertsShape(tokens, 6, count, inner, d)
+    for tokens in (4, 8, 67, 128, 500, 5000):
+        small = (ExpertsShape(tokens, 6, *sizes) for sizes in ((9, 1024, 1024), (8, 128, 640)))
+        for shape in (flash(tokens), pro(tokens, experts=48), *small):
             for tile in choose_sm90_config(shape) or ():
-                assert d % tile.block_n == 2 * inner % tile.block_n == 0
-                assert d % tile.block_k == inner % tile.block_k == 0
+                assert shape.d % tile.block_n == 2 * shape.inner % tile.block_n == 0
+                assert shape.d % tile.block_k == shape.inner % tile.block_k == 0
                 assert tile.stages >= 2
     assert choose_sm90_config(flash(8, experts=32)) is not None
     assert choose_sm90_config(ExpertsShape(8, 6, 32, 128, 640)) is None

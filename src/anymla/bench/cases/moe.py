@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import sums
-from anymla.bench.layer_setup import MODELS
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.moe import experts
+from anymla.ops.moe.shapes import MODELS
 
 TOKENS = (1, 2, 8, 32, 128, 4096)
 _LIMIT = 10.0
@@ -30,15 +30,14 @@ def cases(models: Iterable[str], count: int, tokens: Iterable[int]) -> Iterator[
     """
     tokens = tuple(tokens)
     for model in models:
-        sizes = MODELS[model]
-        d, inner = sizes["hidden_size"], sizes["moe_intermediate_size"]
+        shape = MODELS[model](1, count)
         # Held for all numbers of tokens.
-        weights = functools.cache(functools.partial(random_experts, count, d, inner))
+        weights = functools.cache(functools.partial(random_experts, count, shape.d, shape.inner))
         for batch in tokens:
             yield Case(
                 "experts",
                 f"{model} experts, mxfp4, {count} of them, {batch} tokens",
-                functools.partial(_subjects, weights, batch, sizes["num_experts_per_tok"]),
+                functools.partial(_subjects, weights, batch, shape.experts_per_token),
                 judge=_row,
             )
 

@@ -28,6 +28,7 @@ from anymla.ops.linear import (
 )
 from anymla.ops.linear.shapes import V4_FLASH
 from anymla.ops.moe import experts, route_biased, swiglu
+from anymla.ops.moe.shapes import flash
 
 TOKENS = (1, 64, 4096, 32768)
 SITE_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096, 32768)
@@ -38,7 +39,7 @@ _SHARE = 0.75
 _HIDDEN, _HEADS, _GROUPS = V4_FLASH.hidden, V4_FLASH.heads, V4_FLASH.groups
 _DIM, _RANK, _INNER = V4_FLASH.head_dim, V4_FLASH.o_rank, V4_FLASH.inner
 _STREAMS, _ROPE = 4, 64
-_EXPERTS, _CHOSEN = 256, 6
+_EXPERTS, _CHOSEN = flash(1).experts, flash(1).experts_per_token
 _MIXES = (2 + _STREAMS) * _STREAMS
 _WEIGHTS = _MIXES * _STREAMS * _HIDDEN * 4
 _GATES = (_STREAMS + _STREAMS * _STREAMS) * 4

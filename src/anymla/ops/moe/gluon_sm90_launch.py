@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from anymla.ops._build import Build
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.moe.config import Sm90Config, choose_sm90_config
 from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
-from anymla.ops.moe.shapes import ExpertsShape, flash, pro
 from anymla.ops.moe.triton_align import align_and_quantize
 from anymla.ops.moe.triton_launch import run_experts
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 
@@ -92,55 +89,3 @@ def _options(config: Sm90Config, unit: int) -> dict[str, Any]:
         "IN_FLIGHT": config.in_flight,
         "num_warps": config.block_n // 16,
     }
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Blocks of every width for Flash's and Pro's sizes, with tables and with strides."""
-    if target.name != "sm_90":
-        return
-    seen: set[tuple[int, Sm90Config]] = set()
-    for sized in (flash, pro):
-        for tokens in (8, 32, 128):
-            shape = sized(tokens, experts=32)
-            for up, config in zip((True, False), choose_sm90_config(shape) or (), strict=False):
-                width = shape.d if up else shape.inner
-                if (width, config) not in seen:
-                    yield _build(target, config, shape, up, tables=not seen)
-                    seen.add((width, config))
-
-
-def _build(
-    target: Target, config: Sm90Config, shape: ExpertsShape, up: bool, tables: bool
-) -> Build:
-    matrices = ("w1", "s1", "w3", "s3") if up else ("w1", "s1")
-    types = {
-        "x": "*u8" if up else "*bf16",
-        "sorted_pairs": "*i32",
-        "blocks": "*i32",
-        "out": "*bf16",
-    }
-    types |= {"weights": "*fp32", "count": "i32", "limit": "fp32"}
-    types |= {"x_scales": "*fp32"} if up else {}
-    for matrix in matrices:
-        types |= {matrix: "*u8", f"{matrix}_stride": "i32"}
-        types |= {f"{matrix}_table": "*i64"} if tables else {}
-    sizes = {
-        "K": shape.d if up else shape.inner,
-        "OUT": shape.inner if up else shape.d,
-        "PER_TOKEN": shape.experts_per_token if up else 1,
-        "UP": up,
-        "PDL": target_has_pdl(target),
-        **_options(config, 16),
-    }
-    num_warps = sizes.pop("num_warps")
-    names = grouped_gemm_kernel.arg_names
-    absent = {name: None for name in names if name not in types and name not in sizes}
-    return Build(
-        f"{config.block_m} pairs, {sizes['K']} channels{', tables' if tables else ''}",
-        grouped_gemm_kernel,
-        types,
-        absent | sizes,
-        num_warps=num_warps,
-        divisible=tuple(f"{matrix}_stride" for matrix in matrices),
-        matrix="e4m3",
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -67,5 +68,32 @@ def pro(tokens: int, experts: int = 384) -> ExpertsShape:
     return ExpertsShape(tokens, 6, experts, 3072, 7168)
 
 
+def odd(tokens: int, inner: int = 1984) -> ExpertsShape:
+    """No whole quant blocks of channels, or with 1920 an odd number of them."""
+    return ExpertsShape(tokens, 6, 32, inner, 4096)
+
+
+MODELS = {"flash": flash, "pro": pro}
+# GPUs that share a model.
+RANKS = (1, 2, 4, 8)
 # Sizes of the routers: experts and hidden size.
 FLASH_ROUTER, PRO_ROUTER = (256, 4096), (384, 7168)
+# Tokens that routers take, on both sides of every threshold.
+ROUTER_TOKENS = (1, 16, 17, 512, 513, 4096)
+# Pairs up to which grouping them has another config, and pairs an expert up to which GEMMs have.
+_PAIRS = (16, 32, 64, 128, 256, 512)
+_PAIRS_PER_EXPERT = (3, 9, 12, 26, 32, 48)
+
+
+def step_tokens(sized: Callable[..., ExpertsShape], experts: int) -> list[int]:
+    """Tokens of a step, on both sides of every threshold of ``config``.
+
+    Args:
+        sized: ``flash`` or ``pro``.
+        experts: of one device.
+    """
+    chosen = sized(1).experts_per_token
+    # Tiles of any format are of 64 pairs from 17 an expert on.
+    pairs = (*_PAIRS, *(share * experts for share in _PAIRS_PER_EXPERT), 17 * experts - 1)
+    most = [most // chosen for most in pairs]
+    return sorted({1, *most, *(each + 1 for each in most), 4096})

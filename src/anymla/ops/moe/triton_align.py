@@ -14,7 +14,6 @@ further CTAs of that launch quantise the activations to e4m3 in the order of dec
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -23,12 +22,9 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_words import channel_at
-from anymla.ops._build import Build
 from anymla.ops._triton_quantize import quantize_blocks
-from anymla.ops.device import Target
 from anymla.ops.moe.config import ALIGN_PAIRS, choose_align_config
-from anymla.ops.moe.shapes import flash
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 
@@ -243,38 +239,3 @@ def align_and_quantize(
         **pdl_launch(x.device),
     )
     return operands, scales, AlignedPairs(sorted_pairs, blocks, count)
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Both heights of a block; without gaps for every dtype, on Hopper."""
-    integers = dict.fromkeys(("pairs", "experts", "offset", "count"), "i32")
-    tables = dict.fromkeys(("ids", "sorted_pairs", "blocks"), "*i32")
-    for block_m in (16, 64):
-        yield Build(
-            f"{block_m} pairs",
-            align_kernel,
-            tables | integers,
-            {"BLOCK_M": block_m, "AT_ONCE": ALIGN_PAIRS},
-        )
-    if target.name != "sm_90":
-        return
-    shape = flash(128)
-    config = choose_align_config(shape.pairs, shape.experts)
-    types = tables | integers | dict.fromkeys(("rows", "width", "row_blocks"), "i32")
-    for dtype in ("bf16", "fp16", "fp32"):
-        yield Build(
-            dtype,
-            align_and_quantize_kernel,
-            types | {"x": f"*{dtype}", "operands": "*u8", "scales": "*fp32"},
-            {
-                "FLOOR": ACTIVATION_AMAX_FLOOR,
-                "QUANT_BLOCKS": config.num_warps,
-                "BLOCK_M": 16,
-                "COMPARED": config.compared,
-                "EXPERTS": config.experts,
-                "PLACED": config.placed,
-                "PDL": target_has_pdl(target),
-            },
-            num_warps=config.num_warps,
-            divisible=("width",),
-        )

@@ -13,17 +13,12 @@ A CTA passes over all channels of its tile; blocks without pairs end at once. Tw
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._build import Build
 from anymla.ops._triton_gemm import (
     TL_DTYPES,
     ActivationRows,
@@ -34,9 +29,9 @@ from anymla.ops._triton_gemm import (
 )
 from anymla.ops._triton_quantize import quantize_rows
 from anymla.ops.device import Target, target_of
-from anymla.ops.moe.config import OPERANDS_IN_SHARED, GemmConfig, choose_config
+from anymla.ops.moe.config import GemmConfig
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
-from anymla.ops.moe.shapes import ExpertFormats, flash
+from anymla.ops.moe.shapes import ExpertFormats
 from anymla.ops.moe.triton_align import align, load_block
 from anymla.ops.moe.triton_swiglu import clamped_swiglu
 from anymla.ops.streams import scratch
@@ -282,101 +277,3 @@ def _constants(config: GemmConfig, formats: ExpertFormats, target: Target) -> di
         "STAGES": config.num_stages,
         "WIDE_LOADS": config.wide_loads,
     }
-
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# At most one pair an expert of Flash's 256, then 6, 16 and 96.
-_BUILD_TOKENS = (1, 8, 256, 683, 4096)
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Both mainloops with V4-Flash's configs, for what the activations may be."""
-    yield from _any_format_builds(target)
-    yield from _swap_ab_builds(target)
-
-
-def _any_format_builds(target: Target) -> Iterator[Build]:
-    """Few pairs with tables, many with strides."""
-    for weight in ("plain", "fp8", "mxfp4"):
-        for dtype, quantized in (("bf16", True), ("bf16", False), ("fp16", False), ("fp32", False)):
-            if quantized and weight == "plain":
-                continue
-            stored = _DTYPES[dtype] if weight == "plain" else torch.uint8
-            formats = ExpertFormats(_DTYPES[dtype], weight, stored, quantized, weight_alignment=1)
-            for tokens in (1, 4096):
-                config = choose_config(flash(tokens), formats, target)
-                for kernel in (gate_up_kernel, down_kernel):
-                    yield _build(target, kernel, dtype, formats, config, tables=tokens == 1)
-
-
-def _swap_ab_builds(target: Target) -> Iterator[Build]:
-    """Every config once; the first with tables, and from every dtype that is quantised."""
-    for weight, quantized in (("mxfp4", True), ("mxfp4", False), ("fp8", True)):
-        if weight == "fp8" and target.narrow:
-            continue
-        formats = ExpertFormats(torch.bfloat16, weight, torch.uint8, quantized)
-        seen: set[GemmConfig] = set()
-        for tokens, inner in itertools.product(_BUILD_TOKENS, (2048, 128)):
-            shape = dataclasses.replace(flash(tokens), inner=inner)
-            config = dataclasses.replace(choose_config(shape, formats, target), grouped=True)
-            if config in seen:
-                continue
-            for dtype in _DTYPES if quantized and not seen else ("bf16",):
-                for kernel in (gate_up_kernel, down_kernel):
-                    yield _build(target, kernel, dtype, formats, config, tables=not seen)
-            seen.add(config)
-
-
-def _build(
-    target: Target,
-    kernel: triton.JITFunction,
-    dtype: str,
-    formats: ExpertFormats,
-    config: GemmConfig,
-    tables: bool,
-) -> Build:
-    plain = formats.weight == "plain"
-    given, result = ("x", "inner") if kernel is gate_up_kernel else ("inner", "out")
-    operand = dtype
-    if config.swap_ab:
-        operand = {torch.float8_e4m3fn: "u8", torch.float16: "fp16"}.get(config.operand, "bf16")
-    elif formats.quantized:
-        operand = "u8"
-    types = {given: f"*{operand}", result: f"*{dtype}", "ids": "*i32", "weights": "*fp32"}
-    types |= dict.fromkeys(("count", "offset", "experts", "per_token", "width", "n"), "i32")
-    types["limit"] = "fp32"
-    if config.operand != torch.bfloat16 if config.swap_ab else formats.quantized:
-        types[f"{given}_scales"] = "*fp32"
-    if config.swap_ab:
-        types |= {"w_row": "i32", "s_row": "i32"}
-    if config.grouped:
-        types |= {"sorted_pairs": "*i32", "blocks": "*i32"}
-    for matrix in ("w1", "w3", "w2", *(() if plain else ("s1", "s3", "s2"))):
-        types[matrix] = f"*{dtype}" if plain else "*u8"
-        types[f"{matrix}_stride"] = "i32"
-        if tables:
-            types[f"{matrix}_table"] = "*i64"
-    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-    constants = {**_constants(config, formats, target), "W_UNIT": 16}
-    given_names = types.keys() | constants.keys()
-    absent = {name: None for name in kernel.arg_names if name not in given_names}
-    if config.swap_ab:
-        # Triton 3.9 is a few registers short of this tile; 3.6, which it was timed with, is not.
-        spills = 25 if config.wide_loads and config.block_n == 128 else 0
-    else:
-        # Operands that pass through registers leave some of the kernels a few short.
-        spills = 56 if target.narrow else 0 if target.name in OPERANDS_IN_SHARED else 8
-    strides = tuple(name for name in types if name.endswith("_stride"))
-    return Build(
-        f"{formats.weight}, {operand} activations, {dtype}, {config.block_m} pairs"
-        + ", swap AB" * config.swap_ab
-        + ", tables" * tables,
-        kernel,
-        types,
-        absent | constants,
-        num_warps=config.num_warps,
-        num_stages=None if config.swap_ab else config.num_stages,
-        divisible=tuple(n for n in ("width", "w_row", "s_row", "n", *strides) if n in types),
-        matrix=config.operand != torch.float32,
-        spills=spills,
-    )

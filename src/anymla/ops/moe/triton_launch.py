@@ -12,20 +12,19 @@ Alignment and GEMMs are those of ``triton_align`` and ``triton_grouped_gemm``;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops._build import Build
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.moe.config import COMBINE_CHANNELS, choose_config
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
 from anymla.ops.moe.shapes import ExpertsShape
 from anymla.ops.moe.triton_grouped_gemm import grouped_gemm
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import flush_stream_wait, has_deferred_wait, scratch
 
 
@@ -157,17 +156,3 @@ def run_experts(
         **pdl,
     )
     return out
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every dtype."""
-    for dtype in ("bf16", "fp16", "fp32"):
-        pointers = dict.fromkeys(("results", "shared", "out"), f"*{dtype}")
-        integers = {"offset": "i32", "experts": "i32", "n": "i32"}
-        yield Build(
-            dtype,
-            combine_kernel,
-            {**pointers, "ids": "*i32", **integers},
-            {"K": 6, "BLOCK": COMBINE_CHANNELS, "PDL": target_has_pdl(target)},
-            divisible=("n",),
-        )

@@ -9,24 +9,17 @@ Grids:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
-from anymla.ops._build import Build
-from anymla.ops.device import Target
 from anymla.ops.moe.config import choose_router_config
 from anymla.ops.moe.reference import SUM_FLOOR
-from anymla.ops.moe.shapes import FLASH_ROUTER, PRO_ROUTER
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
-# A few registers too many on sm_80, outside of loops.
-_SPILLS = 8
 _LOWEST = tl.constexpr(-(2**31))
 
 
@@ -236,67 +229,3 @@ def route_biased(
     if is_valid is not None:
         is_valid = is_valid.contiguous().view(torch.uint8)
     return _route(x, gate, k, scale, bias=bias.contiguous(), is_valid=is_valid)
-
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# More than a warp each takes.
-_MANY_TOKENS = 4096
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Flash and Pro: few and many tokens, both ways to select."""
-    for dtype, gate in (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "fp32")):
-        for tokens in (1, 64):
-            yield _logits_build(target, dtype, gate, tokens)
-    for experts, _ in (FLASH_ROUTER, PRO_ROUTER):
-        for by_table, padded in ((False, False), (False, True), (True, False)):
-            yield _route_build(target, experts, by_table, padded, 1)
-        yield _route_build(target, experts, False, True, _MANY_TOKENS)
-
-
-def _logits_build(target: Target, dtype: str, gate: str, tokens: int) -> Build:
-    same = _same_dtype(_DTYPES[dtype], _DTYPES[gate])
-    config = choose_router_config(tokens, *FLASH_ROUTER, same)
-    types = {"x": f"*{dtype}", "gate": f"*{gate}", "partial": "*fp32"}
-    return Build(
-        f"{dtype} x {gate}, {config.block_m} tokens",
-        logits_kernel,
-        types | dict.fromkeys(("tokens", "experts", "width", "split"), "i32"),
-        {
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "PDL": target_has_pdl(target),
-        },
-        divisible=("width", "split", "experts"),
-        matrix=same,
-        spills=_SPILLS,
-    )
-
-
-def _route_build(target: Target, experts: int, by_table: bool, padded: bool, tokens: int) -> Build:
-    integers = dict.fromkeys(("tokens", "experts", "vocabulary", "splits"), "i32")
-    types = {"partial": "*fp32", "ids": "*i32", "weights": "*fp32", "factor": "fp32", **integers}
-    if by_table:
-        types |= {"token_ids": "*i64", "table": "*i64"}
-    else:
-        types |= {"bias": "*fp32"} | ({"is_valid": "*u8"} if padded else {})
-    pointers = ("bias", "is_valid", "token_ids", "table")
-    config = choose_router_config(tokens, experts, PRO_ROUTER[1], True)
-    label = f"{experts} experts by {'table' if by_table else 'bias'}{', padded' if padded else ''}"
-    return Build(
-        f"{label}{', many tokens' if tokens > 1 else ''}",
-        route_kernel,
-        types,
-        {
-            **{name: None for name in pointers if name not in types},
-            "K": 6,
-            "FLOOR": SUM_FLOOR,
-            "PDL": target_has_pdl(target),
-            "TOKENS": config.route_tokens,
-            "EXPERTS": config.experts,
-            "UNROLL": config.unroll,
-        },
-        num_warps=config.route_warps,
-        divisible=("experts",),
-    )

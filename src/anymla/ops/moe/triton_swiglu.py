@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
-from anymla.ops._build import Build
 from anymla.ops._triton_quantize import store_row_codes
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import target_of
 from anymla.ops.moe.config import SWIGLU_CHANNELS
-from anymla.ops.pdl import pdl_launch, target_has_pdl
+from anymla.ops.pdl import pdl_launch
 
 
 @triton.jit
@@ -104,27 +101,3 @@ def swiglu(
             **pdl_launch(gate.device),
         )
     return out
-
-
-def builds(target: Target) -> Iterator[Build]:
-    """Every dtype; rows of whole groups of 16 values, and others."""
-    sizes = dict.fromkeys(("gate_stride", "up_stride", "width"), "i32")
-    code_strides = dict.fromkeys(("code_row_stride", "code_block_stride"), "i32")
-    constants = {
-        "BLOCK": SWIGLU_CHANNELS,
-        "FLOOR": ACTIVATION_AMAX_FLOOR,
-        "NATIVE": target.native_e4m3,
-        "PDL": target_has_pdl(target),
-    }
-    for dtype in ("bf16", "fp16", "fp32"):
-        pointers = dict.fromkeys(("gate", "up", "out"), f"*{dtype}")
-        types = {**pointers, **sizes, **code_strides, "limit": "fp32"}
-        for divisible in (tuple(sizes), ()):
-            kind = "16 together" if divisible else "any width"
-            given = constants | {"codes": None, "code_scales": None}
-            yield Build(f"{dtype}, {kind}", swiglu_kernel, types, given, divisible=divisible)
-        if dtype == "bf16":
-            coded = {"codes": "*u8", "code_scales": "*fp32"}
-            yield Build(
-                "bf16, codes", swiglu_kernel, types | coded, constants, divisible=tuple(sizes)
-            )

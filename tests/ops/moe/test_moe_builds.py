@@ -1,0 +1,86 @@
+"""V4's shapes are the published ones, and ``step_tokens`` take every config that any step does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from anymla.ops.device import TARGETS
+from anymla.ops.moe.config import (
+    choose_align_config,
+    choose_config,
+    choose_router_config,
+    choose_sm90_config,
+)
+from anymla.ops.moe.shapes import (
+    FLASH_ROUTER,
+    MODELS,
+    PRO_ROUTER,
+    RANKS,
+    ROUTER_TOKENS,
+    ExpertFormats,
+    step_tokens,
+)
+from anymla.testing.published import FLASH, PRO
+
+STEPS = range(1, 4200)
+
+
+def test_sizes_are_the_published_ones() -> None:
+    routers = (FLASH_ROUTER, PRO_ROUTER)
+    for sized, router, published in zip(MODELS.values(), routers, (FLASH, PRO), strict=True):
+        shape = sized(1)
+        assert router == (shape.experts, shape.d)
+        assert shape.experts == published["n_routed_experts"]
+        assert shape.experts_per_token == published["num_experts_per_tok"]
+        assert (shape.inner, shape.d) == (
+            published["moe_intermediate_size"],
+            published["hidden_size"],
+        )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("model", MODELS)
+def test_steps_take_every_config_on_hopper(model: str, ranks: int) -> None:
+    def configs(steps: Iterable[int]) -> set[object]:
+        found: set[object] = set()
+        for shape in (MODELS[model](tokens, count) for tokens in steps):
+            tiles = choose_sm90_config(shape)
+            if tiles is not None:
+                found.add((tiles, choose_align_config(shape.pairs, count)))
+        return found
+
+    count = MODELS[model](1).experts // ranks
+    assert configs(STEPS) == configs(step_tokens(MODELS[model], count))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "gfx1151"])
+@pytest.mark.parametrize("model", MODELS)
+def test_steps_of_few_experts_take_every_config_of_triton(model: str, target: str) -> None:
+    sized = MODELS[model]
+
+    def configs(count: int, steps: Iterable[int], formats: ExpertFormats) -> set[object]:
+        return {choose_config(sized(tokens, count), formats, TARGETS[target]) for tokens in steps}
+
+    fewest = sized(1).experts // RANKS[-1]
+    for x, quantized in ((torch.bfloat16, True), (torch.float32, False)):
+        formats = ExpertFormats(x, "mxfp4", torch.uint8, quantized)
+        taken = configs(fewest, step_tokens(sized, fewest), formats)
+        for ranks in RANKS:
+            assert configs(sized(1).experts // ranks, STEPS, formats) <= taken
+
+
+def test_steps_take_every_config_of_routers() -> None:
+    def configs(steps: Iterable[int], router: tuple[int, int], same: bool) -> set[object]:
+        found: set[object] = set()
+        for tokens in steps:
+            config = choose_router_config(tokens, *router, same)
+            tile = config.block_m, config.block_n, config.block_k
+            found.add((tile, config.route_tokens, config.unroll, config.route_warps))
+        return found
+
+    for router, same in itertools.product((FLASH_ROUTER, PRO_ROUTER), (True, False)):
+        assert configs(STEPS, router, same) == configs(ROUTER_TOKENS, router, same)
