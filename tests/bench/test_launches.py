@@ -137,6 +137,6 @@ for family in (*derived_families(), SHARED):
 def test_what_a_layer_of_v4_launches_is_built(target):
     printed = [line.split(",") for line in printed_by(LAYERS, target).splitlines()]
     launched = {family: int(count) for family, count, *_ in printed}
-    for family in ("compressor", "indexer", "linear", "norm_rope", "sparse_attention"):
+    for family in ("compressor", "indexer", "linear", "moe", "norm_rope", "sparse_attention"):
         assert launched[family] > 0
     assert [line for line in printed if len(line) > 2] == []

@@ -1,13 +1,13 @@
 """Build every Triton kernel for every target without a GPU, and judge what comes out.
 
-Builds of a family are derived from its launches (``anymla.testing.launches``) where it has a file
-``builds``, and named by ``builds(target)`` of each file of kernels where it has none; those of
-kernels that families share, from the launches of all. Each is compiled in its own process with a
-time limit, because a combination that the compiler does not like may abort it. A build passes if
-it compiles (or fails, where that is expected), its shared memory fits the target, it spills no more
-than it declares, matrix-multiply instructions are in the code where they are meant to be, and
-shared memory is synchronised as ``ptx_synchronisation`` asks. What passes here fits and builds;
-only a run on the device shows that it computes right, and how fast.
+Builds of a family are derived from its launches (``anymla.testing.launches``), those of kernels
+that families share from the launches of all; what decode layers launch besides is built too. Each
+is compiled in its own process with a time limit, because a combination that the compiler does not
+like may abort it. A build passes if it compiles (or fails, where that is expected), its shared
+memory fits the target, it spills no more than it declares, matrix-multiply instructions are in the
+code where they are meant to be, and shared memory is synchronised as ``ptx_synchronisation`` asks.
+What passes here fits and builds; only a run on the device shows that it computes right, and how
+fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from anymla.ops._build import Build
 from anymla.ops.device import TARGETS, Target
 from anymla.testing.launches import (
     derived_builds,
-    derived_families,
     judged,
     recorded_launches,
     shared_builds,
@@ -111,17 +110,7 @@ def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
     They are what the family's own calls launch, then what V4's decode layers launch besides.
     """
     modules = kernel_modules()[family]
-    if family == SHARED:
-        found = shared_builds(target)
-    elif family in derived_families():
-        found = derived_builds(family, target)
-    else:
-        declared = {name: importlib.import_module(name) for name in modules}
-        return {
-            name: list(module.builds(target))
-            for name, module in declared.items()
-            if hasattr(module, "builds")
-        }
+    found = shared_builds(target) if family == SHARED else derived_builds(family, target)
     known = {build.key for build in found}
     more = [
         build
