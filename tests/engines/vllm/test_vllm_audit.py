@@ -33,7 +33,7 @@ def found(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     answer = directory / "answer.json"
     command = [sys.executable, str(HERE / "audited.py"), str(checkpoint), str(answer)]
     # Hyper-connections as well.
-    env = environment("audit,force", ANYMLA_AUDIT="every=1,requests=8,layers=2")
+    env = environment("audit,force", ANYMLA_AUDIT="every=1,requests=4,layers=2")
     finish(command, env, directory / "log.txt", 900)
     return json.loads(answer.read_text())
 
