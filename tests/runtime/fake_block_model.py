@@ -58,7 +58,7 @@ class FakeBlockModel(FakeModel):
             block_size=BLOCK, noise_token_id=NOISE, target_layer_ids=TARGETS
         )
         self.config.dspark = self.dspark
-        self.committed = []
+        self.committed, self.blocks = [], []
 
     def forward(self, step, caches, taps=None):
         hidden = super().forward(step, caches)
@@ -78,6 +78,7 @@ class FakeBlockModel(FakeModel):
             main.write(cache.window, step.groups["window"].slot_mapping, rows)
 
     def block_forward(self, step, caches):
+        self.blocks.append(step)
         total = torch.zeros(len(step.token_ids))
         for stage, cache in enumerate(caches):
             main = get_layout(cache.format.main)

@@ -109,6 +109,18 @@ def test_older_tokens_of_a_prompt_are_left_out():
     assert written == list(range(300 - 128, 300))
 
 
+def test_prompts_of_one_step_leave_their_own_taps():
+    """Longer than the window, so that only some rows of each are wanted, beside a decoding one."""
+    lengths = (40, 150, 200)
+    requests = [Request(str(n), _prompt(length, n), 9) for n, length in enumerate(lengths)]
+    options = _options(chunk_size=512, max_batch_tokens=700)
+    done, checked = _run(Engine(FakeBlockModel(erratic=True), options), requests, (0, 2, 2))
+    for request in requests:
+        got = done[request.request_id].token_ids
+        assert list(got) == generate_alone(request.token_ids, 9)
+    assert checked > 10
+
+
 scenario = st.fixed_dictionaries(
     {
         "lengths": st.lists(st.integers(1, 300), min_size=1, max_size=4),
@@ -190,6 +202,24 @@ def test_twelve_requests_at_once(draft_tokens, decode):
     drafted = sum(each.drafted for each in done.values())
     accepted = sum(each.accepted for each in done.values())
     assert 0.1 * drafted < accepted < drafted
+
+
+def test_padding_has_no_block():
+    """Five requests in a bucket of eight: the others' rows go to no expert and write nothing."""
+    model = FakeBlockModel()
+    requests = [Request(str(n), _prompt(9, n), 8) for n in range(5)]
+    _run(Engine(model, _options(max_requests=8, decode="fixed")), requests)
+    full = [step for step in model.blocks if len(step.query_lens) == 8 and step.is_valid.any()]
+    assert full
+    for step in full:
+        present = step.is_valid.view(8, BLOCK)
+        assert present.all(1).tolist() == present.any(1).tolist()
+        assert not present[5:].any()
+        padding = ~step.is_valid
+        assert (step.token_to_req[padding] == -1).all()
+        assert (step.groups["window"].slot_mapping[padding] == -1).all()
+        for rows in (step.window, step.dense["context"]):
+            assert not rows.lengths[padding].any()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
