@@ -215,6 +215,8 @@ class Operation:
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         }
         self._mutates = mutates
+        hints = typing.get_type_hints(contract)
+        self._stacks = [name for name in hints if hints[name] == list[Tensor] | Tensor]
         places = {name: place for place, name in enumerate(self._leading)}
         self._written = tuple((name, places.get(name)) for name in mutates)
         functools.update_wrapper(self, contract)
@@ -447,6 +449,9 @@ class Operation:
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)
+        for name in self._stacks:
+            if isinstance(arguments[name], Tensor):
+                arguments[name] = list(arguments[name].unbind())
         results = () if self._outputs is None else self._outputs(**arguments)
         packet = getattr(torch.ops.anymla, self.name)
         packet(**arguments, backend=backend, results=list(results))
@@ -507,7 +512,8 @@ def schema_of(contract: Callable[..., Any], mutates: tuple[str, ...]) -> str:
     """The schema of a contract function, without its name; its results are written arguments.
 
     Args:
-        contract: annotated with Tensor, int, float, bool, str, their optionals, or list[Tensor].
+        contract: annotated with Tensor, int, float, bool, str, their optionals, list[Tensor], or
+            list[Tensor] | Tensor, which is the list.
         mutates: names of the tensor arguments that are written.
     """
     hints = typing.get_type_hints(contract)
@@ -532,6 +538,8 @@ def schema_of(contract: Callable[..., Any], mutates: tuple[str, ...]) -> str:
 
 def _schema_type(hint: Any, mark: str) -> str:
     optional = ""
+    if hint == list[Tensor] | Tensor:
+        hint = list[Tensor]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
         optional = "?"

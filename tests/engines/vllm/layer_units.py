@@ -184,7 +184,8 @@ def mixtures(device: torch.device) -> dict[str, Any]:
         parts = [made.run(made.layer(**each, shared=shared)).double() for each in ranks]
         found[name] = formulas.excess(sum(parts)[:TOKENS], wanted)
     wrong = made.layer()
-    wrong.experts.routed_experts.quant_method.lists["w1"].reverse()
+    matrices = wrong.experts.routed_experts.quant_method.matrices
+    matrices["w1"] = matrices["w1"].flip(0)
     found["experts in another order"] = formulas.excess(made.run(wrong)[:TOKENS], wanted)
     return found
 

@@ -27,7 +27,7 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops.device import TARGETS, XPU, has_triton
 from anymla.ops.moe import config, experts, route_biased, route_hash, swiglu, torch_experts
 from anymla.ops.moe.config import choose_config, choose_sm90_config
-from anymla.ops.moe.inputs import ExpertTensors
+from anymla.ops.moe.inputs import ExpertTensors, expected_alignment
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape, flash, pro
 from anymla.ops.registry import Support
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
@@ -236,6 +236,25 @@ def test_experts_wherever_they_lie(backend: str) -> None:
         buffer = torch.zeros(tensor.numel() + 5, dtype=torch.uint8)
         arguments[name] = list(arguments[name])
         arguments[name][1] = buffer[5:].view(tensor.shape).copy_(tensor)
+    got = experts(x, ids, weights, **arguments, quantize_activations=False, backend=backend)
+    assert_identical(got, want)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_of_one_tensor(backend: str, weight_format: str, contiguous: bool) -> None:
+    bank, (ids, weights) = Bank(weight_format, 3), routing(2, 2, 3)
+    x, arguments = torch.randn(2, D), bank.arguments()
+    listed = dict(arguments)
+    for name in ("w1", "w3", "w2", "s1", "s3", "s2"):
+        if arguments[name]:
+            # Parts of a larger tensor, as w1 and w3 of vLLM's are; or each of them transposed.
+            stack = torch.stack(arguments[name])
+            inside = torch.cat((torch.zeros_like(stack), stack), 1)[:, stack.shape[1] :]
+            arguments[name] = inside if contiguous else stack.mT.contiguous().mT
+            listed[name] = list(arguments[name])
+    want = experts(x, ids, weights, **listed, quantize_activations=False, backend=backend)
     got = experts(x, ids, weights, **arguments, quantize_activations=False, backend=backend)
     assert_identical(got, want)
 
@@ -670,6 +689,21 @@ def test_a_call_reads_every_address_once() -> None:
     assert methods.counts["data_ptr"] == 256
     assert methods.counts["is_contiguous"] == 256
     assert methods.counts.total() <= 2 * 256 + 5
+
+
+def test_a_tensor_of_experts_is_looked_at_once() -> None:
+    stack = torch.zeros(256, 8, 16, dtype=torch.uint8)
+    tensors = ExpertTensors(stack)
+    with Methods() as methods:
+        tensors = ExpertTensors(stack)
+    assert tensors.count == 256
+    assert methods.counts.total() <= 10
+    first, stride, table = tensors.pointers()
+    assert first is not None
+    assert (first.data_ptr(), stride, table) == (stack.data_ptr(), 8 * 16, None)
+    with Methods() as methods:
+        assert expected_alignment(stack) == 16
+    assert methods.counts.total() <= 10
 
 
 def test_tensors_that_moved_are_found() -> None:

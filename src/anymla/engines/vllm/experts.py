@@ -65,7 +65,7 @@ class Mxfp4Experts(Mxfp4MoEMethod):
     """The routed experts of one layer; never constructed, a method's class is exchanged.
 
     Attributes:
-        lists: arguments of ``experts``: an expert's matrices and scales are slices of vLLM's
+        matrices: arguments of ``experts``: matrices and scales of all of them are views of vLLM's
             parameters.
         first: global id of the first expert here.
     """
@@ -75,13 +75,13 @@ class Mxfp4Experts(Mxfp4MoEMethod):
     skip_forward_padding = False
     has_unpadded_output = False
     backend: str | None = None
-    lists: dict[str, list[Tensor]]
+    matrices: dict[str, Tensor]
     first: int
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Nothing is repacked."""
         half = layer.w13_weight.shape[1] // 2
-        parts = {
+        self.matrices = {
             "w1": layer.w13_weight.data[:, :half],
             "w3": layer.w13_weight.data[:, half:],
             "w2": layer.w2_weight.data,
@@ -89,7 +89,6 @@ class Mxfp4Experts(Mxfp4MoEMethod):
             "s3": layer.w13_weight_scale.data[:, half:],
             "s2": layer.w2_weight_scale.data,
         }
-        self.lists = {name: list(part.unbind()) for name, part in parts.items()}
         local_ids = layer.expert_map_manager.expert_map  # by global id, -1 for those elsewhere
         self.first = 0
         if local_ids is not None:
@@ -121,7 +120,7 @@ class Mxfp4Experts(Mxfp4MoEMethod):
             x,
             ids,
             weights,
-            **self.lists,
+            **self.matrices,
             weight_format="mxfp4",
             swiglu_limit=limit,
             quantize_activations=True,

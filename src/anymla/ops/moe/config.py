@@ -109,12 +109,12 @@ def gluon_support(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w1: list[Tensor],
-    w3: list[Tensor],
-    w2: list[Tensor],
-    s1: list[Tensor],
-    s3: list[Tensor],
-    s2: list[Tensor],
+    w1: list[Tensor] | Tensor,
+    w3: list[Tensor] | Tensor,
+    w2: list[Tensor] | Tensor,
+    s1: list[Tensor] | Tensor,
+    s3: list[Tensor] | Tensor,
+    s2: list[Tensor] | Tensor,
     *,
     weight_format: str,
     swiglu_limit: float,
@@ -130,7 +130,7 @@ def gluon_support(
         return Support(False, "instructions of sm_90, and triton 3.6 or newer")
     if weight_format != "mxfp4" or not quantize_activations or x.dtype is not torch.bfloat16:
         return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
-    if not w1 or not ids.numel():
+    if not len(w1) or not ids.numel():
         return Support(False, "at least one expert and one pair")
     (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
     if inner % 128 or d % 128:

@@ -1,9 +1,9 @@
 """What the experts' kernels are given: a call, and where the tensors of its experts lie.
 
-A projection's experts are tensors of their own. A kernel is given the first of them, and either one
-stride, if the others follow it evenly as slices of one tensor do, or a table of distances. Both
-follow from the addresses alone, and are remembered: for every expert a call only reads the address
-and whether the tensor is contiguous.
+A projection's experts are tensors of their own, or slices of one. A kernel is given the first of
+them, and either one stride, if the others follow it evenly as slices do, or a table of distances.
+Both follow from the addresses alone, and are remembered: for every expert of a list a call only
+reads the address and whether the tensor is contiguous.
 """
 
 from __future__ import annotations
@@ -60,7 +60,19 @@ class Addresses:
 _remembered = functools.lru_cache(maxsize=_REMEMBERED)(Addresses)
 
 
-def _addresses(tensors: list[Tensor]) -> Addresses:
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _addresses_of_slices(
+    pointer: int, count: int, stride: int, itemsize: int, device: torch.device
+) -> Addresses:
+    pointers = tuple(pointer + e * stride * itemsize for e in range(count))
+    return Addresses(pointers, itemsize, device)
+
+
+def _addresses(tensors: list[Tensor] | Tensor) -> Addresses:
+    if isinstance(tensors, Tensor):
+        pointer, itemsize = tensors.data_ptr(), tensors.element_size()
+        count, stride = len(tensors), tensors.stride(0)
+        return _addresses_of_slices(pointer, count, stride, itemsize, tensors.device)
     pointers = tuple([tensor.data_ptr() for tensor in tensors])
     return _remembered(pointers, tensors[0].element_size(), tensors[0].device)
 
@@ -73,18 +85,19 @@ class ExpertTensors:
         addresses: of all; likewise.
     """
 
-    def __init__(self, tensors: list[Tensor], alignment: int = 1) -> None:
+    def __init__(self, tensors: list[Tensor] | Tensor, alignment: int = 1) -> None:
         """Tensors that are not contiguous, or not at such multiples of bytes, are copied."""
         self._tensors = tensors
         self.first: Tensor | None = None
         self.addresses: Addresses | None = None
-        if tensors:
+        if len(tensors):
             found = _addresses(tensors)
-            contiguous = all(tensor.is_contiguous() for tensor in tensors)
+            slices = [tensors[0]] if isinstance(tensors, Tensor) else tensors
+            contiguous = all(tensor.is_contiguous() for tensor in slices)
             if not contiguous or found.alignment < alignment:
-                self._tensors = [_copied(tensor, alignment) for tensor in tensors]
-                found = _addresses(self._tensors)
-            self.first, self.addresses = self._tensors[0], found
+                self._tensors = tensors = [_copied(tensor, alignment) for tensor in tensors]
+                found = _addresses(tensors)
+            self.first, self.addresses = tensors[0], found
 
     @property
     def count(self) -> int:
@@ -117,14 +130,16 @@ def _copied(tensor: Tensor, alignment: int) -> Tensor:
 _alignments: dict[tuple[int, int, int], int] = {}
 
 
-def expected_alignment(tensors: list[Tensor]) -> int:
+def expected_alignment(tensors: list[Tensor] | Tensor) -> int:
     """Bytes that all addresses were multiples of when this list was first looked at.
 
     For ``supports``, which is called as often as the operation and need not read every address:
     whoever then runs does, and copies what has moved to where it does not suit.
     """
-    if not tensors:
+    if not len(tensors):
         return _MAX_ALIGNMENT
+    if isinstance(tensors, Tensor):
+        return _addresses(tensors).alignment if tensors[0].is_contiguous() else _MAX_ALIGNMENT
     key = id(tensors), len(tensors), tensors[0].data_ptr()
     found = _alignments.get(key)
     if found is None:

@@ -140,12 +140,12 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w1: list[Tensor],
-    w3: list[Tensor],
-    w2: list[Tensor],
-    s1: list[Tensor],
-    s3: list[Tensor],
-    s2: list[Tensor],
+    w1: list[Tensor] | Tensor,
+    w3: list[Tensor] | Tensor,
+    w2: list[Tensor] | Tensor,
+    s1: list[Tensor] | Tensor,
+    s3: list[Tensor] | Tensor,
+    s2: list[Tensor] | Tensor,
     *,
     weight_format: str,
     swiglu_limit: float,
@@ -163,9 +163,11 @@ def experts(
     formed in float32 and rounded once to x's dtype; every product is rounded to x's dtype; the sum
     over experts and ``shared`` is float32 (float64 for float64 x) and rounded once.
 
-    Weights are lists, one tensor an expert, so that memory-mapped files are used in place. Only
-    experts that have tokens are touched. Because Python picks them from the lists, the torch
-    backend copies the ids (or their counts) to the host once a call on devices other than the CPU.
+    Weights are lists, one tensor an expert, so that memory-mapped files are used in place; or each
+    is one tensor whose first dimension is E, which the host is done with sooner: lists of 256 take
+    it a millisecond a call. Only experts that have tokens are touched. Because Python picks them,
+    the torch backend copies the ids (or their counts) to the host once a call on devices other than
+    the CPU.
 
     Args:
         x: [T, D] any float dtype.
@@ -215,7 +217,7 @@ def experts(
     ):
         if len(given) != count:
             require(False, name, argument, f"a list of {count} tensors", len(given))
-    if not w1:
+    if not len(w1):
         return
     d, inner = sizes["D"], w1[0].shape[0] if w1[0].ndim else 0
     pack = 2 if weight_format == "mxfp4" else 1

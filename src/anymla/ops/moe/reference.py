@@ -84,12 +84,12 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w1: list[Tensor],
-    w3: list[Tensor],
-    w2: list[Tensor],
-    s1: list[Tensor],
-    s3: list[Tensor],
-    s2: list[Tensor],
+    w1: list[Tensor] | Tensor,
+    w3: list[Tensor] | Tensor,
+    w2: list[Tensor] | Tensor,
+    s1: list[Tensor] | Tensor,
+    s3: list[Tensor] | Tensor,
+    s2: list[Tensor] | Tensor,
     *,
     weight_format: str,
     swiglu_limit: float,
@@ -102,7 +102,9 @@ def experts(
     dtype = wide(x.dtype)
     quantized = quantize_activations and weight_format != "plain"
 
-    def product(rows: Tensor, matrices: list[Tensor], scales: list[Tensor], e: int) -> Tensor:
+    def product(
+        rows: Tensor, matrices: list[Tensor] | Tensor, scales: list[Tensor] | Tensor, e: int
+    ) -> Tensor:
         given = rows.to(x.dtype)
         if quantized:
             given = dequantize_fp8_rows(*quantize_fp8_rows(given), dtype)

@@ -56,12 +56,12 @@ def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 class _ExpertMlps:
     """The experts of a call; rows [n, D] or [n, I] are already quantised if the call quantises."""
 
-    w1: list[Tensor]
-    w3: list[Tensor]
-    w2: list[Tensor]
-    s1: list[Tensor]
-    s3: list[Tensor]
-    s2: list[Tensor]
+    w1: list[Tensor] | Tensor
+    w3: list[Tensor] | Tensor
+    w2: list[Tensor] | Tensor
+    s1: list[Tensor] | Tensor
+    s3: list[Tensor] | Tensor
+    s2: list[Tensor] | Tensor
     weight_format: str
     limit: float
     quantized: bool
@@ -84,7 +84,7 @@ class _ExpertMlps:
         return self.operand(_swiglu(gate, up, self.limit).mul_(weights.unsqueeze(1)).to(dtype))
 
     def _product(
-        self, rows: Tensor, matrices: list[Tensor], scales: list[Tensor], e: int
+        self, rows: Tensor, matrices: list[Tensor] | Tensor, scales: list[Tensor] | Tensor, e: int
     ) -> Tensor:
         matrix = matrices[e]
         if self.weight_format == "fp8":
@@ -139,12 +139,12 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w1: list[Tensor],
-    w3: list[Tensor],
-    w2: list[Tensor],
-    s1: list[Tensor],
-    s3: list[Tensor],
-    s2: list[Tensor],
+    w1: list[Tensor] | Tensor,
+    w3: list[Tensor] | Tensor,
+    w2: list[Tensor] | Tensor,
+    s1: list[Tensor] | Tensor,
+    s3: list[Tensor] | Tensor,
+    s2: list[Tensor] | Tensor,
     *,
     weight_format: str,
     swiglu_limit: float,
