@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-RATIOS = (0, 0, 4, 128, 4, 128, 4, 128)
+FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)  # of V4-Flash's 43 layers
 VOCABULARY = 32768
 _FORMAT = "anymla_random"
 
 
-def config() -> dict[str, Any]:
+def config(experts: int, layers: int) -> dict[str, Any]:
     """As in a checkpoint's config.json."""
     yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 16, "type": "yarn"}
     quantised = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
@@ -27,8 +27,8 @@ def config() -> dict[str, Any]:
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "hidden_size": 4096,
-        "num_hidden_layers": len(RATIOS),
-        "compress_ratios": list(RATIOS),
+        "num_hidden_layers": layers,
+        "compress_ratios": list(FLASH_RATIOS[:layers]),
         "num_attention_heads": 64,
         "num_key_value_heads": 1,
         "head_dim": 512,
@@ -47,7 +47,7 @@ def config() -> dict[str, Any]:
         "hc_mult": 4,
         "hc_eps": 1e-6,
         "hc_sinkhorn_iters": 20,
-        "n_routed_experts": 64,
+        "n_routed_experts": experts,
         "n_shared_experts": 1,
         "num_experts_per_tok": 6,
         "moe_intermediate_size": 2048,
@@ -74,8 +74,8 @@ def config() -> dict[str, Any]:
     }
 
 
-def engine(**options: Any) -> Any:
-    """The model in an ``LLM`` of vLLM's; options as that takes them."""
+def engine(experts: int = 64, layers: int = 8, **options: Any) -> Any:
+    """The model in an ``LLM`` of vLLM's; further options as that takes them."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
     from vllm.model_executor.model_loader import register_model_loader
@@ -90,7 +90,7 @@ def engine(**options: Any) -> Any:
 
     register_model_loader(_FORMAT)(RandomLoader)
     directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps(config()))
+    (directory / "config.json").write_text(json.dumps(config(experts, layers)))
     settings = {
         "skip_tokenizer_init": True,
         "load_format": _FORMAT,

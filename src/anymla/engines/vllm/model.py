@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +18,19 @@ from anymla.engines.vllm import cpu_kernels, hyper_connection, report
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.indexer import AnymlaSparseAttnIndexer
 from anymla.engines.vllm.parts import with_parts
-from anymla.engines.vllm.pinned import ATTENTION_MODULE, CUDA_MODELS, METADATA_KERNELS, PLATFORMS
+from anymla.engines.vllm.pinned import (
+    ATTENTION_MODULE,
+    CUDA_MODELS,
+    METADATA_KERNELS,
+    PLATFORMS,
+    WARM_UP_MODULE,
+)
 
 _LOG = init_logger("vllm.plugins.anymla")  # only loggers below vllm have a handler
 _MACHINE = report.this_machine()
 _PLAN = report.plan(_MACHINE, report.mode())
 _REPLACED = frozenset(part.name for part in _PLAN if part.replaced)
+_REHEARSED = {report.ATTENTION, report.INDEXER, report.COMPRESSOR}
 _LATER = {report.LINEARS: "linears", report.EXPERTS: "experts"}  # of models that are built
 
 if report.MHC in _REPLACED:
@@ -86,6 +94,10 @@ class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if _REHEARSED <= _REPLACED and importlib.util.find_spec(WARM_UP_MODULE):
+            from anymla.engines.vllm import warm_up
+
+            warm_up.register(self, vllm_config)
         if report.audited():
             from anymla.engines.vllm import audit
 

@@ -45,6 +45,7 @@ PLATFORMS = {
 }
 
 ATTENTION_MODULE = f"{_V4}.attention"
+WARM_UP_MODULE = "vllm.model_executor.warmup.jit_warmup"  # used where it is there
 
 # vLLM's CUDA models call the functions in ``hyper_connection.FUNCTIONS`` past its own CustomOps.
 CUDA_MODELS = (f"{_V4}.nvidia.model", f"{_V4}.nvidia.mtp")

@@ -1,0 +1,536 @@
+"""vLLM's engine with and without the plugin, in turns: ``speed.py ROWS [--help]``.
+
+Each mode has a process of its own; they start together and measure one after the other, every
+repeat of a case in all modes before the next. A decode step's context lies in pages that are filled
+with random rows, so that long ones need no prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MODES = ("off", "force")
+_DECODE = "1x1024,8x1024,32x1024,128x1024,1x32768,8x32768,32x32768,128x32768,1x262144,8x262144"
+# Parts of a step by kernels' names, vLLM's and anymla's.
+PARTS = {
+    "experts' products": r"marlin_moe|Marlin|grouped_gemm_kernel",
+    "experts, rest": r"moe_align|count_and_sort|moe_sum|align_and_quantize|^combine_kernel|silu"
+    r"|act_and_mul|swiglu",
+    "router": r"topkGating|ll_bf16|LLBf16|route_kernel|logits_kernel|dsv4_topk",
+    "FP8 products": r"sm90_fp8_gemm|warp_split|fp8_wgmma|fp8_gemm|swap_ab_kernel",
+    "quantise": r"per_token_group_quant|quantize_rows|inv_rope|inverse_rope",
+    "hyper-connections": r"mhc|collapse|mix_kernel|tf32_hc|prenorm|hc_|expand_kernel|post_kernel",
+    "attention": r"flash_fwd|get_mla_metadata|combine_splits|combine_stream|decode_m64|decode_swap"
+    r"|plan_work|prefill|gather_sequences",
+    "indexer": r"scores_kernel|topk|select|mqa_logits|indexer",
+    "norm, rope, cache": r"norm|rope|insert|compress|save_partial",
+    "other products": r"gemm|cutlass|nvjet|splitK",
+}
+
+
+class Server:
+    """One engine in one mode; methods are called by name from the parent."""
+
+    def __init__(self, mode: str, options: argparse.Namespace) -> None:
+        """Build the engine, compile, capture graphs."""
+        os.environ["ANYMLA_VLLM"] = mode
+        import random_model
+
+        start = time.perf_counter()
+        self.prompt, self.compiled = random_model.prompt, _compiled()
+        self.filled = _Filled()
+        requests, contexts = zip(*options.decode, strict=True)
+        context = max(contexts + tuple(options.prompts))
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted(set(requests))}
+        compilation["cudagraph_mode"] = options.graphs
+        self.llm = random_model.engine(
+            experts=options.experts,
+            layers=options.layers,
+            max_model_len=context + 1024,
+            max_num_seqs=max(requests) + 8,  # some join
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=0.9 / len(options.modes),
+            kv_cache_memory_bytes=options.cache_gib << 30,
+            compilation_config=compilation,
+            kv_transfer_config=_Filled.SETTINGS,
+            kernel_config={"enable_jit_warmup": mode != "off"},  # vLLM's own takes ten minutes
+            disable_log_stats=True,
+        )
+        self.engine, self.number, self.running = self.llm.llm_engine, 0, []
+        self.started = time.perf_counter() - start
+
+    def info(self) -> dict[str, Any]:
+        """Of the device and the start."""
+        import torch
+
+        from anymla.bench.gpu import device_facts
+
+        memory = torch.cuda.max_memory_allocated()
+        return {"start_s": self.started, "memory_gib": memory / 2**30} | device_facts()
+
+    def compiles(self) -> list[str]:
+        """Kernels that Triton has compiled since the last call."""
+        names = list(self.compiled)
+        self.compiled.clear()
+        return names
+
+    def _add(self, length: int, new: int, seed: int = 0) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.number += 1
+        asked = SamplingParams(
+            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        self.engine.add_request(str(self.number), self.prompt(length, seed), asked)
+        return str(self.number)
+
+    def _step(self) -> dict[str, int]:
+        """Tokens that each request got."""
+        return {o.request_id: sum(len(c.token_ids) for c in o.outputs) for o in self.engine.step()}
+
+    def begin(self, requests: int, context: int) -> None:
+        """Requests that decode after a context that nobody computed."""
+        with self.filled.active():
+            self.running = [self._add(context, 900, seed) for seed in range(requests)]
+            seen: set[str] = set()
+            while len(seen) < requests:
+                seen |= self._step().keys()
+        for _ in range(6):
+            self._step()
+
+    def steps(self, count: int) -> float:
+        """Median time of a decode step in ms."""
+        gaps = []
+        for _ in range(count):
+            start = time.perf_counter()
+            self._step()
+            gaps.append(time.perf_counter() - start)
+        return 1e3 * statistics.median(gaps)
+
+    def profile(self, count: int) -> dict[str, Any]:
+        """Device time of a decode step: in which it is busy, and by parts, in us."""
+        import torch
+
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(count):
+                self._step()
+            torch.cuda.synchronize()
+        spans = [
+            (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
+            for e in found.profiler.kineto_results.events()
+            if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns() > 0
+        ]
+        busy, end = 0, 0
+        parts: dict[str, float] = collections.Counter()
+        names: dict[str, float] = collections.Counter()
+        for first, last, name in sorted(spans):
+            alone = max(0, last - max(first, end))
+            end = max(end, last)
+            busy += alone
+            parts[_part(name)] += alone / count / 1e3
+            names[name[:80]] += (last - first) / count / 1e3
+        return {
+            "busy_us": busy / count / 1e3,
+            "kernels": len(spans) / count,
+            "parts_us": dict(parts),
+            "names_us": dict(collections.Counter(names).most_common(40)),
+        }
+
+    def end(self) -> None:
+        """Let the requests go."""
+        self.engine.abort_request(self.running)
+        self.running = []
+        while self.engine.has_unfinished_requests():
+            self._step()
+
+    def first_token(self, requests: int, length: int, seed: int) -> float:
+        """Milliseconds until the last of requests that come at once has its first token."""
+        start = time.perf_counter()
+        new = [self._add(length, 2, seed + i) for i in range(requests)]
+        seen: set[str] = set()
+        while len(seen) < requests:
+            seen |= self._step().keys()
+        took = time.perf_counter() - start
+        self.running = new
+        self.end()
+        return 1e3 * took
+
+    def joining(self, length: int, seed: int) -> tuple[float, float]:
+        """A prompt joins requests that decode: ms to its first token, and their median step."""
+        start, gaps, last = time.perf_counter(), [], time.perf_counter()
+        new = self._add(length, 1, seed)
+        while True:
+            got = self._step()
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+            if new in got:
+                return 1e3 * (last - start), 1e3 * statistics.median(gaps)
+
+    def traffic(self, count: int, rate: float, length: int, new: int, seed: int) -> dict[str, Any]:
+        """Requests that arrive at random: tokens a second, times to first tokens and between."""
+        numbers, at = random.Random(seed), 0.0
+        arrivals = []
+        for _ in range(count):
+            at += numbers.expovariate(rate)
+            arrivals.append(at)
+        start = time.perf_counter()
+        first: dict[str, float] = {}
+        came: dict[str, float] = {}
+        done: dict[str, int] = collections.Counter()
+        tokens, waiting, gaps, last = 0, list(arrivals), [], start
+        while waiting or self.engine.has_unfinished_requests():
+            now = time.perf_counter() - start
+            while waiting and waiting[0] <= now:
+                came[self._add(length, new, seed + len(waiting))] = waiting.pop(0)
+            if not self.engine.has_unfinished_requests():
+                time.sleep(0.0005)
+                continue
+            got = self._step()
+            now = time.perf_counter()
+            for name, more in got.items():
+                first.setdefault(name, now - start)
+                done[name] += more
+                tokens += more
+            if got:
+                gaps.append(now - last)
+            last = now
+        waits = sorted(first[name] - came[name] for name in first)
+        return {
+            "tokens_s": tokens / (time.perf_counter() - start),
+            "ttft_ms": 1e3 * statistics.median(waits),
+            "ttft_p90_ms": 1e3 * waits[int(0.9 * len(waits))],
+            "itl_ms": 1e3 * statistics.median(gaps),
+        }
+
+
+def _compiled() -> list[str]:
+    """Names of the kernels that Triton compiles from now on."""
+    import triton
+
+    names: list[str] = []
+
+    def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            names.append(src.name)
+
+    triton.knobs.compilation.listener = note
+    return names
+
+
+def _part(name: str) -> str:
+    return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
+
+
+class _Filled:
+    """vLLM's connector for decode benchmarks, filling pages with random rows while active."""
+
+    SETTINGS = {  # noqa: RUF012
+        "kv_connector": "DecodeBenchConnector",
+        "kv_role": "kv_both",
+    }
+    _ROWS = 1 << 15
+
+    def __init__(self) -> None:
+        """Replace what it fills pages with: zeros would all be selected alike."""
+        from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as module
+
+        self._on, self._drawn, self._numbers = False, {}, random.Random(0)
+        scheduler: Any = module.DecodeBenchConnectorScheduler
+        worker: Any = module.DecodeBenchConnectorWorker
+        count = scheduler.get_num_new_matched_tokens
+        scheduler.get_num_new_matched_tokens = lambda this, request, computed: (
+            count(this, request, computed) if self._on else (0, False)
+        )
+        worker._fill_blocks = lambda this, group, blocks, tokens: self._fill(
+            [this.kv_caches[name] for name in this.group_to_layers[group]], blocks
+        )
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Requests that are added inside have contexts that are filled."""
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+
+    def _fill(self, caches: list[Any], blocks: list[int]) -> None:
+        import torch
+
+        from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+        from anymla.ops.kv_cache import quantize_and_insert_k_cache
+
+        layouts = {
+            get_layout(name).data_bytes + get_layout(name).scale_bytes: name
+            for name in (MAIN_FP8, INDEX_FP8)
+        }
+        for cache in caches if blocks else []:
+            if cache.dtype != torch.uint8:
+                cache[blocks] = 0.5
+                continue
+            cache = cache.flatten(1, -2)
+            layout, size = layouts[cache.shape[-1]], cache.shape[1]
+            rows = self._rows(get_layout(layout).channels, cache.device)
+            starts = torch.tensor(blocks, device=cache.device) * size
+            slots = (starts[:, None] + torch.arange(size, device=cache.device)).flatten()
+            for some in slots.split(self._ROWS):
+                first = self._numbers.randrange(self._ROWS)
+                values = rows[first : first + len(some)]
+                quantize_and_insert_k_cache(values, cache, some, layout=layout)
+
+    def _rows(self, channels: int, device: Any) -> Any:
+        import torch
+
+        if channels not in self._drawn:
+            generator = torch.Generator(device).manual_seed(channels)
+            shape = 2 * self._ROWS, channels
+            made = torch.randn(shape, device=device, generator=generator)
+            self._drawn[channels] = made.bfloat16()
+        return self._drawn[channels]
+
+
+def serve(connection: Any, mode: str, options: argparse.Namespace, log: str) -> None:
+    """A child: answers (method, arguments) with ("ok", result) or ("failed", traceback)."""
+    with open(log, "w", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        server: Any = None
+        while True:
+            name, arguments = connection.recv()
+            try:
+                if name == "start":
+                    server, result = Server(mode, options), None
+                else:
+                    result = getattr(server, name)(*arguments)
+                connection.send(("ok", result))
+            except Exception:
+                connection.send(("failed", traceback.format_exc()[-3000:]))
+
+
+class Child:
+    """A mode's process."""
+
+    def __init__(self, mode: str, options: argparse.Namespace) -> None:
+        """Start it; the engine starts with ``send``."""
+        spawn = multiprocessing.get_context("spawn")
+        self.mode, (self.pipe, theirs) = mode, spawn.Pipe()
+        log = f"{options.logs}/{mode.replace(',', '-')}.log"
+        self.process = spawn.Process(target=serve, args=(theirs, mode, options, log), daemon=True)
+        self.process.start()
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """Ask for something."""
+        self.pipe.send((name, arguments))
+
+    def result(self) -> Any:
+        """Wait for its answer."""
+        state, result = self.pipe.recv()
+        if state != "ok":
+            raise RuntimeError(f"{self.mode}: {result}")
+        return result
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        """Ask and wait."""
+        self.send(name, *arguments)
+        return self.result()
+
+
+class Report:
+    """Writes a row for every mode, and a line to read."""
+
+    def __init__(self, options: argparse.Namespace, children: list[Child]) -> None:
+        """Ask the children for the device."""
+        from anymla.bench.environment import environment
+
+        self.path, self.children = Path(options.rows), children
+        command = "python benchmarks/vllm/speed.py ROWS " + " ".join(sys.argv[2:])
+        self.common = environment(command.strip())
+        self.facts = {child.mode: child("info") for child in children}
+        for mode, facts in self.facts.items():
+            print(mode, {k: round(facts.pop(k), 1) for k in ("start_s", "memory_gib")}, flush=True)
+
+    def row(self, part: str, case: str, found: dict[str, dict[str, Any]], key: str) -> None:
+        """``found`` by mode; ``key`` names the repeated number that is compared."""
+        first = statistics.median(found[self.children[0].mode][key])
+        line = f"{part:16s} {case:34s}"
+        with self.path.open("a") as file:
+            for child in self.children:
+                values = found[child.mode]
+                row = {"part": part, "case": case, **values, "backend": child.mode}
+                file.write(json.dumps(row | self.common | self.facts[child.mode]) + "\n")
+                middle = statistics.median(values[key])
+                spread = (max(values[key]) - min(values[key])) / middle
+                ratio = middle / first if key.endswith("_s") else first / middle
+                line += f" | {child.mode} {middle:9.3f} (+-{spread:4.0%}) {ratio:5.2f}x"
+                if "busy_us" in values:
+                    line += f" busy {values['busy_us']:7.0f} us"
+        print(line, flush=True)
+
+
+def measure(options: argparse.Namespace, children: list[Child]) -> None:
+    """All cases."""
+    report = Report(options, children)
+    for requests, context in options.decode:
+        with _failing(f"decode {requests} x {context}"):
+            _decode(options, children, report, requests, context)
+    for length in options.prompts:
+        for requests in (1, 8):
+            if requests * length <= options.most_prompt_tokens:
+                with _failing(f"first token {requests} x {length}"):
+                    _first_token(options, children, report, requests, length)
+    for length in options.joining:
+        with _failing(f"joining {length}"):
+            _joining(options, children, report, length)
+    for spec in options.traffic:
+        with _failing(f"traffic {spec}"):
+            _traffic(options, children, report, spec)
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        print(f"FAILED {what}: {str(error)[-1500:]}", flush=True)
+
+
+def _decode(
+    options: argparse.Namespace, children: list[Child], report: Report, requests: int, context: int
+) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for child in children:
+        child("begin", requests, context)
+    for repeat in range(options.repeats):
+        for child in children:
+            found.setdefault(child.mode, {"ms": []})["ms"].append(child("steps", options.steps))
+        if not repeat:
+            for child in children:
+                profile = child("profile", 8)
+                names = Path(options.logs) / f"kernels-{child.mode}-{requests}x{context}.json"
+                names.write_text(json.dumps(profile.pop("names_us"), indent=1))
+                found[child.mode] |= profile
+    for child in children:
+        child("end")
+    model = f"{options.layers} layers, {options.experts} experts"
+    report.row("decode step", f"{requests} x {context:,}, {model}", found, "ms")
+
+
+def _first_token(
+    options: argparse.Namespace, children: list[Child], report: Report, requests: int, length: int
+) -> None:
+    found: dict[str, dict[str, Any]] = {child.mode: {} for child in children}
+    for child in children:  # what is compiled at first use
+        child("compiles")
+        found[child.mode]["first_ms"] = child("first_token", requests, length, 999)
+        found[child.mode] |= {"ms": [], "compiled": child("compiles")}
+    seconds = max(values["first_ms"] for values in found.values()) / 1e3
+    for repeat in range(options.repeats if seconds < 2 else 2):
+        for child in children:
+            took = child("first_token", requests, length, 100 * repeat)
+            found[child.mode]["ms"].append(took)
+    case = f"{requests} x {length:,}, {options.layers} layers"
+    report.row("time to first token", case, found, "ms")
+    firsts = ", ".join(
+        f"{mode} {values['first_ms']:.0f} ({', '.join(values['compiled'])})"
+        for mode, values in found.items()
+    )
+    print(f"    the first ever: {firsts} ms", flush=True)
+
+
+def _joining(
+    options: argparse.Namespace, children: list[Child], report: Report, length: int
+) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for child in children:
+        child("begin", 8, 8192)
+        child("joining", length, 999)
+    for repeat in range(options.repeats):
+        for child in children:
+            first, step = child("joining", length, 100 * repeat)
+            values = found.setdefault(child.mode, {"ms": [], "step_ms": []})
+            values["ms"].append(first)
+            values["step_ms"].append(step)
+    for child in children:
+        child("end")
+    report.row("joining 8", f"{length:,} tokens beside 8 that decode", found, "ms")
+
+
+def _traffic(options: argparse.Namespace, children: list[Child], report: Report, spec: str) -> None:
+    count, rate, length, new = (float(x) for x in spec.split(":"))
+    arguments = int(count), rate, int(length), int(new)
+    found: dict[str, dict[str, Any]] = {}
+    for repeat in range(3):
+        for child in children:
+            values = child("traffic", *arguments, repeat)
+            for key, value in values.items():
+                found.setdefault(child.mode, {}).setdefault(key, []).append(value)
+    case = f"{count:.0f} requests, {rate:g} a second, {length:,.0f} + {new:.0f}"
+    for key in ("ttft_ms", "itl_ms"):
+        print("   ", key, {m: round(statistics.median(v[key]), 2) for m, v in found.items()})
+    report.row("traffic, tokens/s", case, found, "tokens_s")
+
+
+def _points(text: str) -> list[tuple[int, int]]:
+    return [(int(n), int(length)) for n, length in (point.split("x") for point in text.split(","))]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",") if x]
+
+
+def main() -> None:
+    """Start the modes, measure, append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", help="rows are appended to this file")
+    parser.add_argument(
+        "--modes", default=",".join(MODES), help="ANYMLA_VLLM of each, by ','; parts of one by '+'"
+    )
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument(
+        "--decode", type=_points, default=_points(_DECODE), help="requests x context, by ','"
+    )
+    parser.add_argument("--prompts", type=_numbers, default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--most-prompt-tokens", type=int, default=8 * 32768)
+    parser.add_argument("--joining", type=_numbers, default=[2048, 16384])
+    parser.add_argument("--traffic", nargs="*", default=["64:16:1024:256", "16:2:8192:256"])
+    parser.add_argument("--graphs", default="FULL_DECODE_ONLY", help="vLLM's cudagraph_mode")
+    parser.add_argument("--cache-gib", type=int, default=30, help="of each mode's pages")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=24, help="decode steps of a repeat")
+    parser.add_argument("--logs", default=".", help="where each mode's log goes")
+    options = parser.parse_args()
+    options.modes = [mode.replace("+", ",") for mode in options.modes.split(",")]
+    children = [Child(mode, options) for mode in options.modes]
+    for child in children:
+        child.send("start")
+    alive = []
+    for child in children:
+        try:
+            child.result()
+            alive.append(child)
+        except (RuntimeError, EOFError) as error:
+            print(f"FAILED to start {child.mode}: {str(error)[-2500:]}", flush=True)
+    if alive:
+        measure(options, alive)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Steps that are rehearsed while vLLM starts, so that no user waits for a kernel to be compiled.
+
+vLLM captures decode steps of a few sizes. Around them it schedules any number of tokens, beside
+prefills of any length, and which kernel runs follows from both. A rehearsed step runs the model as
+vLLM does, with metadata that name no request: every list is empty and no slot is written, so that
+caches stay as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKernel
+
+from anymla.engines.vllm.attention import AnymlaAttention
+from anymla.engines.vllm.prefill import Chunk, StepPlans
+
+_LOG = init_logger("vllm.plugins.anymla")
+# Contexts double from here on, as the kernels that follow from them do at most.
+_SHORTEST = 1024
+# Decodes of every number up to here, in attention alone; a model's other kernels change at few.
+_EVERY_NUMBER = 512
+
+
+def register(model: nn.Module, vllm_config: Any) -> None:
+    """Have vLLM rehearse steps where it compiles its own kernels, if it does."""
+    if next(model.parameters()).device.type != "cpu":
+        JitWarmupRegistry.register(_Warmup(model, vllm_config))
+
+
+class _Warmup(VllmJitKernel[int]):
+    """What vLLM's registry calls when the caches are there, and before graphs are captured."""
+
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        super().__init__()
+        self.rehearsal = Rehearsal(model, vllm_config)
+
+    def get_warmup_keys(self) -> list[int]:
+        return [0]
+
+    def compile(self, compile_key: int) -> None:
+        start = time.perf_counter()
+        self.rehearsal.run()
+        _LOG.info("anymla: steps rehearsed in %.0f s", time.perf_counter() - start)
+
+
+class Rehearsal:
+    """Rehearsed steps of one model.
+
+    Attributes:
+        layers: its attention layers.
+        most_tokens: of a step.
+        most_decodes: tokens of requests that decode.
+        contexts: lengths of requests, the longest last.
+    """
+
+    def __init__(self, model: Any, vllm_config: Any) -> None:
+        """Of a model whose attention, indexer and compressors are anymla's."""
+        self.model, self.config = model, vllm_config
+        self.layers = [each for each in model.modules() if isinstance(each, AnymlaAttention)]
+        scheduler = vllm_config.scheduler_config
+        self.most_tokens = scheduler.max_num_batched_tokens
+        drafts = vllm_config.num_speculative_tokens
+        self.most_decodes = min(scheduler.max_num_seqs * (1 + drafts), self.most_tokens)
+        self.contexts = _doubled(_SHORTEST, vllm_config.model_config.max_model_len)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Rehearse every kind of step."""
+        longest, whole = self.contexts[-1], self.config.parallel_config.pipeline_parallel_size == 1
+        for tokens in _sizes(self.most_tokens) if whole else ():
+            for context in (self.contexts[0], longest):
+                self._forward(tokens, _Prefill(self.layers, tokens, context))
+            # Few tokens of a prefill after a long context attend as decodes do.
+            self._forward(tokens, _Decodes(self.layers, tokens, longest))
+        kinds = {layer.compress_ratio: layer for layer in self.layers}
+        decodes = range(1, min(self.most_decodes, _EVERY_NUMBER) + 1)
+        for tokens, context in itertools.product(decodes, self.contexts):
+            step = _Decodes([*kinds.values()], tokens, context)
+            for ratio, layer in kinds.items():
+                if ratio > 4 or context == longest:
+                    self._attend(layer, tokens, step)
+        sizes = [n for n in _sizes(self.most_tokens) if n >= _EVERY_NUMBER or n & (n - 1) == 0]
+        for tokens, context in itertools.product(sizes, self.contexts):
+            for layer in kinds.values():
+                if layer.indexer is not None:
+                    self._select(layer, tokens, _Decodes([layer], tokens, context))
+
+    def _forward(self, tokens: int, step: _Step) -> None:
+        """A whole step. Whatever replaces the forward of this one model, an audit, is left out."""
+        inner, ids = self.model.model, step.positions.int()
+        with self._context(tokens, step):
+            type(inner).forward(inner, ids, step.positions, None, None)
+
+    def _context(self, tokens: int, step: _Step) -> Any:
+        return set_forward_context(step.metadata, self.config, num_tokens=tokens)
+
+    def _attend(self, layer: Any, tokens: int, step: _Step) -> None:
+        q = layer.attn_sink.new_empty(
+            (tokens, len(layer.attn_sink), layer.head_dim), dtype=self.config.model_config.dtype
+        )
+        with self._context(tokens, step):
+            layer.forward_mqa(q, q[:, 0], step.positions, torch.empty_like(q))
+
+    def _select(self, layer: Any, tokens: int, step: _Step) -> None:
+        indexer, dtype = layer.indexer, self.config.model_config.dtype
+        hidden = layer.attn_sink.new_zeros((tokens, layer.q_lora_rank), dtype=dtype)
+        weights = hidden.new_zeros((tokens, indexer.n_head))
+        with self._context(tokens, step):
+            q, scales, weights = indexer(
+                hidden, hidden, None, weights, step.positions, layer.indexer_rotary_emb,
+                skip_compressor=True,
+            )  # fmt: skip
+            if q is not None:
+                indexer.indexer_op(hidden, q if scales is None else (q, scales), None, weights)
+
+
+class _Step:
+    """Metadata of a step without a request; attributes are those that layers read.
+
+    Attributes:
+        metadata: by the name of a cache.
+        positions: int64 [T].
+    """
+
+    def __init__(self, layers: list[Any], tokens: int, context: int) -> None:
+        """For caches of these layers."""
+        device = layers[0].attn_sink.device
+        self.metadata: dict[str, SimpleNamespace] = {}
+        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        none = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
+        for layer in layers:
+            self._add(layer, tokens, context, zeros, none)
+
+    def _add(self, layer: Any, tokens: int, context: int, zeros: Tensor, none: Tensor) -> None:
+        ratio, width = layer.compress_ratio, layer.window_size
+        pages = zeros.new_zeros((tokens, -(-context // 64)))
+        common = {
+            "slot_mapping": none,
+            "block_table": pages,
+            "req_id_per_token": zeros,
+            "token_to_req_indices": zeros,
+            "max_seq_len": context,
+        }
+        listed = zeros.new_zeros((tokens, 1, width))
+        self.metadata[layer.swa_cache_layer.prefix] = SimpleNamespace(
+            **common,
+            is_valid_token=zeros.bool(),
+            decode_swa_indices=listed,
+            decode_swa_lens=zeros,
+            prefill_swa_indices=listed[:0],
+            prefill_swa_lens=zeros[:0],
+            **self._split(layer, tokens, context, zeros),
+        )
+        if layer.compressor is None:
+            return
+        everything = slice(0, tokens)
+        compressed = SimpleNamespace(
+            **common,
+            block_size=64 * ratio,
+            visible=zeros,
+            selections=[(everything, context // ratio)],
+            c128a_global_decode_topk_indices=zeros.new_zeros((tokens, max(1, context // ratio))),
+            c128a_decode_topk_lens=zeros,
+        )
+        self.metadata[layer.prefix] = compressed
+        self.metadata[layer.compressor.state_cache.prefix] = compressed
+        if layer.indexer is not None:
+            self.metadata[layer.indexer.k_cache.prefix] = compressed
+            self.metadata[layer.indexer.compressor.state_cache.prefix] = compressed
+
+    def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _Decodes(_Step):
+    """Each token is of a request of its own."""
+
+    def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
+        plans = StepPlans()
+        return {"num_decode_tokens": tokens, "num_prefill_tokens": 0, "tile_sched_swaonly": plans}
+
+
+class _Prefill(_Step):
+    """The tokens are of one request, which sees a workspace, or slots if that is sooner."""
+
+    def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
+        ratio, width = layer.compress_ratio, layer.window_size
+        # No more than make the indexer choose among them.
+        most = 0 if layer.indexer is None else layer.topk_indices_buffer.shape[1]
+        entries = min(context // ratio, most + 1) if ratio > 1 else 0
+        rows = zeros.new_zeros(1)
+        chunk = Chunk(
+            requests=slice(0, 1),
+            tokens=slice(0, tokens),
+            entries=entries,
+            rows=entries + width + tokens,
+            seq_lens=rows,
+            entry_lens=rows,
+            gather_lens=rows,
+            window=width,
+            runs=zeros.new_zeros((tokens, 4)),
+        )
+        return {
+            "num_decode_tokens": 0,
+            "num_prefill_tokens": tokens,
+            "tile_sched_swaonly": _OneChunk(chunk),
+        }
+
+
+class _OneChunk(StepPlans):
+    """Plans of a step whose only prefill is one chunk."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        super().__init__()
+        self._chunk = chunk
+
+    def chunks(self, *args: Any) -> list[Chunk]:
+        return [self._chunk]
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    found = [min(first, last)]
+    while found[-1] < last:
+        found.append(min(2 * found[-1], last))
+    return found
+
+
+def _sizes(most: int) -> list[int]:
+    """Numbers of tokens at which kernels may change: powers of two, one more, and halfway."""
+    return sorted({min(n, most) for n in _candidates(most)})
+
+
+def _candidates(most: int) -> Iterator[int]:
+    power = 1
+    while power < 2 * most:
+        yield from (power, power + 1, power * 3 // 2)
+        power *= 2

@@ -1,0 +1,89 @@
+"""A worker that rehearses its steps: ``rehearsed.py ANSWER.json``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from inputs import bf16_twin, prompt_of
+
+from anymla.testing.tiny_checkpoint import TinyOptions
+
+MOST_TOKENS = 130  # of a rehearsed step
+PROMPT, NEW_TOKENS = 100, 4
+
+
+class Worker:
+    """Methods that vLLM adds to its worker."""
+
+    def rehearse(self) -> dict[str, Any]:
+        """Rehearse, while calls of operations are noted with the length of their first tensor."""
+        from anymla.engines.vllm import warm_up
+        from anymla.ops.registry import Operation
+
+        model = self.model_runner.get_model()
+        caches = [cache.clone() for cache in self._caches(model)]
+        shapes: set[Any] = set()
+        run = Operation.__call__
+
+        def noted(operation: Any, *args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args else next(iter(kwargs.values()))
+            shapes.add((operation.name, len(first)))
+            return run(operation, *args, **kwargs)
+
+        with mock.patch.object(Operation, "__call__", noted):
+            rehearsal = warm_up.Rehearsal(model, self.vllm_config)
+            rehearsal.most_tokens = MOST_TOKENS
+            rehearsal.run()
+        same = all(map(_equal, caches, self._caches(model)))
+        return {"calls": sorted(shapes), "caches_are_as_they_were": same}
+
+    def _caches(self, model: Any) -> list[Any]:
+        caches = []
+        for layer in model.modules():
+            if hasattr(layer, "swa_cache_layer"):
+                caches += [layer.swa_cache_layer.kv_cache, layer.kv_cache]
+                for compressor in (layer.compressor, getattr(layer.indexer, "compressor", None)):
+                    if compressor is not None:
+                        caches.append(compressor.state_cache.kv_cache)
+                if layer.indexer is not None:
+                    caches.append(layer.indexer.k_cache.kv_cache)
+        return [cache for cache in caches if cache is not None and cache.numel()]
+
+
+def _equal(before: Any, after: Any) -> bool:
+    return bool((before == after).all())
+
+
+def run(checkpoint: Path) -> dict[str, Any]:
+    """The same prompt before and after."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(checkpoint),
+        max_model_len=4096,
+        max_num_seqs=6,
+        worker_extension_cls="rehearsed.Worker",
+        seed=0,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def tokens() -> list[int]:
+        given = {"prompt_token_ids": prompt_of(PROMPT)}
+        return list(llm.generate([given], sampling, use_tqdm=False)[0].outputs[0].token_ids)
+
+    before = tokens()
+    (found,) = llm.collective_rpc("rehearse")
+    return found | {"before": before, "after": tokens()}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        answer = run(bf16_twin(Path(directory), TinyOptions()))
+    Path(sys.argv[1]).write_text(json.dumps(answer))

@@ -1,0 +1,37 @@
+"""A worker's rehearsed steps: they run every operation, and leave nothing behind."""
+
+import collections
+from typing import Any
+
+import pytest
+from servers import look_up, needs_worker
+
+pytestmark = needs_worker
+MOST_TOKENS, DECODES = 130, 6  # as in rehearsed.py
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return look_up("rehearsed.py", tmp_path_factory.mktemp("rehearsed"), "force")
+
+
+def test_caches_stay_as_they_are(found: dict[str, Any]) -> None:
+    assert found["caches_are_as_they_were"]
+    assert found["before"] == found["after"]
+
+
+def test_operations_run_with_every_number_of_tokens(found: dict[str, Any]) -> None:
+    tokens: dict[str, set[int]] = collections.defaultdict(set)
+    for name, count in found["calls"]:
+        tokens[name].add(count)
+    # Decodes of any number; everything at powers of two, and one more.
+    assert tokens["sparse_attention"] >= set(range(1, DECODES + 1))
+    few = {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, MOST_TOKENS}
+    for name in (
+        "sparse_attention", "prefill_attention", "qnorm_rope_kv_insert", "fused_q_kv_rmsnorm",
+        "save_partial_states", "indexer_q_rope_quant", "select_topk", "grouped_output_projection",
+        "hc_pre", "hc_post",
+    ):  # fmt: skip
+        assert tokens[name] >= few, (name, sorted(few - tokens[name]))
+    assert tokens["compress_norm_rope_insert"]
+    assert tokens["dequantize_and_gather_k_cache"]
