@@ -6,8 +6,10 @@ import unittest.mock
 import pytest
 import torch
 
+from anymla.layers import heads
 from anymla.model.load import load_model
-from anymla.runtime import next_tokens
+from anymla.ops.prefill_attention import prefill_attention
+from anymla.runtime import decode_runner, next_tokens
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
@@ -82,6 +84,26 @@ def test_drafts_do_not_change_the_tokens(dspark_model, alone, draft_tokens, deco
     done = _serve(engine)
     assert _texts(done) == alone
     assert sum(each.drafted for each in done.values()) > 50
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 5])
+def test_rows_decoded_once_a_request_do_not_change_the_tokens(
+    dspark_model, alone, draft_tokens, monkeypatch
+):
+    """Verification steps attend to one workspace, as large ones do on Hopper."""
+    workspaces = []
+
+    def attend(q, rows, runs, *args, **more):
+        workspaces.append(len(q))
+        return prefill_attention(q, rows, runs, *args, **more)
+
+    monkeypatch.setattr(heads, "prefill_attention", attend)
+    monkeypatch.setattr(decode_runner, "decodes_in", lambda model, bucket: lambda entries: True)
+    engine = _engine(dspark_model, chunk_size=50, draft_tokens=draft_tokens, decode="fixed")
+    done = _serve(engine)
+    assert _texts(done) == alone
+    assert workspaces
+    assert all(rows % (1 + draft_tokens) == 0 for rows in set(workspaces) if rows > 3)
 
 
 @pytest.mark.parametrize("decode", ["plain", "fixed"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anymla.layers.caches import LayerCache
 from anymla.layers.plans import Plans
-from anymla.layers.rows import PrefillRows, Rows
+from anymla.layers.rows import PrefillRows, RequestRows, Rows
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Step
 from anymla.ops.linear import inverse_rope_fp8_quant
@@ -29,7 +29,8 @@ class AttentionInputs:
         entries: rows of compressed entries, or None.
         plans: of the step.
         kind: what the lists have in common with those of other layers.
-        chunk: the workspace of the step's prefill, or None: all is attended to by slots.
+        chunk: the workspace of the step's prefill, or of its decodes, or None: all is attended to
+            by slots.
         selected: int32 [T, K], what the indexer chose of the workspace's entries; None for all.
     """
 
@@ -38,7 +39,7 @@ class AttentionInputs:
     entries: Rows | None
     plans: Plans
     kind: str | None
-    chunk: PrefillRows | None = None
+    chunk: PrefillRows | RequestRows | None = None
     selected: Tensor | None = None
 
     @classmethod

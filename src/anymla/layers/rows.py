@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
-from anymla.ops.kv_cache import dequant_gather_slots
+from anymla.ops.kv_cache import dequant_gather_slots, dequantize_and_gather_k_cache
 from anymla.ops.streams import scratch
 
 
@@ -84,4 +84,63 @@ class PrefillRows:
             parts.append((rows[count:], compressed_cache, self.entry_slots))
         for part, cache, slots in parts:
             dequant_gather_slots(part, cache, slots, layout=layout, backend=backend)
+        return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestRows:
+    """Rows that the queries of a decode step see, decoded once a request, in one workspace.
+
+    The workspace has a fixed size and nothing of it is known on the host: the last W rows of every
+    request's window, then its first E entries; ``request_rows`` makes them. What is not there is
+    not written, and no run says it.
+
+    Attributes:
+        window: the most rows of a token's window.
+        width: W.
+        held: int32 [R], rows of each request's window.
+        stops: int32 [R], positions behind the last tokens.
+        window_table: int32 [R, P], pages of the window cache.
+        entries: E, 0 without entries.
+        visible: int32 [R], entries that the last tokens see, or None.
+        entry_table: int32 [R, P], pages of the compressed cache, or None.
+        runs: int32 [T, 4], as ``prefill_attention`` takes them.
+        first_token: of the step's tokens, the first that the workspace serves: all.
+    """
+
+    window: int
+    width: int
+    held: Tensor
+    stops: Tensor
+    window_table: Tensor
+    entries: int
+    visible: Tensor | None
+    entry_table: Tensor | None
+    runs: Tensor
+    first_token: int = 0
+
+    def decode(
+        self,
+        window_cache: Tensor,
+        compressed_cache: Tensor | None,
+        *,
+        layout: str,
+        dtype: torch.dtype,
+        backend: str | None = None,
+    ) -> Tensor:
+        """The workspace [R * (W + E), D] of a layer's caches, in scratch memory."""
+        requests, channels = len(self.stops), get_layout(layout).channels
+        count = requests * self.width
+        size = (count + requests * self.entries, channels)
+        rows = scratch(size, dtype, window_cache.device)
+        dequantize_and_gather_k_cache(
+            rows[:count].view(requests, self.width, channels), window_cache, self.stops, self.held,
+            self.window_table, layout=layout, backend=backend,
+        )  # fmt: skip
+        if self.entry_table is not None and self.visible is not None:
+            assert compressed_cache is not None
+            dequantize_and_gather_k_cache(
+                rows[count:].view(requests, self.entries, channels), compressed_cache,
+                self.visible, None, self.entry_table, layout=layout, backend=backend,
+            )  # fmt: skip
         return rows

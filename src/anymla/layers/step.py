@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from anymla.layers.plans import Plans
-from anymla.layers.rows import GroupStep, PrefillRows, Rows
+from anymla.layers.rows import GroupStep, PrefillRows, RequestRows, Rows
 from anymla.layers.side_stream import INLINE, SideStream
 
 Recorder = Callable[[str, int, Tensor], None]
@@ -36,7 +36,8 @@ class Step:
         index_lens: int32 [T], entries visible to each token's indexer, or None without indexers.
         padded: some tokens may be padding, as in a step of fixed size.
         chunks: by compressed group, or the window's for layers without one, what the prefill
-            requests can see, where attention reads it as one workspace instead of by slots.
+            requests can see, where attention reads it as one workspace instead of by slots; or what
+            all requests can see, in decode steps of several queries each.
         side: where work goes that may run beside the query's projection.
         plans: of attention by slots, made by the first layer of a kind.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
@@ -57,7 +58,7 @@ class Step:
     dense: Mapping[str, Rows]
     index_lens: Tensor | None
     padded: bool = False
-    chunks: Mapping[str, PrefillRows] = dataclasses.field(default_factory=dict)
+    chunks: Mapping[str, PrefillRows | RequestRows] = dataclasses.field(default_factory=dict)
     side: SideStream = INLINE
     plans: Plans = dataclasses.field(default_factory=Plans)
     recorder: Recorder | None = None

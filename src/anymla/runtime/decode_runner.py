@@ -21,6 +21,7 @@ from anymla.runtime.options import EngineOptions
 from anymla.runtime.sampler import best_tokens
 from anymla.runtime.scoring import token_logprobs
 from anymla.runtime.span import Span
+from anymla.runtime.workspaces import decodes_in
 
 
 class DecodeRunner:
@@ -142,6 +143,7 @@ class DecodeRunner:
                 backend=self._model.backend,
                 pool=self._pool,
                 side=self._queue(bucket),
+                decodes=decodes_in(self._model, bucket),
             )
         return self._steps[bucket]
 

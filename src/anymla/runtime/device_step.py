@@ -7,12 +7,14 @@ same calls serve a batch as it comes and a batch of fixed size inside a CUDA gra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from anymla.layers.rows import GroupStep, Rows
+from anymla.layers.request_rows import request_rows
+from anymla.layers.rows import GroupStep, RequestRows, Rows
 from anymla.layers.step import Step
 from anymla.ops.selection import compressed_rows, slot_mapping, token_to_request, window_rows
 from anymla.runtime.cache_groups import CacheGroup
@@ -47,8 +49,18 @@ class BatchSizes:
     max_seq_len: int
 
 
+# Whether rows of all requests are decoded once, by how many entries a request may see; 0 for the
+# window alone.
+Decodes = Callable[[int], bool]
+
+
 def device_step(
-    batch: Batch, groups: Sequence[CacheGroup], sizes: BatchSizes, *, backend: str | None = None
+    batch: Batch,
+    groups: Sequence[CacheGroup],
+    sizes: BatchSizes,
+    *,
+    backend: str | None = None,
+    decodes: Decodes | None = None,
 ) -> Step:
     """Build the step.
 
@@ -57,6 +69,7 @@ def device_step(
         groups: those that ``batch.tables`` has, the window among them.
         sizes: ``max_seq_len`` may exceed the longest request; it sets the widths.
         backend: of the selection operations.
+        decodes: which layers attend to rows that are decoded once a request; None: none.
     """
     rows = len(batch.token_ids)
     device = batch.token_ids.device
@@ -103,12 +116,16 @@ def device_step(
             )
             dense[group.name] = Rows(indices, lengths)
     assert window is not None
+    stops = batch.starts + counts
+    chunks: dict[str, RequestRows] = {}
+    if decodes is not None:
+        chunks = _chunks(positions, token_to_req, stops, groups, grouped, dense, sizes, decodes)
     return Step(
         token_ids=batch.token_ids.long(),
         positions=positions,
         token_to_req=token_to_req,
         is_valid=is_valid,
-        seq_lens=batch.starts + counts,
+        seq_lens=stops,
         query_start_loc=batch.first_rows,
         query_lens=sizes.query_lens,
         num_decodes=sizes.num_decodes,
@@ -118,4 +135,33 @@ def device_step(
         dense=dense,
         index_lens=index_lens,
         padded=batch.counts is not None,
+        chunks=chunks,
     )
+
+
+def _chunks(
+    positions: Tensor,
+    token_to_req: Tensor,
+    stops: Tensor,
+    groups: Sequence[CacheGroup],
+    grouped: Mapping[str, GroupStep],
+    dense: Mapping[str, Rows],
+    sizes: BatchSizes,
+    decodes: Decodes,
+) -> dict[str, RequestRows]:
+    """What requests see where rows are decoded once; by group, as ``Step.chunks`` has it."""
+    own = next(group for group in groups if group.kind == "window")
+    assert own.retention is not None
+    see = functools.partial(
+        request_rows, positions, token_to_req, stops, grouped[own.name], window=own.retention,
+        queries=max(sizes.query_lens),
+    )  # fmt: skip
+    chunks = {}
+    if decodes(0):
+        chunks[own.name] = see()
+    for group in groups:
+        entries = sizes.max_seq_len // group.ratio
+        if group.name in dense and entries and decodes(entries):
+            compressed = grouped[group.name]
+            chunks[group.name] = see(compressed=compressed, ratio=group.ratio, entries=entries)
+    return chunks

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from anymla.model.transformer import Transformer
-from anymla.ops.prefill_attention.config import CHANNELS, runs_on
 from anymla.ops.registry import skip_checks
 from anymla.ops.streams import Workspace
 from anymla.runtime.cache_groups import cache_groups
@@ -35,6 +34,7 @@ from anymla.runtime.span import Span
 from anymla.runtime.speculation import Drafter, MtpDrafter
 from anymla.runtime.step_plan import StepPlanner
 from anymla.runtime.warm_up import WarmUp
+from anymla.runtime.workspaces import attends_to_workspaces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Engine:
         )
         self.scheduler = Scheduler(self.store, options)
         self._planner = StepPlanner(
-            self.store, backend=model.backend, chunks=_attends_to_workspaces(model)
+            self.store, backend=model.backend, chunks=attends_to_workspaces(model)
         )
         self._blocks: DraftBlocks | None = None
         if drafts_blocks(specs):
@@ -284,10 +284,3 @@ class Engine:
         self.scheduler.finish(state)
         del self._states[state.request.request_id]
         return state.completion()
-
-
-def _attends_to_workspaces(model: Transformer) -> bool:
-    """Whether prefill has a kernel that reads runs of one workspace."""
-    # float16 would not hold every FP8 row.
-    fits = model.config.head_dim == CHANNELS and model.dtype == torch.bfloat16
-    return model.backend is None and fits and bool(runs_on(model.device))

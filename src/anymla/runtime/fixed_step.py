@@ -20,7 +20,7 @@ from anymla.layers.step import Step
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_groups import CacheGroup, ceil_div
 from anymla.runtime.cache_store import CacheStore
-from anymla.runtime.device_step import Batch, BatchSizes, device_step
+from anymla.runtime.device_step import Batch, BatchSizes, Decodes, device_step
 from anymla.runtime.graphs import Graph
 from anymla.runtime.page_pool import NULL_PAGE
 from anymla.runtime.span import Span
@@ -48,6 +48,7 @@ class FixedStep:
         backend: str | None = None,
         pool: Any = None,
         side: SideStream = INLINE,
+        decodes: Decodes | None = None,
     ) -> None:
         """Allocate the buffers.
 
@@ -60,12 +61,14 @@ class FixedStep:
             backend: of the selection operations.
             pool: see ``Graph``.
             side: see ``Step``.
+            decodes: see ``device_step``.
         """
         self.bucket = bucket
         self._store = store
         self._body = body
         self._backend = backend
         self._side = side
+        self._decodes = decodes
         self._groups = store.step_groups(window_only=window_only)
         self._sizes = BatchSizes(
             (bucket.tokens,) * bucket.requests, bucket.requests, bucket.max_seq_len
@@ -158,7 +161,9 @@ class FixedStep:
             self._read["starts"],
             tables,
         )
-        step = device_step(batch, self._groups, self._sizes, backend=self._backend)
+        step = device_step(
+            batch, self._groups, self._sizes, backend=self._backend, decodes=self._decodes
+        )
         return self._body(dataclasses.replace(step, side=self._side))
 
 

@@ -1,0 +1,65 @@
+"""Rows that the queries of a decode step see, decoded once a request: which, and who sees which.
+
+The queries of a request stand at neighbouring positions. Their windows are the same rows but for a
+few, and in layers without an indexer they see the same entries but for the last ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.layers.rows import GroupStep, RequestRows
+
+
+def request_rows(
+    positions: Tensor,
+    token_to_req: Tensor,
+    stops: Tensor,
+    window_group: GroupStep,
+    *,
+    window: int,
+    queries: int,
+    compressed: GroupStep | None = None,
+    ratio: int = 0,
+    entries: int = 0,
+) -> RequestRows:
+    """Rows that a step's queries see, whatever the device; nothing is read back from it.
+
+    Args:
+        positions: int64 [T].
+        token_to_req: int32 [T], -1 for padding, which sees nothing.
+        stops: int32 [R], positions behind the last tokens; 0 for requests that are not there.
+        window_group: of the window cache.
+        window: tokens that a query sees, itself included.
+        queries: at least the tokens of any request, which are consecutive.
+        compressed: group of the layer's compressed cache, or None.
+        ratio: tokens of an entry.
+        entries: the most entries of a request; a token that sees more keeps the first ones.
+    """
+    width = window + queries - 1
+    requests = len(stops)
+    held = stops.clamp(max=width)
+    request = token_to_req.clamp(min=0).long()
+    lowest = (positions - window + 1).clamp(min=0)
+    first = (stops - held).index_select(0, request)
+    visible = torch.zeros_like(positions)
+    last = None
+    if compressed is not None:
+        visible = ((positions + 1) // ratio).clamp(max=entries)
+        last = torch.div(stops, ratio, rounding_mode="floor").int()
+    runs = torch.stack(
+        (
+            request * width + lowest - first,
+            positions + 1 - lowest,
+            requests * width + request * entries,
+            visible,
+        ),
+        1,
+    )
+    runs = torch.where((token_to_req >= 0).unsqueeze(1), runs, 0).int()
+    return RequestRows(
+        window, width, held, stops, window_group.block_table,
+        0 if compressed is None else entries, last,
+        None if compressed is None else compressed.block_table, runs,
+    )  # fmt: skip

@@ -1,0 +1,39 @@
+"""Which steps attend to rows that are decoded into a workspace, and not in their pages."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from anymla.layers.attention import AttentionLayer
+from anymla.model.transformer import Transformer
+from anymla.ops.device import target_of
+from anymla.ops.prefill_attention.config import CHANNELS, decoding_pays_in_steps, runs_on
+from anymla.runtime.bucket import Bucket
+from anymla.runtime.device_step import Decodes
+
+
+def attends_to_workspaces(model: Transformer) -> bool:
+    """Whether there is a kernel that reads runs of one workspace."""
+    # float16 would not hold every FP8 row.
+    fits = model.config.head_dim == CHANNELS and model.dtype == torch.bfloat16
+    return model.backend is None and fits and bool(runs_on(model.device))
+
+
+def decodes_in(model: Transformer, bucket: Bucket) -> Decodes | None:
+    """What ``device_step`` asks of a bucket's steps; None where nothing is decoded beforehand."""
+    if bucket.tokens < 2 or not attends_to_workspaces(model):
+        return None
+    attention = next(each for each in model.modules() if isinstance(each, AttentionLayer))
+    return functools.partial(
+        _pays,
+        bucket.requests,
+        bucket.tokens,
+        attention.heads.count,
+        target_of(model.device).sm_count,
+    )
+
+
+def _pays(requests: int, queries: int, heads: int, sm_count: int, entries: int) -> bool:
+    return decoding_pays_in_steps(requests, queries, heads, entries, sm_count)
