@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -27,6 +28,7 @@ from anymla.cli.bench_rows import (
 )
 @click.option("--v32", is_flag=True, help="Instead: over the rows of DeepSeek-V3.2.")
 @click.option("--fused-end", is_flag=True, help="Instead: with FP8 heads, fused and apart.")
+@click.option("--verification", is_flag=True, help="Instead: steps that verify drafts.")
 @click.option("--planned", is_flag=True, help="With work shared out once for all calls.")
 @click.option("--heads", type=click.IntRange(min=1), multiple=True, help="Only these; repeatable.")
 def attention(
@@ -36,20 +38,25 @@ def attention(
     vllm_xpu: bool,
     v32: bool,
     fused_end: bool,
+    verification: bool,
     planned: bool,
     heads: tuple[int, ...],
 ) -> None:
     """Time attention during decoding on the GPU, over the paged FP8 caches."""
     from anymla.bench.cases import sparse_attention as family
+    from anymla.bench.cases import verification as steps
     from anymla.bench.peers import Peer
     from anymla.bench.peers.flash_mla import FlashMla
     from anymla.bench.peers.vllm import VllmXpu
     from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 
-    if vllm_xpu + v32 + fused_end > 1:
-        raise BadInput("one of --vllm-xpu, --v32 and --fused-end")
-    if planned and (vllm_xpu or v32 or fused_end):
-        raise BadInput("--planned is of the comparison without --vllm-xpu, --v32 and --fused-end")
+    if vllm_xpu + v32 + fused_end + verification > 1:
+        raise BadInput("one of --vllm-xpu, --v32, --fused-end and --verification")
+    if planned and (vllm_xpu or v32 or fused_end or verification):
+        raise BadInput(
+            "--planned is of the comparison without --vllm-xpu, --v32, --fused-end and "
+            "--verification"
+        )
     if vllm_xpu and flash_mla:
         raise BadInput("--vllm-xpu is next to vLLM's path alone, not --flash-mla")
     if vllm_xpu and backend != "triton" and _was_given("backend"):
@@ -63,7 +70,7 @@ def attention(
         shapes = family.v32_shapes()
     elif fused_end:
         shapes = family.fp8_heads_shapes()
-    every = list(shapes)
+    every: list[Any] = list(steps.shapes() if verification else shapes)
     chosen = require_cases(
         " ".join(f"--heads {count}" for count in heads),
         (shape for shape in every if not heads or shape.heads in heads),
@@ -80,11 +87,15 @@ def attention(
         path = VllmXpu()
         require_peer("--vllm-xpu", path)
         peers, cases = [path], family.portable_cases(chosen, path)
+    elif verification:
+        cases = steps.verification_cases(chosen, backend, module)
     elif fused_end:
         cases = family.fp8_heads_cases(chosen, backend, module)
     else:
         cases = family.decode_cases(chosen, backend, module, planned=planned)
-    measure(cases, json_file, peers=peers, hidden=family.IN_LABEL)
+    measure(
+        cases, json_file, peers=peers, hidden=steps.IN_LABEL if verification else family.IN_LABEL
+    )
 
 
 def _was_given(option: str) -> bool:

@@ -1,0 +1,225 @@
+"""Attention of steps that verify drafts, several queries a request, beside FlashMLA.
+
+The queries of a request stand at neighbouring positions, so that their windows overlap, and see the
+same compressed entries of ratio 128; those of ratio 4 are chosen for each. One process, the same
+bytes, graph replay over rotating lists (cold rows), medians; work is shared out once for a shape.
+What layers do is beside the other way: by slots, or rows decoded once a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from anymla.bench.cases.sparse_attention import Decode, DecodeInputs
+from anymla.bench.gpu_timing import copies_for
+from anymla.bench.peers.flash_mla import FlashMla
+from anymla.bench.random_caches import shared_rows
+from anymla.bench.runner import Case, Clock, Subject, Values, beside
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.layers.request_rows import request_rows
+from anymla.layers.rows import GroupStep, RequestRows
+from anymla.ops.device import target_of
+from anymla.ops.prefill_attention import prefill_attention
+from anymla.ops.prefill_attention.config import decoding_pays_in_steps
+from anymla.ops.sparse_attention.shapes import FLASH_DECODE
+from anymla.ops.streams import scratch_scope
+
+PART = "attention of verification steps beside FlashMLA"
+IN_LABEL = ("batch", "rows", "heads", "extra", "chosen", "backend")
+_WINDOW = FLASH_DECODE.window
+_PAGE, _EXTRA_PAGE = 256, 64
+_WINDOW_SLOTS, _EXTRA_SLOTS = 1 << 17, 1 << 19
+_MOST_LISTS = 8
+_LEAST, _LEAST_CHOSEN = 2.0, 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """One call.
+
+    Attributes:
+        batch: requests.
+        rows: queries of a request.
+        heads: query heads.
+        extra: compressed entries that a query sees.
+        chosen: they are chosen for each query; if not, all queries of a request see the same.
+    """
+
+    batch: int
+    rows: int
+    heads: int
+    extra: int = 0
+    chosen: bool = False
+
+    @property
+    def decode(self) -> Decode:
+        """The same call as one of lists."""
+        return Decode(self.batch, self.rows, self.heads, self.extra, _EXTRA_PAGE)
+
+    @property
+    def fields(self) -> Values:
+        """Of its row."""
+        return dataclasses.asdict(self)
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        how = " chosen" if self.chosen else ""
+        return f"h{self.heads} b{self.batch} s_q{self.rows} {_WINDOW}" + (
+            f"+{self.extra}{how}" if self.extra else ""
+        )
+
+
+def shapes() -> Iterator[Verification]:
+    """V4-Flash's three kinds of layer at 8,192 and 131,072 tokens, V4-Pro's, and a rank's heads."""
+    for batch in (1, 8, 32):
+        for rows in (6, 7, 8):
+            for extra in (0, 64, 1024):
+                yield Verification(batch, rows, 64, extra)
+            yield Verification(batch, rows, 64, 512, chosen=True)
+    for batch in (1, 8, 32):
+        for heads, extra in ((128, 0), (128, 64), (128, 1024), (16, 0), (16, 64), (16, 1024)):
+            yield Verification(batch, 8, heads, extra)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerificationInputs(DecodeInputs):
+    """Tensors of a shape.
+
+    Attributes:
+        requests: by set of lists, the same rows as those of requests.
+    """
+
+    requests: list[RequestRows] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, shape: Verification, device: torch.device) -> VerificationInputs:
+        """Random inputs, as many sets of lists as make the rows cold."""
+        batch, rows, extra = shape.batch, shape.rows, shape.extra
+        q = torch.randn(batch, rows, shape.heads, 512, device=device).bfloat16()
+        seen = batch * (_WINDOW + rows + extra * (rows if shape.chosen else 1))
+        copies = min(_MOST_LISTS, copies_for(seen * get_layout(MAIN_FP8).entry_bytes))
+        sets = [_rows(shape, device) for _ in range(copies)]
+        full = functools.partial(torch.full, (batch,), dtype=torch.int32, device=device)
+        return cls(
+            shape.decode, q, torch.randn(shape.heads, device=device),
+            shared_rows(MAIN_FP8, _WINDOW_SLOTS, _PAGE, device),
+            shared_rows(MAIN_FP8, _EXTRA_SLOTS, _EXTRA_PAGE, device) if extra else None,
+            full(_WINDOW), full(extra) if extra else None,
+            [(window, entries) for window, entries, _ in sets], [each for *_, each in sets],
+        )  # fmt: skip
+
+    def decoded(self, backend: str | None) -> list[Callable[[], Tensor]]:
+        """Calls that decode the requests' rows and attend to them."""
+        return [
+            functools.partial(self._decoded_once, each, backend, torch.empty_like(self.q))
+            for each in self.requests
+        ]
+
+    def _decoded_once(self, rows: RequestRows, backend: str | None, out: Tensor) -> Tensor:
+        with scratch_scope():
+            attended: Tensor = prefill_attention(
+                self.q.flatten(0, 1),
+                rows.decode(self.cache, self.extra_cache, layout=MAIN_FP8, dtype=self.q.dtype),
+                rows.runs,
+                window=rows.window,
+                entries=rows.entries,
+                sink=self.sink,
+                out=out.flatten(0, 1),
+                backend=backend,
+            )[0]
+        return attended
+
+    def error(self, out: Tensor) -> float:
+        """Relative L2 error of the first and last queries of three requests against float64."""
+        rows = self.shape.rows
+        out = out.reshape(self.shape.batch, rows, -1, out.shape[-1])
+        found = []
+        for j in {0, rows - 1}:
+            window, extra = self.lists[0]
+            one = dataclasses.replace(
+                self,
+                shape=dataclasses.replace(self.shape, rows=1),
+                q=self.q[:, j : j + 1],
+                lists=[(window[:, j : j + 1], None if extra is None else extra[:, j : j + 1])],
+            )
+            found.append(DecodeInputs.error(one, out[:, j : j + 1]))
+        return max(found)
+
+
+def _rows(shape: Verification, device: torch.device) -> tuple[Tensor, Tensor | None, RequestRows]:
+    """Lists of the queries' windows and entries, and the requests' rows."""
+    batch, rows, extra = shape.batch, shape.rows, shape.extra
+    width = _WINDOW + rows - 1
+    table = torch.randperm(_WINDOW_SLOTS // _PAGE, device=device)[: 2 * batch].view(batch, 2)
+    start = torch.randint(0, 2 * _PAGE - width, (batch, 1), device=device)
+    at = start + torch.arange(width, device=device)
+    slots = (table.gather(1, at // _PAGE) * _PAGE + at % _PAGE).int()
+    windows = slots.unfold(1, _WINDOW, 1).contiguous()
+    positions = at[:, _WINDOW - 1 :].flatten()
+    request = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(rows)
+    see = functools.partial(
+        request_rows, positions, request, (at[:, -1] + 1).int(),
+        GroupStep(table.int(), slots, _PAGE), window=_WINDOW, queries=rows,
+    )  # fmt: skip
+    if not extra:
+        return windows, None, see()
+    if shape.chosen:
+        size = (batch, rows, extra)
+        chosen = torch.randint(0, _EXTRA_SLOTS, size, dtype=torch.int32, device=device)
+        return windows, chosen, see()
+    count = -(-extra // _EXTRA_PAGE)
+    table = torch.randint(0, _EXTRA_SLOTS // _EXTRA_PAGE, (batch, count), device=device)
+    entries = table.unsqueeze(2) * _EXTRA_PAGE + torch.arange(_EXTRA_PAGE, device=device)
+    entries = entries.flatten(1)[:, :extra].int()
+    made = dataclasses.replace(
+        see(compressed=GroupStep(table.int(), slots, _EXTRA_PAGE), ratio=1, entries=extra),
+        visible=torch.full((batch,), extra, dtype=torch.int32, device=device),
+    )
+    made.runs[:, 3] = extra
+    return windows, entries.unsqueeze(1).expand(-1, rows, -1).contiguous(), made
+
+
+def verification_cases(
+    chosen: Iterable[Verification], backend: str, peer: FlashMla | None
+) -> Iterator[Case]:
+    """Verification steps as layers call them, by lists, and beside FlashMLA if it is given."""
+    for shape in chosen:
+        least = _LEAST_CHOSEN if shape.chosen else _LEAST
+        yield Case(
+            PART,
+            shape.label,
+            functools.partial(_verification, shape, backend, peer),
+            shape.fields | {"backend": backend},
+            beside(
+                "microseconds",
+                "flash_mla_microseconds",
+                least,
+                f"at least {least:g} times FlashMLA's speed",
+            ),
+        )
+
+
+def _verification(
+    shape: Verification, backend: str, peer: FlashMla | None, clock: Clock
+) -> Iterator[Subject]:
+    inputs = VerificationInputs.of(shape, clock.device)
+    pays = not shape.chosen and decoding_pays_in_steps(
+        shape.batch, shape.rows, shape.heads, shape.extra, target_of(clock.device).sm_count
+    )
+    by_slots = inputs.attention(backend, planned=True)
+    decoded = [] if shape.chosen else inputs.decoded(backend)
+    yield inputs.checked(
+        decoded if pays else by_slots, "microseconds", "error", after=lambda _: {"decoded": pays}
+    )
+    if pays:
+        yield Subject("slots_microseconds", by_slots)
+    elif decoded:
+        yield inputs.checked(decoded, "decoded_microseconds", "decoded_error")
+    if peer is not None:
+        yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")

@@ -1,0 +1,59 @@
+"""Verification steps' cases, made small: what a row says, and that both sides do the same."""
+
+import pytest
+
+from anymla.bench.cases import sparse_attention as lists
+from anymla.bench.cases import verification as family
+from anymla.bench.cases.verification import Verification
+from anymla.bench.peers.flash_mla import FlashMla
+from anymla.bench.runner import run
+from anymla.compat import flash_mla
+
+PEER = FlashMla(lambda _: flash_mla)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(family, "_WINDOW_SLOTS", 2048)
+    monkeypatch.setattr(family, "_EXTRA_SLOTS", 512)
+    monkeypatch.setattr(family, "_MOST_LISTS", 2)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Verification(2, 3, 8),
+        Verification(3, 2, 16, 64),
+        Verification(2, 2, 8, 128),
+        Verification(2, 2, 64, 64, chosen=True),
+    ],
+)
+@pytest.mark.parametrize("pays", [False, True])
+def test_all_sides_are_right(shape, pays, clock, monkeypatch):
+    monkeypatch.setattr(family, "decoding_pays_in_steps", lambda *_: pays)
+    (result,) = run(family.verification_cases([shape], "torch", PEER), clock)
+    values = result.values
+    decoded = pays and not shape.chosen
+    assert values["decoded"] is decoded
+    assert ("slots_microseconds" in values) is decoded
+    assert ("decoded_microseconds" in values) is (not decoded and not shape.chosen)
+    for name in ("error", "flash_mla_error", "decoded_error"):
+        assert values.get(name, 0) < 3e-3
+    assert values["ratio"] == 1.0
+    assert result.met is False
+    assert result.case == shape.label
+    assert values.items() >= shape.fields.items()
+
+
+@pytest.mark.parametrize(("chosen", "ratio", "met"), [(False, 2.0, True), (True, 1.2, False)])
+def test_what_is_asked(chosen, ratio, met, scripted):
+    shape = Verification(1, 2, 8, 128, chosen=chosen)
+    times = (10, *([] if chosen else [7]), 10 * ratio)  # by slots, decoded, FlashMLA
+    (result,) = run(family.verification_cases([shape], "torch", PEER), scripted(*times))
+    assert result.met is met
+
+
+def test_shapes_are_distinct():
+    every = list(family.shapes())
+    assert len(set(every)) == len(every) == 36 + 18
+    assert lists.FLASH_DECODE.window == 128
