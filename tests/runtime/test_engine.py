@@ -388,3 +388,34 @@ def test_broken_logits_stop_the_run():
     model.logits = lambda hidden: torch.full((len(hidden), VOCAB), torch.nan)
     with pytest.raises(FloatingPointError, match="logits for position 4"):
         Engine(model, _options()).run([Request("a", (1, 2, 3, 4), 1)])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 1.0, 3), Sampling(0.8, 0.9, 3)])
+@pytest.mark.parametrize("decode", ["plain", "fixed"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_guess_that_is_no_number_ends_the_drafts(sampling, decode, value):
+    """Behind every token that 5 divides; neighbours go on."""
+    model = FakeModel()
+    logits = model.mtp_logits
+
+    def broken(hidden):
+        fifth = hidden[:, 0, :1] % 5 == 0
+        return torch.where(fifth, value, logits(hidden))
+
+    model.mtp_logits = broken
+    requests = [Request(str(n), _prompt(30 + n, n), 60, sampling) for n in range(3)]
+    plain = _run(Engine(FakeModel(), _options()), requests)
+    engine = Engine(model, _options(draft_tokens=3, decode=decode))
+    for request in requests:
+        engine.submit(request)
+    lengths = set()
+    while engine.busy:
+        for done in engine.step().finished:
+            assert done.token_ids == plain[done.request.request_id].token_ids
+        for state in engine.scheduler.running:
+            if not state.is_prefill:
+                *before, last = [state.tokens[-1], *state.drafts]
+                assert all(token % 5 for token in before)
+                assert last % 5 == 0 or len(state.drafts) == min(3, state.remaining - 1)
+                lengths.add(len(state.drafts))
+    assert lengths == {0, 1, 2, 3}

@@ -138,11 +138,21 @@ def choose_tokens(
     Raises:
         FloatingPointError: a row holds NaN or +inf, or nothing but -inf.
     """
-    vocab = logits.shape[-1]
-    tokens: list[int] = best.tolist() if best is not None else _best_on_host(logits)
+    tokens = guess_tokens(logits, samplings, positions, best)
     for token, position in zip(tokens, positions, strict=True):
-        if token == vocab:
+        if token == logits.shape[-1]:
             raise FloatingPointError(f"the logits for position {position} are not numbers")
+    return tokens
+
+
+def guess_tokens(
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    best: Tensor | None = None,
+) -> list[int]:
+    """``choose_tokens`` for logits that may be anything: V for a row without a finite best."""
+    tokens: list[int] = best.tolist() if best is not None else _best_on_host(logits)
     rows = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
     if not rows:
         return tokens

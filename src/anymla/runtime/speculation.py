@@ -22,7 +22,7 @@ from anymla.model.transformer import Transformer
 from anymla.runtime.decode_runner import DecodeRunner
 from anymla.runtime.forwarded import Forwarded, rows_of
 from anymla.runtime.request import RequestState
-from anymla.runtime.sampler import choose_tokens
+from anymla.runtime.sampler import guess_tokens
 from anymla.runtime.span import Span
 from anymla.runtime.step_plan import StepPlanner
 
@@ -128,7 +128,7 @@ class MtpDrafter:
 
         Args:
             states: those that ``can_draft``.
-            guess: as ``follow`` returned it.
+            guess: as ``follow`` returned it. Drafts end before logits that are no numbers.
         """
         limits = [min(self.draft_tokens, state.remaining - 1) for state in states]
         drafting = list(range(len(states)))
@@ -136,6 +136,8 @@ class MtpDrafter:
             if depth:
                 still = [i for i, state in enumerate(drafting) if limits[state] > depth]
                 drafting = [drafting[i] for i in still]
+                if not drafting:
+                    return
                 spans = [
                     Span(
                         states[i],
@@ -148,14 +150,17 @@ class MtpDrafter:
                 further = self._run(spans, guess.streams, still, range(len(spans)))
                 assert further is not None
                 guess = further
-            tokens = choose_tokens(
+            tokens = guess_tokens(
                 guess.logits,
                 [states[i].request.sampling for i in drafting],
                 [len(states[i].tokens) + depth for i in drafting],
             )
             tokens = self._model.ranks.agree(tokens, guess.logits.device)
             for i, token in zip(drafting, tokens, strict=True):
-                states[i].drafts.append(token)
+                if token == guess.logits.shape[-1]:
+                    limits[i] = depth
+                else:
+                    states[i].drafts.append(token)
 
     def _run(
         self, spans: Sequence[Span], hidden: Tensor, source: Sequence[int], wanted: Sequence[int]
