@@ -18,6 +18,7 @@ from anymla.model.layer_specs import layer_specs
 from anymla.model.load import load_model
 from anymla.model.schema import expected_linears, expected_tensors
 from anymla.model.verify import verify
+from anymla.runtime import threads
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 # Every stage, in the headers of DeepSeek-V4-Flash-0731; behind a linear layer's shape its scale's.
@@ -407,6 +408,26 @@ def test_fields_that_are_refused_by_name(values: dict[str, Any], message: str) -
     with pytest.raises(ConfigError, match=f"^config: {message}") as caught:
         ModelConfig.from_dict(values)
     assert "\n" not in str(caught.value)
+    # Who does not draft does not read them.
+    backbone = ModelConfig.from_dict(values, drafts=False)
+    assert backbone == ModelConfig.from_dict(FLASH_0731).without_drafts()
+
+
+def test_fields_of_a_drafter_that_nobody_asked_for(dspark: Path, mtp: Path, tmp_path: Path) -> None:
+    for number, (source, broken) in enumerate(
+        [
+            (dspark, {"dspark_markov_rank": "many"}),
+            (dspark, {"dspark_target_layer_ids": None}),
+            (dspark, {"compress_ratios": [0, 4, 128, 0, 4, 0]}),
+            (mtp, {"num_nextn_predict_layers": -1}),
+        ]
+    ):
+        directory = changed(source, tmp_path / str(number), **broken)
+        with pytest.raises(ConfigError):
+            load_model(directory, progress=False)
+        model = load_model(directory, drafts="off", progress=False)
+        assert model.config == ModelConfig.from_dir(source).without_drafts()
+        assert threads.weights_per_token(directory) == threads.weights_per_token(source)
 
 
 def test_transformers_spelling_leaves_the_stages_to_the_tensors(

@@ -114,7 +114,7 @@ def command(
         raise BadInput("--draft-tokens needs --speculate or --drafts")
     refuse_overwriting("--json", json_file, prompt_file, batch)
     with bad_input(), held_stderr():
-        config = ModelConfig.from_dir(run.checkpoint)
+        config = ModelConfig.from_dir(run.checkpoint, drafts=drafts != "off")
         tokenizer = Tokenizer.from_dir(run.checkpoint)
         defaults = RequestDefaults(
             max_new_tokens,

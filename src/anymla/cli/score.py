@@ -47,7 +47,7 @@ def command(
         raise BadInput("give exactly one of --prompt-file and --token-ids")
     refuse_overwriting("--json", json_file, prompt_file, token_file)
     with bad_input(), held_stderr():
-        config = ModelConfig.from_dir(run.checkpoint)
+        config = ModelConfig.from_dir(run.checkpoint, drafts=False)
         if prompt_file is not None:
             text = read_text(prompt_file)
             token_ids = tuple(Tokenizer.from_dir(run.checkpoint).encode(text)) if text else ()

@@ -139,8 +139,12 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_dir(cls, directory: str | Path) -> ModelConfig:
+    def from_dir(cls, directory: str | Path, *, drafts: bool = True) -> ModelConfig:
         """Read ``config.json`` of a checkpoint directory.
+
+        Args:
+            directory: with that file.
+            drafts: see ``from_dict``.
 
         Raises:
             ConfigError: no such directory or file, no JSON object, or as ``from_dict``.
@@ -149,23 +153,28 @@ class ModelConfig:
         if not Path(directory).is_dir():
             raise ConfigError(f"{directory}: no such directory")
         try:
-            return cls.from_dict(read_object(path, _MOST_BYTES))
+            return cls.from_dict(read_object(path, _MOST_BYTES), drafts=drafts)
         except FileNotFoundError:
             raise ConfigError(f"{directory}: not a checkpoint, it has no config.json") from None
         except (OSError, Refused) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from None
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+    def from_dict(cls, values: Mapping[str, Any], *, drafts: bool = True) -> ModelConfig:
         """Read a configuration in either spelling.
 
         Nothing that changes the mathematics is guessed: such a field is required.
+
+        Args:
+            values: the fields.
+            drafts: read those of draft layers, too. Without, the model has none, whatever they
+                hold.
 
         Raises:
             ConfigError: a field is missing, of the wrong type, contradicts another, or has a value
                 that is not supported; the message names it.
         """
-        fields = Fields(values)
+        fields = Fields(values if drafts else _of_backbone(values))
         _require_family(fields)
         layers = fields.integer("num_hidden_layers", minimum=1, maximum=MOST_LAYERS)
         dspark = dspark_config(fields, layers)
@@ -216,6 +225,16 @@ class ModelConfig:
         )
         _require_consistent(config)
         return config
+
+
+def _of_backbone(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without what describes draft layers."""
+    kept = {name: value for name, value in values.items() if not name.startswith("dspark_")}
+    kept.pop("num_nextn_predict_layers", None)
+    ratios, layers = kept.get("compress_ratios"), kept.get("num_hidden_layers")
+    if isinstance(ratios, list | tuple) and isinstance(layers, int):
+        kept["compress_ratios"] = ratios[:layers]
+    return kept
 
 
 def _require_family(fields: Fields) -> None:

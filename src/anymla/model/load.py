@@ -43,7 +43,8 @@ def load_model(
         backend: backend asked of every operation; None for the best.
         ranks: the processes that share the model; each loads its own part.
         drafts: "auto": with the drafter that the files hold, if they hold one; "off": without, and
-            ``mtp.*`` is not looked at; "mtp" or "dspark": with this one.
+            neither ``mtp.*`` nor what ``config.json`` says of it is looked at; "mtp" or "dspark":
+            with this one.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -53,7 +54,7 @@ def load_model(
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"load_model: dtype must be bfloat16 or float32, got {dtype}")
-    config = ModelConfig.from_dir(directory)
+    config = ModelConfig.from_dir(directory, drafts=drafts != "off")
     checkpoint, config = choose_drafts(Checkpoint.open(directory), config, drafts)
     device = torch.device(device)
     with load_weights(checkpoint, config, device=device, progress=progress) as weights:

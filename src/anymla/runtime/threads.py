@@ -25,7 +25,7 @@ def weights_per_token(directory: str | Path) -> int:
     Raises:
         ValueError: the directory is no usable checkpoint.
     """
-    config = ModelConfig.from_dir(directory)
+    config = ModelConfig.from_dir(directory, drafts=False)
     checkpoint = Checkpoint.open(directory)
     routed = sum(info.nbytes for name, info in checkpoint.items() if ".experts." in name)
     embedding = checkpoint.get("embed.weight")
