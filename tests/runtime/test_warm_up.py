@@ -82,7 +82,7 @@ def test_traffic_compiles_nothing_new(model):
         recorded_launches(TARGETS["sm_90"], run="anymla.ops.selection.") as seen,
         # What kernels would have computed is garbage, of which no token can be chosen.
         mock.patch.object(next_tokens, "choose_tokens", _choose(rng)),
-        mock.patch.object(speculation, "choose_tokens", _choose(rng)),
+        mock.patch.object(speculation, "guess_tokens", _choose(rng)),
         mock.patch.object(DSparkDrafter, "_set_drafts", _some_drafts(rng)),
         mock.patch.object(next_tokens, "chosen_logprobs", lambda _, tokens: [0.0] * len(tokens)),
         mock.patch.object(step_plan, "HOST_TOKENS", 0),

@@ -82,7 +82,7 @@ def decode_steps(
         wanted: list[list[int]] = []
         for mode in modes:
             start = time.perf_counter()
-            engine = _engine_at(model, batch, context, mode, steps)
+            engine = engine_at(model, batch, context, _FIRST_STEPS + steps, mode)
             _compile_ahead(model, engine.store, batch, engine.options.max_seq_len)
             times = _times(engine, steps)
             elapsed = time.perf_counter() - start
@@ -109,17 +109,42 @@ def decode_steps(
             del engine
 
 
-def _engine_at(
-    model: Transformer, batch: int, context: int, mode: DecodeMode, steps: int
+def engine_at(
+    model: Transformer,
+    batch: int,
+    context: int,
+    steps: int,
+    mode: DecodeMode,
+    *,
+    draft_tokens: int = 0,
+    kv_cache: str = "fp8",
 ) -> Engine:
-    """An engine whose requests all decode next."""
-    longest = context + _FIRST_STEPS + steps + 4  # none of them ends
+    """An engine of random caches, whose requests all decode next.
+
+    Whatever the options, requests have the same rows.
+
+    Args:
+        model: the model.
+        batch: requests.
+        context: tokens of each.
+        steps: that none of them ends in.
+        mode: of ``EngineOptions.decode``.
+        draft_tokens: likewise.
+        kv_cache: likewise.
+    """
+    longest = context + (steps + 4) * (1 + draft_tokens)
     engine = Engine(
         model,
-        EngineOptions(max_requests=batch, max_seq_len=longest, chunk_size=1, decode=mode),
+        EngineOptions(
+            max_requests=batch,
+            max_seq_len=longest,
+            chunk_size=1,
+            decode=mode,
+            draft_tokens=draft_tokens,
+            kv_cache=kv_cache,
+        ),
     )
-    torch.manual_seed(0)
-    fill_randomly(engine.store)
+    fill_randomly(engine.store, seed=0)
     vocabulary = range(2, model.config.vocab_size)
     for number in range(batch):
         prompt = tuple(random.Random(number).choices(vocabulary, k=context))
@@ -129,7 +154,10 @@ def _engine_at(
         state.computed = context
     engine.scheduler.next_spans()  # admits them
     for number in range(batch):
-        engine.store.slide(engine.state(str(number)))
+        state = engine.state(str(number))
+        engine.store.slide(state)
+        for table in engine.store.tables.values():
+            table.extend(state.row, context)
     return engine
 
 

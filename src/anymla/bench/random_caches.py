@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 
 import torch
 from torch import Tensor
@@ -11,23 +12,43 @@ from anymla.formats.page_layout import get_layout
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.cache_store import CacheStore
 
-_ROWS = 8192  # written at a time
+# Written at a time. As many are always drawn: what a draw holds hangs on its size.
+_ROWS, _STATE_PAGES = 8192, 256
+# Of a cache that attention reads, rows that differ: what follows are copies. Keys that a selection
+# compares all differ.
+_DISTINCT_ROWS = 65536
 
 
-def fill_randomly(store: CacheStore) -> None:
-    """Write every row of every cache; caches on the meta device hold none."""
+def fill_randomly(store: CacheStore, seed: int | None = None) -> None:
+    """Write every row of every cache; caches on the meta device hold none.
+
+    Args:
+        store: the caches.
+        seed: page p of a layer's cache has the same rows then, however many pages there are.
+    """
     for group in store.groups:
-        for cache in store.tensors(group):
+        for layer, cache in zip(group.layers, store.tensors(group), strict=True):
             if not cache.is_meta:
+                if seed is not None:
+                    torch.manual_seed(seed << 32 | zlib.crc32(f"{group.name} {layer}".encode()))
                 _fill(store, group, cache)
 
 
 def _fill(store: CacheStore, group: CacheGroup, cache: Tensor) -> None:
     if group.kind in ("state", "index_state"):
-        cache.normal_()
+        for some in cache.split(_STATE_PAGES):
+            drawn = torch.randn((_STATE_PAGES, *cache.shape[1:]), device=cache.device)
+            some.copy_(drawn[: len(some)])
         return
     formats = store.layers[group.layers[0]].format
-    _write(formats.index if group.kind == "index" else formats.main, cache, None)
+    if group.kind == "index":
+        _write(formats.index, cache, None)
+        return
+    pages = min(len(cache), -(-_DISTINCT_ROWS // cache.shape[1]))
+    _write(formats.main, cache[:pages], None)
+    for first in range(pages, len(cache), pages):
+        rest = cache[first : first + pages]
+        rest.copy_(cache[: len(rest)])
 
 
 def random_rows(
@@ -53,4 +74,4 @@ def _write(layout_id: str, cache: Tensor, random: torch.Generator | None) -> Non
     layout = get_layout(layout_id)
     draw = functools.partial(torch.randn, device=cache.device, generator=random)
     for some in torch.arange(cache.shape[0] * cache.shape[1], device=cache.device).split(_ROWS):
-        layout.write(cache, some, draw(len(some), layout.channels))
+        layout.write(cache, some, draw(_ROWS, layout.channels)[: len(some)])

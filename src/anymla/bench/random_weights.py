@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 import torch
 from torch import Tensor
@@ -23,7 +24,19 @@ class RandomWeights:
     Results have the magnitude of their inputs.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device, *, seed: int | None = None
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            config: the model.
+            device: where weights are made.
+            seed: values follow from it and the weight's name, whoever makes which; None: from
+                torch's generator, in the order in which they are asked for.
+        """
+        self._seed = seed
+        self._random = None if seed is None else torch.Generator(device)
         self._linears = expected_linears(config)
         self._plain = expected_plain(config)
         self._experts = config.n_routed_experts
@@ -32,11 +45,12 @@ class RandomWeights:
     def tensor(self, name: str) -> Tensor:
         """A tensor that is no part of a linear layer."""
         expected = self._plain[name]
+        self._begin(name)
         if "I64" in expected.dtypes:
-            return torch.randint(self._experts, expected.shape, device=self._device)
-        if name in ("embed.weight", "head.weight"):
-            return torch.randn(expected.shape, device=self._device, dtype=torch.bfloat16) / 64
-        noise = torch.randn(expected.shape, device=self._device)
+            return self._integers(self._experts, expected.shape, torch.int64)
+        if name in ("embed.weight", "head.weight") or ".markov_head." in name:
+            return self._normal(expected.shape, torch.bfloat16) / 64
+        noise = self._normal(expected.shape)
         if name.endswith("ffn.gate.weight"):
             return (noise / math.sqrt(expected.shape[-1])).bfloat16()
         return 1 + 0.1 * noise if "norm" in name else noise / math.sqrt(expected.shape[-1])
@@ -44,22 +58,22 @@ class RandomWeights:
     def linear(self, prefix: str) -> PackedWeight:
         """A linear layer's weight."""
         shape = self._linears[prefix]
+        self._begin(prefix)
         if ".experts." in prefix:
             return self._mxfp4(shape.rows, shape.columns)
         if "fp8" in shape.kinds:
             return self._fp8(shape.rows, shape.columns)
-        weight = torch.randn(shape.rows, shape.columns, device=self._device)
+        weight = self._normal((shape.rows, shape.columns))
         return PackedWeight("plain", (weight / math.sqrt(shape.columns)).bfloat16())
 
     def _fp8(self, rows: int, columns: int) -> PackedWeight:
-        codes = torch.randint(0x70, (rows, columns), dtype=torch.uint8, device=self._device)
-        codes |= torch.randint(2, codes.shape, dtype=torch.uint8, device=self._device) << 7
+        codes = self._integers(0x70, (rows, columns))
+        codes |= self._integers(2, (rows, columns)) << 7
         blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
         return PackedWeight("fp8", codes, self._scales(blocks, columns, _E4M3_RMS))
 
     def _mxfp4(self, rows: int, columns: int) -> PackedWeight:
-        shape = (rows, columns // 2)
-        codes = torch.randint(256, shape, dtype=torch.uint8, device=self._device)
+        codes = self._integers(256, (rows, columns // 2))
         return PackedWeight(
             "mxfp4", codes, self._scales((rows, columns // MXFP4_BLOCK), columns, _E2M1_RMS)
         )
@@ -67,3 +81,15 @@ class RandomWeights:
     def _scales(self, shape: tuple[int, int], columns: int, rms: float) -> Tensor:
         exponent = 127 - round(math.log2(rms * math.sqrt(columns)))
         return torch.full(shape, exponent, dtype=torch.uint8, device=self._device)
+
+    def _begin(self, name: str) -> None:
+        if self._random is not None:
+            self._random.manual_seed((self._seed or 0) << 32 | zlib.crc32(name.encode()))
+
+    def _normal(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=self._device, generator=self._random)
+
+    def _integers(
+        self, high: int, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8
+    ) -> Tensor:
+        return torch.randint(high, shape, dtype=dtype, device=self._device, generator=self._random)

@@ -14,6 +14,7 @@ from anymla.bench.report import append_rows, table
 from anymla.cli import (
     bench_attention,
     bench_experts,
+    bench_full_size,
     bench_gpu,
     bench_layer,
     bench_linear,
@@ -78,6 +79,7 @@ command.add_command(bench_gpu.gpu)
 command.add_command(bench_gpu.indexer)
 command.add_command(bench_layer.layer)
 command.add_command(bench_layer.model)
+command.add_command(bench_full_size.full_size)
 command.add_command(bench_experts.experts)
 command.add_command(bench_linear.linear)
 command.add_command(bench_layer.traffic)

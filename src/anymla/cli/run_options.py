@@ -20,7 +20,7 @@ from anymla.layers.ranks import Ranks
 from anymla.model.drafts import Drafts
 from anymla.model.load import DTYPES, load_model
 from anymla.model.transformer import Transformer
-from anymla.runtime.launch import joined, launched, local_device
+from anymla.runtime.launch import joined, launched, local_device, with_one_shot_sums
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.conformance.ops import all_backends
@@ -53,6 +53,7 @@ class RunOptions:
     device: str
     dtype: str
     backend: str | None
+    all_reduce: str
     threads: int | None
 
     def load(self, drafts: Drafts = "off") -> Transformer:
@@ -64,14 +65,15 @@ class RunOptions:
         Raises:
             BadInput: the device is not there, or the directory is no usable checkpoint.
         """
-        ranks = launched()
+        device = local_device(self.device)
+        ranks = shared_ranks(self.all_reduce, device, DTYPES[self.dtype])
         with bad_input():
             if self.threads is None and self.device == "cpu":
                 torch.set_num_threads(threads_for(weights_per_token(self.checkpoint)))
             return load_model(
                 self.checkpoint,
                 dtype=DTYPES[self.dtype],
-                device=local_device(self.device),
+                device=device,
                 backend=self.backend,
                 ranks=ranks,
                 drafts=drafts,
@@ -97,6 +99,20 @@ class RunOptions:
         return dataclasses.asdict(self) | {"checkpoint": str(self.checkpoint)}
 
 
+def shared_ranks(all_reduce: str, device: torch.device, dtype: torch.dtype) -> Ranks:
+    """Torchrun's ranks, which add activations of ``dtype`` as ``--all-reduce`` says."""
+    ranks = launched()
+    return with_one_shot_sums(ranks, device, dtype) if all_reduce == "auto" else ranks
+
+
+all_reduce_option = click.option(
+    "--all-reduce",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "group"]),
+    help="How torchrun's ranks add: few rows through each other's memory where the GPUs can "
+    "(auto), or all by the process group (NCCL, gloo).",
+)
 _OPTIONS = (
     click.option(
         "--checkpoint",
@@ -132,6 +148,7 @@ _OPTIONS = (
     click.option(
         "--backend", metavar="NAME", help="Backend asked of every operation; default: the best."
     ),
+    all_reduce_option,
     threads_option("CPU threads; default: as many as the model's size pays for."),
 )
 
@@ -144,7 +161,7 @@ def run_options(function: Callable[..., None]) -> Callable[..., None]:
     def command(**parameters: Any) -> None:
         run = RunOptions(**{name: parameters.pop(name) for name in names})
         run.check()
-        with joined(local_device(run.device)) as ranks, _heard(ranks):
+        with as_one(local_device(run.device)):
             function(run=run, **parameters)
 
     for option in reversed(_OPTIONS):
@@ -153,13 +170,13 @@ def run_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def _heard(ranks: Ranks) -> Iterator[None]:
-    """Of several processes that do the same, only the first speaks; errors are shown of all."""
-    if not ranks.rank:
-        yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
+def as_one(device: torch.device) -> Iterator[Ranks]:
+    """Join torchrun's other processes, of which only the first speaks; errors are shown of all."""
+    with joined(device) as ranks, contextlib.ExitStack() as silence:
+        if ranks.rank:
+            nowhere = silence.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            silence.enter_context(contextlib.redirect_stdout(nowhere))
+        yield ranks
 
 
 def json_option(*, required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:

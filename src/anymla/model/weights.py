@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -65,7 +66,10 @@ class Weights:
         """
         packed = self.read_linear(name)
         if self.ranks.size > 1:
-            packed = packed if rows is None else packed.rows(rows)
+            if rows is not None:
+                packed = packed.rows(rows)
+                if self.device.type != "cpu":  # mapped files may be looked into, memory is let go
+                    packed = dataclasses.replace(packed, weight=packed.weight.clone())
             packed = packed if columns is None else packed.columns(columns)
         if packed.kind == "plain":
             return PackedWeight("plain", packed.weight.to(self.dtype))

@@ -57,20 +57,20 @@ class DecodeRunner:
         self._drafts: dict[Bucket, DraftStep] = {}
         self._block_steps: dict[tuple[Bucket, bool], DSparkStep] = {}
 
-    def rehearse(self) -> None:
+    def rehearse(self, buckets: Sequence[Bucket]) -> None:
         """Run the widest bucket of every ceiling once, for what it needs of the workspace.
 
         On one stream and on several, where there are.
         """
         beside = self._options.runs_beside
-        widest = {(b.max_seq_len, b.tokens, beside(b.rows)): b for b in self.buckets}
+        widest = {(b.max_seq_len, b.tokens, beside(b.rows)): b for b in buckets}
         for bucket in widest.values():
             self._step(bucket).rehearse()
 
-    def prepare(self) -> None:
-        """Set up every bucket, the largest first, so that the others fit in its memory."""
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Set up buckets, the largest first, so that the others fit in its memory."""
         drafts = len(self._store.layers) > self._backbone_layers
-        for bucket in reversed(self.buckets):
+        for bucket in reversed(buckets):
             self._step(bucket).prepare()
             if self._blocks is not None:
                 for sampled in (True, False):
@@ -152,7 +152,7 @@ class DecodeRunner:
         caches = self._store.layers[: self._backbone_layers]
         hidden = self._model.forward(step, caches, taps=taps)
         logits = self._model.logits(hidden)
-        best = best_tokens(logits)
+        best = self._model.ranks.agreed(best_tokens(logits))
         results = hidden, logits, best, token_logprobs(logits, best)
         return results if taps is None else (*results, taps.out)
 

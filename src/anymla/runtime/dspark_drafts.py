@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from anymla.layers.dspark import BlockGuess, Taps
@@ -37,7 +36,6 @@ class DSparkDrafter:
         planner: StepPlanner,
         blocks: DraftBlocks,
         *,
-        least_survival: float = 0.0,
         runner: DecodeRunner | None = None,
     ) -> None:
         """Draft nothing yet.
@@ -46,13 +44,11 @@ class DSparkDrafter:
             model: the model.
             planner: of the engine.
             blocks: how blocks run.
-            least_survival: guesses that are less likely to be right are not verified.
             runner: of the engine, for steps of fixed size.
         """
         self._model = model
         self._planner = planner
         self._blocks = blocks
-        self._least_survival = least_survival
         self._runner = runner
 
     def taps(self, spans: Sequence[Span]) -> tuple[Taps | None, list[int]]:
@@ -143,15 +139,9 @@ class DSparkDrafter:
         """Give each request its guesses, as far as they are worth verifying.
 
         They end before the last token that may be generated, before a guess that is no token, and
-        before one that is too unlikely. All ranks take rank 0's.
+        before one that is too unlikely.
         """
         vocab = self._model.config.vocab_size
-        tokens = torch.where(guess.survival >= self._least_survival, guess.tokens, vocab)
-        flat: list[int] = tokens.flatten().tolist()
-        flat = self._model.ranks.agree(flat, self._model.device)
-        count = tokens.shape[1]
-        for place, state in enumerate(states):
-            guesses = flat[place * count : (place + 1) * count]
-            wanted = min(count, state.remaining - 1)
-            end = guesses.index(vocab) if vocab in guesses else count
-            state.drafts = guesses[: min(wanted, end)]
+        for state, guesses in zip(states, guess.tokens.tolist(), strict=True):
+            end = guesses.index(vocab) if vocab in guesses else len(guesses)
+            state.drafts = guesses[: min(state.remaining - 1, end)]

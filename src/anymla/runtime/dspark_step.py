@@ -69,6 +69,7 @@ class DraftBlocks:
         count: guesses of a block that are wanted.
         size: rows of a block: as it was trained, or more where more guesses are wanted. All rows
             see each other, so that a shorter block would be another function.
+        least_survival: guesses that are less likely to be right are not wanted.
         window: positions of the context.
         stages: the caches of the drafter's layers, which hold the context.
     """
@@ -78,6 +79,7 @@ class DraftBlocks:
         assert model.dspark is not None
         self.count = options.draft_tokens
         self.size = block_size(model.dspark.block_size, options)
+        self.least_survival = options.least_survival
         backbone = model.config.num_hidden_layers
         self.window = model.layer_specs[backbone].window
         self.stages = store.layers[backbone:]
@@ -134,7 +136,8 @@ class DraftBlocks:
             side: see ``Step``.
 
         Returns:
-            ``count`` guesses each; ``tokens`` is V where the logits have no finite best.
+            ``count`` guesses each; ``tokens`` is V where the logits have no finite best, and where
+            a guess is not wanted. All ranks have rank 0's.
         """
         assert self._model.dspark is not None
         step = block_step(
@@ -156,7 +159,10 @@ class DraftBlocks:
                 return best_tokens(logits)
             return sample_tokens(logits, noise.temperatures, noise.keys[:, i])
 
-        return self._model.guess_block(h, anchors, choose)
+        guess = self._model.guess_block(h, anchors, choose)
+        vocab = self._model.config.vocab_size
+        wanted = torch.where(guess.survival >= self.least_survival, guess.tokens, vocab)
+        return dataclasses.replace(guess, tokens=self._model.ranks.agreed(wanted))
 
 
 class DSparkStep:

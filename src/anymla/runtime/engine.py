@@ -12,6 +12,7 @@ import torch
 from anymla.model.transformer import Transformer
 from anymla.ops.registry import skip_checks
 from anymla.ops.streams import Workspace
+from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.decode_runner import decode_runner
@@ -135,7 +136,6 @@ class Engine:
                 model,
                 self._planner,
                 self._blocks,
-                least_survival=options.least_survival,
                 runner=self._runner,
             )
         elif options.draft_tokens:
@@ -198,21 +198,30 @@ class Engine:
         self._states[request.request_id] = state
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, only: Callable[[Bucket], bool] | None = None) -> None:
         """Run every size of step that serving meets, and record the graphs.
 
         Without it, the first steps of each size take the time that this takes: seconds a kernel
         where none has been compiled before. Afterwards nothing is compiled, and no step needs
         more memory than was taken here.
+
+        Args:
+            only: decode steps that shall be ready, where nothing else is wanted, prompts neither.
         """
         self._require_memory(padded=True)
+        runner = self._runner
+        buckets = [] if runner is None else [b for b in runner.buckets if only is None or only(b)]
         with self.workspace.active():
-            WarmUp(self.model, self._planner, self.options, self._blocks).run()
-            if self._runner is not None:
-                self._runner.rehearse()
+            warm_up = WarmUp(self.model, self._planner, self.options, self._blocks)
+            if only is None:
+                warm_up.run()
+            else:
+                warm_up.compile_decode(buckets)
+            if runner is not None:
+                runner.rehearse(buckets)
             self.workspace.reserve()
-            if self._runner is not None:
-                self._runner.prepare()
+            if runner is not None:
+                runner.prepare(buckets)
 
     @torch.inference_mode()
     def step(self) -> StepReport:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
-from anymla.layers.ranks import ALONE, Ranks
+from anymla.layers.ranks import ALONE, OneShotSums, Ranks
+
+# Largest tensor that ranks add through each other's memory. Each reads all of all others' there,
+# where a ring moves twice a tensor in all.
+_ONE_SHOT_BYTES = 512 << 10
 
 
 def launched() -> Ranks:
@@ -52,3 +57,37 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         # for that; recorded steps and what they run refer to each other.
         gc.collect()
         distributed.destroy_process_group()
+
+
+def with_one_shot_sums(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Ranks:
+    """The ranks, adding small tensors through each other's memory where their devices can.
+
+    To be called by all of them at a time, once they have joined.
+
+    Args:
+        ranks: as ``launched`` says.
+        device: of this rank.
+        dtype: of the tensors that are added, a model's activations.
+    """
+    if ranks.size == 1 or device.type != "cuda" or torch.version.hip is not None:
+        return ranks
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    others = [other for other in range(local) if other != device.index]
+    reaches = local == ranks.size and all(
+        torch.cuda.can_device_access_peer(device.index, other) for other in others
+    )
+    if not _all_say(reaches, device):
+        return ranks
+    try:
+        sums = OneShotSums(dtype, device, _ONE_SHOT_BYTES)
+    except RuntimeError:
+        sums = None
+    return (
+        dataclasses.replace(ranks, one_shot=sums) if _all_say(sums is not None, device) else ranks
+    )
+
+
+def _all_say(yes: bool, device: torch.device) -> bool:
+    answers: Tensor = torch.tensor(int(yes), device=device)
+    distributed.all_reduce(answers, distributed.ReduceOp.MIN)
+    return bool(answers)

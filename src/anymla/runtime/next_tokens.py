@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -73,13 +72,13 @@ def _pick(
     positions: Sequence[int],
 ) -> tuple[list[int], list[float]]:
     """Tokens that follow some rows, and their log-probabilities."""
-    agree = functools.partial(model.ranks.agree, device=model.device)
     if forwarded.logits is None:
         logits, best = model.logits(rows_of(forwarded.hidden, rows)), None
     else:
         assert forwarded.best is not None
         logits, best = rows_of(forwarded.logits, rows), rows_of(forwarded.best, rows)
-    tokens = agree(choose_tokens(logits, samplings, positions, best))
+    tokens = choose_tokens(logits, samplings, positions, best)
     if forwarded.best_logprobs is not None and all(each.is_greedy for each in samplings):
         return tokens, rows_of(forwarded.best_logprobs, rows).tolist()
+    tokens = model.ranks.agree(tokens, model.device)
     return tokens, chosen_logprobs(logits, tokens)

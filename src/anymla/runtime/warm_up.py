@@ -6,7 +6,7 @@ listed rows. Afterwards the code, the memory of the largest step and the recorde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -17,7 +17,7 @@ from anymla.layers.spec import WINDOW_GROUP
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
 from anymla.ops.compile_ahead import compiled_together
-from anymla.runtime.bucket import context_ceilings, request_counts
+from anymla.runtime.bucket import Bucket, context_ceilings, request_counts
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.runtime.dspark_step import DraftBlocks
 from anymla.runtime.options import EngineOptions
@@ -61,6 +61,24 @@ class WarmUp:
                     self._sizes(selection="torch")
         self._sizes(selection=self._model.backend)
 
+    def compile_decode(self, buckets: Sequence[Bucket]) -> None:
+        """Compile what decode steps of some sizes launch, where it can be done beforehand."""
+        if self._store.device.type == "cpu":
+            return
+        with compiled_together() as only_compiled:
+            if not only_compiled:
+                return
+            for bucket in buckets:
+                step = self._step(
+                    (bucket.tokens,) * bucket.requests,
+                    bucket.max_seq_len,
+                    "torch",  # as above
+                    num_decodes=bucket.requests,
+                )
+                self._run(step)
+                self._guess(bucket.requests, bucket.max_seq_len, "torch")
+                self._model.logits(self._streams(bucket.rows))
+
     def _sizes(self, selection: str | None) -> None:
         options = self._options
         counts = request_counts(options.batch_tokens)
@@ -101,19 +119,22 @@ class WarmUp:
     ) -> None:
         step = self._step(query_lens, context, selection)
         step = self._planner.with_chunks(step, query_lens if stop is None else (stop,))
-        taps = None if self._blocks is None else self._blocks.taps(sum(query_lens))
+        hidden = self._run(step)
+        if self._options.draft_tokens and self._blocks is None:
+            step = self._step(query_lens, context, selection, window_only=True)
+            step = self._planner.with_chunks(step, query_lens)
+            self._model.mtp_forward(hidden, step.token_ids, step, self._draft_cache)
+
+    def _run(self, step: Step) -> Tensor:
+        """Run a layer of every kind, and write a block drafter's context; the streams."""
+        taps = None if self._blocks is None else self._blocks.taps(len(step.token_ids))
         hidden = self._model.forward(
             step, self._store.layers[: self._backbone_layers], only=self._layers, taps=taps
         )
-        if not self._options.draft_tokens:
-            return
-        step = self._step(query_lens, context, selection, window_only=True)
         if self._blocks is not None:
             assert taps is not None
             self._blocks.write_context(taps.out, step)
-            return
-        step = self._planner.with_chunks(step, query_lens)
-        self._model.mtp_forward(hidden, step.token_ids, step, self._draft_cache)
+        return hidden
 
     def _guess(self, requests: int, context: int, selection: str | None) -> None:
         """Run a block for each of some requests."""
@@ -135,6 +156,7 @@ class WarmUp:
         selection: str | None,
         *,
         window_only: bool = False,
+        num_decodes: int | None = None,
     ) -> Step:
         tokens, requests = sum(query_lens), len(query_lens)
         nobody = [0] * requests
@@ -155,7 +177,7 @@ class WarmUp:
         return device_step(
             Batch(token_ids, first_rows, counts, starts, tables),
             groups,
-            BatchSizes(query_lens, query_lens.count(1), context),
+            BatchSizes(query_lens, num_decodes or query_lens.count(1), context),
             backend=selection,
         )
 

@@ -1,0 +1,104 @@
+"""``anymla bench full-size``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from anymla.cli.bad_input import bad_input
+from anymla.cli.bench_rows import command_line, gpu_facts, json_option, require_gpu, tell
+from anymla.cli.run_options import all_reduce_option, as_one, shared_ranks
+from anymla.model.load import DTYPES
+from anymla.runtime.launch import local_device
+
+# A step of one request of V4-Flash-0731, on four GPUs or more.
+_BAR_US = 8000.0
+
+
+@click.command()
+@json_option
+@click.option(
+    "--model",
+    default="flash-0731",
+    show_default=True,
+    type=click.Choice(["flash-0731", "pro-0813", "tiny"]),
+)
+@click.option("--layers", type=click.IntRange(min=1), help="Of the backbone; default: all.")
+@click.option("--experts", type=click.IntRange(min=6), help="Routed ones; default: all.")
+@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option("--dtype", default="bf16", show_default=True, type=click.Choice(list(DTYPES)))
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8, 32))
+@click.option(
+    "--context",
+    "contexts",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(8192, 131072),
+    help="Tokens.",
+)
+@click.option("--draft-tokens", type=click.IntRange(min=1), help="Default: the drafter's block.")
+@click.option("--steps", default=24, show_default=True, type=click.IntRange(min=1), help="Timed.")
+@all_reduce_option
+def full_size(
+    json_file: Path | None,
+    model: str,
+    layers: int | None,
+    experts: int | None,
+    device: str,
+    dtype: str,
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    draft_tokens: int | None,
+    steps: int,
+    all_reduce: str,
+) -> None:
+    """Time decode steps of a whole model with random weights, on torchrun's ranks or on one.
+
+    A step verifies a draft block and makes the next one; beside it a step without drafts. Tells
+    each rank's memory, what sums over the ranks take, and where a step's time goes.
+    """
+    from anymla.bench import full_size as bench
+    from anymla.bench.environment import environment
+    from anymla.bench.report import Result
+
+    if device == "cuda":
+        require_gpu()
+    here, kind = local_device(device), DTYPES[dtype]
+    with as_one(here), bad_input():
+        config = bench.drafting_config(model, layers=layers, experts=experts)
+        ranks = shared_ranks(all_reduce, here, kind)
+        guessed = draft_tokens or config.default_draft_tokens
+        label = f"{model}, {config.num_hidden_layers} layers, {config.n_routed_experts} experts"
+        label = f"{label}, {ranks.size} ranks, {dtype}"
+        whole = model == "flash-0731" and layers is None and experts is None
+
+        def results() -> Iterator[Result]:
+            make = functools.partial(bench.random_share, config, here, ranks, dtype=kind)
+            network, made = bench.model_made(make, label)
+            yield made
+            if ranks.size > 1:
+                rows = sorted({1 + guessed, *(batch * (1 + guessed) for batch in batches)})
+                yield from bench.sums_over_ranks(network, rows)
+            yield from bench.steps(
+                network,
+                label,
+                batches=batches,
+                contexts=contexts,
+                draft_tokens=guessed,
+                mode="graph" if device == "cuda" else "fixed",
+                kv_cache="fp32" if dtype == "fp32" else "fp8",
+                count=steps,
+                bar_us=_BAR_US if whole and ranks.size >= 4 else None,
+            )
+
+        facts = gpu_facts() if device == "cuda" else environment(command_line())
+        facts |= {"ranks": ranks.size, "one_shot_sums": ranks.one_shot is not None}
+        tell(
+            results(),
+            None if ranks.rank else json_file,
+            facts,
+            hidden=("parts_us", "plain_parts_us", "draft_parts_us"),
+        )

@@ -1,0 +1,135 @@
+"""The benchmark of a whole model on several ranks, small and on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from anymla.bench.full_size import MODELS, drafting_config, random_share
+from anymla.bench.step_parts import step_parts
+from anymla.layers.ranks import ALONE, Ranks
+from anymla.model.config import ModelConfig
+
+CPU = torch.device("cpu")
+
+
+def test_published_sizes_and_fewer_layers_of_them():
+    assert drafting_config("flash-0731") == ModelConfig.from_dict(MODELS["flash-0731"])
+    few = drafting_config("flash-0731", layers=4, experts=8)
+    assert few.compress_ratios == (0, 0, 4, 128, 0, 0, 0)
+    assert few.dspark.target_layer_ids == (1, 2, 3)
+    assert (few.n_routed_experts, few.num_hash_layers) == (8, 3)
+    assert drafting_config("pro-0813", layers=2).dspark.target_layer_ids == (0, 1)
+
+
+def test_ranks_make_shares_of_one_model():
+    """Whoever makes a weight makes the same one, whatever was made before."""
+    config = drafting_config("tiny", layers=2, experts=8)
+    whole = random_share(config, CPU, ALONE, dtype=torch.float32)
+    shares = [random_share(config, CPU, Ranks(n, 2), dtype=torch.float32) for n in range(2)]
+    stages = [model.dspark.stages[2] for model in (whole, *shares)]
+    for layer, *parts in (stages, [model.layers[1] for model in (whole, *shares)]):
+        heads = [part.attention.wq_b.packed.weight for part in parts]
+        assert torch.equal(torch.cat(heads), layer.attention.wq_b.packed.weight)
+        codes = [weight for part in parts for weight in part.ffn.w2.weights]
+        assert len(codes) == len(layer.ffn.w2.weights)
+        assert all(map(torch.equal, codes, layer.ffn.w2.weights))
+        for part in parts:
+            assert torch.equal(part.ffn.router.gate, layer.ffn.router.gate)
+    other = random_share(config, CPU, ALONE, dtype=torch.float32, seed=1)
+    assert not torch.equal(other.embedding, whole.embedding)
+
+
+def test_a_share_keeps_no_more_than_its_part():
+    """Not the whole weight behind a view of it, on devices."""
+    config, device = drafting_config("tiny", layers=2), torch.device("meta")
+    share = random_share(config, device, Ranks(1, 2), dtype=torch.bfloat16)
+    for layer in share.layers:
+        for packed in (layer.attention.wq_b.packed, layer.attention.output.wo_a):
+            weight = packed.weight
+            assert weight.untyped_storage().nbytes() == weight.nbytes
+
+
+def _graph(launch, start, *kernels):
+    """Kernels of one launch, each (begin, length, name)."""
+    return [
+        {"cat": "kernel", "ts": start + at, "dur": lasts, "name": name,
+         "args": {"correlation": launch}}
+        for at, lasts, name in kernels
+    ]  # fmt: skip
+
+
+def _step(number, start):
+    """60 us: a graph of 40, of which 5 are idle, 4 with a copy, a drafter's of 12, 4 idle."""
+    backbone = [
+        (0, 10, "decode_m64_kernel"),
+        (8, 12, "grouped_gemm_kernel"),  # launched early: adds 10
+        (12, 6, "swiglu_kernel"),  # beside it: adds nothing
+        (25, 3, "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"),
+        (28, 2, "collapse_kernel"),
+        *((30 + i, 1, "nvjet_hsh_64x8") for i in range(9)),
+        (39, 1, "elementwise_kernel"),
+    ]
+    copy = {"cat": "gpu_memcpy", "ts": start + 42, "dur": 2, "name": "Memcpy DtoH",
+            "args": {"correlation": 1000 + number}}  # fmt: skip
+    drafter = [(44 + i, 1, "collapse_kernel") for i in range(8)]
+    drafter += [(53, 3, "ncclDevKernel_Broadcast_RING_LL")]
+    return [
+        *_graph(2 * number, start, *backbone),
+        copy,
+        *_graph(2 * number + 1, start, *drafter),
+        {"cat": "cpu_op", "ts": start, "dur": 60, "name": "step"},
+    ]
+
+
+def test_parts_add_up_to_the_step():
+    events = [event for number in range(3) for event in _step(number, 100.0 + 60 * number)]
+    found = step_parts(events, 2, drafts=True)
+    assert found.us == 60
+    assert found.launches == 15 + 1 + 9
+    assert found.parts == {
+        "attention": 10,
+        "experts": 10,
+        "gaps in graphs": 5,
+        "all-reduce": 3,
+        "hyper-connections": 2,
+        "head and choice": 10,
+        "draft": 12,
+        "between graphs": 8,
+    }
+    assert sum(found.parts.values()) == found.us
+    assert found.draft_parts == {
+        "hyper-connections": 8,
+        "head and choice": 3,
+        "gaps in graphs": 1,
+    }
+    assert step_parts(events, 3, drafts=True) is None
+    assert step_parts(events, 5, drafts=False).parts.keys() == found.parts.keys() - {"draft"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_two_processes_measure_a_small_model(tmp_path, dtype):
+    """The command for torchrun, over gloo: texts with drafts are those without."""
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "anymla", "bench", "full-size", "--model", "tiny"]
+    command += ["--device", "cpu", "--dtype", dtype, "--batch", "2", "--context", "150"]
+    command += ["--layers", "3", "--steps", "2", "--json", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made, *sums, step = map(json.loads, out.read_text().splitlines())
+    assert done.stdout.count("full size, model") == 1  # one of them speaks
+    assert (made["ranks"], made["one_shot_sums"]) == (2, False)
+    assert [row["case"] for row in sums] == ["2 ranks, 6 rows", "2 ranks, 12 rows"]
+    assert all(row["group_us"] > 0 for row in sums)
+    assert step["us"] > step["plain_us"] > 0
+    assert step["tokens_a_step"] >= 1
+    if dtype == "fp32":
+        assert step["met"]
+        assert step["same_texts"] == "2 of 2"
