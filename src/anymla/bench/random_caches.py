@@ -12,7 +12,7 @@ from anymla.formats.page_layout import get_layout
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.cache_store import CacheStore
 
-# Written at a time. As many are always drawn: what a draw holds hangs on its size.
+# Written at a time.
 _ROWS, _STATE_PAGES = 8192, 256
 # Of a cache that attention reads, rows that differ: what follows are copies. Keys that a selection
 # compares all differ.
@@ -24,28 +24,33 @@ def fill_randomly(store: CacheStore, seed: int | None = None) -> None:
 
     Args:
         store: the caches.
-        seed: page p of a layer's cache has the same rows then, however many pages there are.
+        seed: page p of a layer's cache has the same rows then, however many pages there are; None:
+            from torch's generator.
     """
     for group in store.groups:
         for layer, cache in zip(group.layers, store.tensors(group), strict=True):
-            if not cache.is_meta:
-                if seed is not None:
-                    torch.manual_seed(seed << 32 | zlib.crc32(f"{group.name} {layer}".encode()))
-                _fill(store, group, cache)
+            if cache.is_meta:
+                continue
+            random = None
+            if seed is not None:
+                random = torch.Generator(cache.device)
+                random.manual_seed(zlib.crc32(f"{seed} {group.name} {layer}".encode()))
+            _fill(store, group, cache, random)
 
 
-def _fill(store: CacheStore, group: CacheGroup, cache: Tensor) -> None:
+def _fill(
+    store: CacheStore, group: CacheGroup, cache: Tensor, random: torch.Generator | None
+) -> None:
     if group.kind in ("state", "index_state"):
         for some in cache.split(_STATE_PAGES):
-            drawn = torch.randn((_STATE_PAGES, *cache.shape[1:]), device=cache.device)
-            some.copy_(drawn[: len(some)])
+            some.copy_(_drawn(len(some), _STATE_PAGES, cache.shape[1:], cache.device, random))
         return
     formats = store.layers[group.layers[0]].format
     if group.kind == "index":
-        _write(formats.index, cache, None)
+        _write(formats.index, cache, random)
         return
     pages = min(len(cache), -(-_DISTINCT_ROWS // cache.shape[1]))
-    _write(formats.main, cache[:pages], None)
+    _write(formats.main, cache[:pages], random)
     for first in range(pages, len(cache), pages):
         rest = cache[first : first + pages]
         rest.copy_(cache[: len(rest)])
@@ -72,6 +77,21 @@ def shared_rows(layout_id: str, slots: int, page: int, device: torch.device | st
 
 def _write(layout_id: str, cache: Tensor, random: torch.Generator | None) -> None:
     layout = get_layout(layout_id)
-    draw = functools.partial(torch.randn, device=cache.device, generator=random)
     for some in torch.arange(cache.shape[0] * cache.shape[1], device=cache.device).split(_ROWS):
-        layout.write(cache, some, draw(_ROWS, layout.channels)[: len(some)])
+        rows = _drawn(len(some), _ROWS, (layout.channels,), cache.device, random)
+        layout.write(cache, some, rows)
+
+
+def _drawn(
+    count: int,
+    most: int,
+    shape: tuple[int, ...],
+    device: torch.device,
+    random: torch.Generator | None,
+) -> Tensor:
+    """[count, *shape] of a normal distribution; with a generator, the first of ``most``."""
+    # What a draw holds hangs on its size.
+    drawn = torch.randn(
+        (count if random is None else most, *shape), device=device, generator=random
+    )
+    return drawn[:count]

@@ -36,7 +36,8 @@ class RandomWeights:
                 torch's generator, in the order in which they are asked for.
         """
         self._seed = seed
-        self._random = None if seed is None else torch.Generator(device)
+        seeded = seed is not None and device.type != "meta"
+        self._random = torch.Generator(device) if seeded else None
         self._linears = expected_linears(config)
         self._plain = expected_plain(config)
         self._experts = config.n_routed_experts
@@ -84,7 +85,7 @@ class RandomWeights:
 
     def _begin(self, name: str) -> None:
         if self._random is not None:
-            self._random.manual_seed((self._seed or 0) << 32 | zlib.crc32(name.encode()))
+            self._random.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
 
     def _normal(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=self._device, generator=self._random)

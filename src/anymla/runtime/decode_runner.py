@@ -53,9 +53,9 @@ class DecodeRunner:
         self._pool = torch.cuda.graph_pool_handle() if record else None
         self._options = options
         self._side = SideStream(store.device) if record else INLINE
-        self._steps: dict[Bucket, FixedStep] = {}
+        self._steps: dict[tuple[Bucket, bool], FixedStep] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
-        self._block_steps: dict[tuple[Bucket, bool], DSparkStep] = {}
+        self._block_steps: dict[Bucket, DSparkStep] = {}
 
     def rehearse(self, buckets: Sequence[Bucket]) -> None:
         """Run the widest bucket of every ceiling once, for what it needs of the workspace.
@@ -65,16 +65,16 @@ class DecodeRunner:
         beside = self._options.runs_beside
         widest = {(b.max_seq_len, b.tokens, beside(b.rows)): b for b in buckets}
         for bucket in widest.values():
-            self._step(bucket).rehearse()
+            self._step(bucket, follows=self._blocks is not None).rehearse()
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Set up buckets, the largest first, so that the others fit in its memory."""
         drafts = len(self._store.layers) > self._backbone_layers
         for bucket in reversed(buckets):
-            self._step(bucket).prepare()
+            self._step(bucket, follows=False).prepare()
             if self._blocks is not None:
-                for sampled in (True, False):
-                    self._block_step(self._blocks, bucket, sampled).prepare()
+                self._step(bucket, follows=True).prepare()
+                self._block_step(self._blocks, bucket).prepare()
             elif drafts:
                 self._draft_step(bucket).prepare()
 
@@ -88,11 +88,13 @@ class DecodeRunner:
         bucket = smallest(self.buckets, spans)
         if bucket is None:
             return None
-        hidden, logits, best, logprobs, *taps = self._step(bucket)(spans)
+        # What sampled requests take is chosen on the host.
+        greedy = all(span.state.request.sampling.is_greedy for span in spans)
+        step = self._step(bucket, follows=self._blocks is not None and greedy)
+        hidden, logits, best, logprobs, *more = step(spans)
         first_rows = range(0, bucket.tokens * len(spans), bucket.tokens)
-        return Forwarded(
-            hidden, first_rows, logits, best, logprobs, taps[0] if taps else None, first_rows
-        )
+        taps, drafts = (*more, None, None)[:2]
+        return Forwarded(hidden, first_rows, logits, best, logprobs, taps, first_rows, drafts)
 
     def draft(
         self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]
@@ -130,22 +132,22 @@ class DecodeRunner:
         if bucket is None:
             return None
         assert self._blocks is not None
-        step = self._block_step(self._blocks, bucket, noise is not None)
-        return step.run(spans, taps, rows, noise)
+        return self._block_step(self._blocks, bucket).run(spans, taps, rows, noise)
 
-    def _step(self, bucket: Bucket) -> FixedStep:
-        if bucket not in self._steps:
-            self._steps[bucket] = FixedStep(
+    def _step(self, bucket: Bucket, *, follows: bool) -> FixedStep:
+        """The backbone's step; the block drafter's behind it in the same graph, if it follows."""
+        if (bucket, follows) not in self._steps:
+            self._steps[bucket, follows] = FixedStep(
                 self._store,
                 bucket,
-                self._backbone,
+                self._backbone_and_drafts if follows else self._backbone,
                 record=self._record,
                 backend=self._model.backend,
                 pool=self._pool,
                 side=self._queue(bucket),
                 decodes=decodes_in(self._model, bucket),
             )
-        return self._steps[bucket]
+        return self._steps[bucket, follows]
 
     def _backbone(self, step: Step) -> tuple[Tensor, ...]:
         taps = None if self._blocks is None else self._blocks.taps(len(step.token_ids))
@@ -155,6 +157,11 @@ class DecodeRunner:
         best = self._model.ranks.agreed(best_tokens(logits))
         results = hidden, logits, best, token_logprobs(logits, best)
         return results if taps is None else (*results, taps.out)
+
+    def _backbone_and_drafts(self, step: Step) -> tuple[Tensor, ...]:
+        assert self._blocks is not None
+        *results, best, logprobs, taps = self._backbone(step)
+        return (*results, best, logprobs, taps, self._blocks.follow(step, best, taps))
 
     def _draft_step(self, bucket: Bucket) -> DraftStep:
         if bucket not in self._drafts:
@@ -169,19 +176,18 @@ class DecodeRunner:
             )
         return self._drafts[bucket]
 
-    def _block_step(self, blocks: DraftBlocks, bucket: Bucket, sampled: bool) -> DSparkStep:
-        if (bucket, sampled) not in self._block_steps:
-            self._block_steps[bucket, sampled] = DSparkStep(
+    def _block_step(self, blocks: DraftBlocks, bucket: Bucket) -> DSparkStep:
+        if bucket not in self._block_steps:
+            self._block_steps[bucket] = DSparkStep(
                 self._model,
                 self._store,
                 blocks,
                 bucket,
-                sampled=sampled,
                 record=self._record,
                 pool=self._pool,
                 side=self._queue(bucket),
             )
-        return self._block_steps[bucket, sampled]
+        return self._block_steps[bucket]
 
     def _queue(self, bucket: Bucket) -> SideStream:
         return self._side if self._options.runs_beside(bucket.rows) else INLINE

@@ -77,6 +77,10 @@ class DSparkDrafter:
             spans: of the step just run; their requests hold what was chosen.
             forwarded: the backbone's results.
         """
+        if forwarded.drafts is not None:
+            rows = [row for row, span in enumerate(spans) if can_draft(span.state)]
+            self._set_drafts([spans[row].state for row in rows], rows, forwarded.drafts)
+            return
         followed: list[Span] = []
         source: list[int] = []
         for span, first in zip(spans, forwarded.first_taps, strict=True):
@@ -102,7 +106,7 @@ class DSparkDrafter:
             taps = rows_of(forwarded.taps, source)
             guess = self._at_the_size_of_the_batch(followed, taps, drafting, noise)
         if guess is not None:
-            self._set_drafts(states, guess)
+            self._set_drafts(states, range(len(states)), guess.tokens)
 
     def _at_the_size_of_the_batch(
         self,
@@ -135,13 +139,17 @@ class DSparkDrafter:
             noise=noise,
         )
 
-    def _set_drafts(self, states: Sequence[RequestState], guess: BlockGuess) -> None:
-        """Give each request its guesses, as far as they are worth verifying.
+    def _set_drafts(
+        self, states: Sequence[RequestState], rows: Sequence[int], guesses: Tensor
+    ) -> None:
+        """Give each request its row of guesses, as far as they are worth verifying.
 
         They end before the last token that may be generated, before a guess that is no token, and
         before one that is too unlikely.
         """
         vocab = self._model.config.vocab_size
-        for state, guesses in zip(states, guess.tokens.tolist(), strict=True):
-            end = guesses.index(vocab) if vocab in guesses else len(guesses)
-            state.drafts = guesses[: min(state.remaining - 1, end)]
+        listed = guesses.tolist()
+        for state, row in zip(states, rows, strict=True):
+            tokens = listed[row]
+            end = tokens.index(vocab) if vocab in tokens else len(tokens)
+            state.drafts = tokens[: min(state.remaining - 1, end)]

@@ -113,6 +113,40 @@ class DraftBlocks:
         """
         self._model.write_context(taps, step, self.stages)
 
+    def follow(self, step: Step, best: Tensor, taps: Tensor) -> Tensor:
+        """Draft behind what a step has just chosen, in which every request takes the best tokens.
+
+        Nothing is asked of the host: how many drafts were right follows from the choices, which
+        are the context's final tokens.
+
+        Args:
+            step: of fixed size, as many rows a request, its drafts behind its newest token.
+            best: int64 [T], chosen behind each row.
+            taps: [T, taps, hidden].
+
+        Returns:
+            int64 [R, count], see ``BlockGuess``.
+        """
+        ids, best, positions, is_valid = (
+            each.view(step.num_decodes, -1)
+            for each in (step.token_ids, best, step.positions, step.is_valid)
+        )
+        right = (best[:, :-1] == ids[:, 1:]).cumprod(1).sum(1, keepdim=True)
+        is_final = is_valid & (torch.arange(ids.shape[1], device=ids.device) <= right)
+        context = step.groups[WINDOW_GROUP]
+        slots = torch.where(is_final.flatten(), context.slot_mapping, -1)
+        final = dataclasses.replace(context, slot_mapping=slots)
+        self.write_context(taps, dataclasses.replace(step, groups={WINDOW_GROUP: final}))
+        guess = self.guess(
+            context,
+            best.gather(1, right).squeeze(1).clamp(max=self._model.config.vocab_size - 1),
+            positions.gather(1, right).squeeze(1),
+            step.max_seq_len,
+            present=is_valid[:, 0],
+            side=step.side,
+        )
+        return guess.tokens
+
     def guess(
         self,
         context: GroupStep,
@@ -175,7 +209,6 @@ class DSparkStep:
         blocks: DraftBlocks,
         bucket: Bucket,
         *,
-        sampled: bool,
         record: bool,
         pool: Any = None,
         side: SideStream = INLINE,
@@ -187,7 +220,6 @@ class DSparkStep:
             store: the caches.
             blocks: how blocks run.
             bucket: the sizes; a request's rows are its tokens that are final.
-            sampled: some request samples.
             record: replay a CUDA graph.
             pool: see ``Graph``.
             side: see ``Step``.
@@ -199,12 +231,10 @@ class DSparkStep:
         shape = (bucket.rows, len(model.dspark.target_layer_ids), model.config.hidden_size)
         self._taps = torch.zeros(shape, dtype=model.dtype, device=device)
         self._first_rows = torch.arange(0, bucket.rows, bucket.tokens, device=device)
-        self._noise = None
-        if sampled:
-            self._noise = DraftNoise(
-                torch.zeros(requests, device=device),
-                torch.zeros(requests, blocks.count, dtype=torch.int64, device=device),
-            )
+        self._noise = DraftNoise(
+            torch.zeros(requests, device=device),
+            torch.zeros(requests, blocks.count, dtype=torch.int64, device=device),
+        )
         self._step = FixedStep(
             store,
             bucket,
@@ -232,8 +262,9 @@ class DSparkStep:
                 index[row] = next(source)
         (where,) = upload([index], taps.device)
         torch.index_select(taps, 0, where, out=self._taps)
-        if self._noise is not None:
-            assert noise is not None
+        if noise is None:
+            self._noise.temperatures.zero_()
+        else:
             self._noise.temperatures[: len(spans)].copy_(noise.temperatures)
             self._noise.keys[: len(spans)].copy_(noise.keys)
         tokens, survival = self._step(spans)

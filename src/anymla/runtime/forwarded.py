@@ -24,6 +24,7 @@ class Forwarded:
         best_logprobs: with logits, those tokens' log-probabilities.
         taps: [rows, taps, D], see ``layers.dspark.Taps``, or None.
         first_taps: with taps, the row of each span's first that is there; its others follow.
+        drafts: int64 [R, n], behind each span, where they have been made: see ``BlockGuess``.
     """
 
     hidden: Tensor
@@ -33,6 +34,7 @@ class Forwarded:
     best_logprobs: Tensor | None = None
     taps: Tensor | None = None
     first_taps: Sequence[int] = ()
+    drafts: Tensor | None = None
 
     @classmethod
     def packed(
