@@ -105,6 +105,71 @@ def test_alone_nothing_is_exchanged():
     assert ALONE.agree([1, 2], x.device) == [1, 2]
 
 
+def test_alone_everything_stays_as_it_is():
+    x = torch.arange(6).view(2, 3)
+    assert ALONE.agreed(x) is x
+    assert ALONE.gathered(x) is x
+    assert launch.with_one_shot_sums(ALONE, torch.device("cuda"), torch.bfloat16) is ALONE
+    on_cpu = Ranks(1, 2)
+    assert launch.with_one_shot_sums(on_cpu, torch.device("cpu"), torch.bfloat16) is on_cpu
+
+
+_EXCHANGE = """
+import torch
+from anymla.runtime.launch import joined
+with joined(torch.device("cpu")) as ranks:
+    part = (100 * ranks.rank + torch.arange(12)).view(2, 3, 2)
+    whole = ranks.gathered(part)
+    assert whole.shape == (2, 3, 4)
+    assert whole[1, 2].tolist() == [10, 11, 110, 111], whole
+    assert ranks.gathered(part[:, 0])[1].tolist() == [6, 7, 106, 107]
+    chosen = torch.tensor([[5, 6], [7, 8]]) + 10 * ranks.rank
+    assert ranks.agreed(chosen.t()).tolist() == [[5, 7], [6, 8]]
+    assert ranks.agree([3 + ranks.rank], torch.device("cpu")) == [3]
+    assert ranks.total(torch.ones(3)).tolist() == [2, 2, 2]
+"""
+
+
+def test_two_processes_exchange(tmp_path):
+    program = tmp_path / "exchange.py"
+    program.write_text(_EXCHANGE)
+    command = [*_torchrun(2)[:-2], str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+_ONE_SHOT = """
+import dataclasses, torch
+from anymla.runtime.graphs import Graph
+from anymla.runtime.launch import joined, launched, local_device, with_one_shot_sums
+device = local_device("cuda")
+with joined(device):
+    ranks = with_one_shot_sums(launched(), device, torch.bfloat16)
+    assert ranks.one_shot is not None
+    torch.manual_seed(ranks.rank)
+    for rows in (1, 6, 48, 100):
+        x = torch.randn(rows, 4096, device=device).bfloat16()
+        into = torch.empty_like(x)
+        graph = Graph(lambda: (ranks.total(into.copy_(x)),), device, record=True)
+        for _ in range(50):
+            (found,) = graph()
+            assert torch.equal(found, launched().total(x.clone()))
+    graph = None
+"""
+
+
+@pytest.mark.gpu
+def test_one_shot_sums_are_the_groups(tmp_path):
+    """Two ranks round once, whoever adds."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    program = tmp_path / "one_shot.py"
+    program.write_text(_ONE_SHOT)
+    command = [*_torchrun(2)[:-2], str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_was_recorded_is_gone_before_the_others_are_left(monkeypatch):
     class Step:
         def __init__(self):

@@ -96,18 +96,15 @@ class MarkovHead(nn.Module):
             choose: from logits [R, vocab] of row i, and i, to ids int64 [R]. An id past the
                 vocabulary counts as its last one here, and is returned as it is.
         """
-        tokens, confidences, before = [], [], anchors
+        tokens, rows, before = [], [], anchors
         for i in range(h.shape[1]):
-            row = self.w1[before.clamp(max=len(self.w1) - 1)]
-            logits = base[:, i] + self._product(row, self.w2)
-            if self.confidence is not None:
-                features = torch.cat((h[:, i], row), -1)
-                confidences.append(self._product(features.float(), self.confidence))
-            before = choose(logits, i)
+            rows.append(self.w1[before.clamp(max=len(self.w1) - 1)])
+            before = choose(base[:, i] + self._product(rows[i], self.w2), i)
             tokens.append(before)
-        if not confidences:
+        if self.confidence is None:
             return BlockGuess(torch.stack(tokens, 1), base.new_ones(base.shape[:2]))
-        survival = torch.cat(confidences, 1).sigmoid().cumprod(1)
+        features = torch.cat((h, torch.stack(rows, 1)), -1).float()
+        survival = self._product(features, self.confidence).squeeze(-1).sigmoid().cumprod(1)
         return BlockGuess(torch.stack(tokens, 1), survival)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, distributed
 
 _ALIGNMENT = 16  # bytes that a thread of the one-shot kernel moves
+# Its name from torch 2.13 on, and before.
+_all_gather: Any = getattr(distributed, "all_gather_single", None)
+_all_gather = _all_gather or distributed.all_gather_into_tensor
 
 
 class OneShotSums:
@@ -80,6 +83,14 @@ class Ranks:
             return self.one_shot(partial)
         distributed.all_reduce(partial, group=self.group)
         return partial
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """Every rank's columns side by side, [..., size * m] of each one's [..., m]."""
+        if self.size == 1:
+            return part
+        parts = part.new_empty((self.size * len(part), *part.shape[1:]))
+        _all_gather(parts, part.contiguous(), group=self.group)
+        return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
     def agreed(self, values: Tensor) -> Tensor:
         """Rank 0's tensor, on all ranks; ``values`` may be overwritten. See ``agree``."""

@@ -88,7 +88,7 @@ class Builder:
                 if spec.role == "backbone"
             ],
             head=self.head("", "norm.weight"),
-            lm_head=self.weights.logits_weight("head.weight"),
+            lm_head=self.weights.logits_weight("head.weight", self.vocabulary()),
             ranks=self.ranks,
             drafts=[
                 self.draft(f"mtp.{spec.index - config.num_hidden_layers}.", spec)
@@ -98,6 +98,11 @@ class Builder:
             dspark=None if config.dspark is None else self.dspark(config.dspark, specs),
             backend=self.backend,
         )
+
+    def vocabulary(self) -> range:
+        """Tokens that this rank has the lm head's rows of; all, if they do not divide evenly."""
+        vocab = self.config.vocab_size
+        return range(vocab) if vocab % self.ranks.size else self.ranks.share(vocab)
 
     def decoder(self, prefix: str, spec: LayerSpec) -> DecoderLayer:
         """One decoder layer."""

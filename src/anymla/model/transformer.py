@@ -31,7 +31,8 @@ class Transformer(nn.Module):
         embedding: [vocab, hidden].
         layers: the backbone.
         head: collapses the streams after the last layer.
-        lm_head: float32, or the activations' dtype [vocab, hidden].
+        lm_head: float32, or the activations' dtype [vocab, hidden]; with several ranks, this one's
+            equal part of the rows, or all.
         drafts: MTP layers; may be empty.
         dspark: the DSpark drafter, or None.
         ranks: the processes that share the network.
@@ -199,4 +200,4 @@ class Transformer(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         out: Tensor = linear_float32(x, self.lm_head, backend=plain_backend(self.backend))
-        return out
+        return out if out.shape[-1] == self.config.vocab_size else self.ranks.gathered(out)

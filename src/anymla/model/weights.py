@@ -86,9 +86,12 @@ class Weights:
         """A small tensor that the mathematics uses in float32."""
         return self.read(name).float()
 
-    def logits_weight(self, name: str) -> Tensor:
+    def logits_weight(self, name: str, rows: range | None = None) -> Tensor:
         """As stored where products of 16-bit operands have float32 results, else float32."""
         stored = self.read(name)
+        if rows is not None and len(rows) < len(stored):
+            stored = stored[rows.start : rows.stop]
+            stored = stored if stored.is_cpu else stored.clone()
         as_stored = self.device.type == "cuda" and stored.dtype == self.dtype
         return stored if as_stored else stored.float()
 

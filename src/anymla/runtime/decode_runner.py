@@ -54,6 +54,7 @@ class DecodeRunner:
         self._options = options
         self._side = SideStream(store.device) if record else INLINE
         self._steps: dict[tuple[Bucket, bool], FixedStep] = {}
+        self._host: dict[tuple[Bucket, bool], tuple[Tensor, ...]] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
         self._block_steps: dict[Bucket, DSparkStep] = {}
 
@@ -81,7 +82,7 @@ class DecodeRunner:
     def run(self, spans: Sequence[Span]) -> Forwarded | None:
         """Run the backbone; None if the spans fit no bucket, or prompts are among them.
 
-        The results last until the next run.
+        The results last until the next run. What was chosen is on the host.
         """
         if not all(span.is_decode for span in spans):
             return None
@@ -90,11 +91,25 @@ class DecodeRunner:
             return None
         # What sampled requests take is chosen on the host.
         greedy = all(span.state.request.sampling.is_greedy for span in spans)
-        step = self._step(bucket, follows=self._blocks is not None and greedy)
-        hidden, logits, best, logprobs, *more = step(spans)
+        follows = self._blocks is not None and greedy
+        hidden, logits, best, logprobs, *more = self._step(bucket, follows=follows)(spans)
+        taps, *drafts = more or (None,)
+        best, logprobs, *drafts = self._on_host((bucket, follows), (best, logprobs, *drafts))
         first_rows = range(0, bucket.tokens * len(spans), bucket.tokens)
-        taps, drafts = (*more, None, None)[:2]
-        return Forwarded(hidden, first_rows, logits, best, logprobs, taps, first_rows, drafts)
+        return Forwarded(hidden, first_rows, logits, best, logprobs, taps, first_rows, *drafts)
+
+    def _on_host(self, key: tuple[Bucket, bool], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies of a step's results on the host, good until its next run, in one wait."""
+        if self._store.device.type != "cuda":
+            return results
+        if key not in self._host:
+            self._host[key] = tuple(
+                torch.empty_like(each, device="cpu", pin_memory=True) for each in results
+            )
+        for mine, each in zip(self._host[key], results, strict=True):
+            mine.copy_(each, non_blocking=True)
+        torch.cuda.current_stream(self._store.device).synchronize()
+        return self._host[key]
 
     def draft(
         self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]

@@ -20,7 +20,8 @@ class Forwarded:
         hidden: [rows, N, D], the backbone's streams.
         first_rows: row of each span's first token; its other tokens follow.
         logits: float32 [rows, V], or None where they are not computed for all rows.
-        best: with logits, ``best_tokens`` of them, as all ranks have agreed.
+        best: with logits, ``best_tokens`` of them, as all ranks have agreed; with drafts and
+            log-probabilities it may be on the host.
         best_logprobs: with logits, those tokens' log-probabilities.
         taps: [rows, taps, D], see ``layers.dspark.Taps``, or None.
         first_taps: with taps, the row of each span's first that is there; its others follow.

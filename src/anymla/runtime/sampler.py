@@ -180,12 +180,11 @@ def guess_tokens(
 
 def best_tokens(logits: Tensor) -> Tensor:
     """Lowest id, int64, of the best logit in each row [n, V]; V if the row has no finite best."""
-    vocab = logits.shape[-1]
-    best = logits.amax(-1, keepdim=True)
-    ids = torch.arange(vocab, device=logits.device)
-    # torch's argmax names no winner among equals. NaN equals nothing, which leaves id V.
-    is_best = (logits == best) & best.isfinite()
-    return torch.where(is_best, ids, vocab).amin(-1)
+    # The first of equals, as torch's documentation has it; NaN before everything.
+    best = logits.argmax(-1, keepdim=True)
+    value = logits.gather(-1, best)
+    is_finite = value - value == 0  # in fewer launches than isfinite
+    return torch.where(is_finite, best, logits.shape[-1]).squeeze(-1)
 
 
 def _best_on_host(logits: Tensor) -> list[int]:
