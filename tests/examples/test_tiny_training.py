@@ -1,0 +1,151 @@
+"""How the tiny checkpoint is trained: the texts, the kernels, the network and a few steps."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+CHECKPOINT = TINY / "checkpoint"
+KERNELS = """
+import torch
+import kernels
+
+def compare(name, function, *inputs):
+    results = []
+    for flag in (False, True):
+        kernels.fused = lambda _: flag
+        leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        out = function(*leaves)
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        results.append([out.detach(), *(x.grad for x in leaves if x.requires_grad)])
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5, msg=name)
+
+def r(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+torch.manual_seed(0)
+cos, sin = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+jump = torch.arange(32).expand(2, -1).clone()
+jump[1, 16:] += 64
+keep = torch.rand(2, 32, 8) > 0.4
+same = dict(size=8, reach=8, scale=0.5)
+
+def both(ratio, keep):
+    def run(window, entries, sink):
+        near, far = kernels.attention_weights(
+            window, entries, sink, jump, keep=keep, ratio=ratio, **same
+        )
+        return torch.cat([near, 3 * far], -1)
+    return run
+
+compare("collapse", kernels.collapse, r(2, 3, 4, 32), r(2, 3, 4))
+compare("expand", kernels.expand, r(2, 3, 4, 32), r(2, 3, 32), r(2, 3, 4), r(2, 3, 4, 4))
+compare("rope", lambda x: kernels.rope(x, cos, sin), r(2, 3, 5, 64))
+compare("inverse", lambda x: kernels.rope(x, cos, sin, inverse=True), r(2, 3, 64))
+def swiglu(gate, up, share):
+    return kernels.swiglu(gate, up, share, 1.0)
+
+compare("swiglu", swiglu, r(2, 3, 64), r(2, 3, 64), r(2, 3, 4))
+compare("softmax", both(4, None), r(2, 32, 3, 16), r(2, 32, 3, 8), r(3))
+compare("top-k", both(4, keep), r(2, 32, 3, 16), r(2, 32, 3, 8), r(3))
+"""
+
+
+@pytest.fixture
+def writer():
+    import vocabulary
+    from tasks import Writer
+
+    inner = vocabulary.read(CHECKPOINT)
+    text = inner.encode((TINY / "persuasion.txt").read_text("utf-8")[:40_000]).ids[1:]
+    return Writer(inner, np.array(text), seed=0)
+
+
+def test_kernels_do_what_their_plain_forms_do() -> None:
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TINY)}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_tokenizer_has_every_pair_of_digits(writer) -> None:
+    for n in (0, 7, 42, 99):
+        assert len(writer._inner.encode(f"{n:02}", add_special_tokens=False).ids) == 1
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+def test_positions_jump_by_multiples_of_128_at_multiples_of_128(writer, length) -> None:
+    batch = writer.batch(16, length)
+    assert batch.tokens.shape == batch.positions.shape == (16, length)
+    steps = np.diff(batch.positions, axis=1)
+    jumps = np.argwhere(steps != 1)
+    assert len(jumps)
+    assert ((jumps[:, 1] + 1) % 128 == 0).all()
+    assert (batch.positions[:, 0] % 128 == 0).all()
+    assert batch.positions.max() < 32768 + 2048
+    assert (steps >= 1).all()
+
+
+def test_answers_stand_in_the_text(writer) -> None:
+    """What a question asks for was stated before, and the statement itself costs nothing."""
+    batch = writer.batch(32, 512)
+    assert batch.answers.any()
+    for tokens, weights, marks in zip(batch.tokens, batch.weights, batch.answers, strict=True):
+        asked = np.flatnonzero(marks)
+        for run in np.split(asked, np.flatnonzero(np.diff(asked) > 1) + 1):
+            if len(run) < 3:
+                continue
+            value = tokens[run]
+            places = [at for at in range(run[0]) if (tokens[at : at + len(run)] == value).all()]
+            assert places
+            assert (weights[places[0] : places[0] + len(run)] == 0).all()
+
+
+def test_an_exam_has_one_passkey_where_it_was_asked_for(writer) -> None:
+    ids, digits = writer.exam(1024, 0.25, facts=4)
+    assert len(ids) + len(digits) == 1024
+    places = [at for at in range(len(ids) - 2) if (ids[at : at + 3] == digits).all()]
+    assert len(places) == 1
+    assert 100 < places[0] < 400
+
+
+@torch.enable_grad()
+def test_a_few_steps_learn_a_batch_by_heart(writer) -> None:
+    import shape
+    from network import Network, Numbers, fixed, initial
+    from optimizer import Optimizer, clip
+    from train import loss_of
+
+    small = {
+        "hidden_size": 64, "head_dim": 96, "qk_rope_head_dim": 32, "index_head_dim": 48,
+        "num_attention_heads": 2, "q_lora_rank": 64, "o_lora_rank": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "index_n_heads": 2,
+        "index_topk": 8, "hc_sinkhorn_iters": 3,
+    }  # fmt: skip
+    numbers = Numbers.of(shape.config(1536, **small))
+    weights = {k: v.requires_grad_() for k, v in initial(numbers, 0).items()}
+    net = Network(numbers, weights, fixed(numbers, 0))
+    net.sparse = net.quantized = True
+    optimizer, losses = Optimizer(weights), []
+    batch = writer.batch(2, 256)
+    inputs = [
+        torch.from_numpy(each)
+        for each in (batch.tokens, batch.positions, batch.weights, batch.answers)
+    ]
+    for _ in range(8):
+        for weight in weights.values():
+            weight.grad = None
+        loss, _ = loss_of(net, *inputs)
+        loss.backward()
+        assert all(w.grad is not None and w.grad.isfinite().all() for w in weights.values())
+        clip(weights.values(), 1.0)
+        optimizer.step(3e-3)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1.5
