@@ -237,7 +237,7 @@ def test_text_that_is_not_utf8(tiny, tmp_path):
         ('{"token_ids": [1, 258]}', "unknown token id 258, the vocabulary has 258"),
         ('{"token_ids": [-1]}', "unknown token id -1"),
         ('{"token_ids": []}', "the prompt is empty"),
-        ('{"prompt": "a", "top_k": 5}', "unknown key 'top_k', known are id, max_new_tokens"),
+        ('{"prompt": "a", "best_of": 5}', "unknown key 'best_of', known are id, max_new_tokens"),
         ('{"prompt": "a", "max_new_tokens": 1.5}', '"max_new_tokens" must be an integer'),
         ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens must be at least 1"),
         ('{"prompt": "a", "temperature": "hot"}', '"temperature" must be a number'),
@@ -275,3 +275,38 @@ def test_a_prompt_that_no_context_holds(tiny, tmp_path, monkeypatch):
     _fails(_generate(tiny, "--prompt-file", path), "sparse.txt: larger than 1073741824 bytes")
     monkeypatch.setattr("anymla.cli.files.MAX_TEXT_BYTES", 1 << 21)
     _fails(_generate(tiny, "--prompt-file", "/dev/zero"), "/dev/zero: larger than 2097152 bytes")
+
+
+def test_a_stop_string_ends_a_text_before_it(tiny, tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--max-new-tokens", 24, "--ignore-eos", "--json", out]
+    assert _generate(tiny, "--prompt", "abc", *options).exit_code == 0
+    (whole,) = json.loads(out.read_text())["results"]
+    stop = whole["text"][5:8]
+    result = _generate(tiny, "--prompt", "abc", *options, "--stop", stop, "--speculate")
+    (entry,) = json.loads(out.read_text())["results"]
+    assert entry["text"] == whole["text"][: whole["text"].index(stop)]
+    assert result.stdout == entry["text"] + "\n"
+    assert entry["finish_reason"] == "stop"
+    assert entry["token_ids"] == whole["token_ids"][: len(entry["token_ids"])]
+    assert len(entry["logprobs"]) == len(entry["token_ids"]) < 24
+    result = _generate(tiny, "--prompt", "abc", "--stop", "")
+    assert result.exit_code == 2
+    assert "a stop string must not be empty" in result.stderr
+
+
+def test_lines_of_a_batch_restrict_for_themselves(tiny, tmp_path):
+    out, same = tmp_path / "out.json", {"prompt": "abc", "temperature": 2.0}
+    batch = _lines(
+        tmp_path / "batch",
+        {"prompt": "abc"},
+        same | {"top_k": 1},
+        same | {"min_p": 1.0},
+        same | {"seed": 3},
+    )
+    result = _generate(tiny, "--batch", batch, "--max-new-tokens", 8, "--json", out)
+    assert result.exit_code == 0, result.output
+    greedy, first, second, free = (
+        entry["token_ids"] for entry in json.loads(out.read_text())["results"]
+    )
+    assert greedy == first == second != free

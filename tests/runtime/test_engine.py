@@ -419,3 +419,32 @@ def test_a_guess_that_is_no_number_ends_the_drafts(sampling, decode, value):
                 assert last % 5 == 0 or len(state.drafts) == min(3, state.remaining - 1)
                 lengths.add(len(state.drafts))
     assert lengths == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 9])
+def test_a_cancelled_request_leaves_nothing_behind(steps):
+    """Waiting, in its prompt, or generating; the others' tokens stay, its pages are free again."""
+    prompts = {name: _prompt(230, seed) for seed, name in enumerate("abcd")}
+    engine = Engine(FakeModel(), _options())
+    for name, prompt in prompts.items():
+        engine.submit(Request(name, prompt, 12))
+    done = {}
+    for _ in range(steps):
+        for completion in engine.step().finished:
+            done[completion.request.request_id] = completion
+    cut = engine.cancel("b"), engine.cancel("d")
+    with pytest.raises(KeyError):
+        engine.cancel("b")
+    while engine.busy:
+        _poison(engine)
+        for completion in engine.step().finished:
+            done[completion.request.request_id] = completion
+    assert set(done) == {"a", "c"}
+    for name, completion in done.items():
+        assert list(completion.token_ids) == generate_alone(prompts[name], 12)
+    for name, completion in zip("bd", cut, strict=True):
+        assert completion.finish_reason == "stop"
+        expected = generate_alone(prompts[name], 12)
+        assert list(completion.token_ids) == expected[: len(completion.token_ids)]
+    for pool in engine.store.pools.values():
+        assert (pool.held, pool.reserved) == (0, 0)

@@ -45,6 +45,9 @@ def test_broken_logits_are_an_error(bad, sampling):
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, "top_p must be in"),
         ({"seed": 2**63}, "seed must fit in 64 bits"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),
+        ({"min_p": 1.5}, "min_p must be in"),
     ],
 )
 def test_bad_sampling(arguments, message):
@@ -240,3 +243,41 @@ def test_noise_is_that_of_every_release():
     keys = torch.tensor([noise_key(0, 0), noise_key(0, 1), noise_key(-1, 0)])
     noise = gumbel_noise(keys, 1000)[:, [0, 999]]
     torch.testing.assert_close(noise.flatten(), torch.tensor(GOLDEN))
+
+
+def _restricted(logits, temperature, top_k, top_p, min_p):
+    """Brute force: top-k, then the nucleus of what is left, then what min_p allows of the best."""
+    weights = {i: math.exp((x - max(logits)) / temperature) for i, x in enumerate(logits)}
+    order = sorted(weights, key=lambda i: (-weights[i], i))[: top_k or None]
+    total, mass, kept = math.fsum(weights[i] for i in order), 0.0, []
+    for token in order:
+        kept.append(token)
+        mass += weights[token] / total
+        if mass >= top_p:
+            break
+    return {token for token in kept if weights[token] >= min_p * weights[order[0]]}
+
+
+@given(
+    logits=st.lists(st.integers(-20, 20), min_size=1, max_size=12, unique=True),
+    top_k=st.integers(0, 14),
+    top_p=st.sampled_from([0.3, 0.7, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+def test_restrictions_leave_out_what_brute_force_leaves_out(logits, top_k, top_p, min_p):
+    """All that is left is drawn at some position, and nothing else ever is."""
+    values = [x / 8 for x in logits]
+    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+    rows = torch.tensor([values] * 64)
+    drawn = set(choose_tokens(rows, [sampling] * 64, list(range(64))))
+    allowed = _restricted(values, 0.7, top_k, top_p, min_p)
+    assert drawn <= allowed
+    if len(allowed) == 1:
+        assert drawn == allowed
+
+
+@pytest.mark.parametrize("only_one", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}])
+def test_the_strictest_restrictions_take_the_best(only_one):
+    logits = torch.randn(20, 50)
+    sampled = choose_tokens(logits, [Sampling(temperature=3.0, **only_one)] * 20, [0] * 20)
+    assert sampled == choose_tokens(logits, [GREEDY] * 20, [0] * 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
 from anymla.cli.manners import on_terminal
 from anymla.cli.prompts import RequestDefaults, RequestReader
 from anymla.cli.run_options import RunOptions, json_option, run_options
+from anymla.cli.sampling_options import AskedSampling, sampling_options
 from anymla.cli.terminal import held_stderr, say
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import DRAFTS, Drafts
+from anymla.model.generation import GenerationDefaults
 from anymla.model.tokenizer import Tokenizer
 from anymla.ops.registry import BackendUnavailable
 from anymla.runtime.cache_view import PAGE_KINDS, dump_pages
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Completion, Request, RequestState
-from anymla.runtime.sampler import Sampling
+from anymla.runtime.stop_text import StopText
 
 
 @click.command()
@@ -39,14 +42,11 @@ from anymla.runtime.sampler import Sampling
     type=click.Path(path_type=Path),
     metavar="FILE",
     help='Continue many: lines of JSON with "prompt" or "token_ids", and, if wanted, "id", '
-    '"max_new_tokens", "temperature", "top_p", "seed".',
+    '"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed".',
 )
 @click.option("--max-new-tokens", default=64, show_default=True, help="Tokens to generate.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 takes the best token.")
-@click.option(
-    "--top-p", default=1.0, show_default=True, help="Choose among the best that reach this mass."
-)
-@click.option("--seed", default=0, show_default=True, help="Same seed, same tokens.")
+@sampling_options
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
 @click.option("--speculate", is_flag=True, help="Draft with what the checkpoint holds, and verify.")
 @click.option(
@@ -87,9 +87,8 @@ def command(
     prompt_file: Path | None,
     batch: Path | None,
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
+    asked: AskedSampling,
+    stop: tuple[str, ...],
     ignore_eos: bool,
     speculate: bool,
     drafts: Drafts | None,
@@ -116,11 +115,12 @@ def command(
     with bad_input(), held_stderr():
         config = ModelConfig.from_dir(run.checkpoint, drafts=drafts != "off")
         tokenizer = Tokenizer.from_dir(run.checkpoint)
+        said = GenerationDefaults.from_dir(run.checkpoint)
+        ends = frozenset(config.eos_token_ids) | frozenset(said.eos_token_ids)
         defaults = RequestDefaults(
-            max_new_tokens,
-            Sampling(temperature, top_p, seed),
-            frozenset() if ignore_eos else frozenset(config.eos_token_ids),
+            max_new_tokens, asked.sampling(said), frozenset() if ignore_eos else ends
         )
+        StopText(tokenizer.stream(), stop)  # refuses what cannot be meant
         reader = RequestReader(tokenizer, config, defaults)
         if batch is not None:
             requests = reader.from_batch(batch)
@@ -145,12 +145,12 @@ def command(
             engine.submit(request)
     with bad_input((BackendUnavailable, FloatingPointError)):
         alone, show = batch is None, json_file != STANDARD
-        completions = _run(engine, requests, tokenizer, alone=alone, show=show)
+        results = _run(engine, requests, tokenizer, stop, alone=alone, show=show)
     if json_file is not None and not model.ranks.rank:
         report = {
             "options": run.as_dict() | {"drafts": drafts, "draft_tokens": guessed},
-            "results": [_result(done, tokenizer) for done in completions],
-            "acceptance_rate": _acceptance(completions),
+            "results": [_result(done, text) for done, text in results],
+            "acceptance_rate": _acceptance([done for done, _ in results]),
             "cache_bytes": engine.store.nbytes,
             "timings": {
                 "load_s": loaded - began,
@@ -166,11 +166,18 @@ def _given(path: Path | None) -> Path:
 
 
 def _run(
-    engine: Engine, requests: list[Request], tokenizer: Tokenizer, *, alone: bool, show: bool
-) -> list[Completion]:
-    """Step until all is done, with a bar on stderr; completions in the order of ``requests``."""
+    engine: Engine,
+    requests: list[Request],
+    tokenizer: Tokenizer,
+    stop: Sequence[str],
+    *,
+    alone: bool,
+    show: bool,
+) -> list[tuple[Completion, str]]:
+    """Step until all is done, with a bar on stderr; results in the order of ``requests``."""
+    texts = {request.request_id: StopText(tokenizer.stream(), stop) for request in requests}
+    shown = dict.fromkeys(texts, "")
     done: dict[str, Completion] = {}
-    stream = tokenizer.stream()
     # Streamed text shows its own progress, so the bar of a single request ends with its prompt.
     total = sum(len(request.token_ids) for request in requests)
     if not alone:
@@ -181,32 +188,38 @@ def _run(
         while engine.busy:
             report = engine.step()
             bar.update(report.prompt_tokens)
-            for completion in report.finished:
-                done[completion.request.request_id] = completion
-            if alone:
-                for token in report.new_tokens.get(requests[0].request_id, ()):
-                    bar.close()
-                    text = stream.push(token)
-                    if show:
+            finished = {each.request.request_id: each for each in report.finished}
+            for name, tokens in report.new_tokens.items():
+                bar.update(0 if alone else len(tokens))
+                for token in tokens:
+                    if alone:
+                        bar.close()
+                    text = texts[name].push(token)
+                    shown[name] += text
+                    if alone and show:
                         say(text, nl=False)
-                continue
-            bar.update(sum(map(len, report.new_tokens.values())))
-            for completion in report.finished if show else ():
-                with tqdm.external_write_mode():
-                    text = tokenizer.decode(completion.token_ids)
-                    say(f"[{completion.request.request_id}] {text}")
-    if alone and show:
-        say(stream.finish())
-    return [done[request.request_id] for request in requests]
+                if texts[name].stopped:
+                    completion = finished.get(name) or engine.cancel(name)
+                    finished[name] = completion.cut(texts[name].tokens)
+            for name, completion in finished.items():
+                done[name] = completion
+                rest = texts[name].finish()
+                shown[name] += rest
+                if alone and show:
+                    say(rest)
+                elif show:
+                    with tqdm.external_write_mode():
+                        say(f"[{name}] {shown[name]}")
+    return [(done[request.request_id], shown[request.request_id]) for request in requests]
 
 
-def _result(done: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
+def _result(done: Completion, text: str) -> dict[str, Any]:
     return {
         "id": done.request.request_id,
         "prompt_tokens": len(done.request.token_ids),
         "token_ids": list(done.token_ids),
         "logprobs": list(done.logprobs),
-        "text": tokenizer.decode(done.token_ids),
+        "text": text,
         "finish_reason": done.finish_reason,
         "drafted": done.drafted,
         "accepted": done.accepted,

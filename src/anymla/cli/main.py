@@ -18,6 +18,7 @@ from anymla.cli.manners import manners, never_fail_to_print
 # which is repeated here so that listing the commands need not import them.
 _COMMANDS = {
     "generate": ("generate", "Continue prompts with a checkpoint."),
+    "chat": ("chat", "Talk with a checkpoint."),
     "score": ("score", "Log-probability of every token of a text."),
     "warm-up": ("warm_up", "Compile ahead what serving a checkpoint will use."),
     "inspect": ("inspect", "What is in a checkpoint, or in a dumped cache page."),

@@ -14,7 +14,17 @@ from anymla.model.tokenizer import Tokenizer
 from anymla.runtime.request import Request, check_request
 from anymla.runtime.sampler import Sampling
 
-_BATCH_KEYS = {"id", "prompt", "token_ids", "max_new_tokens", "temperature", "top_p", "seed"}
+_BATCH_KEYS = {
+    "id",
+    "prompt",
+    "token_ids",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +72,8 @@ class RequestReader:
         """One request for each line of JSON.
 
         A line holds "prompt" or "token_ids", and may hold "id", "max_new_tokens", "temperature",
-        "top_p" and "seed". Blank lines are skipped; an id is by default the line's number.
+        "top_p", "top_k", "min_p" and "seed". Blank lines are skipped; an id is by default the
+        line's number.
 
         Raises:
             BadInput: an unusable line, by number; no line at all; a file that cannot be read.
@@ -102,6 +113,8 @@ class RequestReader:
                 _number(fields, "temperature", sampling.temperature),
                 _number(fields, "top_p", sampling.top_p),
                 _integer(fields, "seed", sampling.seed),
+                _integer(fields, "top_k", sampling.top_k),
+                _number(fields, "min_p", sampling.min_p),
             ),
             stop_ids=self.defaults.stop_ids,
         )

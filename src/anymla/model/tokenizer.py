@@ -49,8 +49,13 @@ class Tokenizer:
             raise TokenizerError(f"{path}: its decoder must be ByteLevel, got {decoder}")
         return cls(inner, _leading_token(inner, path.with_name("tokenizer_config.json")))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the leading token if the checkpoint asks for one.
+    def encode(self, text: str, *, leading: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: the text; special tokens may be written out in it.
+            leading: put the leading token in front, if the checkpoint asks for one. What a chat
+                template has written holds it already.
 
         Raises:
             TokenizerError: the tokenizer cannot encode it.
@@ -66,8 +71,8 @@ class Tokenizer:
                 f"the tokenizer's vocabulary lacks {len(lacking)} bytes of this text: {named}"
             )
         with _library_errors("the tokenizer cannot encode the text"):
-            ids: list[int] = self._inner.encode(text).ids
-        if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            ids: list[int] = self._inner.encode(text, add_special_tokens=leading).ids
+        if leading and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
 

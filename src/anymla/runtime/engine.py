@@ -275,6 +275,19 @@ class Engine:
                         on_token(request_id, token)
         return sorted(completions, key=lambda done: order[done.request.request_id])
 
+    def cancel(self, request_id: str) -> Completion:
+        """End a request between steps; its pages are free again, other requests go on.
+
+        Returns:
+            What it has generated so far, with "stop" as the reason.
+
+        Raises:
+            KeyError: no such request is waiting or running.
+        """
+        state = self._states[request_id]
+        state.finish_reason = "stop"
+        return self._finish(state)
+
     def _forward(self, spans: Sequence[Span]) -> Forwarded:
         if self._runner is not None:
             fixed = self._runner.run(spans)

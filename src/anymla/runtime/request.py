@@ -88,6 +88,15 @@ class Completion:
     accepted: int
     timings: Timings
 
+    def cut(self, count: int) -> Completion:
+        """The same with its first tokens only, as it ends where its text does: with "stop"."""
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            finish_reason="stop",
+        )
+
 
 class RequestState:
     """A request between submission and completion.

@@ -39,22 +39,38 @@ class Sampling:
         temperature: 0 takes the best token; otherwise logits are divided by it.
         top_p: choose among the fewest most probable tokens that together have this probability.
         seed: any integer of 64 bits.
+        top_k: choose among so many most probable tokens; 0 for all.
+        min_p: choose among tokens at least so probable as this part of the most probable one.
+
+    Where several are asked for, ``top_k`` comes first, then ``top_p`` of what is left, then
+    ``min_p``: the order of transformers' generation.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
 
     @property
     def is_greedy(self) -> bool:
         """Whether the best token is taken."""
         return self.temperature == 0
 
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
 
@@ -157,9 +173,9 @@ def guess_tokens(
     if not rows:
         return tokens
     kept = {
-        place: _nucleus(logits[row], samplings[row])
+        place: _candidates(logits[row], samplings[row])
         for place, row in enumerate(rows)
-        if samplings[row].top_p < 1
+        if samplings[row].is_restricted
     }
     wanted = logits if len(rows) == len(tokens) else logits[rows]
     if kept:
@@ -200,12 +216,19 @@ def _best_on_host(logits: Tensor) -> list[int]:
     return tokens
 
 
-def _nucleus(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Ids of the fewest most probable tokens that together have ``top_p``, on the host."""
+def _candidates(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Ids that ``top_k``, ``top_p`` and ``min_p`` leave, most probable first, on the host."""
     # On the host: not every device has float64.
     wide = logits.cpu().double()
     probabilities = ((wide - wide.amax()) / sampling.temperature).softmax(-1)
     probabilities, order = probabilities.sort(descending=True, stable=True)
-    mass = probabilities.cumsum(-1)
+    if sampling.top_k:
+        probabilities = probabilities[: sampling.top_k]
     # The running sum may end short of top_p by rounding; impossible tokens stay out all the same.
-    return order[: min(int((mass < sampling.top_p).sum()) + 1, int((probabilities > 0).sum()))]
+    kept = int((probabilities > 0).sum())
+    if sampling.top_p < 1:
+        mass = probabilities.cumsum(-1)
+        kept = min(int((mass < sampling.top_p * mass[-1]).sum()) + 1, kept)
+    if sampling.min_p > 0:
+        kept = min(int((probabilities >= sampling.min_p * probabilities[0]).sum()), kept)
+    return order[:kept]

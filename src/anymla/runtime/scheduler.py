@@ -60,7 +60,10 @@ class Scheduler:
         return spans
 
     def finish(self, state: RequestState) -> None:
-        """Drop a finished request and return its row and pages."""
+        """Drop a request; return its row and pages if it has any."""
+        if state in self.waiting:
+            self.waiting.remove(state)
+            return
         self.running.remove(state)
         self._store.release(state)
 
