@@ -77,7 +77,7 @@ def test_a_dspark_checkpoint_with_each_option(tiny_dspark, tmp_path, temperature
             ([], "off", 0),
             (["--drafts", "off"], "off", 0),
             (["--speculate"], "auto", 5),
-            (["--drafts", "auto"], "auto", 5),
+            (["--drafts", "auto", "--adapt-drafts"], "auto", 5),
             (["--drafts", "dspark", "--draft-tokens", 3], "dspark", 3),
         ]
     ):
@@ -169,6 +169,7 @@ def _fails(result, pattern):
         (["--prompt", "a", "--json", "/nonexistent/f"], "there is no directory /nonexistent"),
         (["--prompt", "a", "--draft-tokens", 2], "--draft-tokens needs --speculate or --drafts"),
         (["--prompt", "a", "--draft-tokens", 2, "--drafts", "off"], "--draft-tokens needs"),
+        (["--prompt", "a", "--adapt-drafts"], "--adapt-drafts needs --speculate or --drafts"),
         (["--prompt", "a", "--speculate", "--drafts", "off"], "contradict each other"),
         (["--prompt", "a", "--drafts", "dspark"], "holds MTP layers, asked for: a DSpark drafter"),
         (["--prompt", "a", "--backend", "abacus"], "--backend abacus: there are .*torch"),

@@ -59,6 +59,9 @@ class FakeModel:
         self.steps = []
         self.logit_rows = []
 
+    def kinds_of_layers(self):
+        return range(self.config.num_hidden_layers)
+
     def reserve(self, max_seq_len):
         return []
 

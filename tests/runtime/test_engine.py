@@ -448,3 +448,12 @@ def test_a_cancelled_request_leaves_nothing_behind(steps):
         assert list(completion.token_ids) == expected[: len(completion.token_ids)]
     for pool in engine.store.pools.values():
         assert (pool.held, pool.reserved) == (0, 0)
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_only_the_steps_that_are_wanted_are_prepared(draft_tokens):
+    engine = Engine(FakeModel(), _options(draft_tokens=draft_tokens, decode="fixed"))
+    engine.warm_up(only=lambda bucket: bucket.requests == 2 and bucket.tokens == 1 + draft_tokens)
+    assert {step.query_lens for step in engine.model.steps} == {(1 + draft_tokens,) * 2}
+    wanted = _run(Engine(FakeModel(), _options()), [Request("a", _prompt(30), 9)])["a"]
+    assert engine.run([Request("a", _prompt(30), 9)])[0].token_ids == wanted.token_ids

@@ -131,7 +131,7 @@ def test_results_stay_in_place():
 
 
 def test_buckets_are_tried_from_the_cheapest():
-    buckets = decode_buckets(GROUPS, 6, 5000, 2)
+    buckets = decode_buckets(GROUPS, 6, 5000, (2,))
     assert {b.requests for b in buckets} == {1, 2, 4, 6}
     assert {b.tokens for b in buckets} == {1, 3}
     # 512 entries of 4 tokens are all selected up to 2051 tokens.

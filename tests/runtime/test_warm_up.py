@@ -109,7 +109,7 @@ def _choose(rng):
 
 
 def _some_drafts(rng):
-    def give(self, states, guess):
+    def give(self, states, rows, guesses):
         for state in states:
             state.drafts = rng.choices(range(3, 200), k=min(rng.randint(0, 1), state.remaining - 1))
 

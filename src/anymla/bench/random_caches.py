@@ -41,6 +41,9 @@ def fill_randomly(store: CacheStore, seed: int | None = None) -> None:
 def _fill(
     store: CacheStore, group: CacheGroup, cache: Tensor, random: torch.Generator | None
 ) -> None:
+    if group.kind in ("state", "index_state") and random is None:
+        cache.normal_()
+        return
     if group.kind in ("state", "index_state"):
         for some in cache.split(_STATE_PAGES):
             some.copy_(_drawn(len(some), _STATE_PAGES, cache.shape[1:], cache.device, random))

@@ -61,6 +61,11 @@ from anymla.runtime.stop_text import StopText
     help="Tokens guessed ahead; default: one for each MTP layer, or DSpark's block.",
 )
 @click.option(
+    "--adapt-drafts",
+    is_flag=True,
+    help="Verify only as many drafts in a step as have paid lately.",
+)
+@click.option(
     "--max-requests",
     default=8,
     show_default=True,
@@ -93,6 +98,7 @@ def command(
     speculate: bool,
     drafts: Drafts | None,
     draft_tokens: int | None,
+    adapt_drafts: bool,
     max_requests: int,
     no_graphs: bool,
     dump_cache: Path | None,
@@ -111,6 +117,8 @@ def command(
         raise BadInput("--speculate and --drafts off contradict each other")
     if draft_tokens is not None and drafts == "off":
         raise BadInput("--draft-tokens needs --speculate or --drafts")
+    if adapt_drafts and drafts == "off":
+        raise BadInput("--adapt-drafts needs --speculate or --drafts")
     refuse_overwriting("--json", json_file, prompt_file, batch)
     with bad_input(), held_stderr():
         config = ModelConfig.from_dir(run.checkpoint, drafts=drafts != "off")
@@ -134,6 +142,7 @@ def command(
     options = run.engine_options(
         max_requests=max_requests,
         draft_tokens=guessed,
+        adapt_drafts=adapt_drafts,
         decode="plain" if no_graphs else "auto",
     )
     with bad_input():

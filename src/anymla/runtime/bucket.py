@@ -66,20 +66,20 @@ def context_ceilings(groups: Sequence[CacheGroup], max_seq_len: int) -> list[int
 
 
 def decode_buckets(
-    groups: Sequence[CacheGroup], max_requests: int, max_seq_len: int, draft_tokens: int
+    groups: Sequence[CacheGroup], max_requests: int, max_seq_len: int, widths: Sequence[int]
 ) -> list[Bucket]:
-    """All buckets of an engine, the cheapest first: one token a request, and one with its drafts.
+    """All buckets of an engine, the cheapest first: one token a request, and one with drafts.
 
     Args:
         groups: the engine's cache groups.
         max_requests: requests that run at once.
         max_seq_len: longest request.
-        draft_tokens: tokens guessed ahead.
+        widths: how many drafts.
     """
     return sorted(
         Bucket(ceiling, tokens, requests)
         for ceiling in context_ceilings(groups, max_seq_len)
-        for tokens in {1, 1 + draft_tokens}
+        for tokens in {1, *(1 + width for width in widths)}
         for requests in request_counts(max_requests)
     )
 

@@ -14,6 +14,7 @@ from anymla.model.transformer import Transformer
 from anymla.runtime.bucket import Bucket, decode_buckets, smallest
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.draft_step import DraftStep
+from anymla.runtime.draft_width import draft_widths
 from anymla.runtime.dspark_step import DraftBlocks, DraftNoise, DSparkStep
 from anymla.runtime.fixed_step import FixedStep
 from anymla.runtime.forwarded import Forwarded
@@ -40,8 +41,12 @@ class DecodeRunner:
         record: bool,
         blocks: DraftBlocks | None = None,
     ) -> None:
+        drafts = options.draft_tokens
         self.buckets = decode_buckets(
-            store.groups, options.max_requests, options.max_seq_len, options.draft_tokens
+            store.groups,
+            options.max_requests,
+            options.max_seq_len,
+            draft_widths(drafts) if options.adapt_drafts else (drafts,),
         )
         self._model = model
         self._store = store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.decode_runner import decode_runner
+from anymla.runtime.draft_width import DraftWidth
 from anymla.runtime.dspark_drafts import DSparkDrafter
 from anymla.runtime.dspark_step import DraftBlocks
 from anymla.runtime.engine_memory import require_engine_memory
@@ -131,6 +132,9 @@ class Engine:
         self._checked_sizes: set[tuple[int, int]] = set()
         self._backbone_layers = model.config.num_hidden_layers
         self._drafter: Drafter | None = None
+        self._width: DraftWidth | None = None
+        if options.adapt_drafts and options.draft_tokens:
+            self._width = DraftWidth(options.draft_tokens, model.ranks, model.device)
         if self._blocks is not None:
             self._drafter = DSparkDrafter(
                 model,
@@ -226,6 +230,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> StepReport:
         """Run one batch of tokens; reports nothing if no request is left."""
+        begin = time.perf_counter()
         spans = self.scheduler.next_spans()
         if not spans:
             assert not self._states, "requests wait, but none runs"
@@ -237,6 +242,8 @@ class Engine:
             new_tokens = choose_next(self.model, spans, forwarded)
             if self._drafter is not None:
                 self._drafter.run(spans, forwarded)
+            if self._width is not None:
+                self._adapt(self._width, spans, new_tokens, begin)
         self._checked_sizes.add(sizes)
         finished = []
         for span in spans:
@@ -298,6 +305,28 @@ class Engine:
         caches = self.store.layers[: self._backbone_layers]
         hidden = self.model.forward(step, caches, taps=taps)
         return Forwarded.packed(hidden, spans, None if taps is None else taps.out, first_taps)
+
+    def _adapt(
+        self,
+        width: DraftWidth,
+        spans: Sequence[Span],
+        new_tokens: Mapping[str, list[int]],
+        begin: float,
+    ) -> None:
+        """Note the step just run, and cut the drafts of the next."""
+        verified = []
+        for span in spans:
+            if span.is_decode:
+                drafts = span.token_ids[1:]
+                right = zip(drafts, new_tokens[span.state.request.request_id], strict=False)
+                verified.append((len(drafts), sum(draft == token for draft, token in right)))
+        alone = len(verified) == len(spans)
+        width.observe(len(spans), verified, time.perf_counter() - begin if alone else None)
+        drafted = [span.state for span in spans if span.state.drafts]
+        if drafted:
+            most = width.next(len(drafted))
+            for state in drafted:
+                del state.drafts[most:]
 
     def _finish(self, state: RequestState) -> Completion:
         state.timings.finished = time.perf_counter()

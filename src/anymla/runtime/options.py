@@ -24,6 +24,8 @@ class EngineOptions:
         max_batch_tokens: tokens of a step, decode first; None: one token (and its drafts) for
             every request plus one chunk.
         draft_tokens: tokens that the drafter guesses ahead; 0 turns speculation off.
+        adapt_drafts: verify as many drafts in a step as have brought most tokens a second lately;
+            otherwise all. In graphs, every width has its own.
         least_survival: of a DSpark drafter with a confidence head: guesses that are less likely to
             be right, together with those before them, are not verified.
         decode: how steps run in which no request has prompt tokens left. "graph": at a few fixed
@@ -42,6 +44,7 @@ class EngineOptions:
     max_seq_len: int = 4096
     max_batch_tokens: int | None = None
     draft_tokens: int = 0
+    adapt_drafts: bool = False
     least_survival: float = 0.0
     decode: DecodeMode = "auto"
     side_stream: bool | None = None
