@@ -226,6 +226,15 @@ def test_two_processes_generate_what_one_does(checkpoint, tmp_path):
     assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
 
 
+def test_two_processes_adapt_alike(checkpoint, tmp_path):
+    """Each measures its own steps; if they chose for themselves, they would wait for each other."""
+    how = ("--speculate", "--adapt-drafts", "--draft-tokens", "3", "--max-new-tokens", "60")
+    one, _ = _generate([sys.executable, "-m", "anymla"], checkpoint, tmp_path / "1.json", *how)
+    two, _ = _generate(_torchrun(2), checkpoint, tmp_path / "2.json", *how)
+    assert two["token_ids"] == one["token_ids"]
+    assert two["drafted"] > 20
+
+
 @pytest.mark.gpu
 def test_two_gpus_generate_what_one_does(checkpoint, tmp_path):
     if torch.cuda.device_count() < 2:
