@@ -8,6 +8,7 @@ from torch import Tensor
 from anymla.audit.case import Case
 from anymla.audit.replay import recompute
 from anymla.formats.fp8_block import quantize_fp8_weight
+from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 
 TOKENS, HEADS, STREAMS, WIDTH = 3, 4, 4, 256
@@ -68,6 +69,18 @@ def inputs(method: str) -> tuple[dict[str, Tensor], dict[str, float | int | str]
         codes, scale = quantize_fp8_weight(torch.randn(2 * 128, 1024) / 32, "ue8m0")
         weight = {"wo_a": codes.view(2, 128, 1024), "wo_a_scale": scale.view(2, 1, 8)}
         return {"o": bf16(TOKENS, HEADS, 512), "cos_sin": table(), **weight}, {}
+    if method == "linear":
+        codes, scale = quantize_fp8_weight(torch.randn(128, 2048) / 45, "ue8m0")
+        return {"x": bf16(TOKENS, 2048), "weight": codes, "weight_scale": scale}, {}
+    if method == "experts":
+        tensors = {"x": bf16(1, WIDTH), "weights": torch.rand(1, 3), "shared": bf16(1, 32)}
+        for name, rows, width in (("w13", 256, WIDTH), ("w2", 32, 128)):
+            codes, scales = quantize_mxfp4(torch.randn(3, rows, width) * 1.5 / width**0.5)
+            tensors |= {name: codes, f"{name}_scale": scales}
+        return tensors, {"limit": 2.0}
+    if method == "router":
+        tensors = {"x": bf16(TOKENS, WIDTH), "weight": bf16(32, WIDTH, scale=WIDTH**-0.5)}
+        return tensors | {"bias": torch.randn(32) / 5}, {"scale": 1.5, "k": 6}
     n, mixes = STREAMS, STREAMS * (STREAMS + 2)
     streams = {"h": bf16(TOKENS, n, WIDTH)}
     if method == "hc_post":
@@ -88,17 +101,18 @@ def case_of(method: str, backend: str = "torch") -> Case:
         wanted = torch.arange(390, 518)
         pages = torch.tensor([7, 3, 9, 0, 4, 11, 2, 8, 5])
         listed = pages[wanted // 64] * 64 + wanted % 64
-        tensors = {"table": pages, "wanted": wanted, "listed": listed.flip(0)}
-        numbers = {"page_size": 64, "what": "rows of the window"}
+        tensors = {"table": pages, "listed": listed.flip(0)}
+        numbers = {"page_size": 64, "what": "rows of the window", "first": 390, "last": 518}
         return Case(method, "layer 0", ["a"], [517], tensors, numbers)
     if method == "at_rest":
         rows = torch.cat(list(stored(MAIN_FP8, torch.randn(2, 512)).values()), -1)
         tensors = {"before": rows, "after": rows.clone()}
         tensors |= {"entries": torch.tensor([3, 9]), "since": torch.tensor([5, 6])}
+        tensors |= {"slots": torch.tensor([77, 12]), "slots_before": torch.tensor([77, 12])}
         return Case(
             method, "layer 0", ["a", "b"], [40, 70], tensors, {"what": "main", "codes": 448}
         )
     tensors, numbers = inputs(method)
-    count = 1 if method in ("selection", "attention") else TOKENS
+    count = 1 if method in ("selection", "attention", "experts") else TOKENS
     names = [f"request {i}" for i in range(count)]
     return recompute(Case(method, "layer 0", names, POSITIONS[:count], tensors, numbers), backend)

@@ -8,7 +8,8 @@ from healthy import case_of
 from anymla.audit import judge, load_case
 from anymla.audit.auditor import Auditor
 from anymla.audit.case import Case
-from anymla.audit.process import JudgeProcess
+from anymla.audit.packet import Packed
+from anymla.audit.process import JudgeProcess, judge_here
 from anymla.audit.settings import Settings
 from anymla.testing.pytest_plugin import inference_rules  # noqa: F401
 
@@ -45,6 +46,16 @@ def test_one_step_in_so_many_is_audited() -> None:
         auditor.end(1)
     assert [i + 1 for i, each in enumerate(active) if each] == [5, 10]
     assert (auditor.step, auditor.audited) == (12, 2)
+
+
+def test_a_step_that_is_skipped_counts_as_such() -> None:
+    auditor = auditor_of(every=2)
+    for _ in range(4):
+        auditor.begin()
+        auditor.skip()
+        assert not auditor.active
+        auditor.end(1)
+    assert (auditor.step, auditor.audited, auditor.skipped) == (4, 0, 2)
 
 
 def test_layers_come_in_turn_and_choices_repeat() -> None:
@@ -115,11 +126,34 @@ def test_cases_that_come_too_fast_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(module, "_WAITING", 2)
     free = threading.Event()
-    auditor = Auditor(Settings(every=1), LOG, {}, lambda case: free.wait() and judge(case))
+    auditor = Auditor(
+        Settings(every=1), LOG, {}, [lambda packed: free.wait() and judge_here(packed)]
+    )
     for _ in range(6):
         auditor.submit(case_of("slots"))
+    assert auditor.full
     assert auditor.skipped >= 3  # one is with the judge, two wait
     free.set()
+    auditor.drain()
+    assert auditor.tallies["slots"].judged == 6 - auditor.skipped
+
+
+def test_several_judges_share_the_work() -> None:
+    both = threading.Barrier(2, timeout=20)
+    judges = [lambda packed: both.wait() >= 0 and judge_here(packed) for _ in range(2)]
+    auditor = Auditor(Settings(every=1), LOG, {}, judges)
+    for _ in range(2):
+        auditor.submit(case_of("slots"))
+    auditor.drain()
+    assert auditor.tallies["slots"].judged == 2
+
+
+def test_a_case_is_read_before_its_tensors_change() -> None:
+    auditor, case = auditor_of(every=1), case_of("query")
+    auditor.submit(case)
+    case.tensors["out"].zero_()
+    auditor.drain()
+    assert not auditor.alarms
 
 
 def test_a_process_judges_as_this_one_does(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,15 +161,16 @@ def test_a_process_judges_as_this_one_does(caplog: pytest.LogCaptureFixture) -> 
     right, wrong = case_of("attention"), case_of("selection")
     wrong.tensors["chosen"][0] = 50
     for case in (right, wrong):
-        assert process(case) == judge(case)
-    with pytest.raises(ValueError, match="lacks 'out'"):
-        process(Case("query", "layer 0", ["a"], [1], {}))
-    assert process(right).ok  # it lives on
+        assert process(Packed.of(case)) == [judge(case)]
+    (answer,) = process(Packed.of(Case("query", "layer 0", ["a"], [1], {})))
+    assert isinstance(answer, str)
+    assert "lacks 'out'" in answer
+    assert process(Packed.of(right)) == [judge(right)]  # it lives on
     assert process._process is not None
     process._process.kill()
     process._process.wait()
-    assert process(right).ok  # another one
-    auditor = Auditor(Settings(every=1), LOG, {}, process)
+    assert process(Packed.of(right)) == [judge(right)]  # another one
+    auditor = Auditor(Settings(every=1), LOG, {}, [process])
     auditor.submit(wrong)
     auditor.drain()
     assert auditor.tallies["selection"].alarms == 1

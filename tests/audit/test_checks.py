@@ -10,6 +10,7 @@ from torch import Tensor
 from anymla.audit import CHECKS, Case, judge, load_case, save_case
 from anymla.audit.case import CaseError
 from anymla.audit.replay import recompute, replay
+from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 
 Fault = Callable[[dict[str, Tensor]], None]
@@ -123,6 +124,37 @@ def _fewer_iterations(tensors: dict[str, Tensor]) -> None:
     tensors.update({name: made[name] for name in ("y", "post", "comb")})
 
 
+def _scale_byte_wrong(tensors: dict[str, Tensor]) -> None:
+    """Of one in sixteen blocks, twice what it should be."""
+    case = case_of("linear")
+    case.tensors["weight_scale"][0, 5] += 1
+    tensors["y"] = recompute(case, "torch").tensors["y"]
+
+
+def _another_expert(tensors: dict[str, Tensor]) -> None:
+    case = case_of("experts")
+    case.tensors["weights"] = case.tensors["weights"].flip(1)
+    tensors["out"] = recompute(case, "torch").tensors["out"]
+
+
+def _without_shared(tensors: dict[str, Tensor]) -> None:
+    case = case_of("experts")
+    del case.tensors["shared"]
+    tensors["out"] = recompute(case, "torch").tensors["out"]
+
+
+def _without_limit(tensors: dict[str, Tensor]) -> None:
+    case = case_of("experts")
+    case.numbers["limit"] = 100.0
+    tensors["out"] = recompute(case, "torch").tensors["out"]
+
+
+def _without_router_bias(tensors: dict[str, Tensor]) -> None:
+    case = case_of("router")
+    case.tensors["bias"] = torch.zeros_like(case.tensors["bias"])
+    tensors.update({name: recompute(case, "torch").tensors[name] for name in ("ids", "weights")})
+
+
 def _gates_transposed(tensors: dict[str, Tensor]) -> None:
     case = case_of("hc_post")
     case.tensors["comb"] = case.tensors["comb"].mT.contiguous()
@@ -179,6 +211,20 @@ FAULTS: list[tuple[str, str, Fault]] = [
     ("projection", "groups exchanged", _one_group_of_another),
     ("projection", "not turned back", _another_position("projection")),
     ("projection", "another token's", _roll("out")),
+    ("linear", "a value off", _shift("y", 0.5)),
+    ("linear", "scale byte wrong", _scale_byte_wrong),
+    ("linear", "another token's", _roll("y")),
+    ("linear", "NaN", _nan("y")),
+    ("experts", "a value off", _shift("out", 0.3)),
+    ("experts", "another expert", _another_expert),
+    ("experts", "scale byte wrong", _flip("w2_scale", 5, 2)),
+    ("experts", "shared expert left out", _without_shared),
+    ("experts", "no limit", _without_limit),
+    ("router", "an expert twice", _set("ids", 1, 7)),
+    ("router", "none", _set("ids", 1, -1)),
+    ("router", "another token's experts", _roll("ids")),
+    ("router", "bias left out", _without_router_bias),
+    ("router", "a weight off", _shift("weights", 0.001)),
     ("hc_pre", "too few iterations", _fewer_iterations),
     ("hc_pre", "a gate off", _shift("post", 0.01)),
     ("hc_pre", "another token's", _roll("y")),
@@ -208,6 +254,76 @@ def test_a_code_that_is_nan_is_seen_though_the_row_did_not_change() -> None:
     found = judge(case)
     assert "main entry 9: a code is NaN" in found.what
     assert found.token == 1
+
+
+def test_a_router_is_judged_from_its_logits_and_from_known_experts() -> None:
+    case = case_of("router")
+    logits = case.tensors.pop("x").float() @ case.tensors.pop("weight").float().T
+    case.tensors["logits"] = logits
+    assert judge(case).ok
+    assert judge(recompute(case, "torch")).ok
+    known = dataclasses.replace(case, tensors=case.tensors | {"known": case.tensors["ids"].flip(1)})
+    assert judge(known).ok
+    assert judge(recompute(known, "torch")).ok
+    known.tensors["known"] = known.tensors["known"].clone()
+    known.tensors["known"][1, 2] = 31 - known.tensors["known"][1, 2]
+    found = judge(known)
+    assert not found.ok
+    assert found.token == 1
+    assert "known are" in found.what
+
+
+def test_experts_in_bf16_are_judged_more_narrowly() -> None:
+    case = case_of("experts")
+    for name in ("w13", "w2"):
+        scale = case.tensors.pop(f"{name}_scale")
+        case.tensors[name] = dequantize_mxfp4(case.tensors[name], scale).bfloat16()
+    assert not judge(case).ok  # made with inputs in e4m3
+    found = judge(recompute(case, "torch"))
+    assert found.ok
+    assert found.worst > 0.05
+
+
+def test_nothing_is_chosen_before_there_is_an_entry() -> None:
+    case = case_of("selection")
+    for name in ("data", "scales"):
+        case.tensors[name] = case.tensors[name][:0]
+    assert not judge(case).ok
+    case.tensors["chosen"] = torch.full((16,), -1)
+    assert judge(case).ok
+
+
+def test_a_row_that_moved_is_not_compared() -> None:
+    case = case_of("at_rest")
+    case.tensors["after"] = case.tensors["after"].roll(1, 0)
+    assert not judge(case).ok
+    case.tensors["slots"] = case.tensors["slots"] + 1
+    assert judge(case).ok
+
+
+def test_a_list_counts_as_far_as_its_length() -> None:
+    case = case_of("slots")
+    listed = torch.cat((case.tensors["listed"], torch.tensor([3, -1])))
+    case.tensors["listed"] = listed
+    assert not judge(case).ok
+    case.tensors["length"] = torch.tensor([len(listed) - 2])
+    assert judge(case).ok
+    del case.tensors["length"]
+    listed[-2] = -1
+    assert judge(case).ok
+
+
+def test_entries_that_were_not_chosen_are_not_attended_to() -> None:
+    case = case_of("attention")
+    chosen = torch.arange(40)
+    chosen[30:] = -1
+    for name in ("entries_data", "entries_scales"):
+        rest = torch.full((10, case.tensors[name].shape[1]), 5, dtype=torch.uint8)
+        case.tensors[name] = torch.cat((case.tensors[name], rest))
+    assert not judge(case).ok
+    case.tensors["chosen"] = chosen
+    assert judge(case).ok
+    assert judge(recompute(case, "torch")).ok
 
 
 def test_every_method_has_a_fault() -> None:

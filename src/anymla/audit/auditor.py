@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from anymla.audit.case import Case, save_case
-from anymla.audit.checks import Finding, judge
+from anymla.audit.checks import Finding
+from anymla.audit.packet import Packed
+from anymla.audit.process import Answer, judge_here
 from anymla.audit.settings import Settings
 
-_WAITING = 4096  # cases that may wait for the judge; further ones are counted, not kept
+Judge = Callable[[Packed], Sequence[Answer]]
+_WAITING = 16  # steps that may wait for a judge; further ones are counted, not kept
 _KEPT = 64  # alarms whose cases stay in memory
 
 
@@ -48,7 +51,7 @@ class Auditor:
         active: whether the step that runs now is audited.
         step: number of steps so far.
         audited: how many of them were audited.
-        skipped: cases that were not judged because too many waited, or the judge failed.
+        skipped: cases, or steps, that were not judged because too many waited, or the judge failed.
         tallies: by method.
         alarms: the last of what was found.
     """
@@ -58,18 +61,18 @@ class Auditor:
         settings: Settings,
         log: logging.Logger,
         made_by: dict[str, str],
-        judge: Callable[[Case], Finding] = judge,
+        judges: Sequence[Judge] = (judge_here,),
     ) -> None:
-        """Start the thread that has cases judged.
+        """Start the threads that have cases judged.
 
         Args:
             settings: what to look at.
             log: where alarms go, as errors, and summaries, as information.
             made_by: versions and device, kept with dumps.
-            judge: of a case; ``JudgeProcess`` leaves the interpreter to the engine.
+            judges: of the cases of a step, each called from a thread of its own; ``JudgeProcess``
+                leaves the interpreter to the engine.
         """
         self.settings, self.log, self.made_by = settings, log, made_by
-        self._judge = judge
         self.active = False
         self.step = self.audited = self.skipped = 0
         self.tallies: dict[str, Tally] = collections.defaultdict(Tally)
@@ -77,8 +80,12 @@ class Auditor:
         self._dumped = 0
         self._started = time.monotonic()
         self._seen = 0
-        self._cases: queue.Queue[Callable[[], Case]] = queue.Queue(_WAITING)
-        threading.Thread(target=self._run, name="anymla-audit", daemon=True).start()
+        self._noting = threading.Lock()
+        self._steps: queue.Queue[Callable[[], Packed]] = queue.Queue(_WAITING * len(judges))
+        for each in judges:
+            threading.Thread(
+                target=self._run, args=(each,), name="anymla-audit", daemon=True
+            ).start()
 
     def next_is_audited(self) -> bool:
         """Whether the next step is audited."""
@@ -97,6 +104,12 @@ class Auditor:
             self.log.info("%s", self.summary())
         self.active = False
 
+    def skip(self) -> None:
+        """The step that runs now is not audited after all."""
+        self.skipped += self.active
+        self.audited -= self.active
+        self.active = False
+
     def random(self, what: str) -> random.Random:
         """Numbers for a choice in this step, the same whenever it is made."""
         return random.Random(f"{self.settings.seed} {self.step} {what}")
@@ -109,27 +122,33 @@ class Auditor:
         first = (self.audited - 1) * count
         return [layers[(first + i) % len(layers)] for i in range(count)]
 
-    def submit(self, case: Case) -> None:
-        """Have a case judged; it must not share memory with the engine."""
-        self.submit_later(lambda: case)
+    @property
+    def full(self) -> bool:
+        """Whether so many steps wait that another one would be skipped."""
+        return self._steps.full()
 
-    def submit_later(self, made: Callable[[], Case]) -> None:
-        """Have a case judged that is made in the judge's thread, as from copies on a device."""
+    def submit(self, case: Case) -> None:
+        """Have a case judged; its values are copied now."""
+        packed = Packed.of(case)
+        self.submit_step(lambda: packed)
+
+    def submit_step(self, made: Callable[[], Packed]) -> None:
+        """Have the cases of this step judged, made in a judge's thread, as from a device."""
         step = self.step
 
-        def stamped() -> Case:
-            case = made()
-            case.step, case.made_by = step, self.made_by
-            return case
+        def stamped() -> Packed:
+            packed = made()
+            packed.step, packed.made_by = step, self.made_by
+            return packed
 
         try:
-            self._cases.put_nowait(stamped)
+            self._steps.put_nowait(stamped)
         except queue.Full:
             self.skipped += 1
 
     def drain(self) -> None:
         """Wait until everything is judged."""
-        self._cases.join()
+        self._steps.join()
 
     def summary(self) -> str:
         """One line: steps, cases by method, the worst of each, alarms."""
@@ -146,28 +165,39 @@ class Auditor:
             f"{', '.join(parts) or 'nothing judged'}; {every}"
         )
 
-    def _run(self) -> None:
+    def _run(self, judge: Judge) -> None:
         while True:
-            made = self._cases.get()
+            made = self._steps.get()
             try:
-                case = made()
-                self._note(case, self._judge(case))
+                packed = made()
+                answers = judge(packed)
+                with self._noting:
+                    for index, answer in enumerate(answers):
+                        self._note(packed, index, answer)
             except Exception:  # a fault of the audit must never stop the engine
                 self.skipped += 1
-                self.log.exception("audit: a case cannot be judged")
+                self.log.exception("audit: a step cannot be judged")
             finally:
-                self._cases.task_done()
+                self._steps.task_done()
 
-    def _note(self, case: Case, found: Finding) -> None:
-        tally = self.tallies[case.method]
+    def _note(self, packed: Packed, index: int, answer: Answer) -> None:
+        planned = packed.planned[index]
+        if answer is None:
+            return
+        if isinstance(answer, str):
+            self.skipped += 1
+            self.log.error("audit: a case of %s cannot be judged: %s", planned.method, answer)
+            return
+        tally = self.tallies[planned.method]
         tally.judged += 1
-        tally.tokens += len(case.positions)
-        tally.worst, tally.mean = max(tally.worst, found.worst), max(tally.mean, found.mean)
-        if found.ok:
+        tally.tokens += len(planned.positions)
+        tally.worst, tally.mean = max(tally.worst, answer.worst), max(tally.mean, answer.mean)
+        if answer.ok:
             return
         tally.alarms += 1
-        self.alarms.append((case, found))
-        self.log.error("audit: %s%s", describe(case, found), self._dump(case, found))
+        case = packed.case(index).apart()
+        self.alarms.append((case, answer))
+        self.log.error("audit: %s%s", describe(case, answer), self._dump(case, answer))
 
     def _dump(self, case: Case, found: Finding) -> str:
         if not self.settings.directory or self._dumped >= self.settings.dumps:

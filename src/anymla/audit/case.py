@@ -66,6 +66,11 @@ class Case:
         moved = {name: each.to(device) for name, each in self.tensors.items()}
         return dataclasses.replace(self, tensors=moved)
 
+    def apart(self) -> Case:
+        """The same case with tensors of its own: views may keep far more in memory."""
+        own = {name: each.clone() for name, each in self.tensors.items()}
+        return dataclasses.replace(self, tensors=own)
+
 
 def to_bytes(case: Case, found: dict[str, Any] | None = None) -> bytes:
     """A case as the bytes of a safetensors file.

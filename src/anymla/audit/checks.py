@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anymla.audit.case import Case
 from anymla.formats.fp8_block import dequantize_fp8_weight
+from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8
 from anymla.testing.oracle.row_formats import ROW_FORMATS
 from anymla.testing.oracle.selection import Selections
@@ -239,13 +240,17 @@ def _index_query(case: Case) -> Finding:
 def _selection(case: Case) -> Finding:
     """Every selected entry at least as good as the best left out, less the scores' error."""
     layout, k = str(case.numbers["layout"]), int(case.numbers["k"])
+    chosen = case.tensors["chosen"].cpu().long().flatten()
+    if not len(case.tensors["data"]):  # before the first entry is closed
+        taken = chosen[chosen >= 0].tolist()
+        worst = math.inf if taken else 0.0
+        return Finding(case.method, not taken, worst, 0, f"{taken} chosen, none can be seen")
     keys = ROW_FORMATS[layout].decode(case.tensors["data"].cpu(), case.tensors["scales"].cpu())
     q, weights = case.tensors["q"].cpu().double(), case.tensors["weights"].cpu().double()
     dots, sizes = q @ keys.T, q.abs() @ keys.abs().T
     scores = (weights @ dots.relu()).unsqueeze(0)
     # A sum in FP8 tensor cores, then one over the heads in float32.
     error = (weights.abs() @ (_FP8_SUM * sizes + 2 * math.sqrt(len(q)) * _EPS32 * dots.abs())).max()
-    chosen = case.tensors["chosen"].cpu().long().flatten()
     order = torch.cat((chosen[chosen >= 0], chosen[chosen < 0])).unsqueeze(0)
     found = Selections()
     visible = torch.ones_like(scores, dtype=torch.bool)
@@ -256,11 +261,18 @@ def _selection(case: Case) -> Finding:
 
 
 def _slots(case: Case) -> Finding:
-    """Slots in a list are those that the block table gives for what must be listed, each once."""
+    """Slots in a list are those that the block table gives for what must be listed, each once.
+
+    Wanted are the places from ``first`` to before ``last``; ``length``, if it is there, says how
+    many of the list count, and negative slots never do.
+    """
     page_size = int(case.numbers["page_size"])
     table = case.tensors["table"].cpu().long().flatten()
-    wanted = case.tensors["wanted"].cpu().long().flatten()
+    wanted = torch.arange(int(case.numbers["first"]), int(case.numbers["last"]))
     listed = case.tensors["listed"].cpu().long().flatten()
+    if (length := case.tensors.get("length")) is not None:
+        listed = listed[: int(length)]
+    listed = listed[listed >= 0]
     want = table[wanted // page_size] * page_size + wanted % page_size
     want, got = want.sort().values, listed.sort().values
     if want.shape == got.shape and torch.equal(want, got):
@@ -283,9 +295,8 @@ def _attention(case: Case) -> Finding:
     for which their roundings, being independent, nearly cancel: that factor is judged as well.
     """
     rows = [
-        ROW_FORMATS[MAIN_FP8].decode(case.tensors[f"{name}_data"].cpu(), scales.cpu())
-        for name in ("window", "entries")
-        if (scales := case.tensors.get(f"{name}_scales")) is not None
+        ROW_FORMATS[MAIN_FP8].decode(data.cpu(), scales.cpu())
+        for data, scales in attended(case.tensors).values()
     ]
     keys = torch.cat(rows)
     q, scale = case.tensors["q"].cpu().double(), float(case.numbers["scale"])
@@ -313,6 +324,22 @@ def _attention(case: Case) -> Finding:
     may = _DEVIATIONS * spread.sqrt() / size + exact
     pairs = {"out": (got, want, allowed), "factor of": (factor, torch.ones_like(factor), may)}
     return _distance(case, {n: tuple(x.unsqueeze(0) for x in each) for n, each in pairs.items()})
+
+
+def attended(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Bytes and scales of the window's rows and of the entries that were chosen, if there are any.
+
+    Entries lie as they were chosen: where ``chosen`` is negative, none was.
+    """
+    found = {}
+    for name in ("window", "entries"):
+        if f"{name}_scales" in tensors:
+            found[name] = tensors[f"{name}_data"], tensors[f"{name}_scales"]
+    chosen = tensors.get("chosen")
+    if chosen is not None and "entries" in found:
+        there = chosen >= 0
+        found["entries"] = found["entries"][0][there], found["entries"][1][there]
+    return found
 
 
 def dense_weight(case: Case, name: str) -> Tensor:
@@ -394,8 +421,13 @@ def _hc_pre(case: Case) -> Finding:
 
 
 def _at_rest(case: Case) -> Finding:
-    """Rows that were written are what they were, and none of their codes is NaN."""
+    """Rows that were written are what they were, and none of their codes is NaN.
+
+    Nothing is asked of a row that lies elsewhere now.
+    """
     before, after = case.tensors["before"], case.tensors["after"]
+    moved = case.tensors["slots"] != case.tensors["slots_before"]
+    before = torch.where(moved.unsqueeze(1), after, before)
     wrong = before != after
     count = int(case.numbers["codes"])
     nan = (after[:, :count] & 0x7F) == 0x7F
@@ -442,18 +474,158 @@ def _hc_head(case: Case) -> Finding:
     return _distance(case, {"y": (got, want, size + _unit(got.dtype) / 2 * want.abs() + 1e-30)})
 
 
+def _linear(case: Case) -> Finding:
+    """A block of a linear layer's outputs: one rounding of the result, float32 sums.
+
+    An FP8 layer also rounds what it is given to e4m3, by groups of 128 channels: independent
+    errors, which add as squares. A wrong scale of a block of the weight moves many outputs by less
+    than eight deviations each, but their mean square by far more than that of roundings can be:
+    over R outputs whose errors have correlations c it is at most one, and its deviation at most
+    ``sqrt(2 sum c^2) / R``.
+    """
+    x, weight = case.tensors["x"].double(), dense_weight(case, "weight")
+    got = case.tensors["y"]
+    want, sizes = x @ weight.T, x.abs() @ weight.abs().T
+    unit = float(case.numbers.get("unit", _unit(got.dtype)))
+    # Partial sums may be rounded as the result is (split-K).
+    deviation = unit / 2 / math.sqrt(3) * (x.square() @ weight.square().T).sqrt()
+    allowed = unit * want.abs() + _DEVIATIONS * deviation
+    allowed += 2 * math.sqrt(x.shape[1]) * _EPS32 * sizes + 1e-30
+    pairs: dict[str, tuple[Tensor, ...]] = {}
+    if "weight_scale" in case.tensors:
+        # Below e4m3's normal numbers the error stays what it is there.
+        groups = x.unflatten(1, (-1, 128)).abs()
+        least = groups.amax(-1, keepdim=True) * 2.0**-13
+        squares = torch.maximum(groups, least).square().flatten(1)
+        variance = _E4M3_DEVIATION**2 * (squares @ weight.square().T)
+        allowed += _DEVIATIONS * variance.sqrt() + _FP8_SUM * sizes
+        variance += deviation.square() + (unit / 2 * want.abs()).square() / 3 + 1e-60
+        mean = ((got.double() - want).square() / variance).mean(1)
+        scaled = squares.sqrt().unsqueeze(1) * (_E4M3_DEVIATION * weight)
+        scaled = (scaled / variance.sqrt().unsqueeze(-1)).float()
+        correlation = (scaled @ scaled.mT).square().sum((1, 2)).clamp(min=weight.shape[0])
+        most = 1 + _DEVIATIONS * (2 * correlation).sqrt() / weight.shape[0]
+        pairs["mean square of all"] = mean, torch.zeros_like(mean), most
+    return _distance(case, {"y": (got, want, allowed), **pairs})
+
+
+def _experts(case: Case) -> Finding:
+    """Outputs of the routed experts of one token: SwiGLU between two products, and their sum.
+
+    What enters a product may be rounded to e4m3. An input's rounding error reaches an output
+    through both halves of every expert, linearly, so that its whole effect is one number; errors of
+    different channels are independent. Gates, and what leaves SwiGLU, are rounded to bf16 as well.
+    """
+    x, unit = case.tensors["x"].double().flatten(), _unit(case.tensors["x"].dtype) / 2
+    limit, coded = float(case.numbers["limit"]), "w13_scale" in case.tensors
+    enters = math.sqrt((_E4M3_DEVIATION**2 if coded else 0.0) + unit**2 / 3)
+    got = case.tensors["out"].flatten()
+    want = torch.zeros(len(got), dtype=torch.float64)
+    if "shared" in case.tensors:
+        want += case.tensors["shared"].double().flatten()
+    size, through = want.abs(), torch.zeros(len(got), len(x), dtype=torch.float64)
+    variance = torch.zeros_like(want)
+    for each, factor in enumerate(case.tensors["weights"].double().flatten()):
+        first, second = (_expert_weight(case, name, each) for name in ("w13", "w2"))
+        half = len(first) // 2
+        products = first @ x
+        gate, up = products[:half].clamp(max=limit), products[half:].clamp(-limit, limit)
+        share = torch.sigmoid(gate)
+        inner, open_gate = gate * share * up, products[:half] < limit
+        slopes = (
+            (share + gate * share * (1 - share)) * up * open_gate,
+            gate * share * (products[half:].abs() < limit),
+        )
+        second = second * factor
+        want += second @ inner
+        size += second.abs() @ inner.abs()
+        through += (second * slopes[0]) @ first[:half] + (second * slopes[1]) @ first[half:]
+        rounded = sum((s * p).square() for s, p in zip(slopes, products.split(half), strict=True))
+        variance += second.square() @ (rounded * unit**2 / 3 + (enters * inner).square())
+        variance += (second @ inner).square() * unit**2 / 3
+    groups = x.abs().view(-1, 128) if coded else x.abs().unsqueeze(1)
+    least = groups.amax(-1, keepdim=True) * 2.0**-13
+    variance += through.square() @ (enters * torch.maximum(groups, least)).square().flatten()
+    allowed = _DEVIATIONS * variance.sqrt() + 2 * unit * want.abs()
+    allowed += (_FP8_SUM if coded else 2 * math.sqrt(len(x)) * _EPS32) * size + 1e-30
+    return _distance(case, {"out": tuple(y.unsqueeze(0) for y in (got, want, allowed))})
+
+
+def _expert_weight(case: Case, name: str, expert: int) -> Tensor:
+    """A matrix of one expert in float64: as it is, or MXFP4."""
+    weight, scale = case.tensors[name][expert], case.tensors.get(f"{name}_scale")
+    if scale is None:
+        return weight.double()
+    return dequantize_mxfp4(weight.view(torch.uint8), scale[expert].view(torch.uint8)).double()
+
+
+def _router(case: Case) -> Finding:
+    """The experts of a token and their weights, from the router's logits or what they are made of.
+
+    ``sqrt(softplus(logit))`` is the score; the best by score plus bias are chosen, or those that
+    are ``known`` by the token's id; weights are their scores, normed to the sum ``scale``.
+    """
+    if "logits" in case.tensors:
+        logits = case.tensors["logits"].double()
+        error = torch.zeros_like(logits)
+    else:
+        x, weight = case.tensors["x"].double(), case.tensors["weight"].double()
+        logits = x @ weight.T
+        error = 2 * math.sqrt(x.shape[1]) * _EPS32 * (x.abs() @ weight.abs().T)
+    # log(1 + exp) in float32, however it is written; a root, a sum.
+    low, high = (
+        (torch.nn.functional.softplus(each, threshold=40) + by).clamp(min=0).sqrt()
+        for each, by in ((logits - error, -_EPS32), (logits + error, _EPS32))
+    )
+    low, high = low * (1 - 8 * _EPS32), high * (1 + 8 * _EPS32)
+    ids, weights = case.tensors["ids"].long(), case.tensors["weights"]
+    for token, row in enumerate(ids):
+        if wrong := _wrong_experts(case, token, row, low[token], high[token]):
+            return Finding(case.method, False, math.inf, token, wrong)
+    scores = torch.nn.functional.softplus(logits, threshold=40).sqrt().gather(1, ids)
+    spread = (high - low).gather(1, ids)
+    total = scores.sum(1, keepdim=True)
+    want = scores / total * float(case.numbers["scale"])
+    allowed = (spread / scores + spread.sum(1, keepdim=True) / total + 8 * _EPS32) * want
+    return _distance(case, {"weight": (weights, want, allowed + 1e-30)})
+
+
+def _wrong_experts(case: Case, token: int, ids: Tensor, low: Tensor, high: Tensor) -> str:
+    """Why these cannot be a token's experts; empty if they can."""
+    chosen = ids.tolist()
+    if len(set(chosen)) < len(chosen) or min(chosen) < 0 or max(chosen) >= len(low):
+        return f"experts {chosen}: one twice, or none"
+    known = case.tensors.get("known")
+    if known is not None:
+        wanted = known[token].tolist()
+        return "" if sorted(wanted) == sorted(chosen) else f"experts {chosen}, known are {wanted}"
+    bias = case.tensors["bias"].double()
+    others = torch.ones_like(low, dtype=torch.bool)
+    others[ids] = False
+    size = _EPS32 * (high + bias.abs())
+    worst = int(ids[(high + bias + size)[ids].argmin()])
+    best = int((low + bias - size).masked_fill(~others, -math.inf).argmax())
+    left, kept = float((low + bias - size)[best]), float((high + bias + size)[worst])
+    if kept >= left:
+        return ""
+    return f"expert {worst} chosen with {kept:.6g} at most, {best} left out with {left:.6g}"
+
+
 CHECKS: dict[str, Callable[[Case], Finding]] = {
     "at_rest": _at_rest,
     "attention": _attention,
     "compressed_row": _compressed_row,
     "compressor_state": _compressor_state,
+    "experts": _experts,
     "hc_head": _hc_head,
     "hc_post": _hc_post,
     "hc_pre": _hc_pre,
     "index_query": _index_query,
+    "linear": _linear,
     "projection": _projection,
     "qkv_norm": _qkv_norm,
     "query": _query,
+    "router": _router,
     "selection": _selection,
     "slots": _slots,
     "window_row": _window_row,

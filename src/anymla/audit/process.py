@@ -1,7 +1,7 @@
 """Judges cases in a process of its own, which shares no interpreter lock with the engine.
 
-Run as ``python -m anymla.audit.process``: reads cases from stdin, each behind its length in eight
-bytes, and answers each with a line of JSON.
+Run as ``python -m anymla.audit.process``: reads the cases of a step from stdin, as the engine's
+process packed them, and answers with a line of JSON. The engine only copies bytes into a pipe.
 """
 
 from __future__ import annotations
@@ -10,12 +10,30 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from anymla.audit.case import Case, from_bytes, to_bytes
+import torch
+
 from anymla.audit.checks import Finding, judge
+from anymla.audit.packet import Packed
+
+# Of a case: what the check says, why it failed, or None where nothing was recorded.
+Answer = Finding | str | None
+
+
+def judge_here(packed: Packed) -> list[Answer]:
+    """What ``checks.judge`` says of each case of a step."""
+    answers: list[Answer] = []
+    for case in packed.cases():
+        try:
+            answers.append(None if case is None else judge(case))
+        except Exception as error:  # of one case; the next may be in order
+            answers.append(f"{type(error).__name__}: {error}")
+    return answers
 
 
 class JudgeProcess:
@@ -30,11 +48,10 @@ class JudgeProcess:
         self._threads = threads
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, case: Case) -> Finding:
-        """What ``checks.judge`` says of a case with tensors on the CPU.
+    def __call__(self, packed: Packed) -> Sequence[Answer]:
+        """As ``judge_here``.
 
         Raises:
-            ValueError: as ``checks.judge``.
             OSError: the process has ended; the next call starts another.
         """
         if self._process is not None and self._process.poll() is not None:
@@ -42,18 +59,17 @@ class JudgeProcess:
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        text = to_bytes(case)
-        process.stdin.write(len(text).to_bytes(8, "little"))
-        process.stdin.write(text)
+        # Both ends of the pipe are this program.
+        words = pickle.dumps((packed.planned, packed.step, packed.marks))
+        for size in (len(words), len(packed.block)):
+            process.stdin.write(size.to_bytes(8, "little"))
+        process.stdin.write(words)
+        process.stdin.write(packed.block.numpy().data)
         process.stdin.flush()
         line = process.stdout.readline()
         if not line:
             raise OSError("the process that judges has ended")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        answer["worst"], answer["mean"] = float(answer["worst"]), float(answer["mean"])
-        return Finding(**answer)
+        return [_read(each) for each in json.loads(line)]
 
     def close(self) -> None:
         """End the process."""
@@ -76,15 +92,29 @@ class JudgeProcess:
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:
     while size := source.read(8):
-        text = source.read(int.from_bytes(size, "little"))
-        try:
-            answer: dict[str, Any] = dataclasses.asdict(judge(from_bytes(text)[0]))
-            # JSON knows no infinity.
-            answer["worst"], answer["mean"] = repr(answer["worst"]), repr(answer["mean"])
-        except Exception as error:  # of one case; the next may be in order
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sink.write(json.dumps(answer).encode() + b"\n")
+        rest = int.from_bytes(source.read(8), "little")
+        planned, step, marks = pickle.loads(source.read(int.from_bytes(size, "little")))
+        block = torch.empty(rest, dtype=torch.uint8)
+        view = block.numpy().data
+        while rest:
+            rest -= source.readinto(view[len(view) - rest :])  # type: ignore[attr-defined]
+        answers = judge_here(Packed(planned, block, step, marks))
+        sink.write(json.dumps([_written(each) for each in answers]).encode() + b"\n")
         sink.flush()
+
+
+def _written(answer: Answer) -> Any:
+    if not isinstance(answer, Finding):
+        return answer
+    words = dataclasses.asdict(answer)
+    # JSON knows no infinity.
+    return words | {"worst": repr(answer.worst), "mean": repr(answer.mean)}
+
+
+def _read(words: Any) -> Answer:
+    if not isinstance(words, dict):
+        return words
+    return Finding(**words | {"worst": float(words["worst"]), "mean": float(words["mean"])})
 
 
 if __name__ == "__main__":

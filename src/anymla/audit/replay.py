@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from anymla.audit.case import Case
-from anymla.audit.checks import Finding, dense_weight, judge
+from anymla.audit.checks import Finding, attended, dense_weight, judge
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_pre
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
-from anymla.ops.linear import grouped_output_projection
+from anymla.ops.linear import fp8_block_linear, grouped_output_projection, linear
+from anymla.ops.moe import experts, route_biased, route_hash
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
 from anymla.ops.registry import BackendUnavailable
 from anymla.ops.sparse_attention import sparse_attention
@@ -189,10 +190,12 @@ def _selection(case: Case, backend: str) -> dict[str, Tensor]:
 
 
 def _attention(case: Case, backend: str) -> dict[str, Tensor]:
+    found = attended(case.tensors)
+
     def listed(name: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        if f"{name}_data" not in case.tensors:
+        if name not in found:
             return None, None
-        data, scales = case.tensors[f"{name}_data"], case.tensors[f"{name}_scales"]
+        data, scales = found[name]
         indices = torch.arange(len(data), dtype=torch.int32, device=data.device)
         return _page(MAIN_FP8, data, scales), indices.unsqueeze(0)
 
@@ -218,6 +221,74 @@ def _projection(case: Case, backend: str) -> dict[str, Tensor]:
     table, places = case.tensors["cos_sin"], _places(case)
     z = grouped_output_projection(case.tensors["o"], places, table, weight, backend=backend)
     return {"out": z}
+
+
+def _linear(case: Case, backend: str) -> dict[str, Tensor]:
+    x, weight = case.tensors["x"], case.tensors["weight"]
+    scale = case.tensors.get("weight_scale")
+    if scale is None:
+        return {"y": linear(x.to(weight.dtype), weight, backend=backend)}
+    scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+    return {"y": fp8_block_linear(x, weight, scale, quantize_activations=True, backend=backend)}
+
+
+def _experts(case: Case, backend: str) -> dict[str, Tensor]:
+    x, w13, w2 = (case.tensors[name] for name in ("x", "w13", "w2"))
+    half, count = w13.shape[1] // 2, w2.shape[1]
+    plain = "w13_scale" not in case.tensors
+    # Of the outputs only some are there; what the others are does not matter.
+    names = ("w2",) if plain else ("w2", "w2_scale")
+    down = {n: _with_rows(case.tensors[n], x.shape[1]) for n in names}
+    lists = {
+        "w1": w13[:, :half],
+        "w3": w13[:, half:],
+        "w2": down["w2"],
+        **({} if plain else _scales(case.tensors["w13_scale"], half, down["w2_scale"])),
+    }
+    parts = {name: list(part.contiguous().unbind()) for name, part in lists.items()}
+    parts |= {name: [] for name in ("s1", "s3", "s2") if plain}
+    shared = case.tensors.get("shared")
+    out = experts(
+        x,
+        torch.arange(len(w13), dtype=torch.int32, device=x.device).unsqueeze(0),
+        case.tensors["weights"].float().view(1, -1),
+        **parts,
+        weight_format="plain" if plain else "mxfp4",
+        swiglu_limit=float(case.numbers["limit"]),
+        quantize_activations=not plain,
+        shared=None if shared is None else _with_rows(shared, x.shape[1], 1),
+        backend=backend,
+    )
+    return {"out": out[:, :count]}
+
+
+def _with_rows(tensor: Tensor, count: int, dim: int = 1) -> Tensor:
+    """Filled up with zeros to so many rows."""
+    shape = list(tensor.shape)
+    shape[dim] = count - shape[dim]
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
+
+
+def _scales(first: Tensor, half: int, second: Tensor) -> dict[str, Tensor]:
+    return {"s1": first[:, :half], "s3": first[:, half:], "s2": second}
+
+
+def _router(case: Case, backend: str) -> dict[str, Tensor]:
+    scale = float(case.numbers["scale"])
+    if "logits" in case.tensors:
+        x = case.tensors["logits"].float()
+        gate = torch.eye(x.shape[1], device=x.device)
+    else:
+        x, gate = case.tensors["x"], case.tensors["weight"]
+    known = case.tensors.get("known")
+    if known is not None:
+        places = torch.arange(len(x), device=x.device)
+        ids, weights = route_hash(x, gate, places, known.long(), scale=scale, backend=backend)
+    else:
+        k = int(case.numbers["k"])
+        bias = case.tensors["bias"].float()
+        ids, weights = route_biased(x, gate, bias, k=k, scale=scale, backend=backend)
+    return {"ids": ids, "weights": weights}
 
 
 def _hc_pre(case: Case, backend: str) -> dict[str, Tensor]:
@@ -249,13 +320,16 @@ _METHODS: dict[str, Callable[[Case, str], dict[str, Tensor]]] = {
     "attention": _attention,
     "compressed_row": _compressed_row,
     "compressor_state": _compressor_state,
+    "experts": _experts,
     "hc_head": _hc_head,
     "hc_post": _hc_post,
     "hc_pre": _hc_pre,
     "index_query": _index_query,
+    "linear": _linear,
     "projection": _projection,
     "qkv_norm": _qkv_norm,
     "query": _insert,
+    "router": _router,
     "selection": _selection,
     "window_row": _insert,
 }

@@ -18,6 +18,7 @@ class Settings:
         directory: where dumps go; empty for none.
         dumps: how many are written at most.
         mebibytes: how large one may be.
+        judges: processes that judge.
     """
 
     every: int = 200
@@ -27,6 +28,7 @@ class Settings:
     directory: str = ""
     dumps: int = 20
     mebibytes: int = 256
+    judges: int = 1
 
     def __post_init__(self) -> None:
         """Raise ValueError for counts that mean nothing."""
