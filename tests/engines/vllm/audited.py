@@ -6,9 +6,23 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from vllm.forward_context import get_forward_context
+
+from anymla.audit.rows import RowRecorder
+
 NEW_TOKENS = 6
+
+
+class Captured(RowRecorder):
+    """A recorder that takes every step for a graph that is being captured, and replayed.
+
+    All layers note, launches are put off as in a graph, and caches are read when the step has run.
+    """
+
+    captured = True  # type: ignore[assignment]
 
 
 class Probe:
@@ -23,13 +37,38 @@ class Probe:
     def _audit(self) -> Any:
         return self.model_runner.get_model().anymla_audit
 
+    def anymla_as_in_graphs(self) -> None:
+        """From now on look at steps as at a graph's: chosen, and ended, by the runner."""
+        hooks, inner = self._audit(), self.model_runner.get_model().model
+        hooks._recorder.__class__ = Captured
+        forward, known = inner.forward, self.model_runner.input_batch.num_computed_tokens_cpu
+
+        def run(input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
+            metadata = get_forward_context().attn_metadata
+            if hooks.auditor.active and isinstance(metadata, dict):
+                first = next(each for each in metadata.values() if hasattr(each, "query_start_loc"))
+                starts = first.query_start_loc_cpu.numpy()
+                batch = SimpleNamespace(
+                    num_reqs=len(starts) - 1,
+                    num_tokens=int(starts[-1]),
+                    query_start_loc_np=starts,
+                    num_computed_tokens_np=known,
+                    req_ids=hooks.request_ids,
+                )
+                hooks.begin_batch(batch, exact=True)
+            result = forward(input_ids, positions, *args, **kwargs)
+            hooks.end(metadata)
+            return result
+
+        inner.forward = run
+
     def anymla_break_audit(self) -> None:
         """Have the audit itself fail wherever it takes a case."""
 
         def fail(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("a fault of the audit")
 
-        self._audit()._submit = fail
+        self._audit()._plan = fail
 
     def anymla_found(self) -> dict[str, Any]:
         """What was found since the last time; the fault is taken out."""
@@ -71,6 +110,12 @@ def run(checkpoint: str) -> dict[str, Any]:
             llm.collective_rpc("anymla_break", args=(name,))
         llm.generate(prompts, sampling, use_tqdm=False)
         answer[name] = llm.collective_rpc("anymla_found")[0]
+    llm.collective_rpc("anymla_as_in_graphs")
+    for name in ("healthy", *FAULTS):
+        if name != "healthy":
+            llm.collective_rpc("anymla_break", args=(name,))
+        llm.generate(prompts, sampling, use_tqdm=False)
+        answer[f"{name}, in graphs"] = llm.collective_rpc("anymla_found")[0]
     llm.collective_rpc("anymla_break_audit")
     made = llm.generate(prompts, sampling, use_tqdm=False)
     answer["audit broken"] = llm.collective_rpc("anymla_found")[0]

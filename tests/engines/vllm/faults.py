@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context
 
 from anymla.engines.vllm import attention, compressor, indexer
 from anymla.engines.vllm.metadata import WindowBuilder
@@ -99,7 +100,7 @@ def best_entry_missed(model: Any) -> Undo:
 
 
 def page_freed_early(model: Any) -> Undo:
-    """Another request's entry is written over one of a request that still runs."""
+    """The first entries of every request are written over by one another."""
     layer = next(
         m
         for m in model.modules()
@@ -109,8 +110,11 @@ def page_freed_early(model: Any) -> Undo:
 
     def run(*args: Any) -> None:
         forward(*args)
-        data = get_layout(MAIN_FP8).planes(layer.kv_cache)[0]
-        data[:, :3] = data[:, :3].flip(1)
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            data = get_layout(MAIN_FP8).planes(layer.kv_cache)[0]
+            for page in set(metadata[layer.prefix].block_table[:, 0].tolist()):
+                data[page, :8] = data[page, :8].roll(1, 0)
 
     layer.forward_mqa = run
     return lambda: setattr(layer, "forward_mqa", forward)

@@ -25,6 +25,12 @@ METHODS = {
 }
 # What lay in an index page that is not written may be no index keys at all.
 ALSO = {"stale index row": {"at_rest"}}
+# A graph's caches are read when all of it has run: what was overwritten since its method ran.
+IN_GRAPHS = {"page freed early": {"attention", "compressed_row"}}
+
+
+# On a CPU vLLM packs the weights of its products for its own kernels.
+JUDGED = set(CHECKS) - {"linear", "experts"}
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +40,31 @@ def found(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     command = [sys.executable, str(HERE / "audited.py"), str(checkpoint), str(answer)]
     # Hyper-connections as well.
     env = environment("audit,force", ANYMLA_AUDIT="every=1,requests=4,layers=2")
-    finish(command, env, directory / "log.txt", 900)
+    finish(command, env, directory / "log.txt", 1500)
     return json.loads(answer.read_text())
 
 
-def test_a_healthy_engine_gives_no_alarm_and_every_method_is_judged(found: dict[str, Any]) -> None:
-    healthy = found["healthy"]
+@pytest.mark.parametrize("kind", ["", ", in graphs"])
+def test_a_healthy_engine_gives_no_alarm_and_every_method_is_judged(
+    found: dict[str, Any], kind: str
+) -> None:
+    healthy = found["healthy" + kind]
     print(healthy["summary"])
     assert not healthy["alarms"]
-    assert set(healthy["tallies"]) == set(CHECKS)
+    assert set(healthy["tallies"]) == JUDGED
     assert " 0 skipped" in healthy["summary"]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_fault_is_named_by_its_method_and_no_other(found: dict[str, Any], name: str) -> None:
-    alarms = found[name]["alarms"]
+@pytest.mark.parametrize("kind", ["", ", in graphs"])
+def test_a_fault_is_named_by_its_method_and_no_other(
+    found: dict[str, Any], name: str, kind: str
+) -> None:
+    alarms = found[name + kind]["alarms"]
     assert alarms
     named = {alarm["method"] for alarm in alarms}
-    assert METHODS[name] <= named <= METHODS[name] | ALSO.get(name, set())
+    also = ALSO.get(name, set()) | (IN_GRAPHS.get(name, set()) if kind else set())
+    assert METHODS[name] <= named <= METHODS[name] | also
     for alarm in alarms:
         assert alarm["layer"].startswith("model.layers.")
         assert alarm["what"]

@@ -1,0 +1,23 @@
+from pathlib import Path
+
+from servers import look_up, needs_vllm
+
+pytestmark = needs_vllm
+
+
+def test_products_are_judged_where_their_weights_can_be_read(tmp_path: Path) -> None:
+    """As on a GPU, by the hooks of a layer that is called as vLLM calls it."""
+    answer = look_up("audited_products.py", tmp_path, "off")
+    assert answer["skipped"] == 0
+    right = answer["right"]
+    assert set(right) == {"linear", "experts", "router", "slots"}
+    assert not any(alarms for _, alarms in right.values())
+    assert right["linear"][0] >= 8
+    assert right["experts"][0] >= 2
+    assert {name for name, (_, alarms) in answer["experts exchanged"].items() if alarms} == {
+        "experts"
+    }
+    assert {name for name, (_, alarms) in answer["scale byte wrong"].items() if alarms} == {
+        "linear"
+    }
+    assert {name for name, (_, alarms) in answer["bias left out"].items() if alarms} == {"router"}
