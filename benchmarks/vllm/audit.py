@@ -1,45 +1,107 @@
-"""Cost of an audit, and its false alarms: ``ANYMLA_VLLM=off|force audit.py ROWS [STEPS]``."""
+"""Cost of an audit, its false alarms and seeded faults: ``ANYMLA_VLLM=off|force audit.py ROWS``.
+
+``--seconds`` bounds the search for false alarms, ``--judges`` is the number of judging processes.
+"""
 
 from __future__ import annotations
 
+import argparse
+import collections
 import json
 import logging
 import os
+import random
 import statistics
-import sys
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from random_model import engine, model_of, prompt
 
-from anymla.audit.settings import Settings
 from anymla.bench.environment import environment
 from anymla.bench.gpu import device_facts
 
 NEVER = 10**9
+TOKENS = 2  # that are looked at in an audited step
 # Requests, length of the first prompt, new tokens: decode, mixed with prefill, many, one long.
-TRAFFIC = ((8, 1024, 48), (3, 2300, 32), (16, 40, 32), (1, 6000, 24))
+TRAFFIC = ((8, 1024, 400), (3, 2300, 200), (16, 40, 300), (1, 6000, 100))
+FAULT = [""]  # the one that is switched on
 
 
 class Served:
-    """An engine with graphs, and its audit."""
+    """An engine with two sets of graphs, captured without hooks and with them.
 
-    def __init__(self) -> None:
-        """Build the engine; the hooks are in, and look at nothing."""
+    Attributes:
+        llm: vLLM's.
+        model: inside of it.
+        runner: of its only worker.
+        hooks: of the audit.
+        auditor: theirs.
+        graphs: by "without" and "with".
+        host: seconds that the engine's thread spends before and after an audited step.
+    """
+
+    def __init__(self, judges: int) -> None:
+        """Build the engine, capture, put the hooks in, and capture again."""
+        options = {"cudagraph_capture_sizes": [1, 8, 16], "cudagraph_mode": "FULL_DECODE_ONLY"}
+        self.llm = engine(compilation_config=options)
+        self.model = model_of(self.llm)
+        self.runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        sow(self.model)
+        for requests, length, _ in TRAFFIC:
+            self.seconds(requests, length, 12)  # compiles
+        self.graphs = {"without": self.runner.cudagraph_manager.graphs}
+        os.environ["ANYMLA_AUDIT"] = f"every={NEVER},requests={TOKENS},judges={judges}"
         from anymla.engines.vllm import audit
 
-        graphs = {"cudagraph_capture_sizes": [1, 8, 16], "cudagraph_mode": "FULL_DECODE_ONLY"}
-        self.llm = engine(compilation_config=graphs)
-        self.seconds(8, 1024, 400)  # compiles
-        self.without = [self.seconds(8, 1024, 400) for _ in range(5)]
-        logging.getLogger("vllm.plugins.anymla.audit").setLevel(logging.CRITICAL)
-        self.auditor = audit.start(model_of(self.llm)).auditor
-        self.every(NEVER)
+        self.hooks = audit.start(self.model)
+        self.auditor = self.hooks.auditor
+        self.host: dict[str, list[float]] = collections.defaultdict(list)
+        for name in ("begin_batch", "end"):
+            vars(self.hooks)[name] = self.timed(name, getattr(self.hooks, name))
+        self.capture("with")
 
-    def every(self, steps: int) -> None:
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, with its time kept."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.host[name].append(time.perf_counter() - start)
+
+        return run
+
+    def capture(self, name: str, fault: str = "") -> None:
+        """Capture a set of graphs, and use it; the fault is in them and nowhere else."""
+        from vllm.v1.worker.workspace import unlock_workspace
+
+        FAULT[0] = fault
+        self.runner.cudagraph_manager.graphs = {}
+        unlock_workspace()  # capturing locks it again
+        self.runner.capture_model()
+        FAULT[0] = ""
+        self.graphs[name] = self.runner.cudagraph_manager.graphs
+
+    def use(self, name: str) -> None:
+        """Replay that set of graphs."""
+        self.runner.cudagraph_manager.graphs = self.graphs[name]
+
+    def every(self, steps: int, tokens: int = TOKENS) -> None:
         """Audit one step in so many."""
-        self.auditor.settings = Settings(every=steps)
+        from anymla.audit.settings import Settings
+
+        self.auditor.settings = Settings(every=steps, requests=tokens)
+
+    def forget(self) -> None:
+        """Begin to count again."""
+        self.auditor.drain()
+        self.auditor.tallies.clear()
+        self.auditor.alarms.clear()
 
     def seconds(self, requests: int, length: int, new: int, seed: int = 0) -> float:
         """Time of a batch of requests whose prompts differ in length."""
@@ -51,52 +113,87 @@ class Served:
         self.llm.generate(prompts, asked, use_tqdm=False)
         return time.perf_counter() - start
 
-    def step_ms(self) -> float:
-        """Of a decode step of 8 requests."""
-        short, long = self.seconds(8, 1024, 2), self.seconds(8, 1024, 42)
-        self.auditor.drain()
-        return (long - short) / 40 * 1e3
+    def replay_us(self, tokens: int, times: int = 100) -> float:
+        """GPU time of a captured step, alone and again and again."""
+        graphs = self.runner.cudagraph_manager.graphs
+        graph = next(each for desc, each in graphs.items() if desc.num_tokens == tokens)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        for _ in range(times):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / times * 1e3
 
 
-def cost(served: Served) -> list[dict[str, Any]]:
-    """Time with an audit beside time without, in turns."""
-    rows = []
-    for every in (NEVER, 200, 20, NEVER, 200):
-        served.every(every)
-        before = served.auditor.audited
-        times = [served.seconds(8, 1024, 400) for _ in range(5)]
-        served.auditor.drain()
-        rows.append(
-            {
-                "part": "cost of an audit",
-                "case": f"8 requests x 1,024 + 400 tokens, 1 in {every}",
-                "seconds": times,
-                "seconds_without": served.without,
-                "ratio": statistics.median(times) / statistics.median(served.without),
-                "audited_steps": served.auditor.audited - before,
-            }
-        )
-    served.every(1)
-    audited = served.step_ms()
-    served.every(NEVER)
-    step = {"part": "cost of an audit", "case": "one step of 8 requests"}
-    return [*rows, {**step, "audited_ms": audited, "other_ms": served.step_ms()}]
+def cost(served: Served) -> Iterator[dict[str, Any]]:
+    """Steps with hooks in their graphs and without; then with audited ones among them."""
+    for tokens in (1, 8, 16):
+        times: dict[str, list[float]] = {"without": [], "with": []}
+        for name in ("without", "with") * 3:
+            served.use(name)
+            times[name].append(served.replay_us(tokens))
+        middle = {name: statistics.median(each) for name, each in times.items()}
+        yield {
+            "part": "cost of an audit",
+            "case": f"a captured step of {tokens} requests that is not audited, GPU time",
+            "us": times,
+            "ratio": middle["with"] / middle["without"],
+        }
+    kinds = (("without", NEVER), ("with", NEVER), ("with", 200), ("with", 20))
+    runs: dict[Any, list[float]] = collections.defaultdict(list)
+    audited: dict[int, int] = collections.defaultdict(int)
+    skipped = served.auditor.skipped
+    served.host.clear()
+    for _ in range(3):
+        for name, every in kinds:
+            served.use(name)
+            served.every(every)
+            before = served.auditor.audited
+            runs[name, every].append(served.seconds(8, 1024, 400))
+            audited[every] += served.auditor.audited - before
+            served.auditor.drain()
+    middle = {kind: statistics.median(each) for kind, each in runs.items()}
+    plain = middle["without", NEVER]
+    for name, every in kinds[1:]:
+        extra = (middle[name, every] - middle["with", NEVER]) / max(1, audited[every] / 3)
+        yield {
+            "part": "cost of an audit",
+            "case": f"8 requests x 1,024 + 400 tokens, 1 in {every}",
+            "seconds": runs[name, every],
+            "seconds_without": runs["without", NEVER],
+            "ratio": middle[name, every] / plain,
+            "audited_steps": audited[every],
+            "skipped": served.auditor.skipped - skipped,
+            "ms_an_audited_step": extra * 1e3,
+            "host_ms": {
+                name: statistics.median(each) * 1e3 for name, each in served.host.items() if each
+            },
+        }
 
 
-def false_alarms(served: Served, steps: int) -> list[dict[str, Any]]:
-    """What an audit of every step says of an engine that has no fault."""
+def false_alarms(served: Served, seconds: float) -> Iterator[dict[str, Any]]:
+    """What an audit of every step, graphs on, says of an engine that has no fault."""
     auditor = served.auditor
-    auditor.tallies.clear()
-    served.every(1)
-    before, skipped, turn = auditor.audited, auditor.skipped, 0
-    while auditor.audited - before < steps:
+    served.use("with")
+    served.forget()
+    served.every(1, tokens=1)
+    before, skipped, turn, start = auditor.audited, auditor.skipped, 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
         requests, length, new = TRAFFIC[turn % len(TRAFFIC)]
         served.seconds(requests, length + 7 * turn, new, seed=turn)
-        auditor.drain()
         turn += 1
-    common = {"audited_steps": auditor.audited - before, "skipped": auditor.skipped - skipped}
-    return [
-        {
+    auditor.drain()
+    common = {
+        "audited_steps": auditor.audited - before,
+        "skipped": auditor.skipped - skipped,
+        "seconds": time.perf_counter() - start,
+    }
+    for case, found in list(auditor.alarms)[:8]:
+        print("false alarm:", found.method, case.layer, case.positions, found.what, flush=True)
+    for method, tally in sorted(auditor.tallies.items()):
+        yield {
             "part": f"false alarms of {method}",
             **common,
             "cases": tally.judged,
@@ -104,22 +201,173 @@ def false_alarms(served: Served, steps: int) -> list[dict[str, Any]]:
             "worst_of_bound": tally.worst,
             "rms_of_bound": tally.mean,
         }
-        for method, tally in sorted(auditor.tallies.items())
-    ]
 
 
-def main(path: Path, steps: int) -> None:
-    """Append the rows."""
+# Faults lie under the hooks.
+
+
+def sow(model: Any) -> None:
+    """Put faults into vLLM's own kernels and metadata that ``FAULT`` switches on."""
+    import vllm.models.deepseek_v4.nvidia.flashmla as flashmla
+    import vllm.models.deepseek_v4.nvidia.model as model_module
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder
+
+    streams = model_module.mhc_fused_post_pre_tilelang
+
+    def short(*args: Any, **kwargs: Any) -> Any:
+        result = streams(*args, **kwargs)
+        if FAULT[0] == "Sinkhorn short":
+            result[2].copy_(_combination(result[0], *args[4:9], iterations=2))
+        return result
+
+    model_module.mhc_fused_post_pre_tilelang = short
+    attend = flashmla.flash_mla_with_kvcache
+
+    def sinkless(*args: Any, **kwargs: Any) -> Any:
+        if FAULT[0] == "sink dropped":
+            kwargs["attn_sink"] = torch.full_like(kwargs["attn_sink"], -60.0)
+        return attend(*args, **kwargs)
+
+    flashmla.flash_mla_with_kvcache = sinkless
+    build = DeepseekSparseSWAMetadataBuilder.build
+
+    def misplaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        built = build(self, *args, **kwargs)
+        if FAULT[0] == "one slot in a million" and built.num_decode_tokens:
+            listed = built.decode_swa_indices[: built.num_decode_tokens].view(-1)
+            if random.random() < len(listed) * 1e-6:
+                listed[random.randrange(len(listed))] ^= 1
+                SEEN.append(time.perf_counter())
+        return built
+
+    DeepseekSparseSWAMetadataBuilder.build = misplaced
+    for layer in model.modules():
+        if hasattr(layer, "swa_cache_layer"):
+            vars(layer)["_fused_qnorm_rope_kv_insert"] = _stale_table(layer)
+
+
+def _combination(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+) -> torch.Tensor:
+    """How hyper-connections mix the streams [T, N, D], after so many iterations: [T, N, N]."""
+    n, flat = streams.shape[1], streams.flatten(1).float()
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    logits = (flat @ fn[2 * n :].T) * scale[2] + base[2 * n :]
+    mix = logits.unflatten(1, (n, n)).softmax(-1) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    return mix
+
+
+SEEN: list[float] = []  # when a slot was misplaced
+
+
+def _stale_table(layer: Any) -> Callable[..., Any]:
+    """A graph that was captured with another table of RoPE than is in use."""
+    insert = layer._fused_qnorm_rope_kv_insert
+
+    def run(*args: Any) -> Any:
+        embedding = layer.rotary_emb
+        table = embedding.cos_sin_cache
+        if FAULT[0] == "stale table":
+            if not hasattr(embedding, "stale"):
+                embedding.stale = table.roll(1, 0)
+            embedding.cos_sin_cache = embedding.stale
+        try:
+            return insert(*args)
+        finally:
+            embedding.cos_sin_cache = table
+
+    return run
+
+
+def captured_faults(served: Served) -> Iterator[dict[str, Any]]:
+    """Faults that only captured graphs have: steps that run without one are right."""
+    auditor = served.auditor
+    for name in ("Sinkhorn short", "sink dropped", "stale table"):
+        served.capture(name, fault=name)
+        served.forget()
+        served.every(10)
+        served.seconds(8, 2400, 40, seed=7)
+        auditor.drain()
+        yield {"part": "a fault in captured graphs only", "case": name, **_told(auditor)}
+        del served.graphs[name]
+
+
+def rare_fault(served: Served, seconds: float) -> Iterator[dict[str, Any]]:
+    """One slot in a million, in the lists of the window, is another one."""
+    auditor = served.auditor
+    served.use("with")
+    served.forget()
+    served.every(1)
+    plan = served.hooks._plan
+
+    def only_slots(method: str, *args: Any, **kwargs: Any) -> None:
+        if method == "slots":  # so that many steps fit
+            plan(method, *args, **kwargs)
+
+    served.hooks._plan = only_slots
+    FAULT[0] = "one slot in a million"
+    start, before = time.perf_counter(), auditor.audited
+    while time.perf_counter() - start < seconds and not auditor.alarms:
+        served.seconds(8, 1024, 200, seed=len(SEEN))
+    FAULT[0], served.hooks._plan = "", plan
+    auditor.drain()
+    row = {"part": "a seeded fault", "case": "one slot in a million", **_told(auditor)}
+    seen = {"misplaced": len(SEEN), "audited_steps": auditor.audited - before}
+    yield row | seen | {"seconds": time.perf_counter() - start}
+
+
+def _told(auditor: Any) -> dict[str, Any]:
+    alarms = collections.Counter(found.method for _, found in auditor.alarms)
+    first = [f"{f.method} of {c.layer}, position {c.positions[f.token]}: {f.what}"
+             for c, f in list(auditor.alarms)[:1]]  # fmt: skip
+    return {"alarms": dict(alarms), "first": first[0] if first else None}
+
+
+def main() -> None:
+    """Append the rows, as they come."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--judges", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    asked = parser.parse_args()
     mode = os.environ.get("ANYMLA_VLLM", "auto")
-    served = Served()
-    rows = cost(served) + false_alarms(served, steps)
-    command = f"ANYMLA_VLLM={mode} python benchmarks/vllm/audit.py"
-    with path.open("a") as file:
-        for row in rows:
-            row = row | {"backend": mode} | environment(command) | device_facts()
-            print(row)
-            file.write(json.dumps(row) + "\n")
+    began = time.perf_counter()
+    served = Served(asked.judges)
+    print(f"engine and graphs: {time.perf_counter() - began:.0f} s", flush=True)
+    served.every(1)
+    served.seconds(8, 1024, 8)
+    served.auditor.drain()
+    print(served.auditor.summary(), flush=True)
+    if not served.auditor.tallies or served.auditor.skipped:
+        raise SystemExit("the audit itself fails")
+    logging.getLogger("vllm.plugins.anymla.audit").setLevel(logging.CRITICAL)
+    made = {"backend": mode} | environment(f"ANYMLA_VLLM={mode} python benchmarks/vllm/audit.py")
+    parts = (
+        cost(served),
+        captured_faults(served),
+        false_alarms(served, asked.seconds),
+        rare_fault(served, asked.seconds / 2),
+    )
+    for part in parts:
+        try:
+            for row in part:
+                print(json.dumps(row)[:420], flush=True)
+                with asked.rows.open("a") as file:
+                    file.write(json.dumps(row | made | device_facts()) + "\n")
+        except Exception:
+            traceback.print_exc()
+        print(f"{time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1000)
+    main()
