@@ -88,7 +88,7 @@ class Reader:
 
     def call(self, call: ast.Call, waited: bool) -> bool:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if name == "gdc_wait":
+        if ast.unparse(call.func) == "gdc_wait":
             return True
         wrote = any(name.startswith(word) for word in _WRITES)
         assert waited or not wrote, f"{self.title} writes before it waits, line {call.lineno}"
@@ -112,20 +112,20 @@ def leaves(count: int, PDL: bool) -> None:
     if count > 0:
         return
     if PDL:
-        tl.extra.cuda.gdc_wait()  # noqa: F821
+        gdc_wait()  # noqa: F821
 
 
 def waits_on_one_way(count: int, PDL: bool) -> None:
     if count > 0 and PDL:
         print(count)
     elif PDL:
-        tl.extra.cuda.gdc_wait()  # noqa: F821
+        gdc_wait()  # noqa: F821
 
 
 def writes_first(at: int, PDL: bool) -> None:
     tl.store(at, 1)  # noqa: F821
     if PDL:
-        tl.extra.cuda.gdc_wait()  # noqa: F821
+        gdc_wait()  # noqa: F821
 
 
 @pytest.mark.parametrize("wrong", [leaves, waits_on_one_way, writes_first])

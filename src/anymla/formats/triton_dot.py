@@ -54,9 +54,10 @@ def exact_dot(a, w, total):
         w: [N, K] likewise.
         total: [M, N] float32.
     """
-    if a.dtype == w.dtype and a.dtype != tl.float32:
+    ALIKE: tl.constexpr = a.dtype == w.dtype
+    if ALIKE and a.dtype != tl.float32:
         total = tl.dot(a, tl.trans(w), total)
-    elif a.dtype == w.dtype:
+    elif ALIKE:
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     else:
         # The products of bfloat16 are tensor-core ones.

@@ -7,7 +7,8 @@ as ``ENTRIES`` and the layout's numbers as ``CODEC`` (a ``RowCodec`` passed as a
     x = load_rows(cache, values, scales, valid, CODEC, NATIVE)   # float32 [N, channels]
     store_rows(cache, values, scales, valid, x, CODEC, NATIVE)   # the bytes that formats gives
 
-``load_channels`` reads a part of the channels, for kernels that cannot hold whole rows.
+``load_channels`` reads a part of the channels, for kernels that cannot hold whole rows. Fields of a
+codec are read by ``getattr`` inside kernels, because Triton 3.3 takes no dots after a constexpr.
 """
 
 from __future__ import annotations
@@ -110,31 +111,37 @@ def entry_offsets(slots, valid, page_stride, ENTRIES: tl.constexpr, CODEC: tl.co
 
     Slots [N] of any integer type; those that are not ``valid`` give the offsets of slot 0.
     """
+    DATA: tl.constexpr = getattr(CODEC, "data_bytes")
+    SCALES: tl.constexpr = getattr(CODEC, "scale_bytes")
     # Slots of a cache fit 31 bits, and without a sign division is a shift.
     known = tl.where(valid, slots, 0).to(tl.uint32)
     page = (known // ENTRIES).to(tl.int64) * page_stride
     offset = (known % ENTRIES).to(tl.int64)
-    values = page + offset * CODEC.data_bytes
-    scales = page + offset * CODEC.scale_bytes + ENTRIES * CODEC.data_bytes
+    values = page + offset * DATA
+    scales = page + offset * SCALES + ENTRIES * DATA
     return values, scales
 
 
 @triton.jit
 def load_rows(cache, values, scales, valid, CODEC: tl.constexpr, NATIVE: tl.constexpr):
     """Decode whole entries to float32 [N, channels], exactly; zeros where not ``valid``."""
-    if CODEC.kind == "split_fp8":
+    KIND: tl.constexpr = getattr(CODEC, "kind")
+    CHANNELS: tl.constexpr = getattr(CODEC, "channels")
+    if KIND == "split_fp8":
         ROWS: tl.constexpr = values.shape[0]
-        BLOCKS: tl.constexpr = CODEC.channels // CODEC.block
-        CODED: tl.constexpr = CODEC.nope // CODEC.block
+        NOPE: tl.constexpr = getattr(CODEC, "nope")
+        BLOCK: tl.constexpr = getattr(CODEC, "block")
+        BLOCKS: tl.constexpr = CHANNELS // BLOCK
+        CODED: tl.constexpr = NOPE // BLOCK
         # One tile for codes and bfloat16 alike: each thread loads the one or the other.
         block = tl.arange(0, BLOCKS)
-        channel = block[:, None] * CODEC.block + tl.arange(0, CODEC.block)[None, :]
+        channel = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         coded = (block < CODED)[None, :, None]
         there = valid[:, None, None]
         at = cache + values[:, None, None]
         codes = tl.load(at + channel[None, :, :], mask=there & coded, other=0)
         rope = tl.load(
-            at.to(tl.pointer_type(tl.bfloat16)) + (channel - CODEC.nope // 2)[None, :, :],
+            at.to(tl.pointer_type(tl.bfloat16)) + (channel - NOPE // 2)[None, :, :],
             mask=there & (block >= CODED)[None, :, None],
             other=0.0,
         )
@@ -145,11 +152,9 @@ def load_rows(cache, values, scales, valid, CODEC: tl.constexpr, NATIVE: tl.cons
         )
         nope = e4m3_to_fp32(codes, NATIVE) * ue8m0_to_fp32(scale)[:, :, None]
         x = tl.where(coded, nope, rope.to(tl.float32))
-        return tl.reshape(x, (ROWS, CODEC.channels))
+        return tl.reshape(x, (ROWS, CHANNELS))
     else:
-        return load_channels(
-            cache, values, scales, valid, 0, CODEC.channels, CODEC, NATIVE, tl.float32
-        )
+        return load_channels(cache, values, scales, valid, 0, CHANNELS, CODEC, NATIVE, tl.float32)
 
 
 @triton.jit
@@ -170,27 +175,30 @@ def load_channels(
     is all codes or all bfloat16. float32 is exact. So is float16 for codes of the main record with
     scales 2^-15 .. 2^7, where it takes half the instructions; its bfloat16 channels are rounded.
     """
+    KIND: tl.constexpr = getattr(CODEC, "kind")
+    NOPE: tl.constexpr = getattr(CODEC, "nope")
+    BLOCK: tl.constexpr = getattr(CODEC, "block")
     ROWS: tl.constexpr = values.shape[0]
     channel = tl.arange(0, WIDTH)
     there = valid[:, None]
     at = (cache + values)[:, None]
-    if CODEC.kind == "bf16" or (CODEC.kind == "split_fp8" and START >= CODEC.nope):
+    if KIND == "bf16" or (KIND == "split_fp8" and START >= NOPE):
         # START bfloat16 channels, or nope bytes and then bfloat16.
-        FIRST: tl.constexpr = START - (CODEC.nope // 2 if CODEC.kind == "split_fp8" else 0)
+        FIRST: tl.constexpr = START - (NOPE // 2 if KIND == "split_fp8" else 0)
         x = tl.load(
             at.to(tl.pointer_type(tl.bfloat16)) + (FIRST + channel)[None, :], mask=there, other=0.0
         )
         return x.to(tl.float32).to(DTYPE)
-    elif CODEC.kind == "fp32":
+    elif KIND == "fp32":
         x = tl.load(
             at.to(tl.pointer_type(tl.float32)) + (START + channel)[None, :], mask=there, other=0.0
         )
         return x.to(DTYPE)
-    elif CODEC.kind == "split_fp8":
-        tl.static_assert(START + WIDTH <= CODEC.nope)
-        BLOCKS: tl.constexpr = WIDTH // CODEC.block
+    elif KIND == "split_fp8":
+        tl.static_assert(START + WIDTH <= NOPE)
+        BLOCKS: tl.constexpr = WIDTH // BLOCK
         codes = tl.load(at + (START + channel)[None, :], mask=there, other=0)
-        block = START // CODEC.block + tl.arange(0, BLOCKS)
+        block = START // BLOCK + tl.arange(0, BLOCKS)
         scale = tl.load((cache + scales)[:, None] + block[None, :], mask=there, other=0)
         scale = ue8m0_to_fp32(scale)
         if DTYPE == tl.float16:
@@ -198,39 +206,42 @@ def load_channels(
             scale = scale.to(tl.float16)
         else:
             x = e4m3_to_fp32(codes, NATIVE)
-        x = tl.reshape(x, (ROWS, BLOCKS, CODEC.block)) * scale[:, :, None]
+        x = tl.reshape(x, (ROWS, BLOCKS, BLOCK)) * scale[:, :, None]
         return tl.reshape(x, (ROWS, WIDTH)).to(DTYPE)
-    elif CODEC.kind == "row_fp8":
+    elif KIND == "row_fp8":
         codes = tl.load(at + (START + channel)[None, :], mask=there, other=0)
         scale = tl.load((cache + scales).to(tl.pointer_type(tl.float32)), mask=valid, other=0.0)
         return (e4m3_to_fp32(codes, NATIVE) * scale[:, None]).to(DTYPE)
     else:
-        tl.static_assert(CODEC.kind == "row_mxfp4")
-        BLOCKS: tl.constexpr = WIDTH // CODEC.block
+        tl.static_assert(KIND == "row_mxfp4")
+        BLOCKS: tl.constexpr = WIDTH // BLOCK
         byte = START // 2 + tl.arange(0, WIDTH // 2)
         packed = tl.load(at + byte[None, :], mask=there, other=0)
         x = tl.join(e2m1_to_fp32(packed & 15), e2m1_to_fp32(packed >> 4))
-        block = START // CODEC.block + tl.arange(0, BLOCKS)
+        block = START // BLOCK + tl.arange(0, BLOCKS)
         scale = tl.load((cache + scales)[:, None] + block[None, :], mask=there, other=0)
-        x = tl.reshape(x, (ROWS, BLOCKS, CODEC.block)) * ue8m0_to_fp32(scale)[:, :, None]
+        x = tl.reshape(x, (ROWS, BLOCKS, BLOCK)) * ue8m0_to_fp32(scale)[:, :, None]
         return tl.reshape(x, (ROWS, WIDTH)).to(DTYPE)
 
 
 @triton.jit
 def block_exponent(blocks, CODEC: tl.constexpr):
     """Scale exponents int32 [...] of float32 blocks [..., n]; 128 if one is NaN or infinite."""
+    CODE_MAX: tl.constexpr = getattr(CODEC, "code_max")
+    FLOOR: tl.constexpr = getattr(CODEC, "floor")
     # As integers magnitudes order alike, and a NaN is the largest instead of being dropped.
     magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.max(magnitude, len(blocks.shape) - 1)
-    exponent = scale_exponent(top.to(tl.float32, bitcast=True), CODEC.code_max, CODEC.floor)
+    exponent = scale_exponent(top.to(tl.float32, bitcast=True), CODE_MAX, FLOOR)
     return tl.where(top >= 0x7F800000, 128, exponent)
 
 
 @triton.jit
 def store_tail(cache, values, valid, tail, CODEC: tl.constexpr):
     """Store the channels [N, channels - nope] of a "split_fp8" row that are not codes."""
-    FIRST: tl.constexpr = CODEC.nope // 2
-    channel = FIRST + tl.arange(0, CODEC.channels - CODEC.nope)
+    NOPE: tl.constexpr = getattr(CODEC, "nope")
+    CHANNELS: tl.constexpr = getattr(CODEC, "channels")
+    channel = NOPE // 2 + tl.arange(0, CHANNELS - NOPE)
     at = (cache + values)[:, None].to(tl.pointer_type(tl.bfloat16)) + channel[None, :]
     tl.store(at, tail.to(tl.bfloat16), mask=valid[:, None])
 
@@ -251,37 +262,41 @@ def store_rows(
     Without TAIL the channels of a "split_fp8" row that are not codes are left to ``store_tail``:
     where they are in memory, that is less than to change the layout of whole rows for them.
     """
+    KIND: tl.constexpr = getattr(CODEC, "kind")
+    CHANNELS: tl.constexpr = getattr(CODEC, "channels")
+    NOPE: tl.constexpr = getattr(CODEC, "nope")
+    BLOCK: tl.constexpr = getattr(CODEC, "block")
     ROWS: tl.constexpr = x.shape[0]
-    channel = tl.arange(0, CODEC.channels)
+    channel = tl.arange(0, CHANNELS)
     there = valid[:, None]
     at = (cache + values)[:, None]
-    if CODEC.kind == "bf16":
+    if KIND == "bf16":
         tl.store(
             at.to(tl.pointer_type(tl.bfloat16)) + channel[None, :], x.to(tl.bfloat16), mask=there
         )
-    elif CODEC.kind == "fp32":
+    elif KIND == "fp32":
         tl.store(at.to(tl.pointer_type(tl.float32)) + channel[None, :], x, mask=there)
     else:
-        BLOCKS: tl.constexpr = CODEC.channels // CODEC.block
-        CODED: tl.constexpr = CODEC.nope // CODEC.block
+        BLOCKS: tl.constexpr = CHANNELS // BLOCK
+        CODED: tl.constexpr = NOPE // BLOCK
         block = tl.arange(0, BLOCKS)
         rounded = x.to(tl.bfloat16)
-        blocks = tl.reshape(rounded.to(tl.float32), (ROWS, BLOCKS, CODEC.block))
+        blocks = tl.reshape(rounded.to(tl.float32), (ROWS, BLOCKS, BLOCK))
         exponent = block_exponent(blocks, CODEC)
         scaled = blocks * exp2_int(-tl.minimum(exponent, 126))[:, :, None]
-        scaled = tl.reshape(scaled, (ROWS, CODEC.channels))
-        if CODEC.kind == "split_fp8":
-            coded = (channel < CODEC.nope)[None, :]
+        scaled = tl.reshape(scaled, (ROWS, CHANNELS))
+        if KIND == "split_fp8":
+            coded = (channel < NOPE)[None, :]
             tl.store(at + channel[None, :], fp32_to_e4m3(scaled, NATIVE), mask=there & coded)
             if TAIL:
                 tl.store(
-                    at.to(tl.pointer_type(tl.bfloat16)) + (channel - CODEC.nope // 2)[None, :],
+                    at.to(tl.pointer_type(tl.bfloat16)) + (channel - NOPE // 2)[None, :],
                     rounded,
-                    mask=there & (channel >= CODEC.nope)[None, :],
+                    mask=there & (channel >= NOPE)[None, :],
                 )
             padded = tl.where((block < CODED)[None, :], exponent_to_ue8m0(exponent), 0)
             tl.store((cache + scales)[:, None] + block[None, :], padded.to(tl.uint8), mask=there)
-        elif CODEC.kind == "row_fp8":
+        elif KIND == "row_fp8":
             tl.store(at + channel[None, :], fp32_to_e4m3(scaled, NATIVE), mask=there)
             # 2^128 is infinite: the exponent field of float32 is all ones.
             wide = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -291,10 +306,10 @@ def store_rows(
                 mask=there,
             )
         else:
-            tl.static_assert(CODEC.kind == "row_mxfp4")
-            codes = tl.reshape(fp32_to_e2m1(scaled), (ROWS, CODEC.channels // 2, 2))
+            tl.static_assert(KIND == "row_mxfp4")
+            codes = tl.reshape(fp32_to_e2m1(scaled), (ROWS, CHANNELS // 2, 2))
             low, high = tl.split(codes)
-            byte = tl.arange(0, CODEC.channels // 2)
+            byte = tl.arange(0, CHANNELS // 2)
             tl.store(at + byte[None, :], low | (high << 4), mask=there)
             # The largest exponent of the format is 127; 255 would be NaN.
             bytes_ = exponent_to_ue8m0(tl.minimum(exponent, 127))

@@ -10,7 +10,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
-__all__ = ["aggregate", "mbarrier_wait", "opaque", "view", "warpgroup_barrier"]
+__all__ = [
+    "aggregate",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "mbarrier_wait",
+    "opaque",
+    "view",
+    "warpgroup_barrier",
+]
 
 _PUBLIC_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
 _ONE_BARRIER = gl.constexpr(hasattr(gl, "barrier"))  # from 3.7 on
@@ -57,4 +65,21 @@ def opaque(x):
     """
     return gl.inline_asm_elementwise(
         "mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def gdc_launch_dependents():
+    """In Gluon: the next kernel may be launched."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def gdc_wait():
+    """In Gluon: wait until all kernels before have ended, and what they wrote can be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

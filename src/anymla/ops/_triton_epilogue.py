@@ -17,7 +17,7 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops._epilogue import AMAX_FLOOR, QuantizedOut
 from anymla.ops.device import target_of
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _FLOOR = tl.constexpr(AMAX_FLOOR)
@@ -136,8 +136,8 @@ def inverse_rope_quantize_kernel(
 ):
     """Rotate back and quantise one block of WIDTH channels of ROWS of the ``count`` heads."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
     PAIRS: tl.constexpr = WIDTH // 2
     head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

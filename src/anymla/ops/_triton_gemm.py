@@ -49,7 +49,7 @@ from anymla.formats.triton_words import (
 )
 from anymla.ops._triton_quantize import blocks_of_cta, quantize_blocks
 from anymla.ops.device import target_of
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 # Operands' dtypes in kernels.
@@ -152,7 +152,7 @@ def _load_weight(
 def _dot(a, w, total, OPERAND: tl.constexpr):
     """Total + a @ w^T; a float16 that meets bfloat16 goes in as two exact parts."""
     b = tl.trans(w)
-    if a.dtype == tl.float16 and OPERAND == tl.bfloat16:
+    if OPERAND == tl.bfloat16 and a.dtype == tl.float16:
         wide = a.to(tl.float32)
         upper = wide.to(tl.bfloat16)
         lower = (wide - upper.to(tl.float32)).to(tl.bfloat16)
@@ -448,8 +448,8 @@ def operand_rows_kernel(
 ):
     """BLOCKS quant blocks, in the order of decoded values of BYTES bytes (0: as they are)."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     row = block // row_blocks
     place = tl.arange(0, 128)

@@ -16,7 +16,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
 from anymla.ops.device import target_of
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 # Quant blocks of a CTA: 16 to 32 values a thread.
@@ -49,7 +49,7 @@ def store_codes(
     """
     COUNT: tl.constexpr = y.shape[0]
     CHANNELS: tl.constexpr = y.shape[1]
-    BLOCK: tl.constexpr = min(CHANNELS, 128)
+    BLOCK: tl.constexpr = CHANNELS if CHANNELS < 128 else 128
     BLOCKS: tl.constexpr = CHANNELS // BLOCK
     values = tl.reshape(y.to(tl.float32), (COUNT * BLOCKS, BLOCK))
     encoded, scale = quantize_blocks(values, FLOOR, NATIVE)
@@ -69,7 +69,7 @@ def store_row_codes(
 ):
     """As ``store_codes`` for channels y [c] of the one row at ``codes`` and ``code_scales``."""
     CHANNELS: tl.constexpr = y.shape[0]
-    BLOCK: tl.constexpr = min(CHANNELS, 128)
+    BLOCK: tl.constexpr = CHANNELS if CHANNELS < 128 else 128
     values = tl.reshape(y.to(tl.float32), (CHANNELS // BLOCK, BLOCK))
     encoded, scale = quantize_blocks(values, FLOOR, NATIVE)
     channel = first + tl.arange(0, CHANNELS)
@@ -96,8 +96,8 @@ def quantize_rows_kernel(
 ):
     """BLOCKS quant blocks of WIDTH channels; MN_MAJOR scales are columns of ``column`` rows."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     row = block // row_blocks
     channel = (block - row * row_blocks)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

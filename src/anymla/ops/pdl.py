@@ -5,8 +5,8 @@ does before it waits. A launcher gives its kernel ``**pdl_launch(device)``, the 
 constexpr PDL and, after what it can do beforehand,
 
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
 
 Where ``PDL`` is False, nothing of it is compiled. What has to hold for every such kernel:
 
@@ -38,10 +38,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from triton.language.extra import cuda
 
 from anymla.ops.device import Target, target_of
+
+# Triton 3.3 looks names up even where they are dead, and has no such functions.
+gdc_wait: Any = getattr(cuda, "gdc_wait", None)
+gdc_launch_dependents: Any = getattr(cuda, "gdc_launch_dependents", None)
 
 _CHOSEN = os.environ.get("ANYMLA_PDL") != "0"
 
@@ -75,20 +78,3 @@ def _pdl_launch(device: torch.device) -> dict[str, Any]:
     if _CHOSEN and target_has_pdl(target_of(device)):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
-
-
-@gluon.jit
-def gdc_launch_dependents():  # type: ignore[no-untyped-def]
-    """In Gluon: the next kernel may be launched."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def gdc_wait():  # type: ignore[no-untyped-def]
-    """In Gluon: wait until all kernels before have ended, and what they wrote can be read."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )

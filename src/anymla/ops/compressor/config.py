@@ -92,6 +92,9 @@ def choose_compress_config(tokens: int, window: Window, target: Target) -> Compr
     if apart:
         width = window.channels // 2 if interpreted else _POOL_CHANNELS
     warps = min(8, max(1, block_states * width // (32 * target.warp_size)))
+    if target.backend == "xpu":
+        # Intel's compiler has no layout for the Hadamard transform of a row in fewer threads.
+        warps = max(warps, min(4, width // target.warp_size))
     pdl = tokens <= MOST_PDL or warps > 1
     return CompressConfig(block_states, width if apart else 0, block_t, warps, pdl)
 

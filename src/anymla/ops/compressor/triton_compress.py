@@ -25,7 +25,7 @@ from anymla.ops.compressor.triton_pool import (
     next_token,
     pool_window,
 )
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 @triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity", "length"])
@@ -67,10 +67,11 @@ def compress_kernel(
     ``capacity`` is in slots. The windows are pooled here if there is no ``pooled``. HADAMARD_LOG is
     the transform's log2, or 0 for none.
     """
+    WIDTH: tl.constexpr = getattr(CODEC, "channels")
+    RATIO: tl.constexpr = getattr(WINDOW, "ratio")
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    WIDTH: tl.constexpr = CODEC.channels
+        gdc_wait()
+        gdc_launch_dependents()
     channel = tl.arange(0, WIDTH)
     one = tl.full((1,), True, tl.int1)
     closes = closing_tokens(
@@ -109,7 +110,7 @@ def compress_kernel(
         row = entry[None, :]
         weight = tl.load(norm_weight + channel).to(tl.float32)
         row = row * inverse_rms(row, eps, WIDTH) * weight[None, :]
-        first = tl.zeros((1,), tl.int64) + (position + 1 - WINDOW.ratio)
+        first = tl.zeros((1,), tl.int64) + (position + 1 - RATIO)
         cos, sin = load_cos_sin(
             cos_sin,
             cos_sin_row_stride,

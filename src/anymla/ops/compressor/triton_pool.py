@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops.compressor.config import CompressConfig, Window
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 
@@ -73,15 +73,17 @@ def closing_tokens(
     BLOCK_T: tl.constexpr,
 ):
     """Mask [BLOCK_T] of the CTA's tokens that close a window whose entry is to be stored."""
+    RATIO: tl.constexpr = getattr(WINDOW, "ratio")
+    PAGE_SIZE: tl.constexpr = getattr(WINDOW, "page_size")
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < tokens
     position = tl.load(positions + token, inside, other=-1)
     slot = tl.load(slots + token, inside, other=-1)
     state_slot = tl.load(state_slots + token, inside, other=-1)
     request = tl.load(token_to_req + token, inside, other=-1)
-    closes = (position >= 0) & ((position + 1) % WINDOW.ratio == 0)
+    closes = (position >= 0) & ((position + 1) % RATIO == 0)
     wanted = (slot >= 0) & (slot < capacity) & (request >= 0) & (request < requests)
-    stored = (state_slot >= 0) & (state_slot < pages.to(tl.int64) * WINDOW.page_size)
+    stored = (state_slot >= 0) & (state_slot < pages.to(tl.int64) * PAGE_SIZE)
     return closes & wanted & stored
 
 
@@ -103,10 +105,12 @@ def _state_pages(
     BLOCK_STATES: tl.constexpr,
 ):
     """Pages of states ``start`` .. of the window up to ``position``, and which are there."""
+    STATES: tl.constexpr = getattr(WINDOW, "states")
+    PAGE_SIZE: tl.constexpr = getattr(WINDOW, "page_size")
     term = start + tl.arange(0, BLOCK_STATES)
-    before = position - (WINDOW.states - 1) + term
-    column = before // WINDOW.page_size
-    there = (term < WINDOW.states) & (before >= 0) & (column < columns)
+    before = position - (STATES - 1) + term
+    column = before // PAGE_SIZE
+    there = (term < STATES) & (before >= 0) & (column < columns)
     page = tl.load(table + column, mask=there, other=-1)
     return page, there & (page >= 0) & (page < pages)
 
@@ -128,20 +132,25 @@ def pool_window(
     ``position`` is int64, and ``table`` points at the request's ``columns`` page ids. Returns the
     row and how many of the states are there; without any the row is NaN.
     """
+    STATES: tl.constexpr = getattr(WINDOW, "states")
+    PAGE_SIZE: tl.constexpr = getattr(WINDOW, "page_size")
+    WIDTH: tl.constexpr = getattr(WINDOW, "width")
+    CHANNELS: tl.constexpr = getattr(WINDOW, "channels")
+    RATIO: tl.constexpr = getattr(WINDOW, "ratio")
     top = tl.full(channel.shape, float("-inf"), tl.float32)
     total = tl.zeros(channel.shape, tl.float32)
     pooled = tl.zeros(channel.shape, tl.float32)
     found = 0
-    for start in range(0, WINDOW.states, BLOCK_STATES):
+    for start in range(0, STATES, BLOCK_STATES):
         page, there = _state_pages(table, position, start, columns, pages, WINDOW, BLOCK_STATES)
         found += tl.sum(there.to(tl.int32), 0)
         term = start + tl.arange(0, BLOCK_STATES)
-        entry = (position - (WINDOW.states - 1) + term) % WINDOW.page_size
-        at = state + page.to(tl.int64) * page_stride + entry * (2 * WINDOW.width)
+        entry = (position - (STATES - 1) + term) % PAGE_SIZE
+        at = state + page.to(tl.int64) * page_stride + entry * (2 * WIDTH)
         # With overlap the states of the window before give their channels for the next window.
-        own = tl.where(term < WINDOW.states - WINDOW.ratio, 0, WINDOW.width - WINDOW.channels)
+        own = tl.where(term < STATES - RATIO, 0, WIDTH - CHANNELS)
         at = (at + own)[:, None] + channel[None, :]
-        score = tl.load(at + WINDOW.width, mask=there[:, None], other=float("-inf"))
+        score = tl.load(at + WIDTH, mask=there[:, None], other=float("-inf"))
         value = tl.load(at, mask=there[:, None], other=0.0)
         higher = tl.maximum(top, tl.max(score, 0))
         # Without a finite score yet every weight is 0, not exp(-inf + inf).
@@ -164,8 +173,9 @@ def count_states(
     BLOCK_STATES: tl.constexpr,
 ):
     """How many of the window's states are there."""
+    STATES: tl.constexpr = getattr(WINDOW, "states")
     found = 0
-    for start in range(0, WINDOW.states, BLOCK_STATES):
+    for start in range(0, STATES, BLOCK_STATES):
         _, there = _state_pages(table, position, start, columns, pages, WINDOW, BLOCK_STATES)
         found += tl.sum(there.to(tl.int32), 0)
     return found
@@ -194,9 +204,10 @@ def pool_kernel(
     PDL: tl.constexpr,
 ):
     """A slice of channels of the windows that the CTA's tokens close, to rows of ``pooled``."""
+    CHANNELS: tl.constexpr = getattr(WINDOW, "channels")
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     closes = closing_tokens(
         state_slots,
@@ -226,7 +237,7 @@ def pool_kernel(
             WINDOW,
             BLOCK_STATES,
         )
-        tl.store(pooled + token * WINDOW.channels + channel, entry)
+        tl.store(pooled + token * CHANNELS + channel, entry)
 
 
 def launch_pool(states: States, tokens: Tokens, config: CompressConfig) -> Tensor:

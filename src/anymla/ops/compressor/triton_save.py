@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anymla.ops.compressor.config import choose_save_config
 from anymla.ops.device import target_of
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -42,8 +42,8 @@ def save_partial_states_kernel(
 ):
     """Store ``count`` rows; strides in elements, capacity in slots."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel = tl.arange(0, BLOCK_W)
     inside = row < count

@@ -37,7 +37,7 @@ from anymla.ops.hyper_connection.triton_gates import (
     slice_sums,
     store_columns,
 )
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 @triton.jit
@@ -100,9 +100,9 @@ def collapse_token(
     if norm_weight is not None:
         weight = _load_weight(norm_weight, 0, D, COLUMNS)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
         if not LAUNCH_LATE:
-            tl.extra.cuda.gdc_launch_dependents()
+            gdc_launch_dependents()
     if MANY:
         partial += row * partial_token
         places = place_sums(partial, partial_slice, partial_mix, MIXES, N, SLICES, LANES)
@@ -157,9 +157,9 @@ def finish_gates(
     of_post = load_constants(base, scale, 1, N, N)
     of_comb = load_constants(base, scale, 2, 2 * N, N * N)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
         if not LAUNCH_LATE:
-            tl.extra.cuda.gdc_launch_dependents()
+            gdc_launch_dependents()
     if TOGETHER > 1:
         _gates_together(
             partial, of_post, of_comb, post, comb, tokens, norm_eps, hc_eps, iters,
@@ -241,7 +241,14 @@ def collapse_kernel(
 
     With LAUNCH_LATE, dependents are launched (PDL) when this kernel has ended.
     """
-    if GATES and tl.program_id(0) < gate_ctas:
+    if not GATES:
+        collapse_token(
+            h, partial, base, scale, norm_weight, y, codes, code_scales,
+            norm_eps, hc_eps, token_stride, stream_stride,
+            partial_token, partial_slice, partial_mix, row_stride, run_stride,
+            N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LAUNCH_LATE, PDL,
+        )  # fmt: skip
+    elif tl.program_id(0) < gate_ctas:
         finish_gates(
             partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
             partial_token, partial_slice, partial_mix,

@@ -17,7 +17,7 @@ from anymla.ops.hyper_connection.triton_gates import (
     load_streams,
     placed,
 )
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _WARPS = 4
 
@@ -40,8 +40,8 @@ def expand_kernel(
 ):
     """A tile of channels in all N streams; strides are those of h."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = token.to(tl.int64)

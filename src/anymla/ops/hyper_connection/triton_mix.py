@@ -48,7 +48,7 @@ from anymla.ops.hyper_connection.triton_gates import (
     load_columns,
     load_streams,
 )
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 # Channels that four threads load together, and rows of a warp.
@@ -182,9 +182,9 @@ def mix_kernel(
     if SINGLE and JOINED:
         weights = _load_weights(fn, first, 0, N, N, D, MIXES, P, COLUMNS)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
         if not LAUNCH_LATE:
-            tl.extra.cuda.gdc_launch_dependents()
+            gdc_launch_dependents()
     total = tl.zeros((ROWS, P), tl.float32)
     square = tl.zeros((ROWS, COLUMNS), tl.float32)
     post_gates = None
@@ -209,7 +209,7 @@ def mix_kernel(
                 token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED, DIRECT,
             )  # fmt: skip
     if PDL and LAUNCH_LATE:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     slice = tl.program_id(1)
     slices = tl.num_programs(1)
     mix = tl.arange(0, P)

@@ -26,7 +26,7 @@ from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
     choose_many_tokens_config,
 )
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 _PLANES = 3
@@ -48,8 +48,8 @@ def split_kernel(
     weights = tl.load(fn + mix * WIDTH + at, at < tl.where(mix < MIXES, WIDTH, 0), other=0.0)
     parts = split_in_three(weights)
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     plane = tl.num_programs(0) * WIDTH
     for i in tl.static_range(3):
         tl.store(planes + i * plane + mix * WIDTH + at, parts[i], at < WIDTH)
@@ -83,8 +83,8 @@ def many_kernel(
 ):
     """A block of tokens and a slice of D: partial mixes and squares; strides are those of h."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     rows = (token.to(tl.int64) * token_stride)[:, None]

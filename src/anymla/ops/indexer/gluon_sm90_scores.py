@@ -33,9 +33,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import aggregate, mbarrier_wait, view
+from anymla.ops._gluon import (
+    aggregate,
+    gdc_launch_dependents,
+    gdc_wait,
+    mbarrier_wait,
+    view,
+)
 from anymla.ops.indexer.config import GROUP
-from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 HEADS = 64
 WIDTH = 128

@@ -25,12 +25,11 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._gluon import warpgroup_barrier
+from anymla.ops._gluon import gdc_launch_dependents, gdc_wait, warpgroup_barrier
 from anymla.ops.indexer.config import (
     GROUP,
     MAX_GROUPS_K,
 )
-from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 # A row is prefetched two waves of an H200 ahead.
 _PREFETCHED = gl.constexpr(2 * 132)

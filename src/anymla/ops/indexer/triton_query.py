@@ -27,7 +27,7 @@ from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import block_exponent
 from anymla.ops import device as device_facts
 from anymla.ops._triton_norm_rope import load_cos_sin, rotate
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 # Channels of a CTA's tile: 16 for each thread.
 _TILE = 2048
@@ -93,9 +93,10 @@ def query_kernel(
     PDL: tl.constexpr,
 ):
     """Codes and weights of HEADS heads of a token; PDL: see ``pdl_launch``."""
+    BLOCK: tl.constexpr = getattr(RULE, "block")
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     exists = head < heads
@@ -111,7 +112,7 @@ def query_kernel(
     )
     # The result is rounded to q's dtype, as rope rounds it, and then as keys are.
     x = rotate(x.to(tl.float32), cos, sin, WIDTH, ROPE).to(kind)
-    if RULE.block:
+    if BLOCK:
         x = x.to(tl.bfloat16)
     rounded = x.dtype
     x = x.to(tl.float32)
@@ -121,9 +122,9 @@ def query_kernel(
     row = token * heads + head
     weight = tl.load(weights + token * weights_stride + head, mask=exists, other=0.0)
     weight = weight.to(tl.float32) * weight_scale
-    if RULE.block:
-        BLOCKS: tl.constexpr = PADDED // RULE.block
-        blocks = tl.reshape(x, (HEADS, BLOCKS, RULE.block))
+    if BLOCK:
+        BLOCKS: tl.constexpr = PADDED // BLOCK
+        blocks = tl.reshape(x, (HEADS, BLOCKS, BLOCK))
         exponent = block_exponent(blocks, RULE)
         # Only a block that is not finite has a larger exponent.
         bounded = tl.minimum(exponent, 126)
@@ -137,8 +138,8 @@ def query_kernel(
                 out + row[:, None] * (WIDTH // 2) + pair[None, :], low | (high << 4), mask=kept
             )
             block = tl.arange(0, BLOCKS)
-            kept = exists[:, None] & (block < WIDTH // RULE.block)[None, :]
-            at = out_scales + row[:, None] * (WIDTH // RULE.block) + block[None, :]
+            kept = exists[:, None] & (block < WIDTH // BLOCK)[None, :]
+            at = out_scales + row[:, None] * (WIDTH // BLOCK) + block[None, :]
             # The largest exponent of the format is 127; 255 would be NaN.
             tl.store(at, exponent_to_ue8m0(tl.minimum(exponent, 127)), mask=kept)
         else:

@@ -40,7 +40,7 @@ from anymla.ops.device import Target
 from anymla.ops.indexer.config import GROUP, choose_score_config, score_registers, split_size
 from anymla.ops.indexer.inputs import ScoreInputs, dense_inputs, paged_inputs, writable
 from anymla.ops.indexer.triton_topk import NOTHING, ordered_result
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _BLOCK = tl.constexpr(MXFP4_BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -263,22 +263,22 @@ def _load_keys(
 
     Offsets are bytes in pages, elements in a list.
     """
-    WIDTH: tl.constexpr = FORMAT.channels
-    if FORMAT.kind == "row_mxfp4":
+    KIND: tl.constexpr = getattr(FORMAT, "kind")
+    WIDTH: tl.constexpr = getattr(FORMAT, "channels")
+    if KIND == "row_mxfp4":
         return _load_packed(keys + at, keys + scales_at, there, first, MATH, WIDTH, PADDED, BLOCK_K)
-    elif FORMAT.kind == "row_fp8":
+    elif KIND == "row_fp8":
         return _load_operand(keys + at, there, first, "e4m3", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
-    elif FORMAT.kind == "bf16":
+    elif KIND == "bf16":
         rows = (keys + at).to(tl.pointer_type(tl.bfloat16))
         return _load_operand(rows, there, first, "bf16", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
-    elif FORMAT.kind == "fp32":
+    elif KIND == "fp32":
         rows = (keys + at).to(tl.pointer_type(tl.float32))
         return _load_operand(rows, there, first, "fp32", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
     else:
-        tl.static_assert(FORMAT.kind == "list")
-        # Triton 3.6 takes no attribute that is a str as an argument.
-        KIND: tl.constexpr = FORMAT.values
-        return _load_operand(keys + at, there, first, KIND, MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
+        tl.static_assert(KIND == "list")
+        VALUES: tl.constexpr = getattr(FORMAT, "values")
+        return _load_operand(keys + at, there, first, VALUES, MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
 
 
 @triton.jit
@@ -417,17 +417,22 @@ def scores_kernel(
         CANONICAL_NAN: see ``ordered_result``.
         PDL: see ``pdl_launch``.
     """
-    ROWS: tl.constexpr = CONFIG.rows
-    PADDED_HEADS: tl.constexpr = CONFIG.heads
-    PADDED: tl.constexpr = CONFIG.width
-    BLOCK_K: tl.constexpr = CONFIG.block_k
-    KEYS: tl.constexpr = CONFIG.keys
-    STAGES: tl.constexpr = CONFIG.stages
+    ROWS: tl.constexpr = getattr(CONFIG, "rows")
+    PADDED_HEADS: tl.constexpr = getattr(CONFIG, "heads")
+    PADDED: tl.constexpr = getattr(CONFIG, "width")
+    BLOCK_K: tl.constexpr = getattr(CONFIG, "block_k")
+    KEYS: tl.constexpr = getattr(CONFIG, "keys")
+    STAGES: tl.constexpr = getattr(CONFIG, "stages")
+    KIND: tl.constexpr = getattr(FORMAT, "kind")
+    WIDTH: tl.constexpr = getattr(FORMAT, "channels")
+    if table is not None:
+        DATA: tl.constexpr = getattr(FORMAT, "data_bytes")
+        SCALES: tl.constexpr = getattr(FORMAT, "scale_bytes")
     # Requests that a group of rows may be of.
-    REQUESTS: tl.constexpr = 1 if FORMAT.kind == "list" else ROWS
+    REQUESTS: tl.constexpr = 1 if KIND == "list" else ROWS
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     member = tl.arange(0, ROWS)
     row = tl.program_id(0).to(tl.int64) * ROWS + member
     live = row < rows
@@ -443,7 +448,7 @@ def scores_kernel(
         queries = weight
         if BLOCK_K == PADDED:
             queries = _load_queries(
-                q, q_scales, line, exists, 0, Q_KIND, MATH, FORMAT.channels, PADDED, BLOCK_K, NATIVE
+                q, q_scales, line, exists, 0, Q_KIND, MATH, WIDTH, PADDED, BLOCK_K, NATIVE
             )
         for index in range(REQUESTS):
             mine = tl.sum(tl.where(member == index, request, 0), 0)
@@ -468,8 +473,8 @@ def scores_kernel(
                         pages_of_request, table_column_stride, at, stop, pages, keys_stride, KEYS,
                         ENTRIES,
                     )  # fmt: skip
-                    scales_at = page_at + ENTRIES * FORMAT.data_bytes + place * FORMAT.scale_bytes
-                    values_at = page_at + place * FORMAT.data_bytes
+                    scales_at = page_at + ENTRIES * DATA + place * SCALES
+                    values_at = page_at + place * DATA
                     # Every entry of the cache may be read; what is not meant is left out of the
                     # results, which costs less than a mask on every load.
                     readable = tl.full((KEYS,), 1, tl.int1)
@@ -492,7 +497,7 @@ def scores_kernel(
                     for channel_at in range(0, PADDED, BLOCK_K):
                         some = _load_queries(
                             q, q_scales, line, exists, channel_at, Q_KIND, MATH,
-                            FORMAT.channels, PADDED, BLOCK_K, NATIVE,
+                            WIDTH, PADDED, BLOCK_K, NATIVE,
                         )  # fmt: skip
                         tile = _load_keys(
                             keys, values_at, scales_at, readable, channel_at, FORMAT, MATH,
@@ -500,7 +505,7 @@ def scores_kernel(
                         )  # fmt: skip
                         dots = tl.dot(tile, tl.trans(some), dots, input_precision="ieee")
                 sums = _sum_heads(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
-                if FORMAT.kind == "row_fp8":
+                if KIND == "row_fp8":
                     pointers = (keys + scales_at).to(tl.pointer_type(tl.float32))
                     sums = sums * tl.load(pointers)[:, None]
                 elif key_scale is not None:

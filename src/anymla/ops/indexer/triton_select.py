@@ -51,7 +51,7 @@ from anymla.ops.indexer.config import (
 from anymla.ops.indexer.inputs import ScoreInputs, SelectOutputs, select_inputs, writable
 from anymla.ops.indexer.triton_scores import row_ranges, write_scores
 from anymla.ops.indexer.triton_topk import NOTHING, kth_largest, narrow, ordered, places
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 _GROUP = tl.constexpr(GROUP)
@@ -156,8 +156,8 @@ def row_topk_kernel(
     see ``pdl_launch``.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_ranges(
         lengths, starts, requests, row, True, first_row, per_request, num_requests, covered
@@ -371,8 +371,8 @@ def sample_collect_kernel(
     PDL: see ``pdl_launch``.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     request, start, end = row_ranges(
@@ -467,8 +467,8 @@ def sample_merge_kernel(
 ):
     """Top-k of a row from the candidates of its splits."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     request, start, end = row_ranges(
         lengths, starts, requests, row, True, first_row, per_request, num_requests, covered

@@ -24,6 +24,8 @@ long it takes, never what comes out:
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import triton
 import triton.language as tl
@@ -37,6 +39,8 @@ from anymla.ops.streams import scratch
 NAN_KEY = tl.constexpr(0x7F800001)  # just above +inf's bits
 NOTHING = tl.constexpr(-0x80000000)
 _LARGEST = tl.constexpr(0x7FFFFFFF)
+# From Triton 3.4 on.
+_MASKED_HISTOGRAM = tl.constexpr("mask" in inspect.signature(tl.histogram).parameters)
 # Winners that a CTA ranks, and those that it compares them with at a time.
 _RANKED, _COMPARED = 32, 256
 
@@ -213,7 +217,13 @@ def _load(line, candidates, first, at, count, MERGE: tl.constexpr, BLOCK: tl.con
 def _digit_histogram(key, inside, prefix, shift):
     """Histogram of the digit at ``shift`` of the keys that begin with ``prefix``."""
     begins = inside & (((key >> shift) >> 8) == prefix)
-    return tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=begins)
+    digit = ((key >> shift) & 255).to(tl.int32)
+    if _MASKED_HISTOGRAM:
+        return tl.histogram(digit, 256, mask=begins)
+    else:
+        others = tl.sum((~begins).to(tl.int32), 0)
+        counted = tl.histogram(tl.where(begins, digit, 0), 256)
+        return counted - tl.where(tl.arange(0, 256) == 0, others, 0)
 
 
 @triton.jit(do_not_specialize=["columns", "k", "kept", "splits"])

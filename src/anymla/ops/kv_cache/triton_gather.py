@@ -18,7 +18,7 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, load_rows, row_codec
 from anymla.ops import device as device_facts
 from anymla.ops.kv_cache.config import choose_config
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -38,16 +38,17 @@ def gather_slots_kernel(
     PDL: tl.constexpr,
 ):
     """Decode ``count`` slots; page stride in bytes, capacity in slots, the others in elements."""
+    CHANNELS: tl.constexpr = getattr(CODEC, "channels")
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = row < count
     slot = tl.load(slots + row, mask=mask, other=-1)
     valid = (slot >= 0) & (slot < capacity)
     values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
     x = load_rows(cache, values, scales, valid, CODEC, NATIVE)
-    channel = tl.arange(0, CODEC.channels)
+    channel = tl.arange(0, CHANNELS)
     at = out + row[:, None] * row_stride + (channel * column_stride)[None, :]
     tl.store(at, x.to(out.dtype.element_ty), mask=mask[:, None])
 
@@ -79,9 +80,10 @@ def gather_sequences_kernel(
 
     ``tables`` is [R, columns] with contiguous columns; a request has ``tiles`` CTAs.
     """
+    CHANNELS: tl.constexpr = getattr(CODEC, "channels")
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     request = tl.program_id(0).to(tl.int64) // tiles
     start = (tl.program_id(0) % tiles) * ROWS
     row = start + tl.arange(0, ROWS)
@@ -96,7 +98,7 @@ def gather_sequences_kernel(
         slot = page.to(tl.int64) * ENTRIES + position % ENTRIES
         values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
         x = load_rows(cache, values, scales, valid, CODEC, NATIVE)
-        channel = tl.arange(0, CODEC.channels)
+        channel = tl.arange(0, CHANNELS)
         at = out + request * request_stride + (first + row).to(tl.int64)[:, None] * row_stride
         at += (channel * column_stride)[None, :]
         tl.store(at, x.to(out.dtype.element_ty), mask=mask[:, None])

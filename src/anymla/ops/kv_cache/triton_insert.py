@@ -23,7 +23,7 @@ from anymla.formats.triton_rows import (
 )
 from anymla.ops import device as device_facts
 from anymla.ops.kv_cache.config import choose_config
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -43,11 +43,14 @@ def insert_kernel(
     PDL: tl.constexpr,
 ):
     """Store ``count`` rows of k; page stride in bytes, capacity in slots."""
+    KIND: tl.constexpr = getattr(CODEC, "kind")
+    CHANNELS: tl.constexpr = getattr(CODEC, "channels")
+    NOPE: tl.constexpr = getattr(CODEC, "nope")
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, CODEC.channels)
+    channel = tl.arange(0, CHANNELS)
     mask = row < count
     slot = tl.load(slots + row, mask=mask, other=-1)
     # Not masked by the slot: both loads are under way at the same time.
@@ -55,12 +58,12 @@ def insert_kernel(
     x = tl.load(at, mask=mask[:, None], other=0.0).to(tl.float32)
     valid = (slot >= 0) & (slot < capacity)
     values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
-    if CODEC.kind == "split_fp8":
-        last = CODEC.nope + tl.arange(0, CODEC.channels - CODEC.nope)
+    if KIND == "split_fp8":
+        last = NOPE + tl.arange(0, CHANNELS - NOPE)
         tail = k + row[:, None] * row_stride + (last * column_stride)[None, :]
         tail = tl.load(tail, mask=mask[:, None], other=0.0).to(tl.float32)
         store_tail(cache, values, valid, tail, CODEC)
-    store_rows(cache, values, scales, valid, x, CODEC, NATIVE, CODEC.kind != "split_fp8")
+    store_rows(cache, values, scales, valid, x, CODEC, NATIVE, KIND != "split_fp8")
 
 
 def quantize_and_insert_k_cache(

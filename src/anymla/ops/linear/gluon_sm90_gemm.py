@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
+from anymla.ops._gluon import gdc_launch_dependents, gdc_wait
 
 _K_BLOCK = gl.constexpr(128)
 

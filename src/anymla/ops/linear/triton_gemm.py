@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from anymla.ops._triton_gemm import ActivationRows, WeightRows, gemm_tile
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 REDUCE_BLOCK = 1024
 
@@ -45,8 +46,8 @@ def gemm_kernel(
 ):
     """A tile of results, or of one split's sums."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     group = tl.program_id(2) % groups
@@ -56,16 +57,13 @@ def gemm_kernel(
     rows = token.to(tl.int64)
     if CODED:
         x_scales += group.to(tl.int64) * tl.cdiv(width, 128)
-    given = ActivationRows(
-        x + group.to(tl.int64) * width, x_scales, rows, inside, x_stride, x_scale_stride
-    )
+    x += group.to(tl.int64) * width
     w += group.to(tl.int64) * w_group
     if FORMAT != "plain":
         scales += group.to(tl.int64) * s_group
-    weight = WeightRows(w, scales, column.to(tl.int64), exists)
     total = gemm_tile(
-        given,
-        weight,
+        ActivationRows(x, x_scales, rows, inside, x_stride, x_scale_stride),
+        WeightRows(w, scales, column.to(tl.int64), exists),
         split * split_k,
         tl.minimum(width, (split + 1) * split_k),
         width,
@@ -87,8 +85,8 @@ def gemm_kernel(
 def split_k_reduce_kernel(partials, out, count, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """BLOCK results: the splits' sums added in order."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     total = tl.zeros((BLOCK,), tl.float32)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from anymla.ops._triton_gemm import gemm_tile_swap_ab
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -43,8 +44,8 @@ def gemm_swap_ab_kernel(
 ):
     """A tile of results, or of one split's sums."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     group = (tl.program_id(2) % groups).to(tl.int64)
     split = tl.program_id(2) // groups
     token = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 # Blocks of a CTA: 16 values a thread, or 4 for latency.
@@ -38,8 +38,8 @@ def inverse_rope_kernel(
 ):
     """BLOCKS blocks of WIDTH channels."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     PER_HEAD: tl.constexpr = (D + WIDTH - 1) // WIDTH
     PAIRS: tl.constexpr = WIDTH // 2
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)

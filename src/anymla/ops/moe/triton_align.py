@@ -24,7 +24,7 @@ from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_words import channel_at
 from anymla.ops._triton_quantize import quantize_blocks
 from anymla.ops.moe.config import ALIGN_PAIRS, choose_align_config
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 
@@ -189,8 +189,8 @@ def align_and_quantize_kernel(
 ):
     """One expert's pairs, or QUANT_BLOCKS quant blocks of activations."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     me = tl.program_id(0)
     if me < experts:
         _align_without_gaps(

@@ -119,13 +119,14 @@ def gate_up_kernel(
                 s1 += expert_distance(expert, s1_stride, s1_table, 1)
                 s3 += expert_distance(expert, s3_stride, s3_table, 1)
             row_blocks = tl.cdiv(width, 128)
-            rows = ActivationRows(x, x_scales, token, inside, width, row_blocks)
             gate = gemm_tile(
-                rows, WeightRows(w1, s1, channel, exists), 0, width, width,
+                ActivationRows(x, x_scales, token, inside, width, row_blocks),
+                WeightRows(w1, s1, channel, exists), 0, width, width,
                 FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
             )  # fmt: skip
             up = gemm_tile(
-                rows, WeightRows(w3, s3, channel, exists), 0, width, width,
+                ActivationRows(x, x_scales, token, inside, width, row_blocks),
+                WeightRows(w3, s3, channel, exists), 0, width, width,
                 FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
             )  # fmt: skip
         dtype = inner.dtype.element_ty

@@ -24,7 +24,7 @@ from anymla.ops.moe.config import COMBINE_CHANNELS, choose_config
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
 from anymla.ops.moe.shapes import ExpertsShape
 from anymla.ops.moe.triton_grouped_gemm import grouped_gemm
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import flush_stream_wait, has_deferred_wait, scratch
 
 
@@ -43,8 +43,8 @@ def combine_kernel(
 ):
     """BLOCK channels of one token."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < n

@@ -17,7 +17,7 @@ from torch import Tensor
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops.moe.config import choose_router_config
 from anymla.ops.moe.reference import SUM_FLOOR
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 _LOWEST = tl.constexpr(-(2**31))
@@ -30,8 +30,8 @@ def logits_kernel(
 ):  # fmt: skip
     """A tile of x @ gate^T over one split of the channels."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     expert = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     first = tl.program_id(2) * split
@@ -103,8 +103,8 @@ def route_kernel(
 ):
     """TOKENS tokens: their experts and weights; by the ``bias``, or else by the ``table``."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     inside = row < tokens
     expert = tl.arange(0, EXPERTS)

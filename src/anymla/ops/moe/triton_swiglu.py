@@ -11,7 +11,7 @@ from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._triton_quantize import store_row_codes
 from anymla.ops.device import target_of
 from anymla.ops.moe.config import SWIGLU_CHANNELS
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 @triton.jit
@@ -43,8 +43,8 @@ def swiglu_kernel(
 ):
     """BLOCK values of a row, and their codes if there are to be any."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width

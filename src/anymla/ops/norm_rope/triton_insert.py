@@ -20,7 +20,7 @@ from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, st
 from anymla.ops import device as device_facts
 from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
 from anymla.ops.norm_rope.config import choose_insert_config
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def insert_kv_rows(
 
     ``kv_strides`` are (row, channel), ``rope_table`` is (table, row stride, column stride, rows).
     """
-    WIDTH: tl.constexpr = CODEC.channels
+    WIDTH: tl.constexpr = getattr(CODEC, "channels")
     table, table_row_stride, table_column_stride, length = rope_table
     channel = tl.arange(0, WIDTH)
     row = first + tl.arange(0, ROWS)
@@ -113,25 +113,28 @@ def qnorm_rope_kv_insert_kernel(
     PDL: tl.constexpr,
 ):
     """Query heads to ``out``, ``inserted`` key-value rows to the cache."""
+    ROWS: tl.constexpr = getattr(CONFIG, "rows")
+    HEADS: tl.constexpr = getattr(CONFIG, "heads")
+    WIDTH: tl.constexpr = getattr(CODEC, "channels")
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     cta = tl.program_id(0)
     rope_table = (table, table_row_stride, table_column_stride, length)
     if cta < kv_ctas:
-        first = cta.to(tl.int64) * CONFIG.rows
+        first = cta.to(tl.int64) * ROWS
         insert_kv_rows(
             kv, (kv_row_stride, kv_column_stride), first, inserted, slots, positions, rope_table,
-            cache, page_stride, capacity, ENTRIES, CODEC, NATIVE, ROPE, CONFIG.rows,
+            cache, page_stride, capacity, ENTRIES, CODEC, NATIVE, ROPE, ROWS,
         )  # fmt: skip
     else:
-        groups = tl.cdiv(heads, CONFIG.heads)
+        groups = tl.cdiv(heads, HEADS)
         group = cta - kv_ctas
         norm_rotate_heads(
             q, (q_token_stride, q_head_stride, q_column_stride),
             out, (out_token_stride, out_head_stride, out_column_stride),
-            (group // groups).to(tl.int64), group % groups * CONFIG.heads, heads,
-            positions, rope_table, eps, CODEC.channels, ROPE, CONFIG.heads,
+            (group // groups).to(tl.int64), group % groups * HEADS, heads,
+            positions, rope_table, eps, WIDTH, ROPE, HEADS,
         )  # fmt: skip
 
 

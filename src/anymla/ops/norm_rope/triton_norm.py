@@ -18,7 +18,7 @@ from anymla.ops._triton_norm_rope import inverse_rms
 from anymla.ops._triton_quantize import store_codes
 from anymla.ops.device import target_of
 from anymla.ops.norm_rope.config import choose_norm_config
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _FLOOR = tl.constexpr(ACTIVATION_AMAX_FLOOR)
 
@@ -28,15 +28,17 @@ def norm_rows(
     x, strides, weight, out, first, rows, eps, CONFIG: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Norm rows ``first`` .. of x [rows, WIDTH] into contiguous ``out``; the tile, its rows."""
-    WIDTH: tl.constexpr = CONFIG.width
-    row = first + tl.arange(0, CONFIG.rows)
-    channel = tl.arange(0, CONFIG.padded)
+    WIDTH: tl.constexpr = getattr(CONFIG, "width")
+    ROWS: tl.constexpr = getattr(CONFIG, "rows")
+    PADDED: tl.constexpr = getattr(CONFIG, "padded")
+    row = first + tl.arange(0, ROWS)
+    channel = tl.arange(0, PADDED)
     mask = (row < rows)[:, None] & (channel < WIDTH)[None, :]
     at = x + row[:, None] * strides[0] + (channel * strides[1])[None, :]
     scale = tl.load(weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     y = (x * inverse_rms(x, eps, WIDTH) * scale[None, :]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * WIDTH + channel[None, :], y, mask=mask)
@@ -56,7 +58,8 @@ def rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     """Norm the rows of x [rows, WIDTH] into ``out``."""
-    first = tl.program_id(0).to(tl.int64) * CONFIG.rows
+    ROWS: tl.constexpr = getattr(CONFIG, "rows")
+    first = tl.program_id(0).to(tl.int64) * ROWS
     norm_rows(x, (row_stride, column_stride), weight, out, first, rows, eps, CONFIG, PDL)
 
 
@@ -85,18 +88,21 @@ def fused_kernel(
     PDL: tl.constexpr,
 ):
     """Norm the rows of qr, quantised into ``codes`` as well unless that is None, and of kv."""
+    Q_ROWS: tl.constexpr = getattr(Q_CONFIG, "rows")
+    Q_WIDTH: tl.constexpr = getattr(Q_CONFIG, "width")
+    KV_ROWS: tl.constexpr = getattr(KV_CONFIG, "rows")
     cta = tl.program_id(0)
     if cta < q_ctas:
-        first = cta.to(tl.int64) * Q_CONFIG.rows
+        first = cta.to(tl.int64) * Q_ROWS
         strides = (q_row_stride, q_column_stride)
         y, row = norm_rows(qr, strides, q_weight, q_out, first, rows, eps, Q_CONFIG, PDL)
         if codes is not None:
             store_codes(
                 y, codes, code_scales, row, row < rows, 0, code_row_stride, code_block_stride,
-                Q_CONFIG.width, _FLOOR, NATIVE,
+                Q_WIDTH, _FLOOR, NATIVE,
             )  # fmt: skip
     else:
-        first = (cta - q_ctas).to(tl.int64) * KV_CONFIG.rows
+        first = (cta - q_ctas).to(tl.int64) * KV_ROWS
         strides = (kv_row_stride, kv_column_stride)
         norm_rows(kv, strides, kv_weight, kv_out, first, rows, eps, KV_CONFIG, PDL)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from anymla.ops._triton_norm_rope import load_cos_sin, rotate
 from anymla.ops.device import target_of
 from anymla.ops.norm_rope.config import choose_rope_config
-from anymla.ops.pdl import pdl_launch
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 @triton.jit(do_not_specialize=["rows", "length"])
@@ -39,12 +39,13 @@ def rope_kernel(
     PDL: tl.constexpr,
 ):
     """Rotate the rows of x [T, heads, WIDTH] into contiguous ``out``; rows = T * heads."""
-    WIDTH: tl.constexpr = CONFIG.width
-    PADDED: tl.constexpr = CONFIG.padded
+    WIDTH: tl.constexpr = getattr(CONFIG, "width")
+    PADDED: tl.constexpr = getattr(CONFIG, "padded")
+    ROWS: tl.constexpr = getattr(CONFIG, "rows")
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64) * CONFIG.rows + tl.arange(0, CONFIG.rows)
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, PADDED)
     valid = row < rows
     mask = valid[:, None] & (channel < WIDTH)[None, :]

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from anymla.ops._epilogue import QuantizedOut, epilogue_constants, epilogue_pointers
 from anymla.ops._triton_epilogue import store_quantized
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 from anymla.ops.sparse_attention.config import (
     STREAM_K_AT_ONCE,
     STREAM_K_GROUP,
@@ -250,8 +251,8 @@ def combine_splits_kernel(
         NATIVE: see above.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     slices: tl.constexpr = CHANNELS // WIDTH
     program = tl.program_id(0).to(tl.int64)
     part = program % slices
@@ -299,8 +300,8 @@ def combine_stream_k_kernel(
     decode kernel. GROUP: heads of a program.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     groups: tl.constexpr = ROWS // GROUP
     cta = tl.program_id(0) // groups
     work_tile = tl.load(spans_ptr + (work_tiles + cta) * 2).to(tl.int64)
