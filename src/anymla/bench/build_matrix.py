@@ -35,17 +35,19 @@ from typing import Any
 import torch
 
 import anymla.ops
+from anymla.bench import xpu_code
 from anymla.bench.compiled import compiled
 from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrivals
 from anymla.ops._build import Build
-from anymla.ops.device import TARGETS, Target
+from anymla.ops.device import TARGETS, Target, has_gluon
 from anymla.testing.launches import (
     derived_builds,
     judged,
     recorded_launches,
     shared_builds,
 )
+from anymla.testing.triton_targets import backend_problem
 
 TIME_LIMIT_S = 240
 # In place of a family's name.
@@ -90,6 +92,7 @@ class Job:
 
 def kernel_modules() -> dict[str, list[str]]:
     """Dotted names of all files of Triton and Gluon kernels by family, SHARED for those of many."""
+    prefixes = ("triton_", "gluon_") if has_gluon() else ("triton_",)
     found, shared = {}, []
     for each in pkgutil.iter_modules(anymla.ops.__path__):
         path = f"anymla.ops.{each.name}"
@@ -97,11 +100,17 @@ def kernel_modules() -> dict[str, list[str]]:
             found[each.name] = [
                 f"{path}.{module.name}"
                 for module in pkgutil.iter_modules(importlib.import_module(path).__path__)
-                if module.name.startswith(("triton_", "gluon_"))
+                if module.name.startswith(prefixes)
             ]
         elif each.name.startswith("_triton_"):
             shared.append(path)
     return {**found, SHARED: shared}
+
+
+def problem_of(target: Target) -> str:
+    """Why nothing can be built for the target here; "" if it can."""
+    problem = backend_problem(target.backend)
+    return problem or (xpu_code.missing() if target.backend == "xpu" else "")
 
 
 def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
@@ -216,10 +225,14 @@ def apart(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
 
 def _send_kernels_by_name() -> None:
     """Let builds be sent to processes: a kernel is what its module has under its name."""
-    from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.runtime.jit import JITFunction
 
-    for kind in (JITFunction, GluonJITFunction):
+    kinds = [JITFunction]
+    if has_gluon():
+        from triton.experimental.gluon._runtime import GluonJITFunction
+
+        kinds.append(GluonJITFunction)
+    for kind in kinds:
         ForkingPickler.register(
             kind, lambda kernel: (_kernel, (kernel.__module__, kernel.__name__))
         )
@@ -308,6 +321,8 @@ def _multiplies(instructions: list[str], operands: bool | str) -> bool:
 
 
 def _code(code: Any, target: Target) -> dict[str, Any]:
+    if target.backend == "xpu":
+        return _xpu_code(code, target)
     return _hip_code(code) if target.backend == "hip" else _cuda_code(code)
 
 
@@ -354,4 +369,21 @@ def _hip_code(code: Any) -> dict[str, Any]:
         "spills": int(spills[1]) if spills else 0,
         "matrix": sorted(matrix),
         "registers": int(registers[1]) if registers else None,
+    }
+
+
+def _xpu_code(code: Any, target: Target) -> dict[str, Any]:
+    found = xpu_code.machine_code(code.asm["spv"], target)
+    matrix = [name for name in found.instructions if name.startswith("dpas")]
+    return {
+        "instructions": len(found.instructions),
+        "spills": found.spills,
+        "matrix": sorted(set(matrix)),
+        "products": len(matrix),
+        "registers": found.registers,
+        "lanes": found.lanes,
+        "spill_bytes": found.spill_bytes,
+        "private_bytes": found.private_bytes,
+        "code_bytes": found.code_bytes,
+        "ocloc": xpu_code.compiler_version(),
     }

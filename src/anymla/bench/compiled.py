@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from anymla.ops._build import Build
-from anymla.ops.device import Target
+from anymla.ops.device import Target, has_gluon
+from anymla.testing.triton_targets import triton_target
 
 
 def compiled(build: Build, target: Target) -> Any:
     """What Triton makes of a build, in a process that does not interpret kernels."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     names = build.kernel.arg_names
     signature = {name: build.types.get(name, "constexpr") for name in names}
@@ -23,13 +21,19 @@ def compiled(build: Build, target: Target) -> Any:
         for place, name in enumerate(names)
         if signature[name].startswith("*") or name in build.divisible
     }
-    architecture: Any = target.name if target.backend == "hip" else int(target.name[3:])
-    source = GluonASTSource if isinstance(build.kernel, GluonJITFunction) else ASTSource
-    return triton.compile(
-        source(build.kernel, signature, constants, hints),
-        target=GPUTarget(target.backend, architecture, target.warp_size),
-        options=_options(build),
-    )
+    source = _source_kind(build.kernel)(build.kernel, signature, constants, hints)
+    with triton_target(target) as device:
+        return triton.compile(source, target=device, options=_options(build))
+
+
+def _source_kind(kernel: Any) -> Any:
+    from triton.compiler import ASTSource
+
+    if not has_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+    return GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
 
 
 def _options(build: Build) -> dict[str, Any]:

@@ -68,14 +68,21 @@ def build_matrix(
 
     Asserts that each builds (or fails where expected), fits the target's shared memory, spills no
     more than declared, and has matrix instructions where they are meant. With --json, what the file
-    says of kernels that have not changed since is taken from there.
+    says of kernels that have not changed since is taken from there. Targets that the installed
+    Triton does not compile for are left out: Intel's GPUs have one of their own.
     """
-    from anymla.bench.build_matrix import jobs, recorded, run
+    from anymla.bench.build_matrix import jobs, problem_of, recorded, run
     from anymla.bench.page.rows import rows_of
     from anymla.ops.device import TARGETS
 
     require_known("--target", chosen, TARGETS)
-    targets = list(chosen) or list(TARGETS)
+    problems = {name: problem_of(TARGETS[name]) for name in chosen or TARGETS}
+    targets = [name for name, problem in problems.items() if not problem]
+    for name, problem in problems.items():
+        if problem:
+            click.echo(f"{name}: not built, {problem}")
+    if chosen and len(targets) < len(problems):
+        raise BadInput("--target names what cannot be built here")
     work = list(jobs(targets, first_of=first_of or "", modules=(module,)))
     if not work:
         raise BadInput(
@@ -83,7 +90,8 @@ def build_matrix(
         )
     whole = not (chosen or module or first_of)
     with bad_input():
-        known = {} if json_file is None else recorded(rows_of(json_file))
+        old = [] if json_file is None else rows_of(json_file)
+    known = recorded(old)
     missing = [job for job in work if job.key not in known]
     fresh = {}
     built = tqdm(
@@ -95,7 +103,8 @@ def build_matrix(
             append_lines(json_file, [row])
     rows = [known.get(job.key) or fresh[job.key] for job in work]
     if json_file is not None and whole:
-        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
+        kept = [row for row in old if problems.get(row["target"])]
+        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows + kept))
     bad = [row for row in rows if not row["ok"]]
     for row in bad:
         click.echo(f"{row['target']} {row['module']} {row['label']}: {row['problem']}")

@@ -31,9 +31,10 @@ class Target:
     """A GPU architecture as far as kernels and tiles depend on it.
 
     Attributes:
-        name: "sm_90", "gfx942", ...
+        name: "sm_90", "gfx942", "xpu_bmg", ...
         backend: Triton's name of the vendor: "cuda", "hip" or "xpu".
-        warp_size: threads of a warp; kernels do not depend on it, building them does.
+        warp_size: threads of a warp; kernels do not depend on it, building them does. Intel's
+            compiler makes it 16, or 8, where there are matrix products.
         shared_bytes: shared memory that one program can have.
         native_e4m3: conversions from and to OCP e4m3 are instructions, and shorter than bits.
         dot_e4m3: matrix products of OCP e4m3 operands are instructions.
@@ -58,6 +59,8 @@ class Target:
 # Shared memory: CUDA C++ programming guide (compute capabilities), AMD ISA documents (LDS).
 # sm_count: A100, A6000, L40, H100/H200, B200, RTX PRO 6000, GB10, MI300X, MI355X, 8060S, 9070 XT.
 # native_e4m3: by instruction counts of built kernels; gfx942 and RDNA convert faster by bits.
+# Intel: shared memory as OpenCL reports it; sm_count: one stack of a Max 1550, Arc A770, Arc B580,
+# Arc 140V, Arc B390; that of Crescent Island is not published, 32 stands for it.
 TARGETS = {
     target.name: target
     for target in (
@@ -72,6 +75,12 @@ TARGETS = {
         Target("gfx950", "hip", 64, 160 * _KIB, True, True, 256),
         Target("gfx1151", "hip", 32, 64 * _KIB, False, False, 40),
         Target("gfx1201", "hip", 32, 64 * _KIB, False, True, 64),
+        Target("xpu_pvc", "xpu", 32, 128 * _KIB, False, False, 64),
+        Target("xpu_dg2", "xpu", 32, 64 * _KIB, False, False, 32),
+        Target("xpu_bmg", "xpu", 32, 128 * _KIB, False, False, 20),
+        Target("xpu_lnl", "xpu", 32, 128 * _KIB, False, False, 8),
+        Target("xpu_ptl", "xpu", 32, 128 * _KIB, False, False, 12),
+        Target("xpu_cri", "xpu", 32, 128 * _KIB, False, False, 32),
     )
 }
 # An architecture that is not listed: no FP8 instructions, the smallest shared memory.
@@ -86,8 +95,7 @@ CPU = Target("interpreter", "cpu", 32, 64 * _KIB, False, False)
 def target_of(device: torch.device) -> Target:
     """The architecture of a device that Triton can run on, with the device's own number of SMs."""
     if device.type == "xpu":
-        found = torch.xpu.get_device_properties(device) if torch.xpu.is_available() else None
-        return dataclasses.replace(XPU, sm_count=int(getattr(found, "gpu_subslice_count", 64)))
+        return _xpu(torch.xpu.get_device_properties(device) if torch.xpu.is_available() else None)
     if device.type != "cuda":
         return CPU
     properties = torch.cuda.get_device_properties(device)
@@ -108,6 +116,24 @@ def _architecture(properties: Any) -> Target:
     return dataclasses.replace(
         UNKNOWN_CUDA, shared_bytes=shared, native_e4m3=native, dot_e4m3=native
     )
+
+
+# Architecture and release of an Intel GPU (ocloc lists them): the first two numbers of its version.
+_XPU_NAMES = {
+    (12, 55): "xpu_dg2", (12, 56): "xpu_dg2", (12, 57): "xpu_dg2",
+    (12, 60): "xpu_pvc", (12, 61): "xpu_pvc",
+    (20, 1): "xpu_bmg", (20, 2): "xpu_bmg", (20, 4): "xpu_lnl",
+    (30, 0): "xpu_ptl", (30, 1): "xpu_ptl", (35, 11): "xpu_cri",
+}  # fmt: skip
+
+
+def _xpu(properties: Any) -> Target:
+    """From torch's properties of a device, or None where there is none."""
+    # SYCL's number of an architecture: 10 bits of architecture, 8 of release, 14 of revision.
+    version = int(getattr(properties, "architecture", 0))
+    name = _XPU_NAMES.get((version >> 22, version >> 14 & 0xFF), "")
+    sm_count = int(getattr(properties, "gpu_subslice_count", 64))
+    return dataclasses.replace(TARGETS.get(name, XPU), sm_count=sm_count)
 
 
 # The least Triton that the kernels run on: with 3.5, 41 of 46 conformance cases fail.
@@ -144,6 +170,13 @@ def triton_problem() -> str:
 def has_triton() -> bool:
     """Whether triton is installed, in a version that the kernels run on."""
     return not triton_problem()
+
+
+def has_gluon() -> bool:
+    """Whether the installed triton has Gluon, which Intel's of 3.3 has not."""
+    return (
+        triton_version() is not None and importlib.util.find_spec("triton.experimental") is not None
+    )
 
 
 def runs_gluon(device: torch.device) -> bool:

@@ -8,7 +8,6 @@ let decide anything.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -26,8 +25,9 @@ import torch
 import anymla.ops
 from anymla.ops import device as device_facts
 from anymla.ops._build import Build
-from anymla.ops.device import INTERPRETED, Target
+from anymla.ops.device import INTERPRETED, Target, has_gluon
 from anymla.ops.registry import Operation, Support
+from anymla.testing.triton_targets import triton_target
 
 META = torch.device("meta")
 Key = tuple[Any, ...]
@@ -43,49 +43,50 @@ class Launches:
 
     def __init__(self, target: Target) -> None:
         """None yet, on ``target``."""
-        from triton.backends.compiler import GPUTarget
         from triton.compiler import make_backend
 
-        architecture: Any = target.name if target.backend == "hip" else int(target.name[3:])
-        self._backend = make_backend(GPUTarget(target.backend, architecture, target.warp_size))
+        with triton_target(target) as described:
+            self._backend = make_backend(described)
         self._binders: dict[Any, tuple[Any, Any]] = {}
-        self._known: dict[Any, dict[Any, str]] = collections.defaultdict(dict)
+        self._known: set[tuple[Any, str, str]] = set()
         self.label = ""
         self.builds: dict[Key, Build] = {}
 
     def note(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note a launch, whose arguments by name are among ``options``."""
-        from triton.runtime.jit import compute_cache_key
-
         function, bind = self._binder(kernel)
         bound, specialisation, rest = bind(*args, **options)
-        known = self._known[kernel.fn]
-        count = len(known)
-        compute_cache_key(known, specialisation, rest)
-        if len(known) > count:
-            made = self._build(function, options, (bound, specialisation, rest))
+        key = (kernel.fn, str(specialisation), str(rest))
+        if key not in self._known:
+            self._known.add(key)
+            made = self._build(function, options, bound, specialisation)
             self.builds.setdefault(made.key, made)
 
-    def _build(self, function: Any, options: dict[str, Any], found: tuple[Any, Any, Any]) -> Build:
+    def _build(
+        self, function: Any, options: dict[str, Any], bound: dict[str, Any], specialisation: Any
+    ) -> Build:
         """What ``JITFunction.run`` has compiled for a launch that is like none before."""
-        parsed, signature, constants, hints = function._pack_args(
-            self._backend, dict(options), *found
-        )
+        parsed = self._backend.parse_options(dict(options))
         names = function.arg_names
-        assert all(len(path) == 1 for path in constants), f"{function.fn.__name__}: tuples"
+        unknown = [name for name in options if name not in {*vars(parsed), *names}]
+        assert not unknown, f"{function.fn.__name__}: {unknown}"
+        assert all(isinstance(kind, str) for kind, _ in specialisation), "tuples"
+        kinds = {name: kind for name, (kind, _) in zip(names, specialisation, strict=True)}
+        hints = {name: known or "" for name, (_, known) in zip(names, specialisation, strict=True)}
         return Build(
             self.label,
             function,
-            {name: kind for name, kind in signature.items() if kind != "constexpr"},
-            {names[place]: value for (place,), value in constants.items()},
+            {name: kind for name, kind in kinds.items() if kind != "constexpr"},
+            {name: bound[name] for name, kind in kinds.items() if kind == "constexpr"},
             num_warps=parsed.num_warps,
             num_stages=options.get("num_stages"),
             # Pointers are taken to be aligned. Not noted: AMD's kernels have a hint where a tensor
             # is below 2 GiB, which caches are not.
             divisible=tuple(
-                names[place]
-                for (place,), known in hints.items()
-                if ["tt.divisibility", 16] in known and not signature[names[place]].startswith("*")
+                name
+                for name, kind in kinds.items()
+                if kind[0] in "iu"
+                and ["tt.divisibility", 16] in self._backend.parse_attr(hints[name])
             ),
             fp_fusion=parsed.enable_fp_fusion,
             registers=options.get("maxnreg") or 0,
@@ -184,7 +185,7 @@ def _forget_devices() -> None:
 
 def _import_kernels() -> None:
     """Import all files of kernels, so that whatever they have taken from others is known."""
-    prefixes = ("triton_",) if INTERPRETED else ("triton_", "gluon_")
+    prefixes = ("triton_", "gluon_") if has_gluon() and not INTERPRETED else ("triton_",)
     for family in pkgutil.iter_modules(anymla.ops.__path__, "anymla.ops."):
         if family.ispkg:
             paths = importlib.import_module(family.name).__path__

@@ -1,0 +1,136 @@
+"""Machine code for Intel GPUs, and what it needs of them, from SPIR-V by Intel's compiler.
+
+Triton's compiler for XPU ends with SPIR-V; Intel's driver makes machine code of that when a kernel
+is loaded. The driver's compiler is also a program, ``ocloc``, which needs no device. It is taken
+from where ANYMLA_OCLOC says, else from PATH.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+from anymla.ops.device import Target
+
+# Registers of a thread. A driver compiles for 128, and again for 256 if that spills.
+GRF_SIZES = (128, 256)
+_INSTRUCTION = re.compile(
+    r"^\s*(?:\([^)]*\)\s+)?([a-z]\w*(?:\.\w+)*)\s+\(\d+\|M\d+\)", re.MULTILINE
+)
+_SPILL_BYTES = re.compile(r"^\s+spill_size:\s+(\d+)", re.MULTILINE)
+_PRIVATE_BYTES = re.compile(r"^\s+private_size:\s+(\d+)", re.MULTILINE)
+_SIMD = re.compile(r"^\s+simd_size:\s+(\d+)", re.MULTILINE)
+_SPILLED = re.compile(r"spilled around (\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineCode:
+    """What Intel's offline compiler made of a kernel.
+
+    Attributes:
+        registers: of a thread, 64 bytes each (32 on Arc A).
+        lanes: of a thread.
+        spills: registers that the compiler says it spilled around.
+        spill_bytes: memory of a thread for them.
+        private_bytes: memory of a thread for arrays that are no registers.
+        code_bytes: size of the kernel's instructions.
+        instructions: names of all instructions, in order.
+    """
+
+    registers: int
+    lanes: int
+    spills: int
+    spill_bytes: int
+    private_bytes: int
+    code_bytes: int
+    instructions: list[str]
+
+
+def missing() -> str:
+    """Why nothing can be built for Intel's GPUs here; "" if it can."""
+    return "" if _ocloc() else "Intel's offline compiler is neither on PATH nor in ANYMLA_OCLOC"
+
+
+def _ocloc() -> str | None:
+    return os.environ.get("ANYMLA_OCLOC") or shutil.which("ocloc")
+
+
+def _run(*words: str) -> str:
+    command = [str(_ocloc()), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(f"ocloc {words[0]}: {said[-400:]}")
+    return said
+
+
+def _device(target: Target) -> str:
+    """What ocloc calls the target."""
+    return target.name.removeprefix("xpu_")
+
+
+@functools.cache
+def compiler_version() -> str:
+    """Of ocloc, "26.27.039122"."""
+    return _run("--version").split()[0]
+
+
+def machine_code(spirv: bytes, target: Target) -> MachineCode:
+    """Compile as a driver does: for 128 registers, and for 256 if that spills.
+
+    Raises:
+        RuntimeError: ocloc refuses the code.
+    """
+    for registers in GRF_SIZES:
+        found = _machine_code(spirv, target, registers)
+        if not found.spill_bytes:
+            break
+    return found
+
+
+def _machine_code(spirv: bytes, target: Target, registers: int) -> MachineCode:
+    device = _device(target)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        place = Path(folder)
+        (place / "kernel.spv").write_bytes(spirv)
+        said = _run(
+            "compile", "-file", str(place / "kernel.spv"), "-spirv_input", "-device", device,
+            "-options", f"-cl-intel-{registers}-GRF-per-thread",
+            "-output", "kernel", "-output_no_suffix", "-out_dir", folder,
+        )  # fmt: skip
+        binary = place / "kernel.bin"
+        _run("disasm", "-file", str(binary), "-device", device, "-dump", f"{folder}/parts")
+        facts = (place / "parts/.ze_info").read_text(encoding="utf-8")
+        listings = [each.read_text("utf-8") for each in sorted(place.glob("parts/.text.*.asm"))]
+        code_bytes = _code_bytes(binary.read_bytes())
+    spilled = _SPILLED.search(said)
+    return MachineCode(
+        registers,
+        _number(_SIMD, facts),
+        int(spilled[1]) if spilled else 0,
+        _number(_SPILL_BYTES, facts),
+        _number(_PRIVATE_BYTES, facts),
+        code_bytes,
+        [name for text in listings for name in _INSTRUCTION.findall(text)],
+    )
+
+
+def _number(pattern: re.Pattern[str], text: str) -> int:
+    found = pattern.search(text)
+    return int(found[1]) if found else 0
+
+
+def _code_bytes(elf: bytes) -> int:
+    """Size of the sections of instructions in a file of the 64-bit ELF format."""
+    (headers,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<3H", elf, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", elf, headers + size * n) for n in range(count)]
+    title = sections[names][4]
+    return sum(section[5] for section in sections if elf.startswith(b".text.", title + section[0]))
