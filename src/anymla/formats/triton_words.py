@@ -88,3 +88,28 @@ def words_to_fp16(words):
 def words_to_bf16(words):
     """Decode int32 [n, W], W a multiple of 4, to bfloat16 [n, 8 W]: value * 2^-126."""
     return _wide(words, 7).to(tl.bfloat16, bitcast=True)
+
+
+# What ``e4m3_words_to_fp16`` must be multiplied with.
+E4M3_WORD_UNIT = tl.constexpr(2.0**8)
+
+
+@triton.jit
+def _float16_halves(words):
+    lower = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    upper = (words.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return lower, upper
+
+
+@triton.jit
+def e4m3_words_to_fp16(words):
+    """The four e4m3 codes of int32 words, in order: float16 of value * 2^-8, NaN for NaN.
+
+    A word with a NaN is four of them, since that takes one comparison.
+    """
+    even = ((words << 8) & -0x7FFF8000) | ((words << 7) & 0x3F803F80)
+    odd = (words & -0x7FFF8000) | ((words >> 1) & 0x3F803F80)
+    spoiled = (((words & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
+    first, third = _float16_halves(tl.where(spoiled, 0x7E007E00, even))
+    second, fourth = _float16_halves(tl.where(spoiled, 0x7E007E00, odd))
+    return first, second, third, fourth

@@ -279,6 +279,8 @@ class Tile:
         warps: of a program.
         stages: depth of the pipeline of row loads; 1 is none.
         once: see ``triton_decode.coded_tile``.
+        by_rows: rows are one tile whose channels the warps divide (``triton_decode.walk_rows``);
+            only in bfloat16.
     """
 
     heads: int
@@ -287,6 +289,7 @@ class Tile:
     warps: int
     stages: int = 1
     once: bool = True
+    by_rows: bool = False
 
 
 # FP8 rows, 128 + 512 slots: the fastest of some forty tiles each. Pipelines deeper than 1 and
@@ -297,8 +300,35 @@ _HALF_HEADS = Tile(32, 64, False, 8)
 _MANY_HEADS = Tile(64, 64, False, 8, once=False)
 
 
+# Intel, compiled by IGC 2.40.14 (docs/xpu.md): no spills, and for a key 2,400 instructions of all
+# warps; 16 keys a step take 3,100, and the tiles above 8,700 and spill 820 registers.
+_BY_ROWS = Tile(16, 32, False, 16, by_rows=True)
+_BY_ROWS_CHANNELS, _BY_ROWS_VALUES = 576, 512
+
+
+def choose_mode(narrow: bool, coded: bool, target: Target) -> str:
+    """Type of the products' operands: the narrowest that keeps what the contract promises.
+
+    Args:
+        narrow: queries and rows are bfloat16, or coded.
+        coded: all rows are coded.
+        target: the machine. On Intel's GPUs coded rows are multiplied in bfloat16, which holds them
+            exactly, whatever their scales: a second walk for those that float16 does not hold is
+            twice the code.
+    """
+    if not narrow:
+        return "float32"
+    return "float16" if coded and target.backend != "xpu" else "bfloat16"
+
+
 def choose_tile(
-    heads: int, keys: int, tokens: int | None, mode: str, target: Target, channels: int = 512
+    heads: int,
+    keys: int,
+    tokens: int | None,
+    mode: str,
+    target: Target,
+    channels: int = 512,
+    values: int = 512,
 ) -> Tile:
     """The tile of a call of the portable kernel.
 
@@ -309,7 +339,11 @@ def choose_tile(
         mode: one of MODES, the type of the products' operands.
         target: the machine.
         channels: of a row.
+        values: leading channels of a row that are the value.
     """
+    fits = channels <= _BY_ROWS_CHANNELS and values <= _BY_ROWS_VALUES
+    if target.backend == "xpu" and mode == "bfloat16" and fits:
+        return _BY_ROWS
     if target.backend == "cpu":
         return Tile(16, 32, False, 4)
     if target.name.startswith("gfx1"):

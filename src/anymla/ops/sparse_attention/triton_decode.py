@@ -32,16 +32,21 @@ import triton.language as tl
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
 from anymla.formats.triton_cast import e4m3_to_fp16, e4m3_to_fp32, exp2_int, ue8m0_to_fp32
+from anymla.formats.triton_words import E4M3_WORD_UNIT, e4m3_words_to_fp16
 from anymla.ops.sparse_attention import float16_range
 from anymla.ops.sparse_attention.triton_combine import SUMS
 
 # What FP8 says of the rows: plain, scales in a plane of their own, or in the row.
 PLAIN, SPLIT_PLANES, INLINE = 0, 1, 2
+# Channels that ``walk_rows`` has in one tile.
+ROW = 512
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _SUMS = tl.constexpr(SUMS)
 _NO_MAXIMUM = tl.constexpr(-1e30)
+_ROW = tl.constexpr(ROW)
+_NO_SCORE = tl.constexpr(-3e38)
 # float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
 _SHIFT = tl.constexpr(15.0)
 _LIFT_EXPONENT = tl.constexpr(float16_range.LIFT)
@@ -418,6 +423,203 @@ def walk(
     return highest, highest - shift, sums, a0, a1, a2, a3, a4
 
 
+@triton.jit
+def _bf16_halves(words):
+    """Bfloat16 of the lower and of the upper half of 32 bits."""
+    lower = (words & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    upper = (words.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return lower, upper
+
+
+@triton.jit
+def _load_words(at, word, mask, ALIGNED: tl.constexpr):
+    """Int32 words behind uint8 pointers, byte by byte unless ALIGNED; zeros where not ``mask``."""
+    if ALIGNED:
+        return tl.load(at.to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
+    else:
+        value = tl.load(at + 4 * word, mask=mask, other=0).to(tl.int32)
+        for byte in tl.static_range(1, 4):
+            value |= tl.load(at + (4 * word + byte), mask=mask, other=0).to(tl.int32) << 8 * byte
+        return value
+
+
+@triton.jit
+def coded_rows(
+    data, scales, ok, FP8: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Channels 0 .. 511 of FP8 rows in bfloat16, [n, 512]; zeros where not ``ok`` [n].
+
+    Args:
+        data: uint8 pointers [n] to the rows: CODED codes of e4m3, and bfloat16 behind them.
+        scales: pointers [n] to their scales: bytes, or float32 where FP8 is 2.
+        ok: bool [n].
+        FP8: as in ``triton_decode``.
+        BLOCK: channels that share a scale.
+        CODED: channels that have codes, a multiple of BLOCK.
+        ALIGNED: rows begin at multiples of 8 bytes.
+    """
+    ROWS: tl.constexpr = data.shape[0]
+    BLOCKS: tl.constexpr = _ROW // BLOCK
+    block = tl.arange(0, BLOCKS)
+    word = (block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :])[None, :, :]
+    there = ok[:, None, None]
+    coded = (block < CODED // BLOCK)[None, :]
+    at = data[:, None, None]
+    if CODED == _ROW:
+        words = _load_words(at, word, there, ALIGNED)
+    else:
+        words = _load_words(at, word, there & coded[:, :, None], ALIGNED)
+    at = scales[:, None] + block[None, :]
+    if FP8 == 2:
+        factor = tl.load(at, mask=ok[:, None], other=0.0)
+    else:
+        factor = ue8m0_to_fp32(tl.load(at, mask=ok[:, None] & coded, other=127))
+    factor = (factor * E4M3_WORD_UNIT)[:, :, None]
+    c0, c1, c2, c3 = e4m3_words_to_fp16(words)
+    c0 = (c0.to(tl.float32) * factor).to(tl.bfloat16)
+    c1 = (c1.to(tl.float32) * factor).to(tl.bfloat16)
+    c2 = (c2.to(tl.float32) * factor).to(tl.bfloat16)
+    c3 = (c3.to(tl.float32) * factor).to(tl.bfloat16)
+    if CODED < _ROW:
+        # Four channels of the tail are two words where a word of codes would be.
+        at = (data - CODED)[:, None, None]
+        there &= ~coded[:, :, None]
+        if ALIGNED:
+            both = tl.load(at.to(tl.pointer_type(tl.int64)) + word, mask=there, other=0)
+            t0, t1 = _bf16_halves(both.to(tl.int32))
+            t2, t3 = _bf16_halves((both >> 32).to(tl.int32))
+        else:
+            t0, t1 = _bf16_halves(_load_words(at, 2 * word, there, ALIGNED))
+            t2, t3 = _bf16_halves(_load_words(at, 2 * word + 1, there, ALIGNED))
+        coded = coded[:, :, None]
+        c0, c1 = tl.where(coded, c0, t0), tl.where(coded, c1, t1)
+        c2, c3 = tl.where(coded, c2, t2), tl.where(coded, c3, t3)
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (ROWS, _ROW))
+
+
+@triton.jit
+def plain_rows(rows, ok, CHANNELS: tl.constexpr):
+    """Channels 0 .. 511 of plain rows at pointers [n] in bfloat16; zeros past CHANNELS."""
+    channel = tl.arange(0, _ROW)
+    inside = ok[:, None]
+    if CHANNELS < _ROW:
+        inside = inside & (channel < CHANNELS)[None, :]
+    return tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def walk_rows(
+    queries, span, rows0, rows1, row_stride, TILE, ROW,
+):  # fmt: skip
+    """As ``walk`` in bfloat16, the warps dividing the channels: one sum of p times rows.
+
+    Scores are the sum over warps of what each has of them (split-K), and each warp has the output
+    of its own channels, so that a thread holds few of either: it has 16 KiB of registers on Xe. Up
+    to 64 channels behind the first 512 are part of the key alone.
+
+    Intel's compiler divides a product among warps by rows alone where it sees another that it
+    depends on, and 16 heads are two rows of its instruction: all other warps would compute the same
+    again. It looks in the same block of code. So each product stands in one of its own, under a
+    condition that always holds.
+
+    Args:
+        queries: as in ``walk``.
+        span: likewise.
+        rows0: likewise.
+        rows1: likewise.
+        row_stride: likewise.
+        TILE: BH, BN, TWO, ROW_WARPS and ALIGNED of the kernel.
+        ROW: FP8, BLOCK, DATA, SCALES and CHANNELS of the kernel.
+    """
+    BH: tl.constexpr = TILE[0]
+    BN: tl.constexpr = TILE[1]
+    TWO: tl.constexpr = TILE[2]
+    WARPS: tl.constexpr = TILE[3]
+    ALIGNED: tl.constexpr = TILE[4]
+    FP8: tl.constexpr = ROW[0]
+    BLOCK: tl.constexpr = ROW[1]
+    DATA: tl.constexpr = ROW[2]
+    SCALES: tl.constexpr = ROW[3]
+    CHANNELS: tl.constexpr = ROW[4]
+    EACH: tl.constexpr = _ROW // WARPS
+    KEY: tl.constexpr = CHANNELS > _ROW
+    q, q_stride, heads, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
+    first, last, blocks0 = span[0], span[1], span[2]
+    kv0, page0, entries0 = rows0[3], rows0[4], rows0[5]
+    kv1, page1, entries1 = rows1[3], rows1[4], rows1[5]
+    live = H > 0
+
+    channel = (tl.arange(0, WARPS) * EACH)[:, None, None] + tl.arange(0, EACH)[None, None, :]
+    inside = (heads < H)[None, :, None] & (channel < CHANNELS)
+    at = q + (heads * q_stride)[None, :, None] + channel
+    share = tl.load(at, mask=inside, other=0.0).to(tl.bfloat16)
+    if KEY:
+        # Four channels a warp, and twelve that are none: the instruction has sixteen.
+        behind = (tl.arange(0, WARPS) * (64 // WARPS))[:, None, None] + tl.arange(0, 16)[
+            None, None, :
+        ]
+        mine = (tl.arange(0, 16) < 64 // WARPS)[None, None, :] & (behind < CHANNELS - _ROW)
+        at = q + _ROW + (heads * q_stride)[None, :, None] + behind
+        rest = tl.load(at, mask=(heads < H)[None, :, None] & mine, other=0.0).to(tl.bfloat16)
+
+    highest = tl.full([BH], _NO_MAXIMUM, tl.float32)
+    total = tl.zeros([BH, BN], tl.float32)
+    sums = tl.zeros([BH, _ROW], tl.float32)
+    upcoming = _next_slots(first, blocks0, rows0, rows1, BN, TWO)
+    for block in range(first, last):
+        slots = upcoming
+        upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
+        ok = slots >= 0
+        slots = tl.maximum(slots, 0)
+        if TWO:
+            here = block < blocks0
+            kv = tl.where(here, kv0, kv1)
+            entries = tl.where(here, entries0, entries1)
+            page_stride = tl.where(here, page0, page1)
+        else:
+            kv = kv0
+            entries = entries0
+            page_stride = page0
+        page = slots // entries
+        offset = slots - page * entries
+        pages = kv + page.to(tl.int64) * page_stride
+        if FP8 == 0:
+            data = pages + offset.to(tl.int64) * row_stride
+            rows = plain_rows(data, ok, CHANNELS)
+            tail = data + _ROW
+        else:
+            data = pages + offset.to(tl.int64) * DATA
+            if FP8 == 2:
+                scales = (data + _ROW).to(tl.pointer_type(tl.float32))
+                rows = coded_rows(data, scales, ok, FP8, BLOCK, _ROW, ALIGNED)
+            else:
+                scales = pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
+                rows = coded_rows(data, scales, ok, FP8, BLOCK, CHANNELS - 64, ALIGNED)
+            tail = (data + (_ROW + SCALES)).to(tl.pointer_type(tl.bfloat16))
+        keys = tl.permute(tl.reshape(rows, (BN, WARPS, EACH)), (1, 2, 0))
+        parts = tl.zeros([WARPS, BH, BN], tl.float32)
+        if live:
+            parts = tl.dot(share, keys, parts)
+        if KEY:
+            more_keys = tl.load(
+                tail[None, :, None] + behind, mask=ok[None, :, None] & mine, other=0.0
+            ).to(tl.bfloat16)
+            if live:
+                parts = tl.dot(rest, tl.permute(more_keys, (0, 2, 1)), parts)
+        s = tl.sum(parts, 0)
+        s = tl.where(ok[None, :], s * (scale * LOG2E), _NO_SCORE)
+        peak = tl.maximum(highest, tl.max(s, 1))
+        decay = tl.exp2(highest - peak)[:, None]
+        highest = peak
+        p = tl.exp2(s - peak[:, None])
+        total = total * decay + p
+        p = p.to(tl.bfloat16)
+        if live:
+            sums = tl.dot(p, rows, sums * decay)
+    return highest, highest, tl.sum(total, 1), sums
+
+
 # Numbers rather than constants, so that a call with lengths or a sink compiles nothing new.
 COUNTS = ["H", "K0", "K1", "limit0", "limit1", "list_stride0", "list_stride1", "entries0",
           "entries1", "splits", "total", "at", "has_length0", "has_length1",
@@ -435,7 +637,8 @@ def decode_kernel(
     PEAK: tl.constexpr, SPLIT: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
-    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr, ROW_WARPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend; see the file. Partials: part [T, total, H, VALUES], sums [T, total, H, 3]."""
     T3: tl.constexpr = 384 + W3
@@ -467,26 +670,32 @@ def decode_kernel(
     span = (first, last, blocks0)
     rows0 = (n0, list0, limit0, kv0_ptr, page0, entries0)
     rows1 = (n1, list1, limit1, kv1_ptr, page1, entries1)
-    TILE: tl.constexpr = (BH, BN, KEYS_FIRST, TWO, ONCE)
-    ROW: tl.constexpr = (FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4)
-    peak, top, sums, a0, a1, a2, a3, a4 = walk(
-        queries, span, rows0, rows1, row_stride, TILE, ROW, KEY, MODE, NATIVE
-    )
-    if MODE == 0:
-        # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
-        seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0)
-        if not KEY:
-            seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
-        if seen != seen:
-            peak, top, sums, a0, a1, a2, a3, a4 = walk(
-                queries, span, rows0, rows1, row_stride, TILE, ROW, KEY, 1, NATIVE
-            )
+    if ROW_WARPS > 0:
+        peak, top, sums, row = walk_rows(
+            queries, span, rows0, rows1, row_stride, (BH, BN, TWO, ROW_WARPS, ALIGNED),
+            (FP8, BLOCK, DATA, SCALES, CHANNELS),
+        )  # fmt: skip
+    else:
+        peak, top, sums, a0, a1, a2, a3, a4 = walk(
+            queries, span, rows0, rows1, row_stride, (BH, BN, KEYS_FIRST, TWO, ONCE),
+            (FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, MODE, NATIVE,
+        )  # fmt: skip
+        if MODE == 0:
+            # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
+            seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0)
+            if not KEY:
+                seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
+            if seen != seen:
+                peak, top, sums, a0, a1, a2, a3, a4 = walk(
+                    queries, span, rows0, rows1, row_stride, (BH, BN, KEYS_FIRST, TWO, ONCE),
+                    (FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, 1, NATIVE,
+                )  # fmt: skip
 
     if SPLIT:
-        row = (token * total + at + split) * H
-        to = part_ptr + row * VALUES
+        first = (token * total + at + split) * H
+        to = part_ptr + first * VALUES
         stride = VALUES
-        left = sums_ptr + (row + heads) * _SUMS
+        left = sums_ptr + (first + heads) * _SUMS
         tl.store(left, top, mask=heads < H)
         tl.store(left + 1, sums, mask=heads < H)
         if PEAK:
@@ -496,7 +705,10 @@ def decode_kernel(
         sink = tl.where(none < has_sink, sink, float("-inf"))
         bottom = sums + tl.exp2(sink * LOG2E - top)
         share = across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
-        a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
+        if ROW_WARPS > 0:
+            row = row * share
+        else:
+            a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
         lse = tl.where(sums == 0, empty, (top + tl.log2(sums)) * _LN2)
         tl.store(lse_ptr + token * H + heads, lse, mask=heads < H)
         if PEAK:
@@ -504,12 +716,15 @@ def decode_kernel(
             tl.store(peak_ptr + token * H + heads, peak, mask=heads < H)
         to = out_ptr + token * out_token
         stride = out_head
-    store_heads(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
-    store_heads(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
-    store_heads(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
-    store_heads(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
-    if not KEY:
-        store_heads(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
+    if ROW_WARPS > 0:
+        store_heads(to, stride, heads, H, row, 0, _ROW, VALUES, False)
+    else:
+        store_heads(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
+        store_heads(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
+        store_heads(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
+        store_heads(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
+        if not KEY:
+            store_heads(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
 
 
 def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:

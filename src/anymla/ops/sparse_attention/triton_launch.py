@@ -17,6 +17,7 @@ from anymla.ops.device import Target
 from anymla.ops.sparse_attention.config import (
     MODES,
     Tile,
+    choose_mode,
     choose_splits,
     choose_tile,
     invariant_splits,
@@ -219,10 +220,12 @@ def attend(
     values = to.out.shape[2]
     target = device_facts.target_of(q.device)
     keys = sum(each.indices.shape[1] for each in lists)
-    mode = _mode(q, lists)
+    narrow = [each.coded is not None or each.rows.dtype == torch.bfloat16 for each in lists]
+    coded = all(each.coded is not None for each in lists)
+    mode = choose_mode(q.dtype == torch.bfloat16 and all(narrow), coded, target)
     # A batch-invariant call must add in the same order whatever the number of tokens.
     width = None if batch_invariant else tokens
-    tile = choose_tile(heads, keys, width, mode, target, channels)
+    tile = choose_tile(heads, keys, width, mode, target, channels, values)
     if batch_invariant:
         splits = invariant_splits(keys, tile)
     else:
@@ -263,16 +266,6 @@ def _kind(listed: Listed) -> tuple[object, ...]:
     return listed.coded, listed.rows.dtype, listed.row_stride
 
 
-def _mode(q: Tensor, lists: list[Listed]) -> str:
-    """Type of the products' operands: the narrowest that keeps what the contract promises."""
-    if q.dtype != torch.bfloat16:
-        return "float32"
-    if all(each.coded is not None for each in lists):
-        return "float16"
-    narrow = all(each.coded or each.rows.dtype == torch.bfloat16 for each in lists)
-    return "bfloat16" if narrow else "float32"
-
-
 def _launch(
     scan: _Scan,
     q: Tensor,
@@ -304,9 +297,17 @@ def _launch(
         BH=tile.heads, BN=tile.keys, KEYS_FIRST=tile.keys_first, TWO=len(lists) > 1,
         PEAK=to.max_logits is not None, SPLIT=total > 1,
         CHANNELS=channels, VALUES=out.shape[2], MODE=MODES.index(scan.mode),
-        NATIVE=scan.target.native_e4m3, ONCE=tile.once, **row_constants(first.coded, channels),
+        NATIVE=scan.target.native_e4m3, ONCE=tile.once,
+        ROW_WARPS=tile.warps if tile.by_rows else 0,
+        ALIGNED=tile.by_rows and all(map(_aligned, lists)),
+        **row_constants(first.coded, channels),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _aligned(listed: Listed) -> bool:
+    """Whether coded rows begin at multiples of 8 bytes."""
+    return (listed.page_stride | listed.rows.data_ptr()) % 8 == 0
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:
