@@ -25,6 +25,8 @@ PAGE_SIZES = (COMPRESSED_PAGE_SIZE, 4, 8, PAGE_SIZE, 256)
 BACKENDS = ("reference", "torch", "torch without looking at values")
 # Codes by integer bits, as on devices without FP8 instructions, and by the instructions.
 TRITON = ("triton", "triton with native e4m3")
+# What is chosen for an Intel GPU, for tests of what is chosen differently there.
+INTEL = "triton as on Intel"
 ALL_BACKENDS = BACKENDS + TRITON
 
 
@@ -33,16 +35,20 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if name == "torch without looking at values":
         monkeypatch.setattr(_host, "on_host", lambda x: False)
         return "torch"
-    if name in TRITON:
+    if name in (*TRITON, INTEL):
         support = device_facts.triton_support(torch.empty(0))
         if not support:
             pytest.skip(support.reason)
-        native = name != "triton"
+        native = name == "triton with native e4m3"
         machine = a_device() if torch.cuda.is_available() else torch.device("cpu")
         real = device_facts.target_of(machine)
         if native and torch.cuda.is_available() and not real.native_e4m3:
             pytest.skip("this GPU has no e4m3 instructions")
         target = dataclasses.replace(real, native_e4m3=native, dot_e4m3=native)
+        if name == INTEL:
+            if torch.cuda.is_available():
+                pytest.skip("choices for Intel's GPUs are not meant for this one")
+            target = device_facts.TARGETS["xpu_bmg"]
         monkeypatch.setattr(device_facts, "target_of", lambda device: target)
         return "triton"
     return name
@@ -50,9 +56,10 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def runnable(names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the kinds above that can run here, for tests that choose among them."""
+    without: tuple[str, ...] = (*TRITON, INTEL)
     if device_facts.triton_support(torch.empty(0)):
-        return names
-    return tuple(name for name in names if name not in TRITON)
+        without = (INTEL,) if torch.cuda.is_available() else ()
+    return tuple(name for name in names if name not in without)
 
 
 def skip_float64(backend: str, *dtypes: torch.dtype) -> None:

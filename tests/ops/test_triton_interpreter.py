@@ -98,6 +98,14 @@ def _words_kernel(words, values, order, BYTES: tl.constexpr):
 
 
 @triton.jit
+def _e4m3_words_kernel(words, values, COUNT: tl.constexpr):
+    word = tl.arange(0, COUNT)
+    c0, c1, c2, c3 = triton_words.e4m3_words_to_fp16(tl.load(words + word))
+    decoded = tl.join(tl.join(c0, c2), tl.join(c1, c3)) * triton_words.E4M3_WORD_UNIT
+    tl.store(values + tl.arange(0, 4 * COUNT), tl.reshape(decoded, (4 * COUNT,)))
+
+
+@triton.jit
 def _dot_kernel(a, b, c, M: tl.constexpr, K: tl.constexpr):
     rows, columns = tl.arange(0, M)[:, None], tl.arange(0, M)[None, :]
     inner = tl.arange(0, K)
@@ -181,6 +189,22 @@ def test_words_of_e2m1(form):
         want = decode_e2m1(unpack_nibbles(part))
         assert order.cpu().sort().values.tolist() == list(range(64))
         same(values.cpu(), want[:, order.cpu().long()])
+
+
+def test_words_of_e4m3():
+    """Every code in every place of a word; one NaN makes all four of its word NaN."""
+    words = torch.zeros(512, 4, dtype=torch.uint8)
+    finite = CODES[(CODES & 127) != 127]
+    for place in range(4):
+        words[:254, place] = finite.roll(place)
+        words[254 + 2 * place, place], words[255 + 2 * place, place] = 127, 255
+    values = torch.empty(words.shape, dtype=torch.float16, device=DEVICE)
+    packed = words.view(torch.int32).to(DEVICE)
+    _e4m3_words_kernel[(1,)](packed, values, COUNT=len(words))
+    want = words.view(torch.float8_e4m3fn).double()
+    want[want.isnan().any(1)] = torch.nan
+    same(values.cpu(), want)
+    assert int(want.isnan().sum()) == 4 * 8
 
 
 def test_bfloat16_rounds_and_computes(floats):

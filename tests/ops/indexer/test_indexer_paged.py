@@ -20,6 +20,7 @@ from index_scores import (
 from paged import (
     ALL_BACKENDS,
     INDEX_LAYOUTS,
+    INTEL,
     TRITON,
     make_cache,
     runnable,
@@ -36,7 +37,7 @@ from anymla.ops.indexer import mqa_logits, paged_mqa_logits, select_topk
 from anymla.testing.tolerance import assert_close
 
 
-@pytest.fixture(params=ALL_BACKENDS)
+@pytest.fixture(params=(*ALL_BACKENDS, INTEL))
 def run(request, monkeypatch):
     return use_backend(request.param, monkeypatch)
 
@@ -219,7 +220,7 @@ def test_poisoned_slots_do_not_leak(run):
     layout=st.sampled_from(INDEX_LAYOUTS),
     seed=st.integers(0, 2**31),
 )
-@pytest.mark.parametrize("name", runnable(ALL_BACKENDS))
+@pytest.mark.parametrize("name", runnable((*ALL_BACKENDS, INTEL)))
 def test_paged_scores_of_random_batches(name, lengths, rows, heads, entries, layout, seed):
     torch.manual_seed(seed)
     requests, width = len(lengths), -(-40 // entries)

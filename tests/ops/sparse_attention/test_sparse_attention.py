@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged import ALL_BACKENDS, TRITON, make_cache, runnable, skip_float64, use_backend
+from paged import ALL_BACKENDS, INTEL, TRITON, make_cache, runnable, skip_float64, use_backend
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
@@ -24,7 +24,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SINKS = (None, "ordinary", "huge", "infinite")
 
 
-@pytest.fixture(params=ALL_BACKENDS)
+@pytest.fixture(params=(*ALL_BACKENDS, INTEL))
 def backend(request, monkeypatch):
     return use_backend(request.param, monkeypatch)
 
@@ -81,10 +81,10 @@ def check(given_: Scene, out: Tensor, lse: Tensor) -> None:
     layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
     sink=st.sampled_from(SINKS),
     dtype=st.sampled_from(FLOATS),
-    name=st.sampled_from(runnable(ALL_BACKENDS)),
+    name=st.sampled_from(runnable((*ALL_BACKENDS, INTEL))),
 )
 def test_any_lists_in_any_caches(seed, tokens, heads, widths, pages, layouts, sink, dtype, name):
-    if name in TRITON:
+    if name in (*TRITON, INTEL):
         dtype = torch.float32 if dtype == torch.float64 else dtype
         tokens = min(tokens, 3)
     torch.manual_seed(seed)

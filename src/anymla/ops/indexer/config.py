@@ -272,14 +272,21 @@ def choose_score_config(
     padded_width = max(next_power_of_2(width), 32)
     if math == "fp32":
         # Without matrix instructions a thread keeps its operands' channels in registers.
-        return ScoreConfig(together, padded_heads, padded_width, 32, 32, 4, 1)
+        keys, warps = (16, 8) if target.backend == "xpu" else (32, 4)
+        return ScoreConfig(together, padded_heads, padded_width, 32, keys, warps, 1)
     # Accumulators, and bytes of a tile of keys.
     keys = max(16, min((2048 if narrow else 8192) // columns, 128 * 128 // padded_width, 128))
     stages = 4 if target.shared_bytes >= _FOUR_STAGES_SHARED_BYTES else 2
     if paged_keys is not None and stages == 4 and target.backend == "cuda":
         stages = 5 if together > 1 or paged_keys >= _DEEP_PIPELINE_KEYS else 4
-    warps = 8 if narrow else 4
+    # Intel: 4 warps spill 100 registers, or 195 for two rows, 8 none (docs/intel.md).
+    warps = 8 if narrow or target.backend == "xpu" else 4
     return ScoreConfig(together, padded_heads, padded_width, padded_width, keys, warps, stages)
+
+
+def decodes_words(target: Target, math: str) -> bool:
+    """Whether e4m3 codes are decoded four at a time: where that takes fewer instructions."""
+    return target.backend == "xpu" and math in ("fp16", "bf16")
 
 
 def score_registers(config: ScoreConfig, math: str, filled: bool, target: Target) -> dict[str, int]:

@@ -16,7 +16,8 @@ With ``maxima`` the largest of each 16 scores is written as an ordered integer, 
 groups.
 
 Kinds of values are "e4m3" and "e2m1" (codes), "fp16", "bf16" and "fp32". The product is taken in
-the narrowest arithmetic that holds both operands' values exactly; sums are always float32.
+the narrowest arithmetic that holds both operands' values exactly; sums are always float32. Codes of
+"e4m3_words" are read and decoded four at a time; they lie at multiples of 4 bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +36,16 @@ from anymla.formats.page_layout import (
 )
 from anymla.formats.triton_cast import e2m1_to_fp32, e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
 from anymla.formats.triton_rows import cache_bytes, row_codec
+from anymla.formats.triton_words import E4M3_WORD_UNIT, e4m3_words_to_fp16
 from anymla.ops import device as device_facts
 from anymla.ops.device import Target
-from anymla.ops.indexer.config import GROUP, choose_score_config, score_registers, split_size
+from anymla.ops.indexer.config import (
+    GROUP,
+    choose_score_config,
+    decodes_words,
+    score_registers,
+    split_size,
+)
 from anymla.ops.indexer.inputs import ScoreInputs, dense_inputs, paged_inputs, writable
 from anymla.ops.indexer.triton_topk import NOTHING, ordered_result
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -121,7 +129,16 @@ def _load_operand(
     mask = there[:, None]
     if PADDED != WIDTH:
         mask = mask & (channel < WIDTH)[None, :]
-    if KIND == "e4m3" and MATH == "e4m3":
+    if KIND == "e4m3_words":
+        word = first // 4 + tl.arange(0, BLOCK_K // 4)
+        mask = there[:, None]
+        if PADDED != WIDTH:
+            mask = mask & (word < WIDTH // 4)[None, :]
+        at = rows.to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
+        c0, c1, c2, c3 = e4m3_words_to_fp16(tl.load(at, mask=mask, other=0))
+        x = tl.join(tl.join(c0, c2), tl.join(c1, c3)) * E4M3_WORD_UNIT
+        return _as_operand(tl.reshape(x, (rows.shape[0], BLOCK_K)), "fp16", MATH, NATIVE)
+    elif KIND == "e4m3" and MATH == "e4m3":
         # As FP8 from the start, so that loads and products overlap: codes that are converted
         # first go through registers.
         rows = rows.to(tl.pointer_type(tl.float8e4nv))
@@ -269,6 +286,10 @@ def _load_keys(
         return _load_packed(keys + at, keys + scales_at, there, first, MATH, WIDTH, PADDED, BLOCK_K)
     elif KIND == "row_fp8":
         return _load_operand(keys + at, there, first, "e4m3", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
+    elif KIND == "row_fp8_words":
+        return _load_operand(
+            keys + at, there, first, "e4m3_words", MATH, WIDTH, PADDED, BLOCK_K, NATIVE
+        )
     elif KIND == "bf16":
         rows = (keys + at).to(tl.pointer_type(tl.bfloat16))
         return _load_operand(rows, there, first, "bf16", MATH, WIDTH, PADDED, BLOCK_K, NATIVE)
@@ -505,7 +526,7 @@ def scores_kernel(
                         )  # fmt: skip
                         dots = tl.dot(tile, tl.trans(some), dots, input_precision="ieee")
                 sums = _sum_heads(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
-                if KIND == "row_fp8":
+                if KIND == "row_fp8" or KIND == "row_fp8_words":
                     pointers = (keys + scales_at).to(tl.pointer_type(tl.float32))
                     sums = sums * tl.load(pointers)[:, None]
                 elif key_scale is not None:
@@ -610,6 +631,8 @@ def write_scores(
         keys, keys_stride, pages, entries = cache_bytes(inputs.keys)
     q_kind = _KIND_OF_DTYPE[inputs.q.dtype]
     math = math_of(q_kind, k_kind, target)
+    if decodes_words(target, math):
+        q_kind, key_format = _in_words(inputs, q_kind, key_format, keys_stride)
     config = choose_score_config(
         2 if inputs.neighbours_share_keys else 1,
         heads,
@@ -632,6 +655,21 @@ def write_scores(
         num_warps=config.warps, num_stages=config.stages,
         **score_registers(config, math, context > 0, target), **pdl_launch(inputs.q.device),
     )  # fmt: skip
+
+
+def _in_words(
+    inputs: ScoreInputs, q_kind: str, key_format: Any, keys_stride: int
+) -> tuple[str, Any]:
+    """Kind of queries and format of keys, if their e4m3 codes can be read four at a time."""
+    if key_format.channels % 4 == 0:
+        if q_kind == "e4m3" and inputs.q.data_ptr() % 4 == 0:
+            q_kind = "e4m3_words"
+        if (keys_stride | inputs.keys.data_ptr()) % 4 == 0:
+            if key_format.kind == "row_fp8":
+                key_format = dataclasses.replace(key_format, kind="row_fp8_words")
+            elif key_format.kind == "list" and key_format.values == "e4m3":
+                key_format = dataclasses.replace(key_format, values="e4m3_words")
+    return q_kind, key_format
 
 
 def _codes(x: Tensor) -> Tensor:

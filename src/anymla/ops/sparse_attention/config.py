@@ -300,7 +300,7 @@ _HALF_HEADS = Tile(32, 64, False, 8)
 _MANY_HEADS = Tile(64, 64, False, 8, once=False)
 
 
-# Intel, compiled by IGC 2.40.14 (docs/xpu.md): no spills, and for a key 2,400 instructions of all
+# Intel, compiled by IGC 2.40.14 (docs/intel.md): no spills, and for a key 2,400 instructions of all
 # warps; 16 keys a step take 3,100, and the tiles above 8,700 and spill 820 registers.
 _BY_ROWS = Tile(16, 32, False, 16, by_rows=True)
 _BY_ROWS_CHANNELS, _BY_ROWS_VALUES = 576, 512

@@ -475,12 +475,13 @@ def coded_rows(
         factor = tl.load(at, mask=ok[:, None], other=0.0)
     else:
         factor = ue8m0_to_fp32(tl.load(at, mask=ok[:, None] & coded, other=127))
-    factor = (factor * E4M3_WORD_UNIT)[:, :, None]
+    factor = factor[:, :, None]
     c0, c1, c2, c3 = e4m3_words_to_fp16(words)
-    c0 = (c0.to(tl.float32) * factor).to(tl.bfloat16)
-    c1 = (c1.to(tl.float32) * factor).to(tl.bfloat16)
-    c2 = (c2.to(tl.float32) * factor).to(tl.bfloat16)
-    c3 = (c3.to(tl.float32) * factor).to(tl.bfloat16)
+    # The unit by itself: with the largest scales both together are infinite.
+    c0 = ((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
+    c1 = ((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
+    c2 = ((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
+    c3 = ((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
     if CODED < _ROW:
         # Four channels of the tail are two words where a word of codes would be.
         at = (data - CODED)[:, None, None]
