@@ -45,6 +45,8 @@ def test_a_refusal_that_is_expected_must_be_that_refusal():
         ("bf16", "HGMMA.64x64x16.F32.BF16", ["HGMMA.64x64x16.F32"]),
         ("bf16", "v_mfma_f32_16x16x16_bf16", ["v_mfma_f32_32x32x8_f16"]),
         ("bf16", "v_wmma_f32_16x16x16_bf16", ["v_wmma_f32_16x16x16_f16"]),
+        ("bf16", "dpas.8x8:bf", ["dpas.8x8:hf", "dpas.8x8:tf32"]),
+        ("fp16", "dpas.8x8:hf", ["dpas.8x8:bf"]),
         ("fp16", "HGMMA.64x64x16.F32", ["HGMMA.64x64x16.F32.BF16"]),
         ("fp16", "v_wmma_f32_16x16x16_f16", ["v_wmma_f32_16x16x16_bf16"]),
         ("e4m3", "QGMMA.64x64x32.F32.E4M3.E4M3", ["HGMMA.64x64x16.F32"]),

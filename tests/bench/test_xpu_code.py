@@ -81,7 +81,7 @@ def test_what_spills_with_few_registers_is_compiled_for_all(calls):
     assert dataclasses.asdict(found) == {
         "registers": 256, "lanes": 16, "spills": 0, "spill_bytes": 0, "private_bytes": 32,
         "code_bytes": 704,
-        "instructions": ["mov", "dpas.8x8", "send.ugm", "dpas.8x8"],
+        "instructions": ["mov", "dpas.8x8:bf", "send.ugm", "dpas.8x8:bf"],
     }  # fmt: skip
     compiled = [line for line in calls.read_text().splitlines() if line.startswith("compile")]
     assert [line.split("-cl-intel-")[1].split("-")[0] for line in compiled] == ["128", "256"]

@@ -308,8 +308,8 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
 # How the vendors' instructions name the types of their operands. UTC instructions have them in a
 # descriptor instead.
 _OPERANDS = {
-    "bf16": r"HG?MMA.*\.BF16|UTCHMMA|_bf16",
-    "fp16": r"HG?MMA(?!.*BF16)|UTCHMMA|_f16$|x\d+_f16",
+    "bf16": r"HG?MMA.*\.BF16|UTCHMMA|_bf16|dpas.*:bf$",
+    "fp16": r"HG?MMA(?!.*BF16)|UTCHMMA|_f16$|x\d+_f16|dpas.*:hf$",
     "e4m3": r"QG?MMA|UTCQMMA|fp8|f8f6f4",
 }
 

@@ -22,8 +22,9 @@ from anymla.ops.device import Target
 # Registers of a thread. A driver compiles for 128, and again for 256 if that spills.
 GRF_SIZES = (128, 256)
 _INSTRUCTION = re.compile(
-    r"^\s*(?:\([^)]*\)\s+)?([a-z]\w*(?:\.\w+)*)\s+\(\d+\|M\d+\)", re.MULTILINE
+    r"^\s*(?:\([^)]*\)\s+)?([a-z]\w*(?:\.\w+)*)\s+\(\d+\|M\d+\)(.*)$", re.MULTILINE
 )
+_OPERAND_TYPE = re.compile(r"[\w>]:(\w+)")
 _SPILL_BYTES = re.compile(r"^\s+spill_size:\s+(\d+)", re.MULTILINE)
 _PRIVATE_BYTES = re.compile(r"^\s+private_size:\s+(\d+)", re.MULTILINE)
 _SIMD = re.compile(r"^\s+simd_size:\s+(\d+)", re.MULTILINE)
@@ -41,7 +42,8 @@ class MachineCode:
         spill_bytes: memory of a thread for them.
         private_bytes: memory of a thread for arrays that are no registers.
         code_bytes: size of the kernel's instructions.
-        instructions: names of all instructions, in order.
+        instructions: names of all instructions, in order, those of matrix products with the type
+            of their last operand ("dpas.8x8:bf").
     """
 
     registers: int
@@ -118,8 +120,17 @@ def _machine_code(spirv: bytes, target: Target, registers: int) -> MachineCode:
         _number(_SPILL_BYTES, facts),
         _number(_PRIVATE_BYTES, facts),
         code_bytes,
-        [name for text in listings for name in _INSTRUCTION.findall(text)],
+        [
+            _title(name, operands)
+            for text in listings
+            for name, operands in _INSTRUCTION.findall(text)
+        ],
     )
+
+
+def _title(name: str, operands: str) -> str:
+    types = _OPERAND_TYPE.findall(operands) if name.startswith("dpas") else []
+    return f"{name}:{types[-1]}" if types else name
 
 
 def _number(pattern: re.Pattern[str], text: str) -> int:

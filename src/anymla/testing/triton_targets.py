@@ -35,10 +35,10 @@ def triton_target(target: Target) -> Iterator[Any]:
     unknown = mock.Mock(parse_device_arch=lambda architecture: "")
     compiler = backends["intel"].compiler.__init__.__globals__
     with mock.patch.dict(compiler, compile_module_from_src=lambda *given, **named: unknown):
-        yield GPUTarget("xpu", _xpu_properties(target), target.warp_size)
+        yield GPUTarget("xpu", xpu_properties(target), target.warp_size)
 
 
-def _xpu_properties(target: Target) -> dict[str, Any]:
+def xpu_properties(target: Target) -> dict[str, Any]:
     """As ``ocloc query CL_DEVICE_EXTENSIONS`` has them, and vendor's facts of sub-groups."""
     arc_a = target.name == "xpu_dg2"
     return {
