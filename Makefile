@@ -9,6 +9,10 @@ LOWEST_VENV ?= .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+# Triton's compiler for Intel's GPUs has wheels for Python 3.11 alone.
+INTEL_PYTHON ?= python3.11
+INTEL_VENV ?= .venv-intel
+INTEL_READY := $(INTEL_VENV)/.ready
 
 # $(call venv,DIR), $(call pip,DIR,ARGUMENTS). pip's own --quiet hides why versions conflict: what it
 # says is kept, and shown when it fails.
@@ -17,12 +21,13 @@ venv = $(PYTHON) -m venv $(1) || { rm -rf $(1); \
 pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2) > $(1)/pip.log 2>&1 || \
   { tail -n 40 $(1)/pip.log >&2; exit 1; }
 
-.PHONY: help demo test test-lowest test-vllm resolve lint types imports check bench build-matrix build-subset docs report tables clean
+.PHONY: help demo test test-lowest test-vllm test-intel resolve lint types imports check bench build-matrix build-subset docs report tables clean
 
 help:
 	@echo "make demo    run DeepSeek-V4 end to end on a tiny checkpoint, checked against float64"
 	@echo "make test    run the CPU test suite"
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
+	@echo "make test-intel  compile kernels for Intel's GPUs, and run them on this CPU (docs/intel.md)"
 	@echo "make test-lowest run the conformance suite on the least versions that are allowed"
 	@echo "make resolve ask the public index whether everything can be installed, without installing it"
 	@echo "make check   lint, types and import contracts"
@@ -73,6 +78,22 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm
 
+$(INTEL_READY): pyproject.toml constraints.txt constraints-intel.txt .ci/ocloc.sh
+	@echo "installing into $(INTEL_VENV)"
+	@command -v $(INTEL_PYTHON) > /dev/null || \
+	  { echo "triton-xpu needs Python 3.11; name it with: make INTEL_PYTHON=..." >&2; exit 1; }
+	@$(INTEL_PYTHON) -m venv $(INTEL_VENV)
+	@$(call pip,$(INTEL_VENV),--constraint constraints.txt torch==2.13.0 numpy safetensors tokenizers packaging click tqdm pytest hypothesis)
+	@$(INTEL_VENV)/bin/python -m pip uninstall -q -y triton 2> /dev/null
+	@$(call pip,$(INTEL_VENV),--no-deps -r constraints-intel.txt --editable .)
+	@.ci/ocloc.sh $(INTEL_VENV)/ocloc
+	@touch $(INTEL_READY)
+
+# Compiled programs are kept in the environment.
+test-intel: $(INTEL_READY)
+	ANYMLA_OCLOC=$(INTEL_VENV)/ocloc/ocloc $(INTEL_VENV)/bin/anymla bench build-matrix --first file --target xpu_bmg
+	TRITON_INTERPRET=0 ANYMLA_OPENCL_CACHE=$(INTEL_VENV)/opencl $(INTEL_VENV)/bin/python -m pytest tests/intel
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -107,4 +128,4 @@ docs: $(READY)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 clean:
-	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) demo-output
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(INTEL_VENV) demo-output

@@ -158,7 +158,7 @@ def test_a_crash_and_a_hang_are_one_cases_outcome(monkeypatch) -> None:
     def outcomes(library: str, names: tuple[str, ...], timeout_s: float) -> list[tuple[str, ...]]:
         named = f"test_conformance_command:{library}=sparse_attention"
         cases = [load_cases()[name] for name in names]
-        told = Request(None, named, "cpu", ())
+        told = Request(None, named, "cpu", False, ())
         found = run_isolated(cases, told, library, jobs=1, timeout_s=timeout_s)
         return [(each.case_id, each.status, each.detail) for each in found]
 
@@ -188,6 +188,8 @@ def test_a_crash_and_a_hang_are_one_cases_outcome(monkeypatch) -> None:
         (("--write", __file__), "--write goes with --mutations, of all cases"),
         (("--write", __file__, "--mutations", "--case", "A1"), "--write goes with --mutations, of"),
         (("--mutations", "--backend", "torch"), "--mutations goes without --backend"),
+        (("--compiled",), "--compiled goes with --backend triton, on a CPU"),
+        (("--compiled", "--backend", "torch"), "--compiled goes with --backend triton, on a CPU"),
     ],
 )
 def test_unusable_words_are_one_line_and_exit_code_2(words, message) -> None:

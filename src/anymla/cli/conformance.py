@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 )
 @click.option("--case", "chosen", metavar="ID", multiple=True, help="Only this case; repeatable.")
 @click.option("--device", metavar="NAME", help="cpu, cuda or xpu; the accelerator if there is one.")
+@click.option(
+    "--compiled",
+    is_flag=True,
+    help="With --backend triton on a CPU: kernels compiled by Intel's compiler instead of "
+    "interpreted; docs/intel.md says what it needs.",
+)
 @click.option("--list", "only_list", is_flag=True, help="List the cases and run nothing.")
 @click.option(
     "--jobs",
@@ -69,6 +75,7 @@ def command(
     against: str | None,
     chosen: tuple[str, ...],
     device: str | None,
+    compiled: bool,
     only_list: bool,
     jobs: int | None,
     timeout: float,
@@ -90,7 +97,9 @@ def command(
         raise BadInput("--mutations goes without --backend, --against, --junit and --json")
     with bad_input():
         place = str(named_device(device))
-    prepare(place)
+        if compiled and (backend != "triton" or place != "cpu"):
+            raise BadInput("--compiled goes with --backend triton, on a CPU")
+        prepare(place, compiled=compiled)
     cases = _cases(chosen)
     if only_list:
         for case in cases:
@@ -107,10 +116,11 @@ def command(
         click.echo(f"{subject.name}: the adapter translates")
         click.echo("".join(f"  - {line}\n" for line in subject.adapter.translates), nl=False)
     jobs = (1 if against else 0) if jobs is None else jobs
-    running = _run(cases, subject, (backend, against, place), jobs, timeout)
+    words = (backend, against, place, compiled)
+    running = _run(cases, subject, words, jobs, timeout)
     if json_file is not None:
-        words = f"--against {against}" if against else f"--backend {backend}" if backend else ""
-        running = _recorded(running, json_file, subject, words)
+        named = f"--against {against}" if against else f"--backend {backend}" if backend else ""
+        running = _recorded(running, json_file, subject, named + " --compiled" * compiled)
     outcomes = list(_shown(running, cases))
     counts = dict.fromkeys(("passed", "failed", "not applicable"), 0)
     for outcome in outcomes:
@@ -140,7 +150,7 @@ def _cases(chosen: tuple[str, ...]) -> list[Case]:
 def _run(
     cases: list[Case],
     subject: Subject,
-    words: tuple[str | None, str | None, str],
+    words: tuple[str | None, str | None, str, bool],
     jobs: int,
     timeout: float,
 ) -> Iterator[Outcome]:

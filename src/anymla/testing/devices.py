@@ -38,9 +38,24 @@ def named_device(name: str | None = None) -> torch.device:
     return device
 
 
-def prepare(device: str | None = None) -> None:
-    """Before the operations are imported: without a GPU, Triton kernels are interpreted."""
+def prepare(device: str | None = None, *, compiled: bool = False) -> None:
+    """Before the operations are imported: without a GPU, Triton kernels are interpreted.
+
+    Args:
+        device: of the calls; the default one without.
+        compiled: on a CPU they are compiled instead, as ``anymla.testing.opencl`` does.
+
+    Raises:
+        ValueError: kernels cannot be compiled for a CPU here.
+    """
     if (device or default_device()) != "cpu":
+        return
+    if compiled:
+        from anymla.testing import opencl
+
+        if opencl.missing():
+            raise ValueError(f"--compiled: {opencl.missing()}")
+        opencl.install()
         return
     os.environ.setdefault("TRITON_INTERPRET", "1")
     from anymla.ops.device import has_triton

@@ -38,12 +38,14 @@ class Request:
         backend: as ``--backend``.
         against: as ``--against``.
         device: as ``--device``.
+        compiled: as ``--compiled``.
         cases: ids, in order.
     """
 
     backend: str | None
     against: str | None
     device: str
+    compiled: bool
     cases: tuple[str, ...]
 
 
@@ -173,7 +175,7 @@ def _main(told: str, place: str) -> None:
     _end_with_parent()
     words = json.loads(told)
     request = Request(**{**words, "cases": tuple(words["cases"])})
-    prepare(request.device)
+    prepare(request.device, compiled=request.compiled)
     subject = subject_of(request.backend, request.against, request.device)
     known = load_cases()
     with Path(place).open("a", encoding="utf-8") as file:
