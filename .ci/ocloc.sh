@@ -5,7 +5,7 @@
 set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 [ ! -x "$out/ocloc" ] || exit 0
-mirror=$(grep -rhoE 'https?://[^ ]+/debian/?( |$)' /etc/apt/ 2>/dev/null | sort -u | head -n 1 | tr -d ' ' || true)
+mirror=$(grep -rhoE '[a-z]+://[^ ]+/debian/?( |$)' /etc/apt/ 2>/dev/null | sort -u | head -n 1 | tr -d ' ' || true)
 if [ -z "$mirror" ]; then
   echo "no Debian mirror in /etc/apt: machine code for Intel's GPUs is not built" >&2
   exit 1
