@@ -1,16 +1,19 @@
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 from anymla.bench.doctor import examine as examination
+from anymla.bench.doctor import machine as machine_facts
 from anymla.bench.doctor.clock import Ceilings
 from anymla.bench.doctor.examine import all_probes, examine
-from anymla.bench.doctor.machine import _busy
+from anymla.bench.doctor.machine import _busy, machine
 from anymla.cli.main import main
+from anymla.ops import device as device_facts
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.testing.conformance.ops import all_operations
@@ -133,6 +136,32 @@ def test_a_row_that_cannot_be_written_is_said_before_anything_runs() -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "--json /there/is/no/such.jsonl: there is no directory /there/is/no" in result.stderr
+
+
+def test_an_intel_gpu_is_told_by_its_parts(monkeypatch) -> None:
+    properties = types.SimpleNamespace(
+        name="Arc", architecture=20 << 22 | 1 << 14, gpu_subslice_count=20, gpu_eu_count=160,
+        sub_group_sizes=[16, 32], local_mem_size=131072, total_memory=12 << 30,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
+    device_facts.target_of.cache_clear()
+    facts = machine(torch.device("xpu"))
+    device_facts.target_of.cache_clear()
+    assert facts["kind"] == "Intel GPU, xpu_bmg, 160 vector engines"
+    assert facts["matrix"] == "DPAS (bf16, fp16); sub-groups of 16, 32"
+    assert (facts["shared_memory_bytes"], facts["multiprocessors"]) == (131072, 20)
+    assert facts["intel"] is None
+
+
+def test_what_can_be_built_without_an_intel_gpu_is_said(monkeypatch) -> None:
+    assert machine(CPU)["intel"] is None or "xpu_bmg" in machine(CPU)["intel"]
+    monkeypatch.setattr(machine_facts, "backend_problem", lambda backend: "")
+    monkeypatch.setattr(machine_facts.xpu_code, "missing", lambda: "")
+    monkeypatch.setattr(machine_facts.opencl, "missing", lambda: "no runtime")
+    told = machine(CPU)["intel"]
+    assert told.startswith("machine code is built for xpu_pvc, ")
+    assert told.endswith("kernels do not run: no runtime")
 
 
 def test_a_busy_machine_is_said() -> None:

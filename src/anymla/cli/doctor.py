@@ -105,6 +105,8 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
     if facts["shared_memory_bytes"] is not None:
         lines.append(f"  shared memory {facts['shared_memory_bytes'] // 1024} KiB a program")
     lines += [f"  FP8: {facts['fp8']}", f"  matrix instructions: {facts['matrix']}"]
+    if facts["intel"]:
+        lines.append(f"  Intel's GPUs: {facts['intel']}")
     lines.append(f"  {facts['threads']} thread(s); anymla {facts['anymla']}")
     if facts["busy"]:
         lines.append(f"  {facts['busy']}: speeds come out too low")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,11 +15,16 @@ from anymla.ops.device import Target
 
 @functools.cache
 def backend_problem(backend: str) -> str:
-    """Why the installed Triton cannot compile for "cuda", "hip" or "xpu"; "" if it can."""
-    from triton.backends import backends
+    """Why the installed Triton cannot compile for "cuda", "hip" or "xpu"; "" if it can.
 
+    Read from its folders, so that nothing is imported.
+    """
+    found = importlib.util.find_spec("triton")
+    if found is None or found.origin is None:
+        return "triton is not installed"
     name = {"cuda": "nvidia", "hip": "amd", "xpu": "intel"}[backend]
-    return "" if name in backends else f"the installed Triton has no back end for {name}"
+    there = (Path(found.origin).parent / "backends" / name / "compiler.py").exists()
+    return "" if there else f"the installed Triton has no back end for {name}"
 
 
 @contextlib.contextmanager

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from anymla.bench import xpu_code
 from anymla.bench.environment import cpu_model, environment
 from anymla.ops.device import TARGETS, target_of, triton_version
+from anymla.testing import opencl
+from anymla.testing.triton_targets import backend_problem
 
 _CPU_FLAGS = {
     "amx_bf16": "AMX bf16",
@@ -34,6 +37,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "memory_bytes": None,
         "fp8": "software: converted by torch's tables and integer operations",
         "matrix": _cpu_instructions(),
+        "intel": None if torch.xpu.is_available() else _intel_without_a_card(),
     }
     if device.type == "cuda":
         shown |= _cuda(device)
@@ -92,14 +96,39 @@ def _gpu_matrix(name: str, properties: Any) -> str:
 
 def _xpu(device: torch.device) -> dict[str, Any]:
     properties = torch.xpu.get_device_properties(device)
+    target = target_of(device)
+    units = getattr(properties, "gpu_eu_count", None)
+    lanes = getattr(properties, "sub_group_sizes", None)
+    # Devices that do not say are taken to have it, as Triton's compiler does.
+    dpas = getattr(properties, "has_subgroup_matrix_multiply_accumulate", True)
+    known = f", {target.name}" if target.name in TARGETS else " (not a listed target)"
     return {
         "device": properties.name,
-        "kind": "Intel GPU",
+        "kind": f"Intel GPU{known}" + (f", {units} vector engines" if units else ""),
         "driver": getattr(properties, "driver_version", None),
+        "shared_memory_bytes": getattr(properties, "local_mem_size", target.shared_bytes),
         "memory_bytes": properties.total_memory,
         "fp8": "software: e4m3 is converted by integer operations",
-        "matrix": "XMX, through Triton",
+        "matrix": ("DPAS (bf16, fp16)" if dpas else "none")
+        + (f"; sub-groups of {', '.join(map(str, lanes))}" if lanes else ""),
+        "multiprocessors": target.sm_count,
     }
+
+
+def _intel_without_a_card() -> str | None:
+    """What can be done here for Intel's GPUs, where Triton's compiler for them is installed."""
+    if backend_problem("xpu"):
+        return None
+    names = ", ".join(name for name, target in TARGETS.items() if target.backend == "xpu")
+    built = f"machine code is built for {names}"
+    cannot = xpu_code.missing()
+    runs = opencl.missing()
+    return "; ".join(
+        (
+            f"no machine code: {cannot}" if cannot else built,
+            f"kernels do not run: {runs}" if runs else "kernels run on this CPU, compiled",
+        )
+    )
 
 
 def _busy(load: float | None, cores: int | None) -> str | None:

@@ -35,8 +35,6 @@ def missing() -> str:
     """Why compiled kernels cannot run here; "" if they can."""
     if INTERPRETED:
         return "TRITON_INTERPRET=1 interprets kernels"
-    if device_facts.triton_version() is None:
-        return "triton is not installed"
     return backend_problem("xpu") or _missing_runtime()
 
 
