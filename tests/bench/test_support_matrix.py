@@ -2,6 +2,7 @@
 
 import json
 
+from anymla.bench.page.intel import intel_table
 from anymla.bench.page.newest import newest
 from anymla.bench.page.rows import load_rows
 from anymla.bench.support_matrix import support_table
@@ -32,4 +33,33 @@ def test_the_last_run_counts_and_failures_are_counted(tmp_path):
     table = "\n".join(support_table(newest(load_rows(tmp_path))))
     assert "**run**, built 1 of 2" in table
     assert "| run, 1 of 4 failed, built 1 |" in table
-    assert "| shared | - | - | - | built 1 |" in table
+    assert "| shared | built 1 |" in table
+    assert table.startswith("| operations | sm_90 |")
+
+
+def build(target, label, *, built=True, **facts):
+    row = {"module": "anymla.ops.moe.triton_x", "target": target, "label": label, "ok": built}
+    row |= {"built": built, "triton": "3.3.0b1", "ocloc": "26.27"}
+    numbers = {"spills": 0, "code_bytes": 2048, "private_bytes": 0, "products": 0, **facts}
+    return row | numbers if built else row
+
+
+def test_intels_builds_are_told_by_their_worst():
+    assert intel_table([build("sm_90", "route_kernel one")]) == []
+    table = intel_table(
+        [
+            build("xpu_pvc", "route_kernel one"),
+            build("xpu_pvc", "route_kernel two", spills=7, products=48, private_bytes=512),
+            build("xpu_pvc", "down_kernel one", built=False),
+            build("xpu_bmg", "route_kernel one", code_bytes=73344),
+        ]
+    )
+    assert table == [
+        "| kernel | xpu_pvc | xpu_bmg |",
+        "|---|---|---|",
+        "| moe: down_kernel | not built: 0 of 1 | - |",
+        "| moe: route_kernel | 7 spilled, 2 KiB, 48 DPAS, 0.5 KiB private, of 2 "
+        "| no spill, 72 KiB, of 1 |",
+        "",
+        "(triton-xpu 3.3.0b1, ocloc 26.27)",
+    ]

@@ -11,7 +11,7 @@ from anymla.ops.device import TARGETS
 
 
 def support_table(rows: Sequence[Row]) -> list[str]:
-    """Lines of the Markdown table.
+    """Lines of the Markdown table, of the targets for which something was built.
 
     A cell says "run" if the family's tests passed on that architecture when they last ran there,
     or how many failed; "built n" if all n specialisations of its kernels were compiled for it and
@@ -26,12 +26,14 @@ def support_table(rows: Sequence[Row]) -> list[str]:
             built[_family(row["module"]), row["target"]].append(row["ok"])
     ran = {(row["family"], row["target"]): row for row in rows if "family" in row}
     families = sorted({family for family, _ in built})
+    recorded = {target for _, target in built}
+    targets = [name for name in TARGETS if name in recorded]
     lines = [
-        "| operations | " + " | ".join(TARGETS) + " |",
-        "|---" * (len(TARGETS) + 1) + "|",
+        "| operations | " + " | ".join(targets) + " |",
+        "|---" * (len(targets) + 1) + "|",
     ]
     for family in families:
-        cells = [_cell(built[family, target], ran.get((family, target))) for target in TARGETS]
+        cells = [_cell(built[family, target], ran.get((family, target))) for target in targets]
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     return lines
 

@@ -131,7 +131,8 @@ class FixedStep:
             written["rows"][i] = span.state.row
         for group in self._groups:
             self._write_changes(group)
-        self._buffer.copy_(self._host, non_blocking=True)
+        # Without an event nothing says when the host's memory may be written again.
+        self._buffer.copy_(self._host, non_blocking=self._copied is not None)
         if self._copied is not None:
             self._copied.record()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from anymla.bench.page.decode import decode_blocks
 from anymla.bench.page.evidence import evidence_blocks
+from anymla.bench.page.intel import intel_table
 from anymla.bench.page.layers import layer_table
 from anymla.bench.page.peers import decode_by_heads, peer_table
 from anymla.bench.page.prefill import prefill_blocks
@@ -25,6 +26,8 @@ def readme_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     decode = decode_by_heads(rows)
     if decode.body:
         blocks["decode"] = markdown(decode, numbers=True)
+    if built := intel_table(rows):
+        blocks["intel"] = built
     if layers := layer_table(rows):
         blocks["layer"] = layers
     blocks |= prefill_blocks(rows) | decode_blocks(rows) | evidence_blocks(rows)

@@ -46,7 +46,7 @@ class OpenCLError(RuntimeError):
 
 
 class Runtime:
-    """The CPU as an OpenCL device, with one queue in order."""
+    """The CPU as an OpenCL device, whose launches run one after the other."""
 
     def __init__(self, cache: Path) -> None:
         """Open the device.
