@@ -172,3 +172,16 @@ def test_score_errors_name_the_argument():
         mqa_logits(q, k, torch.ones(4).double(), weights, *bounds)
     with pytest.raises(TypeError, match="out must be float32"):
         mqa_logits(q, k, None, weights, *bounds, out=torch.empty(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_fp8_keys_at_any_address(run, first):
+    q, k, weights = dense_case(rows=3, keys=20, heads=4)
+    (codes_q, codes_k, scale, weights), _, q64, k64 = coded(q, k, weights, "fp8")
+    around = torch.full((20, D + 9), 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    around.view(torch.uint8)[:, first : first + D] = codes_k.view(torch.uint8)
+    keys = around[:, first : first + D]
+    got = mqa_logits(codes_q, keys, scale, weights, i32([0, 0, 2]), i32([20, 7, 20]), backend=run)
+    for row, (start, end) in enumerate(((0, 20), (0, 7), (2, 20))):
+        want, magnitude = score64(q64[row], weights[row], k64[start:end])
+        assert_scores(got[row, start:end], want, magnitude, 4, fp8=multiplies_fp8(run))

@@ -6,6 +6,7 @@ from anymla.ops.device import CPU, TARGETS
 from anymla.ops.sparse_attention.config import (
     MODES,
     Tile,
+    choose_mode,
     choose_splits,
     choose_tile,
     invariant_splits,
@@ -53,3 +54,20 @@ def test_invariant_calls_choose_by_the_lists_alone():
     chosen = choose_tile(64, 640, None, "float16", target)
     assert chosen == choose_tile(64, 640, None, "float16", target, 8)
     assert [invariant_splits(keys, chosen) for keys in (1, 64, 128, 640)] == [1, 1, 2, 4]
+
+
+def test_intels_gpus_multiply_coded_rows_in_bfloat16():
+    """As one tile of rows, if they are no wider than the two kinds of coded rows."""
+    arc, hopper = TARGETS["xpu_bmg"], TARGETS["sm_90"]
+    assert (choose_mode(True, True, arc), choose_mode(True, True, hopper)) == (
+        "bfloat16",
+        "float16",
+    )
+    assert choose_mode(True, False, hopper) == choose_mode(True, False, arc) == "bfloat16"
+    assert choose_mode(False, True, hopper) == choose_mode(False, False, arc) == "float32"
+    assert choose_tile(64, 640, 8, "bfloat16", arc).by_rows
+    assert choose_tile(64, 640, 8, "bfloat16", arc, channels=576).by_rows
+    for mode, channels, values in (("float32", 512, 512), ("bfloat16", 640, 512)):
+        assert not choose_tile(64, 640, 8, mode, arc, channels, values).by_rows
+    assert not choose_tile(64, 640, 8, "bfloat16", arc, 576, 576).by_rows
+    assert not choose_tile(64, 640, 8, "bfloat16", hopper).by_rows
