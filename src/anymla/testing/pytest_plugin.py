@@ -55,12 +55,18 @@ def _hypothesis_profiles() -> None:
 
 
 def _interpret_triton() -> None:
-    """Without a GPU, let Triton kernels run in the repaired interpreter, if triton is there."""
-    from anymla.ops.device import has_triton
+    """Without a GPU, let Triton kernels run in the repaired interpreter, if triton is there.
 
-    if not has_triton():
+    With TRITON_INTERPRET=0 they are compiled for the CPU, where that can be done.
+    """
+    from anymla.ops.device import has_triton
+    from anymla.testing import opencl
+
+    if not torch.cuda.is_available() and not opencl.missing():
+        opencl.install()
+    elif not has_triton():
         return
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    elif os.environ.get("TRITON_INTERPRET") == "1":
         from anymla.ops.triton_interpreter import install
 
         install()

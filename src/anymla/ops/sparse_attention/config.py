@@ -304,6 +304,8 @@ _MANY_HEADS = Tile(64, 64, False, 8, once=False)
 # warps; 16 keys a step take 3,100, and the tiles above 8,700 and spill 820 registers.
 _BY_ROWS = Tile(16, 32, False, 16, by_rows=True)
 _BY_ROWS_CHANNELS, _BY_ROWS_VALUES = 576, 512
+# Other rows there, without matrix products: no spills, 8 warps spill 36 registers and 4 some 840.
+_XPU_WARPS = 16
 
 
 def choose_mode(narrow: bool, coded: bool, target: Target) -> str:
@@ -342,8 +344,9 @@ def choose_tile(
         values: leading channels of a row that are the value.
     """
     fits = channels <= _BY_ROWS_CHANNELS and values <= _BY_ROWS_VALUES
-    if target.backend == "xpu" and mode == "bfloat16" and fits:
-        return _BY_ROWS
+    if target.backend == "xpu":
+        by_rows = mode == "bfloat16" and fits
+        return _BY_ROWS if by_rows else Tile(16, 16, False, _XPU_WARPS)
     if target.backend == "cpu":
         return Tile(16, 32, False, 4)
     if target.name.startswith("gfx1"):
