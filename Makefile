@@ -24,7 +24,7 @@ pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar 
 .PHONY: help demo test test-lowest test-vllm test-intel resolve lint types imports check bench build-matrix build-subset docs report tables clean
 
 help:
-	@echo "make demo    run DeepSeek-V4 end to end on a tiny checkpoint, checked against float64"
+	@echo "make demo    a tiny trained DeepSeek-V4 speaks, finds a passkey in 32,768 tokens, and is checked"
 	@echo "make test    run the CPU test suite"
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
 	@echo "make test-intel  compile kernels for Intel's GPUs, and run them on this CPU (docs/intel.md)"
@@ -48,7 +48,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 demo: $(READY)
-	$(BIN)/anymla demo --output demo-output README.md docs/*.md
+	$(BIN)/anymla demo --checkpoint examples/tiny/checkpoint --prompt-tokens 1024 examples/tiny/persuasion.txt
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

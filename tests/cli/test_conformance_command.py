@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import pathlib
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -288,3 +289,46 @@ def test_libraries_that_need_a_gpu_say_so(monkeypatch) -> None:
     result = conformance("--against", "flash_mla", "--device", "cpu")
     assert result.exit_code == 2
     assert "flash_mla runs on CUDA tensors" in result.output
+
+
+TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny"
+
+
+def _end_to_end(*arguments):
+    words = ["conformance", "--end-to-end", TINY / "checkpoint", "--text", TINY / "persuasion.txt"]
+    return CliRunner().invoke(main, list(map(str, [*words, *arguments])))
+
+
+def test_passkeys_are_found_end_to_end(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    sizes = ("--length", 512, "--length", 1024, "--depth", 0, "--depth", 0.5)
+    result = _end_to_end(*sizes, "--faults", "--json", out)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "passkeys in persuasion.txt, at depths 0 0.5: + found, - not"
+    found = {line[:22].strip(): line[22:].strip() for line in lines[1:6]}
+    assert found["512 tokens"] == "+ +"
+    assert "-" in found["stale index rows"]
+    assert lines[6].split() == ["1024", "tokens", "+", "+"]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 5
+    assert {"length", "depth", "fault", "found", "text", "confidence"} <= set(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--against", "flash_mla"), "--end-to-end goes with"),
+        (("--length", 10**6), "tokens cannot be made 1000000"),
+    ],
+)
+def test_end_to_end_refuses(arguments, message):
+    result = _end_to_end(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_end_to_end_needs_a_text():
+    result = CliRunner().invoke(main, ["conformance", "--end-to-end", str(TINY)])
+    assert result.exit_code == 2
+    assert "--end-to-end and --text go together" in result.stderr

@@ -1,3 +1,4 @@
+import pathlib
 import re
 
 import pytest
@@ -5,7 +6,7 @@ from click.testing import CliRunner, Result
 
 from anymla.cli import demo as module
 from anymla.cli.main import main
-from anymla.testing.tiny_checkpoint import TinyOptions
+from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 SMALL = TinyOptions(ratios=(0, 4), hidden=128, heads=2, o_groups=1, experts=8, moe_size=64)
 
@@ -64,3 +65,31 @@ def test_too_many_tokens_are_refused_before_they_run(tmp_path) -> None:
     result = demo("-", "--output", tmp_path, "--new-tokens", 10**9, given="a")
     assert result.exit_code == 2
     assert "1000000000 new ones exceed max_position_embeddings" in result.stderr
+
+
+TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny"
+
+
+def test_a_trained_checkpoint_speaks_and_finds(tmp_path) -> None:
+    sizes = ("--context", 1024, "--prompt-tokens", 200, "--new-tokens", 4)
+    result = demo("--checkpoint", TINY / "checkpoint", *sizes, TINY / "persuasion.txt")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line[:5] for line in lines if line.startswith("[")] == [f"[{n}/4]" for n in range(1, 5)]
+    assert re.search(r"\d+ of \d+ MTP drafts accepted: 96 tokens in \d+ steps", result.stdout)
+    verdicts = {line[4:25].strip(): line[25:30] for line in lines if " probability of " in line}
+    assert verdicts == {
+        "nothing broken": "right",
+        "sink dropped": "right",
+        "window off by one": "right",
+        "stale index rows": "WRONG",
+        "half a page swapped": "WRONG",
+    }
+    assert lines[-1] == "OK: log-probabilities, cache bytes and selections agree with float64"
+
+
+def test_a_checkpoint_that_finds_nothing_fails(tmp_path) -> None:
+    write_tiny_checkpoint(tmp_path / "random", SMALL)
+    result = demo("--checkpoint", tmp_path / "random", "--context", 600, TINY / "persuasion.txt")
+    assert result.exit_code == 1
+    assert re.search(r"the passkey \d{6} was not found", result.stderr)

@@ -70,7 +70,43 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="With --mutations: put that table, and the list of cases, into this Markdown file.",
 )
+@click.option(
+    "--end-to-end",
+    "checkpoint",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Instead, hide passkeys in --text and ask this checkpoint for them.",
+)
+@click.option(
+    "--text", type=click.Path(path_type=Path), metavar="FILE", help="With --end-to-end: the text."
+)
+@click.option(
+    "--length",
+    "lengths",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(512, 2048, 8192),
+    show_default=True,
+    help="With --end-to-end: tokens of a text; repeatable.",
+)
+@click.option(
+    "--depth",
+    "depths",
+    type=Finite(min=0, max=1),
+    multiple=True,
+    default=(0, 0.25, 0.5, 0.75, 1),
+    show_default=True,
+    help="With --end-to-end: where the passkey stands, 0 to 1; repeatable.",
+)
+@click.option(
+    "--faults", is_flag=True, help="With --end-to-end: ask again with one thing broken at a time."
+)
 def command(
+    checkpoint: Path | None,
+    text: Path | None,
+    lengths: tuple[int, ...],
+    depths: tuple[float, ...],
+    faults: bool,
     backend: str | None,
     against: str | None,
     chosen: tuple[str, ...],
@@ -91,6 +127,24 @@ def command(
     translates its documented contract; what of a case it does not claim to do is said.
     """
     torch.set_num_threads(1)
+    if (checkpoint is None) != (text is None):
+        raise BadInput("--end-to-end and --text go together")
+    if checkpoint is not None and text is not None:
+        if against or chosen or mutations or junit or only_list:
+            raise BadInput("--end-to-end goes with --backend, --device and --json only")
+        from anymla.cli.end_to_end import ask_for_passkeys
+
+        ask_for_passkeys(
+            checkpoint,
+            text,
+            lengths=lengths,
+            depths=depths,
+            faults=faults,
+            backend=backend,
+            device=device,
+            json_file=json_file,
+        )
+        return
     if write is not None and (chosen or not mutations):
         raise BadInput("--write goes with --mutations, of all cases")
     if mutations and (backend or against or junit or json_file):

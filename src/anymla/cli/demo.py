@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import pathlib
+import textwrap
 import time
 from collections.abc import Callable
 from typing import cast
 
 import click
-import torch
 from tqdm import tqdm
 
 from anymla.cli.bad_input import bad_input
 from anymla.cli.files import read_text
 from anymla.cli.manners import on_terminal
-from anymla.model.load import load_model
 from anymla.model.tokenizer import Tokenizer
 from anymla.model.transformer import Transformer
 from anymla.ops.device import triton_problem
 from anymla.runtime.engine import Engine
+from anymla.runtime.llm import LLM
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request, check_request
-from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.oracle import RecordedModel, Recorder, check_run
+from anymla.testing.retrieval import FACT, FAULTS, QUESTION, ask, hide, read
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+
+# Characters of a text that are continued, at least; tokens of that; where the passkey is hidden.
+_OPENING, _SPOKEN, _DEPTH = 200, 96, 0.3
+_PARTS = 4
 
 
 def _count(
@@ -41,68 +45,84 @@ def _count(
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=pathlib.Path),
 )
 @click.option(
+    "--checkpoint",
+    type=click.Path(file_okay=False, path_type=pathlib.Path),
+    metavar="DIR",
+    help="A trained checkpoint, which first shows what it can; by default a random one is written.",
+)
+@click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=pathlib.Path),
     default=pathlib.Path("demo-output"),
     show_default=True,
-    help="Where the checkpoint is written.",
+    help="Where a random checkpoint is written.",
 )
-@_count("--prompt-tokens", 4096, "Tokens read, at most.")
-@_count("--new-tokens", 64, "Tokens generated.")
+@_count("--context", 32768, "Tokens in which a trained checkpoint looks for a passkey.")
+@_count("--prompt-tokens", 4096, "Tokens read for the check, at most.")
+@_count("--new-tokens", 64, "Tokens generated for it.")
 @_count("--chunk-size", 512, "Tokens of a prefill step.")
 def command(
     texts: tuple[pathlib.Path, ...],
+    checkpoint: pathlib.Path | None,
     output: pathlib.Path,
+    context: int,
     prompt_tokens: int,
     new_tokens: int,
     chunk_size: int,
 ) -> None:
     """Run DeepSeek-V4 on a tiny checkpoint that reads TEXTS, and check it against float64.
 
-    Writes a checkpoint in DeepSeek's own layout, loads it, reads the files through chunked prefill
-    and the paged FP8 caches, generates with multi-token prediction, and then compares every
-    log-probability, every cache row and every selection with an independent float64 oracle. Ends
-    with exit code 1 if they disagree. The weights are random, so the generated text is noise.
+    Reads the files through chunked prefill and the paged FP8 caches, generates with multi-token
+    prediction, and then compares every log-probability, every cache row and every selection with an
+    independent float64 oracle. Ends with exit code 1 if they disagree.
+
+    A trained checkpoint continues the text and finds a passkey in it first, then again with one
+    thing broken. Without one, a checkpoint is written in DeepSeek's own layout; its weights are
+    random, so the generated text is noise.
     """
     text = "\n".join(map(read_text, texts))
-    directory = output / "checkpoint"
     began = time.perf_counter()
+    random = checkpoint is None
+    directory = output / "checkpoint" if checkpoint is None else checkpoint
+    say = _Steps()
     with bad_input():
-        write_tiny_checkpoint(directory, TinyOptions())
-    size = sum(file.stat().st_size for file in directory.iterdir())
-    _say(1, f"wrote {directory}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")
-
-    torch.set_num_threads(threads_for(weights_per_token(directory)))
-    model = load_model(directory, dtype=torch.float32, progress=on_terminal())
+        if random:
+            write_tiny_checkpoint(directory, TinyOptions())
+            say(f"wrote {directory}: {_size(directory)} in {time.perf_counter() - began:.1f} s")
+        llm = LLM(directory, dtype="fp32", chunk_size=chunk_size, progress=on_terminal())
+    model = llm.model
     ratios = ", ".join(str(spec.ratio) for spec in model.layer_specs if spec.role == "backbone")
-    tokenizer = Tokenizer.from_dir(directory)
-    prompt = tuple(tokenizer.encode(text)[:prompt_tokens])
-    _say(
-        2,
-        f"loaded: layers of ratio {ratios}, {len(model.drafts)} MTP; reading {len(prompt)} "
-        f"tokens of {len(texts)} files, FP8 caches, chunks of {chunk_size}",
-    )
-
-    recorder = Recorder()
+    layers = f"layers of ratio {ratios}, {len(model.drafts)} MTP"
+    if not random:
+        say(f"loaded {directory}: {_size(directory)}, {layers}")
+        with bad_input():
+            _speak(llm, text, say)
+            _search(llm, text, context, say)
+    prompt = tuple(llm.tokenizer.encode(text)[:prompt_tokens])
     request = Request("demo", prompt, max_new_tokens=new_tokens, prompt_logprobs=True)
     with bad_input():
         check_request(request, model.config)
+    if random:
+        say(
+            f"loaded: {layers}; reading {len(prompt)} tokens of {len(texts)} files, FP8 caches, "
+            f"chunks of {chunk_size}"
+        )
+    recorder = Recorder()
     options = EngineOptions(kv_cache="fp8", chunk_size=chunk_size, draft_tokens=len(model.drafts))
     engine = Engine.for_requests(
         cast("Transformer", RecordedModel(model, recorder)), options, [request]
     )
-    done = _run(engine, request, tokenizer)
-    seconds = done.timings.as_dict()
-    _say(
-        3,
-        f"prefill {_rate(len(prompt), seconds['prefill_s'])}, decode "
-        f"{_rate(len(done.token_ids) - 1, seconds['decode_s'])}; {done.drafted} MTP drafts "
-        f"verified, which random weights seldom pass ({done.accepted} did); caches "
-        f"{engine.store.nbytes / 1e6:.2f} MB",
-    )
-
+    done = _run(engine, request, llm.tokenizer if random else None)
+    if random:
+        seconds = done.timings.as_dict()
+        say(
+            f"prefill {_rate(len(prompt), seconds['prefill_s'])}, decode "
+            f"{_rate(len(done.token_ids) - 1, seconds['decode_s'])}; {done.drafted} MTP drafts "
+            f"verified, which random weights seldom pass ({done.accepted} did); caches "
+            f"{engine.store.nbytes / 1e6:.2f} MB"
+        )
+    say(f"checking {len(prompt)} tokens against the float64 oracle, of the same cache bytes")
     assert done.prompt_logprobs is not None
-    _say(4, "checking against the float64 oracle, which reads the same cache bytes")
     report = check_run(
         directory,
         recorder.recordings[0],
@@ -119,18 +139,71 @@ def command(
     click.echo("OK: log-probabilities, cache bytes and selections agree with float64")
 
 
+class _Steps:
+    """Numbers the parts of the demo."""
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    def __call__(self, text: str) -> None:
+        self._done += 1
+        click.echo(f"[{self._done}/{_PARTS}] {text}")
+
+
+def _size(directory: pathlib.Path) -> str:
+    return f"{sum(file.stat().st_size for file in directory.iterdir()) / 1e6:.1f} MB"
+
+
+def _speak(llm: LLM, text: str, say: _Steps) -> None:
+    """Continue the end of the text's first sentences."""
+    prompt = text[: text.index(".", min(len(text) - 1, _OPENING)) + 1]
+    say("it continues a text that it has not seen:")
+    done = llm.generate(prompt, max_new_tokens=_SPOKEN, seed=1)
+    for line in textwrap.wrap(f"{prompt} |{done.text}", 92):
+        click.echo(f"    {line}")
+    steps = len(done.token_ids) - done.accepted
+    click.echo(
+        f"    {done.accepted} of {done.drafted} MTP drafts accepted: {len(done.token_ids)} tokens "
+        f"in {steps} steps"
+    )
+
+
+def _search(llm: LLM, text: str, context: int, say: _Steps) -> None:
+    """Find a passkey in the text, right and with one thing broken."""
+    hidden = hide(llm, text, context, _DEPTH)
+    say(
+        f"reading {context} tokens; at token {hidden.place} they say: "
+        f'"{FACT.format(hidden.digits)}"'
+    )
+    began = time.perf_counter()
+    with tqdm(total=context, desc="prefill", unit="token", disable=None) as bar:
+        engine = read(llm, hidden, bar.update)
+    seconds = time.perf_counter() - began
+    click.echo(
+        f"    prefill {_rate(context, seconds)}, caches {engine.store.nbytes / 1e6:.1f} MB; then "
+        f'"{QUESTION}", and again with one thing broken'
+    )
+    answers = {"nothing broken": ask(llm, engine, hidden)}
+    for fault in FAULTS:
+        answers[fault.name] = ask(llm, engine, hidden, fault)
+    for name, answer in answers.items():
+        right = "right" if answer.found else "WRONG"
+        click.echo(
+            f"    {name:20} {right}  probability of a token {answer.confidence:.2f}  "
+            f"{answer.text!r}"
+        )
+    if not answers["nothing broken"].found:
+        raise click.ClickException(f"the passkey {hidden.digits} was not found")
+
+
 def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:.0f} tokens/s" if tokens and seconds else "nothing"
 
 
-def _say(part: int, text: str) -> None:
-    click.echo(f"[{part}/4] {text}")
-
-
-def _run(engine: Engine, request: Request, tokenizer: Tokenizer) -> Completion:
+def _run(engine: Engine, request: Request, tokenizer: Tokenizer | None) -> Completion:
     """Step until the request is done, with a bar for the prompt and the text as it comes."""
     engine.submit(request)
-    stream = tokenizer.stream()
+    stream = None if tokenizer is None else tokenizer.stream()
     # The text that follows shows its own progress, so the bar ends with the prompt.
     with tqdm(total=len(request.token_ids), desc="prefill", unit="token", disable=None) as bar:
         while engine.busy:
@@ -138,8 +211,10 @@ def _run(engine: Engine, request: Request, tokenizer: Tokenizer) -> Completion:
             bar.update(report.prompt_tokens)
             for token in report.new_tokens.get(request.request_id, ()):
                 bar.close()
-                click.echo(stream.push(token), nl=False)
+                if stream is not None:
+                    click.echo(stream.push(token), nl=False)
             if report.finished:
-                click.echo(stream.finish())
+                if stream is not None:
+                    click.echo(stream.finish())
                 return report.finished[0]
     raise AssertionError("the engine stopped without finishing the request")

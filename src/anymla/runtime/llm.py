@@ -137,6 +137,10 @@ class LLM:
         """The checkpoint's hyperparameters."""
         return self.model.config
 
+    def engine(self, requests: Sequence[Request]) -> Engine:
+        """An engine of this model with room for these requests, which are not submitted yet."""
+        return Engine.for_requests(self.model, self._options, requests)
+
     @overload
     def generate(self, prompts: str, **options: Any) -> Generation: ...
 
@@ -169,7 +173,7 @@ class LLM:
         ]
         if not requests:
             return []
-        engine = Engine.for_requests(self.model, self._options, requests)
+        engine = self.engine(requests)
         for request in requests:
             engine.submit(request)
         texts = {request.request_id: _Text(self.tokenizer, asked) for request in requests}
@@ -194,7 +198,7 @@ class LLM:
         """
         asked = self._asked(**options)
         request = self._request("0", prompt, asked)
-        engine = Engine.for_requests(self.model, self._options, [request])
+        engine = self.engine([request])
         engine.submit(request)
         text = _Text(self.tokenizer, asked)
         while engine.busy and not text.stopped:

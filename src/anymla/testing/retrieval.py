@@ -1,0 +1,278 @@
+"""A passkey in a long text: whether a model finds it, right and with one thing broken.
+
+The end-to-end question that a person understands: every number of a broken run looks fine, and the
+answer is wrong. A run reads the text once; every fault then gets a copy of the engine with its
+caches, so that what differs is the fault alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from anymla.formats.page_layout import get_layout
+from anymla.layers.attention import AttentionLayer
+from anymla.model.config_fields import ConfigError
+from anymla.runtime.cache_groups import CacheGroup, CacheKind
+from anymla.runtime.engine import Engine
+from anymla.runtime.llm import LLM
+from anymla.runtime.request import Request
+
+FACT = "The passkey is {}."
+QUESTION = "What is the passkey?"
+DIGITS = 6
+# Tokens of an answer, at most, and of the text around the fact, at least.
+_ANSWER, _LEAST = 16, 64
+_ID = "passkey"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """A text with a passkey in it, and the question behind it.
+
+    Attributes:
+        token_ids: all of it.
+        digits: the passkey.
+        place: index of the token where the fact begins.
+        question: how many tokens at the end are the question.
+    """
+
+    token_ids: tuple[int, ...]
+    digits: str
+    place: int
+    question: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a run said.
+
+    Attributes:
+        text: the answer.
+        found: whether the passkey stands in it.
+        confidence: geometric mean of its tokens' probabilities: a number that looks fine.
+        drafted: draft tokens verified.
+        accepted: those that were right.
+    """
+
+    text: str
+    found: bool
+    confidence: float
+    drafted: int
+    accepted: int
+
+
+def hide(llm: LLM, text: str, length: int, depth: float, seed: int = 0) -> Hidden:
+    """Hide a passkey in the beginning of a text.
+
+    The question is a dialogue's where the checkpoint has a chat template; else the fact's own
+    sentence, begun. What comes out is tokens, which any engine of the checkpoint can be asked.
+
+    Args:
+        llm: the model, for its tokenizer and template.
+        text: ordinary text.
+        length: tokens of the text with the fact; the question comes on top.
+        depth: where the fact stands, from 0 (the beginning) to 1 (the end of the text).
+        seed: of the passkey.
+
+    Raises:
+        ValueError: the text has too few tokens.
+    """
+    digits = f"{random.Random(seed).randrange(10**DIGITS):0{DIGITS}}"
+    fact = llm.tokenizer.encode(f"\n{FACT.format(digits)}\n", leading=False)
+    question = _question(llm)
+    # Four characters a token are more than any tokenizer makes of this text.
+    whole = llm.tokenizer.encode(text[: 8 * length])
+    room = length - len(fact)
+    if not _LEAST <= room <= len(whole):
+        raise ValueError(
+            f"a text of {len(whole)} tokens cannot be made {length}, "
+            f"only {_LEAST + len(fact)} to {len(whole) + len(fact)}"
+        )
+    ends = set(llm.tokenizer.encode(".", leading=False))
+    stops = [at + 1 for at in range(room) if whole[at] in ends] or [room]
+    place = min(stops, key=lambda at: abs(at - depth * room))
+    ids = (*whole[:place], *fact, *whole[place:room], *question)
+    return Hidden(ids, digits, place, len(question))
+
+
+def _question(llm: LLM) -> list[int]:
+    try:
+        ids = llm.chat_prompt([{"role": "user", "content": QUESTION}])
+    except ConfigError:
+        return llm.tokenizer.encode("\n" + FACT.partition(" {}")[0], leading=False)
+    return ids[1:] if ids[0] == llm.tokenizer.bos_token_id else ids
+
+
+def read(llm: LLM, hidden: Hidden, on_tokens: Callable[[int], object] = lambda _: None) -> Engine:
+    """Run the text without the question, if its length is a multiple of the chunks'.
+
+    Args:
+        llm: the model.
+        hidden: the text.
+        on_tokens: called with the number of tokens of each step.
+    """
+    request = Request(
+        _ID,
+        hidden.token_ids,
+        max_new_tokens=_ANSWER,
+        stop_ids=frozenset(llm.config.eos_token_ids),
+    )
+    engine = llm.engine([request])
+    engine.submit(request)
+    before = len(hidden.token_ids) - hidden.question
+    while engine.state(_ID).computed + engine.options.chunk_size <= before:
+        on_tokens(engine.step().prompt_tokens)
+    return engine
+
+
+def ask(llm: LLM, engine: Engine, hidden: Hidden, fault: Fault | None = None) -> Answer:
+    """Answer from a copy of the engine, broken or not; the engine stays as it is."""
+    engine = copy.deepcopy(engine, {id(llm.model): llm.model})
+    with contextlib.nullcontext() if fault is None else fault.broken(engine, hidden):
+        done = engine.run()[0]
+    text = llm.tokenizer.decode(done.token_ids)
+    return Answer(
+        text=text,
+        found=hidden.digits in text,
+        confidence=math.exp(sum(done.logprobs) / len(done.logprobs)),
+        drafted=done.drafted,
+        accepted=done.accepted,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One thing broken.
+
+    Attributes:
+        name: in a word or two.
+        words: what happens, in a line.
+        broken: breaks an engine for as long as the context lasts.
+    """
+
+    name: str
+    words: str
+    broken: Callable[[Engine, Hidden], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def _no_sink(engine: Engine, hidden: Hidden) -> Iterator[None]:
+    sinks = [
+        layer.heads.sink for layer in engine.model.modules() if isinstance(layer, AttentionLayer)
+    ]
+    kept = [sink.clone() for sink in sinks]
+    for sink in sinks:
+        sink.fill_(-torch.inf)
+    try:
+        yield
+    finally:
+        for sink, value in zip(sinks, kept, strict=True):
+            sink.copy_(value)
+
+
+@contextlib.contextmanager
+def _short_window(engine: Engine, hidden: Hidden) -> Iterator[None]:
+    store = engine.store
+    store.groups = tuple(
+        dataclasses.replace(group, retention=group.retention - 1)
+        if group.kind == "window" and group.retention
+        else group
+        for group in store.groups
+    )
+    yield
+
+
+def _pages(engine: Engine, hidden: Hidden, group: CacheGroup) -> list[int]:
+    """Physical pages of a group that hold entries of the fact."""
+    held = engine.store.tables[group.name].held(engine.state(_ID).row)
+    tokens = group.page_size * group.ratio
+    columns = {hidden.place // tokens, (hidden.place + _ANSWER) // tokens}
+    return [held[column] for column in sorted(columns) if column in held]
+
+
+def _planes(engine: Engine, kind: CacheKind) -> Iterator[tuple[CacheGroup, list[torch.Tensor]]]:
+    """Of every layer with such a cache of ratio 4, the parts of its pages, entry by entry."""
+    for group in engine.store.groups:
+        if group.kind != kind or group.ratio != 4:
+            continue
+        for layer in group.layers:
+            cache_format = engine.store.layers[layer].format
+            layout = get_layout(cache_format.index if kind == "index" else cache_format.main)
+            planes = layout.planes(getattr(engine.store.layers[layer], kind))
+            yield group, [plane for plane in planes if plane is not None]
+
+
+@contextlib.contextmanager
+def _stale_index_rows(engine: Engine, hidden: Hidden) -> Iterator[None]:
+    for group, planes in _planes(engine, "index"):
+        held = engine.store.tables[group.name].held(engine.state(_ID).row).values()
+        pages = _pages(engine, hidden, group)
+        # What another request left there: the rows of other text.
+        other = next(page for page in sorted(held, reverse=True) if page not in pages)
+        for plane in planes:
+            for page in pages:
+                plane[page] = plane[other]
+    yield
+
+
+@contextlib.contextmanager
+def _swapped_halves(engine: Engine, hidden: Hidden) -> Iterator[None]:
+    for group, planes in _planes(engine, "compressed"):
+        for plane in planes:
+            for page in _pages(engine, hidden, group):
+                plane[page] = plane[page].roll(group.page_size // 2, 0)
+    yield
+
+
+FAULTS = (
+    Fault("sink dropped", "attention without the learned sink", _no_sink),
+    Fault("window off by one", "127 tokens instead of 128", _short_window),
+    Fault("stale index rows", "one page of index keys was never written", _stale_index_rows),
+    Fault("half a page swapped", "one page of entries, its halves exchanged", _swapped_halves),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One cell of the picture.
+
+    Attributes:
+        length: tokens of the text.
+        depth: where the fact stands, 0 to 1.
+        fault: name of what is broken, "none" for nothing.
+        answer: what was said.
+    """
+
+    length: int
+    depth: float
+    fault: str
+    answer: Answer
+
+    def as_dict(self) -> dict[str, object]:
+        """For a file of rows."""
+        own = {"length": self.length, "depth": self.depth, "fault": self.fault}
+        return own | dataclasses.asdict(self.answer)
+
+
+def survey(
+    llm: LLM,
+    text: str,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    faults: Sequence[Fault] = FAULTS,
+) -> Iterator[Finding]:
+    """Ask at every length and depth, right and with every fault."""
+    for length in lengths:
+        for depth in depths:
+            hidden = hide(llm, text, length, depth, seed=length + round(100 * depth))
+            engine = read(llm, hidden)
+            yield Finding(length, depth, "none", ask(llm, engine, hidden))
+            for fault in faults:
+                yield Finding(length, depth, fault.name, ask(llm, engine, hidden, fault))
