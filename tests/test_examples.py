@@ -96,6 +96,7 @@ def test_a_page_runs(page, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     # A text of that name, but a short one.
     (tmp_path / "README.md").write_text("Sparse attention, from an official checkpoint to tokens.")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     names: dict[str, object] = {}
     for kind, code in blocks(page):
         language, _, rest = kind.partition(" ")
@@ -126,7 +127,8 @@ def run(command: Command) -> None:
         found = main.get_command(main.make_context("anymla", list(words)), words[0])
         found.make_context(words[0], words[1:])
         return
-    short = () if "--case" in words or "--list" in words else SHORTER.get(words[0], ())
+    chosen = {"--case", "--list", "--end-to-end"} & {*words}
+    short = () if chosen else SHORTER.get(words[0], ())
     result = CliRunner().invoke(main, [*words, *short])
     assert result.exit_code == command.fails, (command, result.output)
     for line in command.printed:

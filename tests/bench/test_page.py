@@ -387,7 +387,7 @@ def test_every_figure_says_where_it_comes_from(rows) -> None:
     made = figures(rows)
     assert {each.key for each in made} >= {"roofline", "bandwidth", "decode", "context", "memory"}
     for each in made:
-        for word in ("2026-", "torch ", "commit ", "`anymla bench"):
+        for word in ("2026-", "torch ", "commit ", "`anymla "):
             assert word in each.source, each.key
 
 
@@ -631,3 +631,26 @@ def test_what_the_doctor_said(tmp_path) -> None:
     table = next(each for each in tables(load_rows(tmp_path)) if "doctor" in each.key)
     assert table.body == [["selection: window rows", "right", "", "", "torch", "native"]]
     assert "`anymla doctor`" in table.source
+
+
+def test_passkeys_that_were_lost_are_counted_by_length():
+    rows = [
+        {
+            "part": "retrieval of a passkey",
+            "case": f"{length} tokens, depth {depth}, {fault}",
+            "device": "cpu",
+            "length": length,
+            "depth": depth,
+            "fault": fault,
+            "found": fault == "none" or depth == 0,
+        }
+        for length in (512, 2048)
+        for depth in (0, 0.5)
+        for fault in ("none", "stale index rows")
+    ]
+    (figure,) = figures(rows)
+    assert figure.key == "retrieval"
+    right, stale = figure.series
+    assert (right.name, [point.y for point in right.points]) == ("nothing broken", [100, 100])
+    assert [(point.x, point.y) for point in stale.points] == [(512, 50), (2048, 50)]
+    assert stale.points[0].label == ("stale index rows, 512 tokens: 50 % found; lost at depths 0.5")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from anymla.bench.environment import environment
+from anymla.bench.report import Result, append_rows
 from anymla.cli.bad_input import bad_input
 from anymla.cli.files import read_text
 from anymla.runtime.llm import LLM
 from anymla.testing.devices import named_device
 from anymla.testing.retrieval import FAULTS, survey
 
+PART = "retrieval of a passkey"
 _WIDTH = 22
 
 
@@ -48,12 +50,13 @@ def ask_for_passkeys(
             for found in survey(llm, words, [length], depths, FAULTS if faults else ()):
                 marks[found.fault] += "+" if found.answer.found else "-"
                 missed += found.fault == "none" and not found.answer.found
-                rows.append(found.as_dict())
+                case = f"{length} tokens, depth {found.depth:g}, {found.fault}"
+                rows.append(Result(PART, case, found.as_dict()))
         for name in names:
             label = f"{length} tokens" if name == "none" else f"  {name}"
             click.echo(f"{label:{_WIDTH}} {' '.join(marks[name])}")
     if json_file is not None:
-        with bad_input(), json_file.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        with bad_input():
+            append_rows(json_file, rows, environment("anymla conformance --end-to-end"))
     if missed:
         raise click.ClickException(f"{missed} passkeys were not found")

@@ -24,6 +24,7 @@ from anymla.bench.page.rows import Row, device_of, is_gpu, name_of, number_befor
 from anymla.bench.page.work import work_of
 
 _CONTEXT_PART = "decode step against context"
+_RETRIEVAL_PART = "retrieval of a passkey"
 
 
 def figures(rows: Sequence[Row]) -> list[Plot]:
@@ -44,6 +45,7 @@ def figures(rows: Sequence[Row]) -> list[Plot]:
         *_per_device(gpu, _bandwidth),
         *_per_device(cpu, _context_speed),
         *_per_device(cpu, _context_memory),
+        *_per_device(rows, _retrieval),
     ]
     return [figure for figure in made if figure is not None]
 
@@ -238,6 +240,38 @@ def _context_speed(rows: list[Row]) -> Figure | None:
         source=source(chosen),
         note="FP8 cache; bars are the 10th to 90th percentile. Only the indexer and the layers of "
         "ratio 128 look at more when the context grows.",
+        log_y=False,
+    )
+
+
+def _retrieval(rows: list[Row]) -> Figure | None:
+    chosen = [row for row in rows if row.get("part") == _RETRIEVAL_PART]
+    cells: dict[str, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in chosen:
+        cells[str(row["fault"])][int(row["length"])].append(row)
+    if not cells:
+        return None
+    series = []
+    for fault, lengths in cells.items():
+        name = "nothing broken" if fault == "none" else fault
+        points = []
+        for length, some in sorted(lengths.items()):
+            lost = [f"{row['depth']:g}" for row in some if not row["found"]]
+            where = f"; lost at depths {', '.join(lost)}" if lost else ""
+            share = 100 * (1 - len(lost) / len(some))
+            points.append(
+                Point(length, share, f"{name}, {length} tokens: {share:.0f} % found{where}")
+            )
+        series.append(line(name, points))
+    return Figure(
+        key="retrieval",
+        title="Passkeys that the trained tiny model finds, right and with one thing broken",
+        x_label="tokens of text",
+        y_label="% found, of several depths",
+        series=tuple(series),
+        source=source(chosen),
+        note="Every fault answers from a copy of the same caches. An answer does not notice a "
+        "missing sink, or a window that is short by one; the conformance cases do.",
         log_y=False,
     )
 
