@@ -9,6 +9,7 @@ import triton.language as tl  # noqa: E402
 
 from anymla.bench.compiled import compiled  # noqa: E402
 from anymla.formats.page_layout import get_layout  # noqa: E402
+from anymla.formats.triton_cast import fp32_to_e4m3, widen  # noqa: E402
 from anymla.ops._build import Build  # noqa: E402
 from anymla.ops.device import TARGETS  # noqa: E402
 from anymla.ops.kv_cache import quantize_and_insert_k_cache  # noqa: E402
@@ -41,6 +42,24 @@ def test_matrix_instructions_are_emulated(runtime, dtype, name):
     runtime.run(kernel, addresses, made.metadata.shared, (1, 1, 1), lanes)
     magnitude = a.double().abs() @ b.double().abs()
     assert_close(c, a.double() @ b.double(), atol=accumulation(32, torch.float32), scale=magnitude)
+
+
+@triton.jit
+def _round_kernel(x, rounded, codes, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    value = tl.load(x + at)
+    tl.store(rounded + at, widen(value.to(tl.bfloat16)))
+    tl.store(codes + at, fp32_to_e4m3(value, False))
+
+
+def test_roundings_are_not_dropped(runtime):
+    """The compiler drops a rounding to bfloat16 that is widened as Triton does it."""
+    x = torch.cat((torch.randn(1023) * 20, torch.tensor([torch.nan])))
+    rounded, codes = torch.zeros(1024), torch.zeros(1024, dtype=torch.uint8)
+    _round_kernel[(1,)](x, rounded, codes, COUNT=1024)
+    assert torch.equal(rounded[:-1], x[:-1].bfloat16().float())
+    assert rounded[-1].isnan()
+    assert torch.equal(codes, x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def test_what_is_no_module_is_refused(runtime):

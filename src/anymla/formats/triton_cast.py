@@ -12,6 +12,20 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.backends import backends
+
+# Triton's compiler for Intel's GPUs calls all arithmetic fast, so that it drops a rounding to
+# bfloat16 whose result is widened again.
+_DROPS_ROUNDING = tl.constexpr("intel" in backends)
+
+
+@triton.jit
+def widen(x):
+    """Values as float32, also where they were rounded to bfloat16 just before."""
+    if _DROPS_ROUNDING and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

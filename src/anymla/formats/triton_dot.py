@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anymla.formats.triton_cast import widen
+
 
 @triton.jit
 def _upper_bits(x):
@@ -35,7 +37,7 @@ def _bf16_parts(x):
         return low, middle, high
     elif x.dtype == tl.float16:
         upper = x.to(tl.float32).to(tl.bfloat16)
-        lower = x.to(tl.float32) - upper.to(tl.float32)
+        lower = x.to(tl.float32) - widen(upper)
         return lower.to(tl.bfloat16), upper
     else:
         return (x,)

@@ -37,6 +37,7 @@ from anymla.formats.triton_cast import (
     fp32_to_e4m3,
     scale_exponent,
     ue8m0_to_fp32,
+    widen,
 )
 
 
@@ -281,7 +282,7 @@ def store_rows(
         CODED: tl.constexpr = NOPE // BLOCK
         block = tl.arange(0, BLOCKS)
         rounded = x.to(tl.bfloat16)
-        blocks = tl.reshape(rounded.to(tl.float32), (ROWS, BLOCKS, BLOCK))
+        blocks = tl.reshape(widen(rounded), (ROWS, BLOCKS, BLOCK))
         exponent = block_exponent(blocks, CODEC)
         scaled = blocks * exp2_int(-tl.minimum(exponent, 126))[:, :, None]
         scaled = tl.reshape(scaled, (ROWS, CHANNELS))

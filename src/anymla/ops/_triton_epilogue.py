@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
+from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent, widen
 from anymla.ops._epilogue import AMAX_FLOOR, QuantizedOut
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -60,7 +60,7 @@ def store_quantized(
     row = head + number // BLOCKS
     start = first + number % BLOCKS * _BLOCK
     inside = (row < H) & (start < D)
-    value = value.to(TYPE).to(tl.float32)
+    value = widen(value.to(TYPE))
     even, odd = tl.split(tl.reshape(value, (ROWS * BLOCKS, PAIRS, 2)))
     position = tl.load(positions_ptr + token)
     position = tl.minimum(tl.maximum(position, 0), angles - 1)

@@ -37,7 +37,13 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
-from anymla.formats.triton_cast import e2m1_to_fp32, e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
+from anymla.formats.triton_cast import (
+    e2m1_to_fp32,
+    e4m3_to_fp16,
+    e4m3_to_fp32,
+    ue8m0_to_fp32,
+    widen,
+)
 from anymla.formats.triton_words import (
     BFLOAT16_UNIT,
     E4M3_UNIT,
@@ -155,7 +161,7 @@ def _dot(a, w, total, OPERAND: tl.constexpr):
     if OPERAND == tl.bfloat16 and a.dtype == tl.float16:
         wide = a.to(tl.float32)
         upper = wide.to(tl.bfloat16)
-        lower = (wide - upper.to(tl.float32)).to(tl.bfloat16)
+        lower = (wide - widen(upper)).to(tl.bfloat16)
         total = tl.dot(lower, b, total)
         total = tl.dot(upper, b, total)
     else:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
-from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent
+from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent, widen
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
@@ -51,7 +51,7 @@ def store_codes(
     CHANNELS: tl.constexpr = y.shape[1]
     BLOCK: tl.constexpr = CHANNELS if CHANNELS < 128 else 128
     BLOCKS: tl.constexpr = CHANNELS // BLOCK
-    values = tl.reshape(y.to(tl.float32), (COUNT * BLOCKS, BLOCK))
+    values = tl.reshape(widen(y), (COUNT * BLOCKS, BLOCK))
     encoded, scale = quantize_blocks(values, FLOOR, NATIVE)
     channel = first + tl.arange(0, CHANNELS)
     mask = inside[:, None] & (channel < width)[None, :]
@@ -70,7 +70,7 @@ def store_row_codes(
     """As ``store_codes`` for channels y [c] of the one row at ``codes`` and ``code_scales``."""
     CHANNELS: tl.constexpr = y.shape[0]
     BLOCK: tl.constexpr = CHANNELS if CHANNELS < 128 else 128
-    values = tl.reshape(y.to(tl.float32), (CHANNELS // BLOCK, BLOCK))
+    values = tl.reshape(widen(y), (CHANNELS // BLOCK, BLOCK))
     encoded, scale = quantize_blocks(values, FLOOR, NATIVE)
     channel = first + tl.arange(0, CHANNELS)
     tl.store(codes + channel, tl.reshape(encoded, (CHANNELS,)), channel < width)

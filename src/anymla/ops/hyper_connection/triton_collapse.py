@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
+from anymla.formats.triton_cast import widen
 from anymla.ops._triton_quantize import store_row_codes
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
@@ -74,7 +75,7 @@ def _store_normed(
     """Store C channels of y, normed if there is a weight, and what they are quantised."""
     d = first + tl.arange(0, C)
     if weight is not None:
-        y = (y.to(tl.float32) * inverse * weight.to(tl.float32)).to(y.dtype)
+        y = (widen(y) * inverse * weight.to(tl.float32)).to(y.dtype)
     tl.store(out + d, y, d < D)
     if codes is not None:
         store_row_codes(y, codes, code_scales, first, run_stride, D, FLOOR, NATIVE)
@@ -123,7 +124,7 @@ def collapse_token(
     gates = pre_gates(scaled, constants, hc_eps, N)
     if COLUMNS >= D:
         value = _collapsed(streams, gates, N)
-        wide = value.to(tl.float32)
+        wide = widen(value)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + norm_eps)
         _store_normed(
             value, y, weight, codes, code_scales, run_stride, 0, inverse, D, COLUMNS, FLOOR, NATIVE
@@ -133,7 +134,7 @@ def collapse_token(
         if norm_weight is not None:
             for first in range(0, D, COLUMNS):
                 streams = _load(h, first, stream_stride, N, D, COLUMNS)
-                wide = _collapsed(streams, gates, N).to(tl.float32)
+                wide = widen(_collapsed(streams, gates, N))
                 square += wide * wide
         inverse = tl.rsqrt(tl.sum(square, 0) / D + norm_eps)
         for first in range(0, D, COLUMNS):

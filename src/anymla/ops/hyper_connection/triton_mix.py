@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.formats.triton_cast import widen
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
@@ -126,7 +127,7 @@ def _add_chunk(
     for j in tl.static_range(N):
         if EXPAND:
             tl.store(out + (rows * (N * D) + j * D)[:, None] + d[None, :], streams[j], mask)
-        wide = streams[j].to(tl.float32)
+        wide = widen(streams[j])
         square += wide * wide
         if not JOINED:
             operand = streams[j]

@@ -22,7 +22,13 @@ from anymla.formats.e2m1 import E2M1_MAX
 from anymla.formats.e4m3 import E4M3_MAX
 from anymla.formats.mxfp4 import MXFP4_AMAX_FLOOR, MXFP4_BLOCK
 from anymla.formats.records import KV_AMAX_FLOOR
-from anymla.formats.triton_cast import exp2_int, exponent_to_ue8m0, fp32_to_e2m1, fp32_to_e4m3
+from anymla.formats.triton_cast import (
+    exp2_int,
+    exponent_to_ue8m0,
+    fp32_to_e2m1,
+    fp32_to_e4m3,
+    widen,
+)
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import block_exponent
 from anymla.ops import device as device_facts
@@ -115,9 +121,9 @@ def query_kernel(
     if BLOCK:
         x = x.to(tl.bfloat16)
     rounded = x.dtype
-    x = x.to(tl.float32)
+    x = widen(x)
     if HADAMARD:
-        x = hadamard_rows(x, LOG).to(rounded).to(tl.float32)
+        x = widen(hadamard_rows(x, LOG).to(rounded))
 
     row = token * heads + head
     weight = tl.load(weights + token * weights_stride + head, mask=exists, other=0.0)
