@@ -7,8 +7,11 @@ from sample_calls import copied, operations, sample_call
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.testing.tolerance import accumulation, assert_close, ulps
 
-# What the runtime's compiler takes longer than five minutes for.
-SLOW = ()
+# The runtime's compiler takes longer than five minutes for their products.
+SLOW = (
+    "prefill_attention", "prefill_attention_fp8_quant",
+    "sparse_attention", "sparse_attention_fp8_quant", "sparse_attention_rows",
+)  # fmt: skip
 NAMES = [
     name
     for name, operation in operations().items()
