@@ -33,6 +33,7 @@ OTHERS = {
     "python3": "makes an environment",
     "pip": "needs the network",
     "source": "is the shell's own",
+    "export": "is the shell's own",
     "pytest": "runs other tests",
     "torchrun": "needs several GPUs",
     "vllm": "needs vLLM",
@@ -42,6 +43,7 @@ OTHERS = {
 # Words of anymla's commands that are parsed but not run, and why.
 ELSEWHERE = {
     "cuda": "needs a GPU",
+    "xpu": "needs an Intel GPU",
     "flash_mla": "needs FlashMLA",
     "--vllm": "needs vLLM",
     "mypackage.attention:sparse_attention": "the reader's own package",
@@ -120,10 +122,11 @@ def test_a_page_runs(page, tmp_path, monkeypatch) -> None:
 def run(command: Command) -> None:
     """Run a command of this package; parse it where this machine cannot run it."""
     program, *words = command.words
-    if pathlib.Path(program).name in OTHERS:
+    name = pathlib.Path(program).name
+    if name in OTHERS:
         return
-    assert program == "anymla", f"{program} is neither run nor listed as another program"
-    if ELSEWHERE.keys() & {*words}:
+    assert name == "anymla", f"{program} is neither run nor listed as another program"
+    if program != name or ELSEWHERE.keys() & {*words}:  # another environment's, or as said there
         found = main.get_command(main.make_context("anymla", list(words)), words[0])
         found.make_context(words[0], words[1:])
         return

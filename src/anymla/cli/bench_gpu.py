@@ -71,6 +71,8 @@ def build_matrix(
     says of kernels that have not changed since is taken from there. Targets that the installed
     Triton does not compile for are left out: Intel's GPUs have one of their own.
     """
+    import triton  # noqa: F401  # which of its back ends are there is asked without importing it
+
     from anymla.bench.build_matrix import jobs, problem_of, recorded, run
     from anymla.bench.page.rows import rows_of
     from anymla.ops.device import TARGETS
