@@ -56,7 +56,8 @@ def no_device(monkeypatch):
         ("attention --vllm-xpu --backend torch", "--backend torch: --vllm-xpu is of triton"),
         (
             "attention --v32 --planned",
-            "--planned is of the comparison without --vllm-xpu, --v32, --fused-end and --verification",
+            "--planned is of the comparison without --vllm-xpu, --v32, --fused-end and "
+            "--verification",
         ),
         (
             "attention --vllm-xpu --flash-mla",
