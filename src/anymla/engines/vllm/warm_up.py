@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKernel
 
 from anymla.engines.vllm.attention import AnymlaAttention
-from anymla.engines.vllm.prefill import Chunk, StepPlans
+from anymla.engines.vllm.prefill import Chunk, StepPlans, decodes_rows
 
 _LOG = init_logger("vllm.plugins.anymla")
 # Contexts double from here on, as the kernels that follow from them do at most.
@@ -79,8 +79,8 @@ class Rehearsal:
         for tokens in _sizes(self.most_tokens) if whole else ():
             for context in (self.contexts[0], longest):
                 self._forward(tokens, _Prefill(self.layers, tokens, context))
-            # Few tokens of a prefill after a long context attend as decodes do.
-            self._forward(tokens, _Decodes(self.layers, tokens, longest))
+            if tokens <= self.most_decodes or self._attend_by_slots(tokens, longest):
+                self._forward(tokens, _Decodes(self.layers, tokens, longest))
         kinds = {layer.compress_ratio: layer for layer in self.layers}
         decodes = range(1, min(self.most_decodes, _EVERY_NUMBER) + 1)
         for tokens, context in itertools.product(decodes, self.contexts):
@@ -93,6 +93,11 @@ class Rehearsal:
             for layer in kinds.values():
                 if layer.indexer is not None:
                     self._select(layer, tokens, _Decodes([layer], tokens, context))
+
+    def _attend_by_slots(self, tokens: int, context: int) -> bool:
+        """Whether so few tokens of a prefill attend as decodes do, in layers of some ratio."""
+        ratios = {layer.compress_ratio for layer in self.layers}
+        return not all(decodes_rows(tokens, [context], ratio) for ratio in ratios)
 
     def _forward(self, tokens: int, step: _Step) -> None:
         """A whole step. Whatever replaces the forward of this one model, an audit, is left out."""
@@ -138,21 +143,31 @@ class _Step:
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         none = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
-        for layer in layers:
-            self._add(layer, tokens, context, zeros, none)
-
-    def _add(self, layer: Any, tokens: int, context: int, zeros: Tensor, none: Tensor) -> None:
-        ratio, width = layer.compress_ratio, layer.window_size
-        pages = zeros.new_zeros((tokens, -(-context // 64)))
         common = {
             "slot_mapping": none,
-            "block_table": pages,
+            "block_table": zeros.new_zeros((1, -(-context // 64))),  # all tokens are of request 0
             "req_id_per_token": zeros,
             "token_to_req_indices": zeros,
             "max_seq_len": context,
         }
-        listed = zeros.new_zeros((tokens, 1, width))
-        self.metadata[layer.swa_cache_layer.prefix] = SimpleNamespace(
+        # Of one ratio they are alike, and share their memory: a list is as long as the context.
+        kinds = {layer.compress_ratio: layer for layer in layers}
+        windows = {
+            ratio: self._window(layer, tokens, context, zeros, common)
+            for ratio, layer in kinds.items()
+        }
+        entries = {
+            ratio: self._entries(layer, tokens, context, zeros, common)
+            for ratio, layer in kinds.items()
+        }
+        for layer in layers:
+            self._add(layer, windows[layer.compress_ratio], entries[layer.compress_ratio])
+
+    def _window(
+        self, layer: Any, tokens: int, context: int, zeros: Tensor, common: dict[str, Any]
+    ) -> SimpleNamespace:
+        listed = zeros.new_zeros((tokens, 1, layer.window_size))
+        return SimpleNamespace(
             **common,
             is_valid_token=zeros.bool(),
             decode_swa_indices=listed,
@@ -161,17 +176,25 @@ class _Step:
             prefill_swa_lens=zeros[:0],
             **self._split(layer, tokens, context, zeros),
         )
-        if layer.compressor is None:
-            return
-        everything = slice(0, tokens)
-        compressed = SimpleNamespace(
+
+    def _entries(
+        self, layer: Any, tokens: int, context: int, zeros: Tensor, common: dict[str, Any]
+    ) -> SimpleNamespace:
+        ratio = max(1, layer.compress_ratio)
+        listed = 0 if layer.compressor is None or layer.indexer else max(1, context // ratio)
+        return SimpleNamespace(
             **common,
             block_size=64 * ratio,
             visible=zeros,
-            selections=[(everything, context // ratio)],
-            c128a_global_decode_topk_indices=zeros.new_zeros((tokens, max(1, context // ratio))),
+            selections=[(slice(0, tokens), context // ratio)],
+            c128a_global_decode_topk_indices=zeros.new_zeros((tokens, listed)),
             c128a_decode_topk_lens=zeros,
         )
+
+    def _add(self, layer: Any, window: SimpleNamespace, compressed: SimpleNamespace) -> None:
+        self.metadata[layer.swa_cache_layer.prefix] = window
+        if layer.compressor is None:
+            return
         self.metadata[layer.prefix] = compressed
         self.metadata[layer.compressor.state_cache.prefix] = compressed
         if layer.indexer is not None:
