@@ -108,21 +108,43 @@ def test_a_missing_seam_refuses_in_one_line_and_replaces_nothing(
     assert "vllm.top has no Layer" in row["why"]
 
 
+def test_an_audit_relies_on_what_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def missing(root: Path, platform: str, parts: list[str]) -> list[str]:
+        asked.append(parts)
+        return ["vllm.top has no Layer"] if report.AUDIT in parts else []
+
+    monkeypatch.setattr(report, "source_of_vllm", lambda: Path("vllm"))
+    monkeypatch.setattr(report, "missing_seams", missing)
+    machine = Machine("cuda", (9, 0))
+    for chosen, names in (("audit", [report.AUDIT]), ("mhc,audit", [report.MHC, report.AUDIT])):
+        monkeypatch.setenv(report.VARIABLE, chosen)
+        refused = report.refusal_by_source(machine, report.plan(machine, report.mode()))
+        assert "vllm.top has no Layer" in str(refused)
+        assert asked.pop() == names
+    monkeypatch.setenv(report.VARIABLE, "mhc")
+    assert report.refusal_by_source(machine, report.plan(machine, report.mode())) is None
+
+
 def test_each_part_relies_on_what_it_replaces() -> None:
     for platform in PLATFORMS:
         of_none = set(seams_of(platform, []))
-        for part in report.PARTS:
+        for part in EVERY:
             assert set(seams_of(platform, [part])) > of_none
         assert set(seams_of(platform, [report.DRAFT_MODEL])) == of_none
 
 
+EVERY = (*report.PARTS, report.AUDIT)
+
+
 def every_seam() -> set[Seam]:
-    return {seam for platform in PLATFORMS for seam in seams_of(platform, report.PARTS)}
+    return {seam for platform in PLATFORMS for seam in seams_of(platform, EVERY)}
 
 
 def assert_every_seam_is_there(root: Path, others: Path) -> None:
     for platform in PLATFORMS:
-        assert seams.missing_seams(root, platform, report.PARTS) == []
+        assert seams.missing_seams(root, platform, EVERY) == []
     for seam in every_seam():
         for changed in renamed(root, others, seam):
             assert seams._missing(changed, seam), seam

@@ -119,7 +119,84 @@ _BUILDER = (
     _seam("vllm.v1.attention.backend:AttentionBackend.get_builder_cls"),
     _seam("vllm.v1.attention.backend:AttentionBackend.supports_compute_capability"),
 )
-# By the part of ``report.PARTS`` that relies on it; "" for all of them.
+# What an audit looks at, of vLLM's own layers and of anymla's in their place.
+_RUNNER, _RUNNER2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+_AUDIT = (
+    _seam(f"{_RUNNER}:GPUModelRunner.execute_model", "scheduler_output"),
+    _seam(f"{_RUNNER}:GPUModelRunner._determine_batch_execution_and_padding"),
+    _seam(f"{_RUNNER}:GPUModelRunner", attributes="input_batch"),
+    _seam(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        attributes="finished_req_ids preempted_req_ids total_num_scheduled_tokens",
+    ),
+    _seam(f"{_LAYER}._run_parallel_input_projections", "hidden_states"),
+    _seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
+    _seam(f"{_LAYER}._fused_qnorm_rope_kv_insert", "q kv positions attn_metadata"),
+    _seam(f"{_LAYER}.forward_mqa", "q kv positions output"),
+    _seam(f"{_LAYER}._o_proj", "o positions"),
+    _seam(
+        _LAYER,
+        attributes="prefix compress_ratio window_size hidden_size head_dim q_lora_rank o_lora_rank "
+        "n_local_heads n_local_groups padded_heads eps scale fused_wqa_wkv wq_b wo_a wo_b q_norm "
+        "kv_norm rotary_emb attn_sink swa_cache_layer kv_cache topk_indices_buffer indexer "
+        "compressor",
+    ),
+    _seam(f"{_WINDOW}:DeepseekV4SWACache", attributes="prefix kv_cache"),
+    _seam(
+        f"{_WINDOW}:DeepseekSparseSWAMetadata",
+        attributes="slot_mapping block_table is_valid_token token_to_req_indices "
+        "num_decode_tokens decode_swa_indices decode_swa_lens prefill_swa_indices "
+        "prefill_swa_lens",
+    ),
+    _seam(f"{_SPARSE}:DeepseekV4FlashMLAMetadata", attributes="block_table slot_mapping"),
+    _seam(f"{_INDEXER}._wq_b_proj", "qr qr_scale"),
+    _seam(
+        f"{_INDEXER}.forward",
+        "hidden_states qr compressed_kv_score indexer_weights",
+    ),
+    _seam(
+        _INDEXER,
+        attributes="compressor k_cache indexer_op wq_b weights_proj n_head head_dim "
+        "softmax_scale use_fp4_kv",
+    ),
+    _seam(_INDEX_CACHE, attributes="prefix kv_cache"),
+    _seam(
+        "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.forward_native",
+        "hidden_states q_quant k weights",
+    ),
+    _seam(f"{_COMPRESSOR}:DeepseekCompressor.forward", "kv_score positions rotary_emb"),
+    _seam(
+        f"{_COMPRESSOR}:DeepseekCompressor",
+        attributes="state_cache compress_ratio overlap head_dim use_fp4_cache ape norm "
+        "fused_wkv_wgate rms_norm_eps k_cache_prefix _static_forward_context",
+    ),
+    _seam(f"{_COMPRESSOR}:CompressorStateCache", attributes="prefix kv_cache"),
+    _seam(f"{_COMPRESSOR}:CompressorMetadata", attributes="block_table slot_mapping"),
+    _seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn hc_attn_fn hc_ffn_fn"),
+    _seam(f"{_MODEL}:DeepseekV4MoE.forward", "hidden_states input_ids"),
+    _seam(
+        f"{_MODEL}:DeepseekV4MoE",
+        attributes="prefix tp_size gate experts shared_experts n_routed_experts "
+        "n_activated_experts routed_scaling_factor scoring_func renormalize hidden_size "
+        "swiglu_limit",
+    ),
+    _seam(f"{_MODEL}:DeepseekV4MLP", attributes="gate_up_proj down_proj"),
+    _seam("vllm.model_executor.layers.linear:RowParallelLinear", attributes="reduce_results"),
+    _seam(
+        f"{_MOE}.routed_experts:RoutedExperts.forward_modular",
+        "x topk_weights topk_ids",
+    ),
+    *(
+        _seam(f"{_MHC}:{layer}.forward_cuda", parameters)
+        for layer, parameters in {
+            "MHCPreOp": _STREAMS,
+            "MHCPostOp": _GATES,
+            "MHCFusedPostPreOp": _GATES,
+            "HCHeadOp": "hidden_states hc_fn hc_scale hc_base rms_norm_eps hc_eps",
+        }.items()
+    ),
+)
+# By the part of ``report.PARTS`` that relies on it, or the audit; "" for all of them.
 _SEAMS: dict[str, tuple[Seam, ...]] = {
     "": (
         _seam("vllm.model_executor.models.registry:_ModelRegistry.register_model"),
@@ -296,6 +373,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam("vllm.utils.deep_gemm:fp8_einsum"),
         _seam("vllm.utils.deep_gemm:is_deep_gemm_supported"),
     ),
+    "audit": _AUDIT,
 }
 _KERNELS = "vllm.model_executor.kernels.mhc.tilelang"
 # What more a part relies on, on one platform.
@@ -339,11 +417,22 @@ _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
         _seam(f"{_KERNELS}:mhc_post_tilelang", _GATES),
         _seam(f"{_KERNELS}:mhc_fused_post_pre_tilelang", _GATES),
     ),
+    ("cuda", "audit"): (
+        _seam(f"{_RUNNER2}:GPUModelRunner.execute_model", "scheduler_output"),
+        _seam(f"{_RUNNER2}:GPUModelRunner.prepare_attn", "input_batch"),
+        _seam(f"{_RUNNER2}:GPUModelRunner", attributes="execute_model_state speculator"),
+        _seam(f"{_RUNNER2}:ExecuteModelState", attributes="attn_metadata"),
+        _seam(
+            "vllm.v1.worker.gpu.input_batch:InputBatch",
+            attributes="req_ids num_reqs num_tokens query_start_loc_np num_computed_tokens_np "
+            "positions",
+        ),
+    ),
 }
 
 
 def seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
-    """What the plugin relies on to replace these parts on a platform, of other names nothing."""
+    """What replacing these parts, or "audit", relies on on a platform; of other names nothing."""
     here, found = PLATFORMS[platform], list(_SEAMS[""])
     found.append(_seam(f"{here.module}:{here.name}"))
     found.append(_seam(here.base))

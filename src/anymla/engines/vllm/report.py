@@ -117,9 +117,9 @@ def refusal(version: str | None) -> str | None:
 def refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
     """Why nothing may be replaced in the vLLM installed here: what its source has not.
 
-    None if everything is there that replacing these parts relies on.
+    None if everything is there that replacing these parts, and an audit that is asked for, rely on.
     """
-    names = [part.name for part in parts if part.replaced]
+    names = [part.name for part in parts if part.replaced] + [AUDIT] * audited()
     missing = missing_seams(source_of_vllm(), machine.platform, names) if names else []
     more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
     return f"in vLLM {installed_version()} {missing[0]}{more}" if missing else None
