@@ -285,6 +285,32 @@ def _next_slots(block, blocks0, rows0, rows1, BN: tl.constexpr, TWO: tl.constexp
 
 
 @triton.jit
+def _places(slots, block, blocks0, rows0, rows1, TWO: tl.constexpr):
+    """Where the rows of a block's slots are; the caches as in ``walk``.
+
+    Returns:
+        Whether there is a row, its page, its place there, all [n], and the entries of a page.
+    """
+    kv0, page0, entries0 = rows0[3], rows0[4], rows0[5]
+    kv1, page1, entries1 = rows1[3], rows1[4], rows1[5]
+    ok = slots >= 0
+    slots = tl.maximum(slots, 0)
+    if TWO:
+        here = block < blocks0
+        kv = tl.where(here, kv0, kv1)
+        entries = tl.where(here, entries0, entries1)
+        page_stride = tl.where(here, page0, page1)
+    else:
+        kv = kv0
+        entries = entries0
+        page_stride = page0
+    page = slots // entries
+    offset = slots - page * entries
+    pages = kv + page.to(tl.int64) * page_stride
+    return ok, pages, offset, entries
+
+
+@triton.jit
 def walk(
     queries, span, rows0, rows1, row_stride, TILE: tl.constexpr, ROW: tl.constexpr,
     KEY: tl.constexpr, MODE: tl.constexpr, NATIVE: tl.constexpr,
@@ -320,8 +346,6 @@ def walk(
     W4: tl.constexpr = ROW[6]
     q, q_stride, heads, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
     first, last, blocks0 = span[0], span[1], span[2]
-    kv0, page0, entries0 = rows0[3], rows0[4], rows0[5]
-    kv1, page1, entries1 = rows1[3], rows1[4], rows1[5]
     T3: tl.constexpr = 384 + W3
     q0 = load_heads(q, q_stride, heads, H, 0, 128, CHANNELS, KEYS_FIRST)
     q1 = load_heads(q, q_stride, heads, H, 128, 128, CHANNELS, KEYS_FIRST)
@@ -358,20 +382,7 @@ def walk(
     for block in range(first, last):
         slots = upcoming
         upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
-        ok = slots >= 0
-        slots = tl.maximum(slots, 0)
-        if TWO:
-            here = block < blocks0
-            kv = tl.where(here, kv0, kv1)
-            entries = tl.where(here, entries0, entries1)
-            page_stride = tl.where(here, page0, page1)
-        else:
-            kv = kv0
-            entries = entries0
-            page_stride = page0
-        page = slots // entries
-        offset = slots - page * entries
-        pages = kv + page.to(tl.int64) * page_stride
+        ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
         if FP8 == 2:
             data = pages + offset.to(tl.int64) * DATA
             scales_at = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.float32))
@@ -547,8 +558,6 @@ def walk_rows(
     KEY: tl.constexpr = CHANNELS > _ROW
     q, q_stride, heads, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
     first, last, blocks0 = span[0], span[1], span[2]
-    kv0, page0, entries0 = rows0[3], rows0[4], rows0[5]
-    kv1, page1, entries1 = rows1[3], rows1[4], rows1[5]
     live = H > 0
 
     channel = (tl.arange(0, WARPS) * EACH)[:, None, None] + tl.arange(0, EACH)[None, None, :]
@@ -571,20 +580,7 @@ def walk_rows(
     for block in range(first, last):
         slots = upcoming
         upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
-        ok = slots >= 0
-        slots = tl.maximum(slots, 0)
-        if TWO:
-            here = block < blocks0
-            kv = tl.where(here, kv0, kv1)
-            entries = tl.where(here, entries0, entries1)
-            page_stride = tl.where(here, page0, page1)
-        else:
-            kv = kv0
-            entries = entries0
-            page_stride = page0
-        page = slots // entries
-        offset = slots - page * entries
-        pages = kv + page.to(tl.int64) * page_stride
+        ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
         if FP8 == 0:
             data = pages + offset.to(tl.int64) * row_stride
             rows = plain_rows(data, ok, CHANNELS)
