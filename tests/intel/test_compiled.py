@@ -45,21 +45,30 @@ def test_matrix_instructions_are_emulated(runtime, dtype, name):
 
 
 @triton.jit
-def _round_kernel(x, rounded, codes, COUNT: tl.constexpr):
+def _round_kernel(x, rounded, codes, TYPE: tl.constexpr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     value = tl.load(x + at)
-    tl.store(rounded + at, widen(value.to(tl.bfloat16)))
-    tl.store(codes + at, fp32_to_e4m3(value, False))
+    wide = widen(value.to(TYPE))
+    tl.store(rounded + at, wide)
+    tl.store(codes + at, fp32_to_e4m3(wide, False))
 
 
-def test_roundings_are_not_dropped(runtime):
-    """The compiler drops a rounding to bfloat16 that is widened as Triton does it."""
-    x = torch.cat((torch.randn(1023) * 20, torch.tensor([torch.nan])))
+@pytest.mark.parametrize(
+    ("dtype", "type_"), [(torch.bfloat16, tl.bfloat16), (torch.float16, tl.float16)]
+)
+def test_roundings_are_not_dropped(runtime, dtype, type_):
+    """The compiler drops a rounding to 16 bits that is widened as Triton does it."""
+    # All sizes that a float16 has, values beyond them, and none.
+    sizes = torch.randn(1016) * torch.exp2(torch.arange(1016) % 44 - 26.0)
+    ends = [0.0, -0.0, 2.0**-24, -(2.0**-25), 65504.0, torch.inf, -torch.inf, torch.nan]
+    x = torch.cat((sizes, torch.tensor(ends)))
     rounded, codes = torch.zeros(1024), torch.zeros(1024, dtype=torch.uint8)
-    _round_kernel[(1,)](x, rounded, codes, COUNT=1024)
-    assert torch.equal(rounded[:-1], x[:-1].bfloat16().float())
+    _round_kernel[(1,)](x, rounded, codes, TYPE=type_, COUNT=1024)
+    want = x.to(dtype).float()
+    assert torch.equal(rounded[:-1].view(torch.int32), want[:-1].view(torch.int32))
     assert rounded[-1].isnan()
-    assert torch.equal(codes, x.to(torch.float8_e4m3fn).view(torch.uint8))
+    coded = want.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(codes[:-1], coded[:-1])
 
 
 def test_what_is_no_module_is_refused(runtime):

@@ -14,16 +14,24 @@ import triton
 import triton.language as tl
 from triton.backends import backends
 
-# Triton's compiler for Intel's GPUs calls all arithmetic fast, so that it drops a rounding to
-# bfloat16 whose result is widened again.
+# Triton's compiler for Intel's GPUs calls all arithmetic fast, so that it drops a rounding whose
+# result is widened again.
 _DROPS_ROUNDING = tl.constexpr("intel" in backends)
 
 
 @triton.jit
 def widen(x):
-    """Values as float32, also where they were rounded to bfloat16 just before."""
+    """Values as float32, also where they were rounded to 16 bits just before."""
     if _DROPS_ROUNDING and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif _DROPS_ROUNDING and x.dtype == tl.float16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
+        magnitude = bits & 0x7FFF
+        # Exponents are re-based from 15 to 127; that of infinities and NaN stays the largest.
+        normal = (magnitude << 13) + tl.where(magnitude < 0x7C00, 112 << 23, 224 << 23)
+        subnormal = (magnitude.to(tl.int32).to(tl.float32) * 2.0**-24).to(tl.uint32, bitcast=True)
+        wide = tl.where(magnitude < 0x400, subnormal, normal) | ((bits & 0x8000) << 16)
+        return wide.to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
 
