@@ -12,6 +12,7 @@ from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 
 __all__ = [
     "aggregate",
+    "field",
     "gdc_launch_dependents",
     "gdc_wait",
     "mbarrier_wait",
@@ -22,6 +23,12 @@ __all__ = [
 
 _PUBLIC_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
 _ONE_BARRIER = gl.constexpr(hasattr(gl, "barrier"))  # from 3.7 on
+
+
+@gluon.constexpr_function
+def field(x):
+    """What an aggregate's constructor stores of a value that may be None or a bool of Python."""
+    return gl.constexpr(x) if x is None or isinstance(x, bool) else x
 
 
 @gluon.jit

@@ -31,9 +31,10 @@ NO_PLAN = torch.zeros(0, dtype=torch.int32)
 def lists_of(lengths0, lengths1, widths):
     """Lists of tokens with these lengths, as a kernel has them."""
     memory = [torch.tensor([*(each or []), 0], dtype=torch.int32) for each in (lengths0, lengths1)]
-    values = (*([NO_PLAN] * 4), *memory, *widths, 1 << 30, 1 << 30, 0, 0)
+    empty = (NO_PLAN, NO_PLAN)
+    pairs = (empty, empty, memory, widths, (1 << 30, 1 << 30), (0, 0))
     given_ = (lengths0 is not None, lengths1 is not None)
-    return LISTS(*map(MACHINE.argument, values), widths[1] > 0, *given_, 64, 64, 37440, 37440)
+    return LISTS(*map(MACHINE.argument, pairs), widths[1] > 0, *given_, 64, 64, 37440, 37440)
 
 
 def plan_of(schedule, lengths, widths):
@@ -62,9 +63,10 @@ def pieces_of(schedule, tokens, lists, plan=NO_PLAN, programs=None):
             lists, *map(MACHINE.argument, (tokens, schedule.splits)), plan, **constants
         )
         for k in map(MACHINE.argument, range(int(work.count))):
-            token, tile, _, _, _, first, last, direct, slot, mark = SPLIT_AT(k, work, lists)
-            task = int(token) * schedule.head_tiles + int(tile)
-            yield program, task, int(first), int(last), bool(direct), int(slot), int(mark)
+            split = SPLIT_AT(k, work, lists)
+            task = int(split.token) * schedule.head_tiles + int(split.tile)
+            blocks = int(split.first), int(split.last)
+            yield program, task, *blocks, bool(split.whole), int(split.slot), int(split.number)
 
 
 def blocks_by_task(tiles, lengths0, lengths1):

@@ -145,14 +145,14 @@ def test_the_same_bits_every_time(hopper):
     assert not found.different
 
 
-READS_EARLY = "            mbarrier.wait(p_ready.index(s), (p_count // P) & 1)\n"
+READS_EARLY = "            mbarrier.wait(barriers.p_ready.index(s), (p_count // P) & 1)\n"
 # Names of kernels that are wrong, and what makes them so in gluon_sm90_decode_m64. None waits
 # longer, or arrives less often, than the one that is right.
 MUTANTS = {
     "consumer 1 reads what consumer 0 hands over before it has waited": [
-        (READS_EARLY + "            fence", "            early = decay_s.index(s).load(R)\n"
+        (READS_EARLY + "            fence", "            early = shared.decay.index(s).load(R)\n"
          + READS_EARLY + "            fence"),
-        ("gl.expand_dims(decay_s.index(s).load(R), 1)", "gl.expand_dims(early, 1)"),
+        ("gl.expand_dims(shared.decay.index(s).load(R), 1)", "gl.expand_dims(early, 1)"),
     ],
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
     SUMS,
     denominator,
     load_sink,
-    log_sum,
+    store_lse,
 )
 from anymla.ops.sparse_attention.gluon_sm90_kv_producer import (
     LIFT,
@@ -47,15 +47,15 @@ _LARGEST_EXPONENT = gl.constexpr(127 + 7)
 
 
 @gluon.jit
-def _fetch_q(q_ptr, token, head0, H, token_stride, head_stride, to):
+def _fetch_q(params, token, head0, token_stride, head_stride, to):
     """The first 512 channels of 64 heads, to [8, 64, 64]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
     row = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
-    at = q_ptr + gl.expand_dims(row, 1) + column
+    at = params.q + gl.expand_dims(row, 1) + column
     for chunk in range(0, _CHUNKS):
-        q = gl.load(at + chunk * _CHUNK, mask=gl.expand_dims(head < H, 1), other=0.0)
+        q = gl.load(at + chunk * _CHUNK, mask=gl.expand_dims(head < params.H, 1), other=0.0)
         to.index(chunk).store(q.to(gl.float32).to(gl.bfloat16))
 
 
@@ -79,14 +79,14 @@ def _fetch_rows(valid, data, scales_at, to, L: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_tail(q_ptr, token, head0, H, token_stride, head_stride, to):
+def _fetch_tail(params, token, head0, token_stride, head_stride, to):
     """The last 64 of 576 channels of 64 heads, to [64, 64]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
     row = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
-    at = q_ptr + gl.expand_dims(row, 1) + (column + _CHUNKS * _CHUNK)
-    to.store(gl.load(at, mask=gl.expand_dims(head < H, 1), other=0.0))
+    at = params.q + gl.expand_dims(row, 1) + (column + _CHUNKS * _CHUNK)
+    to.store(gl.load(at, mask=gl.expand_dims(head < params.H, 1), other=0.0))
 
 
 @gluon.jit
@@ -130,8 +130,7 @@ def _weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
 
 @gluon.jit
 def _pass(
-    lists, token, n0, n1, blocks0, first, last, factor, q_s, k_s, p_s, quarter, q_tail, k_tail,
-    V32: gl.constexpr,
+    lists, split, factor, q_s, k_s, p_s, quarter, q_tail, k_tail, V32: gl.constexpr
 ):  # fmt: skip
     """Scores of all blocks, and sums of one quarter of the channels, as two tiles of 64."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -142,13 +141,13 @@ def _pass(
     high = gl.zeros([64, _CHUNK], gl.float32, S)
     highest = gl.full([64], NO_MAXIMUM, gl.float32, ROW)
     sums = gl.zeros([64], gl.float32, ROW)
-    for block in range(first, last):
-        slots = slots_of(block, last, token, n0, n1, blocks0, lists, r)
+    for block in range(split.first, split.last):
+        slots = slots_of(block, split, lists, r)
         if V32:
             valid, data = v32_address(slots, lists)
             _fetch_v32_rows(valid, data, k_s, k_tail, L)
         else:
-            valid, data, scales_at = address(slots, block < blocks0, lists)
+            valid, data, scales_at = address(slots, block < split.blocks0, lists)
             _fetch_rows(valid, data, scales_at, k_s, L)
         fence_async_shared()
         warpgroup_barrier()
@@ -177,13 +176,11 @@ def _store(to, row_stride, head, head0, H, column0, y, L: gl.constexpr):
 
 
 @gluon.jit
-def _store_output(
-    out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top, sums,
-    empty, sink_ptr, SINK: gl.constexpr,
-):  # fmt: skip
+def _store_output(params, split, head, head0, column, low, high, top, sums):
     """Store a quarter of the output of a whole work tile."""
+    out, token, H = params.out, split.token, params.H
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    bottom = denominator(sums, top, load_sink(sink_ptr, head, H, SINK))
+    bottom = denominator(sums, top, load_sink(params, head))
     work = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / bottom), 1)
     if out.ROPE_DIM > 0:
         row = token.to(gl.int64) * H + head0
@@ -193,15 +190,16 @@ def _store_output(
             low * work, high * work, out, angles, row, head < H, quarter, True, False
         )
     else:
-        to = out.heads + token.to(gl.int64) * out_token + head0.to(gl.int64) * out_head
-        _store(to, out_head, head, head0, H, column, low * work, S)
-        _store(to, out_head, head, head0, H, column + _CHUNK, high * work, S)
-    gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
+        HEAD: gl.constexpr = params.OUT_HEAD
+        to = out.heads + token.to(gl.int64) * params.out_token + head0.to(gl.int64) * HEAD
+        _store(to, HEAD, head, head0, H, column, low * work, S)
+        _store(to, HEAD, head, head0, H, column + _CHUNK, high * work, S)
+    store_lse(params, split, head, top, sums)
 
 
 @gluon.jit
 def _store_partial(
-    part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest,
+    params, slot, head, head0, column, low, high, top, sums, largest,
     ROWS: gl.constexpr, V32: gl.constexpr,
 ):  # fmt: skip
     """Store a quarter of a split's partial, times a power of two with which float16 holds it.
@@ -209,7 +207,8 @@ def _store_partial(
     The channels before the tail times ``LIFT`` besides, as in other partials.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    to = part_ptr + slot.to(gl.int64) * (ROWS * CHANNELS)
+    partials, H = params.partials, params.H
+    to = partials.heads + slot.to(gl.int64) * (ROWS * CHANNELS)
     exponent = gl.minimum((largest.to(gl.int32, bitcast=True) >> 23) - _LARGEST_EXPONENT, 126)
     exponent = gl.maximum(exponent, -126).to(gl.int32)
     up = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
@@ -220,7 +219,7 @@ def _store_partial(
     if not V32:
         tail = gl.where(column + _CHUNK == NOPE, 1.0, LIFT)
     _store(to, CHANNELS, head, head0, H, column + _CHUNK, high * work * tail, S)
-    at = sums_ptr + (slot.to(gl.int64) * ROWS + (head - head0)) * SUMS
+    at = partials.sums + (slot.to(gl.int64) * ROWS + (head - head0)) * SUMS
     gl.store(at, top, mask=head < H)
     gl.store(at + 1, sums, mask=head < H)
     gl.store(at + 2, up, mask=head < H)
@@ -243,33 +242,24 @@ def any_overflow(overflowed, ROWS: gl.constexpr):
 
 @gluon.jit
 def _store_quarter(
-    out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, work, token, whole, slot, head, head0,
-    H, quarter, low, high, top, sums, empty, sink_ptr, ROWS: gl.constexpr, SINK: gl.constexpr,
-    largest, V32: gl.constexpr,
+    params, work, split, head, head0, quarter, low, high, top, sums, largest,
+    ROWS: gl.constexpr, V32: gl.constexpr,
 ):  # fmt: skip
     """Store a quarter of the channels of a split, as output or as partial."""
     column = quarter * (2 * _CHUNK)
     if not work.SPLIT:
-        _store_output(
-            out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top, sums,
-            empty, sink_ptr, SINK,
-        )  # fmt: skip
+        _store_output(params, split, head, head0, column, low, high, top, sums)
     elif work.PARTLY:
-        if whole:
-            _store_output(
-                out, out_token, out_head, lse_ptr, token, head, head0, H, column, low, high, top,
-                sums, empty, sink_ptr, SINK,
-            )  # fmt: skip
+        if split.whole:
+            _store_output(params, split, head, head0, column, low, high, top, sums)
         else:
             _store_partial(
-                part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest,
-                ROWS, V32,
-            )  # fmt: skip
+                params, split.slot, head, head0, column, low, high, top, sums, largest, ROWS, V32
+            )
     else:
         _store_partial(
-            part_ptr, sums_ptr, slot, head, head0, H, column, low, high, top, sums, largest, ROWS,
-            V32,
-        )  # fmt: skip
+            params, split.slot, head, head0, column, low, high, top, sums, largest, ROWS, V32
+        )
 
 
 @gluon.jit
@@ -285,18 +275,16 @@ def _begin(whole, work):
 
 @gluon.jit
 def bf16_fallback(
-    lists, work, q_ptr, out, lse_ptr, part_ptr, sums_ptr, flags_ptr, sink_ptr, H,
-    q_token, q_head, out_token, out_head, scale, empty, q_memory, k_memory, p_memory,
-    ROWS: gl.constexpr, SINK: gl.constexpr, q_tail_memory=None, k_tail_memory=None,
-    V32: gl.constexpr = False,
+    lists, work, params, q_memory, k_memory, p_memory, ROWS: gl.constexpr,
+    q_tail_memory=None, k_tail_memory=None, V32: gl.constexpr = False,
 ):  # fmt: skip
     """Overwrite the results of the CTA's flagged splits.
 
     q_memory and k_memory are shared memory of at least 64 KiB each, p_memory of 8 KiB, that nobody
     uses any more; if V32 (rows are those of V3.2), so are the tails' memories, of at least 8 KiB.
-    ROWS: heads of a tile, as in part and sums. Strides are in elements; the other arguments are the
-    kernels'.
+    ROWS: heads of a tile, as in partials. The other arguments are the kernels'.
     """
+    q_token = params.q_token * 2  # in elements
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_s = view(q_memory, gl.bfloat16, [_CHUNKS, 64, _CHUNK], SHARED)
@@ -307,30 +295,30 @@ def bf16_fallback(
         q_tail = view(q_tail_memory, gl.bfloat16, [1, 64, _CHUNK], SHARED).index(0)
         k_tail = view(k_tail_memory, gl.bfloat16, [1, KEYS, _CHUNK], SHARED).index(0)
     for k in range(0, work.count):
-        token, tile, n0, n1, blocks0, first, last, whole, slot, number = split_at(k, work, lists)
+        split = split_at(k, work, lists)
         L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        flags = gl.sum(gl.load(flags_ptr + number * ROWS + gl.arange(0, ROWS, layout=L)), 0)
+        at = params.partials.flags + split.number * ROWS + gl.arange(0, ROWS, layout=L)
+        flags = gl.sum(gl.load(at), 0)
         if flags != flags:
-            head0 = tile * ROWS
+            head0 = split.tile * ROWS
             head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
             if ROWS < 64:  # the others are another tile's
-                head = gl.where(head < head0 + ROWS, head, H)
-            _fetch_q(q_ptr, token, head0, H, q_token, q_head, q_s)
+                head = gl.where(head < head0 + ROWS, head, params.H)
+            _fetch_q(params, split.token, head0, q_token, params.Q_HEAD * 2, q_s)
             if V32:
-                _fetch_tail(q_ptr, token, head0, H, q_token, q_head, q_tail)
+                _fetch_tail(params, split.token, head0, q_token, params.Q_HEAD * 2, q_tail)
             largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
             # Partials need the largest of all channels before the first is written.
-            for step in range(_begin(whole, work), 8):
+            for step in range(_begin(split.whole, work), 8):
                 quarter = step % 4
+                factor = params.scale * LOG2E
                 low, high, top, sums = _pass(
-                    lists, token, n0, n1, blocks0, first, last, scale * LOG2E, q_s, k_s, p_s,
-                    quarter, q_tail, k_tail, V32,
-                )  # fmt: skip
+                    lists, split, factor, q_s, k_s, p_s, quarter, q_tail, k_tail, V32
+                )
                 if step < 4:
                     largest = gl.maximum(largest, _largest_of(low, high, sums))
                 else:
                     _store_quarter(
-                        out, out_token, out_head, lse_ptr, part_ptr, sums_ptr, work, token, whole,
-                        slot, head, head0, H, quarter, low, high, top, sums, empty, sink_ptr,
-                        ROWS, SINK, largest, V32,
+                        params, work, split, head, head0, quarter, low, high, top, sums, largest,
+                        ROWS, V32,
                     )  # fmt: skip

@@ -41,13 +41,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import opaque, view, warpgroup_barrier
+from anymla.ops._gluon import aggregate, field, opaque, view, warpgroup_barrier
 from anymla.ops._gluon_epilogue import Output, prefetch_angles
 from anymla.ops.sparse_attention.gluon_sm90_bf16_fallback import any_overflow, bf16_fallback
 from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
     LOG2E,
     NO_MAXIMUM,
     SHIFT,
+    Params,
+    Partials,
     denominator,
     load_sink,
     stage,
@@ -83,143 +85,202 @@ from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import (
 )
 
 
+@aggregate
+class Barriers:
+    """The barriers of a CTA; see the file. One of ``q_free`` and ``q_full`` is None."""
+
+    ready: object
+    free: object
+    p_ready: object
+    p_free: object
+    q_ready: object
+    q_free: object
+    q_full: object
+
+    @gluon.constexpr_function
+    def __init__(self, ready, free, p_ready, p_free, q_ready, q_free, q_full):
+        self.ready, self.free = ready, free
+        self.p_ready, self.p_free = p_ready, p_free
+        self.q_ready, self.q_free, self.q_full = q_ready, field(q_free), field(q_full)
+
+
+@aggregate
+class Shared:
+    """Shared memory of a CTA; HEADS is 64.
+
+    Attributes:
+        q_packed: int32 [2, HEADS, 128], halves of the queries.
+        q_chunks: the same as int32 [8, HEADS, 32].
+        q: the same as float16.
+        k_left: left as float16.
+        left: int32 [2, 64, 128], channels 0 .. 255 of rows; then a finished result, as in right.
+        k_right: right as float16.
+        right: int32 [2, 64, 128], channels 256 .. 511.
+        p: float16 [P, HEADS, 64], probabilities.
+        decay: float32 [2, HEADS], by how much sums decay; then the factor of the result.
+        overflowed: float32 [HEADS], the sum of all overflow flags.
+        tail: int32 [2, 64, 32], that of rows; None without V32, like the next.
+        tails: int32 [HEADS, 32], that of the queries; the same as float16; ``tail`` as float16.
+        bias: float32 [2, 64], of the scores of a row.
+        barriers: see ``Barriers``.
+    """
+
+    q_packed: object
+    q_chunks: object
+    q: object
+    k_left: object
+    left: object
+    k_right: object
+    right: object
+    p: object
+    decay: object
+    overflowed: object
+    tail: object
+    tails: object
+    bias: object
+    barriers: object
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q_packed, q_chunks, q, k_left, left, k_right, right, p, decay, overflowed,
+        tail, tails, bias, barriers,
+    ):  # fmt: skip
+        self.q_packed, self.q_chunks, self.q = q_packed, q_chunks, q
+        self.k_left, self.left, self.k_right, self.right = k_left, left, k_right, right
+        self.p, self.decay, self.overflowed = p, decay, overflowed
+        self.tail, self.tails = field(tail), field(tails)
+        self.bias, self.barriers = bias, barriers
+
+
 @gluon.jit
-def consumer1(
-    lists, work, q_ptr, out, descs, flags_ptr, H, q_token, out_token, q_packed, q_chunks,
-    k_right, packed, p_s, decay_s, overflowed, free, p_ready, p_free, q_ready, q_free, q_full,
-    Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, V32: gl.constexpr,
-):  # fmt: skip
+def consumer1(lists, work, params, shared, V32: gl.constexpr):
     """Consumer warpgroup 1: P V of channels 256 .. 511."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     R: gl.constexpr = gl.SliceLayout(1, L)
-    TMA: gl.constexpr = descs[2] is not None
-    FLOAT16: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
+    TMA: gl.constexpr = params.q_desc is not None
+    FLOAT16: gl.constexpr = params.q.dtype.element_ty == gl.float16
+    out, barriers = params.out, shared.barriers
     gdc_wait()
     P: gl.constexpr = 1 if V32 else 2
     done = 0
     p_count = 0
     found = gl.zeros([HEADS], gl.float32, R)
     for k in range(0, work.count):
-        token, tile, _, _, _, first, last, whole, slot, number = split_at(k, work, lists)
+        split = split_at(k, work, lists)
         if TMA:
-            q_load_wait(q_chunks, q_full, k, FLOAT16, 1, not V32)
+            q_load_wait(shared.q_chunks, barriers.q_full, k, FLOAT16, 1, not V32)
         else:
-            mbarrier.wait(q_free, (k & 1) ^ 1)
-            q_load(q_ptr, token, tile, H, q_token, q_packed, q_chunks, work, Q_HEAD, 1, not V32)
+            mbarrier.wait(barriers.q_free, (k & 1) ^ 1)
+            q_load(params, split, shared, work, 1, not V32)
         fence_async_shared()
-        mbarrier.arrive(q_ready, count=1)
+        mbarrier.arrive(barriers.q_ready, count=1)
         angles = out.table
         if out.ROPE_DIM > 0:
-            angles = prefetch_angles(out, token)
+            angles = prefetch_angles(out, split.token)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
-        count = last - first
+        count = split.last - split.first
         for block in range(0, count):
             buffer = done % 2
             s = p_count % P
-            mbarrier.wait(p_ready.index(s), (p_count // P) & 1)
+            mbarrier.wait(barriers.p_ready.index(s), (p_count // P) & 1)
             fence_async_shared()
             if not work.ONE_BLOCK:
-                acc = acc * gl.expand_dims(decay_s.index(s).load(R), 1)
+                acc = acc * gl.expand_dims(shared.decay.index(s).load(R), 1)
             acc = warpgroup_mma(
-                p_s.index(s), k_right.index(buffer), acc, use_acc=not work.ONE_BLOCK, is_async=True
-            )
+                shared.p.index(s), shared.k_right.index(buffer), acc,
+                use_acc=not work.ONE_BLOCK, is_async=True,
+            )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=[acc])
             if block + 1 < count:
-                mbarrier.arrive(free.index(buffer), count=1)
-            mbarrier.arrive(p_free.index(s), count=1)
+                mbarrier.arrive(barriers.free.index(buffer), count=1)
+            mbarrier.arrive(barriers.p_free.index(s), count=1)
             done += 1
             p_count += 1
         s = p_count % P
-        mbarrier.wait(p_ready.index(s), (p_count // P) & 1)
-        factor = decay_s.index(s).load(R)
-        mbarrier.arrive(p_free.index(s), count=1)
+        mbarrier.wait(barriers.p_ready.index(s), (p_count // P) & 1)
+        factor = shared.decay.index(s).load(R)
+        mbarrier.arrive(barriers.p_free.index(s), count=1)
         p_count += 1
         column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, L)), 0)
         # NaN of the sums is in all channels; infinities of the tail do not always reach the sums.
         wrong = gl.sum(gl.where(column < NOPE - HALF, 0.0, acc * 0.0), 1)
         found += wrong
-        gl.store(flags_ptr + number * HEADS + gl.arange(0, HEADS, layout=R), wrong)
-        low = gl.expand_dims(factor * unlift(whole, work), 1)
+        flags = params.partials.flags + split.number * HEADS
+        gl.store(flags + gl.arange(0, HEADS, layout=R), wrong)
+        low = gl.expand_dims(factor * unlift(split.whole, work), 1)
         if V32:
             y = acc * low
         else:
             y = acc * gl.where(column < NOPE - HALF, low, gl.expand_dims(factor, 1))
         last_buffer = (done + 1) % 2
-        stage(y, packed, last_buffer, out, work, whole, not V32)
-        store_half_split(
-            packed, last_buffer, free, out, angles, descs, work, whole, slot, token, tile, H,
-            out_token, OUT_HEAD, 1,
-        )  # fmt: skip
-    overflowed.store(found)
+        stage(y, shared.right, last_buffer, out, work, split.whole, not V32)
+        store_half_split(shared.right, last_buffer, barriers.free, params, angles, work, split, 1)
+    shared.overflowed.store(found)
     stores_done()
 
 
 @gluon.jit
-def consumer0(
-    lists, work, q_ptr, out, descs, lse_ptr, sums_ptr, spans_ptr, sink_ptr,
-    H, q_token, out_token, scale, empty, q_packed, q_chunks, q_s, k_left, k_right, tails, packed,
-    p_s, decay_s, bias_s, ready, free, p_ready, p_free, q_ready, q_free, q_full,
-    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, V32: gl.constexpr,
-):  # fmt: skip
+def consumer0(lists, work, params, shared, V32: gl.constexpr):
     """Consumer warpgroup 0: Q K, the softmax, and P V of channels 0 .. 255."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     R: gl.constexpr = gl.SliceLayout(1, L)
-    factor = scale * (LOG2E / LIFT)
+    factor = params.scale * (LOG2E / LIFT)
+    out, barriers = params.out, shared.barriers
     gdc_wait()
     # Not before, so that what was launched two kernels ago has ended when a kernel starts.
     gdc_launch_dependents()
-    record_begin(spans_ptr, work)
-    TYPE: gl.constexpr = q_ptr.dtype.element_ty
-    TMA: gl.constexpr = descs[2] is not None
-    FLOAT16: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
+    record_begin(params.partials.spans, work)
+    TMA: gl.constexpr = params.q_desc is not None
+    FLOAT16: gl.constexpr = params.q.dtype.element_ty == gl.float16
     P: gl.constexpr = 1 if V32 else 2
     done = 0
     p_count = 0
     for k in range(0, work.count):
-        token, tile, _, _, _, first, last, whole, slot, _ = split_at(k, work, lists)
+        split = split_at(k, work, lists)
         if TMA:
             if k == 0:
-                clear_query(q_packed, descs[2])
-                q_load_issue(work.count > 0, descs[2], token, tile, H, q_packed, q_full, TYPE)
-            q_load_wait(q_chunks, q_full, k, FLOAT16, 0, False)
+                clear_query(shared.q_packed, params.q_desc)
+                q_load_issue(work.count > 0, params, split, shared.q_packed, barriers.q_full)
+            q_load_wait(shared.q_chunks, barriers.q_full, k, FLOAT16, 0, False)
         else:
-            q_load(q_ptr, token, tile, H, q_token, q_packed, q_chunks, work, Q_HEAD, 0, False)
+            q_load(params, split, shared, work, 0, False)
         if V32:
-            load_tail(q_ptr, token, tile, H, q_token, tails[0], HEADS, Q_HEAD)
+            load_tail(params, split, shared.tails[0], HEADS)
         fence_async_shared()
         warpgroup_barrier()  # here, or the compiler puts one into the loop
-        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW)
-        sink = load_sink(sink_ptr, head, H, SINK)
-        mbarrier.wait(q_ready, k & 1)
+        head = split.tile * HEADS + gl.arange(0, HEADS, layout=ROW)
+        sink = load_sink(params, head)
+        mbarrier.wait(barriers.q_ready, k & 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, L)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, ROW)
         sums = gl.zeros([HEADS], gl.float32, ROW)
-        count = last - first
+        count = split.last - split.first
         for block in range(0, count):
             buffer = done % 2
             s = p_count % P
-            mbarrier.wait(ready.index(buffer), (done // 2) & 1)
+            mbarrier.wait(barriers.ready.index(buffer), (done // 2) & 1)
             fence_async_shared()
             scores = gl.zeros([HEADS, KEYS], gl.float32, S)
-            bias = bias_s.index(buffer).load(gl.SliceLayout(0, S))
+            bias = shared.bias.index(buffer).load(gl.SliceLayout(0, S))
             if V32:
                 scores = warpgroup_mma(
-                    tails[1], tails[2].index(buffer).permute((1, 0)), scores,
+                    shared.tails[1], shared.tails[2].index(buffer).permute((1, 0)), scores,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
             scores = warpgroup_mma(
-                q_s.index(0), k_left.index(buffer).permute((1, 0)), scores,
+                shared.q.index(0), shared.k_left.index(buffer).permute((1, 0)), scores,
                 use_acc=V32, is_async=True,
             )  # fmt: skip
             scores = warpgroup_mma(
-                q_s.index(1), k_right.index(buffer).permute((1, 0)), scores, is_async=True
-            )
+                shared.q.index(1), shared.k_right.index(buffer).permute((1, 0)), scores,
+                is_async=True,
+            )  # fmt: skip
             scores = warpgroup_mma_wait(0, deps=[scores])
             if not TMA:
-                q_release(q_free, block + 1 == count)
+                q_release(barriers.q_free, block + 1 == count)
             scores = scores + gl.expand_dims(bias, 0)
             peak = gl.maximum(highest, gl.max(scores, 1))
             decay = gl.exp2((highest - peak) * factor)
@@ -227,72 +288,66 @@ def consumer0(
             sums = sums * decay + gl.sum(p, 1)
             highest = peak
             p = p.to(gl.float16)
-            mbarrier.wait(p_free.index(s), ((p_count // P) & 1) ^ 1)
-            p_s.index(s).store(p)
-            decay_s.index(s).store(decay)
+            mbarrier.wait(barriers.p_free.index(s), ((p_count // P) & 1) ^ 1)
+            shared.p.index(s).store(p)
+            shared.decay.index(s).store(decay)
             if not work.ONE_BLOCK:
                 acc = acc * gl.expand_dims(gl.convert_layout(decay, R), 1)
             own = gl.convert_layout(p, A, assert_trivial=True)
             acc = warpgroup_mma(
-                own, k_left.index(buffer), acc, use_acc=not work.ONE_BLOCK, is_async=True
+                own, shared.k_left.index(buffer), acc, use_acc=not work.ONE_BLOCK, is_async=True
             )
             # What only consumer 1 needs is done while this product runs.
             fence_async_shared()
-            mbarrier.arrive(p_ready.index(s), count=1)
+            mbarrier.arrive(barriers.p_ready.index(s), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             if block + 1 < count:
-                mbarrier.arrive(free.index(buffer), count=1)
+                mbarrier.arrive(barriers.free.index(buffer), count=1)
             done += 1
             p_count += 1
         if TMA:
-            ahead, ahead_tile, _, _, _, _, _, _, _, _ = split_at(
-                gl.minimum(k + 1, work.count - 1), work, lists
-            )
+            ahead = split_at(gl.minimum(k + 1, work.count - 1), work, lists)
             more = k + 1 < work.count
-            q_load_issue(more, descs[2], ahead, ahead_tile, H, q_packed, q_full, TYPE)
-        head = tile * HEADS + gl.arange(0, HEADS, layout=ROW) + opaque(tile * 0)
+            q_load_issue(more, params, ahead, shared.q_packed, barriers.q_full)
+        head = split.tile * HEADS + gl.arange(0, HEADS, layout=ROW) + opaque(split.tile * 0)
         top = highest * factor - SHIFT
         bottom = sums
         if not work.SPLIT or work.PARTLY:
             bottom = denominator(sums, top, sink)
             if work.SPLIT:
-                bottom = gl.where(whole, bottom, sums)
+                bottom = gl.where(split.whole, bottom, sums)
         scaled = gl.where(sums > 0, 1.0 / bottom, 0.0)
         s = p_count % P
-        mbarrier.wait(p_free.index(s), ((p_count // P) & 1) ^ 1)
-        decay_s.index(s).store(scaled)
-        mbarrier.arrive(p_ready.index(s), count=1)
+        mbarrier.wait(barriers.p_free.index(s), ((p_count // P) & 1) ^ 1)
+        shared.decay.index(s).store(scaled)
+        mbarrier.arrive(barriers.p_ready.index(s), count=1)
         p_count += 1
-        y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * unlift(whole, work), 1)
+        y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * unlift(split.whole, work), 1)
         last_buffer = (done + 1) % 2
-        stage(y, packed, last_buffer, out, work, whole, False)
-        store_half_split(
-            packed, last_buffer, free, out, out.table, descs, work, whole, slot, token, tile, H,
-            out_token, OUT_HEAD, 0,
-        )  # fmt: skip
+        stage(y, shared.left, last_buffer, out, work, split.whole, False)
+        store_half_split(shared.left, last_buffer, barriers.free, params, out.table, work, split, 0)
         if not work.SPLIT:
-            store_lse(lse_ptr, token, head, H, sums, top, empty)
+            store_lse(params, split, head, top, sums)
         elif work.PARTLY:
-            if whole:
-                store_lse(lse_ptr, token, head, H, sums, top, empty)
+            if split.whole:
+                store_lse(params, split, head, top, sums)
             else:
-                store_partial_sums(sums_ptr, slot, head, tile, H, top, sums)
+                store_partial_sums(params, split, head, top, sums)
             if not work.TAIL:
-                work_tile = token * work.HEAD_TILES + tile
-                record_span(spans_ptr, work_tile, first, last, token, lists, work)
+                work_tile = split.token * work.HEAD_TILES + split.tile
+                record_span(params.partials.spans, work_tile, split, lists, work)
         else:
-            store_partial_sums(sums_ptr, slot, head, tile, H, top, sums)
+            store_partial_sums(params, split, head, top, sums)
     stores_done()
 
 
 @gluon.jit
-def _producer(
-    lists, work, left, right, tail, bias, ready, free, ROW0: gl.constexpr, V32: gl.constexpr
-):
+def _producer(lists, work, shared, ROW0: gl.constexpr, V32: gl.constexpr):
+    ready, free = shared.barriers.ready, shared.barriers.free
     if V32:
-        produce_v32(lists, work, left, right, tail, bias, ready, free, 32, ROW0, 2)
+        produce_v32(lists, work, shared, ready, free, 32, ROW0, 2)
     else:
-        produce(lists, work, left, right, bias, ready, free, 32, ROW0, 2)
+        produce(lists, work, shared, ready, free, 32, ROW0, 2)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -317,8 +372,9 @@ def decode_m64_kernel(
     is as in ``_gluon_epilogue.Output``. The descriptors are None where threads move heads.
     """
     lists = Lists(
-        rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
-        limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+        (rows0_ptr, rows1_ptr), (list0_ptr, list1_ptr), (length0_ptr, length1_ptr),
+        (width0, width1), (limit0, limit1), (stride0, stride1),
+        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
     work = work_range(
         lists, T, splits, spans_ptr, HEAD_TILES, CUT, LONGEST_FIRST, PLANNED, BY_WIDTH, ONE_BLOCK,
@@ -374,29 +430,23 @@ def decode_m64_kernel(
             mbarrier.init(p_ready.index(i), count=1)
             mbarrier.init(p_free.index(i), count=1)
     mbarrier.init(q_ready, count=1)
-    descs = (out_desc, part_desc, q_desc)
+    params = Params(
+        q_ptr, out, out_desc, Partials(part_desc, flags_ptr, part_ptr, sums_ptr, spans_ptr),
+        q_desc, H, q_token, out_token, lse_ptr, sink_ptr, scale, empty, SINK, Q_HEAD, OUT_HEAD,
+    )  # fmt: skip
+    shared = Shared(
+        q_packed, q_chunks, q_s, k_left, left, k_right, right, p_s, decay_s, overflowed,
+        tail, tails, bias_s, Barriers(ready, free, p_ready, p_free, q_ready, q_free, q_full),
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (consumer0, (
-                lists, work, q_ptr, out, descs, lse_ptr, sums_ptr, spans_ptr, sink_ptr, H,
-                q_token, out_token, scale, empty, q_packed, q_chunks, q_s, k_left, k_right, tails,
-                left, p_s, decay_s, bias_s, ready, free, p_ready, p_free, q_ready, q_free, q_full,
-                SINK, Q_HEAD, OUT_HEAD, V32,
-            )),
-            (consumer1, (
-                lists, work, q_ptr, out, descs, flags_ptr, H, q_token, out_token, q_packed,
-                q_chunks, k_right, right, p_s, decay_s, overflowed, free, p_ready,
-                p_free, q_ready, q_free, q_full, Q_HEAD, OUT_HEAD, V32,
-            )),
-            (_producer, (lists, work, left, right, tail, bias_s, ready, free, 0, V32)),
-            (_producer, (lists, work, left, right, tail, bias_s, ready, free, 32, V32)),
+            (consumer0, (lists, work, params, shared, V32)),
+            (consumer1, (lists, work, params, shared, V32)),
+            (_producer, (lists, work, shared, 0, V32)),
+            (_producer, (lists, work, shared, 32, V32)),
         ],
         [4, 4, 4],
         [CONSUMER1_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
     if any_overflow(overflowed, HEADS):
-        bf16_fallback(
-            lists, work, q_ptr, out, lse_ptr, part_ptr, sums_ptr, flags_ptr, sink_ptr, H,
-            q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, q_packed, left, p_s,
-            HEADS, SINK, q_tail, tail, V32,
-        )  # fmt: skip
+        bf16_fallback(lists, work, params, q_packed, left, p_s, HEADS, q_tail, tail, V32)

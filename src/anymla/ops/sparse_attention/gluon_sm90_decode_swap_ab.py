@@ -22,13 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import view, warpgroup_barrier
+from anymla.ops._gluon import aggregate, view, warpgroup_barrier
 from anymla.ops._gluon_epilogue import Output
 from anymla.ops.sparse_attention.gluon_sm90_bf16_fallback import any_overflow, bf16_fallback
 from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
     LOG2E,
     NO_MAXIMUM,
     SHIFT,
+    Params,
+    Partials,
     load_sink,
     store_output,
     store_partial,
@@ -46,6 +48,48 @@ from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import (
     split_at,
     work_range,
 )
+
+
+@aggregate
+class Shared:
+    """Shared memory of a CTA.
+
+    Attributes:
+        q_packed: int32 [2, HEADS, 128], halves of the queries; then a finished result.
+        q: the same as float16.
+        left: int32 [BUFFERS, 64, 128], channels 0 .. 255 of rows.
+        right: their channels 256 .. 511.
+        k_left: left as float16.
+        k_right: right as float16.
+        p: float16 [64, HEADS], probabilities.
+        bias: float32 [BUFFERS, 64], of the scores of a row.
+        exchange: float32 [4, HEADS], maxima of the warps.
+        overflowed: float32 [HEADS], the sum of all overflow flags.
+        ready: barriers; see the file, as for ``free``.
+        free: barriers.
+    """
+
+    q_packed: object
+    q: object
+    left: object
+    right: object
+    k_left: object
+    k_right: object
+    p: object
+    bias: object
+    exchange: object
+    overflowed: object
+    ready: object
+    free: object
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q_packed, q, left, right, k_left, k_right, p, bias, exchange, overflowed, ready, free
+    ):
+        self.q_packed, self.q = q_packed, q
+        self.left, self.right, self.k_left, self.k_right = left, right, k_left, k_right
+        self.p, self.bias, self.exchange, self.overflowed = p, bias, exchange, overflowed
+        self.ready, self.free = ready, free
 
 
 @gluon.jit
@@ -68,19 +112,19 @@ def _largest(scores, exchange, HEADS: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _scores(
-    q_s, k_left, k_right, ready, number,
-    HEADS: gl.constexpr, BUFFERS: gl.constexpr, L: gl.constexpr,
-):  # fmt: skip
+def _scores(shared, number, HEADS: gl.constexpr, BUFFERS: gl.constexpr, L: gl.constexpr):
     """Wait for the block with this number and start its scores [64, HEADS]."""
     buffer = number % BUFFERS
-    mbarrier.wait(ready.index(buffer), (number // BUFFERS) & 1)
+    mbarrier.wait(shared.ready.index(buffer), (number // BUFFERS) & 1)
     fence_async_shared()
     scores = gl.zeros([KEYS, HEADS], gl.float32, L)
     scores = warpgroup_mma(
-        k_left.index(buffer), q_s.index(0).permute((1, 0)), scores, use_acc=False, is_async=True
+        shared.k_left.index(buffer), shared.q.index(0).permute((1, 0)), scores,
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    return warpgroup_mma(
+        shared.k_right.index(buffer), shared.q.index(1).permute((1, 0)), scores, is_async=True
     )
-    return warpgroup_mma(k_right.index(buffer), q_s.index(1).permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
@@ -107,47 +151,43 @@ def _weigh(k_left, k_right, p_s, left, right):
 
 
 @gluon.jit
-def consumer(
-    lists, work, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, flags_ptr, sink_ptr,
-    H, q_token, out_token, scale, empty, q_packed, q_s, k_left, k_right, p_s, bias_s,
-    exchange, overflowed, ready, free,
-    SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr, HEADS: gl.constexpr,
-    BUFFERS: gl.constexpr,
-):  # fmt: skip
+def consumer(lists, work, params, shared, HEADS: gl.constexpr, BUFFERS: gl.constexpr):
     """Consumer warpgroup: both products and the softmax."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
-    factor = scale * (LOG2E / LIFT)
+    factor = params.scale * (LOG2E / LIFT)
     gdc_wait()
     gdc_launch_dependents()
-    record_begin(spans_ptr, work)
+    record_begin(params.partials.spans, work)
     found = gl.zeros([HEADS], gl.float32, COLUMN)
     done = 0
     for k in range(0, work.count):
-        token, tile, _, _, _, first, last, whole, slot, number = split_at(k, work, lists)
-        load_query(q_ptr, token, tile, H, q_token, q_packed.index(0), HEADS, Q_HEAD, 0, False)
-        load_query(q_ptr, token, tile, H, q_token, q_packed.index(1), HEADS, Q_HEAD, 1, True)
+        split = split_at(k, work, lists)
+        load_query(params, split, shared.q_packed.index(0), HEADS, 0, False)
+        load_query(params, split, shared.q_packed.index(1), HEADS, 1, True)
         fence_async_shared()
         warpgroup_barrier()
-        head = tile * HEADS + gl.arange(0, HEADS, layout=COLUMN)
-        sink = load_sink(sink_ptr, head, H, SINK)
+        head = split.tile * HEADS + gl.arange(0, HEADS, layout=COLUMN)
+        sink = load_sink(params, head)
         highest = gl.full([HEADS], NO_MAXIMUM, gl.float32, COLUMN)
         total = gl.zeros([KEYS, HEADS], gl.float32, L)
         left = gl.zeros([HALF, HEADS], gl.float32, L)
         right = gl.zeros([HALF, HEADS], gl.float32, L)
-        for _ in range(first, last):
-            scores = _scores(q_s, k_left, k_right, ready, done, HEADS, BUFFERS, L)
+        for _ in range(split.first, split.last):
+            scores = _scores(shared, done, HEADS, BUFFERS, L)
             scores = warpgroup_mma_wait(0, deps=[scores])
             buffer = done % BUFFERS
             p, decay, highest = _weights(
-                scores, bias_s.index(buffer), highest, factor, p_s, exchange, HEADS, L
-            )
+                scores, shared.bias.index(buffer), highest, factor, shared.p, shared.exchange,
+                HEADS, L,
+            )  # fmt: skip
             total = total * decay + p
             left, right = _weigh(
-                k_left.index(buffer), k_right.index(buffer), p_s, left * decay, right * decay
-            )
+                shared.k_left.index(buffer), shared.k_right.index(buffer), shared.p,
+                left * decay, right * decay,
+            )  # fmt: skip
             left, right = warpgroup_mma_wait(0, deps=[left, right])
-            mbarrier.arrive(free.index(buffer), count=1)
+            mbarrier.arrive(shared.free.index(buffer), count=1)
             done += 1
         channel = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, L)), 1)
         # Infinities of the tail do not always reach the sums by themselves.
@@ -156,39 +196,35 @@ def consumer(
         sums = gl.sum(total + gl.convert_layout(tail, L, assert_trivial=True), 0)
         wrong = sums * 0.0
         found += wrong
-        gl.store(flags_ptr + number * HEADS + gl.arange(0, HEADS, layout=COLUMN), wrong)
+        flags = params.partials.flags + split.number * HEADS
+        gl.store(flags + gl.arange(0, HEADS, layout=COLUMN), wrong)
         top = highest * factor - SHIFT
         low = channel < NOPE - HALF
+        packed = shared.q_packed
         if not work.SPLIT:
-            store_output(
-                left, right, low, sums, top, empty, q_packed, out, lse_ptr, sink, token, H,
-                tile * HEADS, out_token, OUT_HEAD, HEADS, L,
-            )  # fmt: skip
+            store_output(left, right, low, sums, top, packed, params, sink, split, HEADS, L)
         elif work.PARTLY:
-            if whole:
-                store_output(
-                    left, right, low, sums, top, empty, q_packed, out, lse_ptr, sink, token, H,
-                    tile * HEADS, out_token, OUT_HEAD, HEADS, L,
-                )  # fmt: skip
+            if split.whole:
+                store_output(left, right, low, sums, top, packed, params, sink, split, HEADS, L)
             else:
-                store_partial(
-                    left, right, sums, top, q_packed, part_ptr, sums_ptr, slot, H, HEADS, L
-                )
+                store_partial(left, right, sums, top, packed, params, split, HEADS, L)
             if not work.TAIL:
-                record_span(spans_ptr, token, first, last, token, lists, work)
+                record_span(params.partials.spans, split.token, split, lists, work)
         else:
-            store_partial(left, right, sums, top, q_packed, part_ptr, sums_ptr, slot, H, HEADS, L)
-    overflowed.store(found)
+            store_partial(left, right, sums, top, packed, params, split, HEADS, L)
+    shared.overflowed.store(found)
 
 
 @gluon.jit
-def _even_blocks(lists, work, left, right, bias, ready, free, BUFFERS: gl.constexpr):
-    produce(lists, work, left, right, bias, ready, free, 64, 0, BUFFERS, 0, 2, BETWEEN=True)
+def _even_blocks(lists, work, shared, BUFFERS: gl.constexpr):
+    ready, free = shared.ready, shared.free
+    produce(lists, work, shared, ready, free, 64, 0, BUFFERS, 0, 2, BETWEEN=True)
 
 
 @gluon.jit
-def _odd_blocks(lists, work, left, right, bias, ready, free, BUFFERS: gl.constexpr):
-    produce(lists, work, left, right, bias, ready, free, 64, 0, BUFFERS, 1, 2, BETWEEN=True)
+def _odd_blocks(lists, work, shared, BUFFERS: gl.constexpr):
+    ready, free = shared.ready, shared.free
+    produce(lists, work, shared, ready, free, 64, 0, BUFFERS, 1, 2, BETWEEN=True)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -207,8 +243,9 @@ def decode_swap_ab_kernel(
 ):  # fmt: skip
     """As ``decode_m64_kernel``; HEADS is 16 or 32, and with HEAD_TILES > 1 work tiles are whole."""
     lists = Lists(
-        rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, width0, width1,
-        limit0, limit1, stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+        (rows0_ptr, rows1_ptr), (list0_ptr, list1_ptr), (length0_ptr, length1_ptr),
+        (width0, width1), (limit0, limit1), (stride0, stride1),
+        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     )  # fmt: skip
     work = work_range(
         lists, T, splits, spans_ptr, HEAD_TILES, CUT, LONGEST_FIRST, PLANNED, BY_WIDTH, ONE_BLOCK,
@@ -239,23 +276,21 @@ def decode_swap_ab_kernel(
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
+    params = Params(
+        q_ptr, out, None, Partials(None, flags_ptr, part_ptr, sums_ptr, spans_ptr), None, H,
+        q_token, out_token, lse_ptr, sink_ptr, scale, empty, SINK, Q_HEAD, OUT_HEAD,
+    )  # fmt: skip
+    shared = Shared(
+        q_packed, q_s, left, right, k_left, k_right, p_s, bias_s, exchange, overflowed, ready, free
+    )
     gl.warp_specialize(
         [
-            (consumer, (
-                lists, work, q_ptr, out, lse_ptr, part_ptr, sums_ptr, spans_ptr, flags_ptr,
-                sink_ptr, H, q_token, out_token, scale, empty, q_packed, q_s, k_left,
-                k_right, p_s, bias_s, exchange, overflowed, ready, free, SINK, Q_HEAD, OUT_HEAD,
-                HEADS, BUFFERS,
-            )),
-            (_even_blocks, (lists, work, left, right, bias_s, ready, free, BUFFERS)),
-            (_odd_blocks, (lists, work, left, right, bias_s, ready, free, BUFFERS)),
+            (consumer, (lists, work, params, shared, HEADS, BUFFERS)),
+            (_even_blocks, (lists, work, shared, BUFFERS)),
+            (_odd_blocks, (lists, work, shared, BUFFERS)),
         ],
         [4, 4],
         [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
     if any_overflow(overflowed, HEADS):
-        bf16_fallback(
-            lists, work, q_ptr, out, lse_ptr, part_ptr, sums_ptr, flags_ptr, sink_ptr, H,
-            q_token * 2, Q_HEAD * 2, out_token, OUT_HEAD, scale, empty, right, left, q_packed,
-            HEADS, SINK,
-        )  # fmt: skip
+        bf16_fallback(lists, work, params, right, left, q_packed, HEADS)

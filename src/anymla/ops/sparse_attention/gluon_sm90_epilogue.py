@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from anymla.ops._gluon import opaque, view
+from anymla.ops._gluon import aggregate, field, opaque, view
 from anymla.ops._gluon_epilogue import CHANNELS, store_quantized_chunks, store_quantized_rows
 from anymla.ops.sparse_attention.gluon_sm90_kv_producer import LIFT
 from anymla.ops.sparse_attention.gluon_sm90_query import CHUNK, CHUNKS, HALF, HEADS, boxes, stored
@@ -29,11 +29,87 @@ SHIFT = gl.constexpr(15.0)
 SUMS = gl.constexpr(4)
 
 
+@aggregate
+class Partials:
+    """Where a launch stores partials, and what it says about its splits.
+
+    Attributes:
+        desc: TMA descriptor of ``heads``, boxes of 64 heads; None where threads store them.
+        flags: float32 [splits, heads of a tile], overflow flags; see ``gluon_sm90_bf16_fallback``.
+        heads: float16 [slots, heads of a tile, 512].
+        sums: float32 [slots, heads of a tile, SUMS].
+        spans: int32; see ``gluon_sm90_tile_scheduler``.
+    """
+
+    desc: object
+    flags: gl.tensor
+    heads: gl.tensor
+    sums: gl.tensor
+    spans: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, desc, flags, heads, sums, spans):
+        self.desc, self.flags = field(desc), flags
+        self.heads, self.sums, self.spans = heads, sums, spans
+
+
+@aggregate
+class Params:
+    """What a launch is given besides its lists.
+
+    Attributes:
+        q: bfloat16 or float16 [T, H, channels].
+        out: see ``_gluon_epilogue.Output``.
+        out_desc: TMA descriptor of its heads, or None.
+        partials: see ``Partials``.
+        q_desc: TMA descriptor of queries; None where threads load them.
+        H: heads.
+        q_token: stride of queries, in int32.
+        out_token: stride of ``out``, in elements.
+        lse: float32 [T, H].
+        sink: float32 [H], read if SINK.
+        scale: of the scores.
+        empty: lse of a token without rows.
+        SINK: there is one.
+        Q_HEAD: stride of a head of queries, in int32.
+        OUT_HEAD: stride of a head of ``out``, in elements.
+    """
+
+    q: gl.tensor
+    out: object
+    out_desc: object
+    partials: object
+    q_desc: object
+    H: gl.tensor
+    q_token: gl.tensor
+    out_token: gl.tensor
+    lse: gl.tensor
+    sink: gl.tensor
+    scale: gl.tensor
+    empty: gl.tensor
+    SINK: gl.constexpr
+    Q_HEAD: gl.constexpr
+    OUT_HEAD: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, out, out_desc, partials, q_desc, H, q_token, out_token, lse, sink, scale, empty,
+        SINK, Q_HEAD, OUT_HEAD,
+    ):  # fmt: skip
+        self.q, self.out, self.out_desc = q, out, field(out_desc)
+        self.partials, self.q_desc = partials, field(q_desc)
+        self.H, self.q_token, self.out_token = H, q_token, out_token
+        self.lse, self.sink, self.scale, self.empty = lse, sink, scale, empty
+        self.SINK = gl.constexpr(SINK)
+        self.Q_HEAD = gl.constexpr(Q_HEAD)
+        self.OUT_HEAD = gl.constexpr(OUT_HEAD)
+
+
 @gluon.jit
-def load_sink(sink_ptr, heads, H, SINK: gl.constexpr):
+def load_sink(params, heads):
     """The sink of each head in units of log 2, or -inf; loaded long before it is needed."""
-    if SINK:
-        return gl.load(sink_ptr + heads, mask=heads < H, other=0.0) * LOG2E
+    if params.SINK:
+        return gl.load(params.sink + heads, mask=heads < params.H, other=0.0) * LOG2E
     else:
         return heads * 0.0 - float("inf")
 
@@ -117,18 +193,19 @@ def _tma_store_half(packed, to, row, buffer, TYPE: gl.constexpr, PART: gl.conste
 
 
 @gluon.jit
-def _store_out(
-    packed, buffer, out, angles, descs, token, tile, H, token_stride,
-    HEAD: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
+def _store_out(packed, buffer, params, angles, split, PART: gl.constexpr):
+    out = params.out
+    token, tile = split.token, split.tile
     if out.ROPE_DIM > 0:
         chunks = _chunks(packed, out.TYPE)
-        store_quantized_chunks(chunks, buffer * CHUNKS, out, angles, token, tile * HEADS, H, PART)
-    elif descs[0] is not None:
-        _tma_store_half(packed, descs[0], token * H + tile * HEADS, buffer, out.TYPE, PART)
+        head = tile * HEADS
+        store_quantized_chunks(chunks, buffer * CHUNKS, out, angles, token, head, params.H, PART)
+    elif params.out_desc is not None:
+        row = token * params.H + tile * HEADS
+        _tma_store_half(packed, params.out_desc, row, buffer, out.TYPE, PART)
     else:
-        to = out.heads + token.to(gl.int64) * token_stride + tile * (HEADS * HEAD)
-        _store_half(packed, to, buffer, tile, H, out.TYPE, HEAD, PART)
+        to = out.heads + token.to(gl.int64) * params.out_token + tile * (HEADS * params.OUT_HEAD)
+        _store_half(packed, to, buffer, tile, params.H, out.TYPE, params.OUT_HEAD, PART)
 
 
 @gluon.jit
@@ -146,25 +223,22 @@ def stage(y, packed, buffer, out, work, whole, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def store_half_split(
-    packed, buffer, free, out, angles, descs, work, whole, slot, token, tile, H, out_token,
-    OUT_HEAD: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    """Store what ``stage`` has put there as output or partial, and give the buffer back.
+def _store_part(packed, buffer, params, split, PART: gl.constexpr):
+    _tma_store_half(packed, params.partials.desc, split.slot * HEADS, buffer, gl.float16, PART)
 
-    descs: TMA descriptors of the output's heads, or None, and of partials.
-    """
+
+@gluon.jit
+def store_half_split(packed, buffer, free, params, angles, work, split, PART: gl.constexpr):
+    """Store what ``stage`` has put there as output or partial, and give the buffer back."""
     if not work.SPLIT:
-        _store_out(packed, buffer, out, angles, descs, token, tile, H, out_token, OUT_HEAD, PART)
+        _store_out(packed, buffer, params, angles, split, PART)
     elif work.PARTLY:
-        if whole:
-            _store_out(
-                packed, buffer, out, angles, descs, token, tile, H, out_token, OUT_HEAD, PART
-            )
+        if split.whole:
+            _store_out(packed, buffer, params, angles, split, PART)
         else:
-            _tma_store_half(packed, descs[1], slot * HEADS, buffer, gl.float16, PART)
+            _store_part(packed, buffer, params, split, PART)
     else:
-        _tma_store_half(packed, descs[1], slot * HEADS, buffer, gl.float16, PART)
+        _store_part(packed, buffer, params, split, PART)
     # What TMA has taken has been read. No fence: the buffer will be overwritten as it was read, and
     # its next reader fences.
     tma.store_wait(0)
@@ -183,18 +257,23 @@ def unlift(whole, work):
 
 
 @gluon.jit
-def store_partial_sums(sums_ptr, slot, head, tile, H, top, sums):
+def store_partial_sums(params, split, head, top, sums):
     """Store the reference exponents and sums of a partial."""
-    at = sums_ptr + (slot.to(gl.int64) * HEADS + (head - tile * HEADS)) * SUMS
-    gl.store(at, top, mask=head < H)
-    gl.store(at + 1, sums, mask=head < H)
-    gl.store(at + 2, sums * 0.0 + 1.0, mask=head < H)
+    row = split.slot.to(gl.int64) * HEADS + (head - split.tile * HEADS)
+    at = params.partials.sums + row * SUMS
+    gl.store(at, top, mask=head < params.H)
+    gl.store(at + 1, sums, mask=head < params.H)
+    gl.store(at + 2, sums * 0.0 + 1.0, mask=head < params.H)
 
 
 @gluon.jit
-def store_lse(lse_ptr, token, head, H, sums, top, empty):
+def store_lse(params, split, head, top, sums):
     """Store the lse of a whole work tile."""
-    gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
+    gl.store(
+        params.lse + split.token.to(gl.int64) * params.H + head,
+        log_sum(sums, top, params.empty),
+        mask=head < params.H,
+    )
 
 
 @gluon.jit
@@ -229,60 +308,51 @@ def _store_heads(rows, to, H, HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.
 
 
 @gluon.jit
-def _store_rows(
-    y, packed, out, token, H, head0, token_stride,
-    HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr,
-):  # fmt: skip
+def _store_rows(y, packed, params, token, head0, PART: gl.constexpr, HEADS: gl.constexpr):
+    out = params.out
     rows = _transposed(y, packed, out.TYPE, PART, HEADS)
     if out.ROPE_DIM > 0:
-        store_quantized_rows(rows, out, token, H, head0, HEADS, PART)
+        store_quantized_rows(rows, out, token, params.H, head0, HEADS, PART)
     else:
-        to = out.heads + token.to(gl.int64) * token_stride + head0 * HEAD
-        _store_heads(rows, to, H - head0, HEAD, PART, HEADS)
+        to = out.heads + token.to(gl.int64) * params.out_token + head0 * params.OUT_HEAD
+        _store_heads(rows, to, params.H - head0, params.OUT_HEAD, PART, HEADS)
 
 
 @gluon.jit
 def store_output(
-    left, right, low, sums, top, empty, packed, out, lse_ptr, sink, token, H, head0, out_token,
-    OUT_HEAD: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
+    left, right, low, sums, top, packed, params, sink, split,
+    HEADS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Store the output of a whole work tile, heads from head0 on.
+    """Store the output of a whole work tile.
 
     low: whether a row of right is before the tail.
     """
+    head0 = split.tile * HEADS
     head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
     bottom = denominator(sums, top, sink)
     work = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
     small = work * (1.0 / LIFT)
-    _store_rows(left * small, packed, out, token, H, head0, out_token, OUT_HEAD, 0, HEADS)
+    _store_rows(left * small, packed, params, split.token, head0, 0, HEADS)
     right = right * gl.where(low, small, work)
-    _store_rows(right, packed, out, token, H, head0, out_token, OUT_HEAD, 1, HEADS)
-    gl.store(lse_ptr + token.to(gl.int64) * H + head, log_sum(sums, top, empty), mask=head < H)
+    _store_rows(right, packed, params, split.token, head0, 1, HEADS)
+    store_lse(params, split, head, top, sums)
 
 
 @gluon.jit
 def store_partial(
-    left,
-    right,
-    sums,
-    top,
-    packed,
-    part_ptr,
-    sums_ptr,
-    slot,
-    H,
-    HEADS: gl.constexpr,
-    L: gl.constexpr,
+    left, right, sums, top, packed, params, split, HEADS: gl.constexpr, L: gl.constexpr
 ):
     """Store the partial of a split."""
+    partials, slot = params.partials, split.slot
+    H = params.H
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
-    to = part_ptr + slot.to(gl.int64) * (HEADS * CHANNELS)
+    to = partials.heads + slot.to(gl.int64) * (HEADS * CHANNELS)
     work = gl.expand_dims(gl.where(sums > 0, 1.0 / sums, 0.0), 0)
     rows = _transposed(left * work, packed, gl.float16, 0, HEADS)
     _store_heads(rows, to, H, CHANNELS, 0, HEADS)
     rows = _transposed(right * work, packed, gl.float16, 1, HEADS)
     _store_heads(rows, to, H, CHANNELS, 1, HEADS)
-    at = sums_ptr + (slot.to(gl.int64) * HEADS + head) * SUMS
+    at = partials.sums + (slot.to(gl.int64) * HEADS + head) * SUMS
     gl.store(at, top, mask=head < H)
     gl.store(at + 1, sums, mask=head < H)
     gl.store(at + 2, sums * 0.0 + 1.0, mask=head < H)

@@ -71,24 +71,24 @@ _TOO_LARGE = gl.constexpr(0x4780)  # 2^16 as bits of bfloat16
 
 
 @gluon.jit
-def slots_of(block, last, token, n0, n1, blocks0, lists, r):
+def slots_of(block, split, lists, r):
     """What the list says in columns ``r`` of a block, -1 where there is no column.
 
     Nothing is done with it here: a producer loads the list of a later block, and whatever looked
     at the values would wait for them.
     """
     if lists.TWO:
-        here = block < blocks0
-        column = gl.where(here, block, block - blocks0) * KEYS + r
-        row0 = lists.list0.to(gl.int64) + token * lists.stride0.to(gl.int64) * 4
-        row1 = lists.list1.to(gl.int64) + token * lists.stride1.to(gl.int64) * 4
+        here = block < split.blocks0
+        column = gl.where(here, block, block - split.blocks0) * KEYS + r
+        row0 = lists.slots[0].to(gl.int64) + split.token * lists.strides[0].to(gl.int64) * 4
+        row1 = lists.slots[1].to(gl.int64) + split.token * lists.strides[1].to(gl.int64) * 4
         row = gl.where(here, row0, row1).to(gl.pointer_type(gl.int32))
-        n = gl.where(here, n0, n1)
+        n = gl.where(here, split.n0, split.n1)
     else:
         column = block * KEYS + r
-        row = lists.list0 + token * lists.stride0.to(gl.int64)
-        n = n0
-    return gl.load(row + column, mask=(column < n) & (block < last), other=-1)
+        row = lists.slots[0] + split.token * lists.strides[0].to(gl.int64)
+        n = split.n0
+    return gl.load(row + column, mask=(column < n) & (block < split.last), other=-1)
 
 
 @gluon.jit
@@ -97,9 +97,9 @@ def address(slots, here, lists):
 
     ``here``: the slots are those of the first list.
     """
-    limit = lists.limit0
+    limit = lists.limits[0]
     if lists.TWO:
-        limit = gl.where(here, limit, lists.limit1)
+        limit = gl.where(here, limit, lists.limits[1])
     valid = (slots >= 0) & (slots < limit)
     slots = gl.where(valid, slots, 0).to(gl.uint32)
     PAGE0: gl.constexpr = lists.PAGE0
@@ -108,9 +108,9 @@ def address(slots, here, lists):
     STEP1: gl.constexpr = lists.STEP1
     pages = slots // PAGE0
     entries = PAGE0
-    base = lists.rows0.to(gl.int64)
+    base = lists.rows[0].to(gl.int64)
     if lists.TWO:
-        base = gl.where(here, base, lists.rows1.to(gl.int64))
+        base = gl.where(here, base, lists.rows[1].to(gl.int64))
         if PAGE0 != PAGE1:
             pages = gl.where(here, pages, slots // PAGE1)
             entries = gl.where(here, PAGE0, PAGE1)
@@ -247,41 +247,39 @@ def _put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
 
 
 @gluon.jit
-def _first_slots(
-    block, last, token, n0, n1, blocks0, lists, work, r, TURNS: gl.constexpr
-):  # fmt: skip
+def _first_slots(block, split, lists, work, r, TURNS: gl.constexpr):
     """Slots of a split's first block; if it is known, without waiting for the lengths."""
     if work.BY_WIDTH:
-        width, column = lists.width0, block * KEYS + r
-        row = lists.list0.to(gl.int64) + token * lists.stride0.to(gl.int64) * 4
-        n = n0
+        width, column = lists.widths[0], block * KEYS + r
+        row = lists.slots[0].to(gl.int64) + split.token * lists.strides[0].to(gl.int64) * 4
+        n = split.n0
         if lists.TWO:
-            here = block < blocks0
-            second = lists.list1.to(gl.int64) + token * lists.stride1.to(gl.int64) * 4
+            here = block < split.blocks0
+            second = lists.slots[1].to(gl.int64) + split.token * lists.strides[1].to(gl.int64) * 4
             row = gl.where(here, row, second)
-            width = gl.where(here, width, lists.width1)
-            column = gl.where(here, column, column - blocks0 * KEYS)
-            n = gl.where(here, n, n1)
+            width = gl.where(here, width, lists.widths[1])
+            column = gl.where(here, column, column - split.blocks0 * KEYS)
+            n = gl.where(here, n, split.n1)
         row = row.to(gl.pointer_type(gl.int32))
         slots = gl.load(row + column, mask=column < width, other=-1)
-        return gl.where((column < n) & (block < last), slots, -1)
+        return gl.where((column < n) & (block < split.last), slots, -1)
     elif work.SPLIT or TURNS != 1:
-        return slots_of(block, last, token, n0, n1, blocks0, lists, r)
+        return slots_of(block, split, lists, r)
     else:
-        row = lists.list0 + token * lists.stride0.to(gl.int64)
-        slots = gl.load(row + r, mask=r < lists.width0, other=-1)
+        row = lists.slots[0] + split.token * lists.strides[0].to(gl.int64)
+        slots = gl.load(row + r, mask=r < lists.widths[0], other=-1)
         if lists.TWO:
-            row = lists.list1 + token * lists.stride1.to(gl.int64)
-            second = gl.load(row + r, mask=r < lists.width1, other=-1)
-            second = gl.where(r < n1, second, -1)
-            return gl.where(blocks0 > 0, gl.where(r < n0, slots, -1), second)
+            row = lists.slots[1] + split.token * lists.strides[1].to(gl.int64)
+            second = gl.load(row + r, mask=r < lists.widths[1], other=-1)
+            second = gl.where(r < split.n1, second, -1)
+            return gl.where(split.blocks0 > 0, gl.where(r < split.n0, slots, -1), second)
         else:
-            return gl.where(r < n0, slots, -1)
+            return gl.where(r < split.n0, slots, -1)
 
 
 @gluon.jit
 def produce(
-    lists, work, left, right, bias, ready, free,
+    lists, work, shared, ready, free,
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
     TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1, BETWEEN: gl.constexpr = False,
 ):  # fmt: skip
@@ -294,10 +292,11 @@ def produce(
     Args:
         lists: see ``gluon_sm90_tile_scheduler``.
         work: likewise.
-        left: int32 [BUFFERS, 64, 128], channels 0 .. 255 as pairs of float16.
-        right: int32 [BUFFERS, 64, 128], channels 256 .. 511, the tail in ``tail_order``.
-        bias: float32 [BUFFERS, 64]: 0, MASKED where there is no row, NaN where float16 is not
-            exact.
+        shared: the kernel's shared memory, of which
+            left: int32 [BUFFERS, 64, 128], channels 0 .. 255 as pairs of float16.
+            right: int32 [BUFFERS, 64, 128], channels 256 .. 511, the tail in ``tail_order``.
+            bias: float32 [BUFFERS, 64]: 0, MASKED where there is no row, NaN where float16 is not
+                exact.
         ready: barriers [BUFFERS], an arrival each time a producer has filled its rows.
         free: barriers [BUFFERS], completed each time the consumers are done with a buffer.
         ROWS: rows that this producer fills.
@@ -316,11 +315,11 @@ def produce(
     gdc_wait()
     before = 0  # blocks of the splits before
     for k in range(0, work.count):
-        token, _, n0, n1, blocks0, first, last, _, _, _ = split_at(k, work, lists)
-        own = first + (before + TURN) % TURNS
-        slots = _first_slots(own, last, token, n0, n1, blocks0, lists, work, r, TURNS)
-        upcoming = slots_of(own + TURNS, last, token, n0, n1, blocks0, lists, r)
-        valid, data, scales_at = address(slots, own < blocks0, lists)
+        split = split_at(k, work, lists)
+        own = split.first + (before + TURN) % TURNS
+        slots = _first_slots(own, split, lists, work, r, TURNS)
+        upcoming = slots_of(own + TURNS, split, lists, r)
+        valid, data, scales_at = address(slots, own < split.blocks0, lists)
         scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
         there = gl.expand_dims(valid, 1).to(gl.int32)
         at = gl.expand_dims(data, 1) + lane
@@ -333,15 +332,17 @@ def produce(
         x6 = _load(at + 384, there, BETWEEN)
         y0 = _load(at + NOPE, there, BETWEEN)
         y1 = _load(at + NOPE + 64, there, BETWEEN)
-        for block in range(own, last, TURNS):
-            place = before + block - first
+        for block in range(own, split.last, TURNS):
+            place = before + block - split.first
             buffer = place % BUFFERS
             if NEAR:
-                next_valid, data, scales_at = address(upcoming, block + TURNS < blocks0, lists)
+                following = block + TURNS < split.blocks0
+                next_valid, data, scales_at = address(upcoming, following, lists)
                 _into_l2(data, scales_at, next_valid, lane)
             mbarrier.wait(free.index(buffer), ((place // BUFFERS) & 1) ^ 1)
             if not NEAR:
-                next_valid, data, scales_at = address(upcoming, block + TURNS < blocks0, lists)
+                following = block + TURNS < split.blocks0
+                next_valid, data, scales_at = address(upcoming, following, lists)
             next_scales = gl.load(
                 scales_at.to(gl.pointer_type(gl.int64)), mask=next_valid, other=_ONES
             )
@@ -357,7 +358,7 @@ def produce(
                 _block(x0, low, 0, ROWS), _block(x1, low, 1, ROWS),
                 _block(x2, low, 2, ROWS), _block(x3, low, 3, ROWS), ROWS,
             )  # fmt: skip
-            _put(left.index(buffer), half, ROWS, ROW0)
+            _put(shared.left.index(buffer), half, ROWS, ROW0)
             x0 = _load(at, there, BETWEEN)
             x1 = _load(at + 64, there, BETWEEN)
             x2 = _load(at + 128, there, BETWEEN)
@@ -367,19 +368,19 @@ def produce(
                 _block(x4, high, 0, ROWS), _block(x5, high, 1, ROWS),
                 _block(x6, high, 2, ROWS), _tail(y0, y1, ROWS), ROWS,
             )  # fmt: skip
-            _put(right.index(buffer), half, ROWS, ROW0)
+            _put(shared.right.index(buffer), half, ROWS, ROW0)
             x4 = _load(at + 256, there, BETWEEN)
             x5 = _load(at + 320, there, BETWEEN)
             x6 = _load(at + 384, there, BETWEEN)
             y0 = _load(at + NOPE, there, BETWEEN)
             y1 = _load(at + NOPE + 64, there, BETWEEN)
             _loads_before_here(BETWEEN)
-            _put(bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
+            _put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
             valid = next_valid
             scales = next_scales
-            upcoming = slots_of(block + 2 * TURNS, last, token, n0, n1, blocks0, lists, r)
-        before += last - first
+            upcoming = slots_of(block + 2 * TURNS, split, lists, r)
+        before += split.last - split.first
 
 
 @gluon.jit
@@ -387,11 +388,11 @@ def v32_address(slots, lists):
     """Whether there is a row, and its address."""
     PAGE: gl.constexpr = lists.PAGE0
     STEP: gl.constexpr = lists.STEP0
-    valid = (slots >= 0) & (slots < lists.limit0)
+    valid = (slots >= 0) & (slots < lists.limits[0])
     slots = gl.where(valid, slots, 0).to(gl.uint32)
     pages = slots // PAGE
     entry = (slots - pages * PAGE).to(gl.int32)
-    return valid, lists.rows0.to(gl.int64) + pages.to(gl.int64) * STEP + entry * _V32_ROW
+    return valid, lists.rows[0].to(gl.int64) + pages.to(gl.int64) * STEP + entry * _V32_ROW
 
 
 @gluon.jit
@@ -432,12 +433,12 @@ def _largest(x):
 
 @gluon.jit
 def produce_v32(
-    lists, work, left, right, tail, bias, ready, free,
+    lists, work, shared, ready, free,
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Fill the buffers with the blocks of all splits: rows ROW0 .. ROW0 + ROWS of each block.
 
-    ``tail`` is int32 [BUFFERS, 64, 32]; the others are those of ``produce``.
+    ``shared.tail`` is int32 [BUFFERS, 64, 32]; the others are those of ``produce``.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
@@ -445,9 +446,9 @@ def produce_v32(
     gdc_wait()
     filled = 0
     for k in range(0, work.count):
-        token, _, n0, n1, blocks0, first, last, _, _, _ = split_at(k, work, lists)
-        slots = slots_of(first, last, token, n0, n1, blocks0, lists, r)
-        upcoming = slots_of(first + 1, last, token, n0, n1, blocks0, lists, r)
+        split = split_at(k, work, lists)
+        slots = slots_of(split.first, split, lists, r)
+        upcoming = slots_of(split.first + 1, split, lists, r)
         valid, data = v32_address(slots, lists)
         there = gl.expand_dims(valid, 1).to(gl.int32)
         at = gl.expand_dims(data, 1) + lane
@@ -462,7 +463,7 @@ def produce_v32(
         x7 = _load(at + 448, there)
         y0 = _load(at + V32_TAIL, there)
         y1 = _load(at + V32_TAIL + 64, there)
-        for block in range(first, last):
+        for block in range(split.first, split.last):
             buffer = filled % BUFFERS
             mbarrier.wait(free.index(buffer), ((filled // BUFFERS) & 1) ^ 1)
             next_valid, data = v32_address(upcoming, lists)
@@ -475,7 +476,7 @@ def produce_v32(
                 _v32_block(x0, a, ROWS), _v32_block(x1, a, ROWS),
                 _v32_block(x2, b, ROWS), _v32_block(x3, b, ROWS), ROWS,
             )  # fmt: skip
-            _put(left.index(buffer), half, ROWS, ROW0)
+            _put(shared.left.index(buffer), half, ROWS, ROW0)
             x0 = _load(at, there)
             x1 = _load(at + 64, there)
             x2 = _load(at + 128, there)
@@ -486,12 +487,12 @@ def produce_v32(
                 _v32_block(x4, a, ROWS), _v32_block(x5, a, ROWS),
                 _v32_block(x6, b, ROWS), _v32_block(x7, b, ROWS), ROWS,
             )  # fmt: skip
-            _put(right.index(buffer), half, ROWS, ROW0)
+            _put(shared.right.index(buffer), half, ROWS, ROW0)
             x4 = _load(at + 256, there)
             x5 = _load(at + 320, there)
             x6 = _load(at + 384, there)
             x7 = _load(at + 448, there)
-            _put(tail.index(buffer), _tail(y0, y1, ROWS), ROWS, ROW0)
+            _put(shared.tail.index(buffer), _tail(y0, y1, ROWS), ROWS, ROW0)
             # A row that float16 does not hold makes all scores NaN.
             wrong = (
                 _inexact_scale(z[0])
@@ -503,9 +504,9 @@ def produce_v32(
             y0 = _load(at + V32_TAIL, there)
             y1 = _load(at + V32_TAIL + 64, there)
             row_bias = gl.where(gl.max(wrong, 1) != 0, float("nan"), 0.0)
-            _put(bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
+            _put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
             filled += 1
             valid = next_valid
             z = next_z
-            upcoming = slots_of(block + 2, last, token, n0, n1, blocks0, lists, r)
+            upcoming = slots_of(block + 2, split, lists, r)

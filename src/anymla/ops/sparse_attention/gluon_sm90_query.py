@@ -60,56 +60,50 @@ def stored(column, WORD: gl.constexpr):
 
 
 @gluon.jit
-def load_query(
-    q_ptr, token, tile, H, token_stride, to,
-    HEADS: gl.constexpr, HEAD: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr,
-):  # fmt: skip
-    """Half the channels of a tile of heads, into shared memory.
+def load_query(params, split, to, HEADS: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr):
+    """Half the channels of a split's heads, into shared memory; zeros past the last head.
 
     Args:
-        q_ptr: bfloat16 or float16.
-        token: of which token.
-        tile: which HEADS heads; those from H on are zeros.
-        H: number of heads.
-        token_stride: in int32.
+        params: see ``gluon_sm90_epilogue.Params``.
+        split: see ``gluon_sm90_tile_scheduler.Split``.
         to: int32 [HEADS, 128] in shared memory.
         HEADS: heads of a tile.
-        HEAD: stride of a head, in int32.
         PART: 0 for channels 0 .. 255, 1 for 256 .. 511.
         TAIL: the last 64 of these are the tail.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    zero = opaque(tile * 0)
+    zero = opaque(split.tile * 0)
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + zero
     word = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, L))
     if TAIL:
         word = stored(word, 2)
-    start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + PART * (HALF // 2)
-    at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(word, 0)
-    inside = gl.expand_dims(tile * HEADS + row < H, 1)
-    packed = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
+    start = split.token.to(gl.int64) * params.q_token + split.tile * (HEADS * params.Q_HEAD)
+    start = start + PART * (HALF // 2)
+    at = gl.expand_dims(row * params.Q_HEAD, 1) + gl.expand_dims(word, 0)
+    inside = gl.expand_dims(split.tile * HEADS + row < params.H, 1)
+    packed = gl.load(params.q.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
     tail = gl.expand_dims(word, 0) >= _TAIL // 2
-    to.store(_factored(packed, tail, q_ptr.dtype.element_ty == gl.float16, TAIL))
+    to.store(_factored(packed, tail, params.q.dtype.element_ty == gl.float16, TAIL))
 
 
 @gluon.jit
-def load_tail(q_ptr, token, tile, H, token_stride, to, HEADS: gl.constexpr, HEAD: gl.constexpr):
-    """The last 64 of 576 channels of a tile of heads, to int32 [HEADS, CHUNK] in shared memory."""
+def load_tail(params, split, to, HEADS: gl.constexpr):
+    """The last 64 of 576 channels of a split's heads, to int32 [HEADS, CHUNK] in shared memory."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + opaque(tile * 0)
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + opaque(split.tile * 0)
     word = tail_order(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 4)
-    start = token.to(gl.int64) * token_stride + tile * (HEADS * HEAD) + 2 * CHUNKS * CHUNK
-    at = gl.expand_dims(row * HEAD, 1) + gl.expand_dims(word, 0)
-    inside = gl.expand_dims(tile * HEADS + row < H, 1)
-    packed = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
-    to.store(_factored(packed, packed == packed, q_ptr.dtype.element_ty == gl.float16, True))
+    start = split.token.to(gl.int64) * params.q_token + split.tile * (HEADS * params.Q_HEAD)
+    start = start + 2 * CHUNKS * CHUNK
+    at = gl.expand_dims(row * params.Q_HEAD, 1) + gl.expand_dims(word, 0)
+    inside = gl.expand_dims(split.tile * HEADS + row < params.H, 1)
+    packed = gl.load(params.q.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
+    to.store(_factored(packed, packed == packed, params.q.dtype.element_ty == gl.float16, True))
 
 
 @gluon.jit
 def issue_query(
-    q_ptr, token, tile, H, token_stride, chunks,
-    HEADS: gl.constexpr, HEAD: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
-    TAIL: gl.constexpr,
+    params, split, chunks,
+    HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Start what ``load_query`` does; ``finish_query`` ends it.
 
@@ -117,14 +111,10 @@ def issue_query(
     it. They are slower than the code without, once that is there.
 
     Args:
-        q_ptr: bfloat16 or float16.
-        token: of which token.
-        tile: which HEADS heads; those from H on are zeros.
-        H: number of heads.
-        token_stride: in int32.
+        params: see ``load_query``, as the next and HEADS.
+        split: see there.
         chunks: int32 [2 CHUNKS, HEADS, CHUNK] in shared memory.
-        HEADS: heads of a tile.
-        HEAD: stride of a head, in int32.
+        HEADS: see there.
         FIRST: first chunk.
         COUNT: how many.
         TAIL: the last of all is the tail, and among these.
@@ -132,13 +122,14 @@ def issue_query(
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
     word = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 0)
-    base = q_ptr.to(gl.pointer_type(gl.int32)) + token.to(gl.int64) * token_stride
-    there = gl.expand_dims(tile * HEADS + row < H, 1) & (word >= 0)
+    base = params.q.to(gl.pointer_type(gl.int32)) + split.token.to(gl.int64) * params.q_token
+    there = gl.expand_dims(split.tile * HEADS + row < params.H, 1) & (word >= 0)
     for chunk in range(FIRST, FIRST + COUNT):
         source = word
         if TAIL:
             source = gl.where(chunk == 2 * CHUNKS - 1, tail_order(word, 4), word)
-        at = base + (gl.expand_dims((tile * HEADS + row) * HEAD, 1) + source + chunk * CHUNK)
+        start = gl.expand_dims((split.tile * HEADS + row) * params.Q_HEAD, 1)
+        at = base + (start + source + chunk * CHUNK)
         _copy(chunks.index(chunk), at, mask=there)
     async_copy.commit_group()
 
@@ -198,20 +189,21 @@ def clear_query(q_packed, q_desc):
 
 
 @gluon.jit
-def q_load_issue(there, q_desc, token, tile, H, q_packed, q_full, TYPE: gl.constexpr):
+def q_load_issue(there, params, split, q_packed, q_full):
     """Let TMA bring the queries of a split, if there is one; for ``q_load_wait``."""
     if there:
+        q_desc = params.q_desc
         BOX: gl.constexpr = q_desc.block_shape[0]
         WIDTH: gl.constexpr = q_desc.block_shape[1]
         COUNT: gl.constexpr = HALF // WIDTH
-        to = boxes(q_packed, TYPE, BOX, WIDTH)
+        to = boxes(q_packed, params.q.dtype.element_ty, BOX, WIDTH)
         # All warps have read the queries that were here.
         warpgroup_barrier()
         for part in gl.static_range(2):
             here = q_full.index(part)
             mbarrier.expect(here, BOX * HALF * 2)
             for i in gl.static_range(COUNT):
-                at = [token * H + tile * HEADS, part * HALF + i * WIDTH]
+                at = [split.token * params.H + split.tile * HEADS, part * HALF + i * WIDTH]
                 _tma_load(q_desc, at, here, to.index((part * COUNT + i) * (HEADS // BOX)))
 
 
@@ -223,18 +215,15 @@ def q_load_wait(q_chunks, q_full, k, FLOAT16: gl.constexpr, PART: gl.constexpr, 
 
 
 @gluon.jit
-def q_load(
-    q_ptr, token, tile, H, q_token, q_packed, q_chunks, work,
-    Q_HEAD: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr,
-):  # fmt: skip
+def q_load(params, split, shared, work, PART: gl.constexpr, TAIL: gl.constexpr):
     """Load half of the queries of a split by threads, now."""
     if work.SPLIT and not work.PARTLY:
-        load_query(q_ptr, token, tile, H, q_token, q_packed.index(PART), HEADS, Q_HEAD, PART, TAIL)
+        load_query(params, split, shared.q_packed.index(PART), HEADS, PART, TAIL)
     else:
-        FLOAT16: gl.constexpr = q_ptr.dtype.element_ty == gl.float16
+        FLOAT16: gl.constexpr = params.q.dtype.element_ty == gl.float16
         FIRST: gl.constexpr = PART * CHUNKS
-        issue_query(q_ptr, token, tile, H, q_token, q_chunks, HEADS, Q_HEAD, FIRST, CHUNKS, TAIL)
-        finish_query(q_chunks, HEADS, FIRST, CHUNKS, FLOAT16, TAIL)
+        issue_query(params, split, shared.q_chunks, HEADS, FIRST, CHUNKS, TAIL)
+        finish_query(shared.q_chunks, HEADS, FIRST, CHUNKS, FLOAT16, TAIL)
 
 
 @gluon.jit

@@ -35,7 +35,7 @@ Of stream-K it is
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._gluon import aggregate, view
+from anymla.ops._gluon import aggregate, field, view
 from anymla.ops.sparse_attention.config import KEYS as _KEYS
 from anymla.ops.sparse_attention.config import MOST_ORDERED_TOKENS, Cut
 
@@ -65,20 +65,27 @@ COUNTS = (
 
 @aggregate
 class Lists:
-    """Both lists of all tokens and the caches they point into; see the kernels' arguments."""
+    """Both lists of all tokens and the caches they point into: pairs, first and second.
 
-    rows0: gl.tensor
-    rows1: gl.tensor
-    list0: gl.tensor
-    list1: gl.tensor
-    length0: gl.tensor
-    length1: gl.tensor
-    width0: gl.tensor
-    width1: gl.tensor
-    limit0: gl.tensor
-    limit1: gl.tensor
-    stride0: gl.tensor
-    stride1: gl.tensor
+    Attributes:
+        rows: caches, as bytes.
+        slots: int32 [T, .], the lists.
+        lengths: int32 [T], columns in use of each list; read if LENGTH0, LENGTH1.
+        widths: columns of a list.
+        limits: rows that the cache has.
+        strides: from one token's list to the next.
+        TWO: there is a second list.
+        LENGTH0: lists have lengths; LENGTH1 likewise.
+        PAGE0: rows of a page; PAGE1 likewise.
+        STEP0: bytes from one page to the next; STEP1 likewise.
+    """
+
+    rows: object
+    slots: object
+    lengths: object
+    widths: object
+    limits: object
+    strides: object
     TWO: gl.constexpr
     LENGTH0: gl.constexpr
     LENGTH1: gl.constexpr
@@ -89,21 +96,11 @@ class Lists:
 
     @gluon.constexpr_function
     def __init__(
-        self, rows0, rows1, list0, list1, length0, length1, width0, width1, limit0, limit1,
-        stride0, stride1, TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+        self, rows, slots, lengths, widths, limits, strides,
+        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
     ):  # fmt: skip
-        self.rows0 = rows0
-        self.rows1 = rows1
-        self.list0 = list0
-        self.list1 = list1
-        self.length0 = length0
-        self.length1 = length1
-        self.width0 = width0
-        self.width1 = width1
-        self.limit0 = limit0
-        self.limit1 = limit1
-        self.stride0 = stride0
-        self.stride1 = stride1
+        self.rows, self.slots, self.lengths = rows, slots, lengths
+        self.widths, self.limits, self.strides = widths, limits, strides
         self.TWO = gl.constexpr(TWO)
         self.LENGTH0 = gl.constexpr(LENGTH0)
         self.LENGTH1 = gl.constexpr(LENGTH1)
@@ -151,11 +148,11 @@ def length_of(lengths, token, there, width, GIVEN: gl.constexpr):
 @gluon.jit
 def counts(lists, token):
     """Columns in use of both lists of a token, and blocks of the first and of both."""
-    n0 = length_of(lists.length0, token, token >= 0, lists.width0, lists.LENGTH0)
+    n0 = length_of(lists.lengths[0], token, token >= 0, lists.widths[0], lists.LENGTH0)
     blocks0 = (n0 + KEYS - 1) // KEYS
     n1 = n0 * 0
     if lists.TWO:
-        n1 = n1 + length_of(lists.length1, token, token >= 0, lists.width1, lists.LENGTH1)
+        n1 = n1 + length_of(lists.lengths[1], token, token >= 0, lists.widths[1], lists.LENGTH1)
     blocks = gl.maximum(blocks0 + (n1 + KEYS - 1) // KEYS, 1)
     return n0, n1, blocks0, blocks
 
@@ -170,10 +167,10 @@ def place_of(k, cta, ctas):
 def _rank_keys(lists, tokens, T):
     """Numbers that are the larger, the earlier a token is taken: by blocks, then by number."""
     there = tokens < T
-    n0 = length_of(lists.length0, tokens, there, lists.width0, lists.LENGTH0)
+    n0 = length_of(lists.lengths[0], tokens, there, lists.widths[0], lists.LENGTH0)
     blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
     if lists.TWO:
-        n1 = length_of(lists.length1, tokens, there, lists.width1, lists.LENGTH1)
+        n1 = length_of(lists.lengths[1], tokens, there, lists.widths[1], lists.LENGTH1)
         blocks = blocks + (n1 + KEYS - 1) // KEYS
     keys = gl.minimum(gl.maximum(blocks, 1), _MOST_BLOCKS) * _TOKENS + (_TOKENS - 1 - tokens)
     return gl.where(there, keys, -1).to(gl.int32)
@@ -373,10 +370,10 @@ def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE
     L: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
     tokens = gl.arange(0, SIZE, layout=L)
     there = tokens < T
-    n0 = length_of(lists.length0, tokens, there, lists.width0, lists.LENGTH0)
+    n0 = length_of(lists.lengths[0], tokens, there, lists.widths[0], lists.LENGTH0)
     blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
     if lists.TWO:
-        n1 = length_of(lists.length1, tokens, there, lists.width1, lists.LENGTH1)
+        n1 = length_of(lists.lengths[1], tokens, there, lists.widths[1], lists.LENGTH1)
         blocks = blocks + (n1 + KEYS - 1) // KEYS
     blocks = gl.maximum(blocks, 1)
     cost = gl.where(there, blocks + COST, 0)
@@ -400,7 +397,7 @@ def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE
     first = gl.where(count > 0, first, 0)
     return WorkRange(
         first, count, begin, end, T * HEAD_TILES, T * 0 + 1, HEAD_TILES, True, True, False, False,
-        False, lists.list0,
+        False, lists.slots[0],
     )  # fmt: skip
 
 
@@ -451,15 +448,45 @@ def work_range(
         )  # fmt: skip
 
 
+@aggregate
+class Split:
+    """A split: blocks first .. last - 1 of a work tile.
+
+    Attributes:
+        token: of the work tile.
+        tile: of heads.
+        n0: columns in use of the token's first list.
+        n1: of its second.
+        blocks0: blocks of the first list, which come first.
+        first: block.
+        last: block, exclusive.
+        whole: the split is its work tile and writes the result; else it stores a partial.
+        slot: of the partial.
+        number: of the split among all of the launch.
+    """
+
+    token: gl.tensor
+    tile: gl.tensor
+    n0: gl.tensor
+    n1: gl.tensor
+    blocks0: gl.tensor
+    first: gl.tensor
+    last: gl.tensor
+    whole: object
+    slot: gl.tensor
+    number: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, token, tile, n0, n1, blocks0, first, last, whole, slot, number):
+        self.token, self.tile = token, tile
+        self.n0, self.n1, self.blocks0 = n0, n1, blocks0
+        self.first, self.last, self.whole = first, last, field(whole)
+        self.slot, self.number = slot, number
+
+
 @gluon.jit
 def split_at(k, work, lists):
-    """Split k of the CTA: its token, tile of heads, columns, blocks, and where its partial goes.
-
-    Returns:
-        token, tile, n0, n1, blocks0, first, last, whole, slot, number: the split is blocks
-        first .. last - 1. ``whole``: of its work tile, whose result it writes. Otherwise it stores
-        its partial to ``slot``. ``number``: of the split among all of the launch.
-    """
+    """Split k of the CTA."""
     cta = gl.program_id(0)
     ctas = gl.num_programs(0)
     if work.TAIL:
@@ -500,7 +527,7 @@ def split_at(k, work, lists):
         first = slot - work_tile * work.splits
         # A split without blocks still takes one, whose columns are past the end of the lists.
         if work.BY_WIDTH:
-            wide0 = blocks0 * 0 + (lists.width0 + KEYS - 1) // KEYS
+            wide0 = blocks0 * 0 + (lists.widths[0] + KEYS - 1) // KEYS
             end = gl.where(n1 > 0, wide0 + (n1 + KEYS - 1) // KEYS, blocks0)
             blocks0 = wide0
             if work.ONE_BLOCK:
@@ -508,7 +535,7 @@ def split_at(k, work, lists):
             else:
                 wide = wide0
                 if lists.TWO:
-                    wide = wide + (lists.width1 + KEYS - 1) // KEYS
+                    wide = wide + (lists.widths[1] + KEYS - 1) // KEYS
                 each = (gl.maximum(wide, 1) + work.splits - 1) // work.splits
                 first = first * each
                 last = gl.maximum(gl.minimum(end, first + each), first + 1)
@@ -531,7 +558,8 @@ def split_at(k, work, lists):
         last = blocks
         whole = True
         number = slot
-    return token, work_tile % work.HEAD_TILES, n0, n1, blocks0, first, last, whole, slot, number
+    tile = work_tile % work.HEAD_TILES
+    return Split(token, tile, n0, n1, blocks0, first, last, whole, slot, number)
 
 
 @gluon.jit
@@ -544,13 +572,13 @@ def record_begin(spans_ptr, work):
 
 
 @gluon.jit
-def record_span(spans_ptr, work_tile, first, last, token, lists, work):
+def record_span(spans_ptr, work_tile, split, lists, work):
     """Tell the combine which CTAs have the first and the last split of a work tile."""
     if not work.PLANNED:
-        _, _, _, blocks = counts(lists, token)
-        if first == 0:
+        _, _, _, blocks = counts(lists, split.token)
+        if split.first == 0:
             gl.store(spans_ptr + work_tile * 2, gl.program_id(0))
-        if last == blocks:
+        if split.last == blocks:
             gl.store(spans_ptr + work_tile * 2 + 1, gl.program_id(0))
 
 
@@ -561,10 +589,10 @@ def plan_work_kernel(
     LENGTH0: gl.constexpr, LENGTH1: gl.constexpr, LONGEST_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Make a plan; grid: the CTAs of the decode kernel, or one for the order. See the file."""
+    lengths, widths = (length0_ptr, length1_ptr), (width0, width1)
     lists = Lists(
-        length0_ptr, length1_ptr, length0_ptr, length1_ptr, length0_ptr, length1_ptr,
-        width0, width1, width0, width1, width0, width1, TWO, LENGTH0, LENGTH1, 1, 1, 0, 0,
-    )  # fmt: skip
+        lengths, lengths, lengths, widths, widths, widths, TWO, LENGTH0, LENGTH1, 1, 1, 0, 0
+    )
     if LONGEST_FIRST:
         order_tokens(lists, plan_ptr, T, splits, ctas, HEAD_TILES, COST, SIZE, True)
     else:
