@@ -22,11 +22,16 @@ from anymla.formats.page_layout import (
     ROWS_BF16_128,
     ROWS_BF16_512,
     ROWS_FP32_512,
+    V41_COMPRESSED_NVFP4,
+    V41_COMPRESSED_NVFP4_SPLIT,
+    V41_MAIN_FP8,
+    V41_MAIN_FP8_SPLIT,
     get_layout,
 )
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 
 MAIN = (MAIN_FP8, MAIN_FP8_ROWS, MAIN_FP8_FNUZ, ROWS_BF16_512, ROWS_FP32_512)
+V41 = (V41_MAIN_FP8, V41_MAIN_FP8_SPLIT, V41_COMPRESSED_NVFP4, V41_COMPRESSED_NVFP4_SPLIT)
 INDEX = (INDEX_FP8, INDEX_FP8_FNUZ, INDEX_MXFP4, ROWS_BF16_128)
 
 
@@ -48,9 +53,9 @@ def test_golden_bytes_of_an_entry() -> None:
     row[0, 0], row[0, 1], row[0, 2], row[0, 448] = 448.0, -0.875, -0.0, 1.0
     data, scales = dump_layout(MAIN_FP8).encode(row)
     assert (data[0, :3].tolist(), scales[0, :2].tolist()) == ([0x7E, 0xB6, 0x80], [127, 105])
-    whole, none = dump_layout(MAIN_FP8_ROWS).encode(row)
-    assert none is None
-    assert torch.equal(whole, torch.cat((data, scales), 1))
+    cache = dump_layout(MAIN_FP8_ROWS).allocate(1, 1)
+    dump_layout(MAIN_FP8_ROWS).write(cache, torch.zeros(1, dtype=torch.int64), row)
+    assert torch.equal(cache[0], torch.cat((data, scales), 1))
     # Half of the value for the same code, so twice the scale; there is no -0.
     data, scales = dump_layout(MAIN_FP8_FNUZ).encode(row)
     assert (data[0, :3].tolist(), scales[0, :2].tolist()) == ([0x7E, 0xB6, 0], [128, 106])
@@ -109,6 +114,39 @@ def test_fp8_there_and_back_is_the_same_bytes() -> None:
         there, _ = convert_cache(cache, MAIN_FP8, other, rows=112)
         back, _ = convert_cache(there, other, MAIN_FP8, rows=112)
         assert torch.equal(rows_of(back, MAIN_FP8), rows_of(cache, MAIN_FP8))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (V41_MAIN_FP8, V41_MAIN_FP8_SPLIT),
+        (V41_MAIN_FP8_SPLIT, V41_MAIN_FP8),
+        (V41_COMPRESSED_NVFP4, V41_COMPRESSED_NVFP4_SPLIT),
+        (V41_COMPRESSED_NVFP4_SPLIT, V41_COMPRESSED_NVFP4),
+    ],
+)
+def test_arrangements_convert_into_each_other_byte_by_byte(source: str, target: str) -> None:
+    """Also where bytes are such as other quantisers write: nothing is coded again."""
+    cache = filled(source)
+    result, loss = convert_cache(cache, source, target, rows=100)
+    assert (loss.changed, loss.largest) == (0, 0.0)
+    before, after = dump_layout(source).planes(cache), dump_layout(target).planes(result)
+    for plane, copy in zip(before, after, strict=True):
+        assert torch.equal(plane.flatten(0, 1)[:100], copy.flatten(0, 1)[:100])
+
+
+@pytest.mark.parametrize("source", V41)
+def test_v41_rows_become_plain_rows_without_loss_and_fp8_ones_with_some(source: str) -> None:
+    cache = filled(source)
+    result, loss = convert_cache(cache, source, ROWS_BF16_512, rows=100)
+    assert loss.changed == 0
+    assert torch.equal(rows_of(result, ROWS_BF16_512)[:100], rows_of(cache, source)[:100])
+    # 16 channels a scale, and scales that are no powers of two, cannot all be kept.
+    other, loss = convert_cache(cache, source, MAIN_FP8, rows=100)
+    changed = (rows_of(other, MAIN_FP8) != rows_of(cache, source))[:100].sum()
+    assert loss.changed == changed
+    _, loss = convert_cache(result, ROWS_BF16_512, source, rows=100)
+    assert loss.changed == 0 or source in V41[2:]
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(INDEX, 2)))
@@ -222,6 +260,37 @@ def test_a_scale_larger_than_needed_is_a_note(layout_id: str) -> None:
     data, _ = dump_layout(layout_id).planes(cache)
     data[0, 7, 64:128] = 0x75  # 208, of at most 448
     assert problems(cache, layout_id, rows=32) == {"loose scale": (1, 7, True)}
+
+
+@pytest.mark.parametrize("layout_id", V41[2:])
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0x85, 0xFF])
+def test_nvfp4_scales_that_no_quantiser_writes(layout_id: str, byte: int) -> None:
+    cache = filled(layout_id, rows=32)
+    _, scales = dump_layout(layout_id).planes(cache)
+    scales[1, 4, 31] = byte
+    assert problems(cache, layout_id, rows=32)["scale"] == (1, 20, False)
+
+
+@pytest.mark.parametrize("layout_id", V41)
+def test_a_v41_scale_larger_than_needed_is_a_note(layout_id: str) -> None:
+    cache = filled(layout_id, rows=32)
+    data, scales = dump_layout(layout_id).planes(cache)
+    if layout_id in V41[2:]:
+        data[0, 7, 8:16], scales[0, 7, 1] = 0x66, 3  # 4 scales, of 6
+        data[0, 8, 8:16], scales[0, 8, 1] = 0x66, 2  # amax / 6 just above 1.5 steps is rounded to 2
+    else:
+        data[0, 7, 32:64] = 0x75
+    assert problems(cache, layout_id, rows=32) == {"loose scale": (1, 7, True)}
+
+
+@pytest.mark.parametrize(("stored", "read"), [(0, 1), (1, 0), (2, 3), (3, 2)])
+def test_a_page_of_the_other_arrangement_is_noticed(tmp_path, stored: int, read: int) -> None:
+    """Sizes are alike, so only what the bytes say can tell."""
+    cache = filled(V41[stored], rows=16)
+    path = tmp_path / "page.bin"
+    path.write_bytes(bytes(cache.untyped_storage()))
+    assert problems(read_page(path, V41[stored], 16), V41[stored], rows=16) == {}
+    assert "scale" in problems(read_page(path, V41[read], 16), V41[read], rows=16)
 
 
 @pytest.mark.parametrize("layout_id", [INDEX_FP8, INDEX_FP8_FNUZ, "v32_main_fp8"])

@@ -6,12 +6,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anymla.formats.cache_dump import CacheDumpError, load_cache, save_cache
-from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, V32_FP8, get_layout
+from anymla.formats.page_layout import (
+    INDEX_FP8,
+    INDEX_MXFP4,
+    MAIN_FP8,
+    V32_FP8,
+    V41_COMPRESSED_NVFP4,
+    V41_COMPRESSED_NVFP4_SPLIT,
+    V41_LAYOUTS,
+    V41_MAIN_FP8,
+    V41_MAIN_FP8_SPLIT,
+    get_layout,
+)
 from anymla.formats.state_layout import allocate_states, state_page_stride_bytes
 
 LAYOUTS = [
     MAIN_FP8,
     V32_FP8,
+    *V41_LAYOUTS,
     INDEX_FP8,
     INDEX_MXFP4,
     "rows_bf16_512",
@@ -133,8 +145,15 @@ def test_index_pages():
         (MAIN_FP8, 64, 37440),
         (MAIN_FP8, 2, 1728),
         (V32_FP8, 64, 41984),
+        (V41_MAIN_FP8, 32, 16896),
+        (V41_MAIN_FP8_SPLIT, 64, 33792),
+        (V41_MAIN_FP8, 128, 67584),
+        (V41_COMPRESSED_NVFP4, 64, 18432),
+        (V41_COMPRESSED_NVFP4_SPLIT, 128, 36864),
         (INDEX_FP8, 64, 8640),
         (INDEX_MXFP4, 64, 4608),
+        (INDEX_MXFP4, 128, 8704),
+        (INDEX_FP8, 128, 17280),
     ],
 )
 def test_page_strides(layout_id, entries, stride):

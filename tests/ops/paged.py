@@ -20,7 +20,13 @@ from anymla.ops.kv_cache.shapes import COMPRESSED_PAGE_SIZE, PAGE_SIZE
 CANARY = 0xA5
 MAIN_LAYOUTS = ("v4_main_fp8", "rows_bf16_512", "rows_fp32_512")
 INDEX_LAYOUTS = ("v4_index_fp8", "v4_index_mxfp4", "rows_bf16_128", "rows_fp32_128")
-LAYOUTS = MAIN_LAYOUTS + INDEX_LAYOUTS
+V41_LAYOUTS = (
+    "v41_main_fp8",
+    "v41_main_fp8_split",
+    "v41_compressed_nvfp4",
+    "v41_compressed_nvfp4_split",
+)
+LAYOUTS = MAIN_LAYOUTS + V41_LAYOUTS + INDEX_LAYOUTS
 PAGE_SIZES = (COMPRESSED_PAGE_SIZE, 4, 8, PAGE_SIZE, 256)
 BACKENDS = ("reference", "torch", "torch without looking at values")
 # Codes by integer bits, as on devices without FP8 instructions, and by the instructions.
@@ -118,28 +124,26 @@ class Cache:
         return self.tensor.shape[0] * self.tensor.shape[1]
 
     def entry_bytes(self, slot: int) -> Tensor:
-        """Bytes of one entry, found by hand from the layout's two planes."""
+        """Bytes of one entry, its values and then its scales, found by hand."""
+        return torch.cat([self.storage[start : start + n] for start, n in self._parts(slot)])
+
+    def _parts(self, slot: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Where an entry's values and its scales start, and how many bytes they are."""
         entries, layout = self.tensor.shape[1], self.layout
-        page = self.start + slot // entries * self.stride
-        data = page + slot % entries * layout.data_bytes
-        scales = page + entries * layout.data_bytes + slot % entries * layout.scale_bytes
-        return torch.cat(
-            (
-                self.storage[data : data + layout.data_bytes],
-                self.storage[scales : scales + layout.scale_bytes],
-            )
-        )
+        page, offset = self.start + slot // entries * self.stride, slot % entries
+        if layout.interleaved:
+            data = page + offset * (layout.data_bytes + layout.scale_bytes)
+            return (data, layout.data_bytes), (data + layout.data_bytes, layout.scale_bytes)
+        data = page + offset * layout.data_bytes
+        scales = page + entries * layout.data_bytes + offset * layout.scale_bytes
+        return (data, layout.data_bytes), (scales, layout.scale_bytes)
 
     def changed(self, before: Tensor) -> set[int]:
         """Slots whose bytes differ from an earlier copy of the storage; no other byte may."""
         differs = self.storage != before
-        entries, layout = self.tensor.shape[1], self.layout
         slots = set()
         for slot in range(self.slots):
-            page = self.start + slot // entries * self.stride
-            data = page + slot % entries * layout.data_bytes
-            scales = page + entries * layout.data_bytes + slot % entries * layout.scale_bytes
-            for begin, length in ((data, layout.data_bytes), (scales, layout.scale_bytes)):
+            for begin, length in self._parts(slot):
                 if differs[begin : begin + length].any():
                     slots.add(slot)
                     differs[begin : begin + length] = False

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anymla.formats.interchange import FnuzIndexLayout, FnuzMainLayout, WholeEntryLayout
+from anymla.formats.interchange import FnuzIndexLayout, FnuzMainLayout
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import (
     InlineFp8Layout,
     PlainRowsLayout,
     RowFp8Layout,
     RowMxfp4Layout,
+    RowNvfp4Layout,
     SplitFp8Layout,
 )
 
@@ -22,6 +23,9 @@ from anymla.formats.records import (
 _LOWEST, _HIGHEST = 105, 247
 # The largest code of a block whose scale is as small as it can be is above half of 448.
 _HALF_OF_LARGEST = 0x76
+# An e4m3 scale lies so near amax / 6 that the largest e2m1 code is always in use; below three
+# times its smallest value it may lie further away.
+_E2M1_LARGEST, _NVFP4_FITTED = 7, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +80,7 @@ def _scales(cache: Tensor, layout: PageLayout, rows: int) -> Iterator[Problem]:
     data, plane = (_rows_of(each, rows) for each in layout.planes(cache))
     if data is None or isinstance(layout, PlainRowsLayout):
         return
-    if isinstance(layout, WholeEntryLayout):
-        data, plane = data[:, : layout.base.data_bytes], data[:, layout.base.data_bytes :]
-    if isinstance(layout, SplitFp8Layout | WholeEntryLayout | FnuzMainLayout):
+    if isinstance(layout, SplitFp8Layout | FnuzMainLayout):
         base = layout if isinstance(layout, SplitFp8Layout) else layout.base
         assert plane is not None
         blocks = base.nope // base.block
@@ -104,6 +106,22 @@ def _scales(cache: Tensor, layout: PageLayout, rows: int) -> Iterator[Problem]:
     elif isinstance(layout, RowMxfp4Layout):
         assert plane is not None
         yield from _problem((plane == 255).any(1), "scale", "rows with a scale byte of NaN")
+    elif isinstance(layout, RowNvfp4Layout):
+        assert plane is not None
+        # Of e4m3's bytes those of positive numbers: no zero, no NaN, no sign.
+        yield from _problem(
+            ((plane < 1) | (plane > 0x7E)).any(1),
+            "scale",
+            "rows with a scale byte outside 1..126, which the quantiser cannot write",
+        )
+        largest = torch.maximum(data & 7, (data >> 4) & 7).unflatten(1, (plane.shape[1], -1))
+        loose = (largest.amax(2) < _E2M1_LARGEST) & (plane >= _NVFP4_FITTED)
+        yield from _problem(
+            loose.any(1),
+            "loose scale",
+            "rows with a scale larger than their values need: written by another quantiser",
+            harmless=True,
+        )
     elif isinstance(layout, RowFp8Layout | FnuzIndexLayout | InlineFp8Layout):
         held = plane
         if isinstance(layout, InlineFp8Layout):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anymla.formats.files import naming
 from anymla.formats.interchange import dump_layout
-from anymla.formats.pages import pages_of
+from anymla.formats.pages import PageLayout, pages_of
 from anymla.formats.untrusted import Refused, parse_object, read_bytes
 
 _VERSION = "1"
@@ -47,10 +47,10 @@ def save_cache(
     # The last page of a strided view may end before its padding does; never read past it.
     used = entries * layout.entry_bytes
     flat = torch.zeros(pages, max(stride, used), dtype=torch.uint8)
-    data, scales = layout.planes(cache)
-    flat[:, : entries * layout.data_bytes] = data.flatten(1).cpu()
-    if scales is not None:
-        flat[:, entries * layout.data_bytes : used] = scales.flatten(1).cpu()
+    copy = _as_cache(flat, layout, entries)
+    for empty, plane in zip(layout.planes(copy), layout.planes(cache), strict=True):
+        if empty is not None and plane is not None:
+            empty.copy_(plane)
     header = {
         "format": "anymla-cache",
         "version": _VERSION,
@@ -138,14 +138,11 @@ def load_cache(path: str | Path) -> tuple[Tensor, str, dict[str, Any]]:
             f"{path}: pages of {flat.shape[1]} bytes cannot hold {entries} entries "
             f"of layout {layout.layout_id}"
         )
-    itemsize = layout.dtype.itemsize
-    cache = (
-        flat.clone()
-        .flatten()
-        .view(layout.dtype)
-        .as_strided(
-            (flat.shape[0], entries, layout.row_elements),
-            (flat.shape[1] // itemsize, layout.row_elements, 1),
-        )
-    )
-    return cache, header["layout_id"], meta
+    return _as_cache(flat.clone(), layout, entries), header["layout_id"], meta
+
+
+def _as_cache(flat: Tensor, layout: PageLayout, entries: int) -> Tensor:
+    """View pages uint8 [P, stride] as a cache [P, B, row_elements]."""
+    size = (flat.shape[0], entries, layout.row_elements)
+    strides = (flat.shape[1] // layout.dtype.itemsize, layout.row_elements, 1)
+    return flat.flatten().view(layout.dtype).as_strided(size, strides)

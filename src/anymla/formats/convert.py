@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.interchange import dump_layout
+from anymla.formats.pages import PageLayout
 
 _ROWS = 4096  # at a time
 
@@ -29,6 +30,9 @@ class Loss:
 
 def convert_cache(cache: Tensor, source_id: str, target_id: str, rows: int) -> tuple[Tensor, Loss]:
     """Decode the first ``rows`` slots and encode them in another layout; page by page.
+
+    Where the layouts differ in nothing but their arrangement, entries are copied as they are:
+    another quantiser's bytes, once decoded, would not all be coded alike.
 
     Args:
         cache: [P, B, row_elements] in ``source_id``.
@@ -52,6 +56,13 @@ def convert_cache(cache: Tensor, source_id: str, target_id: str, rows: int) -> t
     if not 0 <= rows <= pages * entries:
         raise ValueError(f"rows must be within 0..{pages * entries}, got {rows}")
     result = target.allocate(pages, entries)
+    if _rearranged(source, target) == target:
+        given_planes, kept_planes = source.planes(cache), target.planes(result)
+        for given_plane, kept_plane in zip(given_planes, kept_planes, strict=True):
+            if given_plane is not None and kept_plane is not None:
+                page, offset = torch.arange(rows) // entries, torch.arange(rows) % entries
+                kept_plane[page, offset] = given_plane[page, offset]
+        return result, Loss(rows * source.channels, 0, 0.0)
     changed, largest = 0, 0.0
     for slots in torch.arange(rows).split(_ROWS):
         given = source.read(cache, slots, torch.float64)
@@ -64,3 +75,13 @@ def convert_cache(cache: Tensor, source_id: str, target_id: str, rows: int) -> t
         finite = difference[difference.isfinite()]
         largest = max(largest, float(finite.max()) if finite.numel() else 0.0)
     return result, Loss(rows * source.channels, changed, largest)
+
+
+def _rearranged(source: PageLayout, target: PageLayout) -> PageLayout:
+    """The source's record in pages like the target's."""
+    return dataclasses.replace(
+        source,
+        layout_id=target.layout_id,
+        alignment=target.alignment,
+        interleaved=target.interleaved,
+    )

@@ -21,26 +21,6 @@ _NEGATIVE_ZERO, _FNUZ_NAN = 0x80, 0x80
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeEntryLayout(PageLayout):
-    """Entries one after the other, each with its scales behind its values.
-
-    Attributes:
-        base: what an entry's two parts mean.
-    """
-
-    base: SplitFp8Layout
-
-    def encode(self, rows: Tensor) -> tuple[Tensor, None]:
-        """Code rows [n, channels]; both parts side by side."""
-        return torch.cat(self.base.encode(rows), 1), None
-
-    def decode(self, data: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Decode entries [n, data_bytes] to [n, channels]."""
-        cut = self.base.data_bytes
-        return self.base.decode(data[:, :cut], data[:, cut:].contiguous(), dtype)
-
-
-@dataclasses.dataclass(frozen=True)
 class FnuzMainLayout(PageLayout):
     """The main record with AMD's e4m3fnuz codes, as gfx942 multiplies them.
 
@@ -104,10 +84,8 @@ def _others() -> dict[str, PageLayout]:
         names = [field.name for field in dataclasses.fields(PageLayout)]
         return {name: getattr(base, name) for name in names} | {"layout_id": layout_id}
 
-    whole = facts(main, MAIN_FP8_ROWS)
-    whole |= {"data_bytes": main.entry_bytes, "scale_bytes": 0, "alignment": 16}
     layouts = (
-        WholeEntryLayout(**whole, base=main),  # type: ignore[arg-type]
+        dataclasses.replace(main, layout_id=MAIN_FP8_ROWS, alignment=16, interleaved=True),
         FnuzMainLayout(**facts(main, MAIN_FP8_FNUZ), base=main),  # type: ignore[arg-type]
         FnuzIndexLayout(**facts(index, INDEX_FP8_FNUZ), base=index),  # type: ignore[arg-type]
     )

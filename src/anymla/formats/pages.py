@@ -1,12 +1,13 @@
 """Byte layouts of cache pages: where an entry's values and scales lie, and how they are coded.
 
-A page with B entries holds two planes: first B entries of values, then B entries of scales (none
-where scales lie beside their values, or do not exist); then padding up to the page stride. Readers
-and writers take the page stride from the tensor, never from the layout, because engines pad pages
-further and share them between layers.
+An entry has values, and scales unless these lie among its values or do not exist. There are two
+arrangements. A split page with B entries holds two planes: first B entries of values, then B
+entries of scales. An interleaved page holds one entry after the other, each with its scales behind
+its values. Padding follows up to the page stride. Readers and writers take the page stride from the
+tensor, never from the layout, because engines pad pages further and share them between layers.
 
 The exposed tensor is [P, B, row_elements] (or [P, B, 1, row_elements]) with strides
-(page stride, row_elements, 1). ``cache[p, t]`` is *not* entry t of a page with two planes.
+(page stride, row_elements, 1). ``cache[p, t]`` is *not* entry t of a split page with scales.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class PageLayout(ABC):
         dtype: dtype of the exposed tensor.
         row_elements: last dim of the exposed tensor, in elements of ``dtype``.
         channels: width of a decoded row.
-        data_bytes: bytes of an entry in the plane of values.
-        scale_bytes: bytes of an entry in the plane of scales; 0 if there is none.
+        data_bytes: bytes of an entry's values.
+        scale_bytes: bytes of an entry's scales; 0 if they lie among the values, or do not exist.
         alignment: page strides are rounded up to a multiple of this many bytes.
+        interleaved: an entry's scales lie behind its values, and not in a plane of their own.
     """
 
     layout_id: str
@@ -39,6 +41,7 @@ class PageLayout(ABC):
     data_bytes: int
     scale_bytes: int
     alignment: int
+    interleaved: bool = dataclasses.field(default=False, kw_only=True)
 
     @abstractmethod
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -50,7 +53,7 @@ class PageLayout(ABC):
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes an entry takes in both planes together."""
+        """Bytes an entry takes, its scales included."""
         return self.data_bytes + self.scale_bytes
 
     def page_stride_bytes(self, entries: int) -> int:
@@ -112,27 +115,27 @@ class PageLayout(ABC):
             )
 
     def planes(self, cache: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Views of a cache's two planes.
+        """Views of a cache's values and of its scales.
 
         Returns:
             values uint8 [P, B, data_bytes] and scales uint8 [P, B, scale_bytes] (None if the
-            layout has none), both with the cache's own page stride.
+            layout has none), both with the cache's own page stride. Neighbouring entries are
+            contiguous in a split page, and ``entry_bytes`` apart in an interleaved one.
         """
         pages, entries = cache.shape[:2]
         page_stride = cache.stride(0) * self.dtype.itemsize
-        start = cache.storage_offset() * self.dtype.itemsize
+        start = int(cache.storage_offset()) * self.dtype.itemsize
         whole = cache.view(torch.uint8)
-        data = whole.as_strided(
-            (pages, entries, self.data_bytes), (page_stride, self.data_bytes, 1), start
-        )
+
+        def plane(width: int, offset: int) -> Tensor:
+            apart = self.entry_bytes if self.interleaved else width
+            return whole.as_strided((pages, entries, width), (page_stride, apart, 1), offset)
+
+        data = plane(self.data_bytes, start)
         if not self.scale_bytes:
             return data, None
-        scales = whole.as_strided(
-            (pages, entries, self.scale_bytes),
-            (page_stride, self.scale_bytes, 1),
-            start + entries * self.data_bytes,
-        )
-        return data, scales
+        behind = self.data_bytes if self.interleaved else entries * self.data_bytes
+        return data, plane(self.scale_bytes, start + behind)
 
     def write(self, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
         """Encode rows and store them; slots outside the cache are skipped.

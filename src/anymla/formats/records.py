@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from anymla.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4_rows
 from anymla.formats.pages import PageLayout
 from anymla.formats.ue8m0 import (
     LARGEST_CODE_EXPONENT,
@@ -27,10 +28,11 @@ def _scaled(blocks: Tensor, exponent: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class SplitFp8Layout(PageLayout):
-    """The record of DeepSeek-V4's KV cache: e4m3 "nope" channels, then bfloat16 rope channels.
+    """Records of DeepSeek-V4's KV cache: e4m3 "nope" channels, then bfloat16 rope channels.
 
-    Blocks of ``block`` nope channels share a power-of-two scale byte; the scale plane pads an
-    entry's bytes to ``scale_bytes`` with zeros. Rows are rounded to bfloat16 first.
+    Blocks of ``block`` nope channels share a power-of-two scale byte; an entry's scale bytes are
+    padded to ``scale_bytes`` with zeros. Rows are rounded to bfloat16 first. In V4.1's record every
+    channel is a code, the rotated ones too, so ``nope`` is all of them and nothing is padded.
     """
 
     nope: int
@@ -38,11 +40,11 @@ class SplitFp8Layout(PageLayout):
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Code rows [n, channels]; see the class."""
-        rows = rows.bfloat16()
+        rows = rows.bfloat16().contiguous()
         blocks = rows[:, : self.nope].float().unflatten(1, (-1, self.block))
         exponent = scale_exponent(blocks.abs().amax(-1), E4M3_MAX, KV_AMAX_FLOOR)
         codes = encode_e4m3(_scaled(blocks, exponent.unsqueeze(-1))).flatten(1)
-        rope = rows[:, self.nope :].contiguous().view(torch.uint8)
+        rope = rows[:, self.nope :].view(torch.uint8)
         scales = torch.zeros(len(rows), self.scale_bytes, dtype=torch.uint8, device=rows.device)
         scales[:, : exponent.shape[1]] = encode_ue8m0(exponent)
         return torch.cat((codes, rope), 1), scales
@@ -54,7 +56,7 @@ class SplitFp8Layout(PageLayout):
         values = decode_e4m3(data[:, : self.nope]).unflatten(1, (-1, self.block))
         # The product is exact in float32 unless it leaves the normal range.
         nope = (values.double() * scale.double().unsqueeze(-1)).flatten(1).to(dtype)
-        rope = data[:, self.nope :].contiguous().view(torch.bfloat16).to(dtype)
+        rope = data.contiguous()[:, self.nope :].view(torch.bfloat16).to(dtype)
         return torch.cat((nope, rope), 1)
 
 
@@ -129,6 +131,23 @@ class RowMxfp4Layout(PageLayout):
         """Decode values and scales to [n, channels]."""
         assert scales is not None
         return dequantize_mxfp4(data, scales, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowNvfp4Layout(PageLayout):
+    """The record of DeepSeek-V4.1's compressed cache: packed e2m1 values, an e4m3 scale for 16.
+
+    There is no scale beyond those of the blocks, and every value decodes exactly in bfloat16.
+    """
+
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Code rows [n, channels], rounded to bfloat16 first."""
+        return quantize_nvfp4_rows(rows.bfloat16())
+
+    def decode(self, data: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Decode values and scales to [n, channels]; a scale may have any byte."""
+        assert scales is not None
+        return dequantize_nvfp4(data, scales, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)

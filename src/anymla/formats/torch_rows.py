@@ -16,12 +16,14 @@ from torch import Tensor
 from anymla.formats.e2m1 import E2M1_MAX, decode_e2m1, unpack_nibbles
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3
 from anymla.formats.mxfp4 import MXFP4_AMAX_FLOOR, MXFP4_BLOCK
+from anymla.formats.nvfp4 import NVFP4_AMAX_FLOOR, NVFP4_BLOCK
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import (
     KV_AMAX_FLOOR,
     PlainRowsLayout,
     RowFp8Layout,
     RowMxfp4Layout,
+    RowNvfp4Layout,
     SplitFp8Layout,
 )
 from anymla.formats.ue8m0 import LARGEST_CODE_EXPONENT, decode_ue8m0
@@ -53,6 +55,9 @@ def encode_rows(
     elif isinstance(layout, RowMxfp4Layout):
         assert scales is not None
         _encode_row_mxfp4(rows, data, scales)
+    elif isinstance(layout, RowNvfp4Layout):
+        assert scales is not None
+        _encode_row_nvfp4(rows, data, scales)
     else:
         coded, coded_scales = layout.encode(rows)
         data.copy_(coded)
@@ -73,8 +78,8 @@ def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Te
         out.copy_(layout.decode(data, None, out.dtype))
     elif isinstance(layout, SplitFp8Layout):
         blocks = layout.nope // layout.block
-        values = _look_up(_e4m3_pairs, data[:, : layout.nope].contiguous(), precision)
-        scale = _look_up(_ue8m0_values, scales[:, :blocks].contiguous(), precision)
+        values = _look_up(_e4m3_pairs, data[:, : layout.nope], precision)
+        scale = _look_up(_ue8m0_values, scales[:, :blocks], precision)
         nope = out[:, : layout.nope].unflatten(1, (blocks, layout.block))
         torch.mul(values.view(nope.shape), scale.unsqueeze(-1), out=nope)
         out[:, layout.nope :] = data[:, layout.nope :].view(torch.bfloat16)
@@ -82,22 +87,28 @@ def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Te
         wide = torch.promote_types(out.dtype, torch.float32)
         out.copy_(_look_up(_e4m3_pairs, data, wide) * scales.view(torch.float32))
     elif isinstance(layout, RowMxfp4Layout):
-        values = _look_up(_e2m1_pairs, data, precision).unflatten(1, (-1, MXFP4_BLOCK))
-        scale = _look_up(_ue8m0_values, scales, precision).unsqueeze(-1)
-        torch.mul(values, scale, out=out.unflatten(1, (-1, MXFP4_BLOCK)))
+        _decode_e2m1(data, _look_up(_ue8m0_values, scales, precision), MXFP4_BLOCK, out)
+    elif isinstance(layout, RowNvfp4Layout):
+        _decode_e2m1(data, _look_up(_e4m3_values, scales, precision), NVFP4_BLOCK, out)
     else:
         out.copy_(layout.decode(data, scales, out.dtype))
+
+
+def _decode_e2m1(data: Tensor, scale: Tensor, block: int, out: Tensor) -> None:
+    """Packed codes [n, channels / 2] times scales [n, channels / block] of the precision to use."""
+    values = _look_up(_e2m1_pairs, data, scale.dtype).unflatten(1, (-1, block))
+    torch.mul(values, scale.unsqueeze(-1), out=out.unflatten(1, (-1, block)))
 
 
 def _encode_split_fp8(
     layout: SplitFp8Layout, rows: Tensor, data: Tensor, scales: Tensor, on_host: bool
 ) -> None:
-    rows = rows.bfloat16()
+    rows = rows.bfloat16().contiguous()
     blocks = rows[:, : layout.nope].float().unflatten(1, (-1, layout.block))
     bits = scale_bits(blocks, E4M3_MAX, KV_AMAX_FLOOR)
     codes = _e4m3_of(blocks, bits.unsqueeze(-1), on_host).flatten(1)
     data[:, : layout.nope].view(torch.float8_e4m3fn).copy_(codes)
-    data[:, layout.nope :].copy_(rows[:, layout.nope :].contiguous().view(torch.uint8))
+    data[:, layout.nope :].copy_(rows[:, layout.nope :].view(torch.uint8))
     used = bits.shape[1]
     scales[:, :used].copy_(bits.bitwise_right_shift_(_MANTISSA_BITS))
     scales[:, used:].zero_()
@@ -113,12 +124,26 @@ def _encode_row_fp8(rows: Tensor, data: Tensor, scales: Tensor, on_host: bool) -
 def _encode_row_mxfp4(rows: Tensor, data: Tensor, scales: Tensor) -> None:
     blocks = rows.bfloat16().float().unflatten(1, (-1, MXFP4_BLOCK))
     bits = scale_bits(blocks, E2M1_MAX, MXFP4_AMAX_FLOOR)
-    blocks = _divided(blocks, bits.unsqueeze(-1))
-    codes = torch.bucketize(blocks.abs().contiguous(), _e2m1_bounds(rows.device), out_int32=True)
+    _pack_e2m1(_divided(blocks, bits.unsqueeze(-1)), data)
+    scales.copy_(bits.bitwise_right_shift_(_MANTISSA_BITS).clamp_(max=254))
+
+
+def _encode_row_nvfp4(rows: Tensor, data: Tensor, scales: Tensor) -> None:
+    blocks = rows.bfloat16().float().unflatten(1, (-1, NVFP4_BLOCK))
+    amax = blocks.abs().amax(-1)
+    coded = (amax.clamp(NVFP4_AMAX_FLOOR, E2M1_MAX * E4M3_MAX) / E2M1_MAX).to(torch.float8_e4m3fn)
+    finite = amax.isfinite()
+    step = coded.float().masked_fill_(~finite, E4M3_MAX)
+    scales.copy_(coded.view(torch.uint8).masked_fill_(~finite, 0x7F))
+    _pack_e2m1(blocks.div_(step.unsqueeze(-1)), data)
+
+
+def _pack_e2m1(blocks: Tensor, data: Tensor) -> None:
+    """Code values [n, blocks, block] that were divided by their scales into [n, bytes]."""
+    codes = torch.bucketize(blocks.abs().contiguous(), _e2m1_bounds(blocks.device), out_int32=True)
     negative = blocks.signbit() & (blocks == blocks)
     codes = (codes | (negative.int() << 3)).flatten(1)
     data.copy_(codes[:, 0::2] | (codes[:, 1::2] << 4))
-    scales.copy_(bits.bitwise_right_shift_(_MANTISSA_BITS).clamp_(max=254))
 
 
 # As tensors: torch would otherwise convert the numbers at every call. A scalar on the CPU combines
@@ -167,9 +192,9 @@ def _e4m3_of(blocks: Tensor, bits: Tensor, on_host: bool) -> Tensor:
 
 
 def _look_up(table: Table, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode contiguous uint8 codes [n, m] through a table; [n, values]."""
+    """Decode uint8 codes [n, m] through a table; [n, values]."""
     values, code_dtype = table(dtype, codes.device)
-    index = codes.view(code_dtype).flatten().int()
+    index = codes.contiguous().view(code_dtype).flatten().int()
     return values.index_select(0, index).view(dtype).view(codes.shape[0], -1)
 
 
@@ -192,6 +217,12 @@ def _e2m1_pairs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torch
 def _ue8m0_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torch.dtype]:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     return decode_ue8m0(codes, dtype).to(device), torch.uint8
+
+
+@functools.cache
+def _e4m3_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torch.dtype]:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    return decode_e4m3(codes, dtype).to(device), torch.uint8
 
 
 @functools.cache
@@ -225,8 +256,8 @@ def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Te
         row: floating point.
 
     Returns:
-        False, with nothing written, for a layout or values that are not covered here: MXFP4, and
-        blocks with an infinity or a NaN.
+        False, with nothing written, for a layout or values that are not covered here: those of
+        e2m1, and blocks with an infinity or a NaN.
     """
     if isinstance(layout, PlainRowsLayout):
         cache[page, offset].copy_(row)
@@ -244,11 +275,15 @@ def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Te
     wide = (quantised.astype(np.uint32) << _HALF).view(np.float32).reshape(-1, width)
     wide *= inverses[peaks, None]
 
-    start = offset * layout.data_bytes
+    apart = layout.entry_bytes if layout.interleaved else layout.data_bytes
+    start = offset * apart
     stored: Bytes = cache.numpy()[page].reshape(-1)
     values = stored[start : start + layout.data_bytes]
     values[: quantised.size] = codes.take(wide.view(np.uint32).reshape(-1) >> _HALF)
-    start = cache.shape[1] * layout.data_bytes + offset * layout.scale_bytes
+    if layout.interleaved:
+        start += layout.data_bytes
+    else:
+        start = cache.shape[1] * layout.data_bytes + offset * layout.scale_bytes
     exponents = stored[start : start + layout.scale_bytes]
     if split:
         values[quantised.size :] = bits[quantised.size :].view(np.uint8)

@@ -76,12 +76,10 @@ def read_rows(k_cache: Tensor, slots: Tensor, layout: str, out: Tensor) -> None:
         return
     inside = slots_inside(slots, pages * entries)
     known = slots.long() if inside is None else torch.where(inside, slots, 0).long()
-    data_plane, scale_plane = row_layout.planes(cache)
     step = _BLOCK_ROWS if _host.on_host(slots) else count
     for start in range(0, count, step):
         part = slice(start, start + step)
-        scales = None if scale_plane is None else gather_entries(scale_plane, known[part])
-        decode_rows(row_layout, gather_entries(data_plane, known[part]), scales, out[part])
+        decode_rows(row_layout, *read_entries(cache, known[part], row_layout), out[part])
     if inside is not None:
         out.masked_fill_(~inside.unsqueeze(1), 0)
 
@@ -104,15 +102,42 @@ def write_rows(k_cache: Tensor, slots: Tensor, rows: Tensor, layout: str) -> Non
     count = slots.shape[0]
     if not count:
         return
-    data = torch.empty((count, row_layout.data_bytes), dtype=torch.uint8, device=cache.device)
-    scales = None
-    data_plane, scale_plane = row_layout.planes(cache)
-    if scale_plane is not None:
-        scales = data.new_empty((count, row_layout.scale_bytes))
+    planes = _dense_planes(row_layout, cache)
+    coded = [cache.new_empty((count, each.shape[2]), dtype=torch.uint8) for each in planes]
+    data, scales = _values_and_scales(row_layout, coded)
     encode_rows(row_layout, rows, data, scales, on_host=_host.on_host(slots))
-    scatter_entries(data_plane, slots, data, unless=nothing)
-    if scale_plane is not None and scales is not None:
-        scatter_entries(scale_plane, slots, scales, unless=nothing)
+    for plane, entries in zip(planes, coded, strict=True):
+        scatter_entries(plane, slots, entries, unless=nothing)
+
+
+def read_entries(cache: Tensor, slots: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor | None]:
+    """Copy the bytes of entries.
+
+    Args:
+        cache: [P, B, row].
+        slots: [n] int64, all inside.
+        layout: of the cache.
+
+    Returns:
+        values uint8 [n, data_bytes] and scales uint8 [n, scale_bytes], None if there are none;
+        views of one tensor if entries are interleaved.
+    """
+    planes = _dense_planes(layout, cache)
+    return _values_and_scales(layout, [gather_entries(plane, slots) for plane in planes])
+
+
+def _dense_planes(layout: PageLayout, cache: Tensor) -> list[Tensor]:
+    """Views [P, B, n] of a cache in which the entries of a page are contiguous."""
+    if layout.interleaved:
+        return [cache]
+    return [plane for plane in layout.planes(cache) if plane is not None]
+
+
+def _values_and_scales(layout: PageLayout, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Entries out of ``_dense_planes`` as values and scales."""
+    if layout.interleaved:
+        return parts[0][:, : layout.data_bytes], parts[0][:, layout.data_bytes :]
+    return parts[0], parts[1] if len(parts) > 1 else None
 
 
 def _write_one(layout: PageLayout, cache: Tensor, slot: int, row: Tensor) -> None:
@@ -129,7 +154,7 @@ def _write_one(layout: PageLayout, cache: Tensor, slot: int, row: Tensor) -> Non
         else plane.as_strided(
             (1, plane.shape[2]),
             (plane.shape[2], 1),
-            plane.storage_offset() + page * plane.stride(0) + offset * plane.shape[2],
+            plane.storage_offset() + page * plane.stride(0) + offset * plane.stride(1),
         )
         for plane in layout.planes(cache)
     )

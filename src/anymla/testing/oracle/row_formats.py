@@ -24,14 +24,15 @@ class RowFormat:
 
     Attributes:
         channels: width of a decoded row.
-        data_bytes: bytes of an entry in the page's first plane.
-        scale_bytes: bytes of an entry in the page's second plane, 0 if there is none.
+        data_bytes: bytes of an entry's values.
+        scale_bytes: bytes of an entry's scales, 0 if they lie among the values.
         coded: leading channels stored as scaled codes; the others are plain.
         block: coded channels that share a scale.
         codes: "e4m3" or "e2m1".
-        scale: "ue8m0" or "fp32".
+        scale: "ue8m0" or "fp32", powers of two rounded up; or "e4m3", the nearest.
         plain: "bf16" or "fp32".
         inline: scales lie between codes and plain channels, not in a plane of their own.
+        interleaved: an entry's scales lie behind its values; otherwise a page has all values first.
     """
 
     channels: int
@@ -43,6 +44,7 @@ class RowFormat:
     scale: str = "ue8m0"
     plain: str = "bf16"
     inline: bool = False
+    interleaved: bool = False
 
     def decode(self, data: Tensor, scales: Tensor) -> Tensor:
         """Decode uint8 [n, data_bytes] and [n, scale_bytes] to float64 [n, channels]."""
@@ -59,7 +61,7 @@ class RowFormat:
         parts = []
         if self.coded:
             blocks = self._blocks(rounding.to_bfloat16(rows))
-            scale = torch.exp2(self._exponent(self._amax(blocks)).double()).unsqueeze(-1)
+            scale = self._scale_of(self._amax(blocks)).unsqueeze(-1)
             parts.append((rounding.round_to(blocks / scale, self._values) * scale).flatten(1))
         if self.coded < self.channels:
             parts.append(self._round_plain(rows[:, self.coded :]))
@@ -87,8 +89,8 @@ class RowFormat:
             smallest = torch.where((low_blocks <= 0) & (high_blocks >= 0), 0.0, smallest)
             largest = torch.maximum(low_blocks.abs(), high_blocks.abs())
             scale = self._scale_values(data, scales)
-            good = scale >= torch.exp2(self._exponent(self._amax(smallest)).double())
-            good &= scale <= torch.exp2(self._exponent(self._amax(largest)).double())
+            good = scale >= self._scale_of(self._amax(smallest))
+            good &= scale <= self._scale_of(self._amax(largest))
             scale = scale.unsqueeze(-1)
             stored = self._code_values(data)
             between = stored >= rounding.round_to(low_blocks / scale, self._values)
@@ -108,12 +110,15 @@ class RowFormat:
         return rows[:, : self.coded].unflatten(1, (-1, self.block))
 
     def _amax(self, blocks: Tensor) -> Tensor:
-        floor = 1e-4 if self.codes == "e4m3" else E2M1_MAX * 2.0**-126
+        smallest = 2.0**-9 if self.scale == "e4m3" else 2.0**-126
+        floor = 1e-4 if self.codes == "e4m3" else E2M1_MAX * smallest
         return blocks.abs().amax(-1).clamp(min=floor)
 
-    def _exponent(self, amax: Tensor) -> Tensor:
+    def _scale_of(self, amax: Tensor) -> Tensor:
         largest = E4M3_MAX if self.codes == "e4m3" else E2M1_MAX
-        return rounding.scale_exponent(amax, largest).clamp(-127, 127)
+        if self.scale == "e4m3":
+            return rounding.round_to(amax / largest, rounding.e4m3_values())
+        return torch.exp2(rounding.scale_exponent(amax, largest).clamp(-127, 127).double())
 
     def _code_values(self, data: Tensor) -> Tensor:
         if self.codes == "e4m3":
@@ -127,6 +132,8 @@ class RowFormat:
             scales = data[:, self.coded : self._plain_start]
         if self.scale == "fp32":
             return scales.contiguous().view(torch.float32).double()
+        if self.scale == "e4m3":
+            return rounding.decode_e4m3(scales)
         return rounding.decode_ue8m0(scales[:, : self.coded // self.block])
 
     def _plain_values(self, data: Tensor) -> Tensor:
@@ -150,11 +157,18 @@ def _plain(channels: int, kind: str) -> RowFormat:
     return RowFormat(channels, channels * (2 if kind == "bf16" else 4), 0, plain=kind)
 
 
+_V41_MAIN = RowFormat(512, 512, 16, coded=512, block=32)
+_V41_COMPRESSED = RowFormat(512, 256, 32, coded=512, block=16, codes="e2m1", scale="e4m3")
+
 ROW_FORMATS = {
     "v4_main_fp8": RowFormat(512, 448 + 128, 8, coded=448, block=64),
     "v32_main_fp8": RowFormat(
         576, 512 + 16 + 128, 0, coded=512, block=128, scale="fp32", inline=True
     ),
+    "v41_main_fp8": dataclasses.replace(_V41_MAIN, interleaved=True),
+    "v41_main_fp8_split": _V41_MAIN,
+    "v41_compressed_nvfp4": dataclasses.replace(_V41_COMPRESSED, interleaved=True),
+    "v41_compressed_nvfp4_split": _V41_COMPRESSED,
     "v4_index_fp8": RowFormat(128, 128, 4, coded=128, block=128, scale="fp32"),
     "v4_index_mxfp4": RowFormat(128, 64, 4, coded=128, block=32, codes="e2m1"),
     "rows_bf16_512": _plain(512, "bf16"),
@@ -181,9 +195,13 @@ def read_entries(cache: Tensor, slots: Tensor, layout_id: str) -> tuple[Tensor, 
     memory = torch.tensor([], dtype=torch.uint8, device=cache.device).set_(storage)
     page, offset = slots.long() // entries, slots.long() % entries
     start = (page * cache.stride(0) + int(cache.storage_offset())) * item
-    values = _entries(memory, start, offset, row_format.data_bytes)
-    scale_start = start + entries * row_format.data_bytes
-    return values.cpu(), _entries(memory, scale_start, offset, row_format.scale_bytes).cpu()
+    data_bytes, scale_bytes = row_format.data_bytes, row_format.scale_bytes
+    if row_format.interleaved:
+        whole = _entries(memory, start, offset, data_bytes + scale_bytes).cpu()
+        return whole[:, :data_bytes], whole[:, data_bytes:]
+    values = _entries(memory, start, offset, data_bytes)
+    scale_start = start + entries * data_bytes
+    return values.cpu(), _entries(memory, scale_start, offset, scale_bytes).cpu()
 
 
 def _entries(memory: Tensor, start: Tensor, offset: Tensor, size: int) -> Tensor:
