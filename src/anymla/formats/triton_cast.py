@@ -119,8 +119,32 @@ def fp32_to_e2m1(x):
 
 
 @triton.jit
+def fp32_to_scaled_e2m1(x, step):
+    """Encode float32 x / step to uint8 e2m1 codes 0..15 without dividing; steps are e4m3 values.
+
+    Products of these and of the midpoints between codes are exact, so ties are where they should
+    be, which the quotients of an approximate division are not.
+    """
+    a = tl.abs(x)
+    code = (a > 0.25 * step).to(tl.uint8) + (a >= 0.75 * step).to(tl.uint8)
+    code += (a > 1.25 * step).to(tl.uint8) + (a >= 1.75 * step).to(tl.uint8)
+    code += (a > 2.5 * step).to(tl.uint8) + (a >= 3.5 * step).to(tl.uint8)
+    code += (a > 5.0 * step).to(tl.uint8)
+    sign = (x.to(tl.uint32, bitcast=True) >> 28) & 8
+    return tl.where(x == x, code | sign, 7).to(tl.uint8)
+
+
+@triton.jit
 def e2m1_to_fp32(codes):
     """Decode uint8 e2m1 codes 0..15 to float32."""
     wide = codes.to(tl.uint32)
     bits = ((wide & 8) << 28) | ((wide & 7) << 22)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def e2m1_to_fp16(codes):
+    """Decode uint8 e2m1 codes 0..15 to float16."""
+    wide = codes.to(tl.uint16)
+    bits = ((wide & 8) << 12) | ((wide & 7) << 9)
+    return (bits.to(tl.float16, bitcast=True) * 16384.0).to(tl.float16)  # 2^14

@@ -24,9 +24,16 @@ from torch import Tensor
 from anymla.formats.e2m1 import E2M1_MAX
 from anymla.formats.e4m3 import E4M3_MAX
 from anymla.formats.mxfp4 import MXFP4_AMAX_FLOOR, MXFP4_BLOCK
+from anymla.formats.nvfp4 import NVFP4_AMAX_FLOOR, NVFP4_BLOCK
 from anymla.formats.page_layout import get_layout
 from anymla.formats.pages import pages_of
-from anymla.formats.records import KV_AMAX_FLOOR, RowFp8Layout, RowMxfp4Layout, SplitFp8Layout
+from anymla.formats.records import (
+    KV_AMAX_FLOOR,
+    RowFp8Layout,
+    RowMxfp4Layout,
+    RowNvfp4Layout,
+    SplitFp8Layout,
+)
 from anymla.formats.triton_cast import (
     e2m1_to_fp32,
     e4m3_to_fp16,
@@ -35,6 +42,7 @@ from anymla.formats.triton_cast import (
     exponent_to_ue8m0,
     fp32_to_e2m1,
     fp32_to_e4m3,
+    fp32_to_scaled_e2m1,
     scale_exponent,
     ue8m0_to_fp32,
     widen,
@@ -46,14 +54,15 @@ class RowCodec:
     """What a kernel has to know of a layout when it is compiled.
 
     Attributes:
-        kind: "split_fp8" (the main record), "row_fp8", "row_mxfp4", "bf16" or "fp32".
+        kind: "split_fp8" (main records), "row_fp8", "row_mxfp4", "row_nvfp4", "bf16" or "fp32".
         channels: width of a row.
         nope: channels that have codes; the others are bfloat16 ("split_fp8") or none.
         block: channels that share a scale.
-        data_bytes: bytes of an entry in the plane of values.
-        scale_bytes: bytes of an entry in the plane of scales, 0 if there is none.
+        data_bytes: bytes of an entry's values.
+        scale_bytes: bytes of an entry's scales, 0 if there are none.
         code_max: largest magnitude of a code.
         floor: lower bound of a block's largest magnitude.
+        interleaved: an entry's scales lie behind its values, not in a plane of their own.
     """
 
     kind: str
@@ -64,6 +73,7 @@ class RowCodec:
     scale_bytes: int
     code_max: float = 0.0
     floor: float = 0.0
+    interleaved: bool = False
 
 
 @functools.cache
@@ -86,10 +96,16 @@ def row_codec(layout_id: str) -> RowCodec:
         kind, nope, block, code_max, floor = (
             "row_mxfp4", width, MXFP4_BLOCK, E2M1_MAX, MXFP4_AMAX_FLOOR,
         )  # fmt: skip
+    elif isinstance(layout, RowNvfp4Layout):
+        kind, nope, block, code_max, floor = (
+            "row_nvfp4", width, NVFP4_BLOCK, E2M1_MAX, NVFP4_AMAX_FLOOR,
+        )  # fmt: skip
     else:
         kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[layout.dtype]
         nope, block, code_max, floor = width, width, 0.0, 0.0
-    return RowCodec(kind, width, nope, block, data, scales, code_max, floor)
+    return RowCodec(
+        kind, width, nope, block, data, scales, code_max, floor, interleaved=layout.interleaved
+    )
 
 
 def cache_bytes(k_cache: Tensor) -> tuple[Tensor, int, int, int]:
@@ -118,8 +134,12 @@ def entry_offsets(slots, valid, page_stride, ENTRIES: tl.constexpr, CODEC: tl.co
     known = tl.where(valid, slots, 0).to(tl.uint32)
     page = (known // ENTRIES).to(tl.int64) * page_stride
     offset = (known % ENTRIES).to(tl.int64)
-    values = page + offset * DATA
-    scales = page + offset * SCALES + ENTRIES * DATA
+    if getattr(CODEC, "interleaved"):
+        values = page + offset * (DATA + SCALES)
+        scales = values + DATA
+    else:
+        values = page + offset * DATA
+        scales = page + offset * SCALES + ENTRIES * DATA
     return values, scales
 
 
@@ -128,9 +148,9 @@ def load_rows(cache, values, scales, valid, CODEC: tl.constexpr, NATIVE: tl.cons
     """Decode whole entries to float32 [N, channels], exactly; zeros where not ``valid``."""
     KIND: tl.constexpr = getattr(CODEC, "kind")
     CHANNELS: tl.constexpr = getattr(CODEC, "channels")
-    if KIND == "split_fp8":
+    NOPE: tl.constexpr = getattr(CODEC, "nope")
+    if KIND == "split_fp8" and NOPE < CHANNELS:
         ROWS: tl.constexpr = values.shape[0]
-        NOPE: tl.constexpr = getattr(CODEC, "nope")
         BLOCK: tl.constexpr = getattr(CODEC, "block")
         BLOCKS: tl.constexpr = CHANNELS // BLOCK
         CODED: tl.constexpr = NOPE // BLOCK
@@ -173,8 +193,9 @@ def load_channels(
     """Decode channels START .. START + WIDTH - 1 to [N, WIDTH]; zeros where not ``valid``.
 
     WIDTH is a power of two, START and WIDTH are multiples of the block, and a part of a split row
-    is all codes or all bfloat16. float32 is exact. So is float16 for codes of the main record with
-    scales 2^-15 .. 2^7, where it takes half the instructions; its bfloat16 channels are rounded.
+    is all codes or all bfloat16. float32 is exact. So is float16 for e4m3 codes of main records
+    with scales 2^-15 .. 2^7, where it takes half the instructions (their bfloat16 channels are
+    rounded), and for NVFP4.
     """
     KIND: tl.constexpr = getattr(CODEC, "kind")
     NOPE: tl.constexpr = getattr(CODEC, "nope")
@@ -214,14 +235,15 @@ def load_channels(
         scale = tl.load((cache + scales).to(tl.pointer_type(tl.float32)), mask=valid, other=0.0)
         return (e4m3_to_fp32(codes, NATIVE) * scale[:, None]).to(DTYPE)
     else:
-        tl.static_assert(KIND == "row_mxfp4")
+        tl.static_assert(KIND == "row_mxfp4" or KIND == "row_nvfp4")
         BLOCKS: tl.constexpr = WIDTH // BLOCK
         byte = START // 2 + tl.arange(0, WIDTH // 2)
         packed = tl.load(at + byte[None, :], mask=there, other=0)
         x = tl.join(e2m1_to_fp32(packed & 15), e2m1_to_fp32(packed >> 4))
         block = START // BLOCK + tl.arange(0, BLOCKS)
         scale = tl.load((cache + scales)[:, None] + block[None, :], mask=there, other=0)
-        x = tl.reshape(x, (ROWS, BLOCKS, BLOCK)) * ue8m0_to_fp32(scale)[:, :, None]
+        scale = ue8m0_to_fp32(scale) if KIND == "row_mxfp4" else e4m3_to_fp32(scale, NATIVE)
+        x = tl.reshape(x, (ROWS, BLOCKS, BLOCK)) * scale[:, :, None]
         return tl.reshape(x, (ROWS, WIDTH)).to(DTYPE)
 
 
@@ -235,6 +257,24 @@ def block_exponent(blocks, CODEC: tl.constexpr):
     top = tl.max(magnitude, len(blocks.shape) - 1)
     exponent = scale_exponent(top.to(tl.float32, bitcast=True), CODE_MAX, FLOOR)
     return tl.where(top >= 0x7F800000, 128, exponent)
+
+
+@triton.jit
+def nvfp4_scales(blocks, CODEC: tl.constexpr, NATIVE: tl.constexpr):
+    """Scale bytes uint8 [...] of float32 blocks [..., n], and what to divide by, float32 [...].
+
+    These are the scale, and NaN beside 448 for a block that is not finite.
+    """
+    CODE_MAX: tl.constexpr = getattr(CODEC, "code_max")
+    FLOOR: tl.constexpr = getattr(CODEC, "floor")
+    magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    top = tl.max(magnitude, len(blocks.shape) - 1)
+    # For bfloat16 magnitudes the product is coded as the quotient is, whose ties it keeps.
+    amax = tl.maximum(top.to(tl.float32, bitcast=True), FLOOR)
+    codes = fp32_to_e4m3(amax * (1.0 / CODE_MAX), NATIVE)
+    finite = top < 0x7F800000
+    step = tl.where(finite, e4m3_to_fp32(codes, NATIVE), 448.0)
+    return tl.where(finite, codes, 0x7F).to(tl.uint8), step
 
 
 @triton.jit
@@ -283,13 +323,14 @@ def store_rows(
         block = tl.arange(0, BLOCKS)
         rounded = x.to(tl.bfloat16)
         blocks = tl.reshape(widen(rounded), (ROWS, BLOCKS, BLOCK))
-        exponent = block_exponent(blocks, CODEC)
-        scaled = blocks * exp2_int(-tl.minimum(exponent, 126))[:, :, None]
-        scaled = tl.reshape(scaled, (ROWS, CHANNELS))
+        if KIND != "row_nvfp4":
+            exponent = block_exponent(blocks, CODEC)
+            scaled = blocks * exp2_int(-tl.minimum(exponent, 126))[:, :, None]
+            scaled = tl.reshape(scaled, (ROWS, CHANNELS))
         if KIND == "split_fp8":
             coded = (channel < NOPE)[None, :]
             tl.store(at + channel[None, :], fp32_to_e4m3(scaled, NATIVE), mask=there & coded)
-            if TAIL:
+            if TAIL and NOPE < CHANNELS:
                 tl.store(
                     at.to(tl.pointer_type(tl.bfloat16)) + (channel - NOPE // 2)[None, :],
                     rounded,
@@ -307,11 +348,15 @@ def store_rows(
                 mask=there,
             )
         else:
-            tl.static_assert(KIND == "row_mxfp4")
-            codes = tl.reshape(fp32_to_e2m1(scaled), (ROWS, CHANNELS // 2, 2))
-            low, high = tl.split(codes)
+            tl.static_assert(KIND == "row_mxfp4" or KIND == "row_nvfp4")
+            if KIND == "row_mxfp4":
+                codes = fp32_to_e2m1(scaled)
+                # The largest exponent of the format is 127; 255 would be NaN.
+                bytes_ = exponent_to_ue8m0(tl.minimum(exponent, 127))
+            else:
+                bytes_, step = nvfp4_scales(blocks, CODEC, NATIVE)
+                codes = fp32_to_scaled_e2m1(blocks, step[:, :, None])
+            low, high = tl.split(tl.reshape(codes, (ROWS, CHANNELS // 2, 2)))
             byte = tl.arange(0, CHANNELS // 2)
             tl.store(at + byte[None, :], low | (high << 4), mask=there)
-            # The largest exponent of the format is 127; 255 would be NaN.
-            bytes_ = exponent_to_ue8m0(tl.minimum(exponent, 127))
             tl.store((cache + scales)[:, None] + block[None, :], bytes_, mask=there)

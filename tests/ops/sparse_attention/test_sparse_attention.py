@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from paged import ALL_BACKENDS, INTEL, TRITON, make_cache, runnable, skip_float64, use_backend
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.formats.page_layout import (
+    INDEX_FP8,
+    MAIN_FP8,
+    V32_FP8,
+    V41_COMPRESSED_NVFP4,
+    V41_COMPRESSED_NVFP4_SPLIT,
+    V41_LAYOUTS,
+    V41_MAIN_FP8,
+    V41_MAIN_FP8_SPLIT,
+    get_layout,
+)
 from anymla.ops.registry import BackendUnavailable
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows, torch_cpu
 from anymla.ops.sparse_attention.config import Tile
@@ -19,7 +29,7 @@ from anymla.testing.generate import hostile_indices
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
-LAYOUTS = (MAIN_FP8, "rows_bf16_512", "rows_fp32_512")
+LAYOUTS = (MAIN_FP8, *V41_LAYOUTS, "rows_bf16_512", "rows_fp32_512")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SINKS = (None, "ordinary", "huge", "infinite")
 
@@ -313,7 +323,7 @@ def test_infinite_rows_stay_with_those_who_list_them(backend):
 @pytest.mark.parametrize(("gap", "start"), [(0, 0), (576, 0), (64, 16), (1000, 4), (4, 100)])
 @pytest.mark.parametrize("entries", [1, 2, 53, 64])
 def test_any_page_stride_and_offset(backend, layout, gap, start, entries):
-    if backend == "triton" and entries in (2, 64):
+    if backend == "triton" and (entries in (2, 64) or (layout in V41_LAYOUTS and entries == 1)):
         pytest.skip("interpreted kernels take their time, and divide by any size alike")
     plain = make_cache(layout, 3, entries)
     moved = make_cache(layout, 3, entries, gap=gap, start=start)
@@ -346,6 +356,118 @@ def test_every_scale_byte_decodes_exactly(backend, byte, heads):
     want = ROW_FORMATS[MAIN_FP8].decode(*read_entries(cache.tensor, torch.arange(rows), MAIN_FP8))
     assert (lse == 0).all()
     assert torch.equal(out, want.bfloat16().unsqueeze(1).expand(rows, heads, 512))  # -0 equals 0
+
+
+# Rows of DeepSeek-V4.1 ---------------------------------------------------------------------------
+
+MIXED = [
+    (V41_MAIN_FP8, V41_COMPRESSED_NVFP4),
+    (V41_MAIN_FP8_SPLIT, V41_COMPRESSED_NVFP4),
+    (V41_MAIN_FP8, V41_COMPRESSED_NVFP4_SPLIT),
+    (V41_MAIN_FP8, V41_MAIN_FP8_SPLIT),
+    (V41_MAIN_FP8, V41_MAIN_FP8),
+    (MAIN_FP8, V41_COMPRESSED_NVFP4),
+    (V41_COMPRESSED_NVFP4, MAIN_FP8),
+]
+
+
+@pytest.mark.parametrize(("window", "compressed"), MIXED)
+@pytest.mark.parametrize("pages", [(32, 64), (64, 128), (7, 2)])
+def test_window_and_compressed_rows_of_their_own_records(backend, window, compressed, pages):
+    """V4.1's decode step: a window, all entries that a token lists, pages of both kinds."""
+    made = Scene(
+        torch.randn(4, 16, 512).bfloat16(),
+        scope(4, 32, lengths=[32, 1, 0, 17], page=pages[0], layout=window),
+        scope(4, 48, lengths=[48, 0, 33, 5], page=pages[1], layout=compressed),
+        sink_of("ordinary", 16),
+    )
+    check(made, *run(made, backend))
+    check(made, *run(made, backend, batch_invariant=True))
+    # Each scope's rows are those of its own record: with the two swapped it is another result.
+    (q, cache, indices, lengths), keywords = made.arguments()
+    keywords |= {"layout": compressed, "extra_layout": window}
+    if get_layout(window).row_elements != get_layout(compressed).row_elements:
+        with pytest.raises(ValueError, match="must be"):
+            sparse_attention(q, cache, indices, lengths, **keywords, backend=backend)
+    elif window != compressed:
+        out, _ = sparse_attention(q, cache, indices, lengths, **keywords, backend=backend)
+        assert not torch.equal(out, run(made, backend)[0])
+
+
+@pytest.mark.parametrize("layout", [V41_COMPRESSED_NVFP4, V41_COMPRESSED_NVFP4_SPLIT])
+@pytest.mark.parametrize("heads", [2, 32])
+def test_every_nvfp4_scale_decodes_exactly(backend, layout, heads):
+    """Negative, zero and subnormal ones, and those beyond float16 after the lift; all codes."""
+    rows = bounded(backend, 128, 32)
+    cache = make_cache(layout, 2, 64)
+    data, scales = cache.layout.planes(cache.tensor)
+    data[:] = torch.randint(0, 256, data.shape, dtype=torch.uint8)
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    bytes_ = bytes_[(bytes_ & 0x7F) != 0x7F]
+    scales[:] = bytes_[torch.randint(len(bytes_), scales.shape)]
+    if backend == "triton":
+        scales[0, :8] = (
+            torch.arange(256, dtype=torch.uint8)
+            .view(8, 32)
+            .where(
+                (torch.arange(256).view(8, 32) & 0x7F) != 0x7F,
+                torch.tensor(0x38, dtype=torch.uint8),
+            )
+        )
+    indices = torch.arange(rows, dtype=torch.int32).unsqueeze(1)
+    q = torch.zeros(rows, heads, 512).bfloat16()
+    out, lse = sparse_attention(q, cache.tensor, indices, layout=layout, backend=backend)
+    want = ROW_FORMATS[layout].decode(*read_entries(cache.tensor, torch.arange(rows), layout))
+    assert (lse == 0).all()
+    assert torch.equal(out, want.bfloat16().unsqueeze(1).expand(rows, heads, 512))
+
+
+@pytest.mark.parametrize("layout", [V41_MAIN_FP8, V41_MAIN_FP8_SPLIT])
+@pytest.mark.parametrize("byte", [0, 3, 104, 105, 127, 128, 180, 246])
+def test_every_v41_scale_byte_decodes_exactly(backend, layout, byte):
+    rows = bounded(backend, 128)
+    cache = make_cache(layout, 4, 32)
+    data, scales = cache.layout.planes(cache.tensor)
+    data[:] = torch.randint(0, 0x7F, data.shape, dtype=torch.uint8)
+    data[:] |= torch.randint(0, 2, data.shape, dtype=torch.uint8) << 7
+    scales[:] = byte
+    indices = torch.arange(rows, dtype=torch.int32).unsqueeze(1)
+    q = torch.zeros(rows, 3, 512).bfloat16()
+    out, lse = sparse_attention(q, cache.tensor, indices, layout=layout, backend=backend)
+    want = ROW_FORMATS[layout].decode(*read_entries(cache.tensor, torch.arange(rows), layout))
+    assert (lse == 0).all()
+    assert torch.equal(out, want.bfloat16().unsqueeze(1).expand(rows, 3, 512))
+
+
+@pytest.mark.parametrize("layout", V41_LAYOUTS)
+@pytest.mark.parametrize("channel", [0, 130, 450, 511])
+def test_nan_of_a_v41_row_reaches_those_who_list_it_and_nobody_else(backend, layout, channel):
+    """Unlisted entries hold NaN scales anyway, as unused slots of a page do."""
+    made = Scene(
+        torch.randn(3, 4, 512).bfloat16(), scope(3, 24, layout=layout), sink=torch.zeros(4)
+    )
+    made.main.indices[1:] = made.main.indices[1:].where(
+        made.main.indices[1:] != made.main.indices[0, 3], made.main.indices[0, 4]
+    )
+    clean, clean_lse = run(made, backend)
+    page, offset = divmod(int(made.main.indices[0, 3]), 64)
+    _, scales = get_layout(layout).planes(made.main.cache)
+    block = 512 // scales.shape[2]
+    scales[page, offset, channel // block] = 0xFF
+    out, lse = run(made, backend)
+    assert out[0].isnan().any(-1).all()
+    assert lse[0].isnan().all()
+    assert_identical(out[1:], clean[1:])
+    assert_identical(lse[1:], clean_lse[1:])
+
+
+def test_rows_that_triton_does_not_decode_are_left_to_torch():
+    cache = make_cache(INDEX_FP8, 2, 4)
+    q, indices = torch.randn(1, 1, 128).bfloat16(), torch.zeros(1, 1, dtype=torch.int32)
+    reason = sparse_attention.supports(
+        q, cache.tensor, indices, layout=INDEX_FP8, backend="triton"
+    ).reason
+    assert "decoded by torch" in reason or "not installed" in reason
 
 
 # Rows of DeepSeek-V3.2, and values narrower than rows --------------------------------------------

@@ -58,12 +58,13 @@ def insert_kernel(
     x = tl.load(at, mask=mask[:, None], other=0.0).to(tl.float32)
     valid = (slot >= 0) & (slot < capacity)
     values, scales = entry_offsets(slot, valid, page_stride, ENTRIES, CODEC)
-    if KIND == "split_fp8":
+    TAIL: tl.constexpr = KIND == "split_fp8" and NOPE < CHANNELS
+    if TAIL:
         last = NOPE + tl.arange(0, CHANNELS - NOPE)
         tail = k + row[:, None] * row_stride + (last * column_stride)[None, :]
         tail = tl.load(tail, mask=mask[:, None], other=0.0).to(tl.float32)
         store_tail(cache, values, valid, tail, CODEC)
-    store_rows(cache, values, scales, valid, x, CODEC, NATIVE, KIND != "split_fp8")
+    store_rows(cache, values, scales, valid, x, CODEC, NATIVE, not TAIL)
 
 
 def quantize_and_insert_k_cache(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 
+from anymla.formats.e2m1 import E2M1_MAX
 from anymla.formats.e4m3 import E4M3_MAX
 
 FLOAT16_MAX = 65504.0
@@ -37,3 +38,13 @@ def exact_scale_bytes(lift: int = 0) -> tuple[int, int]:
     """First and last ue8m0 byte of ``exact_scale_exponents``: 112 to 134, or 105 to 127 lifted."""
     first, last = exact_scale_exponents(lift)
     return first + UE8M0_BIAS, last + UE8M0_BIAS
+
+
+def largest_nvfp4_scale(lift: int = 0) -> float:
+    """Largest e4m3 scale whose products with e2m1 codes float16 holds after the lift: 80 after 7.
+
+    All smaller ones are exact: the smallest product, 2^-10, is far above float16's smallest step.
+    """
+    scale = FLOAT16_MAX / (E2M1_MAX * 2.0**lift)
+    step = 2.0 ** (math.floor(math.log2(scale)) - 3)  # of e4m3's mantissa
+    return min(math.floor(scale / step) * step, E4M3_MAX)

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.formats.records import (
+    InlineFp8Layout,
+    PlainRowsLayout,
+    RowNvfp4Layout,
+    SplitFp8Layout,
+)
 from anymla.ops.device import target_of, triton_support
 from anymla.ops.registry import Support
 from anymla.ops.sparse_attention.config import SWAP_AB_HEADS
 
 LARGEST_CHANNELS = 640
+# Layouts whose rows Triton's kernels decode.
+_DECODED = (SplitFp8Layout, InlineFp8Layout, RowNvfp4Layout, PlainRowsLayout)
 VALUES = get_layout(MAIN_FP8).channels
 _LARGEST_PAGE = 1 << 30
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
@@ -33,6 +41,10 @@ def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: An
         return Support(False, "float64 is computed by torch")
     if q.shape[2] > LARGEST_CHANNELS:
         return Support(False, f"at most {LARGEST_CHANNELS} channels, got {q.shape[2]}")
+    for name in ("layout", "extra_layout"):
+        layout = get_layout(keywords.get(name, MAIN_FP8))
+        if not isinstance(layout, _DECODED):
+            return Support(False, f"rows of {layout.layout_id} are decoded by torch")
     for cache in (rows, keywords.get("extra_cache")):
         # The tail of a coded row is read as bfloat16, scales in the row as float32.
         if cache is None or cache.dtype != torch.uint8 or not cache.numel():

@@ -20,6 +20,8 @@ from anymla.formats.e4m3_bits import (
 )
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import InlineFp8Layout, PlainRowsLayout, SplitFp8Layout
+from anymla.formats.torch_rows import decode_rows
+from anymla.ops._pages import read_entries
 
 _WORD = torch.int64
 _WORD_BYTES = 8
@@ -117,7 +119,10 @@ class PageRows:
             entries = self.cache.shape[1]
             out.copy_(self.cache[slots // entries, slots % entries])
         else:
-            out.copy_(self.layout.read(self.cache, slots.flatten(), out.dtype).view(out.shape))
+            slots = slots.flatten().long()
+            rows = out.new_empty(len(slots), self.layout.channels)
+            decode_rows(self.layout, *read_entries(self.cache, slots, self.layout), rows)
+            out.copy_(rows.view(out.shape))
 
     def gather_words(self, slots: Tensor, data: Tensor, scales: Tensor) -> None:
         """Copy the coded entries at slots [n]: values to int64 [n, words], scales to int64 [n]."""

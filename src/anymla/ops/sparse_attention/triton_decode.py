@@ -13,8 +13,9 @@ where a matrix instruction wants 64 rows. Scores are [heads, rows] or [rows, hea
 [heads, channels] or [channels, heads].
 
 Rows are read as tiles of 128 and 64 channels. A V4 row is three tiles of two blocks of codes, one
-block of codes, and the bfloat16 tail: 448 + 64 channels = 128 + 128 + 128 + 64 + 64. A V3.2 row is
-four tiles of a block of codes and the tail: 512 + 64. A plain row is tiles of 128 and what is left.
+block of codes, and the bfloat16 tail: 448 + 64 channels = 128 + 128 + 128 + 64 + 64. V4.1's rows
+have as many tiles, and no tail. A V3.2 row is four tiles of a block of codes and the tail: 512 +
+64. A plain row is tiles of 128 and what is left.
 
 MODE is the precision of the products: 0 for float16, 1 for bfloat16, 2 for float32; the order is
 that of ``config.MODES``. FP8 rows are computed in float16: every row is multiplied by ``LIFT``, and
@@ -29,15 +30,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.formats.pages import PageLayout
-from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
-from anymla.formats.triton_cast import e4m3_to_fp16, e4m3_to_fp32, exp2_int, ue8m0_to_fp32
+from anymla.formats.records import InlineFp8Layout, RowNvfp4Layout, SplitFp8Layout
+from anymla.formats.triton_cast import (
+    e2m1_to_fp16,
+    e2m1_to_fp32,
+    e4m3_to_fp16,
+    e4m3_to_fp32,
+    exp2_int,
+    ue8m0_to_fp32,
+)
 from anymla.formats.triton_words import E4M3_WORD_UNIT, e4m3_words_to_fp16
 from anymla.ops.sparse_attention import float16_range
 from anymla.ops.sparse_attention.triton_combine import SUMS
 
-# What FP8 says of the rows: plain, scales in a plane of their own, or in the row.
-PLAIN, SPLIT_PLANES, INLINE = 0, 1, 2
+# What CODED says of the rows: plain; e4m3 with a power of two for every block and a bfloat16 tail
+# (V4), or float32 scales before the tail (V3.2), or no tail (V4.1); NVFP4.
+PLAIN, FP8_TAIL, INLINE, FP8_CODES, NVFP4 = 0, 1, 2, 3, 4
 # Channels that ``walk_rows`` has in one tile.
 ROW = 512
 
@@ -59,6 +69,7 @@ _LAST_SCALE = tl.constexpr(2.0 ** float16_range.exact_scale_exponents(float16_ra
 # less visible beside any other block.
 _NOTHING = tl.constexpr(2.0**-100)
 _FLOAT16_MAX = tl.constexpr(float16_range.FLOAT16_MAX)
+_LARGEST_NVFP4_SCALE = tl.constexpr(float16_range.largest_nvfp4_scale(float16_range.LIFT))
 
 
 @triton.jit
@@ -121,6 +132,79 @@ def coded_tile(
     else:
         rows = narrow(e4m3_to_fp32(codes, NATIVE) * factor[:, :, None], MODE)
     return tl.reshape(rows, [data.shape[0], COUNT * BLOCK])
+
+
+@triton.jit
+def nvfp4_tile(
+    data,
+    scales,
+    ok,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Channels FIRST .. FIRST + WIDTH of e2m1 rows with an e4m3 scale for BLOCK of them.
+
+    Other arguments as in ``coded_tile``; a scale may be any byte.
+
+    Returns:
+        [n, WIDTH].
+    """
+    ROWS: tl.constexpr = data.shape[0]
+    byte = FIRST // 2 + tl.arange(0, WIDTH // 2)
+    packed = tl.load(data[:, None] + byte[None, :], mask=ok[:, None], other=0)
+    block = FIRST // BLOCK + tl.arange(0, WIDTH // BLOCK)
+    code = tl.load(scales[:, None] + block[None, :], mask=ok[:, None], other=0)
+    factor = e4m3_to_fp32(code, NATIVE)
+    if MODE == 0:
+        fits = tl.abs(factor) <= _LARGEST_NVFP4_SCALE
+        factor = tl.where(fits, factor * LIFT, float("nan"))
+    if ONCE:
+        factor = tl.where(ok[:, None], factor, 0.0)
+    if MODE == 0:
+        x = tl.join(e2m1_to_fp16(packed & 15), e2m1_to_fp16(packed >> 4))
+        factor = factor.to(tl.float16)
+    else:
+        x = tl.join(e2m1_to_fp32(packed & 15), e2m1_to_fp32(packed >> 4))
+    x = tl.reshape(x, [ROWS, WIDTH // BLOCK, BLOCK]) * factor[:, :, None]
+    return narrow(tl.reshape(x, [ROWS, WIDTH]), MODE)
+
+
+@triton.jit
+def block_tile(
+    data,
+    scales,
+    ok,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CODED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Channels FIRST .. FIRST + WIDTH of e4m3 or NVFP4 rows, [n, WIDTH]; see ``coded_tile``."""
+    if CODED == 4:
+        return nvfp4_tile(data, scales, ok, FIRST, WIDTH, BLOCK, MODE, NATIVE, ONCE)
+    else:
+        return coded_tile(
+            data, scales, ok, FIRST // BLOCK, WIDTH // BLOCK, BLOCK, MODE, NATIVE, ONCE
+        )
+
+
+@triton.jit
+def scales_of(
+    pages, data, entries, offset, CODED: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the scales of rows, in their page's own plane or right behind their codes."""
+    if DATA == SCALES:
+        return data + (CHANNELS // 2 if CODED == 4 else CHANNELS)
+    else:
+        return pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
 
 
 @triton.jit
@@ -327,7 +411,7 @@ def walk(
         rows1: the second one likewise.
         row_stride: of plain rows.
         TILE: BH, BN, KEYS_FIRST, TWO, ONCE of the kernel.
-        ROW: FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4 of the kernel.
+        ROW: CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4 of the kernel.
         KEY: the last tile of a row is no value.
         MODE: see the file.
         NATIVE: convert FP8 by instructions.
@@ -337,7 +421,7 @@ def walk(
     KEYS_FIRST: tl.constexpr = TILE[2]
     TWO: tl.constexpr = TILE[3]
     ONCE: tl.constexpr = TILE[4]
-    FP8: tl.constexpr = ROW[0]
+    CODED: tl.constexpr = ROW[0]
     BLOCK: tl.constexpr = ROW[1]
     DATA: tl.constexpr = ROW[2]
     SCALES: tl.constexpr = ROW[3]
@@ -364,7 +448,7 @@ def walk(
         shrink = across(exp2_int(-exponent), KEYS_FIRST)
         q0, q1, q2, q3, q4 = q0 * shrink, q1 * shrink, q2 * shrink, q3 * shrink, q4 * shrink
         factor = factor * exp2_int(exponent) * (1.0 / LIFT)
-        if KEY:
+        if KEY and CODED <= 2:
             q4 = q4 * LIFT
     q0, q1, q2 = narrow(q0, MODE), narrow(q1, MODE), narrow(q2, MODE)
     q3, q4 = narrow(q3, MODE), narrow(q4, MODE)
@@ -383,7 +467,7 @@ def walk(
         slots = upcoming
         upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
         ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
-        if FP8 == 2:
+        if CODED == 2:
             data = pages + offset.to(tl.int64) * DATA
             scales_at = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.float32))
             tail = (data + (CHANNELS - W4 + SCALES)).to(tl.pointer_type(tl.bfloat16))
@@ -392,15 +476,18 @@ def walk(
             k2 = inline_tile(data, scales_at, ok, 2, BLOCK, MODE, NATIVE, ONCE)
             k3 = inline_tile(data, scales_at, ok, 3, BLOCK, MODE, NATIVE, ONCE)
             k4 = tail_tile(tail, ok, W4, MODE, KEY)
-        elif FP8 == 1:
+        elif CODED > 0:
             data = pages + offset.to(tl.int64) * DATA
-            scales_at = pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
-            tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
-            k0 = coded_tile(data, scales_at, ok, 0, 2, BLOCK, MODE, NATIVE, ONCE)
-            k1 = coded_tile(data, scales_at, ok, 2, 2, BLOCK, MODE, NATIVE, ONCE)
-            k2 = coded_tile(data, scales_at, ok, 4, 2, BLOCK, MODE, NATIVE, ONCE)
-            k3 = coded_tile(data, scales_at, ok, 6, 1, BLOCK, MODE, NATIVE, ONCE)
-            k4 = tail_tile(tail, ok, W4, MODE, KEY)
+            scales_at = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
+            k0 = block_tile(data, scales_at, ok, 0, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k1 = block_tile(data, scales_at, ok, 128, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k2 = block_tile(data, scales_at, ok, 256, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k3 = block_tile(data, scales_at, ok, 384, W3, CODED, BLOCK, MODE, NATIVE, ONCE)
+            if CODED == 1:
+                tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
+                k4 = tail_tile(tail, ok, W4, MODE, KEY)
+            else:
+                k4 = block_tile(data, scales_at, ok, T3, W4, CODED, BLOCK, MODE, NATIVE, ONCE)
         else:
             rows = pages + offset.to(tl.int64) * row_stride
             k0 = plain_tile(rows, ok, 0, 128, CHANNELS, MODE)
@@ -456,18 +543,18 @@ def _load_words(at, word, mask, ALIGNED: tl.constexpr):
 
 @triton.jit
 def coded_rows(
-    data, scales, ok, FP8: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    data, scales, ok, CODED: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Channels 0 .. 511 of FP8 rows in bfloat16, [n, 512]; zeros where not ``ok`` [n].
 
     Args:
-        data: uint8 pointers [n] to the rows: CODED codes of e4m3, and bfloat16 behind them.
-        scales: pointers [n] to their scales: bytes, or float32 where FP8 is 2.
+        data: uint8 pointers [n] to the rows: CODES codes of e4m3, and bfloat16 behind them.
+        scales: pointers [n] to their scales: bytes, or float32 where CODED is 2.
         ok: bool [n].
-        FP8: as in ``triton_decode``.
+        CODED: as in ``triton_decode``.
         BLOCK: channels that share a scale.
-        CODED: channels that have codes, a multiple of BLOCK.
+        CODES: channels that have codes, a multiple of BLOCK.
         ALIGNED: rows begin at multiples of 8 bytes.
     """
     ROWS: tl.constexpr = data.shape[0]
@@ -475,14 +562,14 @@ def coded_rows(
     block = tl.arange(0, BLOCKS)
     word = (block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :])[None, :, :]
     there = ok[:, None, None]
-    coded = (block < CODED // BLOCK)[None, :]
+    coded = (block < CODES // BLOCK)[None, :]
     at = data[:, None, None]
-    if CODED == _ROW:
+    if CODES == _ROW:
         words = _load_words(at, word, there, ALIGNED)
     else:
         words = _load_words(at, word, there & coded[:, :, None], ALIGNED)
     at = scales[:, None] + block[None, :]
-    if FP8 == 2:
+    if CODED == 2:
         factor = tl.load(at, mask=ok[:, None], other=0.0)
     else:
         factor = ue8m0_to_fp32(tl.load(at, mask=ok[:, None] & coded, other=127))
@@ -493,9 +580,9 @@ def coded_rows(
     c1 = ((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
     c2 = ((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
     c3 = ((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
-    if CODED < _ROW:
+    if CODES < _ROW:
         # Four channels of the tail are two words where a word of codes would be.
-        at = (data - CODED)[:, None, None]
+        at = (data - CODES)[:, None, None]
         there &= ~coded[:, :, None]
         if ALIGNED:
             both = tl.load(at.to(tl.pointer_type(tl.int64)) + word, mask=there, other=0)
@@ -542,14 +629,14 @@ def walk_rows(
         rows1: likewise.
         row_stride: likewise.
         TILE: BH, BN, TWO, ROW_WARPS and ALIGNED of the kernel.
-        ROW: FP8, BLOCK, DATA, SCALES and CHANNELS of the kernel.
+        ROW: CODED, BLOCK, DATA, SCALES and CHANNELS of the kernel.
     """
     BH: tl.constexpr = TILE[0]
     BN: tl.constexpr = TILE[1]
     TWO: tl.constexpr = TILE[2]
     WARPS: tl.constexpr = TILE[3]
     ALIGNED: tl.constexpr = TILE[4]
-    FP8: tl.constexpr = ROW[0]
+    CODED: tl.constexpr = ROW[0]
     BLOCK: tl.constexpr = ROW[1]
     DATA: tl.constexpr = ROW[2]
     SCALES: tl.constexpr = ROW[3]
@@ -581,18 +668,22 @@ def walk_rows(
         slots = upcoming
         upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
         ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
-        if FP8 == 0:
+        if CODED == 0:
             data = pages + offset.to(tl.int64) * row_stride
             rows = plain_rows(data, ok, CHANNELS)
             tail = data + _ROW
         else:
             data = pages + offset.to(tl.int64) * DATA
-            if FP8 == 2:
+            if CODED == 2:
                 scales = (data + _ROW).to(tl.pointer_type(tl.float32))
-                rows = coded_rows(data, scales, ok, FP8, BLOCK, _ROW, ALIGNED)
+                rows = coded_rows(data, scales, ok, CODED, BLOCK, _ROW, ALIGNED)
             else:
-                scales = pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
-                rows = coded_rows(data, scales, ok, FP8, BLOCK, CHANNELS - 64, ALIGNED)
+                scales = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
+                if CODED == 4:
+                    rows = nvfp4_tile(data, scales, ok, 0, _ROW, BLOCK, 1, False, False)
+                else:
+                    CODES: tl.constexpr = CHANNELS - 64 if CODED == 1 else _ROW
+                    rows = coded_rows(data, scales, ok, CODED, BLOCK, CODES, ALIGNED)
             tail = (data + (_ROW + SCALES)).to(tl.pointer_type(tl.bfloat16))
         keys = tl.permute(tl.reshape(rows, (BN, WARPS, EACH)), (1, 2, 0))
         parts = tl.zeros([WARPS, BH, BN], tl.float32)
@@ -632,7 +723,7 @@ def decode_kernel(
     q_token, q_head, out_token, out_head, page0, page1, row_stride,
     BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
     PEAK: tl.constexpr, SPLIT: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+    CODED: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
     MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr, ROW_WARPS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -670,12 +761,12 @@ def decode_kernel(
     if ROW_WARPS > 0:
         peak, top, sums, row = walk_rows(
             queries, span, rows0, rows1, row_stride, (BH, BN, TWO, ROW_WARPS, ALIGNED),
-            (FP8, BLOCK, DATA, SCALES, CHANNELS),
+            (CODED, BLOCK, DATA, SCALES, CHANNELS),
         )  # fmt: skip
     else:
         peak, top, sums, a0, a1, a2, a3, a4 = walk(
             queries, span, rows0, rows1, row_stride, (BH, BN, KEYS_FIRST, TWO, ONCE),
-            (FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, MODE, NATIVE,
+            (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, MODE, NATIVE,
         )  # fmt: skip
         if MODE == 0:
             # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
@@ -685,7 +776,7 @@ def decode_kernel(
             if seen != seen:
                 peak, top, sums, a0, a1, a2, a3, a4 = walk(
                     queries, span, rows0, rows1, row_stride, (BH, BN, KEYS_FIRST, TWO, ONCE),
-                    (FP8, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, 1, NATIVE,
+                    (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, 1, NATIVE,
                 )  # fmt: skip
 
     if SPLIT:
@@ -725,14 +816,24 @@ def decode_kernel(
 
 
 def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:
-    """What the kernel has to know of rows: of an FP8 layout, or plain ones of ``channels``."""
+    """What the kernel has to know of rows: of a coded layout, or plain ones of ``channels``.
+
+    DATA and SCALES are bytes from one entry's codes, or scales, to the next one's in a page; they
+    are the same where entries are interleaved.
+    """
     wide = -(-max(channels, 512) // 64) * 64 - 512
     tiles = {"W3": 128 if wide else 64, "W4": 128 if wide > 64 else 64}
+    if coded is None:
+        return {"CODED": PLAIN, "BLOCK": 0, "SCALES": 0, "DATA": 0} | tiles
+    apart = {"DATA": coded.data_bytes, "SCALES": coded.scale_bytes}
+    if coded.interleaved:
+        apart = dict.fromkeys(apart, coded.entry_bytes)
     if isinstance(coded, SplitFp8Layout):
-        kind = {"FP8": SPLIT_PLANES, "BLOCK": coded.block, "SCALES": coded.scale_bytes}
-        return kind | {"DATA": coded.data_bytes} | tiles
-    if isinstance(coded, InlineFp8Layout):
-        assert (coded.nope, coded.block) == (512, 128)
-        kind = {"FP8": INLINE, "BLOCK": coded.block, "SCALES": coded.rope_start - coded.nope}
-        return kind | {"DATA": coded.data_bytes} | tiles
-    return {"FP8": PLAIN, "BLOCK": 0, "SCALES": 0, "DATA": 0} | tiles
+        kind = FP8_TAIL if coded.nope < coded.channels else FP8_CODES
+        return {"CODED": kind, "BLOCK": coded.block} | apart | tiles
+    if isinstance(coded, RowNvfp4Layout):
+        return {"CODED": NVFP4, "BLOCK": NVFP4_BLOCK} | apart | tiles
+    assert isinstance(coded, InlineFp8Layout)
+    assert (coded.nope, coded.block) == (512, 128)
+    apart = {"DATA": coded.data_bytes, "SCALES": coded.rope_start - coded.nope}
+    return {"CODED": INLINE, "BLOCK": coded.block} | apart | tiles

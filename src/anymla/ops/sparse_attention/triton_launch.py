@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.formats.pages import pages_of
-from anymla.formats.records import InlineFp8Layout, SplitFp8Layout
+from anymla.formats.pages import PageLayout, pages_of
+from anymla.formats.records import PlainRowsLayout
 from anymla.ops import device as device_facts
 from anymla.ops._epilogue import QuantizedOut
 from anymla.ops._triton_epilogue import inverse_rope_quantize
@@ -37,7 +37,7 @@ class Listed:
 
     Attributes:
         rows: what the kernel takes a pointer to: uint8 for coded rows, else their dtype.
-        coded: the FP8 layout, or None for plain rows.
+        coded: the layout of coded rows, or None for plain ones.
         pages: number of pages.
         entries: rows of a page.
         page_stride: elements of ``rows`` from page to page.
@@ -47,7 +47,7 @@ class Listed:
     """
 
     rows: Tensor
-    coded: SplitFp8Layout | InlineFp8Layout | None
+    coded: PageLayout | None
     pages: int
     entries: int
     page_stride: int
@@ -151,7 +151,7 @@ def _paged(cache: Tensor, layout_id: str, indices: Tensor, lengths: Tensor | Non
     layout = get_layout(layout_id)
     cache = pages_of(cache)
     pages, entries, width = cache.shape
-    coded = layout if isinstance(layout, (SplitFp8Layout, InlineFp8Layout)) else None
+    coded = None if isinstance(layout, PlainRowsLayout) else layout
     return Listed(
         cache, coded, pages, entries, cache.stride(0), width, _flat(indices), _dense(lengths)
     )
