@@ -68,6 +68,9 @@ class GuardedCache:
         page, offset = divmod(slot, entries)
         start = self.cache.storage_offset() * self.layout.dtype.itemsize + page * stride
         data, scales = self.layout.data_bytes, self.layout.scale_bytes
+        if self.layout.interleaved:
+            start += offset * (data + scales)
+            return set(range(start, start + data + scales))
         places = set(range(start + offset * data, start + (offset + 1) * data))
         start += entries * data
         return places | set(range(start + offset * scales, start + (offset + 1) * scales))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_LAYOUTS
+from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_LAYOUTS, V41_COMPRESSED_NVFP4
 from anymla.ops.compressor.config import FEW_TOKENS, MOST_PDL, Window
 
 
@@ -29,8 +29,9 @@ class CompressorShape:
 
 
 # DeepSeek-V4 Flash and Pro: the entries of layers of ratio 4 and 128, and their index keys.
-V4_RATIO4 = CompressorShape(Window(4, True, 512, 4), 64, MAIN_LAYOUTS)
-V4_RATIO128 = CompressorShape(Window(128, False, 512, 8), 2, MAIN_LAYOUTS)
+_ENTRY_LAYOUTS = (*MAIN_LAYOUTS, V41_COMPRESSED_NVFP4)
+V4_RATIO4 = CompressorShape(Window(4, True, 512, 4), 64, _ENTRY_LAYOUTS)
+V4_RATIO128 = CompressorShape(Window(128, False, 512, 8), 2, _ENTRY_LAYOUTS)
 V4_INDEX = CompressorShape(Window(4, True, 128, 4), 64, INDEX_LAYOUTS)
 SHAPES = (V4_RATIO4, V4_RATIO128, V4_INDEX)
 ROPE_DIM = 64

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_FP8, MAIN_LAYOUTS, ROWS_FP32_512
+from anymla.formats.page_layout import (
+    INDEX_LAYOUTS,
+    MAIN_FP8,
+    MAIN_LAYOUTS,
+    ROWS_FP32_512,
+    V41_LAYOUTS,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +31,7 @@ class CacheShape:
         return f"{self.layout}, {self.dtype}, pages of {self.page_size}"
 
 
-LAYOUTS = MAIN_LAYOUTS + INDEX_LAYOUTS
+LAYOUTS = MAIN_LAYOUTS + V41_LAYOUTS + INDEX_LAYOUTS
 # Entries of a page of main and index caches, and what 256 tokens leave of them at ratio 128.
 PAGE_SIZE, COMPRESSED_PAGE_SIZE = 64, 2
 # Every layout, and the main ones in pages of both sizes; dtypes are independent of them.

@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from anymla.formats.page_layout import MAIN_FP8, MAIN_LAYOUTS, ROWS_FP32_512
+from anymla.formats.page_layout import (
+    MAIN_FP8,
+    MAIN_LAYOUTS,
+    ROWS_FP32_512,
+    V41_MAIN_FP8,
+    V41_MAIN_FP8_SPLIT,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,4 +96,5 @@ INSERTS = (
     *(InsertShape(each, "bf16", n) for each in MAIN_LAYOUTS[1:] for n in HEADS[-2:]),
     InsertShape(MAIN_FP8, "fp16", V4_FLASH.heads),
     InsertShape(ROWS_FP32_512, "fp32", V4_FLASH.heads),
+    *(InsertShape(each, "bf16", V4_FLASH.heads) for each in (V41_MAIN_FP8, V41_MAIN_FP8_SPLIT)),
 )

@@ -31,6 +31,7 @@ from anymla.ops.sparse_attention.shapes import (
     CALLS,
     CAPTURED_CALLS,
     V32_DECODE,
+    V41_CALLS,
     AttentionCall,
     AttentionShape,
 )
@@ -66,20 +67,25 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"{call}, Triton", functools.partial(attend, call, backend="triton")
         call = dataclasses.replace(call, layout=ROWS_FP32_512)
         yield f"{call}, Triton", functools.partial(attend, call, torch.float32, "triton")
+    for call in V41_CALLS:
+        yield f"{call}, Triton", functools.partial(attend, call, backend="triton")
 
 
 def attend(
     call: AttentionCall, dtype: torch.dtype = torch.bfloat16, backend: str | None = None
 ) -> None:
     """Call the operation with tensors that hold nothing."""
-    shape, layout = call.shape, get_layout(call.layout)
+    shape, extra_layout = call.shape, call.extra_layout or call.layout
     tokens, heads = shape.tokens, shape.heads
     given, kinds = [], {}
-    for width, page in ((shape.window, call.page), (shape.entries, call.extra_page)):
+    for width, page, layout in (
+        (shape.window, call.page, call.layout),
+        (shape.entries, call.extra_page, extra_layout),
+    ):
         if width:
             lengths = _empty(tokens, dtype=torch.int32) if call.lengths else None
             listed = _empty((tokens, width), dtype=torch.int32)
-            given.append((layout.allocate(_PAGES, page, "meta"), listed, lengths))
+            given.append((get_layout(layout).allocate(_PAGES, page, "meta"), listed, lengths))
     if len(given) > 1:
         names = ("extra_cache", "extra_indices", "extra_lengths")
         kinds = dict(zip(names, given[1], strict=True))
@@ -93,7 +99,7 @@ def attend(
     q = _empty((tokens, heads, shape.dim), dtype=dtype)
     sink = _empty(heads, dtype=torch.float32) if call.sink else None
     options: dict[str, Any] = {
-        "sink": sink, "layout": call.layout, "extra_layout": call.layout, "backend": backend,
+        "sink": sink, "layout": call.layout, "extra_layout": extra_layout, "backend": backend,
         "batch_invariant": call.batch_invariant, "plan": plan, **kinds,
     }  # fmt: skip
     if call.quantized:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from anymla.formats.page_layout import MAIN_FP8, V32_FP8
+from anymla.formats.page_layout import (
+    MAIN_FP8,
+    V32_FP8,
+    V41_COMPRESSED_NVFP4,
+    V41_COMPRESSED_NVFP4_SPLIT,
+    V41_MAIN_FP8,
+    V41_MAIN_FP8_SPLIT,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +68,7 @@ class AttentionCall:
         lengths: lists have lengths.
         sink: heads have sinks.
         layout: of the caches.
+        extra_layout: of the second one, if it is another.
         quantized: the output leaves as FP8.
         planned: with a plan, if one gains anything.
         batch_invariant: as the operation's.
@@ -75,12 +83,14 @@ class AttentionCall:
     quantized: bool = False
     planned: bool = False
     batch_invariant: bool = False
+    extra_layout: str = ""
 
     def __str__(self) -> str:
         shape = self.shape
         slots = f"{shape.window} + {shape.entries}" if shape.entries else str(shape.window)
         words = [f"{shape.tokens} tokens, {shape.heads} heads, {slots} slots"]
         words += [self.layout] * (self.layout != MAIN_FP8)
+        words += [f"entries in {self.extra_layout}"] * bool(self.extra_layout)
         words += [f"pages of {self.page}"] * (self.page != 64)
         words += [f"pages of {self.extra_page}"] * (self.extra_page != 64)
         names = {"full lists": not self.lengths, "no sink": not self.sink}
@@ -128,6 +138,26 @@ def _calls() -> Iterator[AttentionCall]:
 
 
 CALLS = tuple(_calls())
+
+
+def _v41_calls() -> Iterator[AttentionCall]:
+    """V4.1's layers: windows, entries of either record beside them; and V4's with 4-bit entries."""
+    shape = AttentionShape(32, 64, 128, 512)
+    for tokens, heads in ((1, 16), (32, 64), (512, 32)):
+        yield AttentionCall(
+            dataclasses.replace(shape, tokens=tokens, heads=heads), page=32,
+            layout=V41_MAIN_FP8, extra_layout=V41_COMPRESSED_NVFP4,
+        )  # fmt: skip
+    yield AttentionCall(shape, page=32, extra_page=128, layout=V41_MAIN_FP8)
+    yield AttentionCall(dataclasses.replace(shape, entries=0), page=32, layout=V41_MAIN_FP8)
+    yield AttentionCall(
+        shape, layout=V41_MAIN_FP8_SPLIT, extra_layout=V41_COMPRESSED_NVFP4_SPLIT, page=32
+    )
+    yield AttentionCall(shape, extra_layout=V41_COMPRESSED_NVFP4)
+
+
+# Of Triton's kernels alone: Hopper's read V4's and V3.2's records.
+V41_CALLS = tuple(_v41_calls())
 # Lists that are full, without sinks, in odd pages; while a graph is captured they have no lengths.
 CAPTURED_CALLS = (
     AttentionCall(AttentionShape(256, 64, 128, 0), 53, lengths=False, sink=False),

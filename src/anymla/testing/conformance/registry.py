@@ -11,6 +11,7 @@ from anymla.testing.conformance.ops import Ops
 _MODULES = (
     "cache",
     "numbers",
+    "records",
     "rope",
     "compressor",
     "indexer",

@@ -1,0 +1,197 @@
+"""Deliberate faults of V4.1's cache records, each with the cases it is meant for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.formats.e2m1 import decode_e2m1, encode_e2m1, pack_nibbles, unpack_nibbles
+from anymla.formats.e4m3 import decode_e4m3, encode_e4m3
+from anymla.formats.page_layout import (
+    V41_COMPRESSED_NVFP4,
+    V41_COMPRESSED_NVFP4_SPLIT,
+    V41_MAIN_FP8,
+    V41_MAIN_FP8_SPLIT,
+    get_layout,
+)
+from anymla.testing.conformance.faults.fault import GOOD, fault
+
+_FP8 = (V41_MAIN_FP8, V41_MAIN_FP8_SPLIT)
+_NVFP4 = (V41_COMPRESSED_NVFP4, V41_COMPRESSED_NVFP4_SPLIT)
+_OTHER = dict([_FP8, _NVFP4, _FP8[::-1], _NVFP4[::-1]])
+
+
+def _stored(cache: Tensor, slots: Tensor, layout: str, data: Tensor, scales: Tensor) -> None:
+    data_plane, scale_plane = get_layout(layout).planes(cache)
+    assert scale_plane is not None
+    page, offset = slots // cache.shape[1], slots % cache.shape[1]
+    data_plane[page, offset], scale_plane[page, offset] = data, scales
+
+
+def _nvfp4(k: Tensor, cache: Tensor, slots: Tensor, layout: str, scale: Tensor, block: int) -> None:
+    """Code rows with scales [n, 512 / block] that somebody chose."""
+    codes = encode_e2m1(k.bfloat16().float().unflatten(1, (-1, block)) / scale.unsqueeze(-1))
+    stored = encode_e4m3(scale).repeat_interleave(block // 16, 1)
+    _stored(cache, slots, layout, pack_nibbles(codes.flatten(1)), stored)
+
+
+def _amax(k: Tensor, block: int) -> Tensor:
+    return k.bfloat16().float().unflatten(1, (-1, block)).abs().amax(-1)
+
+
+@fault("quantize_and_insert_k_cache", "L9")
+def entries_written_in_the_other_arrangement(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    layout = _OTHER.get(layout, layout)
+    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+
+
+@fault("dequant_gather_slots", "L9", "Q8")
+def entries_gathered_in_the_other_arrangement(
+    out: Tensor, cache: Tensor, indices: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    GOOD.dequant_gather_slots(out, cache, indices, layout=_OTHER.get(layout, layout))
+
+
+@fault("sparse_attention", "L9", "Q9")
+def entries_attended_in_the_other_arrangement(*args: Any, **rest: Any) -> Any:
+    for name in {"layout", "extra_layout"} & set(rest):
+        rest[name] = _OTHER.get(rest[name], rest[name])
+    return GOOD.sparse_attention(*args, **rest)
+
+
+@fault("quantize_and_insert_k_cache", "Q8")
+def nvfp4_in_blocks_of_32(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    if layout not in _NVFP4:
+        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+        return
+    scale = decode_e4m3(encode_e4m3(_amax(k, 32).clamp(min=6 * 2.0**-9) / 6))
+    _nvfp4(k, cache, slots, layout, scale, 32)
+
+
+@fault("quantize_and_insert_k_cache", "Q8")
+def nvfp4_scale_without_its_floor(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    if layout not in _NVFP4:
+        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+        return
+    _nvfp4(k, cache, slots, layout, decode_e4m3(encode_e4m3(_amax(k, 16) / 6)), 16)
+
+
+@fault("quantize_and_insert_k_cache", "Q8")
+def nvfp4_scale_rounded_up_to_a_power_of_two(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    if layout not in _NVFP4:
+        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+        return
+    amax = _amax(k, 16).clamp(6 * 2.0**-9, 6 * 256.0)
+    _nvfp4(k, cache, slots, layout, torch.exp2(torch.log2(amax / 6).ceil()), 16)
+
+
+@fault("quantize_and_insert_k_cache", "Q8")
+def nvfp4_scale_does_not_saturate(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+    if layout in _NVFP4:
+        data, scales = (plane[..., :] for plane in get_layout(layout).planes(cache))
+        page, offset = slots // cache.shape[1], slots % cache.shape[1]
+        held = scales[page, offset]
+        held[_amax(k, 16) > 2688] = 0x7F
+        _stored(cache, slots, layout, data[page, offset], held)
+
+
+@fault("quantize_and_insert_k_cache", "Q8")
+def nvfp4_values_are_not_clamped(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    """A magnitude above 6 scales, which nearest scales allow, overflows into the sign."""
+    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+    if layout in _NVFP4:
+        page, offset = slots // cache.shape[1], slots % cache.shape[1]
+        data, scales = (plane[page, offset] for plane in get_layout(layout).planes(cache))
+        codes, step = unpack_nibbles(data), decode_e4m3(scales).repeat_interleave(16, 1)
+        codes = torch.where(k.bfloat16().float().abs() > 6.25 * step, codes ^ 15, codes)
+        _stored(cache, slots, layout, pack_nibbles(codes), scales)
+
+
+@fault("quantize_and_insert_k_cache", "Q8")
+def nvfp4_sign_of_zero_dropped(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+    if layout in _NVFP4:
+        page, offset = slots // cache.shape[1], slots % cache.shape[1]
+        data, scales = (plane[page, offset] for plane in get_layout(layout).planes(cache))
+        codes = unpack_nibbles(data)
+        codes = torch.where(decode_e2m1(codes) == 0, 0, codes).to(torch.uint8)
+        _stored(cache, slots, layout, pack_nibbles(codes), scales)
+
+
+@fault("quantize_and_insert_k_cache", "Q8")
+def nibbles_written_high_first(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    if layout in _NVFP4:
+        k = k.unflatten(1, (-1, 2)).flip(2).flatten(1)
+    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+
+
+@fault("dequant_gather_slots", "L9", "Q8")
+def nibbles_read_high_first(
+    out: Tensor, cache: Tensor, indices: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    GOOD.dequant_gather_slots(out, cache, indices, layout=layout)
+    if layout in _NVFP4:
+        out.copy_(out.unflatten(1, (-1, 2)).flip(2).flatten(1))
+
+
+@fault("dequant_gather_slots", "Q8")
+def nan_scales_read_as_numbers(
+    out: Tensor, cache: Tensor, indices: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    GOOD.dequant_gather_slots(out, cache, indices, layout=layout)
+    out.nan_to_num_(480.0)
+
+
+@fault("quantize_and_insert_k_cache", "Q9")
+def v41_window_in_blocks_of_64(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    if layout not in _FP8:
+        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+        return
+    amax = _amax(k, 64).clamp(min=1e-4)
+    exponent = torch.log2(amax / 448).ceil()
+    codes = encode_e4m3(k.bfloat16().float().view(-1, 8, 64) / torch.exp2(exponent).unsqueeze(-1))
+    scales = (exponent + 127).to(torch.uint8).repeat_interleave(2, 1)
+    _stored(cache, slots, layout, codes.flatten(1), scales)
+
+
+@fault("quantize_and_insert_k_cache", "Q9")
+def v41_scale_floored_instead_of_amax(
+    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
+) -> None:
+    """A least scale of 1e-4 (byte 114), as some writers have it."""
+    if layout not in _FP8:
+        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+        return
+    exponent = torch.log2((_amax(k, 32) / 448).clamp(min=1e-4)).ceil()
+    codes = encode_e4m3(k.bfloat16().float().view(-1, 16, 32) / torch.exp2(exponent).unsqueeze(-1))
+    _stored(cache, slots, layout, codes.flatten(1), (exponent + 127).to(torch.uint8))
+
+
+@fault("sparse_attention", "Q9")
+def entries_are_read_in_the_windows_order(*args: Any, **rest: Any) -> Any:
+    """As if the compressed cache had the window's arrangement whatever its record says."""
+    extra = rest.get("extra_layout")
+    if extra in _NVFP4 and rest["layout"] in (*_FP8, "v4_main_fp8"):
+        rest["extra_layout"] = _OTHER[extra]
+    return GOOD.sparse_attention(*args, **rest)
