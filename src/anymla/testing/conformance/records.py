@@ -58,6 +58,7 @@ def arrangements(ops: Ops) -> None:
         rows, slots = torch.randn(32, 512).bfloat16(), 32 + torch.randperm(32)
         ops.quantize_and_insert_k_cache(rows, guarded.cache, slots, layout=layout_id)
         data, scales = get_layout(layout_id).encode(rows)
+        assert scales is not None
         page = guarded.cache[1].flatten()
         for row, offset in enumerate((slots - 32).tolist()):
             start, behind = offset * data.shape[1], 32 * data.shape[1] + offset * scales.shape[1]
@@ -181,14 +182,15 @@ def v41_rows(ops: Ops) -> None:
 def _decoded_first(ops: Ops, given: Scene) -> tuple[Tensor, Tensor]:
     """As a chunk of a prompt attends: the listed rows of both caches in one workspace."""
     assert given.extra is not None
-    workspace, runs = [], []
+    workspace: list[Tensor] = []
+    runs = []
     for token in range(len(given.q)):
         run = []
         for part in (given.main, given.extra):
             slots = part.indices[token, : part.lengths[token]]
             rows = torch.empty(len(slots), 512, dtype=torch.bfloat16)
             ops.dequant_gather_slots(rows, part.cache, slots, layout=part.layout)
-            run += [sum(map(len, workspace)), len(slots)]
+            run += [sum(len(each) for each in workspace), len(slots)]
             workspace.append(rows)
         runs.append(run)
     result: tuple[Tensor, Tensor] = ops.prefill_attention(

@@ -23,6 +23,13 @@ _NVFP4 = (V41_COMPRESSED_NVFP4, V41_COMPRESSED_NVFP4_SPLIT)
 _OTHER = dict([_FP8, _NVFP4, _FP8[::-1], _NVFP4[::-1]])
 
 
+def _held(cache: Tensor, slots: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    data_plane, scale_plane = get_layout(layout).planes(cache)
+    assert scale_plane is not None
+    page, offset = slots // cache.shape[1], slots % cache.shape[1]
+    return data_plane[page, offset], scale_plane[page, offset]
+
+
 def _stored(cache: Tensor, slots: Tensor, layout: str, data: Tensor, scales: Tensor) -> None:
     data_plane, scale_plane = get_layout(layout).planes(cache)
     assert scale_plane is not None
@@ -101,11 +108,9 @@ def nvfp4_scale_does_not_saturate(
 ) -> None:
     GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
     if layout in _NVFP4:
-        data, scales = (plane[..., :] for plane in get_layout(layout).planes(cache))
-        page, offset = slots // cache.shape[1], slots % cache.shape[1]
-        held = scales[page, offset]
-        held[_amax(k, 16) > 2688] = 0x7F
-        _stored(cache, slots, layout, data[page, offset], held)
+        data, scales = _held(cache, slots, layout)
+        scales[_amax(k, 16) > 2688] = 0x7F
+        _stored(cache, slots, layout, data, scales)
 
 
 @fault("quantize_and_insert_k_cache", "Q8")
@@ -115,8 +120,7 @@ def nvfp4_values_are_not_clamped(
     """A magnitude above 6 scales, which nearest scales allow, overflows into the sign."""
     GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
     if layout in _NVFP4:
-        page, offset = slots // cache.shape[1], slots % cache.shape[1]
-        data, scales = (plane[page, offset] for plane in get_layout(layout).planes(cache))
+        data, scales = _held(cache, slots, layout)
         codes, step = unpack_nibbles(data), decode_e4m3(scales).repeat_interleave(16, 1)
         codes = torch.where(k.bfloat16().float().abs() > 6.25 * step, codes ^ 15, codes)
         _stored(cache, slots, layout, pack_nibbles(codes), scales)
@@ -128,8 +132,7 @@ def nvfp4_sign_of_zero_dropped(
 ) -> None:
     GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
     if layout in _NVFP4:
-        page, offset = slots // cache.shape[1], slots % cache.shape[1]
-        data, scales = (plane[page, offset] for plane in get_layout(layout).planes(cache))
+        data, scales = _held(cache, slots, layout)
         codes = unpack_nibbles(data)
         codes = torch.where(decode_e2m1(codes) == 0, 0, codes).to(torch.uint8)
         _stored(cache, slots, layout, pack_nibbles(codes), scales)
@@ -158,7 +161,8 @@ def nan_scales_read_as_numbers(
     out: Tensor, cache: Tensor, indices: Tensor, *, layout: str = "v4_main_fp8"
 ) -> None:
     GOOD.dequant_gather_slots(out, cache, indices, layout=layout)
-    out.nan_to_num_(480.0)
+    if layout in _NVFP4:
+        out.nan_to_num_(480.0)
 
 
 @fault("quantize_and_insert_k_cache", "Q9")
