@@ -70,7 +70,7 @@ def _layout_bytes(engine: Engine) -> int:
                 stride = state_page_stride_bytes(group.page_size, cache.shape[2] // 2)
             else:
                 formats = engine.store.layers[layer].format
-                layout = get_layout(formats.index if group.kind == "index" else formats.main)
+                layout = get_layout(formats.of(group.kind))
                 stride = layout.page_stride_bytes(group.page_size)
             total += pages * stride
     return total

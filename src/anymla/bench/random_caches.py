@@ -53,7 +53,7 @@ def _fill(
         _write(formats.index, cache, random)
         return
     pages = min(len(cache), -(-_DISTINCT_ROWS // cache.shape[1]))
-    _write(formats.main, cache[:pages], random)
+    _write(formats.of(group.kind), cache[:pages], random)
     for first in range(pages, len(cache), pages):
         rest = cache[first : first + pages]
         rest.copy_(cache[: len(rest)])

@@ -132,8 +132,9 @@ _OPTIONS = (
         "--kv-cache",
         default="fp8",
         show_default=True,
-        type=click.Choice(["fp8", "bf16", "fp32"]),
-        help="Cache rows: the checkpoint's FP8 records, or plain rows.",
+        type=click.Choice(["fp8", "fp8-nvfp4", "bf16", "fp32"]),
+        help="Cache rows: the checkpoint's FP8 records, these with compressed entries in 4 bits, "
+        "or plain rows.",
     ),
     click.option(
         "--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda", "xpu"])

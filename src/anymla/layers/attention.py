@@ -179,7 +179,7 @@ class AttentionLayer(nn.Module):
             step.groups[spec.state_group],
             cache.compressed,
             step.groups[spec.compressed_group],
-            cache.format.main,
+            cache.format.entries,
             projected=self.projections is not None,
         )
 

@@ -79,6 +79,7 @@ class AttentionInputs:
             self.cache.window,
             self.cache.compressed,
             layout=self.cache.format.main,
+            entry_layout=self.cache.format.entries,
             dtype=dtype,
             backend=backend,
         )
@@ -191,14 +192,14 @@ class Heads:
 
     def _given(self, inputs: AttentionInputs) -> dict[str, Any]:
         """What attention by slots is told by name."""
-        entries, layout = inputs.entries, inputs.cache.format.main
+        entries, formats = inputs.entries, inputs.cache.format
         return {
             "sink": self.sink,
             "extra_cache": None if entries is None else inputs.cache.compressed,
             "extra_indices": None if entries is None else entries.indices,
             "extra_lengths": None if entries is None else entries.lengths,
-            "layout": layout,
-            "extra_layout": layout,
+            "layout": formats.main,
+            "extra_layout": formats.entries,
         }
 
     def _plan(self, inputs: AttentionInputs) -> Tensor | None:

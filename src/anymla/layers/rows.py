@@ -70,20 +70,24 @@ class PrefillRows:
         compressed_cache: Tensor | None,
         *,
         layout: str,
+        entry_layout: str | None = None,
         dtype: torch.dtype,
         backend: str | None = None,
     ) -> Tensor:
-        """The workspace [Nw + Ne, D] of a layer's caches, in scratch memory."""
+        """The workspace [Nw + Ne, D] of a layer's caches, in scratch memory.
+
+        Entries are in ``entry_layout``, or in the window's.
+        """
         count = len(self.window_slots)
         more = 0 if self.entry_slots is None else len(self.entry_slots)
         channels = get_layout(layout).channels
         rows = scratch((count + more, channels), dtype, window_cache.device)
-        parts = [(rows[:count], window_cache, self.window_slots)]
+        parts = [(rows[:count], window_cache, self.window_slots, layout)]
         if self.entry_slots is not None:
             assert compressed_cache is not None
-            parts.append((rows[count:], compressed_cache, self.entry_slots))
-        for part, cache, slots in parts:
-            dequant_gather_slots(part, cache, slots, layout=layout, backend=backend)
+            parts.append((rows[count:], compressed_cache, self.entry_slots, entry_layout or layout))
+        for part, cache, slots, coded in parts:
+            dequant_gather_slots(part, cache, slots, layout=coded, backend=backend)
         return rows
 
 
@@ -125,10 +129,14 @@ class RequestRows:
         compressed_cache: Tensor | None,
         *,
         layout: str,
+        entry_layout: str | None = None,
         dtype: torch.dtype,
         backend: str | None = None,
     ) -> Tensor:
-        """The workspace [R * (W + E), D] of a layer's caches, in scratch memory."""
+        """The workspace [R * (W + E), D] of a layer's caches, in scratch memory.
+
+        Entries are in ``entry_layout``, or in the window's.
+        """
         requests, channels = len(self.stops), get_layout(layout).channels
         count = requests * self.width
         size = (count + requests * self.entries, channels)
@@ -141,6 +149,7 @@ class RequestRows:
             assert compressed_cache is not None
             dequantize_and_gather_k_cache(
                 rows[count:].view(requests, self.entries, channels), compressed_cache,
-                self.visible, None, self.entry_table, layout=layout, backend=backend,
+                self.visible, None, self.entry_table, layout=entry_layout or layout,
+                backend=backend,
             )  # fmt: skip
         return rows

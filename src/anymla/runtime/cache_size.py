@@ -57,8 +57,7 @@ def cache_sizes(config: ModelConfig, kv_cache: str, contexts: list[int]) -> list
 
 def page_bytes(group: CacheGroup, spec: LayerSpec, cache_format: CacheFormat) -> int:
     """Bytes from one page of a layer to the next, padding included."""
-    indexed = group.kind in ("index", "index_state")
-    layout = get_layout(cache_format.index if indexed else cache_format.main)
+    layout = get_layout(cache_format.of(group.kind))
     if group.kind in ("state", "index_state"):
         width = layout.channels * spec.pooled_tokens // spec.ratio
         return state_page_stride_bytes(group.page_size, width)

@@ -126,8 +126,7 @@ def _allocate(
     num_pages: int,
     device: torch.device,
 ) -> Tensor:
-    indexed = group.kind in ("index", "index_state")
-    layout = get_layout(cache_format.index if indexed else cache_format.main)
+    layout = get_layout(cache_format.of(group.kind))
     if group.kind in ("state", "index_state"):
         # With overlap a token feeds two entries, each through half of its channels.
         width = layout.channels * spec.pooled_tokens // spec.ratio

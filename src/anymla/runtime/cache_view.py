@@ -105,5 +105,4 @@ def _held(store: CacheStore, group: CacheGroup, state: RequestState) -> tuple[li
 
 
 def _layout_id(store: CacheStore, layer: int, kind: CacheKind) -> str:
-    cache_format = store.layers[layer].format
-    return cache_format.index if kind == "index" else cache_format.main
+    return store.layers[layer].format.of(kind)

@@ -84,7 +84,8 @@ class DraftBlocks:
         self.window = model.layer_specs[backbone].window
         self.stages = store.layers[backbone:]
         self._model = model
-        cache_format = self.stages[0].format
+        # Blocks and windows are rows of the same record, whatever compressed entries are.
+        cache_format = dataclasses.replace(self.stages[0].format, compressed=None)
         own = get_layout(cache_format.main).allocate(options.max_requests, self.size, store.device)
         self._caches = [
             LayerCache(format=cache_format, window=own, compressed=stage.window)

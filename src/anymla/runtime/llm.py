@@ -93,7 +93,7 @@ class LLM:
                 ``generation_config.json`` and a chat template.
             device: where it runs; None for the accelerator if there is one, else the CPU.
             dtype: of activations, "bf16" or "fp32".
-            kv_cache: of cache rows, "fp8", "bf16" or "fp32".
+            kv_cache: of cache rows, as in ``EngineOptions``.
             drafts: with which drafter; "auto" for what the files hold, "off" for none. Drafts
                 change no token.
             draft_tokens: guessed ahead; None for as many as the drafter is made for.

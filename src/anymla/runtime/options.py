@@ -17,7 +17,8 @@ class EngineOptions:
     """Sizes of an engine, all in tokens unless said.
 
     Attributes:
-        kv_cache: "fp8" (the checkpoint's own records), "bf16" or "fp32" (plain rows).
+        kv_cache: "fp8" (the checkpoint's own records), "fp8-nvfp4" (compressed entries in 4 bits,
+            half the bytes and less exact), "bf16" or "fp32" (plain rows).
         chunk_size: most prompt tokens of one request in a step.
         max_requests: requests that run at once.
         max_seq_len: prompt and output of the longest request.

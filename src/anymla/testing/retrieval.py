@@ -204,7 +204,7 @@ def _planes(engine: Engine, kind: CacheKind) -> Iterator[tuple[CacheGroup, list[
             continue
         for layer in group.layers:
             cache_format = engine.store.layers[layer].format
-            layout = get_layout(cache_format.index if kind == "index" else cache_format.main)
+            layout = get_layout(cache_format.of(kind))
             planes = layout.planes(getattr(engine.store.layers[layer], kind))
             yield group, [plane for plane in planes if plane is not None]
 

@@ -26,10 +26,12 @@ class RowRounding:
     Attributes:
         main: layout id for window rows and entries; None keeps them exact.
         index: layout id for index keys; None keeps them exact.
+        compressed: layout id for entries, if it is another than the window's.
     """
 
     main: str | None = None
     index: str | None = None
+    compressed: str | None = None
 
 
 @dataclasses.dataclass
@@ -59,7 +61,9 @@ class LayerRows:
         if index is not None and rounding.index == "v4_index_mxfp4":
             index = hadamard(index)
         return LayerRows(
-            window, store(self.compressed, rounding.main), store(index, rounding.index)
+            window,
+            store(self.compressed, rounding.compressed or rounding.main),
+            store(index, rounding.index),
         )
 
 

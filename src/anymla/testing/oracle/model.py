@@ -35,6 +35,7 @@ KV_ROUNDING = {
     "bf16": RowRounding("rows_bf16_512", "rows_bf16_128"),
     "fp8": RowRounding("v4_main_fp8", "v4_index_fp8"),
     "fp8-mxfp4-index": RowRounding("v4_main_fp8", "v4_index_mxfp4"),
+    "fp8-nvfp4": RowRounding("v4_main_fp8", "v4_index_fp8", "v41_compressed_nvfp4"),
 }
 
 

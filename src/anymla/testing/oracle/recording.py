@@ -213,12 +213,12 @@ class RecordedModel:
 def _copy_entries(
     recording: Recording, layer: int, ratio: int, step: Step, cache: LayerCache, tokens: Tensor
 ) -> None:
-    main, index = cache.format.main, cache.format.index
-    sources = [(WINDOW, WINDOW, 1, cache.window, main)]
+    formats = cache.format
+    sources = [(WINDOW, WINDOW, 1, cache.window, formats.main)]
     if cache.compressed is not None:
-        sources.append((COMPRESSED, f"c{ratio}", ratio, cache.compressed, main))
+        sources.append((COMPRESSED, f"c{ratio}", ratio, cache.compressed, formats.entries))
     if cache.index is not None:
-        sources.append((INDEX, INDEX, ratio, cache.index, index))
+        sources.append((INDEX, INDEX, ratio, cache.index, formats.index))
     positions = step.positions.cpu()[tokens]
     for kind, group, tokens_per_entry, pages, layout_id in sources:
         slots = step.groups[group].slot_mapping.cpu()[tokens]
