@@ -78,6 +78,13 @@ if TYPE_CHECKING:
     help="Instead, hide passkeys in --text and ask this checkpoint for them.",
 )
 @click.option(
+    "--engine",
+    type=click.Choice(["anymla", "vllm"]),
+    default="anymla",
+    show_default=True,
+    help="With --end-to-end: who is asked. vllm: with the plugin and, on a GPU, without it, too.",
+)
+@click.option(
     "--text", type=click.Path(path_type=Path), metavar="FILE", help="With --end-to-end: the text."
 )
 @click.option(
@@ -103,6 +110,7 @@ if TYPE_CHECKING:
 )
 def command(
     checkpoint: Path | None,
+    engine: str,
     text: Path | None,
     lengths: tuple[int, ...],
     depths: tuple[float, ...],
@@ -132,9 +140,16 @@ def command(
     if checkpoint is not None and text is not None:
         if against or chosen or mutations or junit or only_list:
             raise BadInput("--end-to-end goes with --backend, --device and --json only")
-        from anymla.cli.end_to_end import ask_for_passkeys
+        from anymla.cli import end_to_end
 
-        ask_for_passkeys(
+        if engine == "vllm":
+            if faults or backend or device:
+                raise BadInput("--engine vllm goes without --faults, --backend and --device")
+            end_to_end.ask_vllm_for_passkeys(
+                checkpoint, text, lengths=lengths, depths=depths, json_file=json_file
+            )
+            return
+        end_to_end.ask_for_passkeys(
             checkpoint,
             text,
             lengths=lengths,

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+import torch
 
 from anymla.bench.environment import environment
 from anymla.bench.report import Result, append_rows
-from anymla.cli.bad_input import bad_input
+from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import read_text
+from anymla.engines.vllm.answers import (
+    CPU_TAKES,
+    GPU_TAKES,
+    EngineFailed,
+    answers,
+    missing_sizes,
+)
+from anymla.engines.vllm.pinned import installed_version
+from anymla.formats.untrusted import read_object
 from anymla.runtime.llm import LLM
 from anymla.testing.devices import named_device
-from anymla.testing.retrieval import FAULTS, survey
+from anymla.testing.retrieval import (
+    ANSWER,
+    FAULTS,
+    Finding,
+    Hidden,
+    judge,
+    questions,
+    survey,
+)
+from anymla.testing.widen import widen
 
 PART = "retrieval of a passkey"
+_COMMAND = "anymla conformance --end-to-end"
 _WIDTH = 22
 
 
@@ -40,23 +61,112 @@ def ask_for_passkeys(
         words = read_text(text)
         place = named_device(device)
         llm = LLM(checkpoint, device=place, backend=backend)
+    _head(text, depths)
+    found: list[Finding] = []
+    for length in lengths:
+        with bad_input():
+            some = list(survey(llm, words, [length], depths, FAULTS if faults else ()))
+        _show(length, some)
+        found += some
+    _conclude(found, json_file)
+
+
+def ask_vllm_for_passkeys(
+    checkpoint: Path,
+    text: Path,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    json_file: Path | None,
+) -> None:
+    """The same questions to vLLM with the plugin and, on a GPU, to vLLM alone.
+
+    A checkpoint of sizes that vLLM does not take is padded to sizes that it does.
+
+    Raises:
+        BadInput: as above, or no vLLM is installed.
+        click.ClickException: vLLM failed, or a passkey was not found.
+    """
+    version = installed_version()
+    if version is None:
+        raise BadInput("vLLM is not installed here")
+    on_gpu = torch.cuda.is_available()
+    with bad_input():
+        words = read_text(text)
+        llm = LLM(checkpoint, device=torch.device("cpu"))
+        asked = list(questions(llm, words, lengths, depths))
+    _head(text, depths)
+    modes = {"alone": "off", "with the plugin": "force"} if on_gpu else {"with the plugin": "auto"}
+    found: list[Finding] = []
+    with tempfile.TemporaryDirectory() as name:
+        with bad_input():
+            served = _fit(checkpoint, Path(name), on_gpu=on_gpu)
+        for manner, mode in modes.items():
+            engine = f"vLLM {version} {manner}"
+            click.echo(engine)
+            some = list(_answers(llm, served, asked, engine, mode))
+            for length in lengths:
+                _show(length, [each for each in some if each.length == length])
+            found += some
+    _conclude(found, json_file, " --engine vllm")
+
+
+def _fit(checkpoint: Path, directory: Path, *, on_gpu: bool) -> Path:
+    """The checkpoint, or one of the same function in a directory whose sizes vLLM takes."""
+    config = read_object(checkpoint / "config.json")
+    sizes = missing_sizes(config, GPU_TAKES if on_gpu else CPU_TAKES)
+    # On most CPUs vLLM has no kernels for FP8 and MXFP4 weights.
+    plain = not on_gpu and "quantization_config" in config
+    if not sizes and not plain:
+        return checkpoint
+    words = [f"{name} {size}" for name, size in sizes.items()] + ["weights in bfloat16"] * plain
+    click.echo(f"the checkpoint is padded for vLLM: {', '.join(words)}")
+    widen(checkpoint, directory, sizes, plain=plain)
+    return directory
+
+
+def _answers(
+    llm: LLM,
+    served: Path,
+    asked: Sequence[tuple[int, float, Hidden]],
+    engine: str,
+    mode: str,
+) -> Iterator[Finding]:
+    prompts = [hidden.token_ids for _, _, hidden in asked]
+    stops = llm.config.eos_token_ids
+    try:
+        replies = answers(served, prompts, mode=mode, new_tokens=ANSWER, stop_ids=stops)
+    except EngineFailed as error:
+        raise click.ClickException(str(error)) from error
+    for (length, depth, hidden), reply in zip(asked, replies, strict=True):
+        answer = judge(llm, hidden, reply.token_ids, reply.logprobs)
+        yield Finding(length, depth, "none", answer, engine)
+
+
+def _head(text: Path, depths: Sequence[float]) -> None:
     shown = " ".join(f"{depth:g}" for depth in depths)
     click.echo(f"passkeys in {text.name}, at depths {shown}: + found, - not")
-    rows, missed = [], 0
-    names = ["none", *(fault.name for fault in FAULTS if faults)]
-    for length in lengths:
-        marks = dict.fromkeys(names, "")
-        with bad_input():
-            for found in survey(llm, words, [length], depths, FAULTS if faults else ()):
-                marks[found.fault] += "+" if found.answer.found else "-"
-                missed += found.fault == "none" and not found.answer.found
-                case = f"{length} tokens, depth {found.depth:g}, {found.fault}"
-                rows.append(Result(PART, case, found.as_dict()))
-        for name in names:
-            label = f"{length} tokens" if name == "none" else f"  {name}"
-            click.echo(f"{label:{_WIDTH}} {' '.join(marks[name])}")
+
+
+def _show(length: int, found: Sequence[Finding]) -> None:
+    marks: dict[str, list[str]] = {}
+    for each in found:
+        marks.setdefault(each.fault, []).append("+" if each.answer.found else "-")
+    for name, some in marks.items():
+        label = f"{length} tokens" if name == "none" else f"  {name}"
+        click.echo(f"{label:{_WIDTH}} {' '.join(some)}")
+
+
+def _conclude(found: Sequence[Finding], json_file: Path | None, words: str = "") -> None:
     if json_file is not None:
+        rows = [Result(PART, _case(each), each.as_dict()) for each in found]
         with bad_input():
-            append_rows(json_file, rows, environment("anymla conformance --end-to-end"))
+            append_rows(json_file, rows, environment(_COMMAND + words))
+    missed = sum(each.fault == "none" and not each.answer.found for each in found)
     if missed:
         raise click.ClickException(f"{missed} passkeys were not found")
+
+
+def _case(found: Finding) -> str:
+    engine = "" if found.engine == "anymla" else f", {found.engine}"
+    return f"{found.length} tokens, depth {found.depth:g}, {found.fault}{engine}"

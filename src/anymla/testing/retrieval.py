@@ -28,7 +28,7 @@ FACT = "The passkey is {}."
 QUESTION = "What is the passkey?"
 DIGITS = 6
 # Tokens of an answer, at most, and of the text around the fact, at least.
-_ANSWER, _LEAST = 16, 64
+ANSWER, _LEAST = 16, 64
 _ID = "passkey"
 
 
@@ -121,7 +121,7 @@ def read(llm: LLM, hidden: Hidden, on_tokens: Callable[[int], object] = lambda _
     request = Request(
         _ID,
         hidden.token_ids,
-        max_new_tokens=_ANSWER,
+        max_new_tokens=ANSWER,
         stop_ids=frozenset(llm.config.eos_token_ids),
     )
     engine = llm.engine([request])
@@ -137,14 +137,21 @@ def ask(llm: LLM, engine: Engine, hidden: Hidden, fault: Fault | None = None) ->
     engine = copy.deepcopy(engine, {id(llm.model): llm.model})
     with contextlib.nullcontext() if fault is None else fault.broken(engine, hidden):
         done = engine.run()[0]
-    text = llm.tokenizer.decode(done.token_ids)
-    return Answer(
-        text=text,
-        found=hidden.digits in text,
-        confidence=math.exp(sum(done.logprobs) / len(done.logprobs)),
-        drafted=done.drafted,
-        accepted=done.accepted,
-    )
+    return judge(llm, hidden, done.token_ids, done.logprobs, done.drafted, done.accepted)
+
+
+def judge(
+    llm: LLM,
+    hidden: Hidden,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    drafted: int = 0,
+    accepted: int = 0,
+) -> Answer:
+    """What an engine's tokens say, with their log-probabilities (natural)."""
+    text = llm.tokenizer.decode(token_ids)
+    mean = sum(logprobs) / len(logprobs) if logprobs else -math.inf
+    return Answer(text, hidden.digits in text, math.exp(mean), drafted, accepted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +200,7 @@ def _pages(engine: Engine, hidden: Hidden, group: CacheGroup) -> list[int]:
     """Physical pages of a group that hold entries of the fact."""
     held = engine.store.tables[group.name].held(engine.state(_ID).row)
     tokens = group.page_size * group.ratio
-    columns = {hidden.place // tokens, (hidden.place + _ANSWER) // tokens}
+    columns = {hidden.place // tokens, (hidden.place + ANSWER) // tokens}
     return [held[column] for column in sorted(columns) if column in held]
 
 
@@ -248,17 +255,32 @@ class Finding:
         depth: where the fact stands, 0 to 1.
         fault: name of what is broken, "none" for nothing.
         answer: what was said.
+        engine: who said it.
     """
 
     length: int
     depth: float
     fault: str
     answer: Answer
+    engine: str = "anymla"
 
     def as_dict(self) -> dict[str, object]:
         """For a file of rows."""
-        own = {"length": self.length, "depth": self.depth, "fault": self.fault}
+        own = {name: getattr(self, name) for name in ("length", "depth", "fault", "engine")}
         return own | dataclasses.asdict(self.answer)
+
+
+def questions(
+    llm: LLM, text: str, lengths: Sequence[int], depths: Sequence[float]
+) -> Iterator[tuple[int, float, Hidden]]:
+    """A passkey of its own for every length and depth.
+
+    Raises:
+        ValueError: the text has too few tokens.
+    """
+    for length in lengths:
+        for depth in depths:
+            yield length, depth, hide(llm, text, length, depth, seed=length + round(100 * depth))
 
 
 def survey(
@@ -269,10 +291,8 @@ def survey(
     faults: Sequence[Fault] = FAULTS,
 ) -> Iterator[Finding]:
     """Ask at every length and depth, right and with every fault."""
-    for length in lengths:
-        for depth in depths:
-            hidden = hide(llm, text, length, depth, seed=length + round(100 * depth))
-            engine = read(llm, hidden)
-            yield Finding(length, depth, "none", ask(llm, engine, hidden))
-            for fault in faults:
-                yield Finding(length, depth, fault.name, ask(llm, engine, hidden, fault))
+    for length, depth, hidden in questions(llm, text, lengths, depths):
+        engine = read(llm, hidden)
+        yield Finding(length, depth, "none", ask(llm, engine, hidden))
+        for fault in faults:
+            yield Finding(length, depth, fault.name, ask(llm, engine, hidden, fault))
