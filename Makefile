@@ -76,7 +76,7 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@touch $(VLLM_READY)
 
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm
+	$(VLLM_VENV)/bin/python -m pytest -m "not slow" tests/engines/vllm
 
 $(INTEL_READY): pyproject.toml constraints.txt constraints-intel.txt .ci/ocloc.sh
 	@echo "installing into $(INTEL_VENV)"

@@ -320,6 +320,7 @@ def test_passkeys_are_found_end_to_end(tmp_path):
     [
         (("--against", "flash_mla"), "--end-to-end goes with"),
         (("--length", 10**6), "tokens cannot be made 1000000"),
+        (("--engine", "vllm", "--faults"), "--engine vllm goes without --faults"),
     ],
 )
 def test_end_to_end_refuses(arguments, message):

@@ -85,6 +85,21 @@ def stale_index_row(model: Any) -> Undo:
     return _patched(compressor, "compress_norm_rope_insert", make)
 
 
+def index_keys_missing(first: int, end: int) -> Undo:
+    """Index keys of entries that close at positions [first, end) are not written."""
+
+    def make(operation: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            positions, slots = args[4], args[9]
+            if kwargs["layout"] == INDEX_FP8:
+                slots = torch.where((positions >= first) & (positions < end), -1, slots)
+            return operation(*args[:9], slots, *args[10:], **kwargs)
+
+        return run
+
+    return _patched(compressor, "compress_norm_rope_insert", make)
+
+
 def best_entry_missed(model: Any) -> Undo:
     """The selection takes one entry fewer and repeats the first."""
 

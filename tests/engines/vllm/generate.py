@@ -26,7 +26,15 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     answer["classes"] = llm.collective_rpc("anymla_classes")
     if request["backend"] is not None:
         answer["modules"] = llm.collective_rpc("anymla_use_backend", args=(request["backend"],))
-    answer["runs"] = []
+    answer["runs"], answer["broken"] = [], []
+    if request["unwritten"] is not None:
+        for prompt, (first, end) in zip(request["prompts"], request["unwritten"], strict=True):
+            llm.collective_rpc("anymla_leave_unwritten", args=(first, end))
+            sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"])
+            output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
+            answer["broken"].append(list(output.outputs[0].token_ids))
+            llm.collective_rpc("anymla_mend")
+            llm.reset_prefix_cache()
     for compared in [False] * request["plain"] + [True] * request["compare"]:
         if compared:
             llm.collective_rpc("anymla_compare")

@@ -43,6 +43,16 @@ class Probe:
 
         return compare.report()
 
+    def anymla_leave_unwritten(self, first: int, end: int) -> None:
+        """From now on index keys of positions [first, end) are not written."""
+        import faults
+
+        self._anymla_mend = faults.index_keys_missing(first, end)
+
+    def anymla_mend(self) -> None:
+        """They are written again."""
+        self._anymla_mend()
+
     def anymla_classes(self) -> dict[str, int]:
         """How many modules of each class the model has."""
         names = [type(module).__name__ for module in self._anymla_model().modules()]

@@ -57,6 +57,8 @@ class Run:
         backend: of anymla's operations.
         mode: ANYMLA_VLLM.
         record: file for the first steps that are compared, or None.
+        unwritten: of each prompt the positions [first, end) whose index keys are not written in a
+            run of its own, before all others; None for no such run.
     """
 
     prompts: list[list[int]]
@@ -68,6 +70,7 @@ class Run:
     backend: str | None = None
     mode: str = "auto"
     record: str | None = None
+    unwritten: list[tuple[int, int]] | None = None
 
 
 def environment(mode: str, **more: str) -> dict[str, str]:
