@@ -9,6 +9,9 @@ so that only the CTAs of rotated channels read angles
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent, widen
 from anymla.ops._epilogue import AMAX_FLOOR, QuantizedOut
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
@@ -176,23 +180,30 @@ def inverse_rope_quantize(o: Tensor, to: QuantizedOut) -> None:
     tokens, heads, d = o.shape
     if not o.numel():
         return
+    positions, table = to.rope.positions, to.rope.table
+    launch = _inverse_rope((tokens, heads, d), table.shape, to.native, o.device)
+    launch(_aligned(o), positions, table, to.codes, to.scales)
+
+
+@functools.lru_cache(LAUNCHES)
+def _inverse_rope(
+    shape: tuple[int, int, int], table: tuple[int, int], native: bool, device: torch.device
+) -> PreparedLaunch:
+    tokens, heads, d = shape
     rows = _ROWS if tokens * heads > _FEW_HEADS else _FEW_ROWS
-    inverse_rope_quantize_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(d, FP8_BLOCK))](
-        _aligned(o),
-        to.rope.positions,
-        to.rope.table,
-        to.codes,
-        to.scales,
+    return PreparedLaunch(
+        inverse_rope_quantize_kernel,
+        (cdiv(tokens * heads, rows), cdiv(d, FP8_BLOCK)),
         tokens * heads,
-        len(to.rope.table),
+        table[0],
         HEADS=heads,
         D=d,
-        ROPE_DIM=to.rope.dim,
+        ROPE_DIM=table[1],
         FLOOR=AMAX_FLOOR,
         WIDTH=FP8_BLOCK,
         ROWS=rows,
-        NATIVE=to.native,
-        **pdl_launch(o.device),
+        NATIVE=native,
+        **pdl_launch(device),
     )
 
 

@@ -29,6 +29,7 @@ keep 13 bits below the largest of 32 products:
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ from anymla.formats.triton_words import (
     words_to_e4m3,
     words_to_fp16,
 )
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_quantize import blocks_of_cta, quantize_blocks
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -504,19 +506,27 @@ def operand_rows(
     scales = None
     if operand != torch.bfloat16:
         scales = scratch((rows, row_blocks), torch.float32, x.device)
+    size = stored.itemsize if weight_format == "mxfp4" else 0
+    _decoding(rows, width, size, quantize, x.device)(x, operands, scales)
+    return operands, scales
+
+
+@functools.lru_cache(LAUNCHES)
+def _decoding(
+    rows: int, width: int, size: int, quantize: bool, device: torch.device
+) -> PreparedLaunch:
+    row_blocks = width // FP8_BLOCK
     blocks = blocks_of_cta(rows * row_blocks)
-    operand_rows_kernel[(triton.cdiv(rows * row_blocks, blocks),)](
-        x,
-        operands,
-        scales,
+    return PreparedLaunch(
+        operand_rows_kernel,
+        (cdiv(rows * row_blocks, blocks),),
         rows,
         width,
         row_blocks,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         BLOCKS=blocks,
-        BYTES=operands.element_size() if weight_format == "mxfp4" else 0,
+        BYTES=size,
         QUANTIZE=quantize,
-        NATIVE=target_of(x.device).native_e4m3,
-        **pdl_launch(x.device),
+        NATIVE=target_of(device).native_e4m3,
+        **pdl_launch(device),
     )
-    return operands, scales

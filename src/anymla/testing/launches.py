@@ -120,16 +120,22 @@ def recorded_launches(target: Target, *, run: str = "") -> Iterator[Launches]:
         run: interpreted kernels whose module begins with this run as well.
     """
     launches = Launches(target)
+    kind = _kernel_type()
+    really_run = kind.run
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.note(self, args, kwargs)
+        if run and self.fn.__module__.startswith(run):
+            really_run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    with mock.patch.object(kind, "run", note), pretended_device(target):
+        yield launches
+
+
+@contextlib.contextmanager
+def pretended_device(target: Target) -> Iterator[None]:
+    """Inside, the meta device is one of ``target``, or the CPU for interpreted kernels."""
     with contextlib.ExitStack() as patches:
-        kind = _kernel_type()
-        really_run = kind.run
-
-        def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-            launches.note(self, args, kwargs)
-            if run and self.fn.__module__.startswith(run):
-                really_run(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-        patches.enter_context(mock.patch.object(kind, "run", note))
         _import_kernels()
         _answer(patches, "target_of", target)
         if not INTERPRETED:
@@ -141,7 +147,7 @@ def recorded_launches(target: Target, *, run: str = "") -> Iterator[Launches]:
         # What has been kept about a device is not of the target, nor the other way round.
         _forget_devices()
         patches.callback(_forget_devices)
-        yield launches
+        yield
 
 
 def _kernel_type() -> Any:

@@ -7,6 +7,10 @@ Grid: blocks of tokens, which look for those of theirs that close a window; most
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,18 +18,18 @@ from torch import Tensor
 from anymla.formats.triton_hadamard import hadamard as hadamard_rows
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import device as device_facts
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
 from anymla.ops.compressor.config import Window, choose_compress_config
 from anymla.ops.compressor.triton_pool import (
-    States,
-    Tokens,
     closing_tokens,
     count_states,
-    launch_pool,
     next_token,
     pool_window,
+    prepare_pool,
 )
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
+from anymla.ops.streams import scratch
 
 
 @triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity", "length"])
@@ -154,43 +158,68 @@ def compress_norm_rope_insert(
     state_pages = state_cache.shape[0]
     if not (count and requests and columns and pages and state_pages):
         return
-    codec, target = row_codec(layout), device_facts.target_of(positions.device)
-    window = Window(compress_ratio, overlap, codec.channels, state_cache.shape[1])
-    config = choose_compress_config(count, window, target)
+    sizes = count, state_pages, columns, requests, pages, page_size
+    window = compress_ratio, overlap, state_cache.shape[1]
+    strides = state_cache.stride(0), page_stride, *cos_sin_cache.stride()
+    rest = cos_sin_cache.shape, eps, layout, hadamard
     tables = state_block_table
     if tables.stride(1) != 1:
         tables = tables.contiguous()
-    tokens = Tokens(
-        state_slot_mapping.contiguous(),
-        token_to_req.contiguous(),
-        positions.contiguous(),
-        k_slot_mapping.contiguous(),
-        pages * page_size,
-    )
+    found = _compression(sizes, window, strides, tables.stride(0), rest, positions.device)
+    state_slots, token_to_req = state_slot_mapping.contiguous(), token_to_req.contiguous()
+    positions, slots = positions.contiguous(), k_slot_mapping.contiguous()
     pooled = None
+    if found.pool is not None:
+        pooled = scratch((count, found.channels), torch.float32, positions.device)
+        found.pool(state_cache, tables, state_slots, token_to_req, positions, slots, pooled)
+    found.compress(
+        state_cache, pooled, tables, state_slots, token_to_req, positions,
+        norm_weight.contiguous(), cos_sin_cache, cache, slots,
+    )  # fmt: skip
+
+
+class _Launches(NamedTuple):
+    """Of one call: pooling, if it is apart; the rest; channels of an entry."""
+
+    pool: PreparedLaunch | None
+    compress: PreparedLaunch
+    channels: int
+
+
+@functools.lru_cache(LAUNCHES)
+def _compression(
+    sizes: tuple[int, ...],
+    pooled: tuple[int, bool, int],
+    strides: tuple[int, ...],
+    table_stride: int,
+    rest: tuple[Any, ...],
+    device: torch.device,
+) -> _Launches:
+    """Of the call's sizes and strides, and what windows are pooled from."""
+    count, state_pages, columns, requests, pages, page_size = sizes
+    ratio, overlap, states_of_page = pooled
+    state_page_stride, page_stride, *table_strides = strides
+    (length, rope), eps, layout, hadamard = rest
+    codec, target = row_codec(layout), device_facts.target_of(device)
+    window = Window(ratio, overlap, codec.channels, states_of_page)
+    config = choose_compress_config(count, window, target)
+    capacity, pool = pages * page_size, None
     if config.pool_channels:
-        pooled = launch_pool(States(state_cache, tables, window), tokens, config)
-    compress_kernel[(triton.cdiv(count, config.block_t),)](
-        state_cache,
-        pooled,
-        tables,
-        tokens.state_slots,
-        tokens.requests,
-        tokens.positions,
-        norm_weight.contiguous(),
-        cos_sin_cache,
-        cache,
-        tokens.slots,
+        numbers = count, state_pages, columns, requests, capacity, state_page_stride, table_stride
+        pool = prepare_pool(numbers, window, config, device)
+    compress = PreparedLaunch(
+        compress_kernel,
+        (cdiv(count, config.block_t),),
         count,
         state_pages,
         columns,
         requests,
-        tokens.capacity,
-        cos_sin_cache.shape[0],
-        state_cache.stride(0),
-        tables.stride(0),
+        capacity,
+        length,
+        state_page_stride,
+        table_stride,
         page_stride,
-        *cos_sin_cache.stride(),
+        *table_strides,
         eps,
         WINDOW=window,
         BLOCK_STATES=config.block_states,
@@ -198,9 +227,10 @@ def compress_norm_rope_insert(
         PAGE_SIZE=page_size,
         CODEC=codec,
         NATIVE=target.native_e4m3,
-        ROPE=cos_sin_cache.shape[1],
+        ROPE=rope,
         HADAMARD_LOG=codec.channels.bit_length() - 1 if hadamard else 0,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
-        **(pdl_launch(positions.device) if config.pdl else {"PDL": False}),
+        **(pdl_launch(device) if config.pdl else {"PDL": False}),
     )
+    return _Launches(pool, compress, codec.channels)

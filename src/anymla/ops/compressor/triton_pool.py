@@ -13,50 +13,13 @@ CTAs leave at once.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from anymla.ops._triton_launch import PreparedLaunch, cdiv
 from anymla.ops.compressor.config import CompressConfig, Window
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
-from anymla.ops.streams import scratch
-
-
-@dataclasses.dataclass(frozen=True)
-class States:
-    """Saved states of requests.
-
-    Attributes:
-        cache: [P, S, 2 W] float32.
-        tables: [R, columns] int32 page ids, columns adjacent.
-        window: what an entry is compressed from.
-    """
-
-    cache: Tensor
-    tables: Tensor
-    window: Window
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """The tokens of a step, contiguous; see ``interface.compress_norm_rope_insert``.
-
-    Attributes:
-        state_slots: [T] int64.
-        requests: [T] int32.
-        positions: [T] int64.
-        slots: [T] int64, of the entries.
-        capacity: slots of the cache.
-    """
-
-    state_slots: Tensor
-    requests: Tensor
-    positions: Tensor
-    slots: Tensor
-    capacity: int
 
 
 @triton.jit
@@ -240,32 +203,19 @@ def pool_kernel(
         tl.store(pooled + token * CHANNELS + channel, entry)
 
 
-def launch_pool(states: States, tokens: Tokens, config: CompressConfig) -> Tensor:
-    """Float32 [T, D] whose rows of tokens that close a window are the pooled windows."""
-    count, window = tokens.positions.shape[0], states.window
-    pooled = scratch((count, window.channels), torch.float32, tokens.slots.device)
-    grid = (triton.cdiv(count, config.block_t), window.channels // config.pool_channels)
-    pool_kernel[grid](
-        states.cache,
-        states.tables,
-        tokens.state_slots,
-        tokens.requests,
-        tokens.positions,
-        tokens.slots,
-        pooled,
-        count,
-        states.cache.shape[0],
-        states.tables.shape[1],
-        states.tables.shape[0],
-        tokens.capacity,
-        states.cache.stride(0),
-        states.tables.stride(0),
+def prepare_pool(
+    numbers: tuple[int, ...], window: Window, config: CompressConfig, device: torch.device
+) -> PreparedLaunch:
+    """Of the kernel, whose ``numbers`` are the caller's: the tokens' pooled windows, [T, D]."""
+    return PreparedLaunch(
+        pool_kernel,
+        (cdiv(numbers[0], config.block_t), window.channels // config.pool_channels),
+        *numbers,
         WINDOW=window,
         SLICE=config.pool_channels,
         BLOCK_STATES=config.block_states,
         BLOCK_T=config.block_t,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
-        **pdl_launch(tokens.slots.device),
+        **pdl_launch(device),
     )
-    return pooled

@@ -7,10 +7,14 @@ Grid: a CTA for BLOCK_T consecutive tokens; the tile is BLOCK_T rows of BLOCK_W 
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.compressor.config import choose_save_config
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -80,27 +84,31 @@ def save_partial_states(
     count, (pages, page_size, _) = slot_mapping.shape[0], state_cache.shape
     if not count or not pages:
         return
-    width = kv.shape[1]
-    config = choose_save_config(width, target_of(kv.device))
-    save_partial_states_kernel[(triton.cdiv(count, config.block_t),)](
-        kv,
-        score,
-        ape,
-        positions.contiguous(),
-        state_cache,
-        slot_mapping.contiguous(),
+    strides = *kv.stride(), *score.stride(), *ape.stride(), state_cache.stride(0)
+    sizes = count, pages, page_size, kv.shape[1], compress_ratio
+    launch = _saving(sizes, strides, kv.device)
+    launch(kv, score, ape, positions.contiguous(), state_cache, slot_mapping.contiguous())
+
+
+@functools.lru_cache(LAUNCHES)
+def _saving(
+    sizes: tuple[int, int, int, int, int], strides: tuple[int, ...], device: torch.device
+) -> PreparedLaunch:
+    """Of tokens, pages and their size, channels and the ratio."""
+    count, pages, page_size, width, ratio = sizes
+    config = choose_save_config(width, target_of(device))
+    return PreparedLaunch(
+        save_partial_states_kernel,
+        (cdiv(count, config.block_t),),
         count,
-        *kv.stride(),
-        *score.stride(),
-        *ape.stride(),
-        state_cache.stride(0),
+        *strides,
         pages * page_size,
-        RATIO=compress_ratio,
+        RATIO=ratio,
         PAGE_SIZE=page_size,
         WIDTH=width,
         BLOCK_W=config.block_w,
         BLOCK_T=config.block_t,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
-        **pdl_launch(kv.device),
+        **pdl_launch(device),
     )

@@ -12,12 +12,16 @@ tokens have processors to spare. Of many tokens TOGETHER are lanes of a CTA for 
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.formats.triton_cast import widen
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_quantize import store_row_codes
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
@@ -282,43 +286,56 @@ def launch_collapse(
     iters: int = 1,
 ) -> None:
     """Fill y [T, D], and what else is given, from ``placed`` h [T, N, D] and partial mixes."""
-    tokens, n, d = h.shape
+    # What is read before the kernel in front has ended must not be a copy that is being made.
+    early = base.is_contiguous() and scale.is_contiguous()
+    early = early and (norm_weight is None or norm_weight.is_contiguous())
+    if not early:
+        base, scale = base.contiguous(), scale.contiguous()
+        norm_weight = None if norm_weight is None else norm_weight.contiguous()
+    rows = (0, 0) if code_scales is None else code_scales.stride()
+    layout = h.shape, h.stride(), partial.shape, partial.stride(), rows
+    numbers = mixes, norm_eps, hc_eps, iters, post is not None, early
+    launch = _collapse(layout, numbers, h.device)
+    launch(h, partial, base, scale, norm_weight, y, post, comb, codes, code_scales)
+
+
+@functools.lru_cache(LAUNCHES)
+def _collapse(
+    layout: tuple[tuple[int, ...], ...],
+    numbers: tuple[int, float, float, int, bool, bool],
+    device: torch.device,
+) -> PreparedLaunch:
+    """Of streams and partial mixes of such shapes and strides, and of strides of scales."""
+    (tokens, n, d), strides, partial_shape, partial_strides, row_strides = layout
+    mixes, norm_eps, hc_eps, iters, gates, early = numbers
     many = tokens >= MANY_TOKENS
     columns, num_warps = collapse_columns(d, many)
-    slices, target = partial.shape[1], target_of(h.device)
+    slices, target = partial_shape[1], target_of(device)
     together = _TOGETHER if many else 1
-    gate_ctas = 0 if post is None else triton.cdiv(tokens, together)
-    collapse_kernel[(gate_ctas + tokens,)](
-        h,
-        partial,
-        base.contiguous(),
-        scale.contiguous(),
-        None if norm_weight is None else norm_weight.contiguous(),
-        y,
-        post,
-        comb,
-        codes,
-        code_scales,
+    gate_ctas = cdiv(tokens, together) if gates else 0
+    return PreparedLaunch(
+        collapse_kernel,
+        (gate_ctas + tokens,),
         tokens,
         gate_ctas,
         norm_eps,
         hc_eps,
         iters,
-        *h.stride()[:2],
-        *partial.stride(),
-        *((0, 0) if code_scales is None else code_scales.stride()),
+        *strides[:2],
+        *partial_strides,
+        *row_strides,
         N=n,
         D=d,
         MIXES=mixes,
-        P=partial.shape[2],
+        P=partial_shape[2],
         SLICES=slices,
         LANES=collapse_lanes(slices, many),
         COLUMNS=columns,
-        GATES=post is not None,
+        GATES=gates,
         TOGETHER=together,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         NATIVE=target.native_e4m3,
         LAUNCH_LATE=dependents_late(tokens, target),
         num_warps=num_warps,
-        **pdl_launch(h.device, base, scale, norm_weight),
+        **(pdl_launch(device) if early else {"PDL": False}),
     )

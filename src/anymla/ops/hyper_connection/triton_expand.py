@@ -5,11 +5,14 @@ Grid: (blocks of ROWS tokens, blocks of COLUMNS channels); every value is read a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.hyper_connection.config import choose_expand_config
 from anymla.ops.hyper_connection.triton_gates import (
     expand,
@@ -62,20 +65,26 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     out = torch.empty((tokens, n, d), dtype=h.dtype, device=h.device)
     if not out.numel():
         return out
-    chosen, h = choose_expand_config(d), placed(h)
-    expand_kernel[(triton.cdiv(tokens, chosen.rows), triton.cdiv(d, chosen.columns))](
-        u.contiguous(),
-        h,
-        post.contiguous(),
-        comb.contiguous(),
-        out,
+    h = placed(h)
+    launch = _expansion(tokens, n, d, h.stride(), h.device)
+    launch(u.contiguous(), h, post.contiguous(), comb.contiguous(), out)
+    return out
+
+
+@functools.lru_cache(LAUNCHES)
+def _expansion(
+    tokens: int, n: int, d: int, strides: tuple[int, ...], device: torch.device
+) -> PreparedLaunch:
+    chosen = choose_expand_config(d)
+    return PreparedLaunch(
+        expand_kernel,
+        (cdiv(tokens, chosen.rows), cdiv(d, chosen.columns)),
         tokens,
-        *h.stride()[:2],
+        *strides[:2],
         N=n,
         D=d,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         num_warps=_WARPS,
-        **pdl_launch(h.device),
+        **pdl_launch(device),
     )
-    return out

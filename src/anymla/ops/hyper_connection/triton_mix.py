@@ -31,18 +31,23 @@ with W warps w, p and f of 2, lanes g of 8 and t of 4.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_cast import widen
 from anymla.formats.triton_dot import exact_dot
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
     MANY_TOKENS,
     choose_mix_config,
     dependents_late,
     joins_streams,
+    next_power_of_2,
 )
 from anymla.ops.hyper_connection.triton_gates import (
     expand,
@@ -253,31 +258,40 @@ def launch_mix(
         float32 [T, slices, P]: a slice's share of the mixes, in column len(fn) its sum of squares,
         and anything beyond. Of many tokens T is last in memory.
     """
-    tokens, n, d = h.shape
-    target = target_of(h.device)
-    chosen = choose_mix_config(tokens, d, h.dtype, target)
-    mixes = fn.shape[0]
-    width = max(16, triton.next_power_of_2(mixes + 1))
-    slices = triton.cdiv(d, chosen.columns * chosen.chunks)
-    many = tokens >= MANY_TOKENS
-    size = (slices, width, tokens) if many else (tokens, slices, width)
+    in_order, expands = fn.is_contiguous(), out is not None
+    layout = h.shape, h.stride(), h.dtype
+    launch, size = _mixing(layout, fn.shape[0], in_order, expands, h.device)
     partial = scratch(size, fn.dtype, fn.device)
-    mix_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
-        u,
-        h,
-        post,
-        comb,
-        out,
-        fn.contiguous(),
-        partial,
+    launch(u, h, post, comb, out, fn if in_order else fn.contiguous(), partial)
+    return partial.permute(2, 0, 1) if h.shape[0] >= MANY_TOKENS else partial
+
+
+@functools.lru_cache(LAUNCHES)
+def _mixing(
+    layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype],
+    mixes: int,
+    in_order: bool,
+    expands: bool,
+    device: torch.device,
+) -> tuple[PreparedLaunch, tuple[int, int, int]]:
+    """Of streams of that shape, strides and dtype; the shape of partial mixes in memory."""
+    (tokens, n, d), strides, dtype = layout
+    target = target_of(device)
+    chosen = choose_mix_config(tokens, d, dtype, target)
+    width = max(16, next_power_of_2(mixes + 1))
+    slices = cdiv(d, chosen.columns * chosen.chunks)
+    many = tokens >= MANY_TOKENS
+    launch = PreparedLaunch(
+        mix_kernel,
+        (cdiv(tokens, chosen.rows), slices),
         tokens,
         chosen.chunks,
-        *h.stride()[:2],
+        *strides[:2],
         N=n,
         D=d,
         MIXES=mixes,
         P=width,
-        EXPAND=out is not None,
+        EXPAND=expands,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         SINGLE=chosen.chunks == 1,
@@ -286,6 +300,6 @@ def launch_mix(
         MANY=many,
         LAUNCH_LATE=dependents_late(tokens, target),
         num_warps=chosen.num_warps,
-        **pdl_launch(h.device, fn),
+        **(pdl_launch(device) if in_order else {"PDL": False}),
     )
-    return partial.permute(2, 0, 1) if many else partial
+    return launch, (slices, width, tokens) if many else (tokens, slices, width)

@@ -17,14 +17,19 @@ Streams are read from there a second time for their squares, of which a thread s
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import split_in_three
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
     choose_many_tokens_config,
+    next_power_of_2,
 )
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
@@ -109,28 +114,43 @@ def many_kernel(
 
 def launch_many(h: Tensor, fn: Tensor) -> Tensor:
     """As ``triton_mix.launch_mix`` of many tokens: partial mixes and, after them, squares."""
-    tokens, n, d = h.shape
-    chosen = choose_many_tokens_config(tokens, d, target_of(h.device))
-    mixes = fn.shape[0]
-    width = max(16, triton.next_power_of_2(mixes + 1))
-    slices = triton.cdiv(d, chosen.slice)
-    partial = scratch((slices, width, tokens), fn.dtype, fn.device)
-    planes = scratch((_PLANES, width, n * d), h.dtype, h.device)
-    split_kernel[(width, triton.cdiv(n * d, _SPLIT))](
-        fn.contiguous(),
-        planes,
+    in_order = fn.is_contiguous()
+    shape = h.shape, h.stride(), fn.shape[0], in_order, h.device
+    split, multiply, partial_shape, planes_shape = _launches(*shape)
+    partial = scratch(partial_shape, fn.dtype, fn.device)
+    planes = scratch(planes_shape, h.dtype, h.device)
+    split(fn if in_order else fn.contiguous(), planes)
+    multiply(h, planes, partial)
+    return partial.permute(2, 0, 1)
+
+
+@functools.lru_cache(LAUNCHES)
+def _launches(
+    shape: tuple[int, int, int],
+    strides: tuple[int, ...],
+    mixes: int,
+    in_order: bool,
+    device: torch.device,
+) -> tuple[PreparedLaunch, PreparedLaunch, tuple[int, int, int], tuple[int, int, int]]:
+    """Of both kernels, for streams of that shape; shapes of partial mixes and of planes."""
+    tokens, n, d = shape
+    chosen = choose_many_tokens_config(tokens, d, target_of(device))
+    width = max(16, next_power_of_2(mixes + 1))
+    slices, pdl = cdiv(d, chosen.slice), pdl_launch(device)
+    split = PreparedLaunch(
+        split_kernel,
+        (width, cdiv(n * d, _SPLIT)),
         MIXES=mixes,
         WIDTH=n * d,
         SPLIT=_SPLIT,
-        **pdl_launch(h.device, fn),
+        **(pdl if in_order else {"PDL": False}),
     )
-    many_kernel[(triton.cdiv(tokens, chosen.rows), slices)](
-        h,
-        planes,
-        partial,
+    multiply = PreparedLaunch(
+        many_kernel,
+        (cdiv(tokens, chosen.rows), slices),
         tokens,
         chosen.slice // chosen.columns,
-        *h.stride()[:2],
+        *strides[:2],
         N=n,
         D=d,
         MIXES=mixes,
@@ -139,6 +159,6 @@ def launch_many(h: Tensor, fn: Tensor) -> Tensor:
         COLUMNS=chosen.columns,
         STAGES=chosen.num_stages,
         num_warps=chosen.num_warps,
-        **pdl_launch(h.device),
+        **pdl,
     )
-    return partial.permute(2, 0, 1)
+    return split, multiply, (slices, width, tokens), (_PLANES, width, n * d)

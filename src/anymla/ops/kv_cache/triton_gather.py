@@ -10,6 +10,9 @@ wherever in the cache they lie.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +20,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, load_rows, row_codec
 from anymla.ops import device as device_facts
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.kv_cache.config import choose_config
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
@@ -145,34 +149,46 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """See ``interface.dequantize_and_gather_k_cache``."""
     cache, page_stride, pages, entries = cache_bytes(k_cache)
-    requests, limit, codec = out.shape[0], out.shape[1] - offset, row_codec(layout)
+    requests, limit = out.shape[0], out.shape[1] - offset
     if not requests or limit <= 0:
         return
-    target = device_facts.target_of(out.device)
-    config = choose_config(codec.channels, target)
-    tiles = triton.cdiv(limit, config.rows)
     tables = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    gather_sequences_kernel[(requests * tiles,)](
-        out,
-        cache,
-        seq_lens.contiguous(),
-        (seq_lens if gather_lens is None else gather_lens).contiguous(),
-        tables,
+    sizes = requests, limit, offset, tables.shape[1], tables.stride(0)
+    paged = page_stride, pages, entries, layout
+    launch = _gathering(sizes, out.stride(), paged, out.device)
+    last = seq_lens if gather_lens is None else gather_lens
+    launch(out, cache, seq_lens.contiguous(), last.contiguous(), tables)
+
+
+@functools.lru_cache(LAUNCHES)
+def _gathering(
+    sizes: tuple[int, int, int, int, int],
+    strides: tuple[int, ...],
+    paged: tuple[int, int, int, str],
+    device: torch.device,
+) -> PreparedLaunch:
+    """Of requests, rows of each, those left out, a table's columns and stride; see there."""
+    requests, limit, offset, columns, table_stride = sizes
+    page_stride, pages, entries, layout = paged
+    codec, target = row_codec(layout), device_facts.target_of(device)
+    config = choose_config(codec.channels, target)
+    tiles = cdiv(limit, config.rows)
+    return PreparedLaunch(
+        gather_sequences_kernel,
+        (requests * tiles,),
         offset,
         limit,
-        tables.shape[1],
+        columns,
         pages,
         tiles,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
-        tables.stride(0),
+        *strides,
+        table_stride,
         page_stride,
-        entries,
-        codec,
-        target.native_e4m3,
-        config.rows,
+        ENTRIES=entries,
+        CODEC=codec,
+        NATIVE=target.native_e4m3,
+        ROWS=config.rows,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
-        **pdl_launch(out.device),
+        **pdl_launch(device),
     )

@@ -71,7 +71,7 @@ def _addresses_of_slices(
 def _addresses(tensors: list[Tensor] | Tensor) -> Addresses:
     if isinstance(tensors, Tensor):
         pointer, itemsize = tensors.data_ptr(), tensors.element_size()
-        count, stride = len(tensors), tensors.stride(0)
+        count, stride = tensors.shape[0], tensors.stride(0)
         return _addresses_of_slices(pointer, count, stride, itemsize, tensors.device)
     pointers = tuple([tensor.data_ptr() for tensor in tensors])
     return _remembered(pointers, tensors[0].element_size(), tensors[0].device)
@@ -81,28 +81,33 @@ class ExpertTensors:
     """One projection of all experts, or its scales: contiguous tensors, or none at all.
 
     Attributes:
-        first: the first expert's; None if there is none.
+        first: begins where the first expert's does; None if there is none.
+        shape: of an expert's; likewise.
         addresses: of all; likewise.
     """
 
     def __init__(self, tensors: list[Tensor] | Tensor, alignment: int = 1) -> None:
         """Tensors that are not contiguous, or not at such multiples of bytes, are copied."""
-        self._tensors = tensors
         self.first: Tensor | None = None
+        self.shape: tuple[int, ...] = ()
         self.addresses: Addresses | None = None
-        if len(tensors):
+        self.count = _count(tensors)
+        if not self.count:
+            return
+        found = _addresses(tensors)
+        if isinstance(tensors, Tensor):
+            contiguous = _follow(tensors.shape[1:], tensors.stride()[1:])
+        else:
+            contiguous = all(tensor.is_contiguous() for tensor in tensors)
+        if not contiguous or found.alignment < alignment:
+            tensors = [_copied(tensor, alignment) for tensor in tensors]
             found = _addresses(tensors)
-            slices = [tensors[0]] if isinstance(tensors, Tensor) else tensors
-            contiguous = all(tensor.is_contiguous() for tensor in slices)
-            if not contiguous or found.alignment < alignment:
-                self._tensors = tensors = [_copied(tensor, alignment) for tensor in tensors]
-                found = _addresses(tensors)
-            self.first, self.addresses = tensors[0], found
-
-    @property
-    def count(self) -> int:
-        """How many."""
-        return len(self._tensors)
+        self._kept = tensors  # copies live as long as this
+        self.addresses = found
+        if isinstance(tensors, Tensor):
+            self.first, self.shape = tensors, tensors.shape[1:]
+        else:
+            self.first, self.shape = tensors[0], tensors[0].shape
 
     @property
     def alignment(self) -> int:
@@ -119,6 +124,22 @@ class ExpertTensors:
         if self.addresses is None:
             return None, 0, None
         return self.first, self.addresses.stride or 0, self.addresses.table(unit)
+
+
+def _count(tensors: list[Tensor] | Tensor) -> int:
+    return tensors.shape[0] if isinstance(tensors, Tensor) else len(tensors)
+
+
+def _follow(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements of that shape and those strides follow each other in memory."""
+    if 0 in shape:
+        return True
+    size = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and stride != size:
+            return False
+        size *= extent
+    return True
 
 
 def _copied(tensor: Tensor, alignment: int) -> Tensor:

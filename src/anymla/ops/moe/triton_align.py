@@ -14,6 +14,7 @@ further CTAs of that launch quantise the activations to e4m3 in the order of dec
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_words import channel_at
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_quantize import quantize_blocks
 from anymla.ops.moe.config import ALIGN_PAIRS, choose_align_config
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -80,11 +82,14 @@ def align(ids: Tensor, experts: int, offset: int, block_m: int) -> AlignedPairs:
     count = pairs // block_m + experts
     sorted_pairs = scratch((pairs,), torch.int32, ids.device)
     blocks = scratch((3, count), torch.int32, ids.device)
-    align_kernel[(experts,)](
-        ids, sorted_pairs, blocks, pairs, experts, offset, count,
-        BLOCK_M=block_m, AT_ONCE=ALIGN_PAIRS,
-    )  # fmt: skip
+    _alignment(pairs, experts, offset, block_m, count)(ids, sorted_pairs, blocks)
     return AlignedPairs(sorted_pairs, blocks, count)
+
+
+@functools.lru_cache(LAUNCHES)
+def _alignment(pairs: int, experts: int, offset: int, block_m: int, count: int) -> PreparedLaunch:
+    numbers = pairs, experts, offset, count
+    return PreparedLaunch(align_kernel, (experts,), *numbers, BLOCK_M=block_m, AT_ONCE=ALIGN_PAIRS)
 
 
 @triton.jit
@@ -213,15 +218,21 @@ def align_and_quantize(
     count = pairs // block_m + min(pairs, experts)
     sorted_pairs = scratch((pairs,), torch.int32, x.device)
     blocks = scratch((3 * count + 1,), torch.int32, x.device)
-    config = choose_align_config(pairs, experts)
+    launch = _alignment_with_rows((rows, width, pairs, experts, offset, count), block_m, x.device)
+    launch(x, operands, scales, ids, sorted_pairs, blocks)
+    return operands, scales, AlignedPairs(sorted_pairs, blocks, count)
+
+
+@functools.lru_cache(LAUNCHES)
+def _alignment_with_rows(
+    sizes: tuple[int, int, int, int, int, int], block_m: int, device: torch.device
+) -> PreparedLaunch:
+    rows, width, pairs, experts, offset, count = sizes
+    row_blocks, config = width // FP8_BLOCK, choose_align_config(pairs, experts)
     quant_blocks = config.num_warps
-    align_and_quantize_kernel[(experts + triton.cdiv(rows * row_blocks, quant_blocks),)](
-        x,
-        operands,
-        scales,
-        ids,
-        sorted_pairs,
-        blocks,
+    return PreparedLaunch(
+        align_and_quantize_kernel,
+        (experts + cdiv(rows * row_blocks, quant_blocks),),
         rows,
         width,
         row_blocks,
@@ -236,6 +247,5 @@ def align_and_quantize(
         EXPERTS=config.experts,
         PLACED=config.placed,
         num_warps=config.num_warps,
-        **pdl_launch(x.device),
+        **pdl_launch(device),
     )
-    return operands, scales, AlignedPairs(sorted_pairs, blocks, count)

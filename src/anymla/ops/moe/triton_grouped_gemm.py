@@ -13,8 +13,10 @@ A CTA passes over all channels of its tile; blocks without pairs end at once. Tw
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,11 +29,12 @@ from anymla.ops._triton_gemm import (
     gemm_tile_swap_ab,
     operand_rows,
 )
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_quantize import quantize_rows
 from anymla.ops.device import Target, target_of
 from anymla.ops.moe.config import GemmConfig
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
-from anymla.ops.moe.shapes import ExpertFormats
+from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
 from anymla.ops.moe.triton_align import align, load_block
 from anymla.ops.moe.triton_swiglu import clamped_swiglu
 from anymla.ops.streams import scratch
@@ -217,38 +220,60 @@ def grouped_gemm(inputs: ExpertInputs, results: Tensor, config: GemmConfig) -> N
         results: contiguous; pairs without an expert here are not written.
         config: see ``choose_config``.
     """
-    ids, shape = inputs.ids, inputs.shape
+    ids, shape, device = inputs.ids, inputs.shape, inputs.x.device
     sorted_pairs, blocks, count = None, None, shape.pairs
     if config.grouped:
         aligned = align(ids, shape.experts, inputs.expert_offset, config.block_m)
         sorted_pairs, blocks, count = aligned.sorted_pairs, aligned.blocks, aligned.count
-    options = _constants(config, inputs.formats, target_of(inputs.x.device))
-    options |= {"W_UNIT": inputs.unit, "num_warps": config.num_warps}
+    strides = _row_strides(inputs.w1, inputs.s1, config), _row_strides(inputs.w2, inputs.s2, config)
+    given = count, inputs.expert_offset, float(inputs.swiglu_limit), inputs.unit
+    gate_up, down = _launches(shape, inputs.formats, config, given, strides, device)
+    inner = scratch((shape.pairs, shape.inner), inputs.x.dtype, device)
+    gate_up(
+        *_operands(inputs.x, inputs, config), ids, inputs.weights, sorted_pairs, blocks,
+        *inputs.gate_up_pointers, inner,
+    )  # fmt: skip
+    down(
+        *_operands(inner, inputs, config), ids, sorted_pairs, blocks, *inputs.down_pointers,
+        results,
+    )  # fmt: skip
+
+
+@functools.lru_cache(LAUNCHES)
+def _launches(
+    shape: ExpertsShape,
+    formats: ExpertFormats,
+    config: GemmConfig,
+    given: tuple[int, int, float, int],
+    strides: tuple[tuple[int | None, int | None], tuple[int | None, int | None]],
+    device: torch.device,
+) -> tuple[PreparedLaunch, PreparedLaunch]:
+    """``given``: blocks, the first expert's id, SwiGLU's limit, and the unit of distances."""
+    count, offset, limit, unit = given
+    options = _constants(config, formats, target_of(device))
+    options |= {"W_UNIT": unit, "num_warps": config.num_warps}
     if not config.swap_ab:
         options["num_stages"] = config.num_stages
-    inner = scratch((shape.pairs, shape.inner), inputs.x.dtype, inputs.x.device)
-    given = (count, inputs.expert_offset, shape.experts)
     gate_up_rows = config.block_n // 2 if config.swap_ab else config.block_n
-    gate_up_kernel[(triton.cdiv(shape.inner, gate_up_rows), count)](
-        *_operands(inputs.x, inputs, config), ids, inputs.weights, sorted_pairs, blocks,
-        *inputs.gate_up_pointers, inner, *given, shape.experts_per_token, shape.d,
-        *_row_strides(inputs.w1, inputs.s1, config), shape.inner, float(inputs.swiglu_limit),
-        **options,
+    numbers = count, offset, shape.experts
+    gate_up = PreparedLaunch(
+        gate_up_kernel, (cdiv(shape.inner, gate_up_rows), count), *numbers,
+        shape.experts_per_token, shape.d, *strides[0], shape.inner, limit, **options,
     )  # fmt: skip
-    down_kernel[(triton.cdiv(shape.d, config.block_n), count)](
-        *_operands(inner, inputs, config), ids, sorted_pairs, blocks, *inputs.down_pointers,
-        results, *given, shape.inner, *_row_strides(inputs.w2, inputs.s2, config), shape.d,
-        **options,
+    down = PreparedLaunch(
+        down_kernel, (cdiv(shape.d, config.block_n), count), *numbers,
+        shape.inner, *strides[1], shape.d, **options,
     )  # fmt: skip
+    return gate_up, down
 
 
 def _row_strides(
     weight: ExpertTensors, scale: ExpertTensors, config: GemmConfig
 ) -> tuple[int | None, int | None]:
     """From one row to the next, of contiguous matrices; the plain mainloop derives them."""
-    if not config.swap_ab or weight.first is None or scale.first is None:
+    if not config.swap_ab or not weight.count or not scale.count:
         return None, None
-    return weight.first.shape[1], scale.first.shape[1]
+    return weight.shape[1], scale.shape[1]
 
 
 def _operands(

@@ -12,6 +12,7 @@ Alignment and GEMMs are those of ``triton_align`` and ``triton_grouped_gemm``;
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.moe.config import COMBINE_CHANNELS, choose_config
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
@@ -123,7 +125,7 @@ def run_experts(
         flush_stream_wait()
         return out
     w1, ids = projections[0], ids.contiguous()
-    inner = 0 if w1.first is None else w1.first.shape[0]
+    inner = w1.shape[0] if w1.count else 0
     inputs = ExpertInputs(
         x.contiguous(),
         ids,
@@ -139,20 +141,27 @@ def run_experts(
     if k and w1.count:
         multiply(inputs, results)
     # Whether what is added last is still being made on another CUDA stream.
-    pdl = {"PDL": False} if has_deferred_wait() else pdl_launch(x.device, shared)
+    early = not has_deferred_wait() and (shared is None or shared.is_contiguous())
     flush_stream_wait()
     shared = None if shared is None else shared.contiguous()
-    # Tokens first: only the first axis of a grid holds more than 65,535 CTAs.
-    combine_kernel[(tokens, triton.cdiv(d, COMBINE_CHANNELS))](
-        results,
-        ids,
-        shared,
-        out,
-        expert_offset,
-        w1.count,
+    launch = _combination((tokens, d, k), expert_offset, w1.count, early, x.device)
+    launch(results, ids, shared, out)
+    return out
+
+
+@functools.lru_cache(LAUNCHES)
+def _combination(
+    sizes: tuple[int, int, int], offset: int, experts: int, early: bool, device: torch.device
+) -> PreparedLaunch:
+    tokens, d, k = sizes
+    return PreparedLaunch(
+        combine_kernel,
+        # Tokens first: only the first axis of a grid holds more than 65,535 CTAs.
+        (tokens, cdiv(d, COMBINE_CHANNELS)),
+        offset,
+        experts,
         d,
         K=k,
         BLOCK=COMBINE_CHANNELS,
-        **pdl,
+        **(pdl_launch(device) if early else {"PDL": False}),
     )
-    return out

@@ -9,12 +9,15 @@ Grids:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.moe.config import choose_router_config
 from anymla.ops.moe.reference import SUM_FLOOR
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -167,14 +170,25 @@ def _route(
     weights = torch.empty((tokens, k), dtype=torch.float32, device=x.device)
     if not ids.numel():
         return ids, weights
-    config = choose_router_config(tokens, experts, width, _same_dtype(x.dtype, gate.dtype))
-    pdl = pdl_launch(x.device)
-    partial = scratch((config.splits, tokens, experts), torch.float32, x.device)
-    tiles = triton.cdiv(experts, config.block_n), triton.cdiv(tokens, config.block_m)
-    logits_kernel[(*tiles, config.splits)](
-        x.contiguous(),
-        gate.contiguous(),
-        partial,
+    sizes = tokens, experts, width, k, 0 if table is None else table.shape[0]
+    logits, route, splits = _routing(sizes, _same_dtype(x.dtype, gate.dtype), scale, x.device)
+    partial = scratch((splits, tokens, experts), torch.float32, x.device)
+    logits(x.contiguous(), gate.contiguous(), partial)
+    route(partial, bias, is_valid, token_ids, table, ids, weights)
+    return ids, weights
+
+
+@functools.lru_cache(LAUNCHES)
+def _routing(
+    sizes: tuple[int, int, int, int, int], same_dtype: bool, scale: float, device: torch.device
+) -> tuple[PreparedLaunch, PreparedLaunch, int]:
+    """Of tokens, experts, channels, K and a table's rows; both kernels, and splits of channels."""
+    tokens, experts, width, k, listed = sizes
+    config, pdl = choose_router_config(tokens, experts, width, same_dtype), pdl_launch(device)
+    tiles = cdiv(experts, config.block_n), cdiv(tokens, config.block_m)
+    logits = PreparedLaunch(
+        logits_kernel,
+        (*tiles, config.splits),
         tokens,
         experts,
         width,
@@ -184,17 +198,12 @@ def _route(
         BLOCK_K=config.block_k,
         **pdl,
     )
-    route_kernel[(triton.cdiv(tokens, config.route_tokens),)](
-        partial,
-        bias,
-        is_valid,
-        token_ids,
-        table,
-        ids,
-        weights,
+    route = PreparedLaunch(
+        route_kernel,
+        (cdiv(tokens, config.route_tokens),),
         tokens,
         experts,
-        0 if table is None else table.shape[0],
+        listed,
         config.splits,
         float(scale),
         K=k,
@@ -205,7 +214,7 @@ def _route(
         num_warps=config.route_warps,
         **pdl,
     )
-    return ids, weights
+    return logits, route, config.splits
 
 
 def route_hash(

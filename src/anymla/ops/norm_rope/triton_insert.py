@@ -10,6 +10,8 @@ Both tiles are whole rows, which the rotation sees as pairs of channels.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.triton_rows import cache_bytes, entry_offsets, row_codec, store_rows
 from anymla.ops import device as device_facts
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_norm_rope import inverse_rms, load_cos_sin, rotate
 from anymla.ops.norm_rope.config import choose_insert_config
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -153,46 +156,53 @@ def qnorm_rope_kv_insert(
     """See ``interface.qnorm_rope_kv_insert``."""
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     cache, page_stride, pages, entries = cache_bytes(k_cache)
-    tokens, heads, _ = q.shape
-    codec, target = row_codec(layout), device_facts.target_of(q.device)
-    config = choose_insert_config(heads, codec.channels, target)
     inserted = slot_mapping.shape[0] if pages else 0
-    kv_ctas = triton.cdiv(inserted, config.rows)
-    ctas = kv_ctas + tokens * triton.cdiv(heads, config.heads)
+    sizes = q.shape[0], q.shape[1], inserted, cos_sin_cache.shape
+    strides = *q.stride(), *kv.stride(), *result.stride()
+    paged = page_stride, pages * entries, entries, layout
+    launch = _insertion(sizes, strides, paged, cos_sin_cache.stride(), eps, q.device)
+    if launch is not None:
+        slots, positions = slot_mapping.contiguous(), positions.contiguous()
+        launch(q, kv, result, cache, slots, positions, cos_sin_cache)
+    return result
+
+
+@functools.lru_cache(LAUNCHES)
+def _insertion(
+    sizes: tuple[int, int, int, tuple[int, int]],
+    strides: tuple[int, ...],
+    paged: tuple[int, int, int, str],
+    table_strides: tuple[int, int],
+    eps: float,
+    device: torch.device,
+) -> PreparedLaunch | None:
+    """Of tokens, heads, rows that are inserted and the table's shape; None without any of them."""
+    tokens, heads, inserted, (length, channels) = sizes
+    page_stride, capacity, entries, layout = paged
+    codec, target = row_codec(layout), device_facts.target_of(device)
+    config = choose_insert_config(heads, codec.channels, target)
+    kv_ctas = cdiv(inserted, config.rows)
+    ctas = kv_ctas + tokens * cdiv(heads, config.heads)
     if not ctas:
-        return result
-    qnorm_rope_kv_insert_kernel[(ctas,)](
-        q,
-        kv,
-        result,
-        cache,
-        slot_mapping.contiguous(),
-        positions.contiguous(),
-        cos_sin_cache,
+        return None
+    return PreparedLaunch(
+        qnorm_rope_kv_insert_kernel,
+        (ctas,),
         inserted,
         kv_ctas,
         heads,
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
-        kv.stride(0),
-        kv.stride(1),
-        result.stride(0),
-        result.stride(1),
-        result.stride(2),
+        *strides,
         page_stride,
-        pages * entries,
-        cos_sin_cache.stride(0),
-        cos_sin_cache.stride(1),
-        cos_sin_cache.shape[0],
+        capacity,
+        *table_strides,
+        length,
         eps,
-        config,
-        entries,
-        codec,
-        target.native_e4m3,
-        cos_sin_cache.shape[1],
+        CONFIG=config,
+        ENTRIES=entries,
+        CODEC=codec,
+        NATIVE=target.native_e4m3,
+        ROPE=channels,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
-        **pdl_launch(q.device),
+        **pdl_launch(device),
     )
-    return result

@@ -8,12 +8,15 @@ Grid: one CTA for the rows of a tile; the tile is whole rows of PADDED >= WIDTH 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_norm_rope import inverse_rms
 from anymla.ops._triton_quantize import store_codes
 from anymla.ops.device import target_of
@@ -146,32 +149,39 @@ def fused_q_kv_rmsnorm(
     tokens = qr.shape[0]
     if not tokens:
         return q_out, kv_out
-    target = target_of(qr.device)
-    q_config = choose_norm_config(qr.shape[1], target)
-    kv_config = choose_norm_config(kv.shape[1], target)
-    q_ctas = triton.cdiv(tokens, q_config.rows)
-    fused_kernel[(q_ctas + triton.cdiv(tokens, kv_config.rows),)](
-        qr,
-        kv,
-        q_weight.contiguous(),
-        kv_weight.contiguous(),
-        q_out,
-        kv_out,
-        codes,
-        code_scales,
+    early = q_weight.is_contiguous() and kv_weight.is_contiguous()
+    if not early:
+        q_weight, kv_weight = q_weight.contiguous(), kv_weight.contiguous()
+    code_strides = (0, 0) if code_scales is None else code_scales.stride()
+    strides = *qr.stride(), *kv.stride(), *code_strides
+    launch = _fused(tokens, (qr.shape[1], kv.shape[1]), strides, eps, early, qr.device)
+    launch(qr, kv, q_weight, kv_weight, q_out, kv_out, codes, code_scales)
+    return q_out, kv_out
+
+
+@functools.lru_cache(LAUNCHES)
+def _fused(
+    tokens: int,
+    widths: tuple[int, int],
+    strides: tuple[int, ...],
+    eps: float,
+    early: bool,
+    device: torch.device,
+) -> PreparedLaunch:
+    target = target_of(device)
+    q_config, kv_config = (choose_norm_config(width, target) for width in widths)
+    q_ctas = cdiv(tokens, q_config.rows)
+    return PreparedLaunch(
+        fused_kernel,
+        (q_ctas + cdiv(tokens, kv_config.rows),),
         tokens,
         q_ctas,
-        qr.stride(0),
-        qr.stride(1),
-        kv.stride(0),
-        kv.stride(1),
-        *((0, 0) if code_scales is None else code_scales.stride()),
+        *strides,
         eps,
-        q_config,
-        kv_config,
-        target.native_e4m3,
+        Q_CONFIG=q_config,
+        KV_CONFIG=kv_config,
+        NATIVE=target.native_e4m3,
         num_warps=max(q_config.num_warps, kv_config.num_warps),
         enable_fp_fusion=False,
-        **pdl_launch(qr.device, q_weight, kv_weight),
+        **(pdl_launch(device) if early else {"PDL": False}),
     )
-    return q_out, kv_out

@@ -58,9 +58,16 @@ def choose_config(
     """The configuration of a call whose rows are of ``dtype``."""
     return PrefillConfig(
         ctas=min(tokens * -(-heads // HEADS), target.sm_count),
-        tma_store=not quantized and heads % HEADS == 0 and out_dtype in (None, dtype),
+        tma_store=stores_by_tma(heads, dtype, out_dtype, quantized),
         lazy_rescale=dtype == torch.float16,
     )
+
+
+def stores_by_tma(
+    heads: int, dtype: torch.dtype, out_dtype: torch.dtype | None, quantized: bool
+) -> bool:
+    """Whether results, of ``dtype`` like the rows unless another is named, leave by TMA."""
+    return not quantized and heads % HEADS == 0 and out_dtype in (None, dtype)
 
 
 def decoding_pays(tokens: int, entries: int) -> bool:

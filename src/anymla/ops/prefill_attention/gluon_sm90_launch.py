@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.device import target_of
-from anymla.ops.prefill_attention.config import HEADS, PrefillConfig, choose_config
+from anymla.ops.prefill_attention.config import (
+    HEADS,
+    PrefillConfig,
+    choose_config,
+    stores_by_tma,
+)
 from anymla.ops.prefill_attention.gluon_sm90_prefill import prefill_kernel
 
 _LOG2E = 1.4426950408889634
+_TILE = NVMMASharedLayout(128, 16, rank=2)
 
 
 def prefill_attention(
@@ -110,40 +119,69 @@ def _launch(
     tokens, heads, channels = q.shape
     if not q.numel():
         return
-    config = choose_config(
-        tokens,
-        heads,
-        rows.dtype,
-        target_of(q.device),
-        out_dtype=out.dtype,
-        quantized=to is not None,
-    )
     q, rows, runs = q.contiguous(), rows.contiguous(), runs.contiguous()
     if lists is not None and lists.stride(1) != 1:
         lists = lists.contiguous()
     listed = runs if lists is None else lists
     sink = None if sink is None else sink.float().contiguous()
     scale = channels**-0.5 if scale is None else scale
-    tile = NVMMASharedLayout(128, 16, rank=2)
     box = [HEADS, channels // 2]
-    queries = TensorDescriptor.from_tensor(q.view(tokens * heads, channels), box, tile)
+    queries = TensorDescriptor.from_tensor(q.view(tokens * heads, channels), box, _TILE)
     outputs = queries
-    if config.tma_store:
-        outputs = TensorDescriptor.from_tensor(out.view(tokens * heads, channels), box, tile)
-    blocks = -(-heads // HEADS)
-    prefill_kernel[(config.ctas,)](
-        q, queries, TensorDescriptor.from_tensor(rows, box, tile), outputs,
+    if stores_by_tma(heads, rows.dtype, out.dtype, to is not None):
+        outputs = TensorDescriptor.from_tensor(out.view(tokens * heads, channels), box, _TILE)
+    width = entries if lists is None else lists.shape[1]
+    sizes = tokens, heads, window, width, rows.shape[0], listed.stride(0)
+    given = lists is not None, runs.dim() == 1, sink is not None, max_logits is not None
+    quantized = None if to is None else to.rope.dim
+    dtypes = rows.dtype, out.dtype
+    launch = _attention(sizes, given, quantized, dtypes, (scale * _LOG2E, empty), q.device)
+    launch(
+        q, queries, TensorDescriptor.from_tensor(rows, box, _TILE), outputs,
         rows, runs, listed, lse if sink is None else sink, out,
         *(epilogue_pointers(to, lse) if to is not None else (lse, runs, lse, 0)),
         lse, lse if max_logits is None else max_logits,
-        scale * _LOG2E, empty, listed.stride(0), window,
-        entries if lists is None else lists.shape[1], len(rows), tokens * blocks, heads,
-        HEAD_BLOCKS=blocks, LISTED=lists is not None, LISTS_ONLY=runs.dim() == 1,
-        SINK=sink is not None, WHOLE=heads % HEADS == 0, QUANTIZED=to is not None,
-        ROPE_DIM=0 if to is None else to.rope.dim, MAX_LOGITS=max_logits is not None,
+    )  # fmt: skip
+
+
+@functools.lru_cache(LAUNCHES)
+def _attention(
+    sizes: tuple[int, int, int, int, int, int],
+    given: tuple[bool, bool, bool, bool],
+    rope_dim: int | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    factors: tuple[float, float],
+    device: torch.device,
+) -> PreparedLaunch:
+    """Of tokens, heads, the window, a list, all rows and a list's stride; of what is given."""
+    tokens, heads, window, width, rows, stride = sizes
+    listed, lists_only, sink, max_logits = given
+    quantized, (dtype, out_dtype) = rope_dim is not None, dtypes
+    config = choose_config(
+        tokens, heads, dtype, target_of(device), out_dtype=out_dtype, quantized=quantized
+    )
+    blocks = -(-heads // HEADS)
+    return PreparedLaunch(
+        prefill_kernel,
+        (config.ctas,),
+        *factors,
+        stride,
+        window,
+        width,
+        rows,
+        tokens * blocks,
+        heads,
+        HEAD_BLOCKS=blocks,
+        LISTED=listed,
+        LISTS_ONLY=lists_only,
+        SINK=sink,
+        WHOLE=heads % HEADS == 0,
+        QUANTIZED=quantized,
+        ROPE_DIM=rope_dim or 0,
+        MAX_LOGITS=max_logits,
         **_constants(config),
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def _constants(config: PrefillConfig) -> dict[str, bool | int]:
