@@ -140,6 +140,17 @@ def config_of(sizes: dict[str, Any], directory: Path) -> Any:
     ).create_engine_config()
 
 
+def join_alone(config: Any, store: Path) -> None:
+    """A process is the only rank, and computes in bfloat16."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        initialize_model_parallel(1, 1, backend="gloo")
+    torch.set_default_dtype(torch.bfloat16)
+
+
 def built(config: Any, device: str) -> Any:
     """The plugin's model on a device."""
     from vllm.config import set_current_vllm_config
@@ -214,15 +225,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     pretend()
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-
     with tempfile.TemporaryDirectory() as place:
         flash, small = config_of(FLASH, Path(place)), config_of(SMALL, Path(place))
-    with set_current_vllm_config(flash):
-        init_distributed_environment(1, 0, f"file://{sys.argv[1]}.store", 0, "gloo")
-        initialize_model_parallel(1, 1, backend="gloo")
-    torch.set_default_dtype(torch.bfloat16)
+        join_alone(flash, Path(place) / "store")
     answer: dict[str, Any] = {"classes": classes(built(flash, "meta"))}
     answer["mixtures"] = mixtures(built(small, "cpu"), small)
     Path(sys.argv[1]).write_text(json.dumps(answer))
