@@ -31,8 +31,9 @@ PAGE_SIZES = (COMPRESSED_PAGE_SIZE, 4, 8, PAGE_SIZE, 256)
 BACKENDS = ("reference", "torch", "torch without looking at values")
 # Codes by integer bits, as on devices without FP8 instructions, and by the instructions.
 TRITON = ("triton", "triton with native e4m3")
-# What is chosen for an Intel GPU, for tests of what is chosen differently there.
-INTEL = "triton as on Intel"
+# What is chosen for Intel's GPUs, for tests of what is chosen differently there.
+INTEL, ARC_A = "triton as on Intel", "triton as on Arc A"
+_INTEL_TARGETS = {INTEL: "xpu_bmg", ARC_A: "xpu_dg2"}
 ALL_BACKENDS = BACKENDS + TRITON
 
 
@@ -41,7 +42,7 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if name == "torch without looking at values":
         monkeypatch.setattr(_host, "on_host", lambda x: False)
         return "torch"
-    if name in (*TRITON, INTEL):
+    if name in (*TRITON, *_INTEL_TARGETS):
         support = device_facts.triton_support(torch.empty(0))
         if not support:
             pytest.skip(support.reason)
@@ -51,10 +52,10 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         if native and torch.cuda.is_available() and not real.native_e4m3:
             pytest.skip("this GPU has no e4m3 instructions")
         target = dataclasses.replace(real, native_e4m3=native, dot_e4m3=native)
-        if name == INTEL:
+        if name in _INTEL_TARGETS:
             if torch.cuda.is_available():
                 pytest.skip("choices for Intel's GPUs are not meant for this one")
-            target = device_facts.TARGETS["xpu_bmg"]
+            target = device_facts.TARGETS[_INTEL_TARGETS[name]]
         monkeypatch.setattr(device_facts, "target_of", lambda device: target)
         return "triton"
     return name
@@ -62,9 +63,9 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def runnable(names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the kinds above that can run here, for tests that choose among them."""
-    without: tuple[str, ...] = (*TRITON, INTEL)
+    without: tuple[str, ...] = (*TRITON, *_INTEL_TARGETS)
     if device_facts.triton_support(torch.empty(0)):
-        without = (INTEL,) if torch.cuda.is_available() else ()
+        without = tuple(_INTEL_TARGETS) if torch.cuda.is_available() else ()
     return tuple(name for name in names if name not in without)
 
 

@@ -50,6 +50,8 @@ from anymla.testing.launches import (
 from anymla.testing.triton_targets import backend_problem
 
 TIME_LIMIT_S = 240
+# Registers of Arc A, half as large as others', that any kernel may spill.
+_ARC_A_SPILLS = 64
 # In place of a family's name.
 SHARED = "shared"
 # Tokens that decode layers are called with: both sides of choices that depend on them.
@@ -291,15 +293,15 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
         problem = f"{row['shared_bytes']} bytes of shared memory, {target.shared_bytes} fit"
     elif row["instructions"] == 0:
         problem = "no instruction could be read from the code"
-    elif row["spills"] > build.spills:
-        problem = f"{row['spills']} spills, {build.spills} declared"
+    elif row["spills"] > (accepted := max(build.spills, _ARC_A_SPILLS * target.arc_a)):
+        problem = f"{row['spills']} spills, {accepted} declared"
     elif row.get("unmet_arrivals"):
         problem = f"{row['unmet_arrivals']} arrivals at barriers for warps that have not met"
     elif row.get("unfenced_reads"):
         problem = f"memory released to TMA {row['unfenced_reads']} times while it is read"
     elif row.get("idle_barriers"):
         problem = f"{row['idle_barriers']} barriers whose memory the compiler gives to others"
-    elif build.matrix and not _multiplies(row["matrix"], build.matrix):
+    elif build.matrix and not target.arc_a and not _multiplies(row["matrix"], build.matrix):
         operands = "" if build.matrix is True else f" of {build.matrix}"
         problem = f"no matrix-multiply instruction{operands}"
     return {**row, "ok": not problem, **({"problem": problem} if problem else {})}

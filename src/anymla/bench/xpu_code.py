@@ -38,8 +38,9 @@ class MachineCode:
     Attributes:
         registers: of a thread, 64 bytes each (32 on Arc A).
         lanes: of a thread.
-        spills: registers that the compiler says it spilled around.
-        spill_bytes: memory of a thread for them.
+        spills: registers that memory of a thread stands for, or that the compiler says it spilled
+            around if those are more: of some kernels it says nothing.
+        spill_bytes: that memory.
         private_bytes: memory of a thread for arrays that are no registers.
         code_bytes: size of the kernel's instructions.
         instructions: names of all instructions, in order, those of matrix products with the type
@@ -112,12 +113,12 @@ def _machine_code(spirv: bytes, target: Target, registers: int) -> MachineCode:
         facts = (place / "parts/.ze_info").read_text(encoding="utf-8")
         listings = [each.read_text("utf-8") for each in sorted(place.glob("parts/.text.*.asm"))]
         code_bytes = _code_bytes(binary.read_bytes())
-    spilled = _SPILLED.search(said)
+    spill_bytes = _number(_SPILL_BYTES, facts)
     return MachineCode(
         registers,
         _number(_SIMD, facts),
-        int(spilled[1]) if spilled else 0,
-        _number(_SPILL_BYTES, facts),
+        max(_number(_SPILLED, said), -(-spill_bytes // (32 if target.arc_a else 64))),
+        spill_bytes,
         _number(_PRIVATE_BYTES, facts),
         code_bytes,
         [

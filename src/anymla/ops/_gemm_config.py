@@ -59,6 +59,8 @@ def choose_tile(rows: int, operand: torch.dtype, target: Target) -> TileConfig:
     if target.backend == "cpu":
         # The interpreter pays for steps, not for their size.
         return TileConfig(16 if rows <= _FEW_ROWS else 64, 64, 128, 4, 1)
+    if target.arc_a:
+        return TileConfig(16 if rows <= _FEW_ROWS else 32, 32, 32, 16, 2)
     if operand == torch.float32:
         return TileConfig(16, 32, 32, 4, 2)
     if rows <= _FEW_ROWS:

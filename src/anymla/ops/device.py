@@ -55,6 +55,15 @@ class Target:
         """RDNA: warps of 32 threads, which keep everything in 256 registers."""
         return self.backend == "hip" and self.warp_size == 32
 
+    @property
+    def arc_a(self) -> bool:
+        """Arc A: registers of 32 bytes, half of what Intel's others have.
+
+        Triton's compiler for XPU has no matrix instruction for it. Products are multiplications and
+        additions, before which a thread loads all channels of its operands (docs/intel.md).
+        """
+        return self.name == "xpu_dg2"
+
 
 # Shared memory: CUDA C++ programming guide (compute capabilities), AMD ISA documents (LDS).
 # sm_count: A100, A6000, L40, H100/H200, B200, RTX PRO 6000, GB10, MI300X, MI355X, 8060S, 9070 XT.

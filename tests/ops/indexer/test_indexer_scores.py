@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from index_scores import D, assert_scores, i32, multiplies_fp8, score64, score_bound
-from paged import ALL_BACKENDS, INTEL, skip_float64, use_backend
+from paged import ALL_BACKENDS, ARC_A, INTEL, skip_float64, use_backend
 
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.formats.hadamard import hadamard_transform
@@ -15,7 +15,7 @@ from anymla.ops.indexer import mqa_logits, torch_scores
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical
 
 
-@pytest.fixture(params=(*ALL_BACKENDS, INTEL))
+@pytest.fixture(params=(*ALL_BACKENDS, INTEL, ARC_A))
 def run(request, monkeypatch):
     return use_backend(request.param, monkeypatch)
 

@@ -77,7 +77,7 @@ def test_steps_take_every_config_of_routers() -> None:
     def configs(steps: Iterable[int], router: tuple[int, int], same: bool) -> set[object]:
         found: set[object] = set()
         for tokens in steps:
-            config = choose_router_config(tokens, *router, same)
+            config = choose_router_config(tokens, *router, same, TARGETS["sm_90"])
             tile = config.block_m, config.block_n, config.block_k
             found.add((tile, config.route_tokens, config.unroll, config.route_warps))
         return found

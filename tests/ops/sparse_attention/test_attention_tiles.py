@@ -22,7 +22,9 @@ def test_tiles_suit_matrix_instructions(target, mode):
         chosen = choose_tile(heads, 640, tokens, mode, target)
         for size in (chosen.heads, chosen.keys, chosen.warps):
             assert size & (size - 1) == 0
-        assert min(chosen.heads, chosen.keys) >= 16
+        # No instruction multiplies on Arc A, and its compiler wants 8 terms.
+        assert chosen.heads >= 16
+        assert chosen.keys >= (8 if target.arc_a else 16)
         assert chosen.heads < 2 * max(heads, 16)
 
 
@@ -65,9 +67,20 @@ def test_intels_gpus_multiply_coded_rows_in_bfloat16():
     )
     assert choose_mode(True, False, hopper) == choose_mode(True, False, arc) == "bfloat16"
     assert choose_mode(False, True, hopper) == choose_mode(False, False, arc) == "float32"
-    assert choose_tile(64, 640, 8, "bfloat16", arc).by_rows
-    assert choose_tile(64, 640, 8, "bfloat16", arc, channels=576).by_rows
+    assert choose_tile(64, 640, 8, "bfloat16", arc).row_parts
+    assert choose_tile(64, 640, 8, "bfloat16", arc, channels=576).row_parts
     for mode, channels, values in (("float32", 512, 512), ("bfloat16", 640, 512)):
-        assert not choose_tile(64, 640, 8, mode, arc, channels, values).by_rows
-    assert not choose_tile(64, 640, 8, "bfloat16", arc, 576, 576).by_rows
-    assert not choose_tile(64, 640, 8, "bfloat16", hopper).by_rows
+        assert not choose_tile(64, 640, 8, mode, arc, channels, values).row_parts
+    assert not choose_tile(64, 640, 8, "bfloat16", arc, 576, 576).row_parts
+    assert not choose_tile(64, 640, 8, "bfloat16", hopper).row_parts
+
+
+def test_arc_a_multiplies_in_float32():
+    """Its products are additions, of as few terms as Triton's compiler takes."""
+    arc = TARGETS["xpu_dg2"]
+    assert {choose_mode(*of, arc) for of in ((True, True), (True, False), (False, False))} == {
+        "float32"
+    }
+    tile = choose_tile(64, 640, 8, "float32", arc)
+    assert (tile.keys, tile.warps, tile.row_parts) == (8, 32, 16)
+    assert not choose_tile(64, 640, 8, "float32", arc, channels=640).row_parts

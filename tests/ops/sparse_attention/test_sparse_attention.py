@@ -6,7 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged import ALL_BACKENDS, INTEL, TRITON, make_cache, runnable, skip_float64, use_backend
+from paged import (
+    ALL_BACKENDS,
+    ARC_A,
+    INTEL,
+    TRITON,
+    make_cache,
+    runnable,
+    skip_float64,
+    use_backend,
+)
 from torch import Tensor
 
 from anymla.formats.page_layout import (
@@ -34,7 +43,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SINKS = (None, "ordinary", "huge", "infinite")
 
 
-@pytest.fixture(params=(*ALL_BACKENDS, INTEL))
+@pytest.fixture(params=(*ALL_BACKENDS, INTEL, ARC_A))
 def backend(request, monkeypatch):
     return use_backend(request.param, monkeypatch)
 
@@ -91,10 +100,10 @@ def check(given_: Scene, out: Tensor, lse: Tensor) -> None:
     layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
     sink=st.sampled_from(SINKS),
     dtype=st.sampled_from(FLOATS),
-    name=st.sampled_from(runnable((*ALL_BACKENDS, INTEL))),
+    name=st.sampled_from(runnable((*ALL_BACKENDS, INTEL, ARC_A))),
 )
 def test_any_lists_in_any_caches(seed, tokens, heads, widths, pages, layouts, sink, dtype, name):
-    if name in (*TRITON, INTEL):
+    if name in (*TRITON, INTEL, ARC_A):
         dtype = torch.float32 if dtype == torch.float64 else dtype
         tokens = min(tokens, 3)
     torch.manual_seed(seed)

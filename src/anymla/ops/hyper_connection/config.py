@@ -59,9 +59,11 @@ def choose_mix_config(tokens: int, d: int, dtype: torch.dtype, target: Target) -
     """
     if dtype == torch.bfloat16 and target.backend == "cuda" and target.shared_bytes > 200 << 10:
         return _large_tile(tokens, d)
-    columns = min(_CHANNELS if dtype == torch.bfloat16 else _CHANNELS // 2, _width(d))
+    joined = dtype == torch.bfloat16 and not target.arc_a
+    columns = min(_CHANNELS if joined else _CHANNELS // 2, _width(d))
     width = SLICES[(tokens > ROWS) + (tokens > FEW_TOKENS)]
-    return MixConfig(ROWS, columns, min(width // columns, -(-d // columns)), 4)
+    warps = 16 if target.arc_a else 4
+    return MixConfig(ROWS, columns, min(width // columns, -(-d // columns)), warps)
 
 
 def _large_tile(tokens: int, d: int) -> MixConfig:
@@ -86,8 +88,8 @@ def dependents_late(tokens: int, target: Target) -> bool:
 
 
 def joins_streams(n: int, target: Target) -> bool:
-    """Whether the streams are one operand, for which RDNA has too few registers."""
-    return n == 4 and not target.narrow
+    """Whether the streams are one operand, for which RDNA and Arc A have too few registers."""
+    return n == 4 and not (target.narrow or target.arc_a)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +119,11 @@ def takes_many_tokens(h: Tensor) -> bool:
     return large and h.dtype == torch.bfloat16 and h.shape[0] >= MANY_TOKENS
 
 
-def collapse_columns(d: int, many: bool) -> tuple[int, int]:
+def collapse_columns(d: int, many: bool, target: Target) -> tuple[int, int]:
     """Channels of a tile and warps of the collapsing kernel."""
     columns = min(_WIDEST, next_power_of_2(d))
-    return columns, 4 if columns <= 4096 and not many else 8
+    warps = 4 if columns <= 4096 and not many else 8
+    return columns, 2 * warps if target.arc_a else warps
 
 
 def collapse_lanes(slices: int, many: bool) -> int:

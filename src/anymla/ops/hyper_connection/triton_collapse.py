@@ -309,8 +309,8 @@ def _collapse(
     (tokens, n, d), strides, partial_shape, partial_strides, row_strides = layout
     mixes, norm_eps, hc_eps, iters, gates, early = numbers
     many = tokens >= MANY_TOKENS
-    columns, num_warps = collapse_columns(d, many)
     slices, target = partial_shape[1], target_of(device)
+    columns, num_warps = collapse_columns(d, many, target)
     together = _TOGETHER if many else 1
     gate_ctas = cdiv(tokens, together) if gates else 0
     return PreparedLaunch(

@@ -174,7 +174,7 @@ def choose_select_config(
 
 def row_warps(elements: int, groups: int, rows: int, target: Target) -> int:
     """Warps of "row" and "groups": 32 values a thread at most, and small CTAs for many rows."""
-    lanes = max(elements, groups)
+    lanes = max(elements, groups) * (2 if target.arc_a else 1)
     threads = max(64, min(1024, lanes // 32 if rows > _SMALL_CTA_ROWS else lanes // 16))
     return max(1, threads // target.warp_size)
 
@@ -270,6 +270,11 @@ def choose_score_config(
     padded_heads = max(padded_heads, 16 // together)
     columns = together * padded_heads
     padded_width = max(next_power_of_2(width), 32)
+    if target.arc_a:
+        # Four scores a thread, or two where a step is a block of e2m1.
+        block_k, most = (32, 2048) if math == "bf16" else (16, 4096)
+        keys = max(16, min(most // columns, 64))
+        return ScoreConfig(together, padded_heads, padded_width, block_k, keys, 32, 1)
     if math == "fp32":
         # Without matrix instructions a thread keeps its operands' channels in registers.
         keys, warps = (16, 8) if target.backend == "xpu" else (32, 4)
@@ -402,9 +407,15 @@ def choose_topk_config(rows: int, columns: int, kept: int) -> TopkConfig:
     )
 
 
-def topk_warps(block: int) -> int:
+def topk_warps(block: int, target: Target) -> int:
     """Warps of a CTA that loads ``block`` columns together."""
-    return 8 if block > _TOPK_SMALL_BLOCK else 4
+    warps = 8 if block > _TOPK_SMALL_BLOCK else 4
+    return 2 * warps if target.arc_a else warps
+
+
+def rank_warps(target: Target) -> int:
+    """Warps of a CTA that ranks winners by counting."""
+    return 8 if target.arc_a else 4
 
 
 def sort_warps(winners: int) -> int:

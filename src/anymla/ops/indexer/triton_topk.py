@@ -31,7 +31,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops.indexer.config import choose_topk_config, next_power_of_2, sort_warps, topk_warps
+from anymla.ops.device import target_of
+from anymla.ops.indexer.config import (
+    choose_topk_config,
+    next_power_of_2,
+    rank_warps,
+    sort_warps,
+    topk_warps,
+)
 from anymla.ops.streams import scratch
 
 # A score becomes an int32 that orders as scores do ("key"): -0 is 0, every NaN the largest. No key
@@ -391,6 +398,7 @@ def topk_per_row(
     bits = (logits if logits.stride(1) == 1 else logits.contiguous()).view(torch.int32)
     stride = bits.stride(0)
     starts, ends = starts.contiguous(), ends.contiguous()
+    target = target_of(logits.device)
     winners = scratch((rows, kept), torch.int32, logits.device)
     candidates = winners
     if config.splits > 1:
@@ -398,13 +406,13 @@ def topk_per_row(
     select_kernel[(rows, config.splits)](
         bits, stride, starts, ends, candidates, candidates, columns, k, kept, config.splits,
         MERGE=False, RESIDENT=config.resident, BLOCK=config.block,
-        num_warps=topk_warps(config.block),
+        num_warps=topk_warps(config.block, target),
     )  # fmt: skip
     if config.splits > 1:
         select_kernel[(rows, 1)](
             bits, stride, starts, ends, candidates, winners, columns, k, kept, config.splits,
             MERGE=True, RESIDENT=config.merge_resident, BLOCK=config.merge_block,
-            num_warps=topk_warps(config.merge_block),
+            num_warps=topk_warps(config.merge_block, target),
         )  # fmt: skip
     _order_winners(bits, starts, ends, winners, best, config.sorted)
     return best if out is None or out is best else out.copy_(best)
@@ -434,5 +442,5 @@ def _order_winners(
     else:
         rank_kernel[(rows, triton.cdiv(k, _RANKED))](
             bits, bits.stride(0), starts, ends, winners, out, out.stride(0), columns, k, kept,
-            RANKED=_RANKED, COMPARED=_COMPARED,
+            RANKED=_RANKED, COMPARED=_COMPARED, num_warps=rank_warps(target_of(bits.device)),
         )  # fmt: skip

@@ -215,10 +215,14 @@ def choose_triton_config(
 
 
 def _takes_swap_ab(shape: GemmShape, weight_format: str, target: Target) -> bool:
-    """Whether the shape is for swapped operands; RDNA has no registers for them."""
+    """Whether the shape is for swapped operands; RDNA and Arc A have no registers for them."""
     least = _SWAP_AB_TOKENS.get(weight_format, MAX_SWAP_AB_TOKENS + 1)
     whole = shape.k % FP8_BLOCK == 0 and shape.n % ROW_STEP == 0
-    return whole and least <= shape.tokens <= MAX_SWAP_AB_TOKENS and not target.narrow
+    return (
+        whole
+        and least <= shape.tokens <= MAX_SWAP_AB_TOKENS
+        and not (target.narrow or target.arc_a)
+    )
 
 
 def swap_ab_config(shape: GemmShape, weight_format: str, target: Target) -> TritonConfig:
@@ -226,7 +230,9 @@ def swap_ab_config(shape: GemmShape, weight_format: str, target: Target) -> Trit
     wgmma = uses_wgmma(target) and weight_format == "mxfp4"
     # Registers for more sums of decoded rows are not everywhere.
     wide = shape.tokens > 16 and (weight_format == "fp8" or wgmma)
-    tile = TileConfig(32 if wide else 16, ROW_STEP, FP8_BLOCK, 4, 4)
+    # Intel: 4 warps of the wide tile spill 94 registers, 8 none (docs/intel.md).
+    warps = 8 if wide and target.backend == "xpu" else 4
+    tile = TileConfig(32 if wide else 16, ROW_STEP, FP8_BLOCK, warps, 4)
     ctas = _SWAP_AB_CTAS_PER_SM * target.sm_count
     splits = min(_cdiv(ctas, max(1, _tiles(shape, tile))), shape.k // _SWAP_AB_MIN_SPLIT)
     split = _cdiv(shape.k // FP8_BLOCK, max(1, splits)) * FP8_BLOCK

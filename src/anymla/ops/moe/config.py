@@ -210,6 +210,8 @@ def choose_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -
 
 def _takes_swap_ab(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> bool:
     """Whole quant blocks and tiles, at addresses for wide loads."""
+    if target.arc_a:
+        return False
     if formats.weight == "fp8":
         # Wide rows of codes do not fit the registers of RDNA.
         known, scale_alignment = formats.quantized and not target.narrow, 1
@@ -292,6 +294,7 @@ class RouterConfig:
         block_m: tokens of a tile of scores.
         block_n: its experts.
         block_k: channels of a step.
+        warps: of a tile.
         split: channels of a split.
         splits: how many.
         route_tokens: of a CTA that finds the top-k.
@@ -303,6 +306,7 @@ class RouterConfig:
     block_m: int
     block_n: int
     block_k: int
+    warps: int
     split: int
     splits: int
     route_tokens: int
@@ -311,10 +315,13 @@ class RouterConfig:
     route_warps: int
 
 
-def choose_router_config(tokens: int, experts: int, width: int, same_dtype: bool) -> RouterConfig:
+def choose_router_config(
+    tokens: int, experts: int, width: int, same_dtype: bool, target: Target
+) -> RouterConfig:
     """Tiles for a call; ``same_dtype`` if matrix instructions take both operands as they are."""
-    block_m, block_n, block_k = (16, 32, 32 if not same_dtype else 64)
-    if same_dtype and tokens > 16:
+    matrix = same_dtype and not target.arc_a
+    block_m, block_n, block_k = (16, 32, 64 if matrix else 32)
+    if matrix and tokens > 16:
         block_m, block_n = 64, 64
     tiles = -(-experts // block_n) * -(-tokens // block_m)
     splits = max(1, min(_ROUTER_CTAS // max(1, tiles), width // _SHORTEST_SPLIT))
@@ -325,7 +332,10 @@ def choose_router_config(tokens: int, experts: int, width: int, same_dtype: bool
         route = (1, padded, 8 if padded <= 256 else 4, 1)
     else:
         route = (max(1, min(_MAX_ROUTE_TOKENS, _ROUTE_SCORES // padded)), padded, 1, 4)
-    return RouterConfig(block_m, block_n, block_k, split, -(-width // split), *route)
+    warps = 4
+    if target.arc_a:
+        warps, route = 16, (*route[:3], 2 * route[3])
+    return RouterConfig(block_m, block_n, block_k, warps, split, -(-width // split), *route)
 
 
 def next_power_of_2(n: int) -> int:

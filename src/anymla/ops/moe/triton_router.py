@@ -18,6 +18,7 @@ from torch import Tensor
 
 from anymla.formats.triton_dot import exact_dot
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
+from anymla.ops.device import target_of
 from anymla.ops.moe.config import choose_router_config
 from anymla.ops.moe.reference import SUM_FLOOR
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -184,7 +185,8 @@ def _routing(
 ) -> tuple[PreparedLaunch, PreparedLaunch, int]:
     """Of tokens, experts, channels, K and a table's rows; both kernels, and splits of channels."""
     tokens, experts, width, k, listed = sizes
-    config, pdl = choose_router_config(tokens, experts, width, same_dtype), pdl_launch(device)
+    config = choose_router_config(tokens, experts, width, same_dtype, target_of(device))
+    pdl = pdl_launch(device)
     tiles = cdiv(experts, config.block_n), cdiv(tokens, config.block_m)
     logits = PreparedLaunch(
         logits_kernel,
@@ -196,6 +198,7 @@ def _routing(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        num_warps=config.warps,
         **pdl,
     )
     route = PreparedLaunch(

@@ -274,13 +274,13 @@ class Tile:
 
     Attributes:
         heads: heads of a program, a power of two of at least 16.
-        keys: listed rows a step, a power of two of at least 16.
+        keys: listed rows a step, a power of two of at least 16; 8 do on Arc A.
         keys_first: swap_ab: products are rows x heads instead of heads x rows.
         warps: of a program.
         stages: depth of the pipeline of row loads; 1 is none.
         once: see ``triton_decode.coded_tile``.
-        by_rows: rows are one tile whose channels the warps divide (``triton_decode.walk_rows``);
-            only in bfloat16.
+        row_parts: rows are one tile whose channels are so many parts (``triton_decode.walk_rows``),
+            not in float16; 0 for several tiles of channels.
     """
 
     heads: int
@@ -289,7 +289,7 @@ class Tile:
     warps: int
     stages: int = 1
     once: bool = True
-    by_rows: bool = False
+    row_parts: int = 0
 
 
 # FP8 rows, 128 + 512 slots: the fastest of some forty tiles each. Pipelines deeper than 1 and
@@ -302,8 +302,11 @@ _MANY_HEADS = Tile(64, 64, False, 8, once=False)
 
 # Intel, compiled by IGC 2.40.14 (docs/intel.md): no spills, and for a key 2,400 instructions of all
 # warps; 16 keys a step take 3,100, and the tiles above 8,700 and spill 820 registers.
-_BY_ROWS = Tile(16, 32, False, 16, by_rows=True)
-_BY_ROWS_CHANNELS, _BY_ROWS_VALUES = 576, 512
+_ROW_PARTS = Tile(16, 32, False, 16, row_parts=16)
+_ROW_CHANNELS, _ROW_VALUES = 576, 512
+# Arc A, in float32, whose products may have 8 terms: 48 registers are spilled; 16 keys a step spill
+# 293, bfloat16's 16 terms 562.
+_ARC_A_ROW_PARTS = Tile(16, 8, False, 32, row_parts=16)
 # Other rows there, without matrix products: no spills, 8 warps spill 36 registers and 4 some 840.
 _XPU_WARPS = 16
 
@@ -318,7 +321,7 @@ def choose_mode(narrow: bool, coded: bool, target: Target) -> str:
             exactly, whatever their scales: a second walk for those that float16 does not hold is
             twice the code.
     """
-    if not narrow:
+    if not narrow or target.arc_a:
         return "float32"
     return "float16" if coded and target.backend != "xpu" else "bfloat16"
 
@@ -343,10 +346,12 @@ def choose_tile(
         channels: of a row.
         values: leading channels of a row that are the value.
     """
-    fits = channels <= _BY_ROWS_CHANNELS and values <= _BY_ROWS_VALUES
+    fits = channels <= _ROW_CHANNELS and values <= _ROW_VALUES
+    if target.arc_a:
+        return _ARC_A_ROW_PARTS if fits else Tile(16, 8, False, 2 * _XPU_WARPS)
     if target.backend == "xpu":
-        by_rows = mode == "bfloat16" and fits
-        return _BY_ROWS if by_rows else Tile(16, 16, False, _XPU_WARPS)
+        whole = mode == "bfloat16" and fits
+        return _ROW_PARTS if whole else Tile(16, 16, False, _XPU_WARPS)
     if target.backend == "cpu":
         return Tile(16, 32, False, 4)
     if target.name.startswith("gfx1"):
@@ -394,6 +399,7 @@ def invariant_splits(keys: int, tile: Tile) -> int:
     return choose_splits(1, keys, tile, _INVARIANT_SPLITS)
 
 
-def combine_warps(splits: int) -> int:
+def combine_warps(splits: int, target: Target) -> int:
     """Warps of a program of the portable combine."""
-    return 4 if splits > 8 else 2
+    warps = 4 if splits > 8 else 2
+    return 2 * warps if target.arc_a else warps

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from anymla.ops._epilogue import QuantizedOut, epilogue_constants, epilogue_pointers
 from anymla.ops._triton_epilogue import store_quantized
+from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 from anymla.ops.sparse_attention.config import (
     STREAM_K_AT_ONCE,
@@ -380,7 +381,7 @@ def combine_float32(part: Tensor, sums: Tensor, sink: Tensor | None, to: Attenti
         out.stride(1), int(sink is not None), to.empty_lse, *epilogue_pointers(to.quantized, lse),
         S=triton.next_power_of_2(count), VALUES=values, BV=SLICE,
         PEAK=to.max_logits is not None, SUMS=SUMS, **epilogue_constants(to.quantized),
-        num_warps=combine_warps(count),
+        num_warps=combine_warps(count, target_of(out.device)),
     )  # fmt: skip
 
 

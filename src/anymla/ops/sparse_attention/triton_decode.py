@@ -544,9 +544,9 @@ def _load_words(at, word, mask, ALIGNED: tl.constexpr):
 @triton.jit
 def coded_rows(
     data, scales, ok, CODED: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Channels 0 .. 511 of FP8 rows in bfloat16, [n, 512]; zeros where not ``ok`` [n].
+    """Channels 0 .. 511 of FP8 rows, [n, 512]; zeros where not ``ok`` [n].
 
     Args:
         data: uint8 pointers [n] to the rows: CODES codes of e4m3, and bfloat16 behind them.
@@ -556,6 +556,7 @@ def coded_rows(
         BLOCK: channels that share a scale.
         CODES: channels that have codes, a multiple of BLOCK.
         ALIGNED: rows begin at multiples of 8 bytes.
+        MODE: type of the result, bfloat16 or float32.
     """
     ROWS: tl.constexpr = data.shape[0]
     BLOCKS: tl.constexpr = _ROW // BLOCK
@@ -576,10 +577,10 @@ def coded_rows(
     factor = factor[:, :, None]
     c0, c1, c2, c3 = e4m3_words_to_fp16(words)
     # The unit by itself: with the largest scales both together are infinite.
-    c0 = ((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
-    c1 = ((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
-    c2 = ((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
-    c3 = ((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor).to(tl.bfloat16)
+    c0 = narrow((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    c1 = narrow((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    c2 = narrow((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    c3 = narrow((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
     if CODES < _ROW:
         # Four channels of the tail are two words where a word of codes would be.
         at = (data - CODES)[:, None, None]
@@ -592,30 +593,31 @@ def coded_rows(
             t0, t1 = _bf16_halves(_load_words(at, 2 * word, there, ALIGNED))
             t2, t3 = _bf16_halves(_load_words(at, 2 * word + 1, there, ALIGNED))
         coded = coded[:, :, None]
-        c0, c1 = tl.where(coded, c0, t0), tl.where(coded, c1, t1)
-        c2, c3 = tl.where(coded, c2, t2), tl.where(coded, c3, t3)
+        c0, c1 = tl.where(coded, c0, t0.to(c0.dtype)), tl.where(coded, c1, t1.to(c1.dtype))
+        c2, c3 = tl.where(coded, c2, t2.to(c2.dtype)), tl.where(coded, c3, t3.to(c3.dtype))
     return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (ROWS, _ROW))
 
 
 @triton.jit
-def plain_rows(rows, ok, CHANNELS: tl.constexpr):
-    """Channels 0 .. 511 of plain rows at pointers [n] in bfloat16; zeros past CHANNELS."""
+def plain_rows(rows, ok, CHANNELS: tl.constexpr, MODE: tl.constexpr):
+    """Channels 0 .. 511 of plain rows at pointers [n]; zeros past CHANNELS."""
     channel = tl.arange(0, _ROW)
     inside = ok[:, None]
     if CHANNELS < _ROW:
         inside = inside & (channel < CHANNELS)[None, :]
-    return tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.bfloat16)
+    x = tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
+    return narrow(x.to(tl.float32), MODE)
 
 
 @triton.jit
 def walk_rows(
-    queries, span, rows0, rows1, row_stride, TILE, ROW,
+    queries, span, rows0, rows1, row_stride, TILE, ROW, MODE: tl.constexpr,
 ):  # fmt: skip
-    """As ``walk`` in bfloat16, the warps dividing the channels: one sum of p times rows.
+    """As ``walk``, the warps dividing the channels: one sum of p times rows.
 
-    Scores are the sum over warps of what each has of them (split-K), and each warp has the output
-    of its own channels, so that a thread holds few of either: it has 16 KiB of registers on Xe. Up
-    to 64 channels behind the first 512 are part of the key alone.
+    Scores are the sum over parts of the channels (split-K), a warp or two for each, and each warp
+    has the output of its own channels, so that a thread holds few of either: it has 16 KiB of
+    registers on Xe. Up to 64 channels behind the first 512 are part of the key alone.
 
     Intel's compiler divides a product among warps by rows alone where it sees another that it
     depends on, and 16 heads are two rows of its instruction: all other warps would compute the same
@@ -628,37 +630,39 @@ def walk_rows(
         rows0: likewise.
         rows1: likewise.
         row_stride: likewise.
-        TILE: BH, BN, TWO, ROW_WARPS and ALIGNED of the kernel.
+        TILE: BH, BN, TWO, ROW_PARTS and ALIGNED of the kernel.
         ROW: CODED, BLOCK, DATA, SCALES and CHANNELS of the kernel.
+        MODE: 1 or 2, see the file.
     """
     BH: tl.constexpr = TILE[0]
     BN: tl.constexpr = TILE[1]
     TWO: tl.constexpr = TILE[2]
-    WARPS: tl.constexpr = TILE[3]
+    PARTS: tl.constexpr = TILE[3]
     ALIGNED: tl.constexpr = TILE[4]
     CODED: tl.constexpr = ROW[0]
     BLOCK: tl.constexpr = ROW[1]
     DATA: tl.constexpr = ROW[2]
     SCALES: tl.constexpr = ROW[3]
     CHANNELS: tl.constexpr = ROW[4]
-    EACH: tl.constexpr = _ROW // WARPS
+    EACH: tl.constexpr = _ROW // PARTS
     KEY: tl.constexpr = CHANNELS > _ROW
     q, q_stride, heads, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
     first, last, blocks0 = span[0], span[1], span[2]
     live = H > 0
 
-    channel = (tl.arange(0, WARPS) * EACH)[:, None, None] + tl.arange(0, EACH)[None, None, :]
+    channel = (tl.arange(0, PARTS) * EACH)[:, None, None] + tl.arange(0, EACH)[None, None, :]
     inside = (heads < H)[None, :, None] & (channel < CHANNELS)
     at = q + (heads * q_stride)[None, :, None] + channel
-    share = tl.load(at, mask=inside, other=0.0).to(tl.bfloat16)
+    share = narrow(tl.load(at, mask=inside, other=0.0).to(tl.float32), MODE)
     if KEY:
-        # Four channels a warp, and twelve that are none: the instruction has sixteen.
-        behind = (tl.arange(0, WARPS) * (64 // WARPS))[:, None, None] + tl.arange(0, 16)[
+        # Four channels a part, and twelve that are none: the instruction has sixteen.
+        behind = (tl.arange(0, PARTS) * (64 // PARTS))[:, None, None] + tl.arange(0, 16)[
             None, None, :
         ]
-        mine = (tl.arange(0, 16) < 64 // WARPS)[None, None, :] & (behind < CHANNELS - _ROW)
+        mine = (tl.arange(0, 16) < 64 // PARTS)[None, None, :] & (behind < CHANNELS - _ROW)
         at = q + _ROW + (heads * q_stride)[None, :, None] + behind
-        rest = tl.load(at, mask=(heads < H)[None, :, None] & mine, other=0.0).to(tl.bfloat16)
+        rest = tl.load(at, mask=(heads < H)[None, :, None] & mine, other=0.0)
+        rest = narrow(rest.to(tl.float32), MODE)
 
     highest = tl.full([BH], _NO_MAXIMUM, tl.float32)
     total = tl.zeros([BH, BN], tl.float32)
@@ -670,31 +674,33 @@ def walk_rows(
         ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
         if CODED == 0:
             data = pages + offset.to(tl.int64) * row_stride
-            rows = plain_rows(data, ok, CHANNELS)
+            rows = plain_rows(data, ok, CHANNELS, MODE)
             tail = data + _ROW
         else:
             data = pages + offset.to(tl.int64) * DATA
             if CODED == 2:
                 scales = (data + _ROW).to(tl.pointer_type(tl.float32))
-                rows = coded_rows(data, scales, ok, CODED, BLOCK, _ROW, ALIGNED)
+                rows = coded_rows(data, scales, ok, CODED, BLOCK, _ROW, ALIGNED, MODE)
             else:
                 scales = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
                 if CODED == 4:
-                    rows = nvfp4_tile(data, scales, ok, 0, _ROW, BLOCK, 1, False, False)
+                    rows = nvfp4_tile(data, scales, ok, 0, _ROW, BLOCK, MODE, False, False)
                 else:
                     CODES: tl.constexpr = CHANNELS - 64 if CODED == 1 else _ROW
-                    rows = coded_rows(data, scales, ok, CODED, BLOCK, CODES, ALIGNED)
+                    rows = coded_rows(data, scales, ok, CODED, BLOCK, CODES, ALIGNED, MODE)
             tail = (data + (_ROW + SCALES)).to(tl.pointer_type(tl.bfloat16))
-        keys = tl.permute(tl.reshape(rows, (BN, WARPS, EACH)), (1, 2, 0))
-        parts = tl.zeros([WARPS, BH, BN], tl.float32)
+        keys = tl.permute(tl.reshape(rows, (BN, PARTS, EACH)), (1, 2, 0))
+        parts = tl.zeros([PARTS, BH, BN], tl.float32)
         if live:
-            parts = tl.dot(share, keys, parts)
+            parts = tl.dot(share, keys, parts, input_precision="ieee")
         if KEY:
             more_keys = tl.load(
                 tail[None, :, None] + behind, mask=ok[None, :, None] & mine, other=0.0
-            ).to(tl.bfloat16)
+            )
+            more_keys = narrow(more_keys.to(tl.float32), MODE)
             if live:
-                parts = tl.dot(rest, tl.permute(more_keys, (0, 2, 1)), parts)
+                more_keys = tl.permute(more_keys, (0, 2, 1))
+                parts = tl.dot(rest, more_keys, parts, input_precision="ieee")
         s = tl.sum(parts, 0)
         s = tl.where(ok[None, :], s * (scale * LOG2E), _NO_SCORE)
         peak = tl.maximum(highest, tl.max(s, 1))
@@ -702,9 +708,9 @@ def walk_rows(
         highest = peak
         p = tl.exp2(s - peak[:, None])
         total = total * decay + p
-        p = p.to(tl.bfloat16)
+        p = narrow(p, MODE)
         if live:
-            sums = tl.dot(p, rows, sums * decay)
+            sums = tl.dot(p, rows, sums * decay, input_precision="ieee")
     return highest, highest, tl.sum(total, 1), sums
 
 
@@ -725,7 +731,7 @@ def decode_kernel(
     PEAK: tl.constexpr, SPLIT: tl.constexpr,
     CODED: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
-    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr, ROW_WARPS: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr, ROW_PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend; see the file. Partials: part [T, total, H, VALUES], sums [T, total, H, 3]."""
@@ -758,10 +764,10 @@ def decode_kernel(
     span = (first, last, blocks0)
     rows0 = (n0, list0, limit0, kv0_ptr, page0, entries0)
     rows1 = (n1, list1, limit1, kv1_ptr, page1, entries1)
-    if ROW_WARPS > 0:
+    if ROW_PARTS > 0:
         peak, top, sums, row = walk_rows(
-            queries, span, rows0, rows1, row_stride, (BH, BN, TWO, ROW_WARPS, ALIGNED),
-            (CODED, BLOCK, DATA, SCALES, CHANNELS),
+            queries, span, rows0, rows1, row_stride, (BH, BN, TWO, ROW_PARTS, ALIGNED),
+            (CODED, BLOCK, DATA, SCALES, CHANNELS), MODE,
         )  # fmt: skip
     else:
         peak, top, sums, a0, a1, a2, a3, a4 = walk(
@@ -793,7 +799,7 @@ def decode_kernel(
         sink = tl.where(none < has_sink, sink, float("-inf"))
         bottom = sums + tl.exp2(sink * LOG2E - top)
         share = across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
-        if ROW_WARPS > 0:
+        if ROW_PARTS > 0:
             row = row * share
         else:
             a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
@@ -804,7 +810,7 @@ def decode_kernel(
             tl.store(peak_ptr + token * H + heads, peak, mask=heads < H)
         to = out_ptr + token * out_token
         stride = out_head
-    if ROW_WARPS > 0:
+    if ROW_PARTS > 0:
         store_heads(to, stride, heads, H, row, 0, _ROW, VALUES, False)
     else:
         store_heads(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)

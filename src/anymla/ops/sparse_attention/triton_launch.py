@@ -298,8 +298,8 @@ def _launch(
         PEAK=to.max_logits is not None, SPLIT=total > 1,
         CHANNELS=channels, VALUES=out.shape[2], MODE=MODES.index(scan.mode),
         NATIVE=scan.target.native_e4m3, ONCE=tile.once,
-        ROW_WARPS=tile.warps if tile.by_rows else 0,
-        ALIGNED=tile.by_rows and all(map(_aligned, lists)),
+        ROW_PARTS=tile.row_parts,
+        ALIGNED=tile.row_parts > 0 and all(map(_aligned, lists)),
         **row_constants(first.coded, channels),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
