@@ -699,8 +699,9 @@ def walk_rows(
             )
             more_keys = narrow(more_keys.to(tl.float32), MODE)
             if live:
-                more_keys = tl.permute(more_keys, (0, 2, 1))
-                parts = tl.dot(rest, more_keys, parts, input_precision="ieee")
+                parts = tl.dot(
+                    rest, tl.permute(more_keys, (0, 2, 1)), parts, input_precision="ieee"
+                )
         s = tl.sum(parts, 0)
         s = tl.where(ok[None, :], s * (scale * LOG2E), _NO_SCORE)
         peak = tl.maximum(highest, tl.max(s, 1))
