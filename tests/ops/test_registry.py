@@ -177,13 +177,13 @@ class _Asked:
     def checked(self):
         return len(_checked)
 
-    def add(self, name, supports=None):
+    def add(self, name, supports=None, **given):
         def answer(*args, **kwargs):
             self.asked.append(name)
             return supports(*args, **kwargs)
 
         run = lambda *args, **kwargs: self.ran.append(name)  # noqa: E731, names are arguments
-        self.operation.register(name, run, supports=supports and answer)
+        self.operation.register(name, run, supports=supports and answer, **given)
         return self
 
 
@@ -388,3 +388,19 @@ def test_checks_are_skipped_where_no_choice_is_to_be_made():
     with pytest.raises(ValueError, match="x must be"):
         probe.operation(WIDE[0])
     assert probe.ran == ["torch"]
+
+
+def test_a_backend_asked_by_kind_knows_cpu_tensors_by_dtype_and_shape():
+    probe = _Asked().add("numba", _few, by_kind=True).add("torch")
+    for x in (WIDE[:2], torch.zeros(40)[1:33].view(2, 16), WIDE[:5], WIDE[:2]):
+        probe.operation(x, None, [x, x])
+    assert probe.ran == ["numba", "numba", "torch", "numba"]
+    assert probe.asked == ["numba", "numba"]
+
+
+def test_a_backend_that_is_not_automatic_is_not_asked():
+    probe = _Asked().add("numba", _few, automatic=False).add("torch")
+    probe.operation(WIDE[:2])
+    probe.operation(WIDE[:2], backend="numba")
+    assert probe.ran == ["torch", "numba"]
+    assert probe.asked == ["numba"]

@@ -147,13 +147,22 @@ def decoded_gemm(
 
 def _operand_dtype(x: Tensor, scale: Tensor) -> torch.dtype:
     """Dtype in which decoded weights, and activations rounded to FP8, are exact."""
-    if x.dtype != torch.bfloat16 or scale.dtype != torch.uint8 or x.device.type != "cpu":
-        return torch.promote_types(x.dtype, torch.float32)
-    if not scale.numel():
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and exact_in_bf16(scale):
         return x.dtype
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def exact_in_bf16(scale: Tensor) -> bool:
+    """Whether any code times any of these scales is zero or a normal bfloat16 number.
+
+    Reads the values, so it waits for the device.
+    """
+    if scale.dtype != torch.uint8:
+        return False
+    if not scale.numel():
+        return True
     low, high = torch.aminmax(scale)
-    exact = _EXACT_BYTES[0] <= int(low) and int(high) <= _EXACT_BYTES[1]
-    return x.dtype if exact else torch.float32
+    return _EXACT_BYTES[0] <= int(low) and int(high) <= _EXACT_BYTES[1]
 
 
 def rounded_to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:

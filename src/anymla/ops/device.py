@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -216,6 +217,28 @@ def _interpreter_support() -> Support:
         reason = f"the interpreter of triton {version} is wrong and cannot be repaired ({error})"
         return Support(False, f"{reason}; use another version, or a GPU")
     return Support(True, automatic=False)
+
+
+# The least numba whose compiler takes what ``_numba_gemm`` writes: LLVM's untyped pointers.
+LEAST_NUMBA = (0, 68)
+
+
+@functools.cache
+def numba_problem() -> str:
+    """Why nothing is compiled by numba with this installation; "" if it is."""
+    try:
+        version = importlib.metadata.version("numba")
+    except importlib.metadata.PackageNotFoundError:
+        return "numba is not installed: pip install 'anymla[cpu]'"
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_NUMBA:
+        least = ".".join(map(str, LEAST_NUMBA))
+        return f"numba {version} is installed, and {least} or newer is needed"
+    return ""
+
+
+def has_numba() -> bool:
+    """Whether numba is installed, in a version that compiles our loops."""
+    return not numba_problem()
 
 
 def triton_support(*args: Any, **kwargs: Any) -> Support:

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 # Best first; a backend that is not listed here is only used when it is named.
-_PRIORITY = ("gluon_sm90", "vendor", "triton", "torch", "reference")
+_PRIORITY = ("gluon_sm90", "vendor", "triton", "numba", "torch", "reference")
 # Kernels for accelerators, which on CPU tensors only run (interpreted) when they are named.
 _ACCELERATED = ("gluon_sm90", "vendor", "triton")
 # Addresses are known to a choice modulo this many bytes: the widest load, and TMA's boxes.
@@ -95,6 +95,8 @@ class Backend:
     name: str
     run: Callable[..., Any]
     supports: Callable[..., Support] | None
+    automatic: bool = True
+    by_kind: bool = False
 
     def support(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Support:
         """Whether this backend can run the call; nothing is launched."""
@@ -204,6 +206,7 @@ class Operation:
         self.name = contract.__name__
         self._backends: dict[str, Backend] = {}
         self._automatic: tuple[Backend, ...] = ()
+        self._hosts: tuple[Backend, ...] = ()  # for CPU tensors, if they are asked by kind alone
         self._host: Backend | None = None  # what CPU tensors take, if it needs no asking
         self._resolved: dict[Hashable, Backend] = {}
         self._contract = contract
@@ -232,6 +235,8 @@ class Operation:
         run: Callable[..., Any],
         *,
         supports: Callable[..., Support] | None = None,
+        automatic: bool = True,
+        by_kind: bool = False,
     ) -> None:
         """Add a backend.
 
@@ -241,14 +246,25 @@ class Operation:
             supports: called with the same arguments, answers whether ``run`` can take them. Its
                 answer is remembered, so it must follow from what ``resolve`` lists, and from
                 nothing that changes while the process runs.
+            automatic: False leaves it to those who name it: it is not even asked. For what this
+                installation lacks.
+            by_kind: of CPU tensors ``supports`` looks at dtypes and shapes alone, so that a call
+                on them is known by as little as if no backend were asked.
         """
         order = {known: place for place, known in enumerate(_PRIORITY)}
-        made = self._backends | {name: Backend(name, run, supports)}
+        made = self._backends | {name: Backend(name, run, supports, automatic, by_kind)}
         ranked = sorted(made.values(), key=lambda b: order.get(b.name, len(order)))
-        self._set_backends(ranked, [each for each in ranked if each.name in _PRIORITY])
+        asked = [each for each in ranked if each.name in _PRIORITY and each.automatic]
+        self._set_backends(ranked, asked)
 
     def register_lazy(
-        self, name: str, module: str, *, supports: Callable[..., Support] | None = None
+        self,
+        name: str,
+        module: str,
+        *,
+        supports: Callable[..., Support] | None = None,
+        automatic: bool = True,
+        by_kind: bool = False,
     ) -> None:
         """Add a backend whose module is imported when it first runs.
 
@@ -256,8 +272,11 @@ class Operation:
             name: as for ``register``.
             module: dotted name of a module with a function of the operation's name.
             supports: as for ``register``; answered without importing the module.
+            automatic: as for ``register``.
+            by_kind: as for ``register``.
         """
-        self.register(name, LazyFunction(module, self.name), supports=supports)
+        run = LazyFunction(module, self.name)
+        self.register(name, run, supports=supports, automatic=automatic, by_kind=by_kind)
 
     def unregister(self, name: str) -> None:
         """Remove a backend."""
@@ -280,6 +299,8 @@ class Operation:
         self._automatic = tuple(automatic)
         host = [backend for backend in automatic if backend.name not in _ACCELERATED]
         self._host = host[0] if host and host[0].supports is None else None
+        known = all(each.supports is None or each.by_kind for each in host)
+        self._hosts = tuple(host) if known else ()
         self.forget()
 
     def forget(self) -> None:
@@ -312,7 +333,8 @@ class Operation:
         - which arguments are given, and types and values of those that are not tensors;
         - dtype, shape and device of every tensor, and its strides if it is not contiguous;
         - where backends are asked, also strides of any tensor, and its address and storage offset
-          modulo 16. They are not asked about CPU tensors, unless one is named;
+          modulo 16. They are not asked about CPU tensors, unless one is named, or only those that
+          look at nothing but dtypes and shapes (``by_kind``);
         - the length of a list, and the same of its first tensor. Where backends are asked, which
           see them all, such a call is of no known kind.
 
@@ -363,7 +385,8 @@ class Operation:
         host = self._host if on_host else None
         if host is not None and _skipped.get():
             return host, args, kwargs
-        kind = _kind_of(args, kwargs, backend, asks=host is None)
+        asks = not on_host or not self._hosts
+        kind = _kind_of(args, kwargs, backend, asks=asks)
         try:
             found = self._resolved.get(kind)
         except TypeError:  # it has no hash; the contract knows what it should have been
@@ -373,7 +396,8 @@ class Operation:
                 self._refuse_gradients(args, kwargs)
             return found, args, kwargs
         args, kwargs = self._accept(*given)
-        found = host or self._choose(backend, args, kwargs)
+        asked = self._automatic if asks else self._hosts
+        found = host or self._choose(backend, args, kwargs, asked)
         if kind is not None:
             if len(self._resolved) >= _MOST_KINDS:
                 self._resolved.clear()
@@ -422,7 +446,13 @@ class Operation:
                 expected = "detached or used under torch.no_grad() (there is no backward)"
                 require(False, self.name, name, expected, "requires_grad=True")
 
-    def _choose(self, name: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Backend:
+    def _choose(
+        self,
+        name: str | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        asked: Sequence[Backend] | None = None,
+    ) -> Backend:
         if name is not None:
             if name not in self._backends:
                 known = ", ".join(self._backends)
@@ -432,7 +462,7 @@ class Operation:
                 raise BackendUnavailable(f"{self.name}: backend {name!r}: {support.reason}")
             return self._backends[name]
         reasons = []
-        for backend in self._automatic:
+        for backend in self._automatic if asked is None else asked:
             support = backend.support(args, kwargs)
             if support and support.automatic:
                 return backend

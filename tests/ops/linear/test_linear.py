@@ -12,6 +12,7 @@ from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
 from anymla.ops import _gemm
+from anymla.ops.device import numba_problem
 from anymla.ops.linear import (
     fp8_block_linear,
     linear,
@@ -20,6 +21,7 @@ from anymla.ops.linear import (
     nvfp4_linear,
     torch_linear,
 )
+from anymla.ops.registry import Operation
 from anymla.testing.oracle.rounding import (
     decode_e2m1_pairs,
     decode_e4m3,
@@ -30,14 +32,30 @@ from anymla.testing.oracle.rounding import (
 )
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
-BACKENDS = ("reference", "torch")
+PLAIN_BACKENDS = ("reference", "torch")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KINDS = ("fp8", "fp8 in fp32 scales", "mxfp4", "nvfp4")
 
 
-@pytest.fixture(params=BACKENDS)
+no_numba = pytest.mark.skipif(bool(numba_problem()), reason=numba_problem() or "-")
+
+
+@pytest.fixture(params=[*PLAIN_BACKENDS, pytest.param("numba", marks=no_numba)])
 def backend(request):
     return request.param
+
+
+@pytest.fixture(params=PLAIN_BACKENDS)
+def plain_backend(request):
+    return request.param
+
+
+def skip_unsupported(operation: Operation, *args: object, backend: str, **kwargs: object) -> None:
+    """What numba takes is little, and said by ``supports``; the others take everything."""
+    if backend == "numba":
+        support = operation.supports(*args, backend=backend, **kwargs)
+        if not support:
+            pytest.skip(support.reason)
 
 
 @dataclasses.dataclass
@@ -61,9 +79,16 @@ class Weight:
 
     def times(self, x: Tensor, backend: str, quantize: bool = False) -> Tensor:
         if self.kind == "nvfp4":
+            if backend == "numba":
+                pytest.skip("numba has no NVFP4")
             return nvfp4_linear(x, *self.stored, backend=backend)
-        run = mxfp4_linear if self.kind == "mxfp4" else fp8_block_linear
+        run = self.operation
+        skip_unsupported(run, x, *self.stored, quantize_activations=quantize, backend=backend)
         return run(x, *self.stored, quantize_activations=quantize, backend=backend)
+
+    @property
+    def operation(self) -> Operation:
+        return mxfp4_linear if self.kind == "mxfp4" else fp8_block_linear
 
 
 def weight_of(kind: str, rows: int, columns: int) -> Weight:
@@ -108,7 +133,7 @@ def check(out: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(FLOATS),
     quantize=st.booleans(),
-    backend=st.sampled_from(BACKENDS),
+    backend=st.sampled_from(PLAIN_BACKENDS),
 )
 def test_products_with_stored_weights(seed, lead, rows, columns, kind, dtype, quantize, backend):
     torch.manual_seed(seed)
@@ -123,9 +148,9 @@ def test_products_with_stored_weights(seed, lead, rows, columns, kind, dtype, qu
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("lead", [(1,), (5,), (0,), (2, 3)])
-def test_plain_product(backend, dtype, lead):
+def test_plain_product(plain_backend, dtype, lead):
     x, weight = torch.randn(*lead, 300).to(dtype), torch.randn(70, 300).to(dtype)
-    out = linear(x, weight, backend=backend)
+    out = linear(x, weight, backend=plain_backend)
     assert out.shape == (*lead, 70)
     check(out.flatten(0, -2), x.flatten(0, -2), weight.double(), dtype)
 
@@ -213,7 +238,7 @@ def test_decoding_in_blocks_of_rows_changes_nothing(monkeypatch, kind, rows):
     columns=st.sampled_from([1, 64, 128, 130, 256, 300]),
     exponent=st.integers(-30, 100),
     dtype=st.sampled_from(FLOATS),
-    backend=st.sampled_from(BACKENDS),
+    backend=st.sampled_from(PLAIN_BACKENDS),
 )
 def test_activations_are_rounded_to_fp8_first(seed, columns, exponent, dtype, backend):
     # Times the identity, the operation shows the rounded activations themselves.
@@ -313,10 +338,10 @@ def test_errors_name_the_argument(call, error, message):
 
 @pytest.mark.parametrize("x_dtype", FLOATS)
 @pytest.mark.parametrize("w_dtype", FLOATS)
-def test_results_in_float32_are_never_narrower(backend, x_dtype, w_dtype):
+def test_results_in_float32_are_never_narrower(plain_backend, x_dtype, w_dtype):
     """The operands' own values, sums in float32 or wider, and no rounding behind them."""
     x, weight = torch.randn(2, 3, 700).to(x_dtype), torch.randn(9, 700).to(w_dtype)
-    out = linear_float32(x, weight, backend=backend)
+    out = linear_float32(x, weight, backend=plain_backend)
     wide = torch.float64 if torch.float64 in (x_dtype, w_dtype) else torch.float32
     assert out.dtype == wide
     want = x.double() @ weight.double().T

@@ -46,6 +46,9 @@ MAX_SWAP_AB_TOKENS = 32
 _CTAS, _MIN_SPLIT = 512, 512
 _SWAP_AB_CTAS_PER_SM, _SWAP_AB_MIN_SPLIT = 3, 512
 
+# CPU. Tokens up to which decoding in registers is chosen over decoding first.
+MAX_NUMBA_TOKENS = 64
+
 # What sizes are multiples of: rows of every kernel's smallest tile on Hopper; channels of a K block
 # and rows of a tile of bfloat16; cuBLAS's tokens (4 would do) and channels, whose scales are read
 # as 16 bytes; and channels of two or four K blocks in flight.
@@ -53,6 +56,7 @@ ROW_STEP = 64
 BF16_BLOCK_K, BF16_ROW_STEP = 64, 16
 VENDOR_TOKEN_STEP, VENDOR_CHANNEL_STEP = 16, 4 * FP8_BLOCK
 WGMMA_CHANNEL_STEP = 4 * FP8_BLOCK
+NUMBA_CHANNEL_STEP = 32
 
 
 @dataclasses.dataclass(frozen=True)

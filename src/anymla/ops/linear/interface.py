@@ -9,12 +9,13 @@ from torch import Tensor
 
 from anymla.ops import _reference, _torch_norm_rope
 from anymla.ops._quantized import check_codes
-from anymla.ops.device import float32_support
+from anymla.ops.device import float32_support, has_numba
 from anymla.ops.linear import reference, torch_linear, vendor
 from anymla.ops.linear.support import (
     gluon_bf16_support,
     gluon_grouped_support,
     gluon_support,
+    numba_support,
     triton_grouped_support,
     triton_inverse_rope_support,
     vendor_grouped_support,
@@ -372,6 +373,7 @@ inverse_rope_fp8_quant.register("reference", _reference.inverse_rope_fp8_quant)
 inverse_rope_fp8_quant.register("torch", _torch_norm_rope.inverse_rope_fp8_quant)
 
 _LAUNCH = "anymla.ops.linear.triton_launch"
+_NUMBA = "anymla.ops.linear.numba_linear"
 _SM90 = "anymla.ops.linear.gluon_sm90_launch"
 
 linear.register("vendor", vendor.linear, supports=vendor_plain_support)
@@ -383,8 +385,14 @@ fp8_block_linear.register("vendor", vendor.fp8_block_linear, supports=vendor_sup
 fp8_block_linear.register_lazy("gluon_sm90", _SM90, supports=gluon_support)
 fp8_block_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
 
+
 mxfp4_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
 nvfp4_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
+
+for _operation in (fp8_block_linear, mxfp4_linear):
+    _operation.register_lazy(
+        "numba", _NUMBA, supports=numba_support, automatic=has_numba(), by_kind=True
+    )
 
 grouped_output_projection.register(
     "vendor", vendor.grouped_output_projection, supports=vendor_projection_support

@@ -9,14 +9,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops.device import float32_support, runs_gluon, target_of, triton_support
+from anymla.ops.device import float32_support, numba_problem, runs_gluon, target_of, triton_support
 from anymla.ops.linear.config import (
     BF16_BLOCK_K,
     BF16_ROW_STEP,
     BF16_SMALL_BLOCK_M,
     MAX_BF16_ROWS,
     MAX_EXACT_TOKENS,
+    MAX_NUMBA_TOKENS,
     MAX_TOKENS,
+    NUMBA_CHANNEL_STEP,
     ROW_STEP,
     VENDOR_CHANNEL_STEP,
     VENDOR_GROUPED_TOKENS,
@@ -140,6 +142,22 @@ def vendor_support(
         reason = f"codes of {VENDOR_TOKEN_STEP} rows and multiples, got {len(codes)}"
         return Support(False, reason)
     return Support(True, automatic=x.numel() // weight.shape[1] >= VENDOR_TOKENS)
+
+
+def numba_support(x: Tensor, weight: Tensor, scale: Tensor, **_: object) -> Support:
+    """``supports`` of packed weights by numba, on a CPU."""
+    problem = numba_problem()
+    if problem:
+        return Support(False, problem)
+    if x.device.type != "cpu":
+        return Support(False, f"CPU tensors, got {x.device.type}")
+    if x.dtype == torch.float64 or scale.dtype == torch.float64:
+        return Support(False, "computes in float32, but an argument is float64")
+    width = x.shape[-1]
+    if width % NUMBA_CHANNEL_STEP:
+        return Support(False, f"K a multiple of {NUMBA_CHANNEL_STEP}, got {width}")
+    tokens = x.numel() // max(1, width)
+    return Support(True, automatic=tokens <= MAX_NUMBA_TOKENS)
 
 
 def vendor_grouped_support(

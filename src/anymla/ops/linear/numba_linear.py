@@ -1,0 +1,31 @@
+"""Linear layers of few tokens on a CPU, packed weights decoded in registers as they are read."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from anymla.formats.quantized_rows import QuantizedRows
+from anymla.ops._numba_launch import packed_gemm
+
+
+def fp8_block_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.fp8_block_linear``."""
+    coded = None
+    if codes is not None and code_scales is not None:
+        coded = QuantizedRows(codes, code_scales)
+    return packed_gemm(x, weight, scale, fp8=True, quantize=quantize_activations, coded=coded)
+
+
+def mxfp4_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+) -> Tensor:
+    """See ``interface.mxfp4_linear``."""
+    return packed_gemm(x, weight, scale, fp8=False, quantize=quantize_activations)
