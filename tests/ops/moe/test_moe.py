@@ -24,7 +24,7 @@ from anymla.formats.fp8_block import (
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.ops.device import TARGETS, XPU, has_triton
+from anymla.ops.device import TARGETS, XPU, has_triton, numba_problem
 from anymla.ops.moe import config, experts, route_biased, route_hash, swiglu, torch_experts
 from anymla.ops.moe.config import choose_config, choose_sm90_config
 from anymla.ops.moe.inputs import ExpertTensors, expected_alignment
@@ -34,6 +34,8 @@ from anymla.testing.tolerance import accumulation, assert_close, assert_identica
 
 no_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 BACKENDS = ["reference", "torch", pytest.param("triton", marks=no_triton)]
+no_numba = pytest.mark.skipif(bool(numba_problem()), reason=numba_problem() or "-")
+EXPERT_BACKENDS = [*BACKENDS, pytest.param("numba", marks=no_numba)]
 D, INNER = 160, 96  # 160: a quant block of 128 channels and a shorter one
 
 
@@ -144,6 +146,12 @@ def test_swiglu_clamps_the_gate_from_above_only(backend: str, dtype: torch.dtype
 def skip_large(backend: str, weight_format: str, tokens: int) -> None:
     if backend == "triton" and tokens > 5 and weight_format != "plain":
         pytest.skip("interpreted kernels are slow; plain experts cover grouped tokens")
+    skip_plain(backend, weight_format)
+
+
+def skip_plain(backend: str, weight_format: str) -> None:
+    if backend == "numba" and weight_format == "plain":
+        pytest.skip("numba multiplies packed weights")
 
 
 class Bank:
@@ -213,7 +221,7 @@ FORMATS = ["plain", "fp8-ue8m0", "fp8-fp32", "mxfp4"]
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40])
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXPERT_BACKENDS)
 def test_experts_in_float32(backend: str, weight_format: str, tokens: int) -> None:
     skip_large(backend, weight_format, tokens)
     bank, (ids, weights) = Bank(weight_format, 9), routing(tokens, 3, 9)
@@ -225,7 +233,7 @@ def test_experts_in_float32(backend: str, weight_format: str, tokens: int) -> No
     assert_close(got, bank.expected(x, ids, weights), atol=bound)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXPERT_BACKENDS)
 def test_experts_wherever_they_lie(backend: str) -> None:
     # Tensors of one expert that begin at an odd byte, as parts of a file's buffer may.
     bank, (ids, weights) = Bank("mxfp4", 3), routing(2, 2, 3)
@@ -242,8 +250,9 @@ def test_experts_wherever_they_lie(backend: str) -> None:
 
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXPERT_BACKENDS)
 def test_experts_of_one_tensor(backend: str, weight_format: str, contiguous: bool) -> None:
+    skip_plain(backend, weight_format)
     bank, (ids, weights) = Bank(weight_format, 3), routing(2, 2, 3)
     x, arguments = torch.randn(2, D), bank.arguments()
     listed = dict(arguments)
@@ -274,7 +283,7 @@ def test_experts_in_float64_stay_there(weight_format: str) -> None:
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", EXPERT_BACKENDS[1:])
 def test_experts_in_bfloat16(backend: str, weight_format: str, tokens: int, quantize: bool) -> None:
     skip_large(backend, weight_format, tokens)
     bank, (ids, weights) = Bank(weight_format, 9, torch.bfloat16), routing(tokens, 3, 9)
@@ -380,10 +389,11 @@ def assert_one_token_is_a_row_of_two(
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("weight_format", ["plain", "fp8-ue8m0", "fp8-fp32", "mxfp4"])
 @pytest.mark.parametrize("absent", [0, 1, 2])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("numba", marks=no_numba)])
 def test_one_token_is_a_row_of_two(
     backend: str, weight_format: str, dtype: torch.dtype, absent: int, quantize: bool
 ) -> None:
+    skip_plain(backend, weight_format)
     bank = Bank(weight_format, 4, dtype)
     assert_one_token_is_a_row_of_two(bank, torch.randn(2, D).to(dtype), absent, backend, quantize)
 
@@ -631,15 +641,15 @@ def test_experts_decoded_together(
     bank = Bank(weight_format, 6, d=256, inner=128)
     ids = torch.tensor([[3, 0, 5, 3, 7, -1]], dtype=torch.int32)  # twice, and outside
     x, weights = torch.randn(1, 256).to(dtype), torch.rand(1, 6)
-    arguments = {**bank.arguments(), "quantize_activations": quantize}
+    arguments = {**bank.arguments(), "quantize_activations": quantize, "backend": "torch"}
     stacked: list[int] = []
-    original = torch_experts._ExpertMlps.down_batched
+    original = torch_experts.ExpertMlps.down_batched
 
     def watched(self: Any, rows: Tensor, chosen: list[int]) -> Tensor:
         stacked.extend(chosen)
         return original(self, rows, chosen)
 
-    monkeypatch.setattr(torch_experts._ExpertMlps, "down_batched", watched)
+    monkeypatch.setattr(torch_experts.ExpertMlps, "down_batched", watched)
     together = experts(x, ids, weights, **arguments)
     assert stacked == [0, 3, 3, 5]
     monkeypatch.setattr(torch_experts, "_DECODED_ELEMENTS", 0)

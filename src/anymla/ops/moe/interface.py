@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from anymla.ops._quantized import check_codes
-from anymla.ops.device import float32_support
+from anymla.ops.device import float32_support, has_numba
 from anymla.ops.moe import reference, torch_experts, torch_router
-from anymla.ops.moe.config import gluon_support
+from anymla.ops.moe.config import gluon_support, numba_support
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
@@ -272,4 +272,11 @@ route_hash.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 route_biased.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 swiglu.register_lazy("triton", f"{_TRITON}swiglu", supports=float32_support)
 experts.register_lazy("triton", f"{_TRITON}launch", supports=_experts_support)
+experts.register_lazy(
+    "numba",
+    "anymla.ops.moe.numba_experts",
+    supports=numba_support,
+    automatic=has_numba(),
+    by_kind=True,
+)
 experts.register_lazy("gluon_sm90", "anymla.ops.moe.gluon_sm90_launch", supports=gluon_support)

@@ -53,7 +53,7 @@ def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ExpertMlps:
+class ExpertMlps:
     """The experts of a call; rows [n, D] or [n, I] are already quantised if the call quantises."""
 
     w1: list[Tensor] | Tensor
@@ -71,13 +71,25 @@ class _ExpertMlps:
         return rounded_to_fp8(rows, rows.dtype) if self.quantized else rows
 
     def gate(self, rows: Tensor, e: int) -> Tensor:
+        """Rows through w1 of expert e."""
         return self._product(rows, self.w1, self.s1, e)
 
     def up(self, rows: Tensor, e: int) -> Tensor:
+        """Rows through w3 of expert e."""
         return self._product(rows, self.w3, self.s3, e)
 
     def down(self, rows: Tensor, e: int) -> Tensor:
+        """Rows through w2 of expert e."""
         return self._product(rows, self.w2, self.s2, e)
+
+    def gates_and_ups(self, parts: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        """Gates and ups [n, I] of parts, each rows and their expert."""
+        gate = torch.cat([self.gate(rows, e) for rows, e in parts])
+        return gate, torch.cat([self.up(rows, e) for rows, e in parts])
+
+    def downs(self, parts: list[tuple[Tensor, int]]) -> Tensor:
+        """Rows through w2 of their experts, [n, D]."""
+        return torch.cat([self.down(rows, e) for rows, e in parts])
 
     def inner(self, gate: Tensor, up: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Input [n, I] of w2, the routing weights [n] included."""
@@ -155,20 +167,18 @@ def experts(
     """See interface.experts."""
     flush_stream_wait()
     quantized = quantize_activations and weight_format != "plain"
-    mlps = _ExpertMlps(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
+    mlps = ExpertMlps(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
     if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_host_row(x):
         total_of = _total_of_row
     else:
-        total_of = _total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
+        total_of = total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
     total = total_of(x, ids, weights, mlps, expert_offset)
     if shared is not None:
         total.add_(shared)
     return total.to(x.dtype)
 
 
-def _total_of_row(
-    x: Tensor, ids: Tensor, weights: Tensor, mlps: _ExpertMlps, offset: int
-) -> Tensor:
+def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:
     """One token of plain experts in its own dtype: products in place, the rest in one go."""
     dtype, count = wide(x.dtype), len(mlps.w1)
     chosen = [e - offset for e in ids[0].tolist()]
@@ -187,9 +197,8 @@ def _total_of_row(
     return torch.cat(gemv_each(down)).sum(0, keepdim=True, dtype=dtype)
 
 
-def _total_of_few(
-    x: Tensor, ids: Tensor, weights: Tensor, mlps: _ExpertMlps, offset: int
-) -> Tensor:
+def total_of_few(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:
+    """The sum over every token's experts, before it is rounded: all pairs at once."""
     tokens, k = ids.shape
     dtype = wide(x.dtype)
     segments, order = _segments([e - offset for e in ids.flatten().tolist()], len(mlps.w1))
@@ -211,10 +220,10 @@ def _total_of_few(
             rows if stop - start == 1 else rows.expand(stop - start, -1)
             for _, start, stop in segments
         ]
-    gate = torch.cat([mlps.gate(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
-    up = torch.cat([mlps.up(part, e) for part, (e, _, _) in zip(parts, segments, strict=True)])
+    ids_of_parts = [e for e, _, _ in segments]
+    gate, up = mlps.gates_and_ups(list(zip(parts, ids_of_parts, strict=True)))
     inner = mlps.inner(gate, up, weight, x.dtype)
-    out = torch.cat([mlps.down(inner[start:stop], e) for e, start, stop in segments])
+    out = mlps.downs([(inner[start:stop], e) for e, start, stop in segments])
     if tokens == 1:
         return out.sum(0, keepdim=True, dtype=dtype)
     # Every pair back to its own row: sums in the order of the columns, on any device.
@@ -237,7 +246,7 @@ def _segments(chosen: list[int], count: int) -> tuple[list[tuple[int, int, int]]
 
 
 def _total_of_many(
-    x: Tensor, ids: Tensor, weights: Tensor, mlps: _ExpertMlps, offset: int
+    x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int
 ) -> Tensor:
     dtype = wide(x.dtype)
     count = len(mlps.w1)

@@ -1,0 +1,64 @@
+"""Routed experts of few tokens on a CPU, packed weights decoded in registers as they are read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.ops._numba_launch import Product, multiply
+from anymla.ops.moe.config import MAX_NUMBA_PAIRS
+from anymla.ops.moe.torch_experts import ExpertMlps, total_of_few
+
+
+class _NumbaMlps(ExpertMlps):
+    """Products of all experts together, so that threads share them out."""
+
+    def gates_and_ups(self, parts: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        """See ``ExpertMlps``."""
+        gates = [self._of(rows, self.w1[e], self.s1[e]) for rows, e in parts]
+        ups = [self._of(rows, self.w3[e], self.s3[e]) for rows, e in parts]
+        outs = multiply(gates + ups)
+        dtype = parts[0][0].dtype
+        return torch.cat(outs[: len(parts)]).to(dtype), torch.cat(outs[len(parts) :]).to(dtype)
+
+    def downs(self, parts: list[tuple[Tensor, int]]) -> Tensor:
+        """See ``ExpertMlps``."""
+        outs = multiply([self._of(rows, self.w2[e], self.s2[e]) for rows, e in parts])
+        return torch.cat(outs).to(parts[0][0].dtype)
+
+    def fits_batched(self, rows: Tensor, count: int) -> bool:
+        """Never: nothing is gained by copying weights together."""
+        return False
+
+    def _of(self, rows: Tensor, codes: Tensor, scale: Tensor) -> Product:
+        return Product(rows, codes, scale, self.weight_format == "fp8", self.quantized)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: list[Tensor] | Tensor,
+    w3: list[Tensor] | Tensor,
+    w2: list[Tensor] | Tensor,
+    s1: list[Tensor] | Tensor,
+    s3: list[Tensor] | Tensor,
+    s2: list[Tensor] | Tensor,
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int = 0,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """See interface.experts."""
+    mlps = _NumbaMlps(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantize_activations)
+    step = max(1, MAX_NUMBA_PAIRS // max(1, ids.shape[1]))
+    totals = [
+        total_of_few(x[part], ids[part], weights[part], mlps, expert_offset)
+        for part in (slice(first, first + step) for first in range(0, max(1, len(x)), step))
+    ]
+    total = torch.cat(totals)
+    if shared is not None:
+        total.add_(shared)
+    return total.to(x.dtype)
