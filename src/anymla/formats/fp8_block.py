@@ -1,4 +1,7 @@
-"""Block-scaled FP8: weights in blocks of 128 x 128, activations in runs of 128 channels."""
+"""Block-scaled FP8: weights in square blocks, activations in runs of as many channels.
+
+Blocks are of 128 x 128 values in DeepSeek-V4, and of 32 x 32 in V4.1.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,23 @@ FP8_BLOCK = 128
 ACTIVATION_AMAX_FLOOR = 1e-4
 
 
-def quantize_fp8_weight(w: Tensor, scale_format: str = "ue8m0") -> tuple[Tensor, Tensor]:
-    """Quantise a weight in 128 x 128 blocks; blocks at the edges may be smaller.
+def quantize_fp8_weight(
+    w: Tensor, scale_format: str = "ue8m0", block: int = FP8_BLOCK
+) -> tuple[Tensor, Tensor]:
+    """Quantise a weight in square blocks; those at the edges may be smaller.
 
     Args:
         w: [N, K] floating point.
         scale_format: "ue8m0" (power of two, rounded up) or "fp32" (amax / 448).
+        block: rows and columns that share a scale.
 
     Returns:
-        e4m3 codes uint8 [N, K]; scales [ceil(N/128), ceil(K/128)], uint8 (ue8m0) or float32.
+        e4m3 codes uint8 [N, K]; scales [ceil(N/block), ceil(K/block)], uint8 (ue8m0) or float32.
 
     Raises:
         ValueError: for another scale format.
     """
-    amax = _blocks(w.float()).abs().amax((1, 3))
+    amax = _blocks(w.float(), block).abs().amax((1, 3))
     if scale_format == "ue8m0":
         stored = encode_ue8m0(scale_exponent(amax, E4M3_MAX, ACTIVATION_AMAX_FLOOR))
         scale = decode_ue8m0(stored)
@@ -41,18 +47,19 @@ def quantize_fp8_weight(w: Tensor, scale_format: str = "ue8m0") -> tuple[Tensor,
         raise ValueError(
             f"quantize_fp8_weight: scale_format must be ue8m0 or fp32, got {scale_format!r}"
         )
-    return encode_e4m3(w.float() / expand_block_scales(scale, w.shape)), stored
+    return encode_e4m3(w.float() / expand_block_scales(scale, w.shape, block)), stored
 
 
 def dequantize_fp8_weight(
-    codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32
+    codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, block: int = FP8_BLOCK
 ) -> Tensor:
     """Decode a block-scaled weight.
 
     Args:
         codes: e4m3 codes uint8 [N, K].
-        scales: [ceil(N/128), ceil(K/128)], uint8 (ue8m0) or float32.
+        scales: [ceil(N/block), ceil(K/block)], uint8 (ue8m0) or float32.
         dtype: of the result. Power-of-two scales decode exactly in bfloat16 and wider.
+        block: rows and columns that share a scale.
 
     Returns:
         [N, K] of ``dtype``; the product is taken in float32 (float64 if asked) and rounded once.
@@ -61,12 +68,12 @@ def dequantize_fp8_weight(
     if dtype in (torch.bfloat16, torch.float32) and _decodes_by_bits(codes, scales):
         values, scale = e4m3_values_shifted(codes), shifted_scale(scales, dtype)
         rows, columns = codes.shape
-        if rows % FP8_BLOCK or columns % FP8_BLOCK:
-            return torch.mul(values, expand_block_scales(scale, codes.shape))
-        blocks = values.view(rows // FP8_BLOCK, FP8_BLOCK, -1, FP8_BLOCK)
+        if rows % block or columns % block:
+            return torch.mul(values, expand_block_scales(scale, codes.shape, block))
+        blocks = values.view(rows // block, block, -1, block)
         return torch.mul(blocks, scale[:, None, :, None]).view(rows, columns)
     scale = decode_ue8m0(scales, wide) if scales.dtype == torch.uint8 else scales.to(wide)
-    return (decode_e4m3(codes, wide) * expand_block_scales(scale, codes.shape)).to(dtype)
+    return (decode_e4m3(codes, wide) * expand_block_scales(scale, codes.shape, block)).to(dtype)
 
 
 def quantize_fp8_rows(
@@ -99,12 +106,12 @@ def dequantize_fp8_rows(
     return decode_e4m3(codes, dtype) * expanded.to(dtype)
 
 
-def expand_block_scales(scales: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Repeat scales [ceil(N/128), ceil(K/128)] over their blocks to [N, K]."""
+def expand_block_scales(
+    scales: Tensor, shape: torch.Size | tuple[int, ...], block: int = FP8_BLOCK
+) -> Tensor:
+    """Repeat scales [ceil(N/block), ceil(K/block)] over their blocks to [N, K]."""
     rows, columns = shape
-    return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[
-        :, :columns
-    ]
+    return scales.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
 
 
 def _decodes_by_bits(codes: Tensor, scales: Tensor) -> bool:
@@ -114,8 +121,8 @@ def _decodes_by_bits(codes: Tensor, scales: Tensor) -> bool:
     return scales_are_exact(scales) and not has_nan_code(codes)
 
 
-def _blocks(w: Tensor) -> Tensor:
-    """View [N, K] padded with zeros as [N/128, 128, K/128, 128]."""
+def _blocks(w: Tensor, block: int) -> Tensor:
+    """View [N, K] padded with zeros as [N/block, block, K/block, block]."""
     rows, columns = w.shape
-    padded = torch.nn.functional.pad(w, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
-    return padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    padded = torch.nn.functional.pad(w, (0, -columns % block, 0, -rows % block))
+    return padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))

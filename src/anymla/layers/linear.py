@@ -28,15 +28,18 @@ class PackedWeight:
         kind: which of the formats.
         weight: [N, K] floating point (plain), uint8 e4m3 codes [N, K] (fp8), or packed e2m1
             uint8 [N, K/2] (mxfp4, nvfp4).
-        scale: uint8 or float32 [ceil(N/128), ceil(K/128)] (fp8), uint8 [N, K/32] (mxfp4),
+        scale: uint8 or float32 [ceil(N/block), ceil(K/block)] (fp8), uint8 [N, K/32] (mxfp4),
             uint8 e4m3 codes [N, K/16] (nvfp4), None (plain).
         global_scale: float32 [1] (nvfp4), else None.
+        block: rows and columns that share a scale (fp8), and channels of an activation that is
+            quantised for the product.
     """
 
     kind: WeightKind
     weight: Tensor
     scale: Tensor | None = None
     global_scale: Tensor | None = None
+    block: int = FP8_BLOCK
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] decoded to ``dtype``."""
@@ -44,7 +47,7 @@ class PackedWeight:
             return self.weight.to(dtype)
         assert self.scale is not None
         if self.kind == "fp8":
-            return dequantize_fp8_weight(self.weight, self.scale, dtype)
+            return dequantize_fp8_weight(self.weight, self.scale, dtype, self.block)
         if self.kind == "mxfp4":
             return dequantize_mxfp4(self.weight, self.scale, dtype)
         assert self.global_scale is not None
@@ -62,7 +65,7 @@ class PackedWeight:
         Raises:
             ValueError: the part cuts through rows that share a scale.
         """
-        step = FP8_BLOCK if self.kind == "fp8" else 1
+        step = self.block if self.kind == "fp8" else 1
         self._require_aligned("rows", part, len(self.weight), step)
         scale = None if self.scale is None else self.scale[_scaled(part, step)]
         return dataclasses.replace(self, weight=self.weight[_slice(part)], scale=scale)
@@ -73,7 +76,7 @@ class PackedWeight:
         Raises:
             ValueError: the part cuts through columns that share a scale.
         """
-        step = {"fp8": FP8_BLOCK, "mxfp4": MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK}.get(self.kind, 1)
+        step = {"fp8": self.block, "mxfp4": MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK}.get(self.kind, 1)
         packed = 2 if self.kind in ("mxfp4", "nvfp4") else 1
         self._require_aligned("columns", part, packed * self.weight.shape[1], step)
         weight = self.weight[:, _scaled(part, packed)].contiguous()
@@ -135,8 +138,8 @@ class Linear(nn.Module):
 
     Attributes:
         packed: the weight.
-        quantize_activations: quantise ``x`` in runs of 128 channels before the product, as
-            checkpoints with ``activation_scheme: dynamic`` ask for their FP8 and MXFP4 layers.
+        quantize_activations: quantise ``x`` in runs of channels before the product, as checkpoints
+            with ``activation_scheme: dynamic`` ask for their FP8 and MXFP4 layers.
         backend: backend asked of the operation; None for the best.
     """
 
@@ -153,11 +156,18 @@ class Linear(nn.Module):
         self.backend = backend
 
     @property
+    def _quant_block(self) -> dict[str, int]:
+        """What operations are told of blocks; nothing of the usual ones."""
+        block = self.packed.block
+        return {} if block == FP8_BLOCK else {"quant_block": block}
+
+    @property
     def reads_codes(self) -> bool:
         """Whether it saves a launch to give it its input quantised as well."""
         packed = self.packed
         quantizes = self.quantize_activations and packed.kind == "fp8"
-        return quantizes and codes.supports_prequantized(packed.weight)
+        coded = quantizes and packed.block == FP8_BLOCK
+        return coded and codes.supports_prequantized(packed.weight)
 
     def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> Tensor:
         """Map [..., K] to [..., N], same dtype.
@@ -176,6 +186,7 @@ class Linear(nn.Module):
                 packed.scale,
                 quantize_activations=self.quantize_activations,
                 backend=self.backend,
+                **self._quant_block,
                 **codes.as_kwargs(quantised if self.reads_codes else None),
             )
         elif packed.kind == "mxfp4":
@@ -185,6 +196,7 @@ class Linear(nn.Module):
                 packed.scale,
                 quantize_activations=self.quantize_activations,
                 backend=self.backend,
+                **self._quant_block,
             )
         else:
             out = nvfp4_linear(
@@ -196,20 +208,20 @@ class Linear(nn.Module):
     def together(cls, first: Linear, second: Linear) -> Linear | None:
         """One layer with the rows of both, for the same input; None where they cannot be merged.
 
-        Fewer calls, and an input that is quantised once. Blocks of 128 rows that share a scale
+        Fewer calls, and an input that is quantised once. Blocks of rows that share a scale
         must not straddle the two, and NVFP4 weights have a scale for the whole tensor.
         """
         a, b = first.packed, second.packed
         if a.kind != b.kind or a.kind == "nvfp4" or a.weight.dtype != b.weight.dtype:
             return None
-        if first.quantize_activations != second.quantize_activations:
+        if first.quantize_activations != second.quantize_activations or a.block != b.block:
             return None
         scale = None
         if a.scale is not None and b.scale is not None:
-            if a.scale.dtype != b.scale.dtype or (a.kind == "fp8" and len(a.weight) % FP8_BLOCK):
+            if a.scale.dtype != b.scale.dtype or (a.kind == "fp8" and len(a.weight) % a.block):
                 return None
             scale = torch.cat((a.scale, b.scale))
-        packed = PackedWeight(a.kind, torch.cat((a.weight, b.weight)), scale)
+        packed = PackedWeight(a.kind, torch.cat((a.weight, b.weight)), scale, block=a.block)
         return cls(packed, quantize_activations=first.quantize_activations, backend=first.backend)
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import Tensor, nn
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.layers import codes
 from anymla.layers.linear import Linear, LinearPair, PackedWeight
@@ -63,15 +64,16 @@ class ExpertWeights:
     kind: str
     weights: list[Tensor]
     scales: list[Tensor]
+    block: int = FP8_BLOCK
 
     @classmethod
     def of(cls, packed: list[PackedWeight]) -> ExpertWeights:
         """Gather the experts' weights; all must be stored in the same way."""
-        kinds = {each.kind for each in packed}
-        if len(kinds) != 1:
+        kinds, blocks = {each.kind for each in packed}, {each.block for each in packed}
+        if len(kinds) != 1 or len(blocks) != 1:
             raise ValueError(f"experts must share one weight format, got {sorted(kinds)}")
         scales = [each.scale for each in packed if each.scale is not None]
-        return cls(kinds.pop(), [each.weight for each in packed], scales)
+        return cls(kinds.pop(), [each.weight for each in packed], scales, blocks.pop())
 
 
 class SharedExpert(nn.Module):
@@ -134,6 +136,9 @@ class MixtureOfExperts(nn.Module):
         self.expert_offset = expert_offset
         self.ranks = ranks
         self.backend = backend
+        # Nothing is said of the usual blocks.
+        block = w1.block
+        self._quant_block = {} if block == FP8_BLOCK else {"quant_block": block}
 
     @property
     def reads_codes(self) -> bool:
@@ -168,5 +173,6 @@ class MixtureOfExperts(nn.Module):
                 expert_offset=self.expert_offset,
                 shared=shared,
                 backend=self.backend,
+                **self._quant_block,
             )
         return self.ranks.total(out)

@@ -81,15 +81,17 @@ def fp8_gemm(
     *,
     quantize: bool = False,
     coded: QuantizedRows | None = None,
+    block: int = FP8_BLOCK,
 ) -> Tensor:
-    """``x @ decoded^T`` of an e4m3 weight [N, K] with a scale for 128 x 128 values.
+    """``x @ decoded^T`` of an e4m3 weight [N, K] with a scale for ``block`` x ``block`` values.
 
     Args:
         x: [..., K] floating point.
         weight: uint8 codes [N, K].
-        scale: [ceil(N/128), ceil(K/128)], uint8 (ue8m0) or float32.
+        scale: [ceil(N/block), ceil(K/block)], uint8 (ue8m0) or float32.
         quantize: x to FP8 first.
-        coded: x quantised already; x itself may then be anything.
+        coded: x quantised already, in blocks of 128; x itself may then be anything.
+        block: rows and columns of the weight, and channels of x, that share a scale.
 
     Returns:
         [..., N] of x's dtype.
@@ -98,19 +100,21 @@ def fp8_gemm(
     if coded is not None:
         operand = coded.decoded(x[..., 0].numel()).view(x.shape).to(dtype)
     else:
-        operand = rounded_to_fp8(x, dtype) if quantize else x.to(dtype)
+        operand = rounded_to_fp8(x, dtype, block) if quantize else x.to(dtype)
 
     def decode(start: int, stop: int) -> Tensor:
-        blocks = slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK))
-        return dequantize_fp8_weight(weight[start:stop], scale[blocks], dtype)
+        blocks = slice(start // block, -(-stop // block))
+        return dequantize_fp8_weight(weight[start:stop], scale[blocks], dtype, block)
 
-    return decoded_gemm(operand, decode, len(weight), x.dtype, FP8_BLOCK)
+    return decoded_gemm(operand, decode, len(weight), x.dtype, block)
 
 
-def mxfp4_gemm(x: Tensor, weight: Tensor, scale: Tensor, *, quantize: bool = False) -> Tensor:
+def mxfp4_gemm(
+    x: Tensor, weight: Tensor, scale: Tensor, *, quantize: bool = False, block: int = FP8_BLOCK
+) -> Tensor:
     """``x @ decoded^T`` of packed e2m1 [N, K/2] with ue8m0 scales [N, K/32]; see ``fp8_gemm``."""
     dtype = _operand_dtype(x, scale)
-    operand = rounded_to_fp8(x, dtype) if quantize else x.to(dtype)
+    operand = rounded_to_fp8(x, dtype, block) if quantize else x.to(dtype)
 
     def decode(start: int, stop: int) -> Tensor:
         return dequantize_mxfp4(weight[start:stop], scale[start:stop], dtype)
@@ -165,26 +169,28 @@ def exact_in_bf16(scale: Tensor) -> bool:
     return _EXACT_BYTES[0] <= int(low) and int(high) <= _EXACT_BYTES[1]
 
 
-def rounded_to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantise in blocks of 128 channels and decode again, without going through codes.
+def rounded_to_fp8(x: Tensor, dtype: torch.dtype, block: int = FP8_BLOCK) -> Tensor:
+    """Quantise in blocks of channels and decode again, without going through codes.
 
-    Equal to ``dequantize_fp8_rows(*quantize_fp8_rows(x), dtype)``, several times faster on a CPU:
-    rounding to e4m3 is rounding away 20 mantissa bits of a float32, done on its integer bits.
+    Equal to quantising with ``quantize_fp8_rows`` and decoding what comes of it, several times
+    faster on a CPU: rounding to e4m3 is rounding away 20 mantissa bits of a float32, done on its
+    integer bits.
 
     Args:
         x: [..., K] floating point.
         dtype: of the result; bfloat16 holds every rounded value exactly.
+        block: channels that share a scale.
 
     Returns:
         [..., K] of ``dtype``.
     """
     if x.dtype == torch.float64:
-        return dequantize_fp8_rows(*quantize_fp8_rows(x), dtype)
+        return dequantize_fp8_rows(*quantize_fp8_rows(x, block), dtype, block)
     width = x.shape[-1]
-    short = -width % FP8_BLOCK
+    short = -width % block
     wide = functional.pad(x.float(), (0, short)) if short else x.float()
-    blocks = wide.unflatten(-1, (-1, FP8_BLOCK))
-    if 0 < blocks.numel() <= _FEW_BLOCKS * FP8_BLOCK and _host.on_host(x):
+    blocks = wide.unflatten(-1, (-1, block))
+    if 0 < blocks.numel() <= _FEW_BLOCKS * block and _host.on_host(x):
         rounded = _few_blocks_rounded(blocks)
         if rounded is not None:
             return rounded.view(*x.shape[:-1], -1)[..., :width].to(dtype)
@@ -202,8 +208,8 @@ def rounded_to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _few_blocks_rounded(blocks: Tensor) -> Tensor | None:
-    """Round float32 blocks [..., 128] with scales found in Python; None if one is not finite."""
-    flat = blocks.reshape(-1, FP8_BLOCK)
+    """Round float32 blocks [..., block] with scales found in Python; None if one is not finite."""
+    flat = blocks.flatten(0, -2)
     largest = flat.abs().amax(-1).clamp_(min=ACTIVATION_AMAX_FLOOR).mul_(1.0 / E4M3_MAX).tolist()
     if not math.isfinite(sum(largest)):
         return None

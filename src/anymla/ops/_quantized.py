@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK, quantize_fp8_rows
 from anymla.ops._check import check, require
+from anymla.ops.registry import Support
+
+
+def in_blocks_of_128(supports: Callable[..., Support]) -> Callable[..., Support]:
+    """``supports`` of a kernel that knows one size of block, for operations that are told one."""
+
+    def answer(*args: Any, quant_block: int = FP8_BLOCK, **kwargs: Any) -> Support:
+        if quant_block != FP8_BLOCK:
+            return Support(False, f"scales of blocks of {FP8_BLOCK}, got {quant_block}")
+        return supports(*args, **kwargs)
+
+    return answer
 
 
 def check_codes(name: str, x: Tensor, codes: Tensor | None, code_scales: Tensor | None) -> None:

@@ -37,6 +37,7 @@ def fp8_block_linear(
     quantize_activations: bool = False,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
     assert quantize_activations

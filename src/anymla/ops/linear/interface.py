@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops import _reference, _torch_norm_rope
-from anymla.ops._quantized import check_codes
+from anymla.ops._quantized import check_codes, in_blocks_of_128
 from anymla.ops.device import float32_support, has_numba
 from anymla.ops.linear import reference, torch_linear, vendor
 from anymla.ops.linear.support import (
@@ -114,21 +114,24 @@ def fp8_block_linear(
     quantize_activations: bool = False,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    quant_block: int = _BLOCK,
 ) -> Tensor:
-    """Multiply by an e4m3 weight with one scale for 128 x 128 values.
+    """Multiply by an e4m3 weight with one scale for a square block of values.
 
     The weight is decoded exactly. With ``quantize_activations`` x is first quantised in blocks of
-    128 channels to e4m3 with power-of-two scales (``formats.fp8_block.quantize_fp8_rows``); both
+    channels to e4m3 with power-of-two scales (``formats.fp8_block.quantize_fp8_rows``); both
     operands of the product are then exact, as in the FP8 kernels this stands for.
 
     Args:
         x: [..., K] floating point, at least 2-D.
         weight: uint8 e4m3 codes [N, K].
-        scale: [ceil(N/128), ceil(K/128)], uint8 (ue8m0) or float32.
+        scale: [ceil(N/b), ceil(K/b)] with b = quant_block, uint8 (ue8m0) or float32.
         quantize_activations: as the checkpoint's ``activation_scheme`` asks.
         codes: x quantised by whoever made it (``formats.quantized_rows``), for those who would
             quantise it again; x itself may then be anything.
         code_scales: the scales of ``codes``.
+        quant_block: rows and columns of the weight, and channels of x, that share a scale: 128 in
+            DeepSeek-V4, 32 in V4.1. Codes come in blocks of 128 alone.
 
     Returns:
         [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
@@ -146,15 +149,23 @@ def fp8_block_linear(
         weight=(weight, "N K", _BYTES),
         scale=(scale, "_ _", (_BYTES, *FLOAT32_UP)),
     )
-    _require_scales(name, scale, -(-dims["N"] // 128), -(-dims["K"] // 128))
+    require(quant_block >= 1, name, "quant_block", ">= 1", quant_block)
+    _require_scales(name, scale, -(-dims["N"] // quant_block), -(-dims["K"] // quant_block))
     check_codes(name, x.reshape(-1, x.shape[-1]), codes, code_scales)
     wanted = quantize_activations or codes is None
     require(wanted, name, "codes", "None for activations that are not quantised", "codes")
+    wanted = codes is None or quant_block == _BLOCK
+    require(wanted, name, "codes", f"None for blocks of {quant_block}", "codes")
 
 
 @operation(outputs=_packed_result)
 def mxfp4_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    quant_block: int = _BLOCK,
 ) -> Tensor:
     """Multiply by an MXFP4 weight.
 
@@ -162,8 +173,8 @@ def mxfp4_linear(
         x: [..., K] floating point, at least 2-D; K a multiple of 32.
         weight: uint8 packed e2m1 [N, K/2], low nibble first.
         scale: uint8 ue8m0 [N, K/32].
-        quantize_activations: quantise x to FP8 in blocks of 128 channels first, as DeepSeek-V4's
-            FP4 experts do.
+        quantize_activations: quantise x to FP8 first, as DeepSeek-V4's FP4 experts do.
+        quant_block: channels of x that share a scale: 128 in DeepSeek-V4, 32 in V4.1.
 
     Returns:
         [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
@@ -181,6 +192,7 @@ def mxfp4_linear(
         scale=(scale, "N _", _BYTES),
     )
     width = dims["K"]
+    require(quant_block >= 1, name, "quant_block", ">= 1", quant_block)
     require(width % 32 == 0, name, "x", "[..., K] with K a multiple of 32", f"K={width}")
     require(weight.shape[1] * 2 == width, name, "weight", f"[N, {width // 2}]", list(weight.shape))
     _require_scales(name, scale, dims["N"], width // 32)
@@ -381,17 +393,22 @@ linear.register("vendor", vendor.linear, supports=vendor_plain_support)
 linear_float32.register("vendor", vendor.linear_float32, supports=vendor_plain_support)
 linear_float32.register_lazy("gluon_sm90", _SM90, supports=gluon_bf16_support)
 
-fp8_block_linear.register("vendor", vendor.fp8_block_linear, supports=vendor_support)
-fp8_block_linear.register_lazy("gluon_sm90", _SM90, supports=gluon_support)
-fp8_block_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
+fp8_block_linear.register(
+    "vendor", vendor.fp8_block_linear, supports=in_blocks_of_128(vendor_support)
+)
+fp8_block_linear.register_lazy("gluon_sm90", _SM90, supports=in_blocks_of_128(gluon_support))
+fp8_block_linear.register_lazy("triton", _LAUNCH, supports=in_blocks_of_128(float32_support))
 
-
-mxfp4_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
+mxfp4_linear.register_lazy("triton", _LAUNCH, supports=in_blocks_of_128(float32_support))
 nvfp4_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
 
 for _operation in (fp8_block_linear, mxfp4_linear):
     _operation.register_lazy(
-        "numba", _NUMBA, supports=numba_support, automatic=has_numba(), by_kind=True
+        "numba",
+        _NUMBA,
+        supports=in_blocks_of_128(numba_support),
+        automatic=has_numba(),
+        by_kind=True,
     )
 
 grouped_output_projection.register(

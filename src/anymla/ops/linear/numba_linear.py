@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops._numba_launch import packed_gemm
 
@@ -16,6 +17,7 @@ def fp8_block_linear(
     quantize_activations: bool = False,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
     coded = None
@@ -25,7 +27,12 @@ def fp8_block_linear(
 
 
 def mxfp4_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.mxfp4_linear``."""
     return packed_gemm(x, weight, scale, fp8=False, quantize=quantize_activations)

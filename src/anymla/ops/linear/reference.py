@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import (
+    FP8_BLOCK,
     dequantize_fp8_rows,
     dequantize_fp8_weight,
     quantize_fp8_rows,
@@ -39,20 +40,27 @@ def fp8_block_linear(
     quantize_activations: bool = False,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """Return x (codes * scale)^T."""
-    dense = dequantize_fp8_weight(weight, scale, _wide(x))
+    dense = dequantize_fp8_weight(weight, scale, _wide(x), quant_block)
     if codes is None or code_scales is None:
-        return _product(x, dense, quantize_activations)
+        return _product(x, dense, quantize_activations, quant_block)
     rows = QuantizedRows(codes, code_scales).decoded(x[..., 0].numel(), dense.dtype)
     return _product(rows.view(x.shape), dense, False).to(x.dtype)
 
 
 def mxfp4_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """Return x (codes * scale)^T."""
-    return _product(x, dequantize_mxfp4(weight, scale, _wide(x)), quantize_activations)
+    dense = dequantize_mxfp4(weight, scale, _wide(x))
+    return _product(x, dense, quantize_activations, quant_block)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
@@ -86,10 +94,10 @@ def grouped_output_projection_fp8(
     return torch.einsum("tgj,grj->tgr", heads, weight).flatten(1).to(dtype)
 
 
-def _product(x: Tensor, dense: Tensor, quantize: bool) -> Tensor:
+def _product(x: Tensor, dense: Tensor, quantize: bool, block: int = FP8_BLOCK) -> Tensor:
     wide = x.to(dense.dtype)
     if quantize:
-        wide = dequantize_fp8_rows(*quantize_fp8_rows(x), dense.dtype)
+        wide = dequantize_fp8_rows(*quantize_fp8_rows(x, block), dense.dtype, block)
     return (wide @ dense.T).to(x.dtype)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.fp8_block import dequantize_fp8_rows, dequantize_fp8_weight
+from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_rows, dequantize_fp8_weight
 from anymla.formats.nvfp4 import dequantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _gemm
@@ -40,19 +40,27 @@ def fp8_block_linear(
     quantize_activations: bool = False,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
     coded = None
     if codes is not None and code_scales is not None:
         coded = QuantizedRows(codes, code_scales)
-    return _gemm.fp8_gemm(x, weight, scale, quantize=quantize_activations, coded=coded)
+    return _gemm.fp8_gemm(
+        x, weight, scale, quantize=quantize_activations, coded=coded, block=quant_block
+    )
 
 
 def mxfp4_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.mxfp4_linear``."""
-    return _gemm.mxfp4_gemm(x, weight, scale, quantize=quantize_activations)
+    return _gemm.mxfp4_gemm(x, weight, scale, quantize=quantize_activations, block=quant_block)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops._triton_gemm import TL_DTYPES, operand_rows
 from anymla.ops._triton_quantize import quantize_rows
@@ -36,6 +37,7 @@ def fp8_block_linear(
     quantize_activations: bool = False,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
     coded = None
@@ -45,7 +47,12 @@ def fp8_block_linear(
 
 
 def mxfp4_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    quantize_activations: bool = False,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.mxfp4_linear``."""
     return _linear(x, weight, scale, "mxfp4", quantize=quantize_activations)

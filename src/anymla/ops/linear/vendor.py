@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops.linear import torch_linear
 from anymla.ops.linear.config import VENDOR_TOKEN_STEP
@@ -35,6 +36,7 @@ def fp8_block_linear(
     quantize_activations: bool = False,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.fp8_block_linear``."""
     from anymla.ops._triton_quantize import quantize_rows_mn_major

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops.device import target_of
 from anymla.ops.moe.config import Sm90Config, choose_sm90_config
 from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
@@ -32,6 +33,7 @@ def experts(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.experts``."""
     matrices = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2)]

@@ -7,7 +7,8 @@ K experts per token, I an expert's inner size, V vocabulary.
 import torch
 from torch import Tensor
 
-from anymla.ops._quantized import check_codes
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._quantized import check_codes, in_blocks_of_128
 from anymla.ops.device import float32_support, has_numba
 from anymla.ops.moe import reference, torch_experts, torch_router
 from anymla.ops.moe.config import gluon_support, numba_support
@@ -152,6 +153,7 @@ def experts(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> None:
     """Run each token through its experts and add up.
 
@@ -178,16 +180,18 @@ def experts(
             packed e2m1 [I, D/2] ("mxfp4").
         w3: E up projections like w1.
         w2: E down projections [D, I], likewise.
-        s1: scales of w1: [] ("plain"), uint8 or float32 [ceil(I/128), ceil(D/128)] ("fp8"), or
-            uint8 [I, D/32] ("mxfp4").
+        s1: scales of w1: [] ("plain"), uint8 or float32 [ceil(I/b), ceil(D/b)] with b =
+            quant_block ("fp8"), or uint8 [I, D/32] ("mxfp4").
         s3: scales of w3, likewise.
         s2: scales of w2, likewise.
         weight_format: "plain", "fp8" or "mxfp4".
         swiglu_limit: positive, see ``swiglu``.
         quantize_activations: with "fp8" and "mxfp4", quantise the inputs of w1, w3 and w2 to e4m3
-            in blocks of 128 channels; no effect on "plain".
+            in blocks of channels; no effect on "plain".
         expert_offset: global id of the first expert in the lists (expert parallelism).
         shared: [T, D] of x's dtype, the shared expert's output, or None.
+        quant_block: rows and columns of an FP8 weight, and channels of activations, that share a
+            scale: 128 in DeepSeek-V4, 32 in V4.1.
 
     Returns:
         [T, D] in x's dtype.
@@ -199,6 +203,7 @@ def experts(
     """
     name = "experts"
     require(weight_format in _FORMATS, name, "weight_format", f"one of {_FORMATS}", weight_format)
+    require(quant_block >= 1, name, "quant_block", ">= 1", quant_block)
     require(swiglu_limit > 0, name, "swiglu_limit", "positive", swiglu_limit)
     sizes = check(
         name,
@@ -230,7 +235,7 @@ def experts(
         w2=(w2[0], "D Y", dtypes),
     )
     if weight_format == "fp8":
-        rows, columns = -(-inner // 128), -(-d // 128)
+        rows, columns = -(-inner // quant_block), -(-d // quant_block)
         scale_dtypes = (torch.uint8, torch.float32)
         check(
             name,
@@ -271,12 +276,14 @@ _TRITON = "anymla.ops.moe.triton_"
 route_hash.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 route_biased.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 swiglu.register_lazy("triton", f"{_TRITON}swiglu", supports=float32_support)
-experts.register_lazy("triton", f"{_TRITON}launch", supports=_experts_support)
+experts.register_lazy("triton", f"{_TRITON}launch", supports=in_blocks_of_128(_experts_support))
 experts.register_lazy(
     "numba",
     "anymla.ops.moe.numba_experts",
-    supports=numba_support,
+    supports=in_blocks_of_128(numba_support),
     automatic=has_numba(),
     by_kind=True,
 )
-experts.register_lazy("gluon_sm90", "anymla.ops.moe.gluon_sm90_launch", supports=gluon_support)
+experts.register_lazy(
+    "gluon_sm90", "anymla.ops.moe.gluon_sm90_launch", supports=in_blocks_of_128(gluon_support)
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._numba_launch import Product, multiply
 from anymla.ops.moe.config import MAX_NUMBA_PAIRS
 from anymla.ops.moe.torch_experts import ExpertMlps, total_of_few
@@ -50,9 +51,12 @@ def experts(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See interface.experts."""
-    mlps = _NumbaMlps(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantize_activations)
+    mlps = _NumbaMlps(
+        w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantize_activations, quant_block
+    )
     step = max(1, MAX_NUMBA_PAIRS // max(1, ids.shape[1]))
     totals = [
         total_of_few(x[part], ids[part], weights[part], mlps, expert_offset)

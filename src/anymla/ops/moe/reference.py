@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import (
+    FP8_BLOCK,
     dequantize_fp8_rows,
     dequantize_fp8_weight,
     quantize_fp8_rows,
@@ -96,6 +97,7 @@ def experts(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See interface.experts."""
     flush_stream_wait()
@@ -107,9 +109,9 @@ def experts(
     ) -> Tensor:
         given = rows.to(x.dtype)
         if quantized:
-            given = dequantize_fp8_rows(*quantize_fp8_rows(given), dtype)
+            given = dequantize_fp8_rows(*quantize_fp8_rows(given, quant_block), dtype, quant_block)
         if weight_format == "fp8":
-            matrix = dequantize_fp8_weight(matrices[e], scales[e], dtype)
+            matrix = dequantize_fp8_weight(matrices[e], scales[e], dtype, quant_block)
         elif weight_format == "mxfp4":
             matrix = dequantize_mxfp4(matrices[e], scales[e], dtype)
         else:

@@ -65,10 +65,11 @@ class ExpertMlps:
     weight_format: str
     limit: float
     quantized: bool
+    block: int
 
     def operand(self, rows: Tensor) -> Tensor:
         """Rows as the GEMMs take them. Quantised once here: w1 and w3 share their input."""
-        return rounded_to_fp8(rows, rows.dtype) if self.quantized else rows
+        return rounded_to_fp8(rows, rows.dtype, self.block) if self.quantized else rows
 
     def gate(self, rows: Tensor, e: int) -> Tensor:
         """Rows through w1 of expert e."""
@@ -100,7 +101,7 @@ class ExpertMlps:
     ) -> Tensor:
         matrix = matrices[e]
         if self.weight_format == "fp8":
-            return fp8_gemm(rows, matrix, scales[e])
+            return fp8_gemm(rows, matrix, scales[e], block=self.block)
         if self.weight_format == "mxfp4":
             return mxfp4_gemm(rows, matrix, scales[e])
         if rows.dtype == matrix.dtype:
@@ -113,8 +114,8 @@ class ExpertMlps:
         inner, d = self.w1[0].shape[0], rows.shape[1]
         if self.weight_format == "plain":
             return 2 * count * inner * d <= _COPIED_ELEMENTS
-        # Scales of 128 x 128 blocks stay with their rows only if every matrix is whole blocks.
-        whole = self.weight_format == "mxfp4" or (inner % FP8_BLOCK == 0 and d % FP8_BLOCK == 0)
+        # Scales of square blocks stay with their rows only if every matrix is whole blocks.
+        whole = self.weight_format == "mxfp4" or (inner % self.block == 0 and d % self.block == 0)
         small = 2 * count * inner * d <= _DECODED_ELEMENTS
         return whole and small
 
@@ -128,7 +129,7 @@ class ExpertMlps:
             return out.view(2, len(chosen), -1)
         multiply = fp8_gemm if self.weight_format == "fp8" else mxfp4_gemm
         scales = [self.s1[e] for e in chosen] + [self.s3[e] for e in chosen]
-        out = multiply(rows, torch.cat(weights), torch.cat(scales))
+        out = multiply(rows, torch.cat(weights), torch.cat(scales), block=self.block)
         return out.view(2, len(chosen), -1)
 
     def down_batched(self, rows: Tensor, chosen: list[int]) -> Tensor:
@@ -138,9 +139,12 @@ class ExpertMlps:
             dtype = torch.promote_types(rows.dtype, batch.dtype)
             inputs = rows.to(dtype).unsqueeze(1)
             return torch.bmm(inputs, batch.to(dtype).transpose(1, 2)).squeeze(1).to(rows.dtype)
-        decode = dequantize_fp8_weight if self.weight_format == "fp8" else dequantize_mxfp4
         codes = torch.cat([self.w2[e] for e in chosen])
-        matrices = decode(codes, torch.cat([self.s2[e] for e in chosen]), wide(rows.dtype))
+        scales, dtype = torch.cat([self.s2[e] for e in chosen]), wide(rows.dtype)
+        if self.weight_format == "fp8":
+            matrices = dequantize_fp8_weight(codes, scales, dtype, self.block)
+        else:
+            matrices = dequantize_mxfp4(codes, scales, dtype)
         matrices = matrices.view(len(chosen), -1, rows.shape[1])
         # A row times each matrix: as columns, the same products take seven times as long on a CPU.
         out = torch.bmm(rows.to(matrices.dtype).unsqueeze(1), matrices.transpose(1, 2))
@@ -163,11 +167,12 @@ def experts(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See interface.experts."""
     flush_stream_wait()
     quantized = quantize_activations and weight_format != "plain"
-    mlps = ExpertMlps(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized)
+    mlps = ExpertMlps(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized, quant_block)
     if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_host_row(x):
         total_of = _total_of_row
     else:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.moe.config import COMBINE_CHANNELS, choose_config
@@ -77,6 +78,7 @@ def experts(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.experts``."""
     projections = [ExpertTensors(each) for each in (w1, w3, w2, s1, s3, s2)]
