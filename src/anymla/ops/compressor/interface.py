@@ -144,6 +144,61 @@ def compress_norm_rope_insert(
     check_cos_sin(name, cos_sin_cache, positions, width)
 
 
+@operation(
+    outputs=lambda state_cache, positions, norm_weight, **_: (
+        state_cache.new_empty((len(positions), len(norm_weight))),
+    )
+)
+def compress_norm(
+    state_cache: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+) -> Tensor:
+    """Compress every window that closes in this step; the entries are neither rotated nor stored.
+
+    ``c / sqrt(mean(c^2) + eps) * norm_weight`` of ``compress_norm_rope_insert``, for models that
+    project index keys from the entry before it is rotated.
+
+    Args:
+        state_cache: as there, and so are all other arguments.
+        state_block_table: [R, SP] int32.
+        state_slot_mapping: [T] int64.
+        token_to_req: [T] int32.
+        positions: [T] int64.
+        norm_weight: [D] floating point.
+        eps: added to the mean square.
+        compress_ratio: tokens a window, >= 1.
+        overlap: whether an entry also pools the previous window.
+
+    Returns:
+        [T, D] in the states' dtype; zero for tokens that close no window or would be skipped there.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+
+    Source: DeepSeek-V4.1 reference, inference/model.py (Compressor), with float32 throughout.
+    """
+    name = "compress_norm"
+    require(compress_ratio >= 1, name, "compress_ratio", "at least 1", compress_ratio)
+    dims = check(
+        name,
+        state_cache=(state_cache, "P S _", FLOAT32_UP),
+        state_block_table=(state_block_table, "R _", INT32),
+        state_slot_mapping=(state_slot_mapping, "T", INT64),
+        token_to_req=(token_to_req, "T", INT32),
+        positions=(positions, "T", INT64),
+        norm_weight=(norm_weight, "D", FLOATS),
+    )
+    _check_state(name, state_cache, (4 if overlap else 2) * dims["D"])
+
+
 def _check_state(name: str, state_cache: Tensor, width: int) -> None:
     shape, strides = state_cache.shape, state_cache.stride()
     if shape[2] != width or shape[1] < 1:
@@ -164,3 +219,5 @@ compress_norm_rope_insert.register("torch", torch_compress.compress_norm_rope_in
 compress_norm_rope_insert.register_lazy(
     "triton", "anymla.ops.compressor.triton_compress", supports=float32_support
 )
+compress_norm.register("reference", reference.compress_norm)
+compress_norm.register("torch", torch_compress.compress_norm)

@@ -67,6 +67,33 @@ def compress_norm_rope_insert(
         quantize_and_insert_k_cache(row, k_cache, slot, layout=layout)
 
 
+def compress_norm(
+    state_cache: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+) -> Tensor:
+    """See ``interface.compress_norm``."""
+    states = state_cache.shape[0] * state_cache.shape[1]
+    out = state_cache.new_zeros((len(positions), len(norm_weight)))
+    for token, position in enumerate(positions.tolist()):
+        closes = position >= 0 and (position + 1) % compress_ratio == 0
+        stored = 0 <= int(state_slot_mapping[token]) < states
+        known = 0 <= int(token_to_req[token]) < len(state_block_table)
+        if closes and stored and known:
+            table = state_block_table[int(token_to_req[token])]
+            entry = _pool(state_cache, table, position, compress_ratio, overlap)
+            if entry is not None:
+                out[token] = rms_norm(entry, norm_weight, eps)
+    return out
+
+
 def _pool(
     state_cache: Tensor, table: Tensor, position: int, ratio: int, overlap: bool
 ) -> Tensor | None:

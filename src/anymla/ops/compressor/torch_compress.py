@@ -103,6 +103,42 @@ def compress_norm_rope_insert(
     write_rows(k_cache, slots, hadamard_transform(rows) if hadamard else rows, layout)
 
 
+def compress_norm(
+    state_cache: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+) -> Tensor:
+    """See ``interface.compress_norm``."""
+    out = state_cache.new_zeros((len(positions), len(norm_weight)))
+    requests, columns = state_block_table.shape
+    slots_of_states = state_cache.shape[0] * state_cache.shape[1]
+    if not (len(positions) and requests and columns and slots_of_states):
+        return out
+    window = Window(compress_ratio, overlap, len(norm_weight), state_cache.shape[1])
+    states = States(state_cache, state_block_table, window)
+    if _host.on_host(positions):
+        every = list(range(len(positions)))
+        pooled = _closed_on_host(every, states, state_slot_mapping, token_to_req, positions)
+        if pooled is not None:
+            entries, kept = pooled
+            out[kept] = rms_norm(entries, norm_weight, eps)
+        return out
+    wanted = (positions + 1) % compress_ratio == 0
+    wanted &= (state_slot_mapping >= 0) & (state_slot_mapping < slots_of_states)
+    wanted &= (token_to_req >= 0) & (token_to_req < requests)
+    entries, there = _pool_tokens(states, token_to_req, positions)
+    kept = (wanted & there).unsqueeze(1)
+    # What is not there may be anything, which the norm must not meet.
+    return rms_norm(torch.where(kept, entries, 0), norm_weight, eps).masked_fill_(~kept, 0)
+
+
 def _closed_on_host(
     closing: list[int],
     states: States,
