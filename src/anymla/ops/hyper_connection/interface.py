@@ -131,6 +131,61 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> None:
     )
 
 
+def _coefficients_like(h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    tokens, n, _ = h.shape
+    wide = reference.wide(h.dtype)
+    return (
+        h.new_empty((tokens, n), dtype=wide),
+        h.new_empty((tokens, n), dtype=wide),
+        h.new_empty((tokens, n, n), dtype=wide),
+    )
+
+
+@operation(outputs=_coefficients_like)
+def hc_gates(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> None:
+    """The gates of a site, without collapsing the streams: pre, post and comb of ``hc_pre``.
+
+    For models whose sublayers read the streams through the gates of the site before.
+
+    Args:
+        h: [T, N, D] any float dtype, as in hc_pre.
+        fn: [(2 + N) N, N D] float32 (float64 allowed), rows pre, post, comb.
+        base: [(2 + N) N] like fn.
+        scale: [3] like fn.
+        norm_eps: added to the mean square of the flattened streams.
+        hc_eps: as in hc_pre.
+        iters: as in hc_pre.
+
+    Returns:
+        pre [T, N], post [T, N] and comb [T, N, N] in float32 (float64 if h is).
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above, or iters < 1.
+
+    Source: DeepSeek-V4.1 reference, inference/model.py.
+    """
+    _check_gates(
+        "hc_gates",
+        {
+            "h": (h, "T N D", FLOATS),
+            "fn": (fn, "G F", FLOAT32_UP),
+            "base": (base, "G", FLOAT32_UP),
+            "scale": (scale, "3", FLOAT32_UP),
+        },
+        iters,
+    )
+
+
 def _head_like(h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
     return (h.new_empty((h.shape[0], h.shape[2])),)
 
@@ -167,6 +222,44 @@ def hc_head(
         base=(base, "N", FLOAT32_UP),
         scale=(scale, "1", FLOAT32_UP),
     )
+
+
+@operation(mutates=("codes", "code_scales"), outputs=_head_like)
+def hc_collapse_norm(
+    h: Tensor,
+    pre: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> None:
+    """Collapse the streams with given gates, and normalise: RMSNorm(sum_i pre_i h_i).
+
+    Args:
+        h: [T, N, D] any float dtype.
+        pre: [T, N] float32 or float64, from ``hc_gates``.
+        norm_weight: [D] any float dtype.
+        norm_eps: added to the mean square of the sum.
+        codes: as in hc_pre, of the result.
+        code_scales: likewise.
+
+    Returns:
+        [T, D] in h's dtype; the sum is rounded to it once, and so is the result.
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: a shape differs from the above.
+
+    Source: DeepSeek-V4.1 reference, inference/model.py.
+    """
+    check(
+        "hc_collapse_norm",
+        h=(h, "T N D", FLOATS),
+        pre=(pre, "T N", FLOAT32_UP),
+        norm_weight=(norm_weight, "D", FLOATS),
+    )
+    check_codes("hc_collapse_norm", h[:, 0], codes, code_scales)
 
 
 def _fused_like(u: Tensor, h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
@@ -233,7 +326,7 @@ def hc_post_pre_norm(
     check_codes("hc_post_pre_norm", u, codes, code_scales)
 
 
-for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm):
+for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm, hc_gates, hc_collapse_norm):
     _operation.register("reference", getattr(reference, _operation.name))
     _operation.register("torch", getattr(torch_streams, _operation.name))
 

@@ -47,6 +47,23 @@ def hc_pre(
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See interface.hc_pre."""
+    pre, post, comb = hc_gates(h, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters)
+    y = _collapse(h, pre) if norm_weight is None else _normed(h, pre, norm_weight, norm_eps)
+    fill_codes(y, codes, code_scales)
+    return y, post, comb
+
+
+def hc_gates(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See interface.hc_gates."""
     n = h.shape[1]
     mix = _mix(h, fn, norm_eps)
     pre, post, comb = mix.split([n, n, n * n], dim=1)
@@ -54,13 +71,28 @@ def hc_pre(
     pre = torch.sigmoid(pre * scale[0] + pre_base) + hc_eps
     post = 2 * torch.sigmoid(post * scale[1] + post_base)
     comb = sinkhorn((comb * scale[2] + comb_base).unflatten(1, (n, n)), eps=hc_eps, iters=iters)
-    y = _collapse(h, pre)
-    if norm_weight is not None:
-        x = y.to(post.dtype)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
-        y = (x * norm_weight.to(x.dtype)).to(h.dtype)
+    return pre, post, comb
+
+
+def hc_collapse_norm(
+    h: Tensor,
+    pre: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Tensor:
+    """See interface.hc_collapse_norm."""
+    y = _normed(h, pre, norm_weight, norm_eps)
     fill_codes(y, codes, code_scales)
-    return y, post, comb
+    return y
+
+
+def _normed(h: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = _collapse(h, pre).to(pre.dtype)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * weight.to(x.dtype)).to(h.dtype)
 
 
 def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -194,20 +194,26 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 def _pre_few(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, n, d = h.shape
-    f = h.reshape(tokens, n * d).to(wide(h.dtype))
+    f = h.reshape(len(h), fn.shape[1]).to(wide(h.dtype))
+    pre, post, comb = _gates_few(f, fn, base, scale, norm_eps, hc_eps, iters)
+    return _collapse(f, pre, h.dtype), post, comb
+
+
+def _gates_few(
+    f: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, n = len(f), _STREAMS
     gates = gates_of_few(
         functional.linear(f, fn.to(f.dtype)),
         torch.linalg.vector_norm(f, dim=-1),
         base,
         scale,
-        channels=n * d,
+        channels=f.shape[1],
         norm_eps=norm_eps,
         hc_eps=hc_eps,
         iters=iters,
     )
-    y = _collapse(f, gates[:, :n], h.dtype)
-    return y, gates[:, n : 2 * n], gates[:, 2 * n :].view(tokens, n, n)
+    return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n :].view(tokens, n, n)
 
 
 def _mix(f: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
@@ -225,13 +231,27 @@ def _collapse(f: Tensor, pre: Tensor, dtype: torch.dtype) -> Tensor:
 def _pre_block(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, n, _ = h.shape
-    f = h.reshape(tokens, fn.shape[1]).to(wide(h.dtype))
+    f = h.reshape(len(h), fn.shape[1]).to(wide(h.dtype))
+    pre, post, comb = _gates_block(f, h.shape[1], fn, base, scale, norm_eps, hc_eps, iters)
+    return _collapse(f, pre, h.dtype), post, comb
+
+
+def _gates_block(
+    f: Tensor,
+    n: int,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates of flattened streams [T, N D]; ``scale`` is one number for each of ``fn``'s rows."""
     gates = torch.addcmul(base, _mix(f, fn, norm_eps), scale)
     pre = gates[:, :n].sigmoid().add_(hc_eps)
     post = gates[:, n : 2 * n].sigmoid().mul_(2)
-    comb = sinkhorn(gates[:, 2 * n :].view(tokens, n, n), eps=hc_eps, iters=iters)
-    return _collapse(f, pre, h.dtype), post, comb
+    comb = sinkhorn(gates[:, 2 * n :].view(len(f), n, n), eps=hc_eps, iters=iters)
+    return pre, post, comb
 
 
 def _pre(
@@ -277,6 +297,56 @@ def hc_pre(
         y = (x * _inverse_rms(x, norm_eps)).mul_(norm_weight).to(h.dtype)
     fill_codes(y, codes, code_scales)
     return y, post, comb
+
+
+def hc_gates(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See interface.hc_gates."""
+    tokens, n, _ = h.shape
+    dtype = wide(h.dtype)
+    if suits_few(h, norm_eps, hc_eps):
+        f = h.reshape(tokens, fn.shape[1]).to(dtype)
+        return _gates_few(f, fn, base, scale, norm_eps, hc_eps, iters)
+    scale_rows = scale.index_select(0, _scale_of_row(n, h.device)).to(dtype)
+    base = base.to(dtype)
+    blocks = [
+        _gates_block(
+            part.reshape(len(part), fn.shape[1]).to(dtype),
+            n, fn, base, scale_rows, norm_eps, hc_eps, iters,
+        )
+        for part in h.split(_block_tokens(h))
+    ]  # fmt: skip
+    if len(blocks) == 1:
+        return blocks[0]
+    pre, post, comb = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return pre, post, comb
+
+
+def hc_collapse_norm(
+    h: Tensor,
+    pre: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Tensor:
+    """See interface.hc_collapse_norm."""
+    y = h.new_empty((h.shape[0], h.shape[2]))
+    for start in range(0, len(h), _block_tokens(h)):
+        part = slice(start, start + _block_tokens(h))
+        x = _collapse(h[part].flatten(1).to(pre.dtype), pre[part], h.dtype).to(pre.dtype)
+        y[part] = (x * _inverse_rms(x, norm_eps)).mul_(norm_weight)
+    fill_codes(y, codes, code_scales)
+    return y
 
 
 def _post_block(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
