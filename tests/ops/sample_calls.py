@@ -130,6 +130,24 @@ _CALLS = {
         "overlap": False,
         "layout": MAIN_FP8,
     },
+    "compress_norm": lambda: {
+        "state_cache": torch.randn(1, 4, 64),
+        "state_block_table": int32([0]),
+        "state_slot_mapping": int64(2, 3),
+        "token_to_req": int32(0, 0),
+        "positions": int64(2, 3),
+        "norm_weight": torch.rand(32),
+        "eps": 1e-6,
+        "compress_ratio": 2,
+        "overlap": False,
+    },
+    "hc_gates": lambda: {"h": torch.randn(TOKENS, 2, 32), **_sites(), **_eps("iters")},
+    "hc_collapse_norm": lambda: {
+        "h": torch.randn(TOKENS, 2, 32),
+        "pre": torch.rand(TOKENS, 2),
+        "norm_weight": torch.rand(32),
+        "norm_eps": 1e-6,
+    },
     "hc_pre": lambda: {"h": torch.randn(TOKENS, 2, 32), **_sites(), **_eps("iters")},
     "hc_post": _gates,
     "hc_head": lambda: {
@@ -179,6 +197,17 @@ _CALLS = {
         "starts": int32(0, 2),
         "ends": int32(9, 7),
         "k": 4,
+    },
+    "select_candidate_blocks": lambda: {
+        "logits": torch.randn(TOKENS, 9),
+        "lengths": int32(9, 7),
+        "count": 2,
+        "block_size": 4,
+    },
+    "mask_candidates": lambda: {
+        "logits": torch.randn(TOKENS, 9),
+        "blocks": int32([0, 2], [1, -1]),
+        "block_size": 4,
     },
     "quantize_and_insert_k_cache": lambda: {
         "k": torch.randn(TOKENS, 512),
@@ -321,6 +350,7 @@ def _codes(width):
 _TARGETS = {
     "hc_pre": lambda: _codes(32),
     "hc_post_pre_norm": lambda: _codes(32),
+    "hc_collapse_norm": lambda: _codes(32),
     "fused_q_kv_rmsnorm": lambda: _codes(16),
     "swiglu": lambda: _codes(8),
     "select_topk": lambda: {

@@ -18,6 +18,7 @@ from anymla.ops.device import float32_support
 from anymla.ops.indexer import (
     reference,
     support,
+    torch_candidates,
     torch_query,
     torch_scores,
     torch_select,
@@ -283,6 +284,56 @@ def topk_per_row(
 
 
 @operation(
+    outputs=lambda logits, lengths, count, block_size: (lengths.new_empty((len(logits), count)),)
+)
+def select_candidate_blocks(
+    logits: Tensor, lengths: Tensor, count: int, *, block_size: int
+) -> Tensor:
+    """The blocks of entries that later layers select within: those of the highest scores.
+
+    Block b holds the columns ``b * block_size <= n < (b + 1) * block_size``; its score is the
+    highest of its columns ``n < lengths[m]``. The block of the last such column is kept whatever
+    its score. The others are kept in the order of ``topk_per_row``, unless their score is -inf.
+
+    Args:
+        logits: [M, N] float32 or float64; columns from ``lengths`` on may hold anything.
+        lengths: [M] int32, visible entries; clamped to [0, N].
+        count: blocks to keep, >= 1.
+        block_size: entries of a block, >= 1.
+
+    Returns:
+        [M, count] int32: numbers of blocks, ascending, then -1.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device; count or block_size below 1.
+
+    Source: DeepSeek-V4.1 reference, inference/model.py (Indexer).
+    """
+    name = "select_candidate_blocks"
+    require(count >= 1, name, "count", ">= 1", count)
+    require(block_size >= 1, name, "block_size", ">= 1", block_size)
+    check(name, logits=(logits, "M N", FLOAT32_UP), lengths=(lengths, "M", INT32))
+
+
+@operation(mutates=("logits",))
+def mask_candidates(logits: Tensor, blocks: Tensor, *, block_size: int) -> None:
+    """Hide the scores outside of each row's blocks: they become -inf.
+
+    Args:
+        logits: [M, N] float32 or float64; written.
+        blocks: [M, B] int32, numbers of blocks in any order; others than 0 .. ceil(N / block_size)
+            - 1 name none.
+        block_size: entries of a block, >= 1.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device; block_size below 1.
+    """
+    name = "mask_candidates"
+    require(block_size >= 1, name, "block_size", ">= 1", block_size)
+    check(name, logits=(logits, "M N", FLOAT32_UP), blocks=(blocks, "M _", INT32))
+
+
+@operation(
     mutates=("out", "slots", "counts"),
     outputs=lambda q, lengths, k, **_: (lengths.new_empty((len(q), k)),),
 )
@@ -413,6 +464,9 @@ topk_per_row.register("reference", reference.topk_per_row)
 topk_per_row.register("torch", torch_select.topk_per_row)
 select_topk.register("reference", reference.select_topk)
 select_topk.register("torch", torch_select.select_topk)
+for _operation in (select_candidate_blocks, mask_candidates):
+    _operation.register("reference", getattr(reference, _operation.name))
+    _operation.register("torch", getattr(torch_candidates, _operation.name))
 
 _TRITON = "anymla.ops.indexer.triton_"
 _SM90 = "anymla.ops.indexer.gluon_sm90_launch"

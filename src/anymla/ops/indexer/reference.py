@@ -201,3 +201,29 @@ def _keys(cache: Tensor, table: Tensor, count: int, layout: str) -> tuple[Tensor
     present = (page >= 0) & (page < pages)
     slots = torch.where(present, page * page_size + entry % page_size, -1)
     return get_layout(layout).read(cache, slots, torch.float64), present
+
+
+def select_candidate_blocks(
+    logits: Tensor, lengths: Tensor, count: int, *, block_size: int
+) -> Tensor:
+    """See ``interface.select_candidate_blocks``."""
+    out = lengths.new_full((len(logits), count), -1)
+    for row, (scores, length) in enumerate(zip(logits, lengths.tolist(), strict=True)):
+        seen = scores[: max(0, length)]
+        if not len(seen):
+            continue
+        best = torch.stack([part.amax() for part in seen.split(block_size)])
+        best[-1] = torch.inf
+        # A stable sort keeps the lower of equal blocks first, and NaN before everything else.
+        order = best.sort(descending=True, stable=True).indices[:count]
+        kept = [block for block in order.tolist() if best[block] != -torch.inf]
+        out[row, : len(kept)] = out.new_tensor(sorted(kept))
+    return out
+
+
+def mask_candidates(logits: Tensor, blocks: Tensor, *, block_size: int) -> None:
+    """See ``interface.mask_candidates``."""
+    for row, chosen in enumerate(blocks.tolist()):
+        for column in range(logits.shape[1]):
+            if column // block_size not in chosen:
+                logits[row, column] = -torch.inf
