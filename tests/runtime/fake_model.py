@@ -43,6 +43,8 @@ class FakeModel:
     dtype = torch.float32
     backend = None
     ranks = ALONE
+    previous_tokens = 0
+    leaving_streams = 1
 
     def __init__(self, specs=SPECS, max_position_embeddings=4096):
         self.layer_specs = tuple(specs)
@@ -109,10 +111,10 @@ class FakeModel:
         index.write(cache.index, group.slot_mapping, keys.expand(-1, index.channels))
         width = max(1, step.max_seq_len // spec.ratio)
         entries = torch.arange(width).expand(len(rows), width)
-        entries = torch.where(entries < step.index_lens.unsqueeze(1), entries, 0)
+        entries = torch.where(entries < step.index_lens[spec.index_group].unsqueeze(1), entries, 0)
         for kind, where in (("index", cache.index), (spec.compressed_group, cache.compressed)):
             slots = _slots(step.groups[kind], step.token_to_req, entries)
-            total = total + self._sum(where, slots, step.index_lens)
+            total = total + self._sum(where, slots, step.index_lens[spec.index_group])
         return total
 
     @staticmethod

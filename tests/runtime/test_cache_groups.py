@@ -41,8 +41,34 @@ def test_layers_that_cannot_share_are_refused():
         cache_groups([SPECS[0], dataclasses.replace(SPECS[1], window=64)])
     with pytest.raises(ValueError, match="the same overlap at ratio 4"):
         cache_groups([SPECS[1], dataclasses.replace(SPECS[3], overlap=False)])
-    with pytest.raises(ValueError, match="the same ratio of the indexed entries"):
-        cache_groups([SPECS[1], dataclasses.replace(SPECS[3], ratio=8)])
+
+
+def test_index_keys_of_every_ratio_are_a_group():
+    other = dataclasses.replace(SPECS[3], ratio=8)
+    groups = {group.name: group for group in cache_groups([SPECS[1], other])}
+    assert [name for name in groups if "index" in name] == [
+        "index", "state_index", "index_c8", "state_index_c8",
+    ]  # fmt: skip
+    assert groups["index_c8"].ratio == 8
+
+
+def test_layers_that_read_what_others_write_keep_nothing():
+    latent = {"latent_keys": True, "overlap": False}
+    own = dataclasses.replace(SPECS[1], index=0, ratio=2, shares_selection=True, **latent)
+    again = dataclasses.replace(own, index=1, kv_source=0)
+    reuse = dataclasses.replace(again, index=2, selects=False, selection_width=0, index_source=1)
+    single = dataclasses.replace(own, index=3, ratio=1)
+    groups = {group.name: group for group in cache_groups([own, again, reuse, single])}
+    assert {name: (g.kind, g.page_size, g.layers, g.dense) for name, g in groups.items()} == {
+        "window": ("window", 64, (0, 1, 2, 3), False),
+        "c1": ("compressed", 256, (3,), False),
+        "index_c1": ("index", 256, (3,), False),
+        "c2": ("compressed", 128, (0,), False),
+        "state_c2": ("state", 8, (0,), False),
+        "index_c2": ("index", 128, (0,), False),
+    }
+    assert groups["c2"].lists_entries(1024)
+    assert not groups["c2"].lists_entries(1026)
 
 
 def _first_needed(group, position):

@@ -114,9 +114,10 @@ def _check(step, expected, bucket):
         assert (got.indices[real, width:] == -1).all()
         assert (got.indices[padding] == -1).all()
         assert not got.lengths[padding].any()
-    if expected.index_lens is not None:
-        assert torch.equal(step.index_lens[real], expected.index_lens)
-        assert not step.index_lens[padding].any()
+    assert step.index_lens.keys() == expected.index_lens.keys()
+    for group, lens in expected.index_lens.items():
+        assert torch.equal(step.index_lens[group][real], lens)
+        assert not step.index_lens[group][padding].any()
 
 
 def test_results_stay_in_place():

@@ -104,7 +104,7 @@ def _check_slots(store, step, row, token, position):
         ratio = by_name[name].ratio
         visible = [slot(by_name[name], w) for w in range((position + 1) // ratio)]
         _check_rows(step.dense[name], token, visible)
-    assert step.index_lens[token] == (position + 1) // 4
+    assert step.index_lens["index"][token] == (position + 1) // 4
 
 
 def _check_rows(rows, token, expected):
@@ -120,7 +120,12 @@ def test_dtypes_are_those_that_the_operations_take(monkeypatch, host_tokens):
     step = StepPlanner(store).build([Span(_admitted(store, "a"), 0, [1, 2, 3], False)])
     for tensor in (step.token_ids, step.positions):
         assert tensor.dtype == torch.int64
-    for tensor in (step.token_to_req, step.seq_lens, step.query_start_loc, step.index_lens):
+    for tensor in (
+        step.token_to_req,
+        step.seq_lens,
+        step.query_start_loc,
+        step.index_lens["index"],
+    ):
         assert tensor.dtype == torch.int32
     assert step.is_valid.dtype == torch.bool
     for group in step.groups.values():
@@ -141,7 +146,7 @@ def test_draft_layers_get_their_window_only():
     state = _admitted(store, "a")
     step = StepPlanner(store).build([Span(state, 0, [1], True)], window_only=True)
     assert list(step.groups) == ["window"]
-    assert step.index_lens is None
+    assert not step.index_lens
     assert not step.dense
     assert not store.tables["c4"].held(state.row)
     assert not store.tables["state_c4"].held(state.row)

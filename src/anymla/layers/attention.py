@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.layers import codes
 from anymla.layers.caches import LayerCache
-from anymla.layers.compressor import Compressor, SharedProjection
+from anymla.layers.compressor import Compressor, LatentCompressor, SharedProjection
 from anymla.layers.heads import AttentionInputs, Heads
 from anymla.layers.indexer import Indexer, IndexQueries
 from anymla.layers.linear import Linear, LinearPair
@@ -99,17 +99,7 @@ class AttentionLayer(nn.Module):
         input and the latent, and may run beside the projections (``step.side``).
         """
         cos_sin = self.rope.table_for(step.max_seq_len)
-        own, index, weights, projected_at = x, x, None, None
-        if self.indexer is not None:
-            # From the input to what is chosen is the longest way; entries are not on it.
-            with step.side.beside(first=True):
-                if self.projections is not None:
-                    own, index, weights = self.projections(x)
-                    projected_at = step.side.mark()
-                self._write_keys(index, step, cache)
-        if self.compressor is not None:
-            with step.side.beside(after=projected_at):
-                self._write_entries(own, step, cache)
+        weights = self._write_caches(x, step, cache)
         latent, kv = self.wq_a_wkv(x, quantised)
         coded = codes.allocate(self.wq_b.reads_codes, latent)
         latent, kv = fused_q_kv_rmsnorm(
@@ -125,18 +115,7 @@ class AttentionLayer(nn.Module):
         with step.side.beside(first=True) if self._chooses(step) else contextlib.nullcontext():
             queries = self._index_queries(x, latent, coded, index_q, weights, step, cache)
             selected, entries = self._choice(queries, step, cache)
-        q = qnorm_rope_kv_insert(
-            projected,
-            kv,
-            cache.window,
-            step.groups[WINDOW_GROUP].slot_mapping,
-            step.positions,
-            cos_sin,
-            self.eps,
-            layout=cache.format.main,
-            out=projected if projected.is_contiguous() else None,
-            backend=self.backend,
-        )
+        q = self._rotate_and_insert(projected, kv, step, cache, cos_sin)
         step.side.join()
         inputs = AttentionInputs.of(self.spec, step, cache, entries, selected)
         if self.output.quantize_heads:
@@ -154,7 +133,32 @@ class AttentionLayer(nn.Module):
             cache: of the layer.
         """
         kv = rms_norm(self.wq_a_wkv.second(x), self.kv_norm, self.eps, backend=self.backend)
-        cos_sin = self.rope.table_for(step.max_seq_len)
+        self._insert(kv, step, cache, self.rope.table_for(step.max_seq_len))
+
+    def _rotate_and_insert(
+        self, q: Tensor, kv: Tensor, step: Step, cache: LayerCache, cos_sin: Tensor
+    ) -> Tensor:
+        """The heads [T, H, D], normed if the layer norms them, and rotated; window rows written."""
+        if not self.spec.norms_heads:
+            self._insert(kv, step, cache, cos_sin)
+            rotated: Tensor = rope(q, step.positions, cos_sin, backend=self.backend)
+            return rotated
+        normed: Tensor = qnorm_rope_kv_insert(
+            q,
+            kv,
+            cache.window,
+            step.groups[WINDOW_GROUP].slot_mapping,
+            step.positions,
+            cos_sin,
+            self.eps,
+            layout=cache.format.main,
+            out=q if q.is_contiguous() else None,
+            backend=self.backend,
+        )
+        return normed
+
+    def _insert(self, kv: Tensor, step: Step, cache: LayerCache, cos_sin: Tensor) -> None:
+        """Rotate and write window rows, of normed [T, D]."""
         rows = rope(kv.unsqueeze(1), step.positions, cos_sin, backend=self.backend).squeeze(1)
         quantize_and_insert_k_cache(
             rows,
@@ -163,6 +167,40 @@ class AttentionLayer(nn.Module):
             layout=cache.format.main,
             backend=self.backend,
         )
+
+    def _write_caches(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor | None:
+        """Write the step's entries and index keys; the index heads' weights, if they are known."""
+        if isinstance(self.compressor, LatentCompressor):
+            with step.side.beside(first=True):
+                self._write_latent(self.compressor, x, step, cache)
+            return None
+        own, index, weights, projected_at = x, x, None, None
+        if self.indexer is not None and self.indexer.compressor is not None:
+            # From the input to what is chosen is the longest way; entries are not on it.
+            with step.side.beside(first=True):
+                if self.projections is not None:
+                    own, index, weights = self.projections(x)
+                    projected_at = step.side.mark()
+                self._write_keys(index, step, cache)
+        if self.compressor is not None:
+            with step.side.beside(after=projected_at):
+                self._write_entries(own, step, cache)
+        return weights
+
+    def _write_latent(
+        self, compressor: LatentCompressor, x: Tensor, step: Step, cache: LayerCache
+    ) -> None:
+        """Write the step's entries, and the index keys that are projected from them."""
+        spec = self.spec
+        assert self.indexer is not None
+        assert spec.compressed_group is not None
+        assert cache.compressed is not None
+        assert cache.index is not None
+        states = None if spec.state_group is None else step.groups[spec.state_group]
+        latent = compressor.latent(x, step, cache.state, states)
+        self.indexer.write_latent_keys(latent, compressor, step, cache.index, cache.format.index)
+        entries = step.groups[spec.compressed_group]
+        compressor.insert(latent, step, cache.compressed, entries, cache.format.entries)
 
     def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
         """Write the step's compressed entries, of the input or of its projection."""
@@ -249,12 +287,17 @@ class AttentionLayer(nn.Module):
         listed = self.spec.listed
         if listed is None:
             return None, None
-        if self.indexer is None or self._attends_to_all(step):
+        if self._attends_to_all(step):
             return None, step.dense[listed]
+        if self.indexer is None:
+            source = self.spec.index_source
+            return (None, step.dense[listed]) if source is None else step.selections[source]
         assert cache.index is not None
         selected, rows = self.indexer.select_rows(
             queries, step, cache.index, cache.format.index, step.groups[listed]
         )
+        if self.spec.shares_selection:
+            step.selections[self.spec.index] = selected, rows
         if step.recorder is not None:
             step.recorder("topk", self.spec.index, selected)
         return selected, rows

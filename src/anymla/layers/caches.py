@@ -55,7 +55,7 @@ CACHE_FORMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """Paged caches of one layer; None where the layer keeps none.
+    """Paged caches of one layer; None where it has none, its own or another layer's that it reads.
 
     Attributes:
         format: their row formats.

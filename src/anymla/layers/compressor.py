@@ -9,9 +9,15 @@ from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.rows import GroupStep
 from anymla.layers.step import Step
-from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
+from anymla.ops.compressor import (
+    compress_norm,
+    compress_norm_rope_insert,
+    save_partial_states,
+)
+from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.linear import linear_float32
 from anymla.ops.linear.config import plain_backend
+from anymla.ops.norm_rope import rms_norm, rope
 
 # Converted to float32 at every use up to here: 2 MiB of it stay in a core's cache.
 _CONVERTED_ELEMENTS = 1 << 19
@@ -22,8 +28,10 @@ class Compressor(nn.Module):
 
     Attributes:
         kv_gate: [2 * width, hidden], rows of wkv then of wgate, see ``merge_kv_gate``. Its product
-            is float32: the pooling weights are exponentials of it.
-        ape: float32 [ratio, width], added to the gate by position within the window.
+            is float32: the pooling weights are exponentials of it. [width, hidden] where entries
+            are of one token, which needs no weight.
+        ape: float32 [ratio, width], added to the gate by position within the window; zero in models
+            without it.
         norm: float32 [D], RMSNorm weight of the pooled row.
     """
 
@@ -107,7 +115,76 @@ class Compressor(nn.Module):
         )
 
 
-def merge_kv_gate(wkv: Tensor, wgate: Tensor, dtype: torch.dtype) -> Tensor:
+class LatentCompressor(Compressor):
+    """A compressor whose entries are also what index keys are projected from.
+
+    The entry before its rotation, called the latent, is rounded to the activations' dtype once; the
+    cache's row is rotated and coded from that.
+    """
+
+    def latent(
+        self, x: Tensor, step: Step, state: Tensor | None, state_group: GroupStep | None
+    ) -> Tensor:
+        """Normed entries [T, D] of the tokens that close one; zero for the others.
+
+        Args:
+            x: [T, hidden], the layer's normalised input.
+            step: the batch.
+            state: float32 [P, bs, 2 * D], written; None where entries are of one token.
+            state_group: where the states go, or None.
+        """
+        ratio, width = self.ape.shape
+        projected = linear_float32(x, self.kv_gate, backend=plain_backend(self.backend))
+        if state is None or state_group is None:
+            assert ratio == 1
+            normed = rms_norm(projected, self.norm, self.eps, backend=self.backend)
+            return normed.to(x.dtype)
+        kv, score = projected.split(width, dim=-1)
+        save_partial_states(
+            kv,
+            score,
+            self.ape,
+            step.positions,
+            state,
+            state_group.slot_mapping,
+            compress_ratio=ratio,
+            backend=self.backend,
+        )
+        entries = compress_norm(
+            state,
+            state_group.block_table,
+            state_group.slot_mapping,
+            step.token_to_req,
+            step.positions,
+            self.norm,
+            self.eps,
+            compress_ratio=ratio,
+            overlap=self.overlap,
+            backend=self.backend,
+        )
+        return entries.to(x.dtype)
+
+    def insert(
+        self, rows: Tensor, step: Step, cache: Tensor, cache_group: GroupStep, layout: str
+    ) -> None:
+        """Rotate rows by the first positions of their windows and store those that close one.
+
+        Args:
+            rows: [T, D], the latent, or keys projected from it.
+            step: the batch.
+            cache: pages of ``layout``, written.
+            cache_group: where the rows go.
+            layout: layout id of ``cache``.
+        """
+        first = step.positions + (1 - self.ape.shape[0])
+        cos_sin = self.rope.table_for(step.max_seq_len)
+        rotated = rope(rows.unsqueeze(1), first, cos_sin, backend=self.backend).squeeze(1)
+        quantize_and_insert_k_cache(
+            rotated, cache, cache_group.slot_mapping, layout=layout, backend=self.backend
+        )
+
+
+def merge_kv_gate(wkv: Tensor, wgate: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Stack wkv [width, hidden] and wgate [width, hidden] into ``kv_gate``.
 
     It stays as stored where the product takes it so: on devices with activations of the same
@@ -116,10 +193,10 @@ def merge_kv_gate(wkv: Tensor, wgate: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         wkv: as stored.
-        wgate: as stored.
+        wgate: as stored, or None.
         dtype: of the activations.
     """
-    merged = torch.cat((wkv, wgate))
+    merged = wkv if wgate is None else torch.cat((wkv, wgate))
     if merged.device.type == "cpu":
         return merged if merged.numel() <= _CONVERTED_ELEMENTS else merged.float()
     return merged if merged.dtype == dtype else merged.float()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
+from anymla.layers.engram import Engram
 from anymla.layers.hyper_connection import HyperConnection, Streams
 from anymla.layers.moe import MixtureOfExperts
 from anymla.layers.step import Step
@@ -17,6 +18,7 @@ class DecoderLayer(nn.Module):
     """Streams in, streams out.
 
     Attributes:
+        engram: a memory that the streams are read from first, or None.
         attention_site, ffn_site: the hyper-connections with the norms in front.
         attention: the attention layer.
         ffn: the mixture of experts.
@@ -29,8 +31,10 @@ class DecoderLayer(nn.Module):
         attention: AttentionLayer,
         ffn_site: HyperConnection,
         ffn: MixtureOfExperts,
+        engram: Engram | None = None,
     ) -> None:
         super().__init__()
+        self.engram = engram
         self.attention_site = attention_site
         self.attention = attention
         self.ffn_site = ffn_site
@@ -54,6 +58,9 @@ class DecoderLayer(nn.Module):
             cache: this layer's caches; written.
             entering: called with the streams [T, N, hidden] once that layer's output is returned.
         """
+        if self.engram is not None:
+            h = self.engram(streams.flush(self.engram.backend), step)
+            streams = Streams(h, pre=streams.pre)
         at = self.attention_site.enter(streams, quantises=self.attention.reads_codes)
         if entering is not None:
             entering(at.h)

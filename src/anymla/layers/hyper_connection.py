@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.layers import codes
-from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
+from anymla.ops.hyper_connection import (
+    hc_collapse_norm,
+    hc_gates,
+    hc_head,
+    hc_post,
+    hc_post_pre_norm,
+    hc_pre,
+)
 from anymla.ops.norm_rope import rms_norm
 
 
@@ -29,11 +37,14 @@ class Streams:
         h: [T, N, hidden], streams.
         output: [T, hidden], what a sub-layer has yet to return to them; None for nothing.
         mix: how it returns.
+        pre: [T, N], gates of the last site, through which a delayed site reads the streams; None
+            before the first site, where the first stream is read.
     """
 
     h: Tensor
     output: Tensor | None = None
     mix: Mix | None = None
+    pre: Tensor | None = None
 
     def flush(self, backend: str | None = None) -> Tensor:
         """The streams with the output returned."""
@@ -53,25 +64,35 @@ class Entered:
         x: [T, hidden], the sub-layer's normalised input.
         quantised: x in FP8, or None.
         mix: how its output returns.
+        pre: [T, N], the site's gates that the next site reads through, if it is delayed.
     """
 
     h: Tensor
     x: Tensor
     quantised: QuantizedRows | None
     mix: Mix
+    pre: Tensor | None = None
 
     def with_output(self, output: Tensor) -> Streams:
         """The streams behind the sub-layer, whose output has yet to return to them."""
-        return Streams(self.h, output, self.mix)
+        return Streams(self.h, output, self.mix, self.pre)
 
 
 @dataclasses.dataclass(frozen=True)
 class HyperConnectionOptions:
-    """Constants of all sites of a model."""
+    """Constants of all sites of a model.
+
+    Attributes:
+        norm_eps: of the norms.
+        eps: of the gates.
+        iterations: of Sinkhorn's normalisation.
+        delayed: a site reads the streams through the gates of the site before it.
+    """
 
     norm_eps: float
     eps: float
     iterations: int
+    delayed: bool = False
 
 
 class _Collapse(nn.Module):
@@ -122,6 +143,8 @@ class HyperConnection(_Collapse):
             "iters": self.options.iterations,
             "backend": self.backend,
         }
+        if self.options.delayed:
+            return self._enter_delayed(streams, quantised)
         if streams.output is not None:
             assert streams.mix is not None
             h, x, post, comb = hc_post_pre_norm(
@@ -141,6 +164,71 @@ class HyperConnection(_Collapse):
         )
         return Entered(streams.h, x, quantised, Mix(post, comb))
 
+    def _enter_delayed(self, streams: Streams, quantised: QuantizedRows | None) -> Entered:
+        """Gates of these streams for what follows; the input through those of the site before."""
+        h = streams.flush(self.backend)
+        pre, post, comb = hc_gates(
+            h,
+            self.fn,
+            self.base,
+            self.scale,
+            norm_eps=self.options.norm_eps,
+            hc_eps=self.options.eps,
+            iters=self.options.iterations,
+            backend=self.backend,
+        )
+        x = _collapsed(h, streams.pre, self.norm, self.options, self.backend, quantised)
+        return Entered(h, x, quantised, Mix(post, comb), pre)
+
+
+def _collapsed(
+    h: Tensor,
+    pre: Tensor | None,
+    norm: Tensor,
+    options: HyperConnectionOptions,
+    backend: str | None,
+    quantised: QuantizedRows | None = None,
+) -> Tensor:
+    """Normalised [T, hidden] of streams, read through gates; None: the first stream."""
+    if pre is None:
+        pre = norm.new_zeros(h.shape[:2], dtype=torch.promote_types(h.dtype, torch.float32))
+        pre[:, 0] = 1
+    x: Tensor = hc_collapse_norm(
+        h, pre, norm, norm_eps=options.norm_eps, backend=backend, **codes.as_kwargs(quantised)
+    )
+    return x
+
+
+class DelayedHead(nn.Module):
+    """The head of a network of delayed sites: it reads through the last site's gates.
+
+    What leaves the network is the collapsed streams, normalised: one row a token.
+
+    Attributes:
+        norm: [hidden], weight of the final RMSNorm.
+    """
+
+    def __init__(
+        self, *, norm: Tensor, options: HyperConnectionOptions, backend: str | None = None
+    ) -> None:
+        super().__init__()
+        self.norm = norm
+        self.options = options
+        self.backend = backend
+
+    def leave(self, streams: Streams, h: Tensor) -> Tensor:
+        """What the last layer's streams leave for ``forward``: [T, 1, hidden].
+
+        Args:
+            streams: behind the last layer.
+            h: the same [T, N, hidden], with its output returned.
+        """
+        return _collapsed(h, streams.pre, self.norm, self.options, self.backend).unsqueeze(1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Map [n, 1, hidden] to [n, hidden]."""
+        return h.squeeze(1)
+
 
 class HyperConnectionHead(_Collapse):
     """Collapse the streams after the last layer and normalise.
@@ -151,6 +239,15 @@ class HyperConnectionHead(_Collapse):
         scale: float32 [1].
         norm: [hidden], weight of the final RMSNorm.
     """
+
+    def leave(self, streams: Streams, h: Tensor) -> Tensor:
+        """What the last layer's streams leave for ``forward``: themselves, [T, N, hidden].
+
+        Args:
+            streams: behind the last layer.
+            h: the same, with its output returned.
+        """
+        return h
 
     def forward(self, h: Tensor) -> Tensor:
         """Map streams [n, N, hidden] to [n, hidden]."""

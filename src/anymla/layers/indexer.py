@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.layers.compressor import Compressor
+from anymla.layers.compressor import Compressor, LatentCompressor
 from anymla.layers.linear import Linear
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.rows import GroupStep, Rows
-from anymla.layers.selection import SlotTarget, all_entries, select_entries
-from anymla.layers.spec import INDEX_GROUP, INDEX_STATE_GROUP
+from anymla.layers.selection import SlotTarget, TwoLevels, all_entries, select_entries
+from anymla.layers.spec import LayerSpec
 from anymla.layers.step import Step
 from anymla.ops.indexer import indexer_q_rope_quant
+from anymla.ops.norm_rope import rms_norm
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 
 
@@ -35,13 +36,30 @@ class IndexQueries:
     weights: Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentKeys:
+    """Index keys projected from compressed entries: ``k_norm(latent wk^T)``, then rotated.
+
+    Attributes:
+        wk: projection from an entry.
+        norm: float32 [Di], RMSNorm weight of the keys.
+        eps: of the norm.
+    """
+
+    wk: Linear
+    norm: Tensor
+    eps: float
+
+
 class Indexer(nn.Module):
     """``score[t, w] = sum_h weight[t, h] * relu(q[t, h] . key[w])``, best ``width`` entries.
 
     Attributes:
         wq_b: query projection from the normalised latent.
         weights_proj: head weights from the layer's input.
-        compressor: writes the index keys.
+        spec: the layer as data.
+        compressor: pools the index keys; None where they are projected, or another layer's.
+        keys: projects the index keys; None where they are pooled, or another layer's.
         heads: number of index heads.
         width: entries kept for a query.
         quantize_q: quantise queries like the keys; False where activations stay unquantised.
@@ -52,9 +70,10 @@ class Indexer(nn.Module):
         *,
         wq_b: Linear,
         weights_proj: Linear,
-        compressor: Compressor,
+        spec: LayerSpec,
+        compressor: Compressor | None,
+        keys: LatentKeys | None = None,
         heads: int,
-        width: int,
         rope: RopeTable,
         quantize_q: bool,
         backend: str | None = None,
@@ -62,9 +81,11 @@ class Indexer(nn.Module):
         super().__init__()
         self.wq_b = wq_b
         self.weights_proj = weights_proj
+        self.spec = spec
         self.compressor = compressor
+        self.keys = keys
         self.heads = heads
-        self.width = width
+        self.width = spec.selection_width
         self.rope = rope
         self.quantize_q = quantize_q
         self.backend = backend
@@ -128,7 +149,7 @@ class Indexer(nn.Module):
             softmax_scale=q.shape[-1] ** -0.5,
             head_scale=self.heads**-0.5,
             quant=quant if self.quantize_q else "none",
-            hadamard=layout == INDEX_MXFP4,
+            hadamard=self.spec.hadamard and layout == INDEX_MXFP4,
             backend=self.backend,
         )
         return IndexQueries(q, q_scales if q_scales.numel() else None, weights)
@@ -173,9 +194,9 @@ class Indexer(nn.Module):
         layout: str,
         target: SlotTarget | None,
     ) -> Tensor:
-        assert step.index_lens is not None
+        visible = step.index_lens[self.spec.index_group]
         if queries is None:
-            return all_entries(step.index_lens, self.width)
+            return all_entries(visible, self.width)
         tokens, requested = len(queries.q), sum(step.query_lens)
         selected = torch.empty(tokens, self.width, dtype=torch.int32, device=cache.device)
         if requested < tokens:  # what belongs to no request
@@ -187,9 +208,9 @@ class Indexer(nn.Module):
             queries.q,
             queries.scales,
             queries.weights,
-            step.index_lens,
+            visible,
             cache,
-            step.groups[INDEX_GROUP].block_table,
+            step.groups[self.spec.index_group].block_table,
             query_lens=step.query_lens,
             num_decodes=step.num_decodes,
             max_context=self._most(step),
@@ -197,8 +218,42 @@ class Indexer(nn.Module):
             out=selected,
             target=target,
             token_to_req=step.token_to_req,
+            levels=self._levels(step, tokens, cache.device),
             backend=self.backend,
         )
+
+    def _levels(self, step: Step, tokens: int, device: torch.device) -> TwoLevels | None:
+        """The blocks to keep, or to select within; None where no block is dropped."""
+        candidates = self.spec.candidates
+        if candidates is None or not candidates.narrows(self._most(step)):
+            return None
+        keeps = candidates.source == self.spec.index
+        if keeps:
+            size = (tokens, candidates.blocks)
+            blocks = torch.full(size, -1, dtype=torch.int32, device=device)
+            step.candidates[candidates.source] = blocks
+        return TwoLevels(step.candidates[candidates.source], candidates.block_size, keeps)
+
+    def write_latent_keys(
+        self,
+        latent: Tensor,
+        compressor: LatentCompressor,
+        step: Step,
+        cache: Tensor,
+        layout: str,
+    ) -> None:
+        """Write the step's index keys, projected from its entries.
+
+        Args:
+            latent: [T, D], of ``compressor``.
+            compressor: of the layer.
+            step: the batch.
+            cache: index pages of ``layout``, written.
+            layout: layout id of ``cache``.
+        """
+        assert self.keys is not None
+        keys = rms_norm(self.keys.wk(latent), self.keys.norm, self.keys.eps, backend=self.backend)
+        compressor.insert(keys, step, cache, step.groups[self.spec.index_group], layout)
 
     def write_keys(
         self,
@@ -214,18 +269,20 @@ class Indexer(nn.Module):
 
         With ``projected``, x is what the compressor takes then.
         """
+        assert self.compressor is not None
+        assert self.spec.index_state_group is not None
         self.compressor(
             x,
             step,
             state,
-            step.groups[INDEX_STATE_GROUP],
+            step.groups[self.spec.index_state_group],
             cache,
-            step.groups[INDEX_GROUP],
+            step.groups[self.spec.index_group],
             layout,
-            hadamard=layout == INDEX_MXFP4,
+            hadamard=self.spec.hadamard and layout == INDEX_MXFP4,
             projected=projected,
         )
 
     def _most(self, step: Step) -> int:
         """Entries that the longest request has."""
-        return step.max_seq_len // self.compressor.ape.shape[0]
+        return step.max_seq_len // self.spec.ratio

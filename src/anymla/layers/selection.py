@@ -10,8 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops.indexer import select_topk
+from anymla.ops.indexer import (
+    mask_candidates,
+    paged_mqa_logits,
+    select_candidate_blocks,
+    select_topk,
+    topk_per_row,
+)
 from anymla.ops.indexer.interface import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
+from anymla.ops.selection import compute_global_topk_indices_and_lens
+
+# A score, its block's mark, and the integer that orders it.
+_ROW_BYTES = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +50,22 @@ class SlotTarget:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class TwoLevels:
+    """Blocks of entries of every token.
+
+    Attributes:
+        blocks: int32 [T, n], numbers of blocks, then -1.
+        block_size: entries of a block.
+        keeps: the blocks are written, and the selection is over all entries; otherwise it is over
+            those of the blocks.
+    """
+
+    blocks: Tensor
+    block_size: int
+    keeps: bool
+
+
 def select_entries(
     q: Tensor,
     q_scales: Tensor | None,
@@ -55,6 +81,7 @@ def select_entries(
     out: Tensor,
     target: SlotTarget | None = None,
     token_to_req: Tensor | None = None,
+    levels: TwoLevels | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
     backend: str | None = None,
 ) -> Tensor:
@@ -75,6 +102,7 @@ def select_entries(
         target: also write where the entries lie in another cache.
         token_to_req: int32 [T], request of each token; without it, requests of unequal lengths
             take a call each.
+        levels: blocks of entries that are kept for later layers, or selected within; None: neither.
         scratch_bytes: bound of the memory that scores take; raised to what one token needs.
         backend: of the operations.
 
@@ -82,6 +110,11 @@ def select_entries(
         ``out``: request-local entries, ascending, then -1.
     """
     scratch_bytes = max(scratch_bytes, LEAST_SCRATCH_BYTES, 8 * max_context)
+    if levels is not None:
+        scores = _Scores(q, q_scales, weights, visible, cache, max_context, layout, backend)
+        for call in selection_calls(query_lens, num_decodes, ragged=False):
+            _select_in_levels(call, scores, block_table, levels, out, target, scratch_bytes)
+        return out
     for call in selection_calls(query_lens, num_decodes, ragged=token_to_req is not None):
         tokens = slice(call.first_token, call.end_token)
         # Ragged calls name the requests of the whole batch.
@@ -104,6 +137,94 @@ def select_entries(
             **more,
         )
     return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+    """Operands of index scores; see ``select_entries``."""
+
+    q: Tensor
+    q_scales: Tensor | None
+    weights: Tensor
+    visible: Tensor
+    cache: Tensor
+    max_context: int
+    layout: str
+    backend: str | None
+
+    def of(self, tokens: slice, block_table: Tensor) -> Tensor:
+        """Scores [n, max_context] of tokens, as many for each request of the table."""
+        by_request = (len(block_table), -1)
+        scales = self.q_scales
+        scores: Tensor = paged_mqa_logits(
+            self.q[tokens].unflatten(0, by_request),
+            self.cache,
+            self.weights[tokens],
+            self.visible[tokens].unflatten(0, by_request),
+            block_table,
+            max_context=self.max_context,
+            layout=self.layout,
+            q_scales=None if scales is None else scales[tokens].unflatten(0, by_request),
+            backend=self.backend,
+        )
+        return scores
+
+
+def _select_in_levels(
+    call: SelectionCall,
+    scores: _Scores,
+    block_table: Tensor,
+    levels: TwoLevels,
+    out: Tensor,
+    target: SlotTarget | None,
+    scratch_bytes: int,
+) -> None:
+    """Select for the tokens of a call, some of them at a time."""
+    requests = slice(call.first_request, call.end_request)
+    each = (call.end_token - call.first_token) // (call.end_request - call.first_request)
+    # Of a row: float32 scores, and what orders them.
+    rows = max(1, scratch_bytes // (_ROW_BYTES * max(1, scores.max_context)))
+    step = max(1, rows // each) * each if requests.stop - requests.start > 1 else rows
+    width = out.shape[1]
+    for first in range(call.first_token, call.end_token, step):
+        tokens = slice(first, min(first + step, call.end_token))
+        if requests.stop - requests.start > 1:
+            begin = requests.start + (first - call.first_token) // each
+            owners = slice(begin, begin + (tokens.stop - first) // each)
+        else:
+            owners = requests
+        table, visible = block_table[owners], scores.visible[tokens]
+        logits = scores.of(tokens, table)
+        if levels.keeps:
+            levels.blocks[tokens] = select_candidate_blocks(
+                logits,
+                visible,
+                levels.blocks.shape[1],
+                block_size=levels.block_size,
+                backend=scores.backend,
+            )
+        else:
+            mask_candidates(
+                logits, levels.blocks[tokens], block_size=levels.block_size, backend=scores.backend
+            )
+        best = topk_per_row(
+            logits, torch.zeros_like(visible), visible, width, backend=scores.backend
+        )
+        last = torch.iinfo(torch.int32).max
+        ordered = torch.where(best < 0, last, best).sort(1).values
+        chosen = torch.where(ordered == last, -1, ordered)
+        out[tokens] = chosen
+        if target is not None:
+            owner = torch.arange(len(table), dtype=torch.int32, device=out.device)
+            slots, counts = compute_global_topk_indices_and_lens(
+                chosen,
+                owner.repeat_interleave(len(chosen) // len(table)),
+                target.block_table[owners],
+                target.page_size,
+                torch.ones(len(chosen), dtype=torch.bool, device=out.device),
+                backend=scores.backend,
+            )
+            target.slots[tokens], target.counts[tokens] = slots, counts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,13 +33,18 @@ class Step:
         dense: by compressed group, the rows of all visible entries, wherever a layer attends to all
             of them: without an indexer, or with one that selects as many; in a drafter's block,
             the rows of its context.
-        index_lens: int32 [T], entries visible to each token's indexer, or None without indexers.
+        index_lens: by group of index keys, int32 [T], entries visible to each token's indexer.
         padded: some tokens may be padding, as in a step of fixed size.
         chunks: by compressed group, or the window's for layers without one, what the prefill
             requests can see, where attention reads it as one workspace instead of by slots; or what
             all requests can see, in decode steps of several queries each.
         side: where work goes that may run beside the query's projection.
         plans: of attention by slots, made by the first layer of a kind.
+        selections: by layer, what later layers attend to as well: int32 [T, K], in entries of the
+            request, and the rows of those.
+        candidates: by layer, int32 [T, n], blocks of entries that later layers select within.
+        previous: int64 [T, n], the tokens before each one, the nearest first; -1 before the first
+            of its request, and for padding. None unless a layer reads n-grams.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
             request-local selection [T, K], "experts" with the expert ids [T, k].
     """
@@ -56,9 +61,12 @@ class Step:
     groups: Mapping[str, GroupStep]
     window: Rows
     dense: Mapping[str, Rows]
-    index_lens: Tensor | None
+    index_lens: Mapping[str, Tensor]
     padded: bool = False
     chunks: Mapping[str, PrefillRows | RequestRows] = dataclasses.field(default_factory=dict)
     side: SideStream = INLINE
     plans: Plans = dataclasses.field(default_factory=Plans)
+    selections: dict[int, tuple[Tensor, Rows]] = dataclasses.field(default_factory=dict)
+    candidates: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    previous: Tensor | None = None
     recorder: Recorder | None = None

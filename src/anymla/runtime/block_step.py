@@ -91,6 +91,6 @@ def block_step(
                 *(each.repeat_interleave(size, 0, output_size=count) for each in seen)
             )
         },
-        index_lens=None,
+        index_lens={},
         padded=present is not None,
     )

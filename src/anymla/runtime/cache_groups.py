@@ -1,7 +1,8 @@
 """Which caches a model needs, and how many tokens a page of each holds.
 
 Every kind of cache is a group of its own: one pool of page numbers, one block table a request, and
-one tensor a layer, in which a page number means the same page for all layers of the group.
+one tensor a layer, in which a page number means the same page for all layers of the group. Layers
+that read what another one writes have no tensor of their own there.
 Page sizes are vLLM's for DeepSeek-V4: 64 window rows, the entries of 256 tokens, 4 or 8 states.
 """
 
@@ -11,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from anymla.layers.spec import INDEX_GROUP, INDEX_STATE_GROUP, WINDOW_GROUP, LayerSpec
+from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 
 CacheKind = Literal["window", "compressed", "index", "state", "index_state"]
 
@@ -98,32 +99,47 @@ def cache_groups(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
 
     Raises:
         ValueError: layers that cannot share a group: windows of several lengths, one ratio with
-            and without overlap, indexers at several ratios.
+            and without overlap.
     """
     every = range(len(specs))
     window = _same("sliding window", (spec.window for spec in specs))
     groups = [CacheGroup(WINDOW_GROUP, "window", WINDOW_PAGE_TOKENS, 1, window, tuple(every))]
     for ratio in sorted({spec.ratio for spec in specs if spec.ratio}):
         layers = tuple(i for i in every if specs[i].ratio == ratio)
-        indexed = tuple(i for i in layers if specs[i].selects)
-        entries = max(1, COMPRESSED_PAGE_TOKENS // ratio)
-        kept = _same(f"overlap at ratio {ratio}", (specs[i].pooled_tokens for i in layers))
-        states = OVERLAP_STATE_PAGE_TOKENS if specs[layers[0]].overlap else STATE_PAGE_TOKENS
-        compressed, state = specs[layers[0]].compressed_group, specs[layers[0]].state_group
-        assert compressed is not None
-        assert state is not None
-        dense = indexed != layers
-        width = min((specs[i].selection_width for i in indexed), default=0)
-        groups.append(
-            CacheGroup(compressed, "compressed", entries, ratio, None, layers, dense, width)
-        )
-        groups.append(CacheGroup(state, "state", states, 1, kept, layers))
-        if indexed:
-            groups.append(CacheGroup(INDEX_GROUP, "index", entries, ratio, None, indexed))
-            groups.append(CacheGroup(INDEX_STATE_GROUP, "index_state", states, 1, kept, indexed))
-    if any(spec.selects for spec in specs):
-        _same("ratio of the indexed entries", (spec.ratio for spec in specs if spec.selects))
+        groups += _groups_of_entries(specs, layers)
     return tuple(groups)
+
+
+def _groups_of_entries(specs: Sequence[LayerSpec], layers: tuple[int, ...]) -> list[CacheGroup]:
+    """Groups of the layers of one ratio: entries, keys, and the states of both."""
+    first = specs[layers[0]]
+    ratio = first.ratio
+    assert first.compressed_group is not None
+    kept = _same(f"overlap at ratio {ratio}", (specs[i].pooled_tokens for i in layers))
+    entries = max(1, COMPRESSED_PAGE_TOKENS // ratio)
+    states = OVERLAP_STATE_PAGE_TOKENS if first.overlap else STATE_PAGE_TOKENS
+    dense = any(specs[i].attends_to_all for i in layers)
+    width = min((specs[i].selection_width for i in layers if specs[i].selects), default=0)
+    writers = tuple(i for i in layers if specs[i].compresses)
+    groups = [
+        CacheGroup(
+            first.compressed_group, "compressed", entries, ratio, None, writers, dense, width
+        )
+    ]
+    stateful = tuple(i for i in writers if specs[i].state_group)
+    if stateful:
+        name = specs[stateful[0]].state_group
+        assert name is not None
+        groups.append(CacheGroup(name, "state", states, 1, kept, stateful))
+    keyed = tuple(i for i in writers if specs[i].keeps_keys)
+    if keyed:
+        groups.append(CacheGroup(first.index_group, "index", entries, ratio, None, keyed))
+    pooled = tuple(i for i in keyed if specs[i].index_state_group)
+    if pooled:
+        name = specs[pooled[0]].index_state_group
+        assert name is not None
+        groups.append(CacheGroup(name, "index_state", states, 1, kept, pooled))
+    return groups
 
 
 def _same(what: str, values: Iterable[int]) -> int:

@@ -24,7 +24,8 @@ class CacheStore:
         groups: the cache groups of the layers.
         pools: free pages by group.
         tables: block tables by group.
-        layers: the cache tensors of each layer, in the order of ``specs``.
+        layers: the cache tensors of each layer, in the order of ``specs``; those that several
+            layers read are the same tensor.
         absent_row: row of the block tables for requests that are not there.
         device: where they are.
     """
@@ -62,6 +63,13 @@ class CacheStore:
                 tensors[layer][group.kind] = _allocate(
                     group, specs[layer], cache_format, num_pages, device
                 )
+        for layer, spec in enumerate(specs):
+            if spec.ratio and not spec.compresses:
+                assert spec.kv_source is not None
+                shared = tensors[spec.kv_source]
+                tensors[layer]["compressed"] = shared["compressed"]
+                if spec.selects:
+                    tensors[layer]["index"] = shared["index"]
         self.layers = [LayerCache(format=cache_format, **caches) for caches in tensors]
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._reservations: dict[int, dict[str, int]] = {}

@@ -228,10 +228,15 @@ def decode_runner(
         blocks: of a DSpark drafter.
 
     Raises:
-        ValueError: graphs are asked for, and the model is not on a CUDA device.
+        ValueError: graphs are asked for, and the model is not on a CUDA device; or steps of a fixed
+            size, which do not hold the tokens before each one, of a model that reads those.
     """
     on_cuda = store.device.type == "cuda"
     mode = options.decode
+    if model.previous_tokens:
+        if mode not in ("auto", "plain"):
+            raise ValueError(f"decode={mode!r} is not there for models that read n-grams")
+        return None
     if mode == "auto":
         # ROCm's graphs have not been tried; they can be asked for.
         mode = "graph" if on_cuda and torch.version.hip is None else "plain"

@@ -86,7 +86,8 @@ def device_step(
         positions = torch.where(is_valid, offset + batch.starts.index_select(0, token_to_req), 0)
         token_to_req = torch.where(is_valid, token_to_req, -1)
 
-    window = index_lens = None
+    index_lens: dict[str, Tensor] = {}
+    window = None
     grouped: dict[str, GroupStep] = {}
     dense: dict[str, Rows] = {}
     for group in groups:
@@ -105,7 +106,7 @@ def device_step(
             visible = (positions + 1) // group.ratio
             if batch.counts is not None:
                 visible = visible * is_valid
-            index_lens = visible.int()
+            index_lens[group.name] = visible.int()
         elif group.lists_entries(sizes.max_seq_len):
             indices, _, lengths = compressed_rows(
                 *where,

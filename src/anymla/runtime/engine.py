@@ -121,7 +121,10 @@ class Engine:
         )
         self.scheduler = Scheduler(self.store, options)
         self._planner = StepPlanner(
-            self.store, backend=model.backend, chunks=attends_to_workspaces(model)
+            self.store,
+            backend=model.backend,
+            chunks=attends_to_workspaces(model),
+            previous=model.previous_tokens,
         )
         self._blocks: DraftBlocks | None = None
         if drafts_blocks(specs):

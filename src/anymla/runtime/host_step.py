@@ -37,7 +37,8 @@ def host_step(
 
     groups: dict[str, GroupStep] = {}
     dense: dict[str, Rows] = {}
-    window = index_lens = None
+    index_lens: dict[str, Tensor] = {}
+    window = None
     for group in store.groups:
         if window_only and group.kind != "window":
             continue
@@ -51,7 +52,8 @@ def host_step(
             assert group.retention is not None
             window = _window(table, group, tokens, group.retention)
         elif group.kind == "index":
-            index_lens = _int32([(position + 1) // group.ratio for position in positions])
+            visible = [(position + 1) // group.ratio for position in positions]
+            index_lens[group.name] = _int32(visible)
         elif group.lists_entries(max_seq_len):
             dense[group.name] = _entries(table, group, tokens, max_seq_len // group.ratio)
     assert window is not None

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
+
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.step import Step
 from anymla.ops.prefill_attention.config import ENTRIES_PER_QUERY, decoding_pays
@@ -36,12 +38,19 @@ class StepPlanner:
         backend: of the selection operations.
         context_step: ``Step.max_seq_len`` is rounded up to a multiple of it.
         chunks: prefill requests attend to workspaces (``Step.chunks``) instead of by slots.
+        previous: tokens before each one that ``Step.previous`` holds; 0 for no such field.
     """
 
     def __init__(
-        self, store: CacheStore, *, backend: str | None = None, chunks: bool = False
+        self,
+        store: CacheStore,
+        *,
+        backend: str | None = None,
+        chunks: bool = False,
+        previous: int = 0,
     ) -> None:
         self.store = store
+        self.previous = previous
         self.backend = backend
         self.chunks = chunks
         self.context_step = 1 if store.device.type == "cpu" else _DEVICE_CONTEXT_STEP
@@ -60,6 +69,7 @@ class StepPlanner:
         counts = [len(span.token_ids) for span in spans]
         if device.type == "cpu" and sum(counts) <= HOST_TOKENS:
             step = host_step(self.store, spans, num_decodes, window_only=window_only)
+            step = self.with_previous(step, spans)
             return self.with_chunks(step, [span.stop for span in spans])
         longest = max(span.stop for span in spans)
         max_seq_len = self.rounded(longest)
@@ -85,7 +95,30 @@ class StepPlanner:
             BatchSizes(tuple(counts), num_decodes, max_seq_len),
             backend=self.backend,
         )
+        step = self.with_previous(step, spans)
         return self.with_chunks(step, [span.stop for span in spans])
+
+    def with_previous(self, step: Step, spans: Sequence[Span]) -> Step:
+        """The step, with the tokens before each one, if they are wanted.
+
+        They are the request's, whatever chunk they were computed in. Where there are no spans the
+        step is all padding, which has none.
+        """
+        if not self.previous:
+            return step
+        if not spans:
+            nothing = step.token_ids.new_full((len(step.token_ids), self.previous), -1)
+            return dataclasses.replace(step, previous=nothing)
+        rows: list[list[int]] = []
+        for span in spans:
+            known = span.state.tokens[max(0, span.start - self.previous) : span.start]
+            text = [-1] * (self.previous - len(known)) + known + span.token_ids
+            rows += [
+                text[place + self.previous - 1 : place - 1 if place else None : -1]
+                for place in range(len(span.token_ids))
+            ]
+        by_place = upload(list(zip(*rows, strict=True)), self.store.device)
+        return dataclasses.replace(step, previous=torch.stack(by_place, 1).long())
 
     def rounded(self, length: int) -> int:
         """``Step.max_seq_len`` of a longest request."""

@@ -174,12 +174,13 @@ class WarmUp:
         tables = {
             group.name: self._store.tables[group.name].rows(rows, context) for group in groups
         }
-        return device_step(
+        step = device_step(
             Batch(token_ids, first_rows, counts, starts, tables),
             groups,
             BatchSizes(query_lens, num_decodes or query_lens.count(1), context),
             backend=selection,
         )
+        return self._planner.with_previous(step, ())
 
     def _logits(self) -> None:
         """Of as many rows as are chosen from, drafted from, or scored at once."""
@@ -194,5 +195,5 @@ class WarmUp:
 
     def _streams(self, rows: int) -> Tensor:
         config = self._model.config
-        shape = (rows, config.hc_mult, config.hidden_size)
+        shape = (rows, self._model.leaving_streams, config.hidden_size)
         return torch.zeros(shape, dtype=self._model.dtype, device=self._store.device)

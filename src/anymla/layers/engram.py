@@ -1,0 +1,138 @@
+"""Engram: rows of a table that n-grams of tokens are hashed to, added to the streams by gates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from anymla.formats.e4m3 import decode_e4m3
+from anymla.formats.ue8m0 import decode_ue8m0
+from anymla.layers.linear import Linear
+from anymla.layers.step import Step
+
+# Least size of what a gate is the signed root of.
+_LEAST_DOT = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramHash:
+    """Which rows of a table the n-grams that end in a token are hashed to.
+
+    With t_k the normalised token k places before, m the multipliers and p the moduli::
+
+        R_1 = t_0 m_0;   R_{k+1} = R_k xor t_k m_k      (64 bits)
+        row of column (k - 1) * heads + j = R_{k+1} mod p + the sum of the moduli before, k = 1 ..
+
+    Where a request has no token t_k, or holds none of the text there, that and all before it are
+    the padding token.
+
+    Attributes:
+        token_map: int64 [vocab], token ids after normalisation.
+        pad: the padding token after normalisation.
+        multipliers: int64 [n], n the longest n-gram.
+        moduli: int64 [n - 1, heads].
+        offsets: int64 [n - 1, heads].
+    """
+
+    token_map: Tensor
+    pad: int
+    multipliers: Tensor
+    moduli: Tensor
+    offsets: Tensor
+
+    def __call__(self, token_ids: Tensor, previous: Tensor) -> Tensor:
+        """Rows int64 [T, (n - 1) * heads].
+
+        Args:
+            token_ids: int64 [T]; -1 for padding.
+            previous: int64 [T, n - 1], nearest first; -1 where there is none.
+        """
+        tokens = torch.cat((token_ids.unsqueeze(1), previous), 1)
+        # A gap hides what lies behind it.
+        there = (tokens >= 0).cumprod(1).bool()
+        normalised = self.token_map[tokens.clamp(min=0)]
+        terms = torch.where(there, normalised, self.pad) * self.multipliers
+        rolling = terms[:, 0]
+        columns = []
+        for place in range(1, terms.shape[1]):
+            rolling = rolling.bitwise_xor(terms[:, place])
+            columns.append(
+                rolling.unsqueeze(1).remainder(self.moduli[place - 1]) + self.offsets[place - 1]
+            )
+        return torch.cat(columns, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngramTable:
+    """A table's rows as they are stored; few of them are read, wherever they lie.
+
+    Attributes:
+        weight: floating point [rows, D], or uint8 e4m3 codes.
+        scale: uint8 ue8m0 [rows, D / block] of codes, else None.
+    """
+
+    weight: Tensor
+    scale: Tensor | None
+
+    def rows(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [..., D] of int64 numbers [...], on their device."""
+        at = numbers.flatten().to(self.weight.device)
+        rows = self.weight.index_select(0, at)
+        if self.scale is not None:
+            scales = decode_ue8m0(self.scale.index_select(0, at), torch.float32)
+            blocks = decode_e4m3(rows).unflatten(1, (scales.shape[1], -1))
+            rows = (blocks * scales.unsqueeze(2)).flatten(1)
+        return rows.to(dtype).to(numbers.device).view(*numbers.shape, -1)
+
+
+class Engram(nn.Module):
+    """Adds a value to every stream, as much of it as the stream and its key agree on.
+
+    ``h_j += sigmoid(sgn(d) sqrt(max(|d|, 1e-6))) value`` with
+    ``d = sum q_j k_j h_j key_j / (rms(h_j) rms(key_j) sqrt(hidden))`` per stream j; keys and the
+    value are projected from the rows of the token's n-grams.
+
+    Attributes:
+        ngrams: which rows.
+        table: the rows.
+        wkv: [(N + 1) * hidden, columns * D], the keys' projection, then the value's.
+        weight: float32 [N, hidden], product of the streams' and the keys' norm weights.
+        eps: of the norms.
+        backend: of the operations.
+    """
+
+    def __init__(
+        self,
+        *,
+        ngrams: NgramHash,
+        table: EngramTable,
+        wkv: Linear,
+        weight: Tensor,
+        eps: float,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.ngrams = ngrams
+        self.table = table
+        self.wkv = wkv
+        self.weight = weight
+        self.eps = eps
+        self.backend = backend
+
+    def forward(self, h: Tensor, step: Step) -> Tensor:
+        """Map streams [T, N, hidden] to the same; needs ``step.previous``."""
+        assert step.previous is not None
+        numbers = self.ngrams(step.token_ids, step.previous)
+        rows = self.table.rows(numbers, h.dtype).flatten(1)
+        streams, hidden = h.shape[1:]
+        wide = torch.promote_types(h.dtype, torch.float32)
+        projected = self.wkv(rows).to(wide).unflatten(1, (streams + 1, hidden))
+        keys, value = projected[:, :streams], projected[:, streams:]
+        state = h.to(wide)
+        dot = (state * self.weight * keys).sum(-1) * hidden**-0.5
+        for each in (state, keys):
+            dot = dot * torch.rsqrt(each.square().mean(-1) + self.eps)
+        gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=_LEAST_DOT).sqrt(), dot))
+        return (state + gate.unsqueeze(-1) * value).to(h.dtype)
