@@ -145,7 +145,7 @@ def test_transformers_compress_rates(tmp_path: Path) -> None:
 OVERLONG = [*FLASH["compress_ratios"], 4]
 NESTED = SPELLINGS["nested"]["rope_parameters"]
 REFUSED = [
-    (flash(model_type="deepseek_v41"), r"model_type is 'deepseek_v41', supported: 'deepseek_v4'"),
+    (flash(model_type="deepseek_v5"), r"model_type is 'deepseek_v5', supported: 'deepseek_v4' or"),
     (flash("model_type"), r"model_type is None, supported: 'deepseek_v4'"),
     (flash("hidden_size"), r"hidden_size is missing"),
     (flash(hidden_size=None), r"hidden_size is missing"),

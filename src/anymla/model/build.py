@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.layers.attention import AttentionLayer
-from anymla.layers.compressor import Compressor, merge_kv_gate
+from anymla.layers.compressor import Compressor, LatentCompressor, merge_kv_gate
 from anymla.layers.decoder import DecoderLayer
 from anymla.layers.dspark import BlockDrafter, MarkovHead
+from anymla.layers.engram import Engram, EngramTable, NgramHash
 from anymla.layers.hyper_connection import (
+    DelayedHead,
     HyperConnection,
     HyperConnectionHead,
     HyperConnectionOptions,
 )
-from anymla.layers.indexer import Indexer
+from anymla.layers.indexer import Indexer, LatentKeys
 from anymla.layers.linear import PackedWeight
 from anymla.layers.moe import ExpertWeights, MixtureOfExperts, Router, SharedExpert
 from anymla.layers.mtp import DraftLayer
@@ -24,10 +28,23 @@ from anymla.layers.output_projection import OutputProjection
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import LayerSpec
-from anymla.model.config import ConfigError, DSparkConfig, ModelConfig
+from anymla.model.config import ConfigError, DSparkConfig, EngramConfig, ModelConfig
 from anymla.model.layer_specs import layer_specs
 from anymla.model.transformer import Transformer
 from anymla.model.weights import ReadLinear, ReadTensor, Weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Ngrams:
+    """What layers with a memory of n-grams are built from.
+
+    Attributes:
+        token_map: int64 [vocab], see ``token_map.token_map``.
+        read_table: a table by its prefix, and its scales or None.
+    """
+
+    token_map: Tensor
+    read_table: Callable[[str], tuple[Tensor, Tensor | None]]
 
 
 class Builder:
@@ -37,6 +54,7 @@ class Builder:
         weights: of the checkpoint, in the form that modules keep.
         dtype: dtype of the activations.
         ranks: the processes that share the network.
+        ngrams: what a model with a memory of n-grams needs besides its weights, or None.
     """
 
     def __init__(
@@ -49,8 +67,10 @@ class Builder:
         device: torch.device,
         backend: str | None,
         ranks: Ranks = ALONE,
+        ngrams: Ngrams | None = None,
     ) -> None:
         self.config = config
+        self.ngrams = ngrams
         self.dtype = dtype
         self.device = device
         self.backend = backend
@@ -67,7 +87,7 @@ class Builder:
             backend=backend,
         )
         self.options = HyperConnectionOptions(
-            config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+            config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, config.family.delayed
         )
         rope_dim = config.qk_rope_head_dim
         self.plain_rope = RopeTable(rope_dim, config.rope_theta, None, device)
@@ -87,7 +107,7 @@ class Builder:
                 for spec in specs
                 if spec.role == "backbone"
             ],
-            head=self.head("", "norm.weight"),
+            head=self.delayed_head() if config.family.delayed else self.head("", "norm.weight"),
             lm_head=self.weights.logits_weight("head.weight", self.vocabulary()),
             ranks=self.ranks,
             drafts=[
@@ -111,6 +131,24 @@ class Builder:
             attention=self.attention(prefix + "attn.", spec),
             ffn_site=self.site(prefix, "ffn"),
             ffn=self.experts(prefix + "ffn.", spec),
+            engram=self.engram(prefix + "engram.", spec),
+        )
+
+    def engram(self, prefix: str, spec: LayerSpec) -> Engram | None:
+        """The layer's memory of n-grams, if it reads one."""
+        config = self.config.engram
+        if config is None or spec.index not in config.layer_ids:
+            return None
+        if self.ngrams is None:
+            raise ConfigError(f"layer {spec.index} reads n-grams, which needs the token map")
+        read = self.weights.float32
+        return Engram(
+            ngrams=ngram_hash(config, spec.index, self.ngrams.token_map, self.device),
+            table=EngramTable(*self.ngrams.read_table(prefix + "embed")),
+            wkv=self.weights.linear(prefix + "wkv"),
+            weight=read(prefix + "q_weight") * read(prefix + "k_weight"),
+            eps=self.config.rms_norm_eps,
+            backend=self.backend,
         )
 
     def draft(self, prefix: str, spec: LayerSpec) -> DraftLayer:
@@ -163,7 +201,9 @@ class Builder:
             q_norm=self.weights.float32(prefix + "q_norm.weight"),
             kv_norm=self.weights.float32(prefix + "kv_norm.weight"),
             sink=self.weights.float32(prefix + "attn_sink")[heads.start : heads.stop],
-            compressor=self.compressor(prefix + "compressor.", spec, rope) if spec.ratio else None,
+            compressor=(
+                self.compressor(prefix + "compressor.", spec, rope) if spec.compresses else None
+            ),
             indexer=self.indexer(prefix + "indexer.", spec, rope) if spec.selects else None,
             output=self.output(prefix, len(groups), _times(groups, config.o_lora_rank)),
             rope=rope,
@@ -174,9 +214,10 @@ class Builder:
     def output(self, prefix: str, groups: int, inner: range) -> OutputProjection:
         """The output projection of this rank's groups, whose channels are ``inner``."""
         wo_a = self.weights.packed(prefix + "wo_a", rows=inner)
-        whole = self.config.o_lora_rank % FP8_BLOCK == 0
+        # What is multiplied with quantised heads is in whole blocks of theirs.
+        whole = self.config.o_lora_rank % FP8_BLOCK == 0 and wo_a.block == FP8_BLOCK
         on_device = self.device.type != "cpu"
-        if on_device and wo_a.kind != "fp8":
+        if on_device and (wo_a.kind != "fp8" or wo_a.block != FP8_BLOCK):
             # Decoding takes as long as the product does; it is done once.
             wo_a = PackedWeight("plain", wo_a.dense(self.dtype))
         return OutputProjection(
@@ -192,14 +233,17 @@ class Builder:
 
     def compressor(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Compressor:
         """The main compressor, or the one inside an indexer."""
-        return Compressor(
-            kv_gate=merge_kv_gate(
-                self.weights.as_stored(prefix + "wkv"),
-                self.weights.as_stored(prefix + "wgate"),
-                self.dtype,
-            ),
-            ape=self.weights.float32(prefix + "ape"),
-            norm=self.weights.float32(prefix + "norm.weight"),
+        norm = self.weights.float32(prefix + "norm.weight")
+        gate = self.weights.as_stored(prefix + "wgate") if spec.keeps_states else None
+        if spec.position_bias:
+            ape = self.weights.float32(prefix + "ape")
+        else:
+            ape = norm.new_zeros(spec.ratio, len(norm))
+        kind = LatentCompressor if spec.latent_keys else Compressor
+        return kind(
+            kv_gate=merge_kv_gate(self.weights.as_stored(prefix + "wkv"), gate, self.dtype),
+            ape=ape,
+            norm=norm,
             eps=self.config.rms_norm_eps,
             rope=rope,
             overlap=spec.overlap,
@@ -208,12 +252,21 @@ class Builder:
 
     def indexer(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Indexer:
         """The lightning indexer."""
+        pools = spec.keeps_keys and not spec.latent_keys
+        keys = None
+        if spec.keeps_keys and spec.latent_keys:
+            keys = LatentKeys(
+                self.weights.linear(prefix + "wk"),
+                self.weights.float32(prefix + "k_norm.weight"),
+                self.config.rms_norm_eps,
+            )
         return Indexer(
             wq_b=self.weights.linear(prefix + "wq_b"),
             weights_proj=self.weights.linear(prefix + "weights_proj"),
-            compressor=self.compressor(prefix + "compressor.", spec, rope),
+            spec=spec,
+            compressor=self.compressor(prefix + "compressor.", spec, rope) if pools else None,
+            keys=keys,
             heads=self.config.index_n_heads,
-            width=spec.selection_width,
             rope=rope,
             quantize_q=self.dtype != torch.float32,
             backend=self.backend,
@@ -240,6 +293,11 @@ class Builder:
             options=self.options,
             backend=self.backend,
         )
+
+    def delayed_head(self) -> DelayedHead:
+        """The head of a network of delayed sites, which has no gates of its own."""
+        norm = self.weights.float32("norm.weight")
+        return DelayedHead(norm=norm, options=self.options, backend=self.backend)
 
     def experts(self, prefix: str, spec: LayerSpec) -> MixtureOfExperts:
         """The mixture of experts; the first layers route by token id."""
@@ -279,7 +337,7 @@ class Builder:
             return None
         width = self.config.moe_intermediate_size * self.config.n_shared_experts
         here = self.ranks.share(width)
-        if width % (self.ranks.size * FP8_BLOCK):
+        if width % (self.ranks.size * self.config.family.weight_block):
             if self.ranks.rank:
                 return None
             here = range(width)
@@ -290,6 +348,20 @@ class Builder:
             limit=self.config.swiglu_limit,
             backend=self.backend,
         )
+
+
+def ngram_hash(
+    config: EngramConfig, layer: int, token_map: Tensor, device: torch.device
+) -> NgramHash:
+    """How a layer hashes n-grams; all of it follows from the configuration and the tokenizer."""
+    moduli = torch.tensor(config.primes()[layer])
+    return NgramHash(
+        token_map=token_map.to(device),
+        pad=int(token_map[config.pad_token]),
+        multipliers=torch.tensor(config.multipliers(layer), device=device),
+        moduli=moduli.view(-1, config.heads).to(device),
+        offsets=(moduli.cumsum(0) - moduli).view(-1, config.heads).to(device),
+    )
 
 
 def _times(part: range, size: int) -> range:

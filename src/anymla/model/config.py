@@ -1,9 +1,10 @@
-"""A DeepSeek-V4 model's hyperparameters, read from its ``config.json``.
+"""A DeepSeek-V4 or V4.1 model's hyperparameters, read from its ``config.json``.
 
 Two spellings are in use and give the same ``ModelConfig``: DeepSeek's own (``compress_ratios``,
 ``num_hash_layers``, ``qk_rope_head_dim``, ``rope_scaling``) and that of transformers 5
 (``layer_types`` with ``compress_rates``, ``mlp_layer_types``, ``partial_rotary_factor``, flat or
-nested ``rope_parameters``).
+nested ``rope_parameters``). V4.1 nests the text model's in ``text_config``, and has names of its
+own in DeepSeek's inference code; see ``config_family``.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.records import SplitFp8Layout
 from anymla.formats.untrusted import Refused, read_object
 from anymla.model.config_dspark import MOST_DRAFT_LAYERS, DSparkConfig, dspark_config
+from anymla.model.config_engram import EngramConfig, engram_config
+from anymla.model.config_family import FAMILIES, Family, flat_fields
 from anymla.model.config_fields import ConfigError, Fields, unsupported
-from anymla.model.config_schedule import hash_layers, layer_ratios, rope_tables
+from anymla.model.config_schedule import (
+    SELECTED_RATIO,
+    hash_layers,
+    layer_ratios,
+    rope_tables,
+)
+from anymla.model.config_sources import Sources, listed_sources, own_sources
 from anymla.ops.norm_rope.rope_tables import YarnScaling
 
-__all__ = ["ConfigError", "DSparkConfig", "ModelConfig", "Quantization"]
+__all__ = ["ConfigError", "DSparkConfig", "EngramConfig", "ModelConfig", "Quantization"]
 
-MODEL_TYPE = "deepseek_v4"
 EXPERT_DTYPES = ("fp4", "fp8", "bf16")
 
 # Far above any model. Below them, what a configuration asks for can be counted out: every layer and
@@ -62,6 +69,9 @@ class ModelConfig:
         num_nextn_predict_layers: MTP layers; 0 with a DSpark drafter, which has none.
         compress_ratios: one per backbone layer, then one per draft layer; 0 means window only.
         dspark: the DSpark drafter, or None.
+        family: what the model's type means.
+        sources: which layers compress and select.
+        engram: the memory of n-grams, or None.
         yarn: scaling of the rotary table of layers that compress, or None.
         eos_token_ids: every id that ends a text.
         quantization: None for an unquantised checkpoint.
@@ -104,6 +114,9 @@ class ModelConfig:
     quantization: Quantization | None
     expert_dtype: str | None
     dspark: DSparkConfig | None
+    family: Family
+    sources: Sources
+    engram: EngramConfig | None
 
     @property
     def eos_token_id(self) -> int | None:
@@ -174,17 +187,33 @@ class ModelConfig:
             ConfigError: a field is missing, of the wrong type, contradicts another, or has a value
                 that is not supported; the message names it.
         """
-        fields = Fields(values if drafts else _of_backbone(values))
+        flat = flat_fields(values)
+        family = _family(flat)
+        # A drafter whose tensors are not read is none.
+        reads_drafts = drafts and all(prefix != "mtp." for prefix, _ in family.unread)
+        fields = Fields(flat if reads_drafts else _of_backbone(flat))
         _require_family(fields)
         layers = fields.integer("num_hidden_layers", minimum=1, maximum=MOST_LAYERS)
         dspark = dspark_config(fields, layers)
         mtp = fields.integer("num_nextn_predict_layers", 0, maximum=MOST_DRAFT_LAYERS)
         head_dim = fields.integer("head_dim", minimum=1)
         rope_dim = _rope_dim(fields, head_dim)
-        ratios = layer_ratios(fields, layers, mtp if dspark is None else dspark.stages)
+        ratios = layer_ratios(
+            fields,
+            layers,
+            mtp if dspark is None else dspark.stages,
+            keeps_one=family.names_sources,
+        )
+        topk = fields.integer("index_topk", minimum=1)
+        vocab = fields.integer("vocab_size", minimum=1)
+        backbone = ratios[:layers]
+        if family.names_sources:
+            sources = listed_sources(fields, backbone, topk)
+        else:
+            sources = own_sources(backbone, SELECTED_RATIO)
         tables = rope_tables(fields, rope_dim / head_dim, compresses=any(ratios))
         config = cls(
-            vocab_size=fields.integer("vocab_size", minimum=1),
+            vocab_size=vocab,
             hidden_size=fields.integer("hidden_size", minimum=1),
             num_hidden_layers=layers,
             num_nextn_predict_layers=mtp if dspark is None else 0,
@@ -198,7 +227,7 @@ class ModelConfig:
             compress_ratios=ratios,
             index_n_heads=fields.integer("index_n_heads", minimum=1),
             index_head_dim=fields.integer("index_head_dim", minimum=1),
-            index_topk=fields.integer("index_topk", minimum=1),
+            index_topk=topk,
             rope_theta=tables.theta,
             compress_rope_theta=tables.compress_theta,
             yarn=tables.yarn,
@@ -212,19 +241,37 @@ class ModelConfig:
             n_shared_experts=fields.integer("n_shared_experts", minimum=1),
             num_experts_per_tok=fields.integer("num_experts_per_tok", minimum=1),
             moe_intermediate_size=fields.integer("moe_intermediate_size", minimum=1),
-            num_hash_layers=hash_layers(fields, layers),
+            num_hash_layers=_hash_layers(fields, layers, family),
             routed_scaling_factor=fields.number("routed_scaling_factor"),
             swiglu_limit=fields.number("swiglu_limit"),
             rms_norm_eps=fields.number("rms_norm_eps"),
             bos_token_id=fields.integer("bos_token_id") if fields.has("bos_token_id") else None,
             eos_token_ids=_eos(fields),
-            tie_word_embeddings=bool(values.get("tie_word_embeddings")),
-            quantization=_quantization(fields),
+            tie_word_embeddings=bool(flat.get("tie_word_embeddings")),
+            quantization=_quantization(fields, family.weight_block),
             expert_dtype=_expert_dtype(fields),
             dspark=dspark,
+            family=family,
+            sources=sources,
+            engram=engram_config(fields, layers, vocab),
         )
         _require_consistent(config)
         return config
+
+
+def _family(values: Mapping[str, Any]) -> Family:
+    name = values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise unsupported("model_type", name, " or ".join(map(repr, FAMILIES)))
+    return FAMILIES[name]
+
+
+def _hash_layers(fields: Fields, layers: int, family: Family) -> int:
+    """Layers that route by token id; a family that has none need not say so."""
+    if family.names_sources:
+        fields.only("num_hash_layers", 0)
+        return 0
+    return hash_layers(fields, layers)
 
 
 def _of_backbone(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,8 +286,6 @@ def _of_backbone(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_family(fields: Fields) -> None:
     """Check everything that must have one value for this code to be the right one."""
-    if fields.values.get("model_type") != MODEL_TYPE:
-        raise unsupported("model_type", fields.values.get("model_type"), repr(MODEL_TYPE))
     main, index = get_layout(MAIN_FP8), get_layout(INDEX_FP8)
     fields.only("head_dim", main.channels)
     fields.only("index_head_dim", index.channels)
@@ -277,7 +322,7 @@ def _eos(fields: Fields) -> tuple[int, ...]:
     return (fields.integer("eos_token_id"),)
 
 
-def _quantization(fields: Fields) -> Quantization | None:
+def _quantization(fields: Fields, block: int) -> Quantization | None:
     if not fields.has("quantization_config"):
         return None
     quantization = fields.section("quantization_config")
@@ -286,11 +331,11 @@ def _quantization(fields: Fields) -> Quantization | None:
         raise ConfigError("config: quantization_config.quant_method is missing")
     quantization.only("fmt", "e4m3")
     quantization.only("activation_scheme", "dynamic")
-    quantization.only("weight_block_size", [FP8_BLOCK, FP8_BLOCK])
+    quantization.only("weight_block_size", [block, block])
     scale_fmt = quantization.string("scale_fmt", ("ue8m0", "fp32", "float32"))
     return Quantization(
         method=method,
-        block=(FP8_BLOCK, FP8_BLOCK),
+        block=(block, block),
         scale_fmt="ue8m0" if scale_fmt == "ue8m0" else "fp32",
         activation_scheme="dynamic",
     )

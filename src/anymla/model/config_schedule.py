@@ -29,10 +29,18 @@ class RopeTables:
     yarn: YarnScaling | None
 
 
-def layer_ratios(fields: Fields, layers: int, drafts: int) -> tuple[int, ...]:
+def layer_ratios(
+    fields: Fields, layers: int, drafts: int, *, keeps_one: bool = False
+) -> tuple[int, ...]:
     """Compress ratios of the backbone layers, then of the draft layers; 0 means window only.
 
     ``layer_types`` describes the backbone; if both spellings are present they must agree.
+
+    Args:
+        fields: the configuration.
+        layers: of the backbone.
+        drafts: layers behind it.
+        keeps_one: a ratio of 1 is one, and not what engines write for 0.
 
     Raises:
         ConfigError: neither spelling is present, a list has the wrong length, they disagree, or a
@@ -43,8 +51,9 @@ def layer_ratios(fields: Fields, layers: int, drafts: int) -> tuple[int, ...]:
         if named is None:
             raise ConfigError("config: compress_ratios is missing")
         return named + (0,) * drafts
-    # Engines write 1 where DeepSeek writes 0.
-    listed = tuple(0 if r == 1 else r for r in fields.integers("compress_ratios"))
+    # Engines write 1 where DeepSeek-V4 has 0.
+    none = (0,) if keeps_one else (0, 1)
+    listed = tuple(0 if r in none else r for r in fields.integers("compress_ratios"))
     backbone, rest = listed[:layers], listed[layers:]
     if len(backbone) < layers or (len(rest) > drafts and any(rest[drafts:])):
         raise unsupported(

@@ -44,10 +44,13 @@ def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     when it saves a model, but not the layers. A DSpark drafter has as many stages as the files
     have ``mtp.N``, and may have no confidence head.
 
+    A family's tensors that are not read do not count.
+
     Raises:
         CheckpointError: the files hold the drafter that the configuration does not describe, or
             another number of stages.
     """
+    checkpoint = readable(checkpoint, config)
     names = [name for name in checkpoint if name.startswith(_PREFIX)]
     if not names:
         return config.without_drafts()
@@ -61,6 +64,27 @@ def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
                 f"{told} dspark_block_size; it loads without drafts only"
             )
     return config if config.dspark is None else _with_stages(checkpoint, config, names)
+
+
+def readable(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
+    """The files, less the tensors that are no part of what this family's text model is here."""
+    for prefix, _ in config.family.unread:
+        checkpoint = checkpoint.without(prefix)
+    return checkpoint
+
+
+def unread_lines(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
+    """One line for each kind of tensor that is not read, with their names' beginnings."""
+    found: dict[str, list[str]] = {}
+    for prefix, what in config.family.unread:
+        found.setdefault(what, []).append(prefix)
+    lines = []
+    for what, prefixes in found.items():
+        count = sum(name.startswith(tuple(prefixes)) for name in checkpoint)
+        if count:
+            named = ", ".join(f"{prefix}*" for prefix in prefixes)
+            lines.append(f"{checkpoint.directory}: {count} {what} tensors ({named}) are not read")
+    return lines
 
 
 def choose_drafts(
@@ -80,13 +104,15 @@ def choose_drafts(
     """
     if drafts not in DRAFTS:
         raise ValueError(f"drafts must be {', '.join(DRAFTS)}, got {drafts!r}")
+    held, checkpoint = checkpoint, readable(checkpoint, config)
     if drafts == "off":
         return checkpoint.without(_PREFIX), config.without_drafts()
     present = present_config(checkpoint, config)
     kind = draft_kind(present)
     if drafts not in ("auto", kind):
+        holds = DRAFTERS[kind] if len(held) == len(checkpoint) else "no drafter that is read"
         raise CheckpointError(
-            f"{checkpoint.directory}: holds {DRAFTERS[kind]}, asked for: {DRAFTERS[drafts]}"
+            f"{checkpoint.directory}: holds {holds}, asked for: {DRAFTERS[drafts]}"
         )
     return checkpoint, present
 

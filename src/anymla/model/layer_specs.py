@@ -2,30 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anymla.layers.spec import LayerSpec
 from anymla.model.config import ModelConfig
-
-OVERLAP_RATIO = 4
+from anymla.model.config_sources import last_source
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Specs of the backbone's layers, then of the draft layers, which are window only."""
-    specs = []
+    specs = [_backbone(config, index) for index in range(config.num_hidden_layers)]
     drafts = "mtp" if config.dspark is None else "dspark"
-    for index in range(config.num_hidden_layers + config.draft_layers):
-        is_draft = index >= config.num_hidden_layers
-        ratio = 0 if is_draft else config.compress_ratios[index]
-        ratio = ratio if ratio > 1 else 0
-        selects = ratio == OVERLAP_RATIO
-        specs.append(
-            LayerSpec(
-                index=index,
-                role=drafts if is_draft else "backbone",
-                ratio=ratio,
-                overlap=selects,
-                selects=selects,
-                window=config.sliding_window,
-                selection_width=config.index_topk if selects else 0,
-            )
-        )
+    first = config.num_hidden_layers
+    specs += [_spec(config, first + index, drafts, 0) for index in range(config.draft_layers)]
     return tuple(specs)
+
+
+def _backbone(config: ModelConfig, index: int) -> LayerSpec:
+    ratio, sources = config.compress_ratios[index], config.sources
+    selects = index in sources.index
+    kv = last_source(sources.kv, index) if ratio else None
+    chooser = last_source(sources.index, index) if ratio else None
+    # Of the layers of a ratio that nothing selects among, none is behind one that selects among it.
+    shares = chooser is not None and kv is not None and chooser >= kv
+    candidates = sources.candidates
+    narrowed = selects and candidates is not None and index >= candidates.source
+    return _spec(
+        config,
+        index,
+        "backbone",
+        ratio,
+        selects=selects,
+        kv_source=None if kv == index else kv,
+        index_source=chooser if shares and not selects else None,
+        candidates=candidates if narrowed else None,
+        shares_selection=selects and _is_followed(config, index),
+    )
+
+
+def _is_followed(config: ModelConfig, index: int) -> bool:
+    """Whether a layer that does not select itself attends to the selection of this one."""
+    return any(
+        ratio and last_source(config.sources.index, behind) == index
+        for behind, ratio in enumerate(config.backbone_ratios)
+        if behind > index and last_source(config.sources.kv, behind) != behind
+    )
+
+
+def _spec(
+    config: ModelConfig,
+    index: int,
+    role: str,
+    ratio: int,
+    *,
+    selects: bool = False,
+    **shared: Any,
+) -> LayerSpec:
+    family = config.family
+    return LayerSpec(
+        index=index,
+        role=role,
+        ratio=ratio,
+        overlap=bool(ratio) and ratio == family.overlap_ratio,
+        selects=selects,
+        window=config.sliding_window,
+        selection_width=config.index_topk if selects else 0,
+        position_bias=family.position_bias,
+        latent_keys=family.latent_keys,
+        hadamard=family.hadamard,
+        norms_heads=family.norms_heads,
+        **shared,
+    )

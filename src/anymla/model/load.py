@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from anymla.layers.ranks import ALONE, Ranks
-from anymla.model.build import Builder
+from anymla.model.build import Builder, Ngrams
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
-from anymla.model.drafts import Drafts, choose_drafts
+from anymla.model.drafts import Drafts, choose_drafts, unread_lines
 from anymla.model.loading import load_weights
 from anymla.model.schema import FLOAT_DTYPES
+from anymla.model.token_map import token_map
 from anymla.model.transformer import Transformer
 from anymla.ops.memory import require_memory
 
@@ -30,7 +33,7 @@ def load_model(
     drafts: Drafts = "auto",
     progress: bool = True,
 ) -> Transformer:
-    """Load a DeepSeek-V4 checkpoint.
+    """Load a DeepSeek-V4 or V4.1 checkpoint.
 
     Everything is verified before anything is built, so that a model is never half loaded. On the
     CPU, weights that are used as stored stay views of the mapped files.
@@ -55,7 +58,11 @@ def load_model(
     if dtype not in DTYPES.values():
         raise ValueError(f"load_model: dtype must be bfloat16 or float32, got {dtype}")
     config = ModelConfig.from_dir(directory, drafts=drafts != "off")
-    checkpoint, config = choose_drafts(Checkpoint.open(directory), config, drafts)
+    checkpoint = Checkpoint.open(directory)
+    if progress:
+        for line in unread_lines(checkpoint, config):
+            tqdm.write(line, file=sys.stderr)
+    checkpoint, config = choose_drafts(checkpoint, config, drafts)
     device = torch.device(device)
     with load_weights(checkpoint, config, device=device, progress=progress) as weights:
         require_memory(
@@ -69,6 +76,11 @@ def load_model(
             device=device,
             backend=backend,
             ranks=ranks,
+            ngrams=(
+                None
+                if config.engram is None
+                else Ngrams(token_map(directory, config), weights.table)
+            ),
         )
         return builder.transformer()
 

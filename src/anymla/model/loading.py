@@ -24,13 +24,15 @@ class Weights:
 
     Attributes:
         checkpoint: the files.
+        block: rows and columns that share a scale in FP8 weights.
         device: where tensors are put. On the CPU they are views of the mapped files.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, device: torch.device | str, progress: bool
+        self, checkpoint: Checkpoint, *, block: int, device: torch.device | str, progress: bool
     ) -> None:
         self.checkpoint = checkpoint
+        self.block = block
         self.device = device
         self._bar = tqdm(
             total=checkpoint.nbytes,
@@ -56,9 +58,20 @@ class Weights:
 
         ``head.weight`` is the embedding in a checkpoint that ties them and has no copy.
         """
+        return self._read(name, self.device)
+
+    def table(self, prefix: str) -> tuple[Tensor, Tensor | None]:
+        """A table as stored, and its scales if it has some; it stays in the mapped files."""
+        weight = self._read(f"{prefix}.weight", "cpu")
+        if weight.is_floating_point() and weight.dtype.itemsize > 1:
+            return weight, None
+        scale = self._read(f"{prefix}.scale", "cpu")
+        return weight.view(torch.uint8), scale.view(torch.uint8)
+
+    def _read(self, name: str, device: torch.device | str) -> Tensor:
         if name == "head.weight" and name not in self.checkpoint:
             name = "embed.weight"
-        value = self.checkpoint.tensor(name, self.device)
+        value = self.checkpoint.tensor(name, device)
         self._bar.update(self.checkpoint[name].nbytes)
         return value
 
@@ -81,7 +94,7 @@ class Weights:
             scale = scale.view(torch.uint8)
         elif kind == "mxfp4":
             scale = exponent_bytes(scale, f"{prefix}.scale")
-        return PackedWeight(kind, weight.view(torch.uint8), scale)
+        return PackedWeight(kind, weight.view(torch.uint8), scale, block=self.block)
 
 
 def exponent_bytes(scale: Tensor, name: str) -> Tensor:
@@ -116,4 +129,4 @@ def load_weights(
             a way that cannot be read; one line that names it.
     """
     require_loadable(checkpoint, config)
-    return Weights(checkpoint, device=device, progress=progress)
+    return Weights(checkpoint, block=config.family.weight_block, device=device, progress=progress)

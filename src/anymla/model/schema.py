@@ -7,7 +7,7 @@ kind     ``prefix.weight`` [N, K]           beside it
 =======  =================================  ==========================================
 plain    BF16, F16 or F32 [N, K]            nothing
 fp8      F8_E4M3 [N, K]                     ``.scale`` F8_E8M0, U8 (its bytes) or F32
-                                            [ceil(N/128), ceil(K/128)]
+                                            [ceil(N/b), ceil(K/b)], b = 128 or, in V4.1, 32
 mxfp4    I8 or U8 [N, K/2], low nibble      ``.scale`` F8_E8M0, U8 or F32 [N, K/32]
          first
 nvfp4    U8 or I8 [N, K/2], low nibble      ``.weight_scale`` F8_E4M3 [N, K/16],
@@ -94,14 +94,16 @@ def weight_kind(tensors: Mapping[str, TensorInfo], prefix: str) -> WeightKind:
     return "fp8"
 
 
-def linear_tensors(prefix: str, shape: LinearShape, kind: WeightKind) -> dict[str, Expected]:
-    """Tensors of a linear layer stored in that kind."""
+def linear_tensors(
+    prefix: str, shape: LinearShape, kind: WeightKind, block: int = FP8_BLOCK
+) -> dict[str, Expected]:
+    """Tensors of a linear layer stored in that kind; FP8 weights in blocks of ``block``."""
     n, k = shape.rows, shape.columns
     weight, scale = f"{prefix}.weight", f"{prefix}.scale"
     if kind == "plain":
         return {weight: Expected((n, k), FLOAT_DTYPES)}
     if kind == "fp8":
-        blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+        blocks = (-(-n // block), -(-k // block))
         return {
             weight: Expected((n, k), ("F8_E4M3",)),
             scale: Expected(blocks, SCALE_DTYPES),
@@ -131,16 +133,42 @@ def expected_linears(config: ModelConfig) -> dict[str, LinearShape]:
     return out
 
 
+def expected_tables(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Shape of every table of which single rows are read, by its prefix."""
+    if config.engram is None:
+        return {}
+    width = config.engram.head_dim
+    return {
+        f"layers.{layer}.engram.embed": (rows, width)
+        for layer, rows in zip(config.engram.layer_ids, config.engram.rows, strict=True)
+    }
+
+
+def table_tensors(
+    prefix: str, shape: tuple[int, int], tensors: Mapping[str, TensorInfo]
+) -> dict[str, Expected]:
+    """Tensors of such a table: plain, or e4m3 with a power of two for 32 channels of a row."""
+    info = tensors.get(f"{prefix}.weight")
+    if info is None or info.dtype in FLOAT_DTYPES:
+        return {f"{prefix}.weight": Expected(shape, FLOAT_DTYPES)}
+    rows, width = shape
+    return {
+        f"{prefix}.weight": Expected(shape, ("F8_E4M3",)),
+        f"{prefix}.scale": Expected((rows, -(-width // MXFP4_BLOCK)), ("F8_E8M0", "U8")),
+    }
+
+
 def expected_plain(config: ModelConfig) -> dict[str, Expected]:
-    """Every tensor that is not part of a linear layer."""
+    """Every tensor that is no table and not part of a linear layer."""
     d, streams = config.hidden_size, config.hc_mult
     table = Expected((config.vocab_size, d), FLOAT_DTYPES)
     out = {
         "embed.weight": table,
         "head.weight": dataclasses.replace(table, optional=config.tie_word_embeddings),
         "norm.weight": Expected((d,), FLOAT_DTYPES),
-        **_head_gates("", d, streams),
     }
+    if not config.family.delayed:
+        out |= _head_gates("", d, streams)
     for prefix, spec in _blocks(config):
         for name, expected in _block_plain(config, spec):
             out[prefix + name] = expected
@@ -163,7 +191,10 @@ def expected_tensors(
     """
     out = expected_plain(config)
     for prefix, shape in expected_linears(config).items():
-        out |= linear_tensors(prefix, shape, weight_kind(tensors or {}, prefix))
+        kind = weight_kind(tensors or {}, prefix)
+        out |= linear_tensors(prefix, shape, kind, config.family.weight_block)
+    for prefix, size in expected_tables(config).items():
+        out |= table_tensors(prefix, size, tensors or {})
     return out
 
 
@@ -180,7 +211,7 @@ def count_values(config: ModelConfig) -> int:
     for prefix, shape in expected_linears(of_each).items():
         copies = config.n_routed_experts if ".ffn.experts." in prefix else 1
         total += copies * shape.rows * shape.columns
-    return total
+    return total + sum(map(math.prod, expected_tables(config).values()))
 
 
 _MTP_NORMS = ("enorm", "hnorm", "norm")
@@ -202,14 +233,18 @@ def _block_linears(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, 
     latent = groups * config.o_lora_rank
     yield "attn.wo_a", LinearShape(latent, heads // groups * head_dim, ANY_ATTENTION)
     yield "attn.wo_b", LinearShape(d, latent, ANY_ATTENTION)
-    if spec.ratio:
+    if spec.compresses:
         width = head_dim * (2 if spec.overlap else 1)
         yield "attn.compressor.wkv", LinearShape(width, d, PLAIN_OR_NVFP4)
-        yield "attn.compressor.wgate", LinearShape(width, d, PLAIN_OR_NVFP4)
+        if spec.keeps_states:
+            yield "attn.compressor.wgate", LinearShape(width, d, PLAIN_OR_NVFP4)
+    index_dim, index_heads = config.index_head_dim, config.index_n_heads
     if spec.selects:
-        index_dim, index_heads = config.index_head_dim, config.index_n_heads
         yield "attn.indexer.wq_b", LinearShape(index_heads * index_dim, rank, ANY_ATTENTION)
         yield "attn.indexer.weights_proj", LinearShape(index_heads, d, PLAIN_OR_NVFP4)
+    if spec.keeps_keys and spec.latent_keys:
+        yield "attn.indexer.wk", LinearShape(index_dim, head_dim, PLAIN_OR_NVFP4)
+    elif spec.keeps_keys:
         width = index_dim * (2 if spec.overlap else 1)
         yield "attn.indexer.compressor.wkv", LinearShape(width, d, PLAIN_OR_NVFP4)
         yield "attn.indexer.compressor.wgate", LinearShape(width, d, PLAIN_OR_NVFP4)
@@ -218,6 +253,9 @@ def _block_linears(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, 
         yield f"{expert}.w1", LinearShape(inner, d, FFN)
         yield f"{expert}.w2", LinearShape(d, inner, FFN)
         yield f"{expert}.w3", LinearShape(inner, d, FFN)
+    if config.engram is not None and spec.index in config.engram.layer_ids:
+        read = config.engram.columns * config.engram.head_dim
+        yield "engram.wkv", LinearShape((config.hc_mult + 1) * d, read, PROJECTION)
     if spec.role == "mtp":
         yield "e_proj", LinearShape(d, d, PROJECTION)
         yield "h_proj", LinearShape(d, d, PROJECTION)
@@ -229,13 +267,16 @@ def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Ex
     yield "attn.kv_norm.weight", Expected((head_dim,), FLOAT_DTYPES)
     yield "attn.attn_sink", Expected((config.num_attention_heads,), FLOAT_DTYPES)
     compressors = {}
-    if spec.ratio:
+    if spec.compresses:
         compressors["attn.compressor"] = head_dim
-    if spec.selects:
+    if spec.keeps_keys and spec.latent_keys:
+        yield "attn.indexer.k_norm.weight", Expected((config.index_head_dim,), FLOAT_DTYPES)
+    elif spec.keeps_keys:
         compressors["attn.indexer.compressor"] = config.index_head_dim
     for name, width in compressors.items():
         wide = width * (2 if spec.overlap else 1)
-        yield f"{name}.ape", Expected((spec.ratio, wide), FLOAT_DTYPES)
+        if spec.position_bias:
+            yield f"{name}.ape", Expected((spec.ratio, wide), FLOAT_DTYPES)
         yield f"{name}.norm.weight", Expected((width,), FLOAT_DTYPES)
     yield "attn_norm.weight", Expected((d,), FLOAT_DTYPES)
     yield "ffn_norm.weight", Expected((d,), FLOAT_DTYPES)
@@ -249,7 +290,14 @@ def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Ex
         shape = (config.vocab_size, config.num_experts_per_tok)
         yield "ffn.gate.tid2eid", Expected(shape, INTEGER_DTYPES)
     else:
-        yield "ffn.gate.bias", Expected((config.n_routed_experts,), FLOAT_DTYPES)
+        bias = Expected((config.n_routed_experts,), FLOAT_DTYPES)
+        yield "ffn.gate.bias", bias
+        if any(what == "vision" for _, what in config.family.unread):
+            # Takes its place for the tokens of an image.
+            yield "ffn.gate.bias_vl", dataclasses.replace(bias, optional=True)
+    if config.engram is not None and spec.index in config.engram.layer_ids:
+        for name in ("q_weight", "k_weight"):
+            yield f"engram.{name}", Expected((streams, d), FLOAT_DTYPES)
 
 
 def _dspark_plain(config: ModelConfig, dspark: DSparkConfig) -> dict[str, Expected]:

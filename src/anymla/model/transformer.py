@@ -11,7 +11,7 @@ from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
 from anymla.layers.dspark import BlockDrafter, BlockGuess, Choose, Taps
-from anymla.layers.hyper_connection import HyperConnectionHead, Streams
+from anymla.layers.hyper_connection import DelayedHead, HyperConnectionHead, Streams
 from anymla.layers.mtp import DraftLayer
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.spec import LayerSpec
@@ -22,7 +22,7 @@ from anymla.ops.linear.config import plain_backend
 
 
 class Transformer(nn.Module):
-    """DeepSeek-V4.
+    """DeepSeek-V4, or V4.1.
 
     Attributes:
         config: the checkpoint's configuration.
@@ -46,7 +46,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype,
         embedding: Tensor,
         layers: Sequence[DecoderLayer],
-        head: HyperConnectionHead,
+        head: HyperConnectionHead | DelayedHead,
         lm_head: Tensor,
         drafts: Sequence[DraftLayer] = (),
         dspark: BlockDrafter | None = None,
@@ -70,6 +70,17 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embedding.device
+
+    @property
+    def previous_tokens(self) -> int:
+        """Tokens before each one that ``Step.previous`` must hold; 0 where it need not be there."""
+        engram = self.config.engram
+        return 0 if engram is None else engram.max_ngram - 1
+
+    @property
+    def leaving_streams(self) -> int:
+        """Streams of a token that ``forward`` returns."""
+        return 1 if self.config.family.delayed else self.config.hc_mult
 
     def reserve(self, max_seq_len: int) -> list[Tensor]:
         """Make the rotary tables cover a length, so that shorter steps never replace them.
@@ -102,7 +113,8 @@ class Transformer(nn.Module):
                 anything.
 
         Returns:
-            [T, N, hidden], the streams after the last layer.
+            [T, N, hidden], the streams after the last layer; [T, 1, hidden] where the head needs no
+            more of them.
         """
         # All streams begin as the same rows, which are there once.
         h = self.embed(step.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
@@ -116,16 +128,26 @@ class Transformer(nn.Module):
         h = streams.flush(self.backend)
         if leaving is not None:
             leaving(h)
-        return h
+        return self.head.leave(streams, h)
 
     def kinds_of_layers(self) -> list[int]:
-        """The first layer of every kind: which attention, and how it routes."""
+        """The first layer of every kind: which attention, and how it routes.
+
+        With those that they share something of.
+        """
         first: dict[tuple[object, ...], int] = {}
+        needed: set[int] = set()
         for index, (layer, spec) in enumerate(zip(self.layers, self.layer_specs, strict=False)):
             assert isinstance(layer, DecoderLayer)
             hashed = layer.ffn.router.token_experts is not None
-            first.setdefault((spec.ratio, spec.selects, hashed), index)
-        return sorted(first.values())
+            engram = layer.engram is not None
+            kind = (spec.ratio, spec.selects, spec.compresses, hashed, engram)
+            if first.setdefault(kind, index) == index:
+                sources = {spec.kv_source, spec.index_source}
+                if spec.candidates is not None:
+                    sources.add(spec.candidates.source)
+                needed |= {source for source in sources if source is not None}
+        return sorted(needed.union(first.values()))
 
     @torch.no_grad()
     def logits(self, h: Tensor) -> Tensor:

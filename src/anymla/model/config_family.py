@@ -1,0 +1,108 @@
+"""What a ``model_type`` means beyond the numbers of its ``config.json``, and how it spells them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from anymla.model.config_fields import ConfigError, unsupported
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The mathematics that no field of the file names.
+
+    Attributes:
+        norms_heads: query heads are divided by their root mean square.
+        position_bias: a compressor adds a bias by position within the window to its scores.
+        overlap_ratio: ratio whose entries also pool the window before their own; 0 for none.
+        latent_keys: index keys are projected from the entries; otherwise pooled on their own.
+        hadamard: MXFP4 index keys and queries are rotated by the Hadamard matrix.
+        delayed: a hyper-connection collapses the streams with the gates of the site before it.
+        weight_block: rows and columns of an FP8 weight that share a scale, and channels of an
+            activation.
+        names_sources: the file lists which layers compress and which select.
+        unread: prefixes of tensors that are no part of the text model, with what they are.
+    """
+
+    norms_heads: bool = True
+    position_bias: bool = True
+    overlap_ratio: int = 4
+    latent_keys: bool = False
+    hadamard: bool = True
+    delayed: bool = False
+    weight_block: int = 128
+    names_sources: bool = False
+    unread: tuple[tuple[str, str], ...] = ()
+
+
+FAMILIES = {
+    "deepseek_v4": Family(),
+    "deepseek_v41": Family(
+        norms_heads=False,
+        position_bias=False,
+        overlap_ratio=0,
+        latent_keys=True,
+        hadamard=False,
+        delayed=True,
+        weight_block=32,
+        names_sources=True,
+        unread=(
+            ("vision.", "vision"),
+            ("aligner.", "vision"),
+            ("image_", "vision"),
+            ("mtp.", "drafter"),
+        ),
+    ),
+}
+
+# Names in the configuration of DeepSeek's own inference code, where they differ.
+_INFERENCE_NAMES = {
+    "dim": "hidden_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_head_dim": "qk_rope_head_dim",
+    "kv_source_layers": "kv_source_layer_ids",
+    "index_source_layers": "index_source_layer_ids",
+    "candidate_source_layer": "candidate_source_layer_id",
+    "engram_pad_id": "engram_pad_token_id",
+}
+# A text model inside a file of several is named after the whole.
+_TEXT = "text_config"
+_TEXT_SUFFIX = "_text"
+
+
+def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the text model under their usual names, in one object.
+
+    ``text_config`` is taken out of the object that it is nested in, whose other fields stay, and
+    the names of DeepSeek's inference code are replaced. A field that stands in both places, or
+    under both names, must have one value.
+
+    Args:
+        values: the file.
+
+    Raises:
+        ConfigError: ``text_config`` is no object, or a field has two values.
+    """
+    flat = {name: value for name, value in values.items() if name != _TEXT}
+    nested = values.get(_TEXT)
+    if nested is not None:
+        if not isinstance(nested, Mapping):
+            raise unsupported(_TEXT, nested, "an object")
+        for name, value in nested.items():
+            _place(flat, name, f"{_TEXT}.{name}", value)
+    for theirs, ours in _INFERENCE_NAMES.items():
+        if theirs in flat:
+            _place(flat, ours, theirs, flat.pop(theirs))
+    return flat
+
+
+def _place(flat: dict[str, Any], name: str, written: str, value: Any) -> None:
+    known = flat.get(name)
+    if name == "model_type" and value == f"{known}{_TEXT_SUFFIX}":
+        return
+    if known is not None and value is not None and known != value:
+        raise ConfigError(f"config: {name} is {known!r}, but {written} is {value!r}")
+    if value is not None:
+        flat[name] = value

@@ -1,0 +1,115 @@
+"""Which layers compress, select and name candidates, for themselves and for those behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from anymla.layers.spec import Candidates
+from anymla.model.config_fields import ConfigError, Fields, unsupported
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """Layers that others share something of. A layer's source is the last one up to itself.
+
+    Attributes:
+        kv: layers that write compressed entries, and the index keys of those.
+        index: layers that select among entries.
+        candidates: the layer whose selection narrows those of later ones, or None.
+    """
+
+    kv: tuple[int, ...]
+    index: tuple[int, ...]
+    candidates: Candidates | None = None
+
+
+def own_sources(ratios: Sequence[int], selected_ratio: int) -> Sources:
+    """Every layer is its own source; those of ``selected_ratio`` select.
+
+    Args:
+        ratios: of the backbone's layers; 0 for none.
+        selected_ratio: tokens of the entries among which an indexer selects.
+    """
+    layers = range(len(ratios))
+    return Sources(
+        tuple(layer for layer in layers if ratios[layer]),
+        tuple(layer for layer in layers if ratios[layer] == selected_ratio),
+    )
+
+
+def listed_sources(fields: Fields, ratios: Sequence[int], topk: int) -> Sources:
+    """Read ``kv_source_layer_ids``, ``index_source_layer_ids`` and ``candidate_*``.
+
+    Args:
+        fields: the configuration.
+        ratios: of the backbone's layers; 0 for none.
+        topk: entries that an indexer selects.
+
+    Raises:
+        ConfigError: a list is missing or not ascending, names a layer that keeps no entries, or
+            leaves one without a source of its own ratio; candidates that later layers cannot use.
+    """
+    kv = _layers(fields, "kv_source_layer_ids", ratios)
+    index = _layers(fields, "index_source_layer_ids", ratios)
+    unselected = [layer for layer in kv if layer not in index]
+    if unselected:
+        raise unsupported(
+            "index_source_layer_ids", list(index), f"all of kv_source_layer_ids = {list(kv)}"
+        )
+    for layer, ratio in enumerate(ratios):
+        source = last_source(kv, layer)
+        if not ratio:
+            continue
+        if source is None or ratios[source] != ratio:
+            raise ConfigError(
+                f"config: layer {layer} of ratio {ratio} has no layer of that ratio in "
+                f"kv_source_layer_ids that its entries come from"
+            )
+    return Sources(kv, index, _candidates(fields, kv, index, topk))
+
+
+def last_source(sources: Sequence[int], layer: int) -> int | None:
+    """The largest listed layer up to ``layer``; None where there is none."""
+    return max((source for source in sources if source <= layer), default=None)
+
+
+def _layers(fields: Fields, name: str, ratios: Sequence[int]) -> tuple[int, ...]:
+    listed = fields.integers(name)
+    if list(listed) != sorted(set(listed)):
+        raise unsupported(name, list(listed), "layers in ascending order, each once")
+    for layer in listed:
+        if layer >= len(ratios) or not ratios[layer]:
+            raise unsupported(name, list(listed), f"layers that compress; layer {layer} does not")
+    return listed
+
+
+def _candidates(
+    fields: Fields, kv: Sequence[int], index: Sequence[int], topk: int
+) -> Candidates | None:
+    name = "candidate_source_layer_id"
+    value = fields.values.get(name)
+    if value is None or value == -1:
+        return None
+    source = fields.integer(name)
+    if source not in kv:
+        raise unsupported(name, source, f"one of kv_source_layer_ids = {list(kv)}, or -1")
+    behind = [layer for layer in index if layer > source and last_source(kv, layer) != source]
+    if behind:
+        raise unsupported(
+            name, source, f"the entries of every later index source; layer {behind[0]} has others"
+        )
+    found = Candidates(
+        source,
+        fields.integer("candidate_topk_blocks", minimum=1),
+        fields.integer("candidate_block_size", minimum=1),
+    )
+    # The newest block may hold a single visible entry.
+    least = (found.blocks - 1) * found.block_size + 1
+    if least < topk:
+        raise unsupported(
+            "candidate_topk_blocks",
+            found.blocks,
+            f"blocks that always hold index_topk = {topk} entries; these may hold {least}",
+        )
+    return found

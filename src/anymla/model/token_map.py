@@ -1,0 +1,81 @@
+"""Token ids after normalisation: tokens that read alike are one, as Engram's n-grams see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import normalizers
+from torch import Tensor
+
+from anymla.model.config import ConfigError, ModelConfig
+from anymla.model.tokenizer import TokenizerError
+
+# A single space is kept from being stripped: it stands for itself.
+_LONE_SPACE = "\ue000"
+_REPLACEMENT = "\ufffd"
+
+
+def token_map(directory: str | Path, config: ModelConfig) -> Tensor:
+    """Map every token id to the number of its normalised text, int64 [vocab].
+
+    The text of a single token is normalised (compatibility forms, accents and case dropped, runs of
+    blanks as one space, blanks at the ends dropped); a token that is no whole character keeps its
+    own name. Numbers are given in the order in which texts are first met.
+
+    Args:
+        directory: with ``tokenizer.json``.
+        config: of a model with Engram.
+
+    Raises:
+        TokenizerError: no ``tokenizer.json``, or it cannot be read.
+        ConfigError: another number of texts than the configuration says, on which hashes depend; or
+            fewer tokens than the vocabulary has.
+    """
+    assert config.engram is not None
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f"{directory}: has no tokenizer.json, which Engram's hashes need")
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise TokenizerError(f"{path}: cannot be read: {error}") from None
+    known = inner.get_vocab_size(with_added_tokens=True)
+    found = normalised_tokens(inner, min(known, config.vocab_size))
+    count = max(found, default=-1) + 1
+    if count != config.engram.tokens:
+        raise ConfigError(
+            f"config: engram_compressed_vocab_size is {config.engram.tokens}, but {path.name} has "
+            f"{count} tokens after normalisation"
+        )
+    # Ids without a token are never in a text.
+    pad = found[config.engram.pad_token] if config.engram.pad_token < len(found) else 0
+    return torch.tensor(found + [pad] * (config.vocab_size - len(found)))
+
+
+def normalised_tokens(inner: tokenizers.Tokenizer, count: int) -> list[int]:
+    """The numbers of the first tokens' texts; see ``token_map``."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(_key(inner, token), len(numbers)) for token in range(count)]
+
+
+def _key(inner: tokenizers.Tokenizer, token: int) -> str:
+    text: str = inner.decode([token], skip_special_tokens=False)
+    if _REPLACEMENT in text:
+        return str(inner.id_to_token(token))
+    return _NORMALIZER.normalize_str(text) or text
+
+
+_NORMALIZER = normalizers.Sequence(
+    [
+        normalizers.NFKC(),
+        normalizers.NFD(),
+        normalizers.StripAccents(),
+        normalizers.Lowercase(),
+        normalizers.Replace(tokenizers.Regex(r"[ \t\r\n]+"), " "),
+        normalizers.Replace(tokenizers.Regex(r"^ $"), _LONE_SPACE),
+        normalizers.Strip(),
+        normalizers.Replace(_LONE_SPACE, " "),
+    ]
+)
