@@ -10,7 +10,7 @@ from typing import Any
 
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
-from anymla.model.drafts import present_config
+from anymla.model.drafts import present_config, readable, unread_lines
 from anymla.model.schema import expected_linears, weight_kind
 from anymla.model.verify import verify
 from anymla.runtime.cache_size import cache_sizes
@@ -20,6 +20,7 @@ _CONTEXTS = (1024, 8192, 65536, 1048576)
 # The first pattern that is found in a name says what the tensor is part of.
 _PARTS = (
     (r"^mtp\.", "mtp"),
+    (r"\.engram\.", "engram"),
     (r"\.ffn\.experts\.", "routed experts"),
     (r"\.ffn\.shared_experts\.", "shared experts"),
     (r"\.ffn\.gate\.", "router"),
@@ -45,7 +46,8 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
             or wrong are part of the report instead.
     """
     declared = ModelConfig.from_dir(directory)
-    checkpoint = Checkpoint.open(directory)
+    held = Checkpoint.open(directory)
+    checkpoint = readable(held, declared)
     config = present_config(checkpoint, declared)
     found = verify(checkpoint, config)
     contexts = [n for n in _CONTEXTS if n < config.max_position_embeddings]
@@ -63,6 +65,9 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
         "mtp_layers": config.num_nextn_predict_layers,
         "mtp_layers_declared": declared.num_nextn_predict_layers,
         "dspark": None if config.dspark is None else dataclasses.asdict(config.dspark),
+        "sources": _sources(config),
+        "engram": None if config.engram is None else dataclasses.asdict(config.engram),
+        "unread": unread_lines(held, declared),
         "experts": config.n_routed_experts,
         "expert_dtype": config.expert_dtype,
         "quantization": (
@@ -80,6 +85,13 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
             "bytes_per_token": {n: held / n for n, held in total.items()},
         },
     }
+
+
+def _sources(config: ModelConfig) -> dict[str, Any] | None:
+    """Which layers others share something of; None where every layer has its own."""
+    if not config.family.names_sources:
+        return None
+    return dataclasses.asdict(config.sources)
 
 
 def part_of(name: str) -> str:

@@ -163,6 +163,8 @@ def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
             f"{dspark['markov_rank']}, {'a' if dspark['confidence'] else 'no'} confidence head; "
             f"generate --speculate uses it, --drafts off leaves it unread"
         )
+    lines += _sharing_lines(report)
+    lines += report["unread"]
     for title in ("parts", "kinds"):
         lines += ["", title]
         lines += [
@@ -174,6 +176,28 @@ def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
             lines += ["", f"{title} ({len(report[title])})"]
             lines += [f"  {item}" for item in report[title]]
     return [*lines, "", *_cache_size_lines(report["cache"])]
+
+
+def _sharing_lines(report: dict[str, Any]) -> list[str]:
+    """What layers share with those behind them, and which read n-grams."""
+    lines = []
+    sources, engram = report["sources"], report["engram"]
+    if sources is not None:
+        written, chosen = (", ".join(map(str, sources[name])) for name in ("kv", "index"))
+        lines.append(f"layers that write entries: {written}; that select: {chosen}")
+        candidates = sources["candidates"]
+        if candidates is not None:
+            lines.append(
+                f"layer {candidates['source']} keeps {candidates['blocks']} blocks of "
+                f"{candidates['block_size']} entries that later layers select within"
+            )
+    if engram is not None:
+        read = ", ".join(map(str, engram["layer_ids"]))
+        rows = ", ".join(map(str, engram["rows"]))
+        lines.append(
+            f"layers {read} read n-grams of up to {engram['max_ngram']} tokens: {rows} rows"
+        )
+    return lines
 
 
 def _cache_size_lines(cache: dict[str, Any]) -> list[str]:

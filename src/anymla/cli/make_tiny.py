@@ -18,10 +18,14 @@ from anymla.testing.tiny_options import (
     SCALE_FORMATS,
     WEIGHTS,
     TinyOptions,
+    TinySharing,
     default_ratios,
+    default_shared_ratios,
 )
 
 _DEFAULTS = TinyOptions()
+# Two of each role.
+_SHARING_LAYERS = 8
 
 
 def _size(
@@ -61,6 +65,13 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
     help="Also write the bf16 checkpoint of exactly the dequantised values.",
+)
+@click.option(
+    "--model",
+    type=click.Choice(("v4", "v4.1")),
+    default="v4",
+    show_default=True,
+    help="v4.1: layers that share entries and selections, n-grams, no hash routing, no drafter.",
 )
 @click.option(
     "--layers",
@@ -119,21 +130,31 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
 def command(
     directory: Path,
     twin: Path | None,
+    model: str,
     layers: int | None,
     ratios: tuple[int, ...] | None,
     **sizes: Any,
 ) -> None:
-    """Write a small random DeepSeek-V4 checkpoint to DIRECTORY, in DeepSeek's own layout.
+    """Write a small random DeepSeek-V4 or V4.1 checkpoint to DIRECTORY, in DeepSeek's own layout.
 
     The same options give the same bytes. An earlier tiny checkpoint there is replaced.
     """
     if layers is not None and layers > MAX_LAYERS:
         raise BadInput(f"--layers must be at most {MAX_LAYERS}, got {layers}")
-    if ratios is None:
+    shares = model == "v4.1"
+    if ratios is None and shares:
+        ratios = default_shared_ratios(layers or _SHARING_LAYERS)
+    elif ratios is None:
         ratios = default_ratios(layers) if layers else _DEFAULTS.ratios
     elif layers is not None and layers != len(ratios):
         raise BadInput(f"--layers {layers} contradicts --ratios, which has {len(ratios)} entries")
     with bad_input():
+        if shares:
+            given = click.get_current_context().get_parameter_source
+            for name in ("hash_layers", "mtp"):  # their defaults are another model's
+                if given(name) is click.core.ParameterSource.DEFAULT:
+                    sizes[name] = 0
+            sizes["sharing"] = TinySharing.of(ratios)
         write_tiny_checkpoint(directory, TinyOptions(ratios=ratios, **sizes), twin=twin)
     for target in (directory, twin):
         if target is not None:

@@ -1,4 +1,4 @@
-"""A small random DeepSeek-V4 in DeepSeek's own layout, for demonstrations and tests.
+"""A small random DeepSeek-V4 or V4.1 in DeepSeek's own layout, for demonstrations and tests.
 
 Head dim, rotary dim, window, indexer and streams have their real sizes; everything else is small.
 The same options give the same bytes. ``transformers`` and vLLM read the result as well.
@@ -24,6 +24,7 @@ from anymla.model.schema import (
     count_values,
     expected_linears,
     expected_plain,
+    expected_tables,
     least_tensors,
 )
 from anymla.ops.memory import require_memory
@@ -36,6 +37,7 @@ from anymla.testing.tiny_storage import (
     store_mxfp4,
     store_nvfp4,
     store_plain,
+    store_table,
 )
 from anymla.testing.tiny_tokenizer import write_tokenizer
 from anymla.testing.tiny_weights import linear_values, plain_values
@@ -66,18 +68,19 @@ def write_tiny_checkpoint(
     if len({target.resolve() for target in targets}) < len(targets):
         raise ValueError(f"{directory}: the twin needs a directory of its own")
     model = ModelConfig.from_dict(config)
+    vocab, longest = model.vocab_size, model.max_position_embeddings
     require_memory(f"a checkpoint in {directory}", _least_bytes(options, model))
     with contextlib.ExitStack() as stack:
         for target in targets:
             stack.enter_context(_prepared(target))
         with threads(1):  # thousands of small tensors gain nothing from more
             stored, values = _tensors(options, model, keep_values=twin is not None)
-        _write(targets[0], config, stored, options.shards)
+        _write(targets[0], config, stored, options.shards, vocab, longest)
         if twin is not None:
             plain = {
                 k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")
             }
-            _write(targets[1], plain, values, options.shards)
+            _write(targets[1], plain, values, options.shards, vocab, longest)
 
 
 def _least_bytes(options: TinyOptions, config: ModelConfig) -> dict[str, int]:
@@ -113,6 +116,12 @@ def _tensors(
         stored |= tensors
         if keep_values:
             values[f"{prefix}.weight"] = value
+    for prefix, size in expected_tables(config).items():
+        table = noise.normal(prefix, *size)
+        quantised = options.weights != "bf16"
+        tensors, value = store_table(prefix, table) if quantised else store_plain(prefix, table)
+        stored |= tensors
+        values[f"{prefix}.weight"] = value
     return stored, values
 
 
@@ -126,13 +135,13 @@ def _store(
         return store_plain(prefix, weight)
     if options.weights == "fp4" and ".ffn.experts." in prefix:
         return store_mxfp4(prefix, weight)
-    return store_fp8(prefix, weight, options.scale_format)
+    return store_fp8(prefix, weight, options.scale_format, options.weight_block)
 
 
 def _is_float32(name: str) -> bool:
     """Whether DeepSeek stores this tensor in float32; the others are bfloat16."""
     leaf = name.rpartition(".")[2]
-    return leaf in ("attn_sink", "ape", "bias") or leaf.startswith("hc_")
+    return leaf in ("attn_sink", "ape", "bias", "bias_vl") or leaf.startswith("hc_")
 
 
 @contextlib.contextmanager
@@ -175,12 +184,17 @@ def _clear(directory: Path) -> None:
 
 
 def _write(
-    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], shards: int
+    directory: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    shards: int,
+    vocab: int,
+    longest: int,
 ) -> None:
     # The configuration first: it marks a directory that was left half written as replaceable.
     _write_text(directory / "config.json", json.dumps(config, indent=2))
     with naming(directory):
-        write_tokenizer(directory, config["vocab_size"], config["max_position_embeddings"])
+        write_tokenizer(directory, vocab, longest)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if shards == 1:
         _save(contiguous, directory / SINGLE_FILE)

@@ -9,9 +9,10 @@ from typing import Any
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.nvfp4 import NVFP4_BLOCK
-from anymla.model.config import ModelConfig
+from anymla.model.config import EngramConfig, ModelConfig
 from anymla.model.schema import expected_linears, expected_plain
-from anymla.testing.tiny_tokenizer import MIN_VOCAB
+from anymla.model.token_map import normalised_tokens
+from anymla.testing.tiny_tokenizer import MIN_VOCAB, tiny_tokenizer
 
 WEIGHTS = ("bf16", "fp8", "fp4")
 SCALE_FORMATS = ("ue8m0", "fp32")
@@ -19,6 +20,7 @@ DRAFTERS = ("mtp", "dspark")
 MARK = "anymla_tiny"
 _ORIGINAL_CONTEXT = 65536
 _TAPS = 3
+_ENGRAM_PAD = 2
 # What a checkpoint for demonstrations and tests may ask of a machine: it is made in memory.
 MAX_VOCAB, MAX_LAYERS, MAX_EXPERTS, MAX_WEIGHTS = 2**20, 512, 2**16, 2**31
 MAX_ROPE_FACTOR = 2**31 // _ORIGINAL_CONTEXT  # positions are int32
@@ -27,6 +29,58 @@ MAX_ROPE_FACTOR = 2**31 // _ORIGINAL_CONTEXT  # positions are int32
 def default_ratios(layers: int) -> tuple[int, ...]:
     """DeepSeek-V4-Flash's pattern in small: one window-only layer, then 4 and 128 in turn."""
     return tuple(0 if i == 0 else (4 if i % 2 else 128) for i in range(layers))
+
+
+def default_shared_ratios(layers: int) -> tuple[int, ...]:
+    """DeepSeek-V4.1-Flash's pattern in small: a quarter 0, a quarter 2, half 1."""
+    quarter = layers // 4
+    return (0,) * quarter + (2,) * quarter + (1,) * (layers - 2 * quarter)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinySharing:
+    """What layers of a DeepSeek-V4.1 share, and its memory of n-grams.
+
+    Attributes:
+        kv_sources: layers that write entries.
+        index_sources: layers that select.
+        candidate_source: layer that keeps blocks of entries; -1 for none.
+        candidate_blocks: how many.
+        candidate_block_size: entries of a block.
+        engram_layers: layers that read n-grams; may be empty.
+        engram_buckets: least number of rows for each of a layer's hashes.
+        engram_heads: hashes of an n-gram.
+        engram_dim: channels of a row.
+    """
+
+    kv_sources: tuple[int, ...]
+    index_sources: tuple[int, ...]
+    candidate_source: int
+    candidate_blocks: int = 2048
+    candidate_block_size: int = 8
+    engram_layers: tuple[int, ...] = ()
+    engram_buckets: int = 500
+    engram_heads: int = 2
+    engram_dim: int = 32
+
+    @classmethod
+    def of(cls, ratios: tuple[int, ...], **changes: Any) -> TinySharing:
+        """V4.1-Flash's pattern in small.
+
+        The first layer of every ratio writes entries; of the last ratio every second layer behind
+        it selects, within the blocks that it keeps; one layer in each half reads n-grams.
+        """
+        kv = tuple(i for i, r in enumerate(ratios) if r and r not in ratios[:i])
+        last = kv[-1] if kv else -1
+        again = tuple(range(last + 2, len(ratios), 2)) if kv else ()
+        half = len(ratios) // 2
+        given: dict[str, Any] = {
+            "kv_sources": kv,
+            "index_sources": kv + again,
+            "candidate_source": last,
+            "engram_layers": tuple(sorted({min(1, len(ratios) - 1), half})),
+        }
+        return cls(**(given | changes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +102,8 @@ class TinyOptions:
         scale_format: of FP8 scales, "ue8m0" or "fp32" (then not powers of two).
         shards: files the tensors are spread over.
         seed: of all values.
+        sharing: of a DeepSeek-V4.1, which has no layers that route by token id and none that
+            draft; None for a DeepSeek-V4.
     """
 
     weights: str = "fp4"
@@ -75,6 +131,7 @@ class TinyOptions:
     scale_format: str = "ue8m0"
     shards: int = 1
     seed: int = 0
+    sharing: TinySharing | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -86,6 +143,8 @@ class TinyOptions:
                 raise ValueError(
                     f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}"
                 )
+        if self.sharing is not None and (self.hash_layers or self.draft_layers):
+            raise ValueError("hash_layers and mtp must be 0 for DeepSeek-V4.1")
         if not self.ratios:
             raise ValueError("ratios must name at least one layer")
         if self.vocab < MIN_VOCAB:
@@ -124,6 +183,22 @@ class TinyOptions:
     def draft_layers(self) -> int:
         """Layers behind the backbone."""
         return self.stages if self.drafter == "dspark" else self.mtp
+
+    @property
+    def weight_block(self) -> int:
+        """Rows and columns of an FP8 weight that share a scale."""
+        return FP8_BLOCK if self.sharing is None else MXFP4_BLOCK
+
+    @classmethod
+    def shared(cls, **changes: Any) -> TinyOptions:
+        """A DeepSeek-V4.1; ``sharing`` follows from ``ratios`` unless it is given."""
+        given: dict[str, Any] = {
+            "ratios": default_shared_ratios(8),
+            "hash_layers": 0,
+            "mtp": 0,
+        } | changes
+        given.setdefault("sharing", TinySharing.of(given["ratios"]))
+        return cls(**given)
 
     def _require_multiples(self, block: int, purpose: str, *names: str) -> None:
         for name in names:
@@ -191,7 +266,7 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        MARK: dataclasses.asdict(options),
+        MARK: _marked(options),
     }
     if options.drafter == "dspark":
         layers = range(len(options.ratios))
@@ -206,7 +281,7 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
             "quant_method": "fp8",
             "fmt": "e4m3",
             "scale_fmt": "ue8m0" if options.scale_format == "ue8m0" else "float32",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "weight_block_size": [options.weight_block, options.weight_block],
             "activation_scheme": "dynamic",
         }
     if options.nvfp4_attention:
@@ -216,8 +291,64 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
         }
     if options.weights != "bf16":
         config["expert_dtype"] = options.weights
+    if options.sharing is not None:
+        config = _shared_config(config, options, options.sharing)
     _check_size(options, ModelConfig.from_dict(config))
     return config
+
+
+def _marked(options: TinyOptions) -> dict[str, Any]:
+    """The options, less those of another model."""
+    marked = dataclasses.asdict(options)
+    if options.sharing is None:
+        del marked["sharing"]
+    return marked
+
+
+def _shared_config(
+    config: dict[str, Any], options: TinyOptions, sharing: TinySharing
+) -> dict[str, Any]:
+    """The ``config.json`` of a DeepSeek-V4.1, whose text model is nested."""
+    outer = ("quantization_config", "expert_dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+    kept = {name: config.pop(name) for name in (*outer, MARK) if name in config}
+    del config["architectures"], config["num_hash_layers"], config["num_nextn_predict_layers"]
+    config |= {
+        "model_type": "deepseek_v41_text",
+        "rms_norm_eps": 1e-20,
+        "kv_source_layer_ids": list(sharing.kv_sources),
+        "index_source_layer_ids": list(sharing.index_sources),
+        "candidate_source_layer_id": sharing.candidate_source,
+        "candidate_topk_blocks": sharing.candidate_blocks,
+        "candidate_block_size": sharing.candidate_block_size,
+    }
+    if sharing.engram_layers:
+        tokens = normalised_tokens(tiny_tokenizer(options.vocab), options.vocab)
+        engram = EngramConfig(
+            layer_ids=sharing.engram_layers,
+            rows=(),
+            max_ngram=4,
+            buckets=sharing.engram_buckets,
+            heads=sharing.engram_heads,
+            head_dim=sharing.engram_dim,
+            pad_token=_ENGRAM_PAD,
+            tokens=max(tokens) + 1,
+        )
+        config |= {
+            "engram_layer_ids": list(engram.layer_ids),
+            "engram_num_embeddings": [sum(primes) for primes in engram.primes().values()],
+            "engram_max_ngram_size": engram.max_ngram,
+            "engram_vocab_size": engram.buckets,
+            "engram_n_heads": engram.heads,
+            "engram_head_dim": engram.head_dim,
+            "engram_pad_token_id": engram.pad_token,
+            "engram_compressed_vocab_size": engram.tokens,
+        }
+    return {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": "deepseek_v41",
+        "text_config": config,
+        **kept,
+    }
 
 
 def _check_size(options: TinyOptions, config: ModelConfig) -> None:

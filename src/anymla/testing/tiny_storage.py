@@ -12,11 +12,13 @@ from torch import Tensor
 from anymla.formats.e2m1 import E2M1_MAX, encode_e2m1, pack_nibbles
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 from anymla.formats.fp8_block import (
+    dequantize_fp8_rows,
     dequantize_fp8_weight,
     expand_block_scales,
+    quantize_fp8_rows,
     quantize_fp8_weight,
 )
-from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from anymla.formats.mxfp4 import MXFP4_BLOCK, dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.nvfp4 import NVFP4_BLOCK, dequantize_nvfp4
 
 Stored = dict[str, Tensor]
@@ -28,21 +30,31 @@ def store_plain(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
     return {f"{prefix}.weight": rounded}, rounded
 
 
-def store_fp8(prefix: str, values: Tensor, scale_format: str) -> tuple[Stored, Tensor]:
-    """Blocks of 128 x 128 in e4m3, with scales in "ue8m0" or "fp32".
+def store_fp8(prefix: str, values: Tensor, scale_format: str, block: int) -> tuple[Stored, Tensor]:
+    """Square blocks of e4m3, with scales in "ue8m0" or "fp32".
 
     Float32 scales are amax / 448 rounded up to 4 significant bits, not to a power of two.
     """
-    codes, scales = quantize_fp8_weight(values, scale_format)
+    codes, scales = quantize_fp8_weight(values, scale_format, block)
     if scale_format == "fp32":
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ceil(mantissa * 16) / 16, exponent)
-        codes = encode_e4m3(values / expand_block_scales(scales, values.shape))
+        codes = encode_e4m3(values / expand_block_scales(scales, values.shape, block))
     stored = {
         f"{prefix}.weight": codes.view(torch.float8_e4m3fn),
         f"{prefix}.scale": scales if scale_format == "fp32" else scales.view(torch.float8_e8m0fnu),
     }
-    return stored, _exact(dequantize_fp8_weight(codes, scales))
+    return stored, _exact(dequantize_fp8_weight(codes, scales, block=block))
+
+
+def store_table(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
+    """Rows of e4m3, with a power of two for each 32 channels."""
+    codes, scales = quantize_fp8_rows(values, MXFP4_BLOCK)
+    stored = {
+        f"{prefix}.weight": codes.view(torch.float8_e4m3fn),
+        f"{prefix}.scale": scales.to(torch.float8_e8m0fnu),
+    }
+    return stored, _exact(dequantize_fp8_rows(codes, scales, block=MXFP4_BLOCK))
 
 
 def store_mxfp4(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:

@@ -26,6 +26,22 @@ def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
         vocab_size: at least 258.
         max_length: tokens of the longest text, for readers that warn of it.
     """
+    inner = tiny_tokenizer(vocab_size)
+    (directory / "tokenizer.json").write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def tiny_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
+    """What ``write_tokenizer`` writes."""
     letters = byte_letters()
     reserved = [f"<|reserved_{n}|>" for n in range(vocab_size - MIN_VOCAB)]
     names = [*SPECIAL, *letters, *reserved]
@@ -38,14 +54,4 @@ def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
     inner.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, 0)]
     )
-    (directory / "tokenizer.json").write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-    }
-    text = json.dumps(config, indent=2, ensure_ascii=False)
-    (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    return inner

@@ -36,7 +36,10 @@ def plain_values(noise: Noise, name: str, shape: tuple[int, ...]) -> Tensor:
     if leaf == "kv_norm":
         # Sharper attention than unit keys would give: a few keys, not all, share the mass.
         return 1.5 + 0.3 * sample
-    if leaf in ("norm", "q_norm", "attn_norm", "ffn_norm", "enorm", "hnorm", "main_norm"):
+    if leaf in ("q_weight", "k_weight"):
+        # Agreement of a stream and its key is small: the gates shall not all be a half.
+        return 2 + 0.5 * sample
+    if leaf in ("norm", "q_norm", "k_norm", "attn_norm", "ffn_norm", "enorm", "hnorm", "main_norm"):
         return 1 + 0.2 * sample
     if leaf == "embed":
         return sample
@@ -48,7 +51,7 @@ def plain_values(noise: Noise, name: str, shape: tuple[int, ...]) -> Tensor:
     if leaf in ("markov_w2", "proj"):
         # A bias as large as a quarter of the logits; confidences on both sides of even.
         return sample * (0.5 / shape[1] ** 0.5 if leaf == "markov_w2" else shape[1] ** -0.5)
-    if leaf == "bias":
+    if leaf in ("bias", "bias_vl"):
         return 0.2 * sample
     if leaf == "attn_sink":
         # About the log-sum-exp of a dozen keys, so that sinks take a visible share.
