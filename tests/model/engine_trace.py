@@ -75,6 +75,8 @@ class TracedEngine:
         def hook(module: Any, inputs: Any, output: Tensor | Streams) -> None:
             settled = output.flush() if isinstance(output, Streams) else output
             self._keep(name, layer, settled)
+            if isinstance(output, Streams) and output.pre is not None:
+                self._keep("gates", layer, output.pre)
 
         return hook
 
@@ -94,11 +96,13 @@ class TracedEngine:
             }
 
         streams = [stacked("streams", layer) for layer in layers]
+        gated = (request, "gates", layers[-1]) in self._rows
+        last = Streams(streams[-1], pre=stacked("gates", layers[-1]) if gated else None)
         return Trace(
             attention=[stacked("attention", layer) for layer in layers],
             ffn=[stacked("ffn", layer) for layer in layers],
             streams=streams,
-            logits=self.model.logits(streams[-1]),
+            logits=self.model.logits(self.model.head.leave(last, streams[-1])),
             entries=chosen("topk"),
             experts=chosen("experts"),
         )

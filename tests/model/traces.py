@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from anymla.testing.tolerance import relative_error
@@ -39,12 +40,14 @@ class Scores:
 
     Attributes:
         entries: by layer with an indexer, [T, entries]; column w counts for a token at position p
-            only if w < (p + 1) // 4.
+            only if w < (p + 1) // ratio and it is not -inf.
         experts: by layer that routes by score, [T, E], bias included.
+        ratios: by layer with an indexer, tokens of an entry; 4 for those that are not there.
     """
 
     entries: dict[int, Tensor]
     experts: dict[int, Tensor]
+    ratios: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 def layer_errors(got: Trace, want: Trace) -> dict[str, float]:
@@ -57,7 +60,7 @@ def layer_errors(got: Trace, want: Trace) -> dict[str, float]:
     return errors
 
 
-def narrowest_choice(trace: Trace, scores: Scores, ratio: int = 4) -> float:
+def narrowest_choice(trace: Trace, scores: Scores) -> float:
     """Smallest gap between a chosen and a rejected score, relative to the row's largest score."""
     gaps = [float("inf")]
     for kind in ("entries", "experts"):
@@ -65,7 +68,8 @@ def narrowest_choice(trace: Trace, scores: Scores, ratio: int = 4) -> float:
             for token, chosen in enumerate(getattr(trace, kind)[layer]):
                 row = rows[token].double()
                 if kind == "entries":
-                    row = row[: (token + 1) // ratio]
+                    row = row[: (token + 1) // scores.ratios.get(layer, 4)]
+                    row = row[row > -torch.inf]
                 if len(chosen) < len(row):
                     best = row.sort(descending=True).values
                     gap = best[len(chosen) - 1] - best[len(chosen)]
