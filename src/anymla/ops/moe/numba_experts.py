@@ -9,6 +9,7 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._numba_launch import Product, multiply
 from anymla.ops.moe.config import MAX_NUMBA_PAIRS
 from anymla.ops.moe.torch_experts import ExpertMlps, total_of_few
+from anymla.ops.streams import flush_stream_wait
 
 
 class _NumbaMlps(ExpertMlps):
@@ -54,6 +55,7 @@ def experts(
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See interface.experts."""
+    flush_stream_wait()
     mlps = _NumbaMlps(
         w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantize_activations, quant_block
     )
