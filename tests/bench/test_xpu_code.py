@@ -15,7 +15,11 @@ L0:
 (W)     mov (8|M0)               r255.0<1>:f   0x0:f
 (W&f0.0) dpas.8x8 (16|M0)        r10:f         r10:f             r20:bf           r30.0:bf
         sync.nop                             null
+L64:
         send.ugm (16|M0)         r12      r14  null:0  0x0  0x02100580
+(f1.0)  goto (32|M0)                         L96                  L96
+(W&f0.0) jmpi                                L64
+L96:
         dpas.8x8 (16|M0)         r10:f         r10:f             r20:bf           r30.0:bf {Atomic}
 """
 
@@ -81,7 +85,8 @@ def test_what_spills_with_few_registers_is_compiled_for_all(calls):
     assert dataclasses.asdict(found) == {
         "registers": 256, "lanes": 16, "spills": 0, "spill_bytes": 0, "private_bytes": 32,
         "code_bytes": 704,
-        "instructions": ["mov", "dpas.8x8:bf", "send.ugm", "dpas.8x8:bf"],
+        "instructions": ["mov", "dpas.8x8:bf", "send.ugm", "goto", "dpas.8x8:bf"],
+        "loop_instructions": 2,
     }  # fmt: skip
     compiled = [line for line in calls.read_text().splitlines() if line.startswith("compile")]
     assert [line.split("-cl-intel-")[1].split("-")[0] for line in compiled] == ["128", "256"]

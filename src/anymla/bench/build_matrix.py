@@ -387,5 +387,6 @@ def _xpu_code(code: Any, target: Target) -> dict[str, Any]:
         "spill_bytes": found.spill_bytes,
         "private_bytes": found.private_bytes,
         "code_bytes": found.code_bytes,
+        "loop_instructions": found.loop_instructions,
         "ocloc": xpu_code.compiler_version(),
     }

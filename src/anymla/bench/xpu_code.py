@@ -24,6 +24,8 @@ GRF_SIZES = (128, 256)
 _INSTRUCTION = re.compile(
     r"^\s*(?:\([^)]*\)\s+)?([a-z]\w*(?:\.\w+)*)\s+\(\d+\|M\d+\)(.*)$", re.MULTILINE
 )
+_LABEL = re.compile(r"^(L\d+):")
+_JUMP = re.compile(r"\b(?:goto|jmpi|while)\b.*")
 _OPERAND_TYPE = re.compile(r"[\w>]:(\w+)")
 _SPILL_BYTES = re.compile(r"^\s+spill_size:\s+(\d+)", re.MULTILINE)
 _PRIVATE_BYTES = re.compile(r"^\s+private_size:\s+(\d+)", re.MULTILINE)
@@ -45,6 +47,7 @@ class MachineCode:
         code_bytes: size of the kernel's instructions.
         instructions: names of all instructions, in order, those of matrix products with the type
             of their last operand ("dpas.8x8:bf").
+        loop_instructions: how many of them the longest loop has, inner loops included; 0 of none.
     """
 
     registers: int
@@ -54,6 +57,7 @@ class MachineCode:
     private_bytes: int
     code_bytes: int
     instructions: list[str]
+    loop_instructions: int
 
 
 def missing() -> str:
@@ -126,12 +130,28 @@ def _machine_code(spirv: bytes, target: Target, registers: int) -> MachineCode:
             for text in listings
             for name, operands in _INSTRUCTION.findall(text)
         ],
+        max((_longest_loop(text) for text in listings), default=0),
     )
 
 
 def _title(name: str, operands: str) -> str:
     types = _OPERAND_TYPE.findall(operands) if name.startswith("dpas") else []
     return f"{name}:{types[-1]}" if types else name
+
+
+def _longest_loop(listing: str) -> int:
+    """Instructions between a label and the last jump back to it, of the loop that has most."""
+    labels: dict[str, int] = {}
+    count = longest = 0
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = count
+        elif _INSTRUCTION.match(line):
+            count += 1
+        if jump := _JUMP.search(line):
+            back = (labels[name] for name in re.findall(r"L\d+", jump[0]) if name in labels)
+            longest = max(longest, count - min(back, default=count))
+    return longest
 
 
 def _number(pattern: re.Pattern[str], text: str) -> int:

@@ -21,6 +21,7 @@ from anymla.cli import (
     bench_prefill,
     bench_report,
     bench_same_code,
+    bench_xpu,
 )
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import command_line, json_option
@@ -87,4 +88,5 @@ command.add_command(bench_attention.attention)
 command.add_command(bench_prefill.prefill)
 command.add_command(bench_gpu.build_matrix)
 command.add_command(bench_same_code.same_code)
+command.add_command(bench_xpu.xpu_attention)
 command.add_command(bench_report.report)

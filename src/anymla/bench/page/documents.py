@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from anymla.bench.page.decode import decode_blocks
 from anymla.bench.page.evidence import evidence_blocks
-from anymla.bench.page.intel import intel_table
+from anymla.bench.page.intel import intel_peer_table, intel_table
 from anymla.bench.page.layers import layer_table
 from anymla.bench.page.peers import decode_by_heads, peer_table
 from anymla.bench.page.prefill import prefill_blocks
@@ -28,6 +28,8 @@ def readme_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
         blocks["decode"] = markdown(decode, numbers=True)
     if built := intel_table(rows):
         blocks["intel"] = built
+    if beside := intel_peer_table(rows):
+        blocks["intel_peer"] = beside
     if layers := layer_table(rows):
         blocks["layer"] = layers
     blocks |= prefill_blocks(rows) | decode_blocks(rows) | evidence_blocks(rows)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from anymla.bench.page.rows import Row
 from anymla.ops.device import TARGETS
 
+PEER_PART = "decode attention built for Intel's GPUs"
+
 
 def intel_table(rows: Sequence[Row]) -> list[str]:
     """Lines of a Markdown table: a line a kernel, a column a target, the largest of its builds.
@@ -34,6 +36,33 @@ def intel_table(rows: Sequence[Row]) -> list[str]:
     compilers = {(row["triton"], row["ocloc"]) for row in found if row.get("built")}
     lines += ["", *(f"(triton-xpu {triton}, ocloc {ocloc})" for triton, ocloc in sorted(compilers))]
     return lines
+
+
+def intel_peer_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table: decode attention of both libraries, a line a target and kernel.
+
+    Args:
+        rows: the newest of each kernel; others are left out.
+    """
+    found = [row for row in rows if row.get("part") == PEER_PART]
+    if not found:
+        return []
+    lines = [
+        "| target | kernel | spilled | KiB | DPAS | instructions a key | sink |",
+        "|---" * 7 + "|",
+    ]
+    for row in sorted(found, key=lambda row: list(TARGETS).index(row["target_name"])):
+        each, whole = row["instructions_per_key"], row["library_instructions_per_key"]
+        keys = f"{each:,}" if each == whole else f"{each:,} of {whole:,}"
+        cells = (
+            row["target_name"], f"{row['library']}: {row['kernel']}", f"{row['spills']:,}",
+            f"{row['code_bytes'] / 1024:.0f}", row["products"], keys,
+            "yes" if row["sink"] else "left out",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    made = {(row["triton"], row["ocloc"], row["vllm"]) for row in found}
+    words = "(triton-xpu {}, ocloc {}, vLLM {})"
+    return [*lines, "", *(words.format(*each) for each in sorted(made, key=str))]
 
 
 def _cell(builds: Sequence[Row]) -> str:

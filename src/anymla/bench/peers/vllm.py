@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import math
+import sys
+import types
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -59,6 +64,48 @@ class VllmXpu(Peer):
             for window, entries in inputs.lists
             if entries is not None
         ]
+
+
+class UnpackedVllmXpu(VllmXpu):
+    """The same of a vLLM that lies in a folder, and need not be able to run here.
+
+    Its kernels need Triton alone, the package much more. So its packages are entered without what
+    they do when they are imported, and ``vllm.triton_utils`` has Triton and two constants. The
+    process has no other vLLM from then on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Import nothing yet.
+
+        Args:
+            folder: where ``vllm`` lies, as a wheel unpacks.
+        """
+        super().__init__(functools.partial(_import_unpacked, folder))
+        self._folder = folder
+
+    def version(self) -> str | None:
+        """As its metadata beside it say, if they are there."""
+        found = metadata.distributions(name="vllm", path=[str(self._folder)])
+        return next((each.version for each in found), None)
+
+
+def _import_unpacked(folder: Path, name: str) -> Any:
+    if not (folder / "vllm").is_dir():
+        raise ImportError(f"{folder} has no folder vllm")
+    import triton
+    import triton.language as tl
+
+    packages = ("vllm", "vllm.models", "vllm.models.deepseek_v4", "vllm.models.deepseek_v4.xpu",
+                "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops")  # fmt: skip
+    for package in packages:
+        module = types.ModuleType(package)
+        module.__path__ = [str(folder.joinpath(*package.split(".")))]
+        sys.modules[package] = module
+    utilities: Any = types.ModuleType("vllm.triton_utils")
+    utilities.tl, utilities.triton = tl, triton
+    utilities.LOG2E, utilities.LOGE2 = math.log2(math.e), math.log(2)
+    sys.modules["vllm.triton_utils"] = utilities
+    return importlib.import_module(name)
 
 
 class VllmTopk:
