@@ -37,6 +37,7 @@ def inputs() -> DecodeInputs:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
     cache, extra_cache = (layout.allocate(_PAGES, _PAGE, "meta") for _ in range(2))
+    lists: list[tuple[torch.Tensor, torch.Tensor | None]]
     lists = [(empty(1, 1, SHAPE.width), empty(1, 1, SHAPE.extra))]
     q = empty(1, 1, SHAPE.heads, SHAPE.model.dim, dtype=torch.bfloat16)
     sink = empty(SHAPE.heads, dtype=torch.float32)

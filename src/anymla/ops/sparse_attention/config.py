@@ -273,8 +273,8 @@ class Tile:
     """How a program of the portable kernel computes.
 
     Attributes:
-        heads: heads of a program, a power of two of at least 16.
-        keys: listed rows a step, a power of two of at least 16; 8 do on Arc A.
+        heads: heads of a program, a power of two of at least 16; on Arc A of 8.
+        keys: listed rows a step, likewise.
         keys_first: swap_ab: products are rows x heads instead of heads x rows.
         warps: of a program.
         stages: depth of the pipeline of row loads; 1 is none.
@@ -307,6 +307,8 @@ _ROW_CHANNELS, _ROW_VALUES = 576, 512
 # Arc A, in float32, whose products may have 8 terms: 48 registers are spilled; 16 keys a step spill
 # 293, bfloat16's 16 terms 562.
 _ARC_A_ROW_PARTS = Tile(16, 8, False, 32, row_parts=16)
+# 16 heads of wider rows take 80 KiB of its 64 KiB of shared memory.
+_ARC_A_WIDE_ROW_PARTS = Tile(8, 8, False, 32, row_parts=16)
 # Other rows there, without matrix products: no spills, 8 warps spill 36 registers and 4 some 840.
 _XPU_WARPS = 16
 
@@ -348,7 +350,9 @@ def choose_tile(
     """
     fits = channels <= _ROW_CHANNELS and values <= _ROW_VALUES
     if target.arc_a:
-        return _ARC_A_ROW_PARTS if fits else Tile(16, 8, False, 2 * _XPU_WARPS)
+        if not fits:
+            return Tile(16, 8, False, 2 * _XPU_WARPS)
+        return _ARC_A_ROW_PARTS if channels <= 512 else _ARC_A_WIDE_ROW_PARTS
     if target.backend == "xpu":
         whole = mode == "bfloat16" and fits
         return _ROW_PARTS if whole else Tile(16, 16, False, _XPU_WARPS)
