@@ -11,6 +11,7 @@ from anymla.bench.ceilings import ceilings
 from anymla.bench.context import CONTEXTS, context_curve
 from anymla.bench.decode import decode
 from anymla.bench.memory import cache_bytes, loading
+from anymla.bench.packed import packed
 from anymla.bench.report import Result
 
 
@@ -31,6 +32,7 @@ def parts(quick: bool) -> dict[str, Callable[[], list[Result]]]:
     return {
         "machine": lambda: ceilings(rounds),
         "attention": lambda: attention(rounds),
+        "packed": lambda: packed(rounds),
         "decode": lambda: _in_directory(lambda place: decode(place, turns)),
         "context": lambda: _in_directory(lambda place: context_curve(place, contexts, turns)),
         "memory": lambda: _in_directory(cache_bytes) + _in_directory(loading),
