@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.page_layout import (
+    MAIN_FP8,
+    V41_COMPRESSED_NVFP4,
+    V41_MAIN_FP8,
+    get_layout,
+)
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.rows import GroupStep, Rows
 from anymla.layers.step import Step
@@ -20,8 +25,8 @@ WINDOW, PAGE, ENTRY_PAGE = 16, 8, 4
 SPANS = ((37, 1), (30, 23), (0, 5), (5, 40), (0, 1))
 
 
-def cache_of(pages: int, entries: int) -> torch.Tensor:
-    layout = get_layout(MAIN_FP8)
+def cache_of(pages: int, entries: int, layout_id: str) -> torch.Tensor:
+    layout = get_layout(layout_id)
     cache = layout.allocate(pages, entries)
     layout.write(cache, torch.arange(pages * entries), torch.randn(pages * entries, 512))
     return cache
@@ -36,7 +41,12 @@ def tables(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("ratio", [0, 4, 16], ids=["window", "selected", "all"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_chunk_sees_what_its_lists_say(ratio, padded):
+@pytest.mark.parametrize(
+    "layouts",
+    [(MAIN_FP8, MAIN_FP8), (MAIN_FP8, V41_COMPRESSED_NVFP4), (V41_MAIN_FP8, V41_COMPRESSED_NVFP4)],
+    ids=["fp8", "4-bit entries", "V4.1"],
+)
+def test_a_chunk_sees_what_its_lists_say(ratio, padded, layouts):
     torch.manual_seed(ratio)
     lengths = [before + count for before, count in SPANS]
     counts = tuple(count for _, count in SPANS)
@@ -46,7 +56,7 @@ def test_a_chunk_sees_what_its_lists_say(ratio, padded):
         positions = torch.cat((positions, torch.zeros(3, dtype=torch.int64)))
         request = torch.cat((request, torch.full((3,), -1, dtype=torch.int32)))
     table, pages = tables(lengths, PAGE)
-    window_cache = cache_of(pages, PAGE)
+    window_cache = cache_of(pages, PAGE, layouts[0])
     indices, window_lens = window_rows(positions, request, table, block_size=PAGE, window=WINDOW)
     group = GroupStep(table, torch.empty(0), PAGE)
     step = Step(
@@ -67,7 +77,7 @@ def test_a_chunk_sees_what_its_lists_say(ratio, padded):
     lists = more = more_lens = entry_cache = compressed = None
     if ratio:
         entry_table, entry_pages = tables([max(n // ratio, 1) for n in lengths], ENTRY_PAGE)
-        entry_cache = cache_of(entry_pages, ENTRY_PAGE)
+        entry_cache = cache_of(entry_pages, ENTRY_PAGE, layouts[1])
         compressed = GroupStep(entry_table, torch.empty(0), ENTRY_PAGE)
         width = max(lengths) // ratio
         more, local, more_lens = compressed_rows(
@@ -84,13 +94,16 @@ def test_a_chunk_sees_what_its_lists_say(ratio, padded):
     want, want_lse = sparse_attention(
         q, window_cache, indices, window_lens,
         extra_cache=entry_cache, extra_indices=more, extra_lengths=more_lens, sink=torch.ones(3),
+        layout=layouts[0], extra_layout=layouts[1],
     )  # fmt: skip
 
     plan = prefill_rows(step, lengths, group, window=WINDOW, compressed=compressed, ratio=ratio)
     assert plan.first_token == 1
     held = sum(n // ratio for n in lengths[1:]) if ratio else 0
     seen = sum(min(count + WINDOW - 1, n) for count, n in zip(counts[1:], lengths[1:], strict=True))
-    rows = plan.decode(window_cache, entry_cache, layout=MAIN_FP8, dtype=torch.float32)
+    rows = plan.decode(
+        window_cache, entry_cache, layout=layouts[0], entry_layout=layouts[1], dtype=torch.float32
+    )
     assert len(rows) == seen + held, "no longer than what can be seen"
     out, lse = prefill_attention(
         q[1:],

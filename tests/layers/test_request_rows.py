@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.page_layout import MAIN_FP8, V41_COMPRESSED_NVFP4, get_layout
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.prefill_attention import prefill_attention
@@ -72,24 +72,31 @@ class Step:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("entries", [False, True])
+@pytest.mark.parametrize("entries", [None, MAIN_FP8, V41_COMPRESSED_NVFP4])
 def test_queries_see_what_their_lists_say(entries):
     step = Step()
+    kinds = {"layout": MAIN_FP8, "entry_layout": entries, "dtype": torch.float32}
+    if entries is not None:
+        slots = torch.arange(step.entries.shape[0] * ENTRY_PAGE)
+        written = LAYOUT.read(step.entries, slots, torch.float32)
+        step.entries = get_layout(entries).allocate(len(step.entries), ENTRY_PAGE)
+        get_layout(entries).write(step.entries, slots, written)
     q, sink = torch.randn(len(step.positions), 3, 512), torch.ones(3)
     given = {}
     if entries:
         listed, lengths = step.lists("entries")
         given = {
-            "extra_cache": step.entries, "extra_indices": listed, "extra_lengths": lengths
+            "extra_cache": step.entries, "extra_indices": listed, "extra_lengths": lengths,
+            "extra_layout": entries,
         }  # fmt: skip
     want, want_lse = sparse_attention(q, step.window, *step.lists("window"), sink=sink, **given)
 
-    made = step.rows(entries=entries)
-    rows = made.decode(step.window, step.entries, layout=MAIN_FP8, dtype=torch.float32)
+    made = step.rows(entries=entries is not None)
+    rows = made.decode(step.window, step.entries, **kinds)
     assert len(rows) == len(REQUESTS) * (WINDOW + QUERIES - 1 + made.entries)
     # Nothing that was not written is seen, though it be NaN.
     poisoned = torch.full_like(rows, torch.nan)
-    kept = made.decode(step.window, step.entries, layout=MAIN_FP8, dtype=torch.float32)
+    kept = made.decode(step.window, step.entries, **kinds)
     for first, count, more, seen in made.runs.tolist():
         for start, number in ((first, count), (more, seen)):
             poisoned[start : start + number] = kept[start : start + number]

@@ -135,7 +135,7 @@ def _right(drafts, known):
         yield draft
 
 
-@pytest.mark.parametrize("kv_cache", ["fp8", "bf16"])
+@pytest.mark.parametrize("kv_cache", ["fp8", "fp8-nvfp4", "bf16"])
 def test_other_rows_in_the_caches(dspark_model, kv_cache):
     """Of what precision the rows are is the same with drafts and without."""
     texts = [

@@ -163,7 +163,7 @@ def test_workspaces_with_quantised_heads(tiny_model, monkeypatch):
     assert tokens[True] == tokens[False]
 
 
-@pytest.mark.parametrize("kv_cache", ["fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("kv_cache", ["fp8", "fp8-nvfp4", "bf16", "fp32"])
 def test_recycled_pages_leave_no_trace(tiny_model, kv_cache):
     """Conformance C9, bit for bit: pages full of others' rows, or of poison, are as good as new."""
     request = Request("b", _prompt(150, 7), 6, prompt_logprobs=True)
@@ -180,6 +180,29 @@ def test_recycled_pages_leave_no_trace(tiny_model, kv_cache):
         assert got.token_ids == results[2].token_ids
         assert got.prompt_logprobs == results[2].prompt_logprobs
         assert got.logprobs == results[2].logprobs
+
+
+def test_compressed_entries_in_a_record_of_their_own(tiny_model):
+    """Windows as before, entries in half the bytes, and every kind of step reads them alike."""
+    engine = _engine(tiny_model, kv_cache="fp8-nvfp4")
+    widths = {kind: set() for kind in ("window", "compressed", "index")}
+    for cache in engine.store.layers:
+        for kind, found in widths.items():
+            held = getattr(cache, kind)
+            found |= set() if held is None else {held.shape[2]}
+    assert widths == {"window": {584}, "compressed": {288}, "index": {132}}
+    request = Request("b", _prompt(290, 7), 0, prompt_logprobs=True)
+    kinds = (("fp32", 512), ("fp8", 512), ("fp8-nvfp4", 512), ("fp8-nvfp4", 1))
+    exact, *others = (
+        _engine(tiny_model, kv_cache=kind, chunk_size=size).run([request])[0]
+        for kind, size in kinds
+    )
+    wanted = torch.tensor(exact.prompt_logprobs[1:])
+    errors = [
+        float((torch.tensor(each.prompt_logprobs[1:]) - wanted).abs().mean()) for each in others
+    ]
+    # Of a model with random weights, whose experts are chosen by a hair.
+    assert max(errors[1:]) < 1.25 * errors[0]
 
 
 def test_score_equals_decoding_step_by_step(tiny_model):

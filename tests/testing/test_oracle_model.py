@@ -74,7 +74,7 @@ def test_coarser_cache_rows_move_the_logits_further(random_checkpoint) -> None:
     ]
     assert errors[0] == 0
     assert 0 < errors[1] < 1e-6 < errors[2]
-    for kv in ("fp8", "fp8-mxfp4-index"):
+    for kv in ("fp8", "fp8-mxfp4-index", "fp8-nvfp4"):
         assert errors[2] < relative_error(oracle.run(ids, kv=kv).logits, exact) < 0.5
 
 
