@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anymla.compat import _scheduling, flash_mla
-from anymla.formats.page_layout import MAIN_FP8, V32_FP8
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, V41_COMPRESSED_NVFP4, V41_MAIN_FP8
 from anymla.ops.device import triton_support
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 from anymla.testing.conformance.expected import Attention, attend
@@ -452,9 +452,9 @@ def call(**changes):
         ({"head_dim_v": 513}, ValueError, "value_dim must be from 1 to D=512"),
         ({"k_cache": torch.zeros(2, 2, 1, 512)}, TypeError, "k_cache must be a tensor of bytes"),
         (
-            {"k_cache": torch.zeros(2, 2, 1, 528, dtype=torch.uint8)},
+            {"k_cache": torch.zeros(2, 2, 1, 592, dtype=torch.uint8)},
             ValueError,
-            r"\[P, B, 1, 584\] or \[P, B, 1, 656\]",
+            r"\[P, B, 1, 584\] or \[P, B, 1, 656\] or .* 528\] or .* 288\]",
         ),
         (
             {"k_cache": torch.zeros(2, 2, 1, 656, dtype=torch.uint8)},
@@ -469,6 +469,33 @@ def call(**changes):
 def test_what_does_not_fit_is_named(changes, kind, words):
     with pytest.raises(kind, match=words):
         call(**changes)
+
+
+@pytest.mark.parametrize("extra", [V41_COMPRESSED_NVFP4, V41_MAIN_FP8, None])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_v41_caches_are_known_by_the_width_of_their_entries(backend, extra, monkeypatch):
+    """A window of 528 bytes an entry, pages of 32; entries of 288 or 528, pages of 64."""
+    if backend == "triton" and not triton_support(torch.empty(0)):
+        pytest.skip("Triton kernels do not run here")
+    monkeypatch.setattr(
+        flash_mla, "sparse_attention", functools.partial(sparse_attention, backend=backend)
+    )
+    window = scope(2, 32, lengths=[32, 7], page=32, layout=V41_MAIN_FP8)
+    q, more, rows = torch.randn(2, 1, 16, 512).bfloat16(), {}, [window.rows(0), window.rows(1)]
+    if extra is not None:
+        entries = scope(2, 20, lengths=[20, 3], page=64, layout=extra)
+        more = {
+            "extra_k_cache": entries.cache.unsqueeze(2),
+            "extra_indices_in_kvcache": entries.indices.unsqueeze(1),
+            "extra_topk_length": entries.lengths,
+        }
+        rows = [torch.cat((row, entries.rows(token))) for token, row in enumerate(rows)]
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, window.cache.unsqueeze(2).view(torch.float8_e4m3fn), None, None, 512,
+        flash_mla.get_mla_metadata()[0], is_fp8_kvcache=True, indices=window.indices.unsqueeze(1),
+        topk_length=window.lengths, attn_sink=torch.zeros(16), **more,
+    )  # fmt: skip
+    attend(q[:, 0], rows, torch.zeros(16)).check((out[:, 0], lse[..., 0]))
 
 
 def test_dense_attention_is_not_provided():

@@ -22,7 +22,13 @@ from anymla.compat._dense import (
     not_provided,
 )
 from anymla.compat._scheduling import FlashMLASchedMeta, get_mla_metadata
-from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.formats.page_layout import (
+    MAIN_FP8,
+    V32_FP8,
+    V41_COMPRESSED_NVFP4,
+    V41_MAIN_FP8,
+    get_layout,
+)
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, require
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 
@@ -36,7 +42,11 @@ __all__ = [
     "get_mla_metadata",
 ]
 
-_LAYOUTS = {get_layout(name).row_elements: name for name in (MAIN_FP8, V32_FP8)}
+# V4.1's entries with their scales behind them, as FlashMLA has them since September 2026.
+_LAYOUTS = {
+    get_layout(name).row_elements: name
+    for name in (MAIN_FP8, V32_FP8, V41_MAIN_FP8, V41_COMPRESSED_NVFP4)
+}
 
 
 def flash_mla_with_kvcache(
@@ -62,8 +72,9 @@ def flash_mla_with_kvcache(
 
     Args:
         q: [b, s_q, H, d] floating point; d is 512 for V4's caches, 576 for V3.2's. Any H.
-        k_cache: [P, B, 1, 584] (DeepSeek-V4) or [P, B, 1, 656] (DeepSeek-V3.2), any type of one
-            byte, any page size and page stride.
+        k_cache: [P, B, 1, 584] (DeepSeek-V4), [P, B, 1, 656] (DeepSeek-V3.2), [P, B, 1, 528] (FP8
+            rows of DeepSeek-V4.1) or [P, B, 1, 288] (its NVFP4 rows, which FlashMLA takes as
+            ``extra_k_cache`` alone), any type of one byte, any page size and page stride.
         block_table: ignored; slots in ``indices`` are global.
         cache_seqlens: ignored.
         head_dim_v: width of the value: its first channels of a row. FlashMLA takes 512 alone.
@@ -75,7 +86,7 @@ def flash_mla_with_kvcache(
         indices: [b, s_q, topk] int32, ``page * B + offset``; any slot that is negative or beyond
             the cache is skipped (FlashMLA reads out of bounds for all but -1).
         attn_sink: [H] float32, a logit per head that carries no value; infinities are legal.
-        extra_k_cache: a second cache; page size and stride of its own.
+        extra_k_cache: a second cache; page size, stride and record of its own.
         extra_indices_in_kvcache: [b, s_q, extra topk] int32 slots of ``extra_k_cache``.
         topk_length: [b] int32, leading columns of ``indices`` in use, for every one of the s_q.
         extra_topk_length: [b] int32.

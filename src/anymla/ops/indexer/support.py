@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.formats.pages import pages_of
-from anymla.formats.records import SplitFp8Layout
+from anymla.formats.records import RowNvfp4Layout, SplitFp8Layout
 from anymla.ops.device import float32_support, target_of, triton_problem
 from anymla.ops.registry import Support
 
@@ -39,8 +39,8 @@ def paged_support(
 ) -> Support:
     """Of ``paged_mqa_logits``: rows of one kind of value, at addresses of whole numbers."""
     kind = get_layout(layout)
-    if isinstance(kind, SplitFp8Layout):
-        return Support(False, f"not the split rows of {layout}")
+    if isinstance(kind, (SplitFp8Layout, RowNvfp4Layout)):
+        return Support(False, f"not the rows of {layout}")
     if q.shape[2] > _MAX_HEADS:
         return Support(False, f"at most {_MAX_HEADS} heads, got {q.shape[2]}")
     # Scales of an FP8 page are float32 numbers.
