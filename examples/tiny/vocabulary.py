@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Iterable
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
-BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+from anymla.testing.tiny_tokenizer import BOS, EOS, write_files
+
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 SPECIAL = (BOS, EOS, USER, ASSISTANT)
 SIZE = 1536
@@ -57,18 +57,7 @@ def train(text: str, phrases: Iterable[str] = ()) -> tokenizers.Tokenizer:
 
 def write(inner: tokenizers.Tokenizer, directory: pathlib.Path, max_length: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
-    (directory / "tokenizer.json").write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    text = json.dumps(config, indent=2, ensure_ascii=False)
-    (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    write_files(directory, inner, max_length, CHAT_TEMPLATE)
 
 
 def read(directory: pathlib.Path) -> tokenizers.Tokenizer:

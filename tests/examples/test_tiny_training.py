@@ -1,5 +1,6 @@
 """How the tiny checkpoint is trained: the texts, the kernels, the network and a few steps."""
 
+import json
 import os
 import subprocess
 import sys
@@ -78,6 +79,15 @@ def test_kernels_do_what_their_plain_forms_do() -> None:
 def test_the_tokenizer_has_every_pair_of_digits(writer) -> None:
     for n in (0, 7, 42, 99):
         assert len(writer._inner.encode(f"{n:02}", add_special_tokens=False).ids) == 1
+
+
+def test_the_stored_tokenizer_is_what_is_written(tmp_path) -> None:
+    import vocabulary
+
+    longest = json.loads((CHECKPOINT / "config.json").read_text())["max_position_embeddings"]
+    vocabulary.write(vocabulary.read(CHECKPOINT), tmp_path, longest)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_text("utf-8") == (CHECKPOINT / name).read_text("utf-8")
 
 
 @pytest.mark.parametrize("length", [256, 1024])

@@ -26,18 +26,7 @@ def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
         vocab_size: at least 258.
         max_length: tokens of the longest text, for readers that warn of it.
     """
-    inner = tiny_tokenizer(vocab_size)
-    (directory / "tokenizer.json").write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-    }
-    text = json.dumps(config, indent=2, ensure_ascii=False)
-    (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    write_files(directory, tiny_tokenizer(vocab_size), max_length)
 
 
 def tiny_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
@@ -55,3 +44,29 @@ def tiny_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
         single=f"{BOS} $A", special_tokens=[(BOS, 0)]
     )
     return inner
+
+
+def write_files(
+    directory: Path, inner: tokenizers.Tokenizer, max_length: int, chat_template: str | None = None
+) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of any tokenizer with BOS and EOS.
+
+    Args:
+        directory: where.
+        inner: the tokenizer, which puts BOS in front of a text.
+        max_length: tokens of the longest text, for readers that warn of it.
+        chat_template: Jinja's, or None for none.
+    """
+    (directory / "tokenizer.json").write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
