@@ -310,8 +310,14 @@ def test_passkeys_are_found_end_to_end(tmp_path):
     assert found["512 tokens"] == "+ +"
     assert "-" in found["stale index rows"]
     assert lines[6].split() == ["1024", "tokens", "+", "+"]
+    assert lines[11] == "log-probabilities of the text itself, 1024 tokens, in float32"
+    said = {line[:22].strip(): float(line[22:].split()[0]) for line in lines[12:]}
+    assert list(said) == ["none", "bfloat16", "sink dropped", "window off by one"]
+    assert all(3 < nats < 4 for nats in said.values())
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 2 * 2 * 5
+    assert len(rows) == 2 * 2 * 5 + 4
+    assert rows[-1]["fault"] == "window off by one"
+    assert 0 < rows[-1]["typical"] < rows[-1]["largest"]
     assert {"length", "depth", "fault", "found", "text", "confidence"} <= set(rows[0])
 
 

@@ -85,6 +85,12 @@ def test_a_trained_checkpoint_speaks_and_finds(tmp_path) -> None:
         "stale index rows": "WRONG",
         "half a page swapped": "WRONG",
     }
+    # What the question did not notice, the comparison does.
+    noticed = re.findall(r"^    (\S.{19}) ((?:NOT )?noticed)  largest", result.stdout, re.M)
+    assert noticed == [
+        (f"{'sink dropped':20}", "noticed"),
+        (f"{'window off by one':20}", "noticed"),
+    ]
     assert lines[-1] == "OK: log-probabilities, cache bytes and selections agree with float64"
 
 

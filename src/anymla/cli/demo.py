@@ -21,6 +21,7 @@ from anymla.runtime.engine import Engine
 from anymla.runtime.llm import LLM
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request, check_request
+from anymla.testing.likelihood import compare
 from anymla.testing.oracle import RecordedModel, Recorder, check_run
 from anymla.testing.retrieval import FACT, FAULTS, QUESTION, ask, hide, read
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
@@ -133,6 +134,8 @@ def command(
         click.echo(f"    {line}")
     if not report.ok:
         raise click.ClickException("the run and the oracle disagree")
+    if not random:
+        _show_unnoticed(llm, prompt, float(report.allowed))
     problem = triton_problem()
     if problem:
         click.echo(f"{problem}; the torch backend, which ran here, does without")
@@ -194,6 +197,19 @@ def _search(llm: LLM, text: str, context: int, say: _Steps) -> None:
         )
     if not answers["nothing broken"].found:
         raise click.ClickException(f"the passkey {hidden.digits} was not found")
+
+
+def _show_unnoticed(llm: LLM, prompt: tuple[int, ...], allowed: float) -> None:
+    """What a question does not notice moves log-probabilities by far more than is allowed."""
+    click.echo(f"    the same {len(prompt)} tokens with one thing broken throughout:")
+    for name, moved in compare(llm, prompt):
+        if name != "none":
+            verdict = "noticed" if moved.largest > allowed else "NOT noticed"
+            click.echo(
+                f"    {name:20} {verdict}  largest difference {moved.largest:.2f} (mean "
+                f"{moved.typical:.3f}); text likely as before: {moved.nats:.2f} nats a token, "
+                f"{moved.lost:+.3f}"
+            )
 
 
 def _rate(tokens: int, seconds: float) -> str:

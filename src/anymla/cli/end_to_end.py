@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from anymla.engines.vllm.pinned import installed_version
 from anymla.formats.untrusted import read_object
 from anymla.runtime.llm import LLM
 from anymla.testing.devices import named_device
+from anymla.testing.likelihood import compare
 from anymla.testing.retrieval import (
     ANSWER,
     FAULTS,
@@ -35,9 +37,10 @@ from anymla.testing.retrieval import (
 )
 from anymla.testing.widen import widen
 
-PART = "retrieval of a passkey"
+PART, TEXT_PART = "retrieval of a passkey", "text with one thing broken"
 _COMMAND = "anymla conformance --end-to-end"
 _WIDTH = 22
+_TEXT = 4096  # tokens of the text that are weighed, at most
 
 
 def ask_for_passkeys(
@@ -68,7 +71,24 @@ def ask_for_passkeys(
             some = list(survey(llm, words, [length], depths, FAULTS if faults else ()))
         _show(length, some)
         found += some
-    _conclude(found, json_file)
+    rows = _passkey_rows(found)
+    if faults:
+        with bad_input():
+            exact = LLM(checkpoint, device=place, backend=backend, dtype="fp32")
+        token_ids = llm.tokenizer.encode(words)[: min(max(lengths), _TEXT)]
+        rows += _weigh(exact, llm, token_ids)
+    _conclude(found, rows, json_file)
+
+
+def _weigh(exact: LLM, rounded: LLM, token_ids: Sequence[int]) -> list[Result]:
+    """Show what the faults do to the text itself, beside what rounding does."""
+    click.echo(f"log-probabilities of the text itself, {len(token_ids)} tokens, in float32")
+    rows = []
+    for name, moved in compare(exact, token_ids, rounded=rounded):
+        click.echo(f"  {name:{_WIDTH - 2}} {moved}")
+        case = f"{len(token_ids)} tokens, {name}"
+        rows.append(Result(TEXT_PART, case, {"fault": name, **dataclasses.asdict(moved)}))
+    return rows
 
 
 def ask_vllm_for_passkeys(
@@ -108,7 +128,7 @@ def ask_vllm_for_passkeys(
             for length in lengths:
                 _show(length, [each for each in some if each.length == length])
             found += some
-    _conclude(found, json_file, " --engine vllm")
+    _conclude(found, _passkey_rows(found), json_file, " --engine vllm")
 
 
 def _fit(checkpoint: Path, directory: Path, *, on_gpu: bool) -> Path:
@@ -157,16 +177,21 @@ def _show(length: int, found: Sequence[Finding]) -> None:
         click.echo(f"{label:{_WIDTH}} {' '.join(some)}")
 
 
-def _conclude(found: Sequence[Finding], json_file: Path | None, words: str = "") -> None:
-    if json_file is not None:
-        rows = [Result(PART, _case(each), each.as_dict()) for each in found]
-        with bad_input():
-            append_rows(json_file, rows, environment(_COMMAND + words))
-    missed = sum(each.fault == "none" and not each.answer.found for each in found)
-    if missed:
-        raise click.ClickException(f"{missed} passkeys were not found")
+def _passkey_rows(found: Sequence[Finding]) -> list[Result]:
+    return [Result(PART, _case(each), each.as_dict()) for each in found]
 
 
 def _case(found: Finding) -> str:
     engine = "" if found.engine == "anymla" else f", {found.engine}"
     return f"{found.length} tokens, depth {found.depth:g}, {found.fault}{engine}"
+
+
+def _conclude(
+    found: Sequence[Finding], rows: Sequence[Result], json_file: Path | None, words: str = ""
+) -> None:
+    if json_file is not None:
+        with bad_input():
+            append_rows(json_file, rows, environment(_COMMAND + words))
+    missed = sum(each.fault == "none" and not each.answer.found for each in found)
+    if missed:
+        raise click.ClickException(f"{missed} passkeys were not found")

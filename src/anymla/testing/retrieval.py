@@ -162,11 +162,13 @@ class Fault:
         name: in a word or two.
         words: what happens, in a line.
         broken: breaks an engine for as long as the context lasts.
+        lasting: it is everywhere, not in the fact's page alone.
     """
 
     name: str
     words: str
     broken: Callable[[Engine, Hidden], contextlib.AbstractContextManager[None]]
+    lasting: bool = False
 
 
 @contextlib.contextmanager
@@ -239,8 +241,8 @@ def _swapped_halves(engine: Engine, hidden: Hidden) -> Iterator[None]:
 
 
 FAULTS = (
-    Fault("sink dropped", "attention without the learned sink", _no_sink),
-    Fault("window off by one", "127 tokens instead of 128", _short_window),
+    Fault("sink dropped", "attention without the learned sink", _no_sink, lasting=True),
+    Fault("window off by one", "127 tokens instead of 128", _short_window, lasting=True),
     Fault("stale index rows", "one page of index keys was never written", _stale_index_rows),
     Fault("half a page swapped", "one page of entries, its halves exchanged", _swapped_halves),
 )
