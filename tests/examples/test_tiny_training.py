@@ -1,5 +1,6 @@
 """How the tiny checkpoint is trained: the texts, the kernels, the network and a few steps."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from anymla.model.load import load_model
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 CHECKPOINT = TINY / "checkpoint"
@@ -159,3 +162,27 @@ def test_a_few_steps_learn_a_batch_by_heart(writer) -> None:
         optimizer.step(3e-3)
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1.5
+
+
+def test_the_command_trains_and_writes_a_checkpoint(tmp_path, monkeypatch) -> None:
+    """All of ``train.py --small`` but the download, with fewer steps."""
+    import train
+    import vocabulary
+
+    inner = vocabulary.read(CHECKPOINT)
+    vocabulary.write(inner, tmp_path, 1 << 20)
+    text = inner.encode((TINY / "persuasion.txt").read_text("utf-8"), add_special_tokens=False)
+    for name in ("first", "all", "held"):
+        np.save(tmp_path / f"{name}.npy", np.array(text.ids, dtype=np.uint16))
+    phases = [dataclasses.replace(each, batch=1, steps=2) for each in train.SMALL]
+    monkeypatch.setattr(train, "SMALL", tuple(phases))
+    words = ["train.py", str(tmp_path), "--small", "--prepared", "--workers", "1"]
+    monkeypatch.setattr(sys, "argv", words)
+    with torch.enable_grad():
+        train.main()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines[-1]["held_out"] < 9  # a guess is 7.3
+    assert list(lines[-1]["found"]) == ["512"]
+    (config,) = tmp_path.rglob("config.json")
+    model = load_model(config.parent, dtype=torch.float32, progress=False)
+    assert len(model.drafts) == 1
