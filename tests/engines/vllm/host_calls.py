@@ -259,24 +259,27 @@ def counted(step: Any, kernels: collections.Counter[str]) -> dict[str, Any]:
 
 
 def timed(step: Any, repeats: int) -> dict[str, float]:
-    """Microseconds of a step in each operation, the best of many steps."""
-    spent: dict[str, float] = collections.defaultdict(float)
-    best: dict[str, float] = {}
+    """Microseconds of a step in each operation: every call at its best of many steps."""
+    names: list[str] = []
+    best: list[float] = []
     run = Operation.__call__
 
     def noted(operation: Any, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = run(operation, *args, **kwargs)
-        spent[operation.name] += time.perf_counter() - start
+        spent.append(time.perf_counter() - start)
+        names.append(operation.name)
         return result
 
     for _ in range(repeats):
-        spent.clear()
+        spent: list[float] = []
+        names.clear()
         with mock.patch.object(Operation, "__call__", noted):
             step()
-        for name, seconds in spent.items():
-            best[name] = min(best.get(name, 1.0), seconds)
-    found = {name: 1e6 * seconds for name, seconds in best.items()}
+        best = [min(pair) for pair in zip(best or spent, spent, strict=True)]
+    found: dict[str, float] = collections.defaultdict(float)
+    for name, seconds in zip(names, best, strict=True):
+        found[name] += 1e6 * seconds
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
 import anymla.engines.vllm.model  # noqa: F401  has the metadata kernels registered
 from anymla.engines.vllm import attention, prefill
+from anymla.engines.vllm import step as shared
 from anymla.engines.vllm.metadata import CompressedBuilder, WindowBuilder
 
 LONGEST, MOST_TOKENS = 768, 512
@@ -76,10 +77,11 @@ def metadata(step: Step) -> dict[str, Any]:
 
 def attended(layer: Any, forward: Any, step: Step, built: dict[str, Any]) -> Tensor:
     """Outputs of the real tokens."""
-    context = types.SimpleNamespace(attn_metadata=built)
+    context = types.SimpleNamespace(attn_metadata=built, additional_kwargs={})
     output = torch.full_like(step.q, torch.nan)
     with (
         mock.patch.object(attention, "get_forward_context", return_value=context),
+        mock.patch.object(shared, "get_forward_context", return_value=context),
         mock.patch.object(cpu_sparse, "get_forward_context", return_value=context),
     ):
         forward(layer, step.q, None, step.positions, output)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 # What ``get_forward_context`` returns: the metadata of the step that runs.
-context = types.SimpleNamespace(attn_metadata=None)
+context = types.SimpleNamespace(attn_metadata=None, additional_kwargs={})
 # vLLM's manager of scratch memory, if there is to be one.
 workspace = types.SimpleNamespace(manager=None)
 

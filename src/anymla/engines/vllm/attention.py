@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 from anymla.engines.vllm import report
 from anymla.engines.vllm.metadata import SPARSE_BACKEND, WINDOW_BACKEND
 from anymla.engines.vllm.pinned import PLATFORMS
-from anymla.engines.vllm.prefill import Chunk, scratch_memory, workspace_rows
+from anymla.engines.vllm.prefill import Chunk, plans_of_step, scratch_memory, workspace_rows
 from anymla.formats.fp8_block import dequantize_fp8_weight
 from anymla.layers.rows import Rows
 from anymla.ops.kv_cache import dequantize_and_gather_k_cache
@@ -101,7 +101,7 @@ class AnymlaAttention(_Base):
         end = before + window.num_prefill_tokens
         decoding = Rows(window.decode_swa_indices, window.decode_swa_lens)
         self._attend_by_slots(q, attn_metadata, slice(0, before), decoding, output)
-        chunks = window.tile_sched_swaonly.chunks(
+        chunks = plans_of_step(attn_metadata, window).chunks(
             window, positions, self.compress_ratio, self.PREFILL_CHUNK_SIZE
         )
         for chunk in chunks:
@@ -111,7 +111,8 @@ class AnymlaAttention(_Base):
         else:
             prefilled = Rows(window.prefill_swa_indices, window.prefill_swa_lens)
             self._attend_by_slots(q, attn_metadata, slice(before, end), prefilled, output)
-        output[end:].zero_()
+        if end < len(output):
+            output[end:].zero_()
 
     def _attend_decoded(
         self, q: Tensor, attn_metadata: dict[str, Any], chunk: Chunk, output: Tensor
@@ -157,7 +158,7 @@ class AnymlaAttention(_Base):
         """Attend to rows where they lie; ``rows`` of the window of each of the tokens."""
         if tokens.start == tokens.stop:
             return
-        plans = attn_metadata[self.swa_cache_layer.prefix].tile_sched_swaonly
+        plans = plans_of_step(attn_metadata, attn_metadata[self.swa_cache_layer.prefix])
         entries = self._entries(attn_metadata, tokens)
         sparse_attention(
             q[tokens],

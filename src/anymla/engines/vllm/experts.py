@@ -6,7 +6,6 @@ repacked for Marlin, and there is no second copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MoE
 
+from anymla.engines.vllm.step import once
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.moe import experts, route_biased, route_hash
 from anymla.ops.streams import deferred_stream_wait
@@ -175,7 +175,7 @@ class AnymlaMoE(DeepseekV4MoE):
         padding = None if padding is None else padding[: len(x)]
         scale, chosen = self.routed_scaling_factor, self.backend
         if self.token_experts is None:
-            is_valid = None if padding is None else _once(context, "valid", padding.logical_not)
+            is_valid = None if padding is None else once("valid", padding.logical_not)
             return route_biased(
                 x,
                 gate.weight,
@@ -194,16 +194,8 @@ class AnymlaMoE(DeepseekV4MoE):
         return route_hash(
             x,
             gate.weight,
-            _once(context, "ids", known),
+            once("ids", known),
             self.token_experts,
             scale=scale,
             backend=chosen,
         )
-
-
-def _once(context: Any, name: str, make: Callable[[], Tensor]) -> Tensor:
-    """What all layers of a step read, made by the first of them."""
-    held: dict[str, Tensor] = context.additional_kwargs.setdefault("anymla", {})
-    if name not in held:
-        held[name] = make()
-    return held[name]

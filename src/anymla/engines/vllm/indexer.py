@@ -13,6 +13,7 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4Index
 
 from anymla.engines.vllm.metadata import INDEXER_BACKEND
 from anymla.engines.vllm.prefill import scratch_memory
+from anymla.engines.vllm.step import once
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
 from anymla.layers.selection import all_entries
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
@@ -56,8 +57,8 @@ class AnymlaIndexer(DeepseekV4Indexer):
             step = attn_metadata[self.k_cache.prefix]
             fits = step.max_seq_len // self.compress_ratio <= self.topk_tokens
             if fits and not _is_captured(positions):
-                chosen = all_entries(step.visible, self.topk_tokens)
-                self.topk_indices_buffer[: len(chosen)] = chosen
+                shared = "entries", id(self.topk_indices_buffer)
+                once(shared, lambda: self._choose_all(step), of=attn_metadata)
                 return None, None, None
         q, q_scales, weights = indexer_q_rope_quant(
             self._wq_b_proj(qr, qr_scale).unflatten(-1, (self.n_head, self.head_dim)),
@@ -70,6 +71,10 @@ class AnymlaIndexer(DeepseekV4Indexer):
             backend=self.backend,
         )
         return q, q_scales if self.use_fp4_kv else None, weights
+
+    def _choose_all(self, step: Any) -> None:
+        chosen = all_entries(step.visible, self.topk_tokens)
+        self.topk_indices_buffer[: len(chosen)] = chosen
 
 
 class AnymlaSparseAttnIndexer(SparseAttnIndexer):

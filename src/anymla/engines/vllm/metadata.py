@@ -114,6 +114,8 @@ class WindowBuilder(sparse_swa.DeepseekSparseSWAMetadataBuilder):
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, StepPlans]:
         """Hold anymla's plans where vLLM holds FlashMLA's: of a step, or of one step of a draft.
 
+        A step's layers all use those of the first group (``plans_of_step``).
+
         They are one object, whatever the type of a layer. In vLLM 0.32.0 ``build`` reads five
         types, but the CPU builder returns three and its model stops with KeyError 'c1a'.
         """

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
+from anymla.engines.vllm.step import once
 from anymla.layers.plans import Plans
 from anymla.ops.prefill_attention.config import decoding_pays, runs_on
 from anymla.ops.streams import Workspace
@@ -79,6 +80,20 @@ class StepPlans(Plans):
         if ratio not in self._chunks:
             self._chunks[ratio] = _chunks(window, positions, ratio, requests_a_chunk)
         return self._chunks[ratio]
+
+
+def plans_of_step(attn_metadata: dict[str, Any], window: Any) -> StepPlans:
+    """What all layers of a step share: the plans of the first that asks.
+
+    Layers' windows lie in several groups of pages. Their metadata differ in which pages those are,
+    and nothing that is planned depends on that.
+
+    Args:
+        attn_metadata: of the step.
+        window: of the layer's window cache.
+    """
+    plans: StepPlans = once("plans", lambda: window.tile_sched_swaonly, of=attn_metadata)
+    return plans
 
 
 def has_workspaces(device: torch.device) -> bool:

@@ -216,13 +216,17 @@ class _Decodes(_Step):
 class _Prefill(_Step):
     """The tokens are of one request, which sees a workspace, or slots if that is sooner."""
 
+    def __init__(self, layers: list[Any], tokens: int, context: int) -> None:
+        self._plans = _OneChunk()
+        super().__init__(layers, tokens, context)
+
     def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
         ratio, width = layer.compress_ratio, layer.window_size
         # No more than make the indexer choose among them.
         most = 0 if layer.indexer is None else layer.topk_indices_buffer.shape[1]
         entries = min(context // ratio, most + 1) if ratio > 1 else 0
         rows = zeros.new_zeros(1)
-        chunk = Chunk(
+        self._plans.by_ratio[ratio] = Chunk(
             requests=slice(0, 1),
             tokens=slice(0, tokens),
             entries=entries,
@@ -236,19 +240,25 @@ class _Prefill(_Step):
         return {
             "num_decode_tokens": 0,
             "num_prefill_tokens": tokens,
-            "tile_sched_swaonly": _OneChunk(chunk),
+            "tile_sched_swaonly": self._plans,
         }
 
 
 class _OneChunk(StepPlans):
-    """Plans of a step whose only prefill is one chunk."""
+    """Plans of a step whose only prefill is one chunk.
 
-    def __init__(self, chunk: Chunk) -> None:
+    Attributes:
+        by_ratio: that of a layer.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._chunk = chunk
+        self.by_ratio: dict[int, Chunk] = {}
 
-    def chunks(self, *args: Any) -> list[Chunk]:
-        return [self._chunk]
+    def chunks(
+        self, window: Any, positions: Tensor, ratio: int, requests_a_chunk: int
+    ) -> list[Chunk]:
+        return [self.by_ratio[ratio]]
 
 
 def _doubled(first: int, last: int) -> list[int]:
