@@ -8,6 +8,8 @@ blocks of quant blocks; a row of K channels has ceil(K / 128) of them.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent, widen
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
@@ -122,12 +125,16 @@ def launch_quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, column: int =
     rows, width = x.shape
     if not x.numel():
         return
-    row_blocks = triton.cdiv(width, FP8_BLOCK)
+    _quantization(rows, width, column, x.device)(x, codes, scales)
+
+
+@functools.lru_cache(LAUNCHES)
+def _quantization(rows: int, width: int, column: int, device: torch.device) -> PreparedLaunch:
+    row_blocks = cdiv(width, FP8_BLOCK)
     blocks = blocks_of_cta(rows * row_blocks)
-    quantize_rows_kernel[(triton.cdiv(rows * row_blocks, blocks),)](
-        x,
-        codes,
-        scales,
+    return PreparedLaunch(
+        quantize_rows_kernel,
+        (cdiv(rows * row_blocks, blocks),),
         rows,
         width,
         row_blocks,
@@ -135,9 +142,9 @@ def launch_quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, column: int =
         FLOOR=ACTIVATION_AMAX_FLOOR,
         WIDTH=FP8_BLOCK,
         BLOCKS=blocks,
-        NATIVE=target_of(x.device).native_e4m3,
+        NATIVE=target_of(device).native_e4m3,
         MN_MAJOR=column > 0,
-        **pdl_launch(x.device),
+        **pdl_launch(device),
     )
 
 
@@ -145,7 +152,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory."""
     rows, width = x.shape
     codes = scratch((rows, width), torch.uint8, x.device)
-    scales = scratch((rows, triton.cdiv(width, FP8_BLOCK)), torch.float32, x.device)
+    scales = scratch((rows, cdiv(width, FP8_BLOCK)), torch.float32, x.device)
     launch_quantize_rows(x, codes, scales)
     return codes, scales
 
@@ -157,8 +164,8 @@ def quantize_rows_mn_major(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
     [rows, ceil(K/128)] have the rows last in memory.
     """
     rows, width = x.shape
-    padded = triton.cdiv(rows, step) * step
+    padded = cdiv(rows, step) * step
     codes = scratch((padded, width), torch.uint8, x.device)
-    scales = scratch((triton.cdiv(width, FP8_BLOCK), padded), torch.float32, x.device)
+    scales = scratch((cdiv(width, FP8_BLOCK), padded), torch.float32, x.device)
     launch_quantize_rows(x, codes, scales, padded)
     return codes, scales.t()

@@ -167,8 +167,11 @@ def _kind_of(
     for value in values:
         if isinstance(value, Tensor):
             if asks:
-                places = value.data_ptr() % _ALIGNMENT, value.storage_offset() % _ALIGNMENT
-                facts += (*_ON_DEVICE(value), value.stride(), places)
+                add(_ON_DEVICE(value))
+                add(value.stride())
+                # Together a number below 256.
+                place = value.storage_offset() % _ALIGNMENT
+                add(value.data_ptr() % _ALIGNMENT * _ALIGNMENT + place)
             else:
                 add(_ON_HOST(value))
                 if not value.is_contiguous():
@@ -217,6 +220,8 @@ class Operation:
             for name, parameter in self._signature.parameters.items()
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         }
+        # Parameters that have a position and were not passed by it, by how a call was written.
+        self._forms: dict[tuple[Any, ...], list[str]] = {}
         self._mutates = mutates
         hints = typing.get_type_hints(contract)
         self._stacks = [name for name in hints if hints[name] == list[Tensor] | Tensor]
@@ -421,9 +426,15 @@ class Operation:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same call, with everything that has a position passed by it."""
-        missing = list(self._leading)[len(args) :]
-        while missing and missing[-1] not in kwargs:
-            missing.pop()
+        form = len(args), *kwargs
+        missing = self._forms.get(form)
+        if missing is None:
+            missing = list(self._leading)[len(args) :]
+            while missing and missing[-1] not in kwargs:
+                missing.pop()
+            self._forms[form] = missing
+        if not missing:
+            return args, kwargs
         rest = dict(kwargs)
         return (*args, *(rest.pop(name, self._leading[name]) for name in missing)), rest
 

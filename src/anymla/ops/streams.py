@@ -61,8 +61,9 @@ class Workspace:
     @classmethod
     def over(cls, buffer: Tensor) -> Workspace:
         """Of memory that somebody else reserved (uint8), for operations on the main stream."""
-        made = cls(buffer.device)
-        made._lanes[0].buffer = buffer
+        made = cls.__new__(cls)
+        made.device, made.overflows, made._outgrown = buffer.device, 0, []
+        made._lanes = [_Lane(buffer), *(_Lane(buffer[:0]) for _ in range(1, STREAM_LANES))]
         return made
 
     @property

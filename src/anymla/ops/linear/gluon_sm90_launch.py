@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import ROW_STEP
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops._triton_quantize import quantize_rows_mn_major
 from anymla.ops.device import target_of
 from anymla.ops.linear.config import (
@@ -27,6 +29,10 @@ from anymla.ops.linear.gluon_sm90_gemm import (
 )
 from anymla.ops.linear.reference import OUT_DTYPES
 from anymla.ops.pdl import pdl_launch
+
+# Of shared memory that TMA fills, by bytes of an element where lines are rows.
+_BLOCKED = NVMMASharedLayout(128, 32, rank=3)
+_ROWS = {size: NVMMASharedLayout(128, 8 * size, rank=2) for size in (1, 4)}
 
 
 def fp8_block_linear(
@@ -109,31 +115,35 @@ def launch_gemm(
     out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)
     tiles = groups * n // config.block_n
     numbers = (tokens, n, k_blocks, tiles, groups, x_scales.stride(0), x_scales.stride(2))
-    constants = {"BLOCK_N": config.block_n, "STAGES": config.stages, **_options(config, x, pdl)}
-    grid = (min(tiles, config.ctas_per_sm * sm_count),)
+    launch = _multiplication(config, numbers, sm_count, pdl, x.device)
     given = (_aligned(x), tokens, groups * k_blocks, config.block_m)
     weight = (w, groups * n, k_blocks, config.block_n)
-    if config.kernel == "fp8_wgmma":
-        fp8_wgmma_kernel[grid](
-            _row_descriptor(*given, torch.float8_e4m3fn), x_scales,
-            _row_descriptor(*weight, torch.float8_e4m3fn), scales, out, *numbers,
-            BLOCK_M=config.block_m, IN_FLIGHT=config.in_flight, **constants,
-        )  # fmt: skip
-        return out
-    constants |= {"BLOCK_M": config.block_m, "WARPS": config.warps}
-    constants["MN_MAJOR"] = x_scales.stride(0) == 1
-    if config.kernel == "warp_split_n":
-        warp_split_n_kernel[grid](
-            _row_descriptor(*given, torch.int32), x_scales, _row_descriptor(*weight, torch.int32),
-            scales, out, *numbers, **constants,
-        )  # fmt: skip
+    if config.kernel == "warp_split_k":
+        x_desc = _blocked_descriptor(*given, config.warps)
+        w_desc = _blocked_descriptor(*weight, config.warps)
     else:
-        warp_split_k_kernel[grid](
-            _blocked_descriptor(*given, config.warps), x_scales,
-            _blocked_descriptor(*weight, config.warps), scales, out, *numbers,
-            BF16=False, **constants,
-        )  # fmt: skip
+        kind = torch.float8_e4m3fn if config.kernel == "fp8_wgmma" else torch.int32
+        x_desc, w_desc = _row_descriptor(*given, kind), _row_descriptor(*weight, kind)
+    launch(x_desc, x_scales, w_desc, scales, out)
     return out
+
+
+@functools.lru_cache(LAUNCHES)
+def _multiplication(
+    config: Sm90Config, numbers: tuple[int, ...], sm_count: int, pdl: bool, device: torch.device
+) -> PreparedLaunch:
+    """Of kernels for FP8 weights, which have the same ``numbers``."""
+    tiles, scale_stride = numbers[3], numbers[5]
+    grid = (min(tiles, config.ctas_per_sm * sm_count),)
+    constants = {"BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "STAGES": config.stages}
+    constants |= _options(config, device, pdl)
+    if config.kernel == "fp8_wgmma":
+        constants["IN_FLIGHT"] = config.in_flight
+        return PreparedLaunch(fp8_wgmma_kernel, grid, *numbers, **constants)
+    constants |= {"WARPS": config.warps, "MN_MAJOR": scale_stride == 1}
+    if config.kernel == "warp_split_n":
+        return PreparedLaunch(warp_split_n_kernel, grid, *numbers, **constants)
+    return PreparedLaunch(warp_split_k_kernel, grid, *numbers, BF16=False, **constants)
 
 
 def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int, pdl: bool = True) -> Tensor:
@@ -146,13 +156,13 @@ def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int, pdl: bool
         _blocked_descriptor(w, n, k_blocks, config.block_n, config.warps), None, out, tokens, n,
         k_blocks, tiles, 1, 0, 0, BLOCK_N=config.block_n, BLOCK_M=config.block_m,
         WARPS=config.warps, STAGES=config.stages, MN_MAJOR=False, BF16=True,
-        **_options(config, x, pdl),
+        **_options(config, x.device, pdl),
     )  # fmt: skip
     return out
 
 
-def _options(config: Sm90Config, x: Tensor, pdl: bool) -> dict[str, Any]:
-    launch = pdl_launch(x.device) if pdl else {"PDL": False}
+def _options(config: Sm90Config, device: torch.device, pdl: bool) -> dict[str, Any]:
+    launch = pdl_launch(device) if pdl else {"PDL": False}
     return {"num_warps": config.warps, "maxnreg": config.registers, **launch}
 
 
@@ -167,7 +177,7 @@ def _blocked_descriptor(
     """Packed int32 of ``k_blocks`` K blocks of ``lines`` lines; a box has a K block a warp."""
     return TensorDescriptor(
         x.view(-1).view(torch.int32), [k_blocks, lines, 32], [32, k_blocks * 32, 1],
-        [warps, box, 32], NVMMASharedLayout(128, 32, rank=3),
+        [warps, box, 32], _BLOCKED,
     )  # fmt: skip
 
 
@@ -175,7 +185,7 @@ def _row_descriptor(
     x: Tensor, lines: int, k_blocks: int, box: int, kind: torch.dtype
 ) -> TensorDescriptor:
     """Lines of ``kind``, of which a box has a K block of 128 bytes."""
-    layout = NVMMASharedLayout(128, 8 * kind.itemsize, rank=2)
+    layout = _ROWS[kind.itemsize]
     of_block = FP8_BLOCK // kind.itemsize
     shape = [lines, k_blocks * of_block]
     return TensorDescriptor(x.view(-1).view(kind), shape, [shape[1], 1], [box, of_block], layout)

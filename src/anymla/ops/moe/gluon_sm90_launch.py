@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.device import target_of
 from anymla.ops.moe.config import Sm90Config, choose_sm90_config
 from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
+from anymla.ops.moe.shapes import ExpertsShape
 from anymla.ops.moe.triton_align import align_and_quantize
 from anymla.ops.moe.triton_launch import run_experts
 from anymla.ops.pdl import pdl_launch
@@ -65,17 +69,33 @@ def grouped_gemm(inputs: ExpertInputs, results: Tensor, up: Sm90Config, down: Sm
         x, inputs.ids, shape.experts, inputs.expert_offset, up.block_m
     )
     inner = scratch((shape.pairs, shape.inner), x.dtype, x.device)
-    pdl, unit, sm_count = pdl_launch(x.device), inputs.unit, target_of(x.device).sm_count
     given = (inputs.weights, aligned.sorted_pairs, aligned.blocks)
-    grouped_gemm_kernel[(sm_count * up.ctas_per_sm,)](
-        operands, x_scales, *given, *inputs.gate_up_pointers, inner, aligned.count,
-        float(inputs.swiglu_limit), K=shape.d, OUT=shape.inner,
-        PER_TOKEN=shape.experts_per_token, UP=True, **_options(up, unit), **pdl,
+    numbers = aligned.count, float(inputs.swiglu_limit), inputs.unit
+    gate_up, down_launch = _launches(shape, up, down, numbers, x.device)
+    gate_up(operands, x_scales, *given, *inputs.gate_up_pointers, inner)
+    down_launch(inner, None, *given, *inputs.down_pointers, *(None,) * 6, results)
+
+
+@functools.lru_cache(LAUNCHES)
+def _launches(
+    shape: ExpertsShape,
+    up: Sm90Config,
+    down: Sm90Config,
+    numbers: tuple[int, float, int],
+    device: torch.device,
+) -> tuple[PreparedLaunch, PreparedLaunch]:
+    """``numbers``: blocks, SwiGLU's limit, and the unit of distances."""
+    count, limit, unit = numbers
+    pdl, sm_count = pdl_launch(device), target_of(device).sm_count
+    gate_up = PreparedLaunch(
+        grouped_gemm_kernel, (sm_count * up.ctas_per_sm,), count, limit, K=shape.d,
+        OUT=shape.inner, PER_TOKEN=shape.experts_per_token, UP=True, **_options(up, unit), **pdl,
     )  # fmt: skip
-    grouped_gemm_kernel[(sm_count * down.ctas_per_sm,)](
-        inner, None, *given, *inputs.down_pointers, *(None,) * 6, results, aligned.count, 0.0,
-        K=shape.inner, OUT=shape.d, PER_TOKEN=1, UP=False, **_options(down, unit), **pdl,
+    down_launch = PreparedLaunch(
+        grouped_gemm_kernel, (sm_count * down.ctas_per_sm,), count, 0.0, K=shape.inner,
+        OUT=shape.d, PER_TOKEN=1, UP=False, **_options(down, unit), **pdl,
     )  # fmt: skip
+    return gate_up, down_launch
 
 
 def _options(config: Sm90Config, unit: int) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_quantize import store_row_codes
 from anymla.ops.device import target_of
 from anymla.ops.moe.config import SWIGLU_CHANNELS
@@ -84,20 +87,28 @@ def swiglu(
     if out.numel():
         gates, ups = _rows(gate), _rows(up)
         rows, width = gates.shape
-        swiglu_kernel[(rows, triton.cdiv(width, SWIGLU_CHANNELS))](
-            gates,
-            ups,
-            out,
-            codes,
-            code_scales,
-            gates.stride(0),
-            ups.stride(0),
-            width,
-            float(limit),
-            *((0, 0) if code_scales is None else code_scales.stride()),
-            BLOCK=SWIGLU_CHANNELS,
-            FLOOR=ACTIVATION_AMAX_FLOOR,
-            NATIVE=target_of(gate.device).native_e4m3,
-            **pdl_launch(gate.device),
-        )
+        scales = (0, 0) if code_scales is None else code_scales.stride()
+        strides = gates.stride(0), ups.stride(0), *scales
+        _launch((rows, width), strides, limit, gate.device)(gates, ups, out, codes, code_scales)
     return out
+
+
+@functools.lru_cache(LAUNCHES)
+def _launch(
+    shape: tuple[int, int], strides: tuple[int, ...], limit: float, device: torch.device
+) -> PreparedLaunch:
+    rows, width = shape
+    gate, up, *scales = strides
+    return PreparedLaunch(
+        swiglu_kernel,
+        (rows, cdiv(width, SWIGLU_CHANNELS)),
+        gate,
+        up,
+        width,
+        float(limit),
+        *scales,
+        BLOCK=SWIGLU_CHANNELS,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
+        NATIVE=target_of(device).native_e4m3,
+        **pdl_launch(device),
+    )
