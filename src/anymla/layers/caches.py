@@ -15,6 +15,7 @@ from anymla.formats.page_layout import (
     ROWS_FP32_128,
     ROWS_FP32_512,
     V41_COMPRESSED_NVFP4,
+    V41_MAIN_FP8,
 )
 
 
@@ -48,6 +49,7 @@ CACHE_FORMATS = {
     "fp8": CacheFormat(MAIN_FP8, INDEX_FP8),
     "fp8-mxfp4-index": CacheFormat(MAIN_FP8, INDEX_MXFP4),
     "fp8-nvfp4": CacheFormat(MAIN_FP8, INDEX_FP8, V41_COMPRESSED_NVFP4),
+    "nvfp4": CacheFormat(V41_MAIN_FP8, INDEX_MXFP4, V41_COMPRESSED_NVFP4),
     "bf16": CacheFormat(ROWS_BF16_512, ROWS_BF16_128),
     "fp32": CacheFormat(ROWS_FP32_512, ROWS_FP32_128),
 }

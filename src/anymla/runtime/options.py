@@ -17,8 +17,9 @@ class EngineOptions:
     """Sizes of an engine, all in tokens unless said.
 
     Attributes:
-        kv_cache: "fp8" (the checkpoint's own records), "fp8-nvfp4" (compressed entries in 4 bits,
-            half the bytes and less exact), "bf16" or "fp32" (plain rows).
+        kv_cache: "fp8" (DeepSeek-V4's own records), "fp8-mxfp4-index" (its index keys in FP4),
+            "fp8-nvfp4" (its compressed entries in FP4: half the bytes and less exact), "nvfp4"
+            (V4.1's own: entries and index keys in FP4), "bf16" or "fp32" (plain rows).
         chunk_size: most prompt tokens of one request in a step.
         max_requests: requests that run at once.
         max_seq_len: prompt and output of the longest request.
