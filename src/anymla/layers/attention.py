@@ -300,4 +300,7 @@ class AttentionLayer(nn.Module):
             step.selections[self.spec.index] = selected, rows
         if step.recorder is not None:
             step.recorder("topk", self.spec.index, selected)
+            candidates = self.spec.candidates
+            if candidates is not None and candidates.source == self.spec.index:
+                step.recorder("candidates", self.spec.index, self.indexer.kept_blocks(step))
         return selected, rows

@@ -234,6 +234,17 @@ class Indexer(nn.Module):
             step.candidates[candidates.source] = blocks
         return TwoLevels(step.candidates[candidates.source], candidates.block_size, keeps)
 
+    def kept_blocks(self, step: Step) -> Tensor:
+        """The blocks [T, n] that the layer has kept in this step, for a recorder."""
+        candidates = self.spec.candidates
+        assert candidates is not None
+        kept = step.candidates.get(candidates.source)
+        if kept is not None:
+            return kept
+        visible = step.index_lens[self.spec.index_group]
+        count = (visible + candidates.block_size - 1) // candidates.block_size
+        return all_entries(count, candidates.blocks)
+
     def write_latent_keys(
         self,
         latent: Tensor,

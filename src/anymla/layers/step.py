@@ -46,7 +46,8 @@ class Step:
         previous: int64 [T, n], the tokens before each one, the nearest first; -1 before the first
             of its request, and for padding. None unless a layer reads n-grams.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
-            request-local selection [T, K], "experts" with the expert ids [T, k].
+            request-local selection [T, K], "candidates" with the blocks [T, n] that later layers
+            select within, "experts" with the expert ids [T, k].
     """
 
     token_ids: Tensor

@@ -26,7 +26,7 @@ class RowRounding:
     Attributes:
         main: layout id for window rows and entries; None keeps them exact.
         index: layout id for index keys; None keeps them exact.
-        compressed: layout id for entries, if it is another than the window's.
+        compressed: layout id for entries, if they have their own.
     """
 
     main: str | None = None
@@ -47,8 +47,8 @@ class LayerRows:
     index: Tensor | None = None
     pooled_error: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
-    def rounded(self, rounding: RowRounding) -> LayerRows:
-        """The rows as they read back from a cache."""
+    def rounded(self, rounding: RowRounding, *, rotates: bool = True) -> LayerRows:
+        """The rows as they read back from a cache; MXFP4 keys rotated, if the model does so."""
 
         def store(rows: Tensor | None, layout_id: str | None) -> Tensor | None:
             if rows is None or layout_id is None:
@@ -58,13 +58,10 @@ class LayerRows:
         window = store(self.window, rounding.main)
         assert window is not None
         index = self.index
-        if index is not None and rounding.index == "v4_index_mxfp4":
+        if index is not None and rotates and rounding.index == "v4_index_mxfp4":
             index = hadamard(index)
-        return LayerRows(
-            window,
-            store(self.compressed, rounding.compressed or rounding.main),
-            store(index, rounding.index),
-        )
+        entries = store(self.compressed, rounding.compressed or rounding.main)
+        return LayerRows(window, entries, store(index, rounding.index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +97,10 @@ class AttentionOracle:
         self.prefix = prefix
         # What drafts lies behind the backbone and compresses nothing.
         self.ratio = config.ratios[index] if index < config.layers else 0
+        sharing = config.sharing
+        self.compresses = self.ratio > 0 and (sharing is None or index in sharing.kv)
+        # Of layers that select within blocks of entries: bool [T, entries], which are in those.
+        self.kept: Tensor | None = None
         self.selects = f"{prefix}.indexer.wq_b.weight" in weights
         self.inv_freq = frequencies(config, compressed=self.ratio > 0)
 
@@ -108,7 +109,9 @@ class AttentionOracle:
         config, eps = self.config, self.config.norm_eps
         latent = rms_norm(self._project(x, "wq_a"), self._tensor("q_norm.weight"), eps)
         q = self._project(latent, "wq_b").unflatten(1, (config.heads, config.head_dim))
-        q = rotate(rms_norm(q, None, eps), positions, self.inv_freq)
+        if config.sharing is None:
+            q = rms_norm(q, None, eps)
+        q = rotate(q, positions, self.inv_freq)
         if not self.selects:
             return q, None
         index_q = self._project(latent, "indexer.wq_b")
@@ -121,11 +124,51 @@ class AttentionOracle:
         """What the layer writes to its caches for the whole sequence."""
         kv = rms_norm(self._project(x, "wkv"), self._tensor("kv_norm.weight"), self.config.norm_eps)
         rows = LayerRows(rotate(kv, positions, self.inv_freq))
-        if self.ratio:
+        if self.compresses and self.config.sharing is not None:
+            self._add_latent(rows, x)
+        elif self.compresses:
             rows.compressed, rows.pooled_error["compressed"] = self._compress(x, "compressor")
-        if self.selects:
+        if self.selects and self.config.sharing is None:
             rows.index, rows.pooled_error["index"] = self._compress(x, "indexer.compressor")
         return rows
+
+    def _add_latent(self, rows: LayerRows, x: Tensor) -> None:
+        """Entries [T // r, D] without bias or overlap, and keys projected before their rotation."""
+        eps, norm = self.config.norm_eps, self._tensor("compressor.norm.weight")
+        count = len(x) // self.ratio
+        first = torch.arange(count) * self.ratio
+        values = self._project(x, "compressor.wkv")
+        pooled = values
+        if self.ratio > 1:
+            gate = self._project(x, "compressor.wgate")
+            windows = [y[: count * self.ratio].unflatten(0, (count, -1)) for y in (values, gate)]
+            pooled = (windows[0] * windows[1].softmax(1)).sum(1)
+            nothing = torch.zeros(self.ratio, values.shape[1], dtype=values.dtype)
+            rows.pooled_error["compressed"] = pooled_error(
+                values, gate, nothing, norm, self.inv_freq, eps
+            )
+        latent = rms_norm(pooled, norm, eps)
+        rows.compressed = rotate(latent, first, self.inv_freq)
+        keys = rms_norm(
+            self._project(latent, "indexer.wk"), self._tensor("indexer.k_norm.weight"), eps
+        )
+        rows.index = rotate(keys, first, self.inv_freq)
+
+    def block_scores(self, index: IndexQueries, keys: Tensor, size: int) -> Tensor:
+        """The best score of each block of entries: [T, blocks].
+
+        That of the newest visible entry's block is infinite, and -inf where none is visible.
+        """
+        scores = torch.full((len(index.q), -(-len(keys) // size)), -torch.inf, dtype=keys.dtype)
+        for token in range(len(index.q)):
+            seen = (token + 1) // self.ratio
+            if not seen:
+                continue
+            row = index.scores(slice(token, token + 1), keys[:seen])[0]
+            best = torch.stack([block.max() for block in row.split(size)])
+            best[-1] = torch.inf
+            scores[token, : len(best)] = best
+        return scores
 
     def _compress(self, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Entries [T // r, D], softmax over each window's rows by channel; and their error."""
@@ -140,7 +183,8 @@ class AttentionOracle:
     def visible(self, tokens: slice, entries: int) -> Tensor:
         """Which entries each token of a block may see: bool [n, E]."""
         positions = torch.arange(tokens.start, tokens.stop).unsqueeze(1)
-        return torch.arange(entries) < (positions + 1) // self.ratio
+        seen = torch.arange(entries) < (positions + 1) // self.ratio
+        return seen if self.kept is None else seen & self.kept[tokens, :entries]
 
     def select(self, index: IndexQueries, keys: Tensor, tokens: slice) -> Tensor:
         """The oracle's own selection for a block of tokens: [n, K], -1 where fewer are visible."""
@@ -170,7 +214,7 @@ class AttentionOracle:
                 count = tokens.stop // self.ratio
                 seen = self.visible(tokens, count)
                 if chosen is not None:
-                    seen &= membership(chosen[tokens], count)
+                    seen = seen & membership(chosen[tokens], count)
                 mask = torch.cat((mask, seen), 1)
                 keys = torch.cat((keys, entries[:count]))
             scores = (q[tokens].flatten(0, 1) @ keys.T).unflatten(0, (-1, q.shape[1]))

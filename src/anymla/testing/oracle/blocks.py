@@ -36,6 +36,11 @@ class Site:
 
     def pre(self, h: Tensor, config: OracleConfig) -> tuple[Tensor, Tensor, Tensor]:
         """Collapsed streams [T, D], post [T, N] and comb [T, N, N] of h [T, N, D]."""
+        pre, post, comb = self.gates(h, config)
+        return collapse(h, pre), post, comb
+
+    def gates(self, h: Tensor, config: OracleConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """Pre [T, N], post [T, N] and comb [T, N, N] of h [T, N, D]."""
         n = h.shape[1]
         mix = self._mix(h, config)
         pre = torch.sigmoid(mix[:, :n] * self.scale[0] + self.base[:n]) + config.hc_eps
@@ -46,12 +51,17 @@ class Site:
         for _ in range(config.sinkhorn_iters - 1):
             comb = comb / (comb.sum(2, keepdim=True) + config.hc_eps)
             comb = comb / (comb.sum(1, keepdim=True) + config.hc_eps)
-        return torch.einsum("tn,tnd->td", pre, h), post, comb
+        return pre, post, comb
 
     def head(self, h: Tensor, config: OracleConfig) -> Tensor:
         """Collapse the streams for the head: [T, N, D] -> [T, D]."""
         pre = torch.sigmoid(self._mix(h, config) * self.scale + self.base) + config.hc_eps
         return torch.einsum("tn,tnd->td", pre, h)
+
+
+def collapse(h: Tensor, pre: Tensor) -> Tensor:
+    """sum_n pre_n h_n: [T, D]."""
+    return torch.einsum("tn,tnd->td", pre, h)
 
 
 def hyper_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:

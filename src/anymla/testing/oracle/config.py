@@ -28,6 +28,38 @@ class DSpark:
 
 
 @dataclasses.dataclass(frozen=True)
+class EngramNumbers:
+    """What the rows of n-grams depend on; ``testing.oracle.engram`` says how."""
+
+    layers: tuple[int, ...]
+    max_ngram: int
+    buckets: int
+    heads: int
+    pad_token: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """What DeepSeek-V4.1's layers share; a layer's source is the last one up to itself.
+
+    Attributes:
+        kv: layers that write entries.
+        index: layers that select.
+        candidates: layer that keeps blocks of entries, how many, and their size; or None.
+    """
+
+    kv: tuple[int, ...]
+    index: tuple[int, ...]
+    candidates: tuple[int, int, int] | None
+
+    @staticmethod
+    def source(layers: tuple[int, ...], layer: int) -> int:
+        """The last of the layers up to this one."""
+        return max(one for one in layers if one <= layer)
+
+
+@dataclasses.dataclass(frozen=True)
 class OracleConfig:
     """What the forward pass depends on.
 
@@ -36,6 +68,8 @@ class OracleConfig:
         dspark: None without such a drafter.
         weight_block: rows and columns that share a scale in an FP8 weight.
         dynamic_activations: quantised layers quantise their inputs too, in reduced precision.
+        sharing: of a DeepSeek-V4.1: its heads have no norm, its sites are delayed. None for V4.
+        engram: its memory of n-grams, or None.
     """
 
     layers: int
@@ -62,6 +96,8 @@ class OracleConfig:
     weight_block: tuple[int, int]
     dynamic_activations: bool
     dspark: DSpark | None = None
+    sharing: Sharing | None = None
+    engram: EngramNumbers | None = None
 
     @classmethod
     def from_dir(cls, directory: str | pathlib.Path) -> OracleConfig:
@@ -71,11 +107,13 @@ class OracleConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> OracleConfig:
-        """Take the numbers out of a parsed config.json."""
+        """Take the numbers out of a parsed config.json; V4.1's text model is nested in it."""
+        raw = raw | raw.get("text_config", {})
         main, compress = _rope_sections(raw)
         layers = raw["num_hidden_layers"]
         head_dim = raw["head_dim"]
-        mtp_layers = raw.get("num_nextn_predict_layers", 0)
+        sharing = _sharing(raw)
+        mtp_layers = 0 if sharing else raw.get("num_nextn_predict_layers", 0)
         rope_dim = raw.get("qk_rope_head_dim")
         if rope_dim is None:
             rope_dim = round(head_dim * raw.get("partial_rotary_factor", 64 / 512))
@@ -88,7 +126,7 @@ class OracleConfig:
             rope_dim=rope_dim,
             groups=raw["o_groups"],
             window=raw["sliding_window"],
-            ratios=_ratios(raw, layers, mtp_layers),
+            ratios=tuple(raw["compress_ratios"]) if sharing else _ratios(raw, layers, mtp_layers),
             index_heads=raw["index_n_heads"],
             index_dim=raw["index_head_dim"],
             index_topk=raw["index_topk"],
@@ -100,13 +138,15 @@ class OracleConfig:
             sinkhorn_iters=raw["hc_sinkhorn_iters"],
             hc_eps=raw["hc_eps"],
             experts_per_token=raw["num_experts_per_tok"],
-            hash_layers=_hash_layers(raw),
+            hash_layers=0 if sharing else _hash_layers(raw),
             routed_scaling=raw["routed_scaling_factor"],
             swiglu_limit=raw["swiglu_limit"],
             norm_eps=raw["rms_norm_eps"],
             weight_block=tuple(quantization.get("weight_block_size") or (128, 128)),
             dynamic_activations=quantization.get("activation_scheme") == "dynamic",
-            dspark=_dspark(raw),
+            dspark=None if sharing else _dspark(raw),
+            sharing=sharing,
+            engram=_engram(raw),
         )
 
 
@@ -125,6 +165,31 @@ def _ratios(raw: dict[str, Any], layers: int, mtp_layers: int) -> tuple[int, ...
     # Ratio 1 says "uncompressed" too; layers past the backbone see the window only.
     backbone = [ratio if ratio > 1 else 0 for ratio in ratios[:layers]]
     return tuple(backbone + [0] * mtp_layers)
+
+
+def _sharing(raw: dict[str, Any]) -> Sharing | None:
+    if "kv_source_layer_ids" not in raw:
+        return None
+    source = raw.get("candidate_source_layer_id", -1)
+    candidates = (source, raw["candidate_topk_blocks"], raw["candidate_block_size"])
+    return Sharing(
+        tuple(raw["kv_source_layer_ids"]),
+        tuple(raw["index_source_layer_ids"]),
+        None if source < 0 else candidates,
+    )
+
+
+def _engram(raw: dict[str, Any]) -> EngramNumbers | None:
+    if not raw.get("engram_layer_ids"):
+        return None
+    return EngramNumbers(
+        layers=tuple(raw["engram_layer_ids"]),
+        max_ngram=raw["engram_max_ngram_size"],
+        buckets=raw["engram_vocab_size"],
+        heads=raw["engram_n_heads"],
+        pad_token=raw["engram_pad_token_id"],
+        tokens=raw["engram_compressed_vocab_size"],
+    )
 
 
 def _dspark(raw: dict[str, Any]) -> DSpark | None:

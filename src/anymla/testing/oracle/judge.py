@@ -46,7 +46,8 @@ class Judge:
             were pooled of ``pooled_error``, which adds as squares; an index score by
             so much of ``IndexQueries.magnitudes``; an expert's score by so much of the largest.
         found: findings by kind of row.
-        selections: findings about selections, by "topk" and "experts".
+        selections: findings about selections, by "topk" and "experts", and "candidates" of models
+            that select in two levels.
     """
 
     def __init__(self, recording: Recording, error: Sequence[float]) -> None:
@@ -55,8 +56,11 @@ class Judge:
         self.found: dict[str, RowFindings] = {}
         self.selections = {"topk": Selections(), "experts": Selections()}
 
-    def rows(self, layer: int, exact: LayerRows) -> tuple[LayerRows, bool]:
-        """The recorded rows, judged; and whether the index keys are Hadamard-transformed."""
+    def rows(self, layer: int, exact: LayerRows, *, rotates: bool = True) -> tuple[LayerRows, bool]:
+        """The recorded rows, judged; and whether the index keys are Hadamard-transformed.
+
+        MXFP4 keys are, unless the model never does (``rotates``).
+        """
         window = self._stored(layer, WINDOW, exact.window, None)
         compressed = index = None
         rotated = False
@@ -64,7 +68,8 @@ class Judge:
             error = exact.pooled_error.get(COMPRESSED)
             compressed = self._stored(layer, COMPRESSED, exact.compressed, error)
         if exact.index is not None:
-            rotated = self._layout(layer, INDEX, len(exact.index)) == "v4_index_mxfp4"
+            layout = self._layout(layer, INDEX, len(exact.index))
+            rotated = rotates and layout == "v4_index_mxfp4"
             keys, error = exact.index, exact.pooled_error.get(INDEX)
             if rotated:
                 # Independent errors of all channels in each.
@@ -94,6 +99,26 @@ class Judge:
             self.error[layer] * block.magnitudes(keys),
             f"layer {layer} topk from position {tokens.start}",
         )
+
+    def candidates(self, layer: int, scores: Tensor, blocks: int, magnitudes: Tensor) -> Tensor:
+        """The recorded blocks of entries [T, n], judged by their best scores.
+
+        Args:
+            layer: that keeps them.
+            scores: [T, blocks], of ``AttentionOracle.block_scores``.
+            blocks: how many are kept.
+            magnitudes: [T], of ``IndexQueries.magnitudes``.
+        """
+        chosen = self.recording.decisions(layer, "candidates", len(scores))
+        self.selections.setdefault("candidates", Selections()).judge(
+            scores,
+            scores > -torch.inf,
+            chosen,
+            blocks,
+            self.error[layer] * magnitudes,
+            f"layer {layer} candidates",
+        )
+        return chosen
 
     def experts(self, layer: int, biased: Tensor, k: int) -> Tensor:
         """The recorded experts [T, k], judged by their biased scores."""

@@ -14,16 +14,19 @@ from anymla.testing.oracle.attention import (
     IndexQueries,
     LayerRows,
     RowRounding,
+    membership,
     spans,
 )
 from anymla.testing.oracle.blocks import (
     Site,
+    collapse,
     expert_scores,
     hyper_post,
     mixture,
     rms_norm,
 )
 from anymla.testing.oracle.config import OracleConfig
+from anymla.testing.oracle.engram import add_engram, normalised_ids, rows_of
 from anymla.testing.oracle.judge import Judge
 from anymla.testing.oracle.rounding import hadamard
 from anymla.testing.oracle.selection import best
@@ -36,6 +39,7 @@ KV_ROUNDING = {
     "fp8": RowRounding("v4_main_fp8", "v4_index_fp8"),
     "fp8-mxfp4-index": RowRounding("v4_main_fp8", "v4_index_mxfp4"),
     "fp8-nvfp4": RowRounding("v4_main_fp8", "v4_index_fp8", "v41_compressed_nvfp4"),
+    "nvfp4": RowRounding("v41_main_fp8", "v4_index_mxfp4", "v41_compressed_nvfp4"),
 }
 
 
@@ -63,15 +67,38 @@ class OracleResult:
         return table.gather(1, following.unsqueeze(1)).squeeze(1)
 
 
-class OracleModel:
-    """DeepSeek-V4 from a checkpoint directory.
+@dataclasses.dataclass
+class _Given:
+    """What a run's layers are told, and what they hand on.
 
     Attributes:
+        rounding: of cache rows.
+        judge: of a recorded run, or None.
+        pre: [T, N], gates of the last delayed site.
+        rows: by layer, rows that later layers read as well.
+        chosen: by layer, selected entries.
+        kept: bool [T, E], entries that later layers select within.
+    """
+
+    rounding: RowRounding
+    judge: Judge | None
+    pre: Tensor | None = None
+    rows: dict[int, LayerRows] = dataclasses.field(default_factory=dict)
+    chosen: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    kept: Tensor | None = None
+
+
+class OracleModel:
+    """DeepSeek-V4 or V4.1 from a checkpoint directory.
+
+    Attributes:
+        directory: of its tokenizer.
         config: the numbers of its config.json.
         weights: its tensors.
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
+        self.directory = directory
         self.config = OracleConfig.from_dir(directory)
         self.weights = Weights(directory, self.config.weight_block)
 
@@ -88,7 +115,7 @@ class OracleModel:
         Args:
             token_ids: T tokens.
             kv: how cache rows are rounded before they are read: "exact", "fp32", "bf16", "fp8"
-                or "fp8-mxfp4-index".
+                "fp8-mxfp4-index" or "nvfp4".
             judge: a recorded run to follow instead: its cache rows are read and its selections
                 taken, after both have been judged.
             keep_layers: keep the streams after each layer.
@@ -96,11 +123,16 @@ class OracleModel:
         ids = torch.as_tensor(token_ids)
         h = self._embed(ids).unsqueeze(1).repeat(1, self._streams, 1)
         kept = []
+        given = _Given(KV_ROUNDING[kv], judge)
         for index in range(self.config.layers):
-            h = self._layer(h, ids, index, f"layers.{index}", KV_ROUNDING[kv], judge)
+            h = self._remember(h, token_ids, index)
+            h = self._layer(h, ids, index, f"layers.{index}", given)
             if keep_layers:
                 kept.append(h)
-        collapsed = Site.of(self.weights, "hc_head").head(h, self.config)
+        if given.pre is None:
+            collapsed = Site.of(self.weights, "hc_head").head(h, self.config)
+        else:
+            collapsed = collapse(h, given.pre)
         return OracleResult(self._logits(collapsed, "norm.weight"), h, tuple(kept))
 
     def run_draft(self, streams: Tensor, next_ids: Sequence[int], *, kv: str = "exact") -> Tensor:
@@ -119,13 +151,24 @@ class OracleModel:
         h = self.weights.apply(embedded, f"{prefix}.e_proj").unsqueeze(1)
         h = h + self.weights.apply(normed, f"{prefix}.h_proj")
         ids = torch.as_tensor(next_ids)
-        h = self._layer(h, ids, self.config.layers, prefix, KV_ROUNDING[kv], None)
+        h = self._layer(h, ids, self.config.layers, prefix, _Given(KV_ROUNDING[kv], None))
         collapsed = Site.of(self.weights, f"{prefix}.hc_head").head(h, self.config)
         return self._logits(collapsed, f"{prefix}.norm.weight")
 
     @property
     def _streams(self) -> int:
-        return len(self.weights["hc_head_base"])
+        # A site has (2 + N) N gates.
+        return round((len(self.weights["layers.0.hc_attn_base"]) + 1) ** 0.5) - 1
+
+    def _remember(self, h: Tensor, token_ids: Sequence[int], index: int) -> Tensor:
+        """The streams [T, N, D] with what the layer's n-grams add."""
+        engram = self.config.engram
+        if engram is None or index not in engram.layers:
+            return h
+        *tokens, pad = normalised_ids(self.directory, [*token_ids, engram.pad_token])
+        rows = rows_of(engram, index, tokens, pad)
+        prefix = f"layers.{index}.engram"
+        return add_engram(h, rows, self.weights, prefix, self.config.norm_eps)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.weights["embed.weight"][ids]
@@ -139,38 +182,69 @@ class OracleModel:
         ids: Tensor,
         index: int,
         prefix: str,
-        rounding: RowRounding,
-        judge: Judge | None,
+        given: _Given,
     ) -> Tensor:
-        config, weights = self.config, self.weights
-        site = Site.of(weights, f"{prefix}.hc_attn")
-        y, post, comb = site.pre(h, config)
+        config, weights, judge = self.config, self.weights, given.judge
+        y, post, comb = self._enter(Site.of(weights, f"{prefix}.hc_attn"), h, given)
         x = rms_norm(y, weights[f"{prefix}.attn_norm.weight"], config.norm_eps)
-        h = hyper_post(self._attention(x, index, prefix, rounding, judge), h, post, comb)
+        h = hyper_post(self._attention(x, index, prefix, given), h, post, comb)
 
-        site = Site.of(weights, f"{prefix}.hc_ffn")
-        y, post, comb = site.pre(h, config)
+        y, post, comb = self._enter(Site.of(weights, f"{prefix}.hc_ffn"), h, given)
         x = rms_norm(y, weights[f"{prefix}.ffn_norm.weight"], config.norm_eps)
         scores = expert_scores(x, weights, f"{prefix}.ffn")
         chosen = self._experts(scores, ids, index, prefix, judge)
         u = mixture(x, scores, chosen, weights, f"{prefix}.ffn", config)
         return hyper_post(u, h, post, comb)
 
-    def _attention(
-        self, x: Tensor, index: int, prefix: str, rounding: RowRounding, judge: Judge | None
-    ) -> Tensor:
+    def _enter(self, site: Site, h: Tensor, given: _Given) -> tuple[Tensor, Tensor, Tensor]:
+        """A site's input [T, D], post and comb; V4.1's input is read through the site before."""
+        if self.config.sharing is None:
+            return site.pre(h, self.config)
+        before = given.pre
+        if before is None:
+            before = torch.zeros(h.shape[:2], dtype=h.dtype)
+            before[:, 0] = 1
+        given.pre, post, comb = site.gates(h, self.config)
+        return collapse(h, before), post, comb
+
+    def _attention(self, x: Tensor, index: int, prefix: str, given: _Given) -> Tensor:
+        judge, rounding, sharing = given.judge, given.rounding, self.config.sharing
         positions = torch.arange(len(x))
         layer = AttentionOracle(self.config, self.weights, index, f"{prefix}.attn")
         q, index_queries = layer.queries(x, positions)
         exact = layer.rows(x, positions)
-        rotated = rounding.index == "v4_index_mxfp4"
+        rotates = sharing is None
+        rotated = rotates and rounding.index == "v4_index_mxfp4"
         if judge is None:
-            rows = exact.rounded(rounding)
+            rows = exact.rounded(rounding, rotates=rotates)
         else:
-            rows, rotated = judge.rows(index, exact)
+            rows, rotated = judge.rows(index, exact, rotates=rotates)
+        if sharing is not None and layer.ratio:
+            source = sharing.source(sharing.kv, index)
+            given.rows.setdefault(source, rows)
+            rows.compressed, rows.index = given.rows[source].compressed, given.rows[source].index
         if index_queries is not None and rotated:
             index_queries = IndexQueries(hadamard(index_queries.q), index_queries.weights)
+        if sharing is not None and sharing.candidates is not None and index_queries is not None:
+            source, blocks, size = sharing.candidates
+            assert rows.index is not None
+            if index > source:
+                layer.kept = given.kept
+            elif index == source:
+                scores = layer.block_scores(index_queries, rows.index, size)
+                if judge is None:
+                    kept = best(scores, scores > -torch.inf, blocks)
+                else:
+                    bound = index_queries.magnitudes(rows.index)
+                    kept = judge.candidates(index, scores, blocks, bound)
+                members = membership(kept, scores.shape[1])
+                given.kept = members.repeat_interleave(size, 1)
         chosen = self._entries(layer, index, index_queries, rows, judge)
+        layer.kept = None
+        if chosen is not None:
+            given.chosen[index] = chosen
+        elif sharing is not None and layer.ratio:
+            chosen = given.chosen[sharing.source(sharing.index, index)]
         return layer.output(layer.attend(q, rows, chosen), positions)
 
     def _entries(

@@ -129,14 +129,14 @@ class Recorder:
         self._pending.append((kind, layer, tensor.detach().cpu().clone()))
 
     def after_step(
-        self, step: Step, caches: Sequence[LayerCache], ratios: Sequence[int], streams: Tensor
+        self, step: Step, caches: Sequence[LayerCache], specs: Sequence[Any], streams: Tensor
     ) -> None:
         """Copy what the step wrote; call it before anything else runs on the caches.
 
         Args:
             step: the step just run.
             caches: of the backbone's layers.
-            ratios: of the same layers, 0 for none.
+            specs: of the same layers.
             streams: [T, N, D], what the backbone returned.
         """
         pending, self._pending = self._pending, []
@@ -154,7 +154,7 @@ class Recorder:
             for kind, layer, chosen in pending:
                 recording.add_decision(layer, kind, positions[tokens], chosen[tokens])
             for layer, cache in enumerate(caches):
-                _copy_entries(recording, layer, ratios[layer], step, cache, tokens)
+                _copy_entries(recording, specs[layer], step, cache, tokens)
 
     def _recording(self, start: int, table: Tensor, page_size: int) -> Recording:
         if start == 0:
@@ -184,8 +184,7 @@ class RecordedModel:
         """Run the backbone, then copy what it wrote."""
         step = dataclasses.replace(step, recorder=self._recorder)
         hidden: Tensor = self._model.forward(step, caches, taps=taps)
-        ratios = [spec.ratio for spec in self._model.layer_specs]
-        self._recorder.after_step(step, caches, ratios, hidden)
+        self._recorder.after_step(step, caches, self._model.layer_specs, hidden)
         return hidden
 
     __call__ = forward
@@ -211,14 +210,16 @@ class RecordedModel:
 
 
 def _copy_entries(
-    recording: Recording, layer: int, ratio: int, step: Step, cache: LayerCache, tokens: Tensor
+    recording: Recording, spec: Any, step: Step, cache: LayerCache, tokens: Tensor
 ) -> None:
-    formats = cache.format
+    """Copy what a layer writes; what it reads of another layer is copied with that one."""
+    layer, ratio, formats = spec.index, spec.ratio, cache.format
     sources = [(WINDOW, WINDOW, 1, cache.window, formats.main)]
-    if cache.compressed is not None:
-        sources.append((COMPRESSED, f"c{ratio}", ratio, cache.compressed, formats.entries))
-    if cache.index is not None:
-        sources.append((INDEX, INDEX, ratio, cache.index, formats.index))
+    if spec.compresses and cache.compressed is not None:
+        group = spec.compressed_group
+        sources.append((COMPRESSED, group, ratio, cache.compressed, formats.entries))
+    if spec.keeps_keys and cache.index is not None:
+        sources.append((INDEX, spec.index_group, ratio, cache.index, formats.index))
     positions = step.positions.cpu()[tokens]
     for kind, group, tokens_per_entry, pages, layout_id in sources:
         slots = step.groups[group].slot_mapping.cpu()[tokens]

@@ -51,6 +51,15 @@ class Weights:
         """Run x [..., K] through a linear layer."""
         return x @ self.linear(module).T
 
+    def table(self, module: str, rows: Tensor) -> Tensor:
+        """Rows [..., D] of a table, by numbers [...]; e4m3 has a power of two for 32 channels."""
+        chosen = self._raw(f"{module}.weight")[rows]
+        if chosen.dtype != torch.float8_e4m3fn:
+            return chosen.double()
+        values = rounding.decode_e4m3(chosen.view(torch.uint8))
+        scale = rounding.decode_ue8m0(self._raw(f"{module}.scale").view(torch.uint8)[rows])
+        return values * scale.repeat_interleave(values.shape[-1] // scale.shape[-1], -1)
+
     def _fp4(self, module: str, packed: Tensor) -> Tensor:
         values = rounding.decode_e2m1_pairs(packed)
         if f"{module}.weight_scale_2" in self:  # NVFP4
