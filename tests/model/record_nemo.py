@@ -1,0 +1,54 @@
+"""Write ``nemo_recorded.json``: a little of what nemo-automodel computes for small models.
+
+PYTHONPATH=src:DIRECTORY_WITH_NEMO python tests/model/record_nemo.py
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+RECORDED = Path(__file__).with_name("nemo_recorded.json")
+POSITIONS = (0, 1, 2, 15, 16, 50, 96)
+_CHANNELS, _TOKENS = 2, 6
+
+
+def sample(streams: Tensor) -> Tensor:
+    """A few channels of streams [T, N, D] at a few positions."""
+    return streams[list(POSITIONS), :, :_CHANNELS].flatten(1)
+
+
+def sample_logits(logits: Tensor) -> Tensor:
+    """A few logits of [T, V] at the same positions."""
+    return logits[list(POSITIONS), :_TOKENS]
+
+
+def main() -> None:
+    """Record every case."""
+    from shared_cases import CASES
+    from test_nemo import Pair
+
+    recorded: dict[str, Any] = {}
+    for name, options in CASES.items():
+        with tempfile.TemporaryDirectory() as directory:
+            pair = Pair.of(Path(directory), options)
+        recorded[name] = {
+            "prompt": list(pair.prompt),
+            "largest": [float(s.abs().max()) for s in pair.trace.streams],
+            "streams": [_rounded(sample(s)) for s in pair.trace.streams],
+            "largest_logit": float(pair.trace.logits.abs().max()),
+            "logits": _rounded(sample_logits(pair.trace.logits)),
+        }
+    RECORDED.write_text(json.dumps(recorded, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def _rounded(values: Tensor) -> list[list[float]]:
+    return [[float(f"{value:.7g}") for value in row] for row in values.tolist()]
+
+
+if __name__ == "__main__":
+    main()
