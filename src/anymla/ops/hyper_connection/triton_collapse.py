@@ -13,6 +13,7 @@ tokens have processors to spare. Of many tokens TOGETHER are lanes of a CTA for 
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,6 +32,9 @@ from anymla.ops.hyper_connection.config import (
     dependents_late,
 )
 from anymla.ops.hyper_connection.triton_gates import (
+    PartialMixes,
+    Site,
+    Streams,
     comb_gates,
     entries,
     entry,
@@ -43,6 +47,26 @@ from anymla.ops.hyper_connection.triton_gates import (
     store_columns,
 )
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
+
+
+class Collapsed(NamedTuple):
+    """Where a token's y goes.
+
+    Attributes:
+        y: [T, D].
+        norm_weight: [D] of the RMSNorm that follows, or None.
+        codes: e4m3 [T, D] of y, or None, as are ``code_scales`` then.
+        code_scales: float32, one for a quant block.
+        row_stride: of code_scales, from a token to the next.
+        run_stride: of code_scales, from a quant block to the next.
+    """
+
+    y: Any
+    norm_weight: Any
+    codes: Any
+    code_scales: Any
+    row_stride: Any
+    run_stride: Any
 
 
 @triton.jit
@@ -87,114 +111,106 @@ def _store_normed(
 
 @triton.jit
 def collapse_token(
-    h, partial, base, scale, norm_weight, y, codes, code_scales, norm_eps, hc_eps,
-    token_stride, stream_stride, partial_token, partial_slice, partial_mix, row_stride, run_stride,
+    streams, partial, site, to,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
     LANES: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, FLOOR: tl.constexpr,
     NATIVE: tl.constexpr, LAUNCH_LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Collapse a token to its y."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    h += row * token_stride
-    y += row * D
+    h = streams.h + row * streams.token_stride
+    stream_stride = streams.stream_stride
+    y = to.y + row * D
+    codes = to.codes
+    code_scales = to.code_scales
     if codes is not None:
         codes += row * D
-        code_scales += row * row_stride
-    constants = load_constants(base, scale, 0, 0, N)
-    weight = norm_weight
-    if norm_weight is not None:
-        weight = _load_weight(norm_weight, 0, D, COLUMNS)
+        code_scales += row * to.row_stride
+    constants = load_constants(site, 0, 0, N)
+    weight = to.norm_weight
+    if weight is not None:
+        weight = _load_weight(to.norm_weight, 0, D, COLUMNS)
     if PDL:
         gdc_wait()
         if not LAUNCH_LATE:
             gdc_launch_dependents()
     if MANY:
-        partial += row * partial_token
-        places = place_sums(partial, partial_slice, partial_mix, MIXES, N, SLICES, LANES)
+        places = place_sums(
+            partial.sums + row * partial.token_stride, partial.slice_stride, partial.mix_stride,
+            MIXES, N, SLICES, LANES,
+        )  # fmt: skip
     if COLUMNS >= D:
         # Under way while the gates are finished.
-        streams = _load(h, 0, stream_stride, N, D, COLUMNS)
+        loaded = _load(h, 0, stream_stride, N, D, COLUMNS)
     if MANY:
         square = places[N]
         mixes = places[:N]
     else:
-        sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
+        sums = slice_sums(partial.sums + row * (SLICES * P), SLICES, LANES, P)
         square = entry(sums, MIXES, P)
         mixes = entries(sums, 0, N, P)
-    inverse = tl.rsqrt(square / (N * D) + norm_eps)
+    inverse = tl.rsqrt(square / (N * D) + site.norm_eps)
     scaled = ()
     for i in tl.static_range(N):
         scaled += (mixes[i] * inverse,)
-    gates = pre_gates(scaled, constants, hc_eps, N)
+    gates = pre_gates(scaled, constants, site.hc_eps, N)
     if COLUMNS >= D:
-        value = _collapsed(streams, gates, N)
+        value = _collapsed(loaded, gates, N)
         wide = widen(value)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + norm_eps)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + site.norm_eps)
         _store_normed(
-            value, y, weight, codes, code_scales, run_stride, 0, inverse, D, COLUMNS, FLOOR, NATIVE
-        )
+            value, y, weight, codes, code_scales, to.run_stride, 0, inverse,
+            D, COLUMNS, FLOOR, NATIVE,
+        )  # fmt: skip
     else:
         square = tl.zeros((COLUMNS,), tl.float32)
-        if norm_weight is not None:
+        if to.norm_weight is not None:
             for first in range(0, D, COLUMNS):
-                streams = _load(h, first, stream_stride, N, D, COLUMNS)
-                wide = widen(_collapsed(streams, gates, N))
+                loaded = _load(h, first, stream_stride, N, D, COLUMNS)
+                wide = widen(_collapsed(loaded, gates, N))
                 square += wide * wide
-        inverse = tl.rsqrt(tl.sum(square, 0) / D + norm_eps)
+        inverse = tl.rsqrt(tl.sum(square, 0) / D + site.norm_eps)
         for first in range(0, D, COLUMNS):
             value = _collapsed(_load(h, first, stream_stride, N, D, COLUMNS), gates, N)
-            if norm_weight is not None:
-                weight = _load_weight(norm_weight, first, D, COLUMNS)
+            if to.norm_weight is not None:
+                weight = _load_weight(to.norm_weight, first, D, COLUMNS)
             _store_normed(
-                value, y, weight, codes, code_scales, run_stride, first, inverse,
+                value, y, weight, codes, code_scales, to.run_stride, first, inverse,
                 D, COLUMNS, FLOOR, NATIVE,
             )  # fmt: skip
 
 
 @triton.jit
 def finish_gates(
-    partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
-    partial_token, partial_slice, partial_mix,
+    partial, site, post, comb, tokens, iters,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
     LANES: tl.constexpr, TOGETHER: tl.constexpr, LAUNCH_LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Post and comb of a token, or of TOGETHER tokens side by side."""
-    of_post = load_constants(base, scale, 1, N, N)
-    of_comb = load_constants(base, scale, 2, 2 * N, N * N)
+    of_post = load_constants(site, 1, N, N)
+    of_comb = load_constants(site, 2, 2 * N, N * N)
     if PDL:
         gdc_wait()
         if not LAUNCH_LATE:
             gdc_launch_dependents()
     if TOGETHER > 1:
-        _gates_together(
-            partial, of_post, of_comb, post, comb, tokens, norm_eps, hc_eps, iters,
-            partial_token, partial_slice, partial_mix, N, D, MIXES, SLICES, TOGETHER,
-        )  # fmt: skip
+        rows = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+        inside = rows < tokens
+        square = lane_sums(partial, rows, inside, 1.0, MIXES, 1, SLICES)[0]
+        inverse = tl.rsqrt(square / (N * D) + site.norm_eps)
+        mixes = lane_sums(partial, rows, inside, inverse, N, N, SLICES)
+        store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
+        mixes = lane_sums(partial, rows, inside, inverse, 2 * N, N * N, SLICES)
+        gates = comb_gates(mixes, of_comb, site.hc_eps, iters, N)
+        store_columns(comb, rows, inside, gates, N * N)
     else:
         row = tl.program_id(0).to(tl.int64)
-        sums = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
-        sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + norm_eps)
+        sums = slice_sums(partial.sums + row * (SLICES * P), SLICES, LANES, P)
+        sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + site.norm_eps)
         store_columns(post, row, row >= 0, post_gates(entries(sums, N, N, P), of_post, N), N)
         mixes = entries(sums, 2 * N, N * N, P)
-        store_columns(comb, row, row >= 0, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
-
-
-@triton.jit
-def _gates_together(
-    partial, of_post, of_comb, post, comb, tokens, norm_eps, hc_eps, iters,
-    partial_token, partial_slice, partial_mix,
-    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, SLICES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    inside = rows < tokens
-    at = partial + rows * partial_token
-    square = lane_sums(at, inside, 1.0, partial_mix, partial_slice, MIXES, 1, SLICES)[0]
-    inverse = tl.rsqrt(square / (N * D) + norm_eps)
-    mixes = lane_sums(at, inside, inverse, partial_mix, partial_slice, N, N, SLICES)
-    store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
-    mixes = lane_sums(at, inside, inverse, partial_mix, partial_slice, 2 * N, N * N, SLICES)
-    store_columns(comb, rows, inside, comb_gates(mixes, of_comb, hc_eps, iters, N), N * N)
+        gates = comb_gates(mixes, of_comb, site.hc_eps, iters, N)
+        store_columns(comb, row, row >= 0, gates, N * N)
 
 
 # Of so many tokens one CTA finds the gates, where there are many.
@@ -246,24 +262,24 @@ def collapse_kernel(
 
     With LAUNCH_LATE, dependents are launched (PDL) when this kernel has ended.
     """
+    streams = Streams(h, token_stride, stream_stride)
+    sums = PartialMixes(partial, partial_token, partial_slice, partial_mix)
+    site = Site(base, scale, norm_eps, hc_eps)
     if not GATES:
         collapse_token(
-            h, partial, base, scale, norm_weight, y, codes, code_scales,
-            norm_eps, hc_eps, token_stride, stream_stride,
-            partial_token, partial_slice, partial_mix, row_stride, run_stride,
+            streams, sums, site,
+            Collapsed(y, norm_weight, codes, code_scales, row_stride, run_stride),
             N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LAUNCH_LATE, PDL,
         )  # fmt: skip
     elif tl.program_id(0) < gate_ctas:
         finish_gates(
-            partial, base, scale, post, comb, tokens, norm_eps, hc_eps, iters,
-            partial_token, partial_slice, partial_mix,
+            sums, site, post, comb, tokens, iters,
             N, D, MIXES, P, SLICES, LANES, TOGETHER, LAUNCH_LATE, PDL,
         )  # fmt: skip
     else:
         collapse_token(
-            h, partial, base, scale, norm_weight, y, codes, code_scales,
-            norm_eps, hc_eps, token_stride, stream_stride,
-            partial_token, partial_slice, partial_mix, row_stride, run_stride,
+            streams, sums, site,
+            Collapsed(y, norm_weight, codes, code_scales, row_stride, run_stride),
             N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LAUNCH_LATE, PDL,
         )  # fmt: skip
 

@@ -12,9 +12,57 @@ a lane and sums its slices alone.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+class Site(NamedTuple):
+    """What a site has for its gates.
+
+    Attributes:
+        base: float32, added to the scaled mixes: of N pre, N post, N x N comb.
+        scale: float32 [3], of pre, post and comb.
+        norm_eps: added to the mean of the streams' squares.
+        hc_eps: added to gates; see ``interface``.
+    """
+
+    base: Any
+    scale: Any
+    norm_eps: Any
+    hc_eps: Any
+
+
+class PartialMixes(NamedTuple):
+    """Mixes that are still to be added up over slices, as ``launch_mix`` leaves them.
+
+    Attributes:
+        sums: float32 [T, SLICES, P]; after the MIXES mixes come the squares.
+        token_stride: of sums, like the next two.
+        slice_stride: likewise.
+        mix_stride: likewise.
+    """
+
+    sums: Any
+    token_stride: Any
+    slice_stride: Any
+    mix_stride: Any
+
+
+class Streams(NamedTuple):
+    """Streams in memory: [T, N, D], channels next to each other.
+
+    Attributes:
+        h: the first.
+        token_stride: from a token to the next.
+        stream_stride: from a stream to the next.
+    """
+
+    h: Any
+    token_stride: Any
+    stream_stride: Any
 
 
 @triton.jit
@@ -34,12 +82,12 @@ def store_columns(table, rows, inside, columns, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_constants(base, scale, PART: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def load_constants(site, PART: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """A part's scale (0 pre, 1 post, 2 comb), and COUNT of the bases, from FIRST on; scalars."""
     bases = ()
     for i in tl.static_range(COUNT):
-        bases += (tl.load(base + FIRST + i),)
-    return tl.load(scale + PART), bases
+        bases += (tl.load(site.base + FIRST + i),)
+    return tl.load(site.scale + PART), bases
 
 
 @triton.jit
@@ -181,16 +229,17 @@ def _divided_by_columns(comb, hc_eps, N: tl.constexpr):
 
 @triton.jit
 def lane_sums(
-    partial, inside, inverse, mix_stride, slice_stride,
+    partial, rows, inside, inverse,
     FIRST: tl.constexpr, COUNT: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """COUNT mixes, from FIRST on, of the tokens at ``partial``, times ``inverse``: vectors."""
+    """COUNT mixes, from FIRST on, of tokens ``rows``, times ``inverse``: vectors."""
     mixes = ()
+    first = partial.sums + rows * partial.token_stride
     for i in tl.static_range(COUNT):
-        at = partial + (FIRST + i) * mix_stride
+        at = first + (FIRST + i) * partial.mix_stride
         total = tl.load(at, inside, other=0.0)
         for slice in tl.static_range(1, SLICES):
-            total += tl.load(at + slice * slice_stride, inside, other=0.0)
+            total += tl.load(at + slice * partial.slice_stride, inside, other=0.0)
         mixes += (total * inverse,)
     return mixes
 

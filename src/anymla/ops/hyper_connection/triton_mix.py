@@ -116,27 +116,37 @@ def _materialized(x):
 
 
 @triton.jit
-def _add_chunk(
-    total, square, u, h, out, fn, weights, rows, first, inside, post, comb, token_stride,
-    stream_stride, N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr,
-    COLUMNS: tl.constexpr, EXPAND: tl.constexpr, JOINED: tl.constexpr,
-    DIRECT: tl.constexpr,
+def _load_chunk(
+    h, u, post, comb, rows, first, inside, token_stride, stream_stride,
+    N: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EXPAND: tl.constexpr,
 ):  # fmt: skip
-    """Add what COLUMNS channels of the streams are worth, and store them with EXPAND."""
+    """COLUMNS channels of the streams; with EXPAND of those that replace them."""
     d = first + tl.arange(0, COLUMNS)
     mask = inside[:, None] & (d < D)[None, :]
     streams = load_streams(h, rows, d, mask, token_stride, stream_stride, N)
     if EXPAND:
         before = tl.load(u + (rows * D)[:, None] + d[None, :], mask, other=0.0)
         streams = expand(before, streams, post, comb, N)
+    return streams
+
+
+@triton.jit
+def _add_chunk(
+    total, square, streams, out, fn, weights, rows, first, inside,
+    N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr,
+    COLUMNS: tl.constexpr, JOINED: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Add what COLUMNS channels of the streams are worth, and store them to ``out`` if given."""
+    d = first + tl.arange(0, COLUMNS)
+    mask = inside[:, None] & (d < D)[None, :]
     for j in tl.static_range(N):
-        if EXPAND:
+        if out is not None:
             tl.store(out + (rows * (N * D) + j * D)[:, None] + d[None, :], streams[j], mask)
         wide = widen(streams[j])
         square += wide * wide
         if not JOINED:
             operand = streams[j]
-            if EXPAND:
+            if out is not None:
                 operand = _materialized(operand)
             of_stream = _load_weights(fn, first, j, 1, N, D, MIXES, P, COLUMNS)
             total = exact_dot(operand, of_stream, total)
@@ -199,9 +209,13 @@ def mix_kernel(
         post_gates = load_columns(post, rows, inside, N)
         comb_gates = load_columns(comb, rows, inside, N * N)
     if SINGLE:
+        streams = _load_chunk(
+            h, u, post_gates, comb_gates, rows, first, inside, token_stride, stream_stride,
+            N, D, COLUMNS, EXPAND,
+        )  # fmt: skip
         total, square = _add_chunk(
-            total, square, u, h, out, fn, weights, rows, first, inside, post_gates, comb_gates,
-            token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED, DIRECT,
+            total, square, streams, out, fn, weights, rows, first, inside,
+            N, D, MIXES, P, COLUMNS, JOINED, DIRECT,
         )  # fmt: skip
     else:
         # A number of chunks that the compiler knew would be unrolled, at the price of spills.
@@ -210,9 +224,13 @@ def mix_kernel(
             of_chunk = fn
             if JOINED:
                 of_chunk = _load_weights(fn, at, 0, N, N, D, MIXES, P, COLUMNS)
+            streams = _load_chunk(
+                h, u, post_gates, comb_gates, rows, at, inside, token_stride, stream_stride,
+                N, D, COLUMNS, EXPAND,
+            )  # fmt: skip
             total, square = _add_chunk(
-                total, square, u, h, out, fn, of_chunk, rows, at, inside, post_gates, comb_gates,
-                token_stride, stream_stride, N, D, MIXES, P, COLUMNS, EXPAND, JOINED, DIRECT,
+                total, square, streams, out, fn, of_chunk, rows, at, inside,
+                N, D, MIXES, P, COLUMNS, JOINED, DIRECT,
             )  # fmt: skip
     if PDL and LAUNCH_LATE:
         gdc_launch_dependents()

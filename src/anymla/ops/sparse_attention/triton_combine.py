@@ -22,6 +22,7 @@ it is, or rotated back and quantised for the output projection (ROPE_DIM > 0).
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -98,6 +99,56 @@ def combine_float32_kernel(
             tl.store(peak_ptr + token * H + head, peak)
 
 
+class PartialRows(NamedTuple):
+    """Partials of Hopper's kernels; ``combine_splits_kernel`` says how they lie.
+
+    Attributes:
+        parts: a row for each head of each slot.
+        sums: four numbers a row.
+        ROWS: heads of a tile.
+        CHANNELS: of a row.
+        LIFTED: channels before this one are stored times 2^``LIFT``.
+    """
+
+    parts: Any
+    sums: Any
+    ROWS: Any
+    CHANNELS: Any
+    LIFTED: Any
+
+
+class OutputHeads(NamedTuple):
+    """Where combined heads go; ``combine_splits_kernel`` says how they lie.
+
+    Attributes:
+        heads: the output, or its codes.
+        lse: of every head.
+        token_stride: of heads.
+        head_stride: likewise.
+        empty: lse of a token without rows.
+        scales: as in ``store_quantized``, like all that follow.
+        positions: likewise.
+        table: likewise.
+        angles: likewise.
+        ROPE_DIM: likewise, or 0.
+        TYPE: likewise.
+        NATIVE: likewise.
+    """
+
+    heads: Any
+    lse: Any
+    token_stride: Any
+    head_stride: Any
+    empty: Any
+    scales: Any
+    positions: Any
+    table: Any
+    angles: Any
+    ROPE_DIM: Any
+    TYPE: Any
+    NATIVE: Any
+
+
 @triton.jit
 def _weight(sums_ptr, at, there):
     """Reference exponents of partials, and with them the sums and what to multiply partials by."""
@@ -108,11 +159,8 @@ def _weight(sums_ptr, at, there):
 
 @triton.jit
 def _combine_head(
-    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, slot, others, count, row, token, head, part, H,
-    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
-    AT_ONCE: tl.constexpr, SINK: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr,
-    TYPE: tl.constexpr, NATIVE: tl.constexpr,
+    partials, to, sink_ptr, slot, others, count, row, token, head, part, H,
+    WIDTH: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """WIDTH channels of a head from its partials: ``slot``, ``others`` + 1, ``others`` + 2 ..
 
@@ -121,14 +169,14 @@ def _combine_head(
     channel = part * WIDTH + tl.arange(0, WIDTH)
     split = tl.arange(0, MOST)
     there = split < count
-    at = tl.where(split == 0, slot, others + split).to(tl.int64) * ROWS + row
+    at = tl.where(split == 0, slot, others + split).to(tl.int64) * partials.ROWS + row
     if MOST == AT_ONCE:
         # Loaded at once, before anything is computed.
         values = tl.load(
-            part_ptr + at[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0,
-            volatile=True,
+            partials.parts + at[:, None] * partials.CHANNELS + channel[None, :],
+            mask=there[:, None], other=0.0, volatile=True,
         )  # fmt: skip
-    top, sums, factor = _weight(sums_ptr, at, there)
+    top, sums, factor = _weight(partials.sums, at, there)
     highest = tl.max(top, 0)
     total = tl.sum(sums * tl.exp2(top - highest), 0)
     bottom = total
@@ -140,38 +188,36 @@ def _combine_head(
         value = tl.zeros([WIDTH], tl.float32)
         for start in range(0, count, AT_ONCE):
             some = start + tl.arange(0, AT_ONCE)
-            here = tl.where(some == 0, slot, others + some).to(tl.int64) * ROWS + row
+            here = tl.where(some == 0, slot, others + some).to(tl.int64) * partials.ROWS + row
             listed = some < count
-            tops, _, factors = _weight(sums_ptr, here, listed)
+            tops, _, factors = _weight(partials.sums, here, listed)
             weight = factors * tl.exp2(tops - highest)
-            rows_of = part_ptr + here[:, None] * CHANNELS + channel[None, :]
+            rows_of = partials.parts + here[:, None] * partials.CHANNELS + channel[None, :]
             values = tl.load(rows_of, mask=listed[:, None], other=0.0)
             value += tl.sum(values.to(tl.float32) * weight[:, None], 0)
-    value = value * tl.where(channel < LIFTED, _UNLIFT, 1.0)
+    value = value * tl.where(channel < partials.LIFTED, _UNLIFT, 1.0)
     value = value * tl.where(total == 0, 0.0, 1.0 / bottom)
-    if ROPE_DIM > 0:
+    if to.ROPE_DIM > 0:
         store_quantized(
-            value[None, :], (part * WIDTH).to(tl.int32), token, head.to(tl.int32), H, out_ptr,
-            scales_ptr, positions_ptr, table_ptr, angles, 1, WIDTH, CHANNELS, ROPE_DIM, TYPE,
-            NATIVE,
+            value[None, :], (part * WIDTH).to(tl.int32), token, head.to(tl.int32), H, to.heads,
+            to.scales, to.positions, to.table, to.angles, 1, WIDTH, partials.CHANNELS,
+            to.ROPE_DIM, to.TYPE, to.NATIVE,
         )  # fmt: skip
     else:
-        to = out_ptr + token * out_token + head * out_head + channel
-        tl.store(to, value.to(out_ptr.dtype.element_ty))
+        heads = to.heads + token * to.token_stride + head * to.head_stride + channel
+        tl.store(heads, value.to(to.heads.dtype.element_ty))
     if part == 0:
-        lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
-        tl.store(lse_ptr + token * H + head, lse)
+        lse = tl.where(total == 0, to.empty, (highest + tl.log2(total)) * _LN2)
+        tl.store(to.lse + token * H + head, lse)
 
 
 @triton.jit
 def _combine_group(
-    part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, splits, row, token, head, H,
-    out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
-    SINK: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr, TYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
+    partials, to, sink_ptr, first, splits, row, token, head, H,
+    GROUP: tl.constexpr, MOST: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads from few partials, one by one."""
+    CHANNELS: tl.constexpr = partials.CHANNELS
     heads = tl.arange(0, GROUP)
     there = head + heads < H
     channel = tl.arange(0, CHANNELS)
@@ -180,11 +226,12 @@ def _combine_group(
     value = tl.zeros([GROUP, CHANNELS], tl.float32)
     for split in tl.static_range(MOST):
         listed = there & (heads * 0 + split < splits)
-        at = (first + split) * ROWS + row + heads
+        at = (first + split) * partials.ROWS + row + heads
         values = tl.load(
-            part_ptr + at[:, None] * CHANNELS + channel[None, :], mask=listed[:, None], other=0.0
-        )
-        top, sums, factor = _weight(sums_ptr, at, listed)
+            partials.parts + at[:, None] * CHANNELS + channel[None, :],
+            mask=listed[:, None], other=0.0,
+        )  # fmt: skip
+        top, sums, factor = _weight(partials.sums, at, listed)
         peak = tl.maximum(highest, top)
         decay, weight = tl.exp2(highest - peak), tl.exp2(top - peak)
         total = total * decay + sums * weight
@@ -195,17 +242,17 @@ def _combine_group(
         sink = tl.load(sink_ptr + head + heads, mask=there, other=0.0)
         bottom += tl.exp2(sink * _LOG2E - highest)
     value = value * tl.where(total == 0, 0.0, 1.0 / bottom)[:, None]
-    value = value * tl.where(channel < LIFTED, _UNLIFT, 1.0)[None, :]
-    if ROPE_DIM > 0:
+    value = value * tl.where(channel < partials.LIFTED, _UNLIFT, 1.0)[None, :]
+    if to.ROPE_DIM > 0:
         store_quantized(
-            value, 0, token, head.to(tl.int32), H, out_ptr, scales_ptr, positions_ptr, table_ptr,
-            angles, GROUP, CHANNELS, CHANNELS, ROPE_DIM, TYPE, NATIVE,
+            value, 0, token, head.to(tl.int32), H, to.heads, to.scales, to.positions, to.table,
+            to.angles, GROUP, CHANNELS, CHANNELS, to.ROPE_DIM, to.TYPE, to.NATIVE,
         )  # fmt: skip
     else:
-        to = out_ptr + token * out_token + (head + heads)[:, None] * out_head + channel[None, :]
-        tl.store(to, value.to(out_ptr.dtype.element_ty), mask=there[:, None])
-    lse = tl.where(total == 0, empty, (highest + tl.log2(total)) * _LN2)
-    tl.store(lse_ptr + token * H + head + heads, lse, mask=there)
+        rows = to.heads + token * to.token_stride + (head + heads)[:, None] * to.head_stride
+        tl.store(rows + channel[None, :], value.to(to.heads.dtype.element_ty), mask=there[:, None])
+    lse = tl.where(total == 0, to.empty, (highest + tl.log2(total)) * _LN2)
+    tl.store(to.lse + token * H + head + heads, lse, mask=there)
 
 
 @triton.jit(do_not_specialize=["H", "splits", "first_cut", "rows", "angles"])
@@ -274,15 +321,21 @@ def combine_splits_kernel(
     first = number * splits
     if GROUP > 1:
         _combine_group(
-            part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, splits, row, token, head, H,
-            out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
-            ROWS, CHANNELS, GROUP, MOST, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
+            PartialRows(part_ptr, sums_ptr, ROWS, CHANNELS, LIFTED),
+            OutputHeads(
+                out_ptr, lse_ptr, out_token, out_head, empty,
+                scales_ptr, positions_ptr, table_ptr, angles, ROPE_DIM, TYPE, NATIVE,
+            ),
+            sink_ptr, first, splits, row, token, head, H, GROUP, MOST, SINK,
         )  # fmt: skip
     else:
         _combine_head(
-            part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, first, splits, row, token, head,
-            part, H, out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
-            ROWS, CHANNELS, WIDTH, MOST, AT_ONCE, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
+            PartialRows(part_ptr, sums_ptr, ROWS, CHANNELS, LIFTED),
+            OutputHeads(
+                out_ptr, lse_ptr, out_token, out_head, empty,
+                scales_ptr, positions_ptr, table_ptr, angles, ROPE_DIM, TYPE, NATIVE,
+            ),
+            sink_ptr, first, first, splits, row, token, head, part, H, WIDTH, MOST, AT_ONCE, SINK,
         )  # fmt: skip
 
 
@@ -319,10 +372,13 @@ def combine_stream_k_kernel(
         head = work_tile % tiles * ROWS + row
         if head < H:
             _combine_head(
-                part_ptr, sums_ptr, sink_ptr, out_ptr, lse_ptr, first, ctas + first,
-                last + 1 - first, row, token, head, cta * 0, H, out_token, out_head, empty,
-                scales_ptr, positions_ptr, table_ptr, angles, ROWS, CHANNELS, CHANNELS, MOST,
-                AT_ONCE, SINK, LIFTED, ROPE_DIM, TYPE, NATIVE,
+                PartialRows(part_ptr, sums_ptr, ROWS, CHANNELS, LIFTED),
+                OutputHeads(
+                    out_ptr, lse_ptr, out_token, out_head, empty,
+                    scales_ptr, positions_ptr, table_ptr, angles, ROPE_DIM, TYPE, NATIVE,
+                ),
+                sink_ptr, first, ctas + first, last + 1 - first, row, token, head, cta * 0, H,
+                CHANNELS, MOST, AT_ONCE, SINK,
             )  # fmt: skip
 
 
