@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from anymla.bench import build_matrix, same_code
 from anymla.bench.same_code import compare, normalised, read
 
 PTX = """
@@ -79,3 +82,18 @@ def test_a_kernel_is_compiled_and_remembered(tmp_path):
     kept = sorted(path.read_text() for path in (tmp_path / "cache").iterdir())
     assert kept == sorted(row["code"] for row in first)
     assert recorded("again") == first
+
+
+def test_codes_of_builds_that_are_compiled_together_are_kept_apart(tmp_path, monkeypatch):
+    both_wrote, replace = threading.Barrier(2), Path.replace
+
+    def late(path, to):
+        both_wrote.wait(10)
+        return replace(path, to)
+
+    monkeypatch.setattr(Path, "replace", late)
+    monkeypatch.setattr(build_matrix, "apart", lambda job, _: {"code": job.digest})
+    jobs = [build_matrix.Job("m", "sm_90", i, "", f"digest{i}", None) for i in range(2)]
+    assert [row["code"] for row in same_code.record(jobs, 2, tmp_path)] == ["digest0", "digest1"]
+    kept = {path.name.split("-")[-1]: path.read_text() for path in tmp_path.iterdir()}
+    assert kept == {"digest0": "digest0", "digest1": "digest1"}

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,7 +102,8 @@ def _remembered(job: Job, cache: Path | None) -> dict[str, Any]:
     row |= build_matrix.apart(job, _digest_of_code)
     if place is not None and "code" in row:
         place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_suffix(f".{os.getpid()}")
+        # A thread's own: the name of a Triton version has a dot, which ``with_suffix`` would cut.
+        part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
         part.write_text(row["code"])
         part.replace(place)
     return row
