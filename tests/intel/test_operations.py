@@ -7,11 +7,6 @@ from sample_calls import copied, operations, sample_call
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.testing.tolerance import accumulation, assert_close, ulps
 
-# The runtime's compiler takes longer than five minutes for their products.
-SLOW = (
-    "prefill_attention", "prefill_attention_fp8_quant",
-    "sparse_attention", "sparse_attention_fp8_quant", "sparse_attention_rows",
-)  # fmt: skip
 NAMES = [
     name
     for name, operation in operations().items()
@@ -47,8 +42,6 @@ def same_rows(got, want):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_and_torch_agree(runtime, name):
-    if name in SLOW:
-        pytest.skip("compiling it takes longer than five minutes")
     operation, given = operations()[name], sample_call(name)
     calls = [{key: copied(value) for key, value in given.items()} for _ in range(2)]
     results = []

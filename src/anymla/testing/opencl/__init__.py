@@ -7,9 +7,10 @@ that SPIR-V on host memory. After ``install()`` the operations' Triton backends 
     install()                                        # before the first kernel
     rms_norm(x, weight, 1e-6, backend="triton")      # compiled, on a CPU
 
-What runs is what the compiler's front end and its passes for XPU made: layouts, shared memory,
-barriers, reductions between lanes. What it does not show: the machine code for a GPU, the order of
-memory there, time. ``docs/intel.md`` says how the parts are installed.
+Kernels are compiled and tiled as for Arc A, whose products are multiplications and additions as on
+a CPU. What runs is what the compiler's front end and its passes for XPU made: layouts, shared
+memory, barriers, reductions between lanes. What it does not show: the machine code for a GPU, the
+order of memory there, time. ``docs/intel.md`` says how the parts are installed.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def install(*, dpas: bool = False, cache: Path = _CACHE) -> Any:
     from anymla.testing.opencl.driver import CpuDriver
     from anymla.testing.opencl.runtime import Runtime
 
-    target = device_facts.TARGETS["xpu_bmg"]
+    target = device_facts.TARGETS["xpu_bmg" if dpas else "xpu_dg2"]
     properties = xpu_properties(target) | {
         "has_subgroup_matrix_multiply_accumulate": dpas,
         "has_subgroup_matrix_multiply_accumulate_tensor_float32": False,
@@ -74,6 +75,9 @@ def install(*, dpas: bool = False, cache: Path = _CACHE) -> Any:
     runtime = Runtime(cache.expanduser())
     triton.runtime.driver.set_active(CpuDriver(runtime, properties))
     _admit_cpu_tensors()
+    # The choices of tiles, which on Arc A are for products that are additions.
+    device_facts.CPU = target
+    device_facts.target_of.cache_clear()
     return runtime
 
 
