@@ -31,7 +31,7 @@ from anymla.ops import _host
 # Decoded elements alive at a time: 8 MiB of bfloat16 or 16 MiB of float32, whatever the weight.
 _DECODED_ELEMENTS = 1 << 22
 # ue8m0 bytes whose product with any e4m3 or e2m1 code is a normal bfloat16 number, or zero.
-_EXACT_BYTES = (32, 240)
+EXACT_BYTES = (32, 240)
 
 _SMALLEST_NORMAL = 2.0**-6
 # Adding and subtracting it rounds a float32 to steps of 2^-9, e4m3's below its smallest normal.
@@ -166,7 +166,7 @@ def exact_in_bf16(scale: Tensor) -> bool:
     if not scale.numel():
         return True
     low, high = torch.aminmax(scale)
-    return _EXACT_BYTES[0] <= int(low) and int(high) <= _EXACT_BYTES[1]
+    return EXACT_BYTES[0] <= int(low) and int(high) <= EXACT_BYTES[1]
 
 
 def rounded_to_fp8(x: Tensor, dtype: torch.dtype, block: int = FP8_BLOCK) -> Tensor:

@@ -15,10 +15,14 @@ import functools
 import struct
 
 import numpy as np
+import torch
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from anymla.ops._gemm import EXACT_BYTES
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _POINTER = ir.FloatType(), ir.PointerType()
@@ -26,14 +30,19 @@ _F32, _POINTER = ir.FloatType(), ir.PointerType()
 # Channels that are decoded at a time, and that a turn of the innermost loop takes.
 GROUP, _UNROLLED = 32, 4
 _LANES = 16
-# Rows that a tile of so many tokens takes, whose sums stay in registers; of one token, one.
-_TILES = {2: 2, 4: 4, 8: 2}
+# Rows that a tile of so many tokens takes: sums stay in registers, and there are enough of them for
+# one not to wait for the other. Rows that are left over are multiplied one by one.
+_TILES = {1: 4, 2: 4, 4: 4, 8: 2}
 # Rows ahead of those that are multiplied, in tiles, whose codes are fetched: the processor's own
 # prefetch ends with a page, which is soon, and with several rows a tile begins several.
 _AHEAD, _CACHE_LINE = 2, 64
 
 # What a kernel is compiled for: the weight's format, and the operands.
 FP8_BF16, FP8_FLOAT32, MXFP4_BF16, MXFP4_FLOAT32 = range(4)
+
+# The largest ue8m0 byte that ``exact_in_bf16`` allows, and what it adds to bfloat16's bits.
+_LARGEST_BYTE = EXACT_BYTES[1]
+_LARGEST_EXPONENT = (_LARGEST_BYTE - 127) << 7
 
 
 class _BFloat(ir.Type):
@@ -103,12 +112,13 @@ def _bf16_bits(value: float) -> int:
 class _Bf16:
     """Operands in bfloat16, multiplied two at a time into float32 sums (AVX512-BF16).
 
-    A weight times its power-of-two scale is a bfloat16 number: the scale is added to the
-    exponents. Tables of 32 values are looked up within a register.
+    A weight times its power-of-two scale is a bfloat16 number: the scale goes into the exponents.
+    Tables of 32 values are looked up within a register. A scale is given as the word by which
+    exponents are less than with the largest one, so that a subtraction that saturates leaves zeros
+    as they are; twice, so that it is broadcast while it is loaded.
     """
 
     nbytes = 2
-    # A scale is given as the word that is added, twice, so that it is broadcast while loaded.
     e2m1_values = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
     @classmethod
@@ -129,12 +139,9 @@ class _Bf16:
     def _scaled(builder, values, word):
         """A table of bfloat16 values times a power of two; zeros stay zero, without a sign."""
         bits = [_bf16_bits(value) for value in values]
-        repeated = bits * (GROUP // len(bits))
-        nonzero = ir.Constant(
-            _vector(ir.IntType(1), GROUP), [int(each & 0x7FFF != 0) for each in repeated]
-        )
-        table = builder.add(_vector(_I16, GROUP, bits), word)
-        return builder.select(nonzero, table, _vector(_I16, GROUP, 0))
+        largest = [each + _LARGEST_EXPONENT if each & 0x7FFF else 0 for each in bits]
+        table = _vector(_I16, GROUP, largest)
+        return _call(builder, "llvm.usub.sat.v32i16", _BF16_GROUP, table, word)
 
     @staticmethod
     def _look_up(builder, table, indices):
@@ -146,7 +153,8 @@ class _Bf16:
     def fp8_scale(cls, builder, scale):
         word = builder.bitcast(_splat(builder, scale, _LANES), _BF16_GROUP)
         subnormal = cls._scaled(builder, [m * 2.0**-9 for m in range(8)], word)
-        return subnormal, builder.add(word, _vector(_I16, GROUP, 120 << 7))
+        bias = (120 << 7) + _LARGEST_EXPONENT
+        return subnormal, builder.sub(_vector(_I16, GROUP, bias), word)
 
     @classmethod
     def fp8(cls, builder, scale, codes, channel):
@@ -161,18 +169,50 @@ class _Bf16:
         return [builder.or_(value, sign)], magnitude
 
     @classmethod
+    def mxfp4_block(cls, builder, scales, codes, group):
+        """Codes of four groups, and a table of the magnitudes for each of their scales.
+
+        A word of the codes holds four channels, and channel j of every word is one operand: eight
+        words have a scale. Activations are in that order as well (``in_words``).
+        """
+        first = _load(builder, _vector(_I32, 4), scales, builder.mul(group, _I64(4)))
+        lanes = _vector(_I32, _LANES, None)
+        each = ir.Constant(lanes, [lane // 4 for lane in range(_LANES)])
+        words = builder.shuffle_vector(first, ir.Constant(first.type, ir.Undefined), each)
+        table = cls._scaled(builder, list(cls.e2m1_values), builder.bitcast(words, _BF16_GROUP))
+        offset = builder.mul(group, _I64(GROUP // 2))
+        return table, _load(builder, _BF16_GROUP, codes, offset)
+
+    @classmethod
+    def mxfp4_of_block(cls, builder, block, step):
+        """Channel ``step`` of every word."""
+        table, words = block
+        code = builder.lshr(words, _vector(_I16, GROUP, 4 * step)) if step else words
+        scale = ir.Constant(_BF16_GROUP, [lane // 8 << 3 for lane in range(GROUP)])
+        index = builder.or_(builder.and_(code, _vector(_I16, GROUP, 7)), scale)
+        high = builder.shl(words, _vector(_I16, GROUP, 12 - 4 * step)) if step < 3 else words
+        sign = builder.and_(high, _vector(_I16, GROUP, 0x8000))
+        return [builder.or_(cls._look_up(builder, table, index), sign)]
+
+    @classmethod
     def mxfp4_scale(cls, builder, scale):
         word = builder.bitcast(_splat(builder, scale, _LANES), _BF16_GROUP)
         return cls._scaled(builder, [s * v for s in (1.0, -1.0) for v in cls.e2m1_values], word)
 
     @classmethod
     def mxfp4(cls, builder, scale, codes, channel):
-        packed = _load(builder, _vector(_I8, _LANES), codes, builder.lshr(channel, _I64(1)))
-        pairs = builder.zext(packed, _vector(_I32, _LANES))
-        # The low nibble ends a word and the high nibble the next. What stands above a nibble is
-        # one bit of the index, by which the table does not differ.
-        pairs = builder.or_(pairs, builder.shl(pairs, _vector(_I32, _LANES, 12)))
-        return [cls._look_up(builder, scale, builder.bitcast(pairs, _BF16_GROUP))], None
+        # Four codes to 64 bits, of which each goes to the low byte of a word. What stands above it
+        # there is one bit of the index, by which the table does not differ.
+        offset = builder.lshr(channel, _I64(1))
+        fours = _load(builder, _vector(_I16, GROUP // 4), codes, offset)
+        fours = builder.zext(fours, _vector(_I64, GROUP // 4))
+        every = _vector(_I8, 2 * GROUP)
+        places = _vector(_I8, 2 * GROUP, [0, 0, 4, 0, 8, 0, 12, 0])
+        spread = _call(
+            builder, "llvm.x86.avx512.pmultishift.qb.512", every,
+            places, builder.bitcast(fours, every),
+        )  # fmt: skip
+        return [cls._look_up(builder, scale, builder.bitcast(spread, _BF16_GROUP))], None
 
 
 class _Float32:
@@ -301,6 +341,7 @@ def _emit_tile(operands, fp8, rows, tokens, context, builder, signature, args):
     codes, codes_stride, scales, scales_stride, x, x_stride, channels, out, out_stride = args[3:]
     decode = operands.fp8 if fp8 else operands.mxfp4
     prepare = operands.fp8_scale if fp8 else operands.mxfp4_scale
+    in_words = operands is _Bf16 and not fp8
     group_bytes = GROUP if fp8 else GROUP // 2
     groups_a_scale = 4 if fp8 else 1
 
@@ -322,11 +363,17 @@ def _emit_tile(operands, fp8, rows, tokens, context, builder, signature, args):
         """Add the products of ``count`` groups from group ``first`` on."""
         totals = [[builder.load(each) for each in row] for row in sums]
         largest_codes = [builder.load(each) for each in largest]
+        blocks = []
+        if in_words and count == _UNROLLED:
+            blocks = [
+                operands.mxfp4_block(builder, *each, first)
+                for each in zip(scale_rows, code_rows, strict=True)
+            ]
         scale = []
         for step in range(count):
             group = builder.add(first, _I64(step))
             channel = builder.mul(group, _I64(GROUP))
-            if step % groups_a_scale == 0:
+            if not blocks and step % groups_a_scale == 0:
                 place = builder.mul(builder.udiv(group, _I64(groups_a_scale)), _I64(4))
                 scale = [prepare(builder, _load(builder, _I32, each, place)) for each in scale_rows]
             xs = [operands.load(builder, each, channel) for each in x_rows]
@@ -337,8 +384,11 @@ def _emit_tile(operands, fp8, rows, tokens, context, builder, signature, args):
                     place = _at(builder, code_rows[row], builder.add(ahead, offset))
                     hints = _I32(0), _I32(3), _I32(1)  # of data that is read, into every cache
                     _call(builder, "llvm.prefetch.p0", ir.VoidType(), place, *hints)
-                row_scale = scale[0 if fp8 else row]
-                weights, magnitude = decode(builder, row_scale, code_rows[row], channel)
+                if blocks:
+                    weights = operands.mxfp4_of_block(builder, blocks[row], step)
+                else:
+                    row_scale = scale[0 if fp8 else row]
+                    weights, magnitude = decode(builder, row_scale, code_rows[row], channel)
                 if fp8:
                     largest_codes[row] = _call(
                         builder, "llvm.umax.v32i16", _BF16_GROUP, largest_codes[row], magnitude
@@ -388,9 +438,9 @@ def _scale_words_of(kind, scales, words):
     if kind.literal_value in (FP8_BF16, MXFP4_BF16):
 
         def exponents(kind, scales, words):
-            for place in range(scales.size):
-                word = (np.uint32(scales[place]) - np.uint32(127)) << np.uint32(7)
-                words[place] = (word & np.uint32(0xFFFF)) | (word << np.uint32(16))
+            for place in range(scales.shape[0]):
+                less = np.uint32(_LARGEST_BYTE) - np.uint32(scales[place])
+                words[place] = np.uint32(less * np.uint32((1 << 7) + (1 << 23)))
 
         return exponents
     if scales.dtype == types.float32:
@@ -423,12 +473,12 @@ def _rows_of(kind, codes, scales, x, out, first, last):
         return None
     fp8 = kind.literal_value in (FP8_BF16, FP8_FLOAT32)
     shared = 128 if fp8 else 1
-    rows_2, rows_4, rows_8 = (_TILES[tokens] for tokens in (2, 4, 8))
+    rows_1, rows_2, rows_4, rows_8 = (_TILES[tokens] for tokens in (1, 2, 4, 8))
 
     def tiles(kind, codes, scales, x, out, first, last):
         tokens, channels = x.shape
         size = 1 if tokens == 1 else 2 if tokens < 4 else 4 if tokens < 8 else 8
-        step = 1 if size == 1 else rows_2 if size == 2 else rows_4 if size == 4 else rows_8
+        step = rows_1 if size == 1 else rows_2 if size == 2 else rows_4 if size == 4 else rows_8
         words = np.empty((1 if fp8 else step, scales.shape[1]), np.uint32)
         words_at, words_stride = np.intp(words.ctypes.data), words.strides[0]
         codes_stride, x_stride, out_stride = codes.strides[0], x.strides[0], out.strides[0]
@@ -448,10 +498,25 @@ def _rows_of(kind, codes, scales, x, out, first, last):
                 token = min(token, tokens - size)
                 x_at = np.intp(x.ctypes.data) + token * x_stride
                 out_at = np.intp(out.ctypes.data) + token * out_stride + 4 * row
-                if size == 1:
+                if step == 1 and size == 1:
                     _tile(
                         kind,
                         1,
+                        1,
+                        codes_at,
+                        codes_stride,
+                        words_at,
+                        words_stride,
+                        x_at,
+                        x_stride,
+                        channels,
+                        out_at,
+                        out_stride,
+                    )
+                elif size == 1:
+                    _tile(
+                        kind,
+                        rows_1,
                         1,
                         codes_at,
                         codes_stride,
@@ -538,7 +603,7 @@ def fp8_float32(codes, scales, x, out, first, last):
 
 @njit(nogil=True, cache=True)
 def mxfp4_bf16(codes, scales, x, out, first, last):
-    """Like ``fp8_bf16`` of packed e2m1 [N, K/2] with scales [N, K/32]; ``first`` is any row."""
+    """Like ``fp8_bf16`` of packed e2m1 [N, K/2] with scales [N, K/32], and x ``in_words``."""
     _rows(2, codes, scales, x, out, first, last)
 
 
@@ -548,8 +613,15 @@ def mxfp4_float32(codes, scales, x, out, first, last):
     _rows(3, codes, scales, x, out, first, last)
 
 
+def in_words(x: Tensor) -> Tensor:
+    """Activations [T, K] in the order of ``mxfp4_bf16``: 128 channels as 4 x 32, not 32 x 4."""
+    whole = x.shape[1] // 128 * 128
+    blocks = x[:, :whole].unflatten(1, (-1, 32, 4)).transpose(2, 3).flatten(1)
+    return torch.cat((blocks, x[:, whole:]), 1) if whole < x.shape[1] else blocks
+
+
 @functools.cache
 def has_bf16_dot() -> bool:
-    """Whether this processor multiplies bfloat16 (AVX512-BF16, and look-ups in registers)."""
+    """Whether this processor multiplies bfloat16, and looks up in registers what it multiplies."""
     features = binding.get_host_cpu_features()
-    return bool(features.get("avx512bf16") and features.get("avx512bw"))
+    return all(features.get(each) for each in ("avx512bf16", "avx512bw", "avx512vbmi"))

@@ -95,7 +95,10 @@ class _Call:
         x, scale = product.x, product.scale
         narrow = x.dtype == torch.bfloat16 or product.quantized
         if narrow and _numba_gemm.has_bf16_dot() and exact_in_bf16(scale):
-            name, operand = "bf16", x.to(torch.bfloat16).contiguous().view(torch.uint16)
+            operand = x.to(torch.bfloat16)
+            if not product.fp8:
+                operand = _numba_gemm.in_words(operand)
+            name, operand = "bf16", operand.contiguous().view(torch.uint16)
         else:
             name, operand = "float32", x.to(torch.float32).contiguous()
         kernel = getattr(_numba_gemm, f"{'fp8' if product.fp8 else 'mxfp4'}_{name}")
