@@ -8,6 +8,7 @@ from norm_rope_float64 import TABLE, norm64, rope64
 from paged import (
     DEVICE_BACKENDS,
     MAIN_LAYOUTS,
+    V41_LAYOUTS,
     a_device,
     make_cache,
     skip_float64,
@@ -30,7 +31,7 @@ def inserted(layout: str, rows: Tensor, slots: Tensor) -> Tensor:
     return cache.storage
 
 
-@pytest.mark.parametrize("layout", MAIN_LAYOUTS)
+@pytest.mark.parametrize("layout", MAIN_LAYOUTS + V41_LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("heads", [1, 5, V4_FLASH.heads])
 def test_queries_and_rows_of_a_step(backend, layout, dtype, heads):
@@ -230,7 +231,7 @@ def test_insertion_names_what_is_wrong(change, error, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", MAIN_LAYOUTS)
+@pytest.mark.parametrize("layout", MAIN_LAYOUTS + V41_LAYOUTS)
 @pytest.mark.parametrize("name", DEVICE_BACKENDS)
 def test_a_device_does_the_same_without_waiting(layout, name, monkeypatch):
     device, backend = a_device(), use_device_backend(name, monkeypatch)
