@@ -204,7 +204,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam(f"{_V4}:DeepseekV4ForCausalLM"),
         _seam(f"{_V4}:DeepSeekV4MTP"),
         _seam("vllm.forward_context:get_forward_context"),
-        _seam("vllm.forward_context:ForwardContext", attributes="attn_metadata"),
+        _seam("vllm.forward_context:ForwardContext", attributes="attn_metadata additional_kwargs"),
         _seam("vllm.config.kernel:KernelConfig", attributes="enable_jit_warmup"),
         _seam(f"{ATTENTION_MODULE}:SparseAttnIndexer"),
     ),
@@ -347,7 +347,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
         ),
         _seam(f"{_MOE}.expert_map_manager:ExpertMapManager", attributes="expert_map"),
         _seam(f"{_MOE}.router.base_router:BaseRouter", attributes="capture_fn"),
-        _seam("vllm.forward_context:ForwardContext", attributes="is_padding additional_kwargs"),
+        _seam("vllm.forward_context:ForwardContext", attributes="is_padding"),
         _seam("vllm.envs:VLLM_MOE_SKIP_PADDING"),
     ),
     "linears": (
