@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
 from anymla.ops._triton_epilogue import inverse_rope_quantize
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.device import target_of
 from anymla.ops.pdl import pdl_launch
 from anymla.ops.registry import require
@@ -44,6 +46,7 @@ _V32 = get_layout(V32_FP8)
 _CHANNELS = _LAYOUT.channels  # of values, in V3.2's rows as well
 # Half a row of a tile, and what of it lies side by side in shared memory.
 _HALF, _CHUNK = _CHANNELS // 2, 64
+_TILE = NVMMASharedLayout(128, 16, rank=2)
 _ROPE_DIM = 64  # channels that the kernels' own epilogue rotates
 
 
@@ -281,26 +284,62 @@ def _launch(call: Call, to: AttentionOut) -> None:
     quantized = None if schedule.combined else to.quantized
     out = to.out if quantized is None else quantized.codes.view(torch.int16)
     own_out = None if schedule.combined or quantized is not None else to.out
-    kernel, constants = _kernel_of(schedule, q, own_out, part if cut else None)
-    kernel[(schedule.ctas,)](
+    lists = (
+        len(call.rows) > 1, first.lengths is not None, second.lengths is not None,
+        first.cache.shape[1], second.cache.shape[1], first.cache.stride(0), second.cache.stride(0),
+    )  # fmt: skip
+    strides = q.stride(1) // 2, to.out.stride(1)
+    rope_dim, v32 = 0 if quantized is None else quantized.rope.dim, channels != _CHANNELS
+    descriptors = _descriptors(schedule, q, own_out, part if cut else None)
+    launch = _decoding(schedule, tokens, lists, strides, rope_dim, sink is not None, v32, q.device)
+    launch(
         q, first.cache, second.cache, first.indices, second.indices,
         _or(first.lengths, first.indices), _or(second.lengths, second.indices), _or(sink, lse),
         out, lse, part, sums, spans, flags,
         tokens, heads, first.width, second.width, first.limit, second.limit,
         first.indices.stride(0), second.indices.stride(0), schedule.splits,
         q.stride(0) // 2, to.out.stride(0), call.scale, to.empty_lse,
-        *epilogue_pointers(quantized, lse),
-        **schedule_constants(schedule, tokens), TWO=len(call.rows) > 1,
-        LENGTH0=first.lengths is not None, LENGTH1=second.lengths is not None,
-        PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
-        STEP0=first.cache.stride(0), STEP1=second.cache.stride(0),
-        SINK=sink is not None, Q_HEAD=q.stride(1) // 2, OUT_HEAD=to.out.stride(1),
-        ROPE_DIM=0 if quantized is None else quantized.rope.dim, **constants, num_warps=4,
-        launch_pdl=pdl_launch(q.device)["PDL"],
+        *epilogue_pointers(quantized, lse), *descriptors,
     )  # fmt: skip
     if cut:
         lifted = _CHANNELS if channels == _V32.channels else _LAYOUT.nope
         combine(schedule, Partials(part, sums, spans, lifted), sink, to)
+
+
+@functools.lru_cache(LAUNCHES)
+def _decoding(
+    schedule: Schedule,
+    tokens: int,
+    lists: tuple[bool, bool, bool, int, int, int, int],
+    strides: tuple[int, int],
+    rope_dim: int,
+    sink: bool,
+    v32: bool,
+    device: torch.device,
+) -> PreparedLaunch:
+    """Of either kernel; of both caches' lists: whether there are two, lengths, pages, strides."""
+    two, length0, length1, page0, page1, step0, step1 = lists
+    constants = schedule_constants(schedule, tokens) | {
+        "TWO": two, "LENGTH0": length0, "LENGTH1": length1, "PAGE0": page0, "PAGE1": page1,
+        "STEP0": step0, "STEP1": step1, "SINK": sink, "Q_HEAD": strides[0],
+        "OUT_HEAD": strides[1], "ROPE_DIM": rope_dim,
+    }  # fmt: skip
+    if schedule.heads == M64:
+        kernel = decode_m64_kernel
+        constants |= {
+            "CONSUMER1_REGISTERS": CONSUMER1_REGISTERS,
+            "PRODUCER_REGISTERS": M64_PRODUCER_REGISTERS,
+            "V32": v32,
+        }
+    else:
+        kernel = decode_swap_ab_kernel
+        constants |= {
+            "HEADS": schedule.heads,
+            "BUFFERS": SWAP_AB_BUFFERS[schedule.heads],
+            "PRODUCER_REGISTERS": SWAP_AB_PRODUCER_REGISTERS,
+        }
+    early = pdl_launch(device)["PDL"]
+    return PreparedLaunch(kernel, (schedule.ctas,), num_warps=4, launch_pdl=early, **constants)
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:
@@ -321,10 +360,10 @@ def schedule_constants(schedule: Schedule, tokens: int) -> dict[str, Any]:
     }
 
 
-def _kernel_of(
+def _descriptors(
     schedule: Schedule, q: Tensor, out: Tensor | None, part: Tensor | None
-) -> tuple[Any, dict[str, Any]]:
-    """The kernel and its own constants; of m64 the TMA descriptors as well.
+) -> tuple[TensorDescriptor | None, ...]:
+    """What m64's kernel moves by TMA: heads, partials, queries; nothing of the other kernel.
 
     Args:
         schedule: of the call.
@@ -333,20 +372,13 @@ def _kernel_of(
         part: where it stores partials, if it does.
     """
     if schedule.heads != M64:
-        return decode_swap_ab_kernel, {
-            "HEADS": schedule.heads,
-            "BUFFERS": SWAP_AB_BUFFERS[schedule.heads],
-            "PRODUCER_REGISTERS": SWAP_AB_PRODUCER_REGISTERS,
-        }
+        return ()
     heads, v32 = q.shape[1], q.shape[2] != _CHANNELS
-    return decode_m64_kernel, {
-        "CONSUMER1_REGISTERS": CONSUMER1_REGISTERS,
-        "PRODUCER_REGISTERS": M64_PRODUCER_REGISTERS,
-        "V32": v32,
-        "q_desc": _descriptor(q, heads) if schedule.query_by_tma(v32) else None,
-        "out_desc": None if out is None else _descriptor(out, heads),
-        "part_desc": None if part is None else _descriptor(part, heads),
-    }
+    return (
+        None if out is None else _descriptor(out, heads),
+        None if part is None else _descriptor(part, heads),
+        _descriptor(q, heads) if schedule.query_by_tma(v32) else None,
+    )
 
 
 def _descriptor(rows: Tensor, heads: int) -> TensorDescriptor | None:
@@ -359,8 +391,7 @@ def _descriptor(rows: Tensor, heads: int) -> TensorDescriptor | None:
     if rows.shape[1] % box or not rows.is_contiguous():
         return None
     width = _HALF if box == M64 else _CHUNK
-    layout = NVMMASharedLayout(128, 16, rank=2)
-    return TensorDescriptor.from_tensor(rows.view(-1, _CHANNELS), [box, width], layout)
+    return TensorDescriptor.from_tensor(rows.view(-1, _CHANNELS), [box, width], _TILE)
 
 
 # Plans -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ it is, or rotated back and quantised for the output projection (ROPE_DIM > 0).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import triton
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from anymla.ops._epilogue import QuantizedOut, epilogue_constants, epilogue_pointers
 from anymla.ops._triton_epilogue import store_quantized
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 from anymla.ops.sparse_attention.config import (
@@ -458,35 +460,56 @@ def combine(
         to: results of the work tiles that were cut.
         pdl: while the decode kernel still runs.
     """
-    tokens, heads, channels = to.out.shape
     part, sums, spans, lse = partials.part, partials.sums, partials.spans, to.lse
-    work_tiles, rows = tokens * schedule.head_tiles, schedule.heads
     result = to.out if to.quantized is None else to.quantized.codes
     sinks = lse if sink is None else sink
+    epilogue = tuple(epilogue_constants(to.quantized).items())
+    given = sink is not None, partials.lifted, pdl, epilogue
+    launch, *numbers = _combination(schedule, to.out.shape, *given)
     end = (
-        result.stride(0), result.stride(1), to.empty_lse, *epilogue_pointers(to.quantized, lse),
+        *numbers, result.stride(0), result.stride(1), to.empty_lse,
+        *epilogue_pointers(to.quantized, lse),
     )  # fmt: skip
+    if schedule.cut == Cut.STREAM_K:
+        launch(part, sums, spans, sinks, result, lse, *end)
+    else:
+        launch(part, sums, sinks, result, lse, spans, *end)
+
+
+@functools.lru_cache(LAUNCHES)
+def _combination(
+    schedule: Schedule,
+    shape: tuple[int, int, int],
+    sink: bool,
+    lifted: int,
+    pdl: bool,
+    epilogue: tuple[tuple[str, Any], ...],
+) -> tuple[Any, ...]:
+    """The launch for results of that shape, and the kernel's first numbers."""
+    tokens, heads, channels = shape
+    work_tiles, rows = tokens * schedule.head_tiles, schedule.heads
     common = {
-        "ROWS": rows, "CHANNELS": channels, "SINK": sink is not None,
-        "LIFTED": partials.lifted, "PDL": pdl, **epilogue_constants(to.quantized),
+        "ROWS": rows, "CHANNELS": channels, "SINK": sink, "LIFTED": lifted, "PDL": pdl,
+        **dict(epilogue),
     }  # fmt: skip
     if pdl:
         common["launch_pdl"] = True
     if schedule.cut == Cut.STREAM_K:
-        combine_stream_k_kernel[(schedule.ctas * (rows // STREAM_K_GROUP),)](
-            part, sums, spans, sinks, result, lse, heads, work_tiles, schedule.ctas, *end,
+        launch = PreparedLaunch(
+            combine_stream_k_kernel, (schedule.ctas * (rows // STREAM_K_GROUP),),
             GROUP=STREAM_K_GROUP, MOST=triton.next_power_of_2(schedule.ctas),
             AT_ONCE=STREAM_K_AT_ONCE, num_warps=1, **common,
         )  # fmt: skip
-        return
+        return launch, heads, work_tiles, schedule.ctas
     most = triton.next_power_of_2(schedule.splits)
     whole, some = schedule.first_cut(tokens), min(heads, rows)
     # What is added up in which order depends on the tile.
     all_heads = some if schedule.invariant else (work_tiles - whole) * some
     tile = choose_combine_tile(all_heads, channels, most)
     groups = -(-some // tile.group)
-    combine_splits_kernel[((work_tiles - whole) * groups * (channels // tile.width),)](
-        part, sums, sinks, result, lse, spans, heads, schedule.splits, whole, some, *end,
+    launch = PreparedLaunch(
+        combine_splits_kernel, ((work_tiles - whole) * groups * (channels // tile.width),),
         WIDTH=tile.width, GROUP=tile.group, MOST=most, AT_ONCE=tile.at_once,
         LONGEST_FIRST=schedule.longest_first, num_warps=tile.warps, **common,
     )  # fmt: skip
+    return launch, heads, schedule.splits, whole, some
