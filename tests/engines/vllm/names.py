@@ -21,6 +21,7 @@ from anymla.engines.vllm import pinned, plugin, report
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 OWN_HELPERS = {"_entries", "_keep_wo_a", "backend", "layout", "scratch_bytes", "_select"}
+OWN_HELPERS |= {"_choose_all"}
 OWN_HELPERS |= {"_attend", "_attend_by_slots", "_attend_decoded"}
 OWN_HELPERS |= {"_hold_wo_a", "prepare_wo_a", "wo_a_codes", "site", "held"}
 OWN_HELPERS |= {"_keep_table", "_route", "run", "lists", "first", "side", "token_experts"}
