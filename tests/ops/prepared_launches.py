@@ -112,6 +112,16 @@ def test_other_tensors_are_looked_up_again(seen: Seen, other: Any) -> None:
     assert seen.launches[0] == seen.launches[3]
 
 
+def test_no_more_is_kept_than_what_is_launched_often(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_triton_launch, "LAUNCHES", 3)
+    launch, x = prepared(), aligned()
+    for number in range(10):
+        launch(x, number, x)
+        assert len(launch._compiled) <= 3
+
+
 def test_another_device_is_looked_up_again(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, x = prepared(), aligned()
     launch(x, x, x)

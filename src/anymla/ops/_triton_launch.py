@@ -93,6 +93,8 @@ class PreparedLaunch:
         parameters = [*self._kernel.signature.parameters.values()][tensors + len(self._numbers) :]
         constants = [self._options.get(each.name, each.default) for each in parameters]
         parts = compiled.run, compiled.function, compiled.packed_metadata
+        if len(self._compiled) >= LAUNCHES:  # numbers among tensors may be any
+            self._compiled.clear()
         self._compiled[key] = (*parts, (*self._numbers, *constants))
 
 
