@@ -646,11 +646,18 @@ def test_passkeys_that_were_lost_are_counted_by_length():
         }
         for length in (512, 2048)
         for depth in (0, 0.5)
-        for fault in ("none", "stale index rows")
+        for fault in ("none", "sink dropped", "stale index rows")
     ]
-    (figure,) = figures(rows)
+    for row in rows:
+        row["found"] |= row["fault"] == "sink dropped"
+    other = {"engine": "vLLM with the plugin", "fault": "none", "case": "other"}
+    (figure,) = figures([*rows, *(row | other for row in rows[:1])])
     assert figure.key == "retrieval"
-    right, stale = figure.series
-    assert (right.name, [point.y for point in right.points]) == ("nothing broken", [100, 100])
+    right, stale = figure.series  # lines that would cover each other are one
+    assert right.name == "nothing broken; sink dropped; vLLM with the plugin (to 512)"
+    assert [point.y for point in right.points] == [100, 100]
     assert [(point.x, point.y) for point in stale.points] == [(512, 50), (2048, 50)]
-    assert stale.points[0].label == ("stale index rows, 512 tokens: 50 % found; lost at depths 0.5")
+    assert stale.points[0].label == (
+        "stale index rows, 512 tokens: 1 of 2 found; lost at depths 0.5"
+    )
+    assert figure.y_label == "% found, of 1 or 2 depths"

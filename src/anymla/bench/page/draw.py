@@ -201,7 +201,8 @@ def _names(axes: Any, figure: Figure, *, narrow: bool) -> None:
         _, up = axes.transData.transform((point.x, point.y))
         texts.append((float(up), (name.count("\n") + 1) * size * 1.25 * pixel, point, name, colour))
     texts.sort(key=lambda text: text[0])
-    centres = _spread([text[0] for text in texts], [text[1] for text in texts])
+    bottom = float(axes.get_window_extent().y0)  # below it stand the axis' own numbers
+    centres = _spread([text[0] for text in texts], [text[1] for text in texts], bottom)
     for (up, _, point, name, colour), centre in zip(texts, centres, strict=True):
         axes.annotate(
             name, (point.x, point.y), xytext=(9, (centre - up) / pixel), color=colour,
@@ -209,15 +210,15 @@ def _names(axes: Any, figure: Figure, *, narrow: bool) -> None:
         )  # fmt: skip
 
 
-def _spread(centres: Sequence[float], heights: Sequence[float]) -> list[float]:
-    """Centres of labels, from low to high, moved so that none covers another."""
+def _spread(centres: Sequence[float], heights: Sequence[float], bottom: float) -> list[float]:
+    """Centres of labels, from low to high, moved so that none covers another or is below."""
     placed: list[list[int]] = []  # runs of labels that touch
 
     def run(members: list[int]) -> tuple[float, float]:
         """Lower end and height of a run around the mean of where its labels want to be."""
         height = sum(heights[i] for i in members)
         middle = sum(centres[i] for i in members) / len(members)
-        return middle - height / 2, height
+        return max(middle - height / 2, bottom), height
 
     for i in range(len(centres)):
         placed.append([i])

@@ -248,32 +248,63 @@ def _retrieval(rows: list[Row]) -> Figure | None:
     chosen = [row for row in rows if row.get("part") == _RETRIEVAL_PART]
     cells: dict[str, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in chosen:
-        cells[str(row["fault"])][int(row["length"])].append(row)
+        broken = "nothing broken" if row["fault"] == "none" else str(row["fault"])
+        engine = row.get("engine", "anymla")
+        name = broken if engine == "anymla" else str(engine)
+        cells[name][int(row["length"])].append(row)
     if not cells:
         return None
+    shares = {
+        name: {length: _share_found(some) for length, some in lengths.items()}
+        for name, lengths in cells.items()
+    }
     series = []
-    for fault, lengths in cells.items():
-        name = "nothing broken" if fault == "none" else fault
+    for names in _alike(shares):
+        lengths = cells[names[0]]
         points = []
         for length, some in sorted(lengths.items()):
             lost = [f"{row['depth']:g}" for row in some if not row["found"]]
             where = f"; lost at depths {', '.join(lost)}" if lost else ""
-            share = 100 * (1 - len(lost) / len(some))
+            found = f"{len(some) - len(lost)} of {len(some)} found{where}"
             points.append(
-                Point(length, share, f"{name}, {length} tokens: {share:.0f} % found{where}")
+                Point(length, _share_found(some), f"{names[0]}, {length} tokens: {found}")
             )
-        series.append(line(name, points))
+        shown = [
+            name if len(cells[name]) == len(lengths) else f"{name} (to {max(cells[name]):,})"
+            for name in names
+        ]
+        series.append(line("; ".join(shown), points))
+    tries = sorted({len(some) for lengths in cells.values() for some in lengths.values()})
     return Figure(
         key="retrieval",
         title="Passkeys that the trained tiny model finds, right and with one thing broken",
         x_label="tokens of text",
-        y_label="% found, of several depths",
+        y_label=f"% found, of {' or '.join(map(str, tries))} depths",
         series=tuple(series),
         source=source(chosen),
-        note="Every fault answers from a copy of the same caches. An answer does not notice a "
-        "missing sink, or a window that is short by one; the conformance cases do.",
+        note="What shares a line finds as many at each length. Every fault answers from a copy of "
+        "the same caches. An answer does not notice a missing sink, or a window that is short by "
+        "one; the conformance cases and the float64 oracle do.",
         log_y=False,
     )
+
+
+def _share_found(rows: Sequence[Row]) -> float:
+    return 100 * sum(bool(row["found"]) for row in rows) / len(rows)
+
+
+def _alike(shares: dict[str, dict[int, float]]) -> list[list[str]]:
+    """Names whose numbers agree wherever both have any; who has most of them comes first."""
+    groups: list[list[str]] = []
+    for name in sorted(shares, key=lambda name: -len(shares[name])):
+        mine = shares[name].items()
+        same = (group for group in groups if mine <= shares[group[0]].items())
+        group = next(same, None)
+        if group is None:
+            groups.append([name])
+        else:
+            group.append(name)
+    return groups
 
 
 def _context_memory(rows: list[Row]) -> Figure | None:
