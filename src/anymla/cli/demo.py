@@ -207,8 +207,7 @@ def _show_unnoticed(llm: LLM, prompt: tuple[int, ...], allowed: float) -> None:
             verdict = "noticed" if moved.largest > allowed else "NOT noticed"
             click.echo(
                 f"    {name:20} {verdict}  largest difference {moved.largest:.2f} (mean "
-                f"{moved.typical:.3f}); text likely as before: {moved.nats:.2f} nats a token, "
-                f"{moved.lost:+.3f}"
+                f"{moved.typical:.3f}); {moved.nats:.2f} nats a token, {moved.lost:+.3f}"
             )
 
 
