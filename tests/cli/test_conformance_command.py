@@ -10,6 +10,8 @@ import torch
 from click.testing import CliRunner, Result
 
 from anymla.cli.main import main
+from anymla.engines.vllm.answers import EngineFailed, Reply
+from anymla.model.tokenizer import Tokenizer
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 from anymla.testing.conformance.faults.fault import Fault
 from anymla.testing.conformance.isolated import Request, run_isolated
@@ -339,3 +341,49 @@ def test_end_to_end_needs_a_text():
     result = CliRunner().invoke(main, ["conformance", "--end-to-end", str(TINY)])
     assert result.exit_code == 2
     assert "--end-to-end and --text go together" in result.stderr
+
+
+def test_vllm_is_asked_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr("anymla.cli.end_to_end.installed_version", lambda: None)
+    result = _end_to_end("--engine", "vllm")
+    assert result.exit_code == 2
+    assert "vLLM is not installed here" in result.stderr
+
+
+def test_an_engine_that_fails_says_its_last_words(monkeypatch):
+    def fails(*_, **__):
+        raise EngineFailed("vLLM ended with 1: ...no memory")
+
+    monkeypatch.setattr("anymla.cli.end_to_end.installed_version", lambda: "0.32.0")
+    monkeypatch.setattr("anymla.cli.end_to_end.answers", fails)
+    result = _end_to_end("--engine", "vllm", "--length", 512, "--depth", 0)
+    assert result.exit_code == 1
+    assert "no memory" in result.stderr
+    assert "padded for vLLM: num_experts_per_tok 8, n_routed_experts 64" in result.stdout
+
+
+@pytest.mark.parametrize(("said", "status"), [("right", 0), ("wrong", 1)])
+def test_what_vllm_says_is_judged(monkeypatch, tmp_path, said, status):
+    """On a GPU both modes are asked; here their answers are given."""
+    tokenizer = Tokenizer.from_dir(TINY / "checkpoint")
+    modes = []
+
+    def reply(served, prompts, *, mode, **_):
+        modes.append(mode)
+        assert (served / "config.json").exists()
+        text = tokenizer.decode(prompts[0])
+        digits = text.partition("passkey is ")[2][:6]
+        wrong = said == "wrong" and mode == "force"
+        return [Reply(tuple(tokenizer.encode("no" if wrong else digits, leading=False)), (-0.1,))]
+
+    monkeypatch.setattr("anymla.cli.end_to_end.installed_version", lambda: "0.32.0")
+    monkeypatch.setattr("anymla.cli.end_to_end.answers", reply)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    rows = tmp_path / "rows.jsonl"
+    result = _end_to_end("--engine", "vllm", "--length", 512, "--depth", 0, "--json", rows)
+    assert result.exit_code == status, result.output
+    assert modes == ["off", "force"]
+    marks = [line.split()[-1] for line in result.stdout.splitlines() if line[:3] == "512"]
+    assert marks == ["+", "-" if status else "+"]
+    engines = [json.loads(line)["engine"] for line in rows.read_text().splitlines()]
+    assert engines == ["vLLM 0.32.0 alone", "vLLM 0.32.0 with the plugin"]
