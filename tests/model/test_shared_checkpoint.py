@@ -1,0 +1,154 @@
+"""DeepSeek-V4.1's checkpoint: what is read, what is left alone, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from shared_cases import shared
+
+from anymla.cli.inspect import command as inspect
+from anymla.cli.make_tiny import command as make_tiny
+from anymla.model.checkpoint import Checkpoint, CheckpointError
+from anymla.model.config import ConfigError, ModelConfig
+from anymla.model.load import load_model
+from anymla.model.tokenizer import TokenizerError
+from anymla.runtime.cache_size import cache_sizes
+from anymla.runtime.engine import Engine
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.request import Request
+from anymla.testing.published import FLASH_41
+from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
+
+OPTIONS = dataclasses.replace(shared(weights="fp4", hidden=64, experts=4), moe_size=64)
+PROMPT = tuple(range(3, 60))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("shared")
+    write_tiny_checkpoint(directory, OPTIONS)
+    return directory
+
+
+def _changed(
+    checkpoint: Path, directory: Path, *without: str, text: Any = None, **tensors: Any
+) -> Path:
+    """A copy with other tensors, and other fields of the text model."""
+    stored = load_file(checkpoint / "model.safetensors") | tensors
+    kept = {name: value for name, value in stored.items() if name not in without}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"] |= text or {}
+    (directory / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((checkpoint / name).read_bytes())
+    return directory
+
+
+def _generate(directory: Path, **options: Any) -> tuple[int, ...]:
+    model = load_model(directory, dtype=torch.float32, progress=False)
+    request = Request("only", PROMPT, max_new_tokens=6)
+    engine = Engine.for_requests(model, EngineOptions(kv_cache="nvfp4", **options), [request])
+    return engine.run([request])[0].token_ids
+
+
+def test_images_and_the_drafter_are_left_alone_and_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {
+        "vision.patch_embed.weight": torch.zeros(2),
+        "aligner.weight": torch.zeros(2),
+        "image_start": torch.zeros(2),
+        "mtp.0.main_proj.weight": torch.zeros(2),
+        "mtp.2.confidence_head.proj.weight": torch.zeros(2),
+    }
+    directory = _changed(checkpoint, tmp_path, **more)
+    load_model(directory)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "not read" in line]
+    assert lines == [
+        f"{directory}: 3 vision tensors (vision.*, aligner.*, image_*) are not read",
+        f"{directory}: 2 drafter tensors (mtp.*) are not read",
+    ]
+    assert _generate(directory) == _generate(checkpoint)
+    with pytest.raises(CheckpointError, match=r"no drafter that is read, asked for: a DSpark"):
+        load_model(directory, drafts="dspark", progress=False)
+
+
+def test_the_bias_of_image_tokens_need_not_be_there(checkpoint: Path, tmp_path: Path) -> None:
+    names = [f"layers.{layer}.ffn.gate.bias_vl" for layer in range(8)]
+    assert all(name in Checkpoint.open(checkpoint) for name in names)
+    assert _generate(_changed(checkpoint, tmp_path, *names)) == _generate(checkpoint)
+
+
+def test_a_tokenizer_of_another_size_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    _changed(checkpoint, tmp_path, text={"engram_compressed_vocab_size": 200})
+    with pytest.raises(ConfigError, match=r"is 200, but tokenizer.json has 2.. tokens after norm"):
+        load_model(tmp_path, progress=False)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json, which Engram's hashes need"):
+        load_model(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layers.1.engram.embed.scale", "missing layers.1.engram.embed.scale"),
+        ("layers.4.attn.indexer.wk.weight", "missing layers.4.attn.indexer.wk.weight"),
+    ],
+)
+def test_what_is_missing_is_named(
+    checkpoint: Path, tmp_path: Path, name: str, message: str
+) -> None:
+    _changed(checkpoint, tmp_path, name)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path, progress=False)
+
+
+def test_what_a_layer_does_not_own_is_unexpected(checkpoint: Path, tmp_path: Path) -> None:
+    stray = {"layers.6.attn.indexer.wk.weight": torch.zeros(128, 512)}
+    _changed(checkpoint, tmp_path, **stray)
+    with pytest.raises(CheckpointError, match=r"unexpected layers.6.attn.indexer.wk.weight"):
+        load_model(tmp_path, progress=False)
+
+
+def test_tables_stay_in_their_files(checkpoint: Path) -> None:
+    model = load_model(checkpoint, progress=False)
+    table = model.layers[1].engram.table
+    assert table.weight.dtype == torch.uint8
+    assert table.scale is not None
+    with pytest.raises(ValueError, match="is not there for models that read n-grams"):
+        Engine(model, EngineOptions(decode="fixed"))
+
+
+def test_bytes_a_token_are_those_of_the_report() -> None:
+    # 288 of an entry and 68 of its key, of three layers for each two tokens and one for each.
+    context = 1 << 20
+    sizes = cache_sizes(ModelConfig.from_dict(FLASH_41), "nvfp4", [context])
+    held = {size.name: size.held_bytes[context] / context for size in sizes}
+    assert {name: held[name] for name in ("c1", "c2", "index_c1", "index_c2")} == {
+        "c1": 288.0, "c2": 432.0, "index_c1": 68.0, "index_c2": 102.0,
+    }  # fmt: skip
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    directory = str(tmp_path / "tiny")
+    sizes = ["--hidden", "64", "--q-lora", "32", "--o-lora", "32", "--heads", "4"]
+    sizes += ["--experts", "8", "--moe-size", "32"]
+    made = CliRunner().invoke(make_tiny, [directory, "--model", "v4.1", *sizes])
+    assert made.exit_code == 0, made.output
+    shown = CliRunner().invoke(inspect, ["--checkpoint", directory, "--kv-cache", "nvfp4"])
+    assert shown.exit_code == 0, shown.output
+    assert "layers 8, ratios 0,0,2,2,1,1,1,1" in shown.output
+    assert "layers that write entries: 2, 4; that select: 2, 4, 6" in shown.output
+    assert "layer 4 keeps 2048 blocks of 8 entries that later layers select within" in shown.output
+    assert "layers 1, 4 read n-grams of up to 4 tokens" in shown.output
+    refused = CliRunner().invoke(make_tiny, [directory, "--model", "v4.1", "--mtp", "1"])
+    assert refused.exit_code != 0
+    assert "hash_layers and mtp must be 0 for DeepSeek-V4.1" in refused.output
