@@ -1,7 +1,8 @@
 """nemo-automodel's DeepSeek-V4.1 on one sequence, with everything its layers computed.
 
 It is NVIDIA's port of DeepSeek's own code, for training: whole sequences only. It rounds cache rows
-and index queries as the released model does; without ``rounds`` they stay as they are computed.
+and index queries as the released model does; without ``rounds`` they stay as they are computed, and
+with it they are rounded to bfloat16 first, as they are when that is what layers compute in.
 """
 
 from __future__ import annotations
@@ -74,8 +75,7 @@ class Nemo:
         seen: dict[tuple[str, int], Tensor] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._watched(seen))
-            if not rounds:
-                stack.enter_context(_exact_rows())
+            stack.enter_context(_rows(rounds=rounds))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             logits = self.model(torch.tensor([token_ids])).logits[0]
@@ -177,11 +177,15 @@ def _routed(gate: Any, seen: dict[tuple[str, int], Tensor], layer: int) -> Any:
 
 
 @contextlib.contextmanager
-def _exact_rows() -> Iterator[None]:
-    """Leave cache rows and index queries as they are computed."""
-    rounded = attention.quantize_cache
-    attention.quantize_cache = lambda values, **_: values
+def _rows(*, rounds: bool) -> Iterator[None]:
+    """Round cache rows and index queries from bfloat16, or leave them as they are computed."""
+    quantize = attention.quantize_cache
+
+    def rounded(values: Tensor, **how: Any) -> Tensor:
+        return quantize(values.bfloat16().float(), **how) if rounds else values
+
+    attention.quantize_cache = rounded
     try:
         yield
     finally:
-        attention.quantize_cache = rounded
+        attention.quantize_cache = quantize
