@@ -26,7 +26,6 @@ from typing import Any
 
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -107,5 +106,5 @@ def _kind(x: Any) -> Any:
 
 def _has_hooks() -> bool:
     """Whether a profiler wants to see launches."""
-    runtime = knobs.runtime
+    runtime = triton.knobs.runtime  # Triton 3.3 has none, and is not known
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
