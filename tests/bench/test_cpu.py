@@ -7,11 +7,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from anymla.bench import attention, context, decode, memory
+from anymla.bench import attention, context, decode, memory, packed
 from anymla.bench.models import load, tiny
 from anymla.bench.report import Result, append_rows, table
 from anymla.bench.timing import by_round, interleaved, ratio_by_round
 from anymla.cli.bench import command
+from anymla.ops.device import has_numba
 from anymla.ops.sparse_attention.shapes import AttentionShape
 
 
@@ -25,6 +26,22 @@ def test_functions_are_called_in_turns():
     )
     assert "".join(calls) == "ab" + "aaabbb" * 2
     assert {name: len(each) for name, each in times.items()} == {"a": 6, "b": 6}
+
+
+def test_packed_weights_are_timed_beside_copies(monkeypatch):
+    sizes = {"_ROWS": 256, "_COLUMNS": 128, "_INNER": 128, "_EXPERTS": 4, "_CHOSEN": 2}
+    for name, value in (sizes | {"TOKENS": (1, 3), "_COPY_BYTES": 1 << 12}).items():
+        monkeypatch.setattr(packed, name, value)
+    results = packed.packed(1)
+    assert len(results) == 1 + 4 * 2
+    for result in results:
+        values = result.values
+        assert values["gb_per_s"] > 0
+        assert values["share_of_copy"] == values["gb_per_s"] / values["copy_gb_per_s"]
+    assert results[0].target is None
+    assert all(each.met is not None for each in results[1:])
+    used = "numba" if has_numba() else "torch"
+    assert {each.values["backend"] for each in results[1:]} == {used}
 
 
 def test_ratios_are_taken_turn_by_turn():
