@@ -351,12 +351,14 @@ def store_rows(
             tl.static_assert(KIND == "row_mxfp4" or KIND == "row_nvfp4")
             if KIND == "row_mxfp4":
                 codes = fp32_to_e2m1(scaled)
-                # The largest exponent of the format is 127; 255 would be NaN.
-                bytes_ = exponent_to_ue8m0(tl.minimum(exponent, 127))
             else:
                 bytes_, step = nvfp4_scales(blocks, CODEC, NATIVE)
                 codes = fp32_to_scaled_e2m1(blocks, step[:, :, None])
-            low, high = tl.split(tl.reshape(codes, (ROWS, CHANNELS // 2, 2)))
+            codes = tl.reshape(codes, (ROWS, CHANNELS // 2, 2))
+            low, high = tl.split(codes)
             byte = tl.arange(0, CHANNELS // 2)
             tl.store(at + byte[None, :], low | (high << 4), mask=there)
+            if KIND == "row_mxfp4":
+                # The largest exponent of the format is 127; 255 would be NaN.
+                bytes_ = exponent_to_ue8m0(tl.minimum(exponent, 127))
             tl.store((cache + scales)[:, None] + block[None, :], bytes_, mask=there)

@@ -21,6 +21,7 @@ from anymla.formats.page_layout import (
 )
 from anymla.ops._build import Build, Judgement
 from anymla.ops.device import Target
+from anymla.ops.sparse_attention.config import FP8_CODES, NVFP4
 from anymla.ops.sparse_attention.interface import (
     sparse_attention,
     sparse_attention_fp8_quant,
@@ -143,6 +144,9 @@ def judgement(build: Build, target: Target) -> Judgement:
         # 64 heads x 512 channels of sums are half of all registers of an H200's SM, and it is still
         # the fastest tile there.
         return Judgement(matrix, spills=700)
+    if build.constants["CODED"] in (FP8_CODES, NVFP4):
+        # More scales than V4's rows have, in V4's tiles of 32 heads: 24 on sm_90.
+        return Judgement(matrix, spills=30)
     if target.native_e4m3:
         return Judgement(matrix, spills=11)  # Triton 3.7.1; at most 10 by 3.6 and 3.9
     return Judgement(matrix, spills=100 if build.constants["CHANNELS"] <= 512 else 200)

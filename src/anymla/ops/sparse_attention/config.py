@@ -263,6 +263,9 @@ def choose_combine_tile(heads: int, channels: int, most: int) -> CombineTile:
 # Triton ------------------------------------------------------------------------------------------
 
 MODES = ("float16", "bfloat16", "float32")
+# What CODED says of the rows: plain; e4m3 with a power of two for every block and a bfloat16 tail
+# (V4), or float32 scales before the tail (V3.2), or no tail (V4.1); NVFP4.
+PLAIN, FP8_TAIL, INLINE, FP8_CODES, NVFP4 = 0, 1, 2, 3, 4
 _KIB = 1024
 # Programs that share a token's lists in a batch-invariant call.
 _INVARIANT_SPLITS = 4
@@ -295,6 +298,9 @@ class Tile:
 # FP8 rows, 128 + 512 slots: the fastest of some forty tiles each. Pipelines deeper than 1 and
 # rows x heads lost everywhere.
 _ONE_STEP = Tile(16, 32, False, 4)
+# Of rows without a tail, V4.1's: 4 warps spill 77 registers on sm_90 and 249 on sm_120, 8 none. As
+# compiled; not timed.
+_ONE_STEP_CODES = Tile(16, 32, False, 8)
 _FEW_HEADS = Tile(16, 64, False, 8)
 _HALF_HEADS = Tile(32, 64, False, 8)
 _MANY_HEADS = Tile(64, 64, False, 8, once=False)
@@ -336,6 +342,8 @@ def choose_tile(
     target: Target,
     channels: int = 512,
     values: int = 512,
+    *,
+    tailless: bool = False,
 ) -> Tile:
     """The tile of a call of the portable kernel.
 
@@ -347,7 +355,9 @@ def choose_tile(
         target: the machine.
         channels: of a row.
         values: leading channels of a row that are the value.
+        tailless: some rows are e4m3 codes throughout.
     """
+    one_step = _ONE_STEP_CODES if tailless else _ONE_STEP
     fits = channels <= _ROW_CHANNELS and values <= _ROW_VALUES
     if target.arc_a:
         if not fits:
@@ -367,12 +377,12 @@ def choose_tile(
     if target.name != "sm_90":
         # 32 heads and 32 rows of more than 512 channels are 104 KiB.
         fits = channels <= 512 or target.shared_bytes >= 128 * _KIB
-        return Tile(32, 32, False, 8) if heads > 16 and fits else _ONE_STEP
+        return Tile(32, 32, False, 8) if heads > 16 and fits else one_step
     if tokens is not None:
         # Every step of every token has an SM of its own, or half of one.
         steps = tokens * -(-heads // _ONE_STEP.heads) * -(-keys // _ONE_STEP.keys)
         if steps <= target.sm_count * (2 if heads > 32 else 1):
-            return _ONE_STEP
+            return one_step
     if heads > 32:
         return _MANY_HEADS
     return _FEW_HEADS if heads <= 16 else _HALF_HEADS

@@ -43,11 +43,9 @@ from anymla.formats.triton_cast import (
 )
 from anymla.formats.triton_words import E4M3_WORD_UNIT, e4m3_words_to_fp16
 from anymla.ops.sparse_attention import float16_range
+from anymla.ops.sparse_attention.config import FP8_CODES, FP8_TAIL, INLINE, NVFP4, PLAIN
 from anymla.ops.sparse_attention.triton_combine import SUMS
 
-# What CODED says of the rows: plain; e4m3 with a power of two for every block and a bfloat16 tail
-# (V4), or float32 scales before the tail (V3.2), or no tail (V4.1); NVFP4.
-PLAIN, FP8_TAIL, INLINE, FP8_CODES, NVFP4 = 0, 1, 2, 3, 4
 # Channels that ``walk_rows`` has in one tile.
 ROW = 512
 
@@ -552,7 +550,7 @@ def coded_rows(
         data: uint8 pointers [n] to the rows: CODES codes of e4m3, and bfloat16 behind them.
         scales: pointers [n] to their scales: bytes, or float32 where CODED is 2.
         ok: bool [n].
-        CODED: as in ``triton_decode``.
+        CODED: as in ``config``.
         BLOCK: channels that share a scale.
         CODES: channels that have codes, a multiple of BLOCK.
         ALIGNED: rows begin at multiples of 8 bytes.

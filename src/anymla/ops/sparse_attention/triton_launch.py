@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import PageLayout, pages_of
-from anymla.formats.records import PlainRowsLayout
+from anymla.formats.records import PlainRowsLayout, SplitFp8Layout
 from anymla.ops import device as device_facts
 from anymla.ops._epilogue import QuantizedOut
 from anymla.ops._triton_epilogue import inverse_rope_quantize
@@ -225,7 +225,8 @@ def attend(
     mode = choose_mode(q.dtype == torch.bfloat16 and all(narrow), coded, target)
     # A batch-invariant call must add in the same order whatever the number of tokens.
     width = None if batch_invariant else tokens
-    tile = choose_tile(heads, keys, width, mode, target, channels, values)
+    tailless = any(_is_tailless(each.coded) for each in lists)
+    tile = choose_tile(heads, keys, width, mode, target, channels, values, tailless=tailless)
     if batch_invariant:
         splits = invariant_splits(keys, tile)
     else:
@@ -260,6 +261,11 @@ def attend(
 def _of(listed: Listed, tokens: slice) -> Listed:
     lengths = None if listed.lengths is None else listed.lengths[tokens]
     return dataclasses.replace(listed, indices=listed.indices[tokens], lengths=lengths)
+
+
+def _is_tailless(coded: PageLayout | None) -> bool:
+    """Whether rows are e4m3 codes, blocks of a scale each, and nothing else."""
+    return isinstance(coded, SplitFp8Layout) and coded.nope == coded.channels
 
 
 def _kind(listed: Listed) -> tuple[object, ...]:
