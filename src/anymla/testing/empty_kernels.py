@@ -88,6 +88,15 @@ def empty_kernels(
     driver.set_active(Driver())
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        for part in ("annotate_arguments", "make_kernel_signature"):  # for CUDA's driver
-            patches.enter_context(mock.patch.object(nvidia, part, return_value=None))
+        # What Triton makes for CUDA's driver; 3.6 compiles a launcher for each signature.
+        made: dict[str, Any] = {
+            "annotate_arguments": None,
+            "make_kernel_signature": None,
+            "make_launcher": "",
+            "library_dirs": [],
+            "compile_module_from_src": types.SimpleNamespace(launch=None),
+        }
+        for part, answer in made.items():
+            if hasattr(nvidia, part):
+                patches.enter_context(mock.patch.object(nvidia, part, return_value=answer))
         yield counts
