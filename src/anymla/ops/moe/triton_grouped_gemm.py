@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.formats.triton_cast import widen
 from anymla.ops._triton_gemm import (
     TL_DTYPES,
     ActivationRows,
@@ -133,7 +134,7 @@ def gate_up_kernel(
                 FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
             )  # fmt: skip
         dtype = inner.dtype.element_ty
-        value = clamped_swiglu(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit)
+        value = clamped_swiglu(widen(gate.to(dtype)), widen(up.to(dtype)), limit)
         weight = tl.load(weights + pair, inside, other=0.0)
         if SWAP_AB:
             value *= weight[None, :]
