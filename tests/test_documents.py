@@ -23,6 +23,9 @@ def test_links_lead_somewhere(document) -> None:
         path, _, heading = target.partition("#")
         found = (document.parent / path).resolve() if path else document
         assert found.exists(), f"{document.name}: {target}"
+        # The site of `make docs` has nothing but the folder docs.
+        inside = document.parent == ROOT or found.is_relative_to(ROOT / "docs")
+        assert inside, f"{document.name}: {target} is outside of docs"
         if heading:
             assert heading in headings(found), f"{document.name}: {target}"
 
