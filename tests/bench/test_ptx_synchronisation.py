@@ -131,7 +131,7 @@ for kernel in (build.kernel, getattr(changed, name)):
     print(len(unfenced_reads(code.asm["ptx"])), len(idle_barriers(code.asm["ttgir"])), end=" ")
 """
 LINEAR, ATTENTION = "anymla.ops.linear.gluon_sm90_", "anymla.ops.sparse_attention.gluon_sm90_"
-LAST = "    descs = (out_desc, part_desc, q_desc)\n"
+LAST = "    mbarrier.init(q_ready, count=1)\n"
 IDLE = "gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())"
 
 

@@ -14,7 +14,9 @@ from anymla.bench.doctor.examine import all_probes, examine
 from anymla.bench.doctor.machine import _busy, machine
 from anymla.cli.main import main
 from anymla.ops import device as device_facts
+from anymla.ops.device import has_numba
 from anymla.ops.linear import fp8_block_linear
+from anymla.ops.registry import Backend
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.testing.conformance.ops import all_operations
 
@@ -35,7 +37,8 @@ def test_every_family_is_examined_and_right_here(tmp_path) -> None:
     assert {finding["family"] for finding in row["findings"]} == families
     assert row["ok"] is True
     assert row["torch"] == torch.__version__
-    assert {finding["backend"] for finding in row["findings"]} == {"torch"}
+    here = {"torch", "numba"} if has_numba() else {"torch"}
+    assert {finding["backend"] for finding in row["findings"]} == here
     assert {finding["how"] for finding in row["findings"]} == {"native", "software FP8"}
     for finding in row["findings"]:
         assert finding["right"] is True, finding
@@ -86,14 +89,10 @@ def test_a_wrong_result_is_shown_and_ends_with_1(monkeypatch, operation, label, 
         result = run(*args, **kwargs)
         return wrong(*result) if isinstance(result, tuple) else wrong(result)
 
-    before = operation.backends["torch"]
-    try:
-        operation.register("torch", faulty)
-        probes = [each for each in all_probes() if each.label == label]
-        monkeypatch.setattr("anymla.cli.doctor.all_probes", lambda: probes)
+    probes = [each for each in all_probes() if each.label == label]
+    monkeypatch.setattr("anymla.cli.doctor.all_probes", lambda: probes)
+    with operation.with_backends([Backend("torch", faulty, None)]):
         result = doctor("--device", "cpu", "--no-speed")
-    finally:
-        operation.register("torch", before.run, supports=before.supports)
     assert result.exit_code == 1
     assert f"WRONG: {probes[0].family} ({label})" in result.output
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from anymla.formats.e2m1 import E2M1_MAX, encode_e2m1, pack_nibbles
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 from anymla.formats.fp8_block import (
+    FP8_BLOCK,
     dequantize_fp8_rows,
     dequantize_fp8_weight,
     expand_block_scales,
@@ -30,7 +31,9 @@ def store_plain(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
     return {f"{prefix}.weight": rounded}, rounded
 
 
-def store_fp8(prefix: str, values: Tensor, scale_format: str, block: int) -> tuple[Stored, Tensor]:
+def store_fp8(
+    prefix: str, values: Tensor, scale_format: str, block: int = FP8_BLOCK
+) -> tuple[Stored, Tensor]:
     """Square blocks of e4m3, with scales in "ue8m0" or "fp32".
 
     Float32 scales are amax / 448 rounded up to 4 significant bits, not to a power of two.
