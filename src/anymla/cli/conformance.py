@@ -172,7 +172,7 @@ def command(
     cases = _cases(chosen)
     if only_list:
         for case in cases:
-            click.echo(f"{case.case_id:4} {case.story}" + _reason(case.absent))
+            click.echo(f"{case.case_id:4} {case.story}")
         return
     if mutations:
         _show_mutations(cases, write)
@@ -282,7 +282,3 @@ def _show_mutations(cases: list[Case], write: Path | None) -> None:
     missed = [fault.words for fault, ids in found if chosen & {*fault.cases} - {*ids}]
     if missed:
         raise click.ClickException(f"not noticed: {', '.join(missed)}")
-
-
-def _reason(absent: str) -> str:
-    return f" (nothing to run: {absent})" if absent else ""

@@ -33,8 +33,7 @@ class Case:
         story: what must hold, in a line.
         operations: the operations under test; empty if it is not about operations.
         also: operations that are judged as well by who has them (``Ops.has``).
-        run: raises AssertionError if it does not hold; None if there is nothing to run.
-        absent: why there is nothing to run.
+        run: raises AssertionError if it does not hold.
         gpu: it needs a GPU, and makes its tensors there.
         bulk: it is about size, which the reference backends, written as loops, are not made for.
     """
@@ -42,8 +41,7 @@ class Case:
     case_id: str
     story: str
     operations: tuple[str, ...]
-    run: Callable[[Ops], None] | None
-    absent: str = ""
+    run: Callable[[Ops], None]
     gpu: bool = False
     bulk: bool = False
     also: tuple[str, ...] = ()
@@ -71,11 +69,6 @@ def case(
         return run
 
     return register
-
-
-def absent(case_id: str, story: str, reason: str) -> None:
-    """List a case that has nothing to run, with the reason."""
-    _add(Case(case_id, story, (), None, absent=reason))
 
 
 def load_cases() -> dict[str, Case]:

@@ -47,8 +47,6 @@ class Subject:
 
     def why_not(self, case: Case) -> str:
         """Why a case does not apply; "" if it does."""
-        if case.run is None:
-            return case.absent
         if case.gpu and self.device.type != "cuda":
             return "needs a CUDA device"
         if self.adapter is not None:
@@ -151,7 +149,6 @@ def _ops(subject: Subject, tally: _Tally) -> Ops:
 
 
 def _judge(case: Case, ops: Ops) -> tuple[str, str]:
-    assert case.run is not None
     seed = zlib.crc32(case.case_id.encode())
     random.seed(seed)
     torch.manual_seed(seed)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from anymla.testing.conformance.expected import v4_config
 from anymla.testing.conformance.ops import Ops
-from anymla.testing.conformance.registry import absent, case
-from anymla.testing.oracle.blocks import Site, hyper_post
+from anymla.testing.conformance.registry import case
+from anymla.testing.oracle.blocks import Site, collapse, hyper_post, rms_norm
 from anymla.testing.tolerance import accumulation, assert_close
 
 _STREAMS = 4
@@ -68,8 +70,40 @@ def sinkhorn(ops: Ops) -> None:
     assert_close(comb.sum(1), one, atol=3e-6, name="column sums")
 
 
-absent(
+@case(
     "M3",
     "V4.1 takes the pre-mix of the previous sub-layer",
-    "V4.1's sites are judged with the whole model, in tests/model/test_nemo_recorded.py",
+    "hc_gates",
+    "hc_post",
+    "hc_collapse_norm",
 )
+def delayed_sites(ops: Ops) -> None:
+    width, eps = 64, 1e-20
+    h, u = torch.randn(16, _STREAMS, width), torch.randn(16, width)
+    for size, name in ((1.0, "16 tokens"), (1e-4, "tiny streams, which V4's epsilon would shrink")):
+        _check_delayed(ops, size * h, size * u, eps, name)
+
+
+def _check_delayed(ops: Ops, h: Tensor, u: Tensor, eps: float, name: str) -> None:
+    width = h.shape[2]
+    site, weight = _site(width), 1 + torch.rand(width)
+    pre, post, comb = ops.hc_gates(
+        h, site.fn, site.base, site.scale, norm_eps=eps, hc_eps=1e-6, iters=20
+    )
+    wide = Site(site.fn.double(), site.base.double(), site.scale.double())
+    want_pre, want_post, want_comb = wide.gates(
+        h.double(), dataclasses.replace(v4_config(), norm_eps=eps)
+    )
+    slack = 4 * accumulation(_STREAMS * width, torch.float32)
+    assert_close(pre, want_pre, atol=slack, name=f"{name}: pre")
+    assert_close(post, want_post, atol=slack, name=f"{name}: post")
+    assert_close(comb, want_comb, atol=slack, name=f"{name}: comb")
+    # The next sub-layer's input: the streams behind this one, through this one's gates.
+    x = ops.hc_collapse_norm(ops.hc_post(u, h, post, comb), pre, weight, norm_eps=eps)
+    streams = hyper_post(u.double(), h.double(), want_post, want_comb)
+    collapsed = collapse(streams, want_pre)
+    want = rms_norm(collapsed, weight.double(), eps)
+    # Gates err by the slack, twice on the way; the norm divides by the root mean square.
+    magnitude = (h.double().abs().sum(1) + 2 * u.double().abs()) * _STREAMS
+    magnitude = magnitude * weight / collapsed.square().mean(1, keepdim=True).sqrt()
+    assert_close(x, want, atol=2 * slack, scale=magnitude, name=f"{name}: input")
