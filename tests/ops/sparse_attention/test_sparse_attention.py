@@ -833,7 +833,7 @@ def test_a_compiler_sees_through():
 
 def forced(monkeypatch: pytest.MonkeyPatch, chosen: Tile, splits: int) -> None:
     launcher = pytest.importorskip("anymla.ops.sparse_attention.triton_launch")
-    monkeypatch.setattr(launcher, "choose_tile", lambda *_: chosen)
+    monkeypatch.setattr(launcher, "choose_tile", lambda *_, **__: chosen)
     monkeypatch.setattr(launcher, "choose_splits", lambda *_: splits)
 
 

@@ -271,8 +271,8 @@ def choose_score_config(
     columns = together * padded_heads
     padded_width = max(next_power_of_2(width), 32)
     if target.arc_a:
-        # Four scores a thread, or two where a step is a block of e2m1.
-        block_k, most = (32, 2048) if math == "bf16" else (16, 4096)
+        # Four scores a thread, or two where keys may be e2m1 and a step is a block of them.
+        block_k, most = (16, 4096) if math == "fp16" else (32, 2048)
         keys = max(16, min(most // columns, 64))
         return ScoreConfig(together, padded_heads, padded_width, block_k, keys, 32, 1)
     if math == "fp32":
