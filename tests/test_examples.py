@@ -46,6 +46,7 @@ ELSEWHERE = {
     "xpu": "needs an Intel GPU",
     "flash_mla": "needs FlashMLA",
     "--vllm": "needs vLLM",
+    "xpu-attention": "needs Intel's compilers",
     "vllm": "needs vLLM",
     "mypackage.attention:sparse_attention": "the reader's own package",
     "mypackage.attention:decode=sparse_attention": "the reader's own package",

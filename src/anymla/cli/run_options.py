@@ -16,6 +16,7 @@ import torch
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import OutputFile
 from anymla.cli.manners import on_terminal
+from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.ranks import Ranks
 from anymla.model.drafts import Drafts
 from anymla.model.load import DTYPES, load_model
@@ -132,9 +133,9 @@ _OPTIONS = (
         "--kv-cache",
         default="fp8",
         show_default=True,
-        type=click.Choice(["fp8", "fp8-nvfp4", "bf16", "fp32"]),
-        help="Cache rows: the checkpoint's FP8 records, these with compressed entries in 4 bits, "
-        "or plain rows.",
+        type=click.Choice(list(CACHE_FORMATS)),
+        help="Cache rows: DeepSeek-V4's FP8 records, these with index keys or compressed entries "
+        "in 4 bits, V4.1's own (nvfp4), or plain rows.",
     ),
     click.option(
         "--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda", "xpu"])

@@ -229,7 +229,7 @@ def numba_problem() -> str:
     try:
         version = importlib.metadata.version("numba")
     except importlib.metadata.PackageNotFoundError:
-        return "numba is not installed: pip install 'anymla[cpu]'"
+        return "numba is not installed: pip install '.[cpu]'"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_NUMBA:
         least = ".".join(map(str, LEAST_NUMBA))
         return f"numba {version} is installed, and {least} or newer is needed"
