@@ -67,7 +67,9 @@ class Server:
             kv_cache_memory_bytes=options.cache_gib << 30,
             compilation_config=compilation,
             kv_transfer_config=_Filled.SETTINGS,
-            kernel_config={"enable_jit_warmup": mode != "off"},  # vLLM's own takes ten minutes
+            kernel_config={  # vLLM's own takes ten minutes
+                "enable_jit_warmup": mode != "off" and not options.no_rehearsal
+            },
             disable_log_stats=True,
         )
         self.engine, self.number, self.running = self.llm.llm_engine, 0, []
@@ -171,6 +173,49 @@ class Server:
         self.running = new
         self.end()
         return 1e3 * took
+
+    def timeline(self, length: int, seed: int) -> dict[str, Any]:
+        """When the host and the device leave each half of a layer of a prompt's step, in ms.
+
+        Also the time of Python's collector, and how often memory was asked of the driver.
+        """
+        import gc
+
+        import random_model
+        import torch
+
+        marks: list[tuple[str, float, Any]] = []
+        collected: list[float] = []
+
+        def leave(name: str) -> None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append((name, time.perf_counter(), event))
+
+        def collector(phase: str, _: Any) -> None:
+            collected.append(time.perf_counter() * (1 if phase == "stop" else -1))
+
+        hooks = []
+        for number, layer in enumerate(random_model.model_of(self.llm).model.layers):
+            for name, module in (("attention", layer.attn), ("experts", layer.ffn)):
+                label = f"{number} {name}"
+                hooks.append(module.register_forward_hook(lambda *_, label=label: leave(label)))
+        gc.callbacks.append(collector)
+        torch.cuda.synchronize()
+        asked = torch.cuda.memory_stats()["num_device_alloc"]
+        leave("start")
+        took = self.first_token(1, length, seed)
+        torch.cuda.synchronize()
+        gc.callbacks.remove(collector)
+        for hook in hooks:
+            hook.remove()
+        (_, start, first), last = marks[0], len(hooks) + 1  # of the first step alone
+        return {
+            "ms": took,
+            "left": [(n, 1e3 * (t - start), first.elapsed_time(e)) for n, t, e in marks[1:last]],
+            "collector_ms": 1e3 * sum(collected),
+            "allocations": torch.cuda.memory_stats()["num_device_alloc"] - asked,
+        }
 
     def joining(self, length: int, seed: int) -> tuple[float, float]:
         """A prompt joins requests that decode: ms to its first token, and their median step."""
@@ -447,6 +492,12 @@ def _first_token(
             found[child.mode]["ms"].append(took)
     case = f"{requests} x {length:,}, {options.layers} layers"
     report.row("time to first token", case, found, "ms")
+    if requests == 1 and length in options.timeline:
+        for child in children:
+            traced = [child("timeline", length, 100 * number) for number in range(8)]
+            Path(options.logs, f"timeline-{child.mode}-{length}.json").write_text(
+                json.dumps(traced)
+            )
     firsts = ", ".join(
         f"{mode} {values['first_ms']:.0f} ({', '.join(values['compiled'])})"
         for mode, values in found.items()
@@ -509,6 +560,10 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=_numbers, default=[1024, 8192, 32768, 131072])
     parser.add_argument("--most-prompt-tokens", type=int, default=8 * 32768)
+    parser.add_argument(
+        "--timeline", type=_numbers, default=[], help="prompts whose layers are timed, in the logs"
+    )
+    parser.add_argument("--no-rehearsal", action="store_true", help="compile at first use")
     parser.add_argument("--joining", type=_numbers, default=[2048, 16384])
     parser.add_argument("--traffic", nargs="*", default=["64:16:1024:256", "16:2:8192:256"])
     parser.add_argument("--graphs", default="FULL_DECODE_ONLY", help="vLLM's cudagraph_mode")
