@@ -134,3 +134,42 @@ def test_the_shapes_are_those_of_the_tables():
     assert set(family.portable_shapes()) <= set(every)
     assert set(family.fp8_heads_shapes()) <= set(every)
     assert next(shape.label for shape in family.v32_shapes()) == "V3.2 h128 b2 s_q2 2048"
+
+
+def test_random_shapes_are_those_of_their_seed():
+    some, more = [*family.random_shapes(20, 3)], [*family.random_shapes(200, 3)]
+    assert more[:20] == some
+    assert [each.number for each in more] == [*range(200)]
+    assert {each.draw for each in more} == {3}
+    assert {shape.label for shape in family.random_shapes(20, 4)} != {s.label for s in some}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_shapes_are_of_every_kind(seed):
+    shapes = [*family.random_shapes(200, seed)]
+    assert {shape.heads for shape in shapes} == {*family.RANDOM_HEADS}
+    assert {shape.page for shape in shapes} == {2, 64}
+    assert {1, 2, 3} < {shape.rows for shape in shapes} <= {*range(1, 9)}
+    assert min(shape.batch for shape in shapes) == 1
+    assert 150 < max(shape.batch for shape in shapes) <= 300
+    # Log-uniform: as many below the root of 300 as above.
+    assert 75 <= sum(shape.batch <= 17 for shape in shapes) <= 125
+    entries = [shape.extra for shape in shapes]
+    assert 0 in entries
+    assert 1536 < max(entries) <= 2048
+    assert 60 < sum(count % 64 > 0 for count in entries) < 120
+    assert 70 <= sum(shape.ragged for shape in shapes) <= 110
+    assert 30 <= sum(not shape.lengths for shape in shapes) <= 70
+    assert not any(shape.ragged and not (shape.lengths and shape.extra) for shape in shapes)
+
+
+def test_a_random_shape_is_measured_beside_flash_mla(scripted):
+    """One whose heads and lists FlashMLA does not take as they are; the row says all of it."""
+    shape = family.Drawn(2, 3, 80, 70, 2, ragged=True, draw=7, number=5)
+    (result,) = run(family.decode_cases([shape], "torch", PEER), scripted(10, 9))
+    values = result.values
+    assert values["error"] < 3e-3
+    assert values["flash_mla_error"] < 3e-3
+    assert values.items() >= {"draw": 7, "number": 5, "seed": 7005, "width": 128}.items()
+    assert values.items() >= shape.fields.items()
+    assert (result.part, result.met) == (family.RANDOM, False)

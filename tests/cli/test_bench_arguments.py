@@ -52,7 +52,11 @@ def no_device(monkeypatch):
         ),
         ("gpu --family foo", "--family foo: there are attention, cache, indexer, layer"),
         ("model --layers 44", "--layers 44: flash has 43"),
-        ("attention --v32 --fused-end", "one of --vllm-xpu, --v32, --fused-end and --verification"),
+        (
+            "attention --v32 --fused-end",
+            "one of --vllm-xpu, --v32, --fused-end, --verification and --random",
+        ),
+        ("attention --seed 3", "--seed 3: is of --random"),
         ("attention --vllm-xpu --backend torch", "--backend torch: --vllm-xpu is of triton"),
         (
             "attention --v32 --planned",

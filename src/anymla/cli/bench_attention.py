@@ -29,6 +29,8 @@ from anymla.cli.bench_rows import (
 @click.option("--v32", is_flag=True, help="Instead: over the rows of DeepSeek-V3.2.")
 @click.option("--fused-end", is_flag=True, help="Instead: with FP8 heads, fused and apart.")
 @click.option("--verification", is_flag=True, help="Instead: steps that verify drafts.")
+@click.option("--random", "drawn", type=click.IntRange(min=1), help="Instead: so many shapes.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random shapes.")
 @click.option("--planned", is_flag=True, help="With work shared out once for all calls.")
 @click.option("--heads", type=click.IntRange(min=1), multiple=True, help="Only these; repeatable.")
 def attention(
@@ -39,6 +41,8 @@ def attention(
     v32: bool,
     fused_end: bool,
     verification: bool,
+    drawn: int | None,
+    seed: int,
     planned: bool,
     heads: tuple[int, ...],
 ) -> None:
@@ -50,8 +54,10 @@ def attention(
     from anymla.bench.peers.vllm import VllmXpu
     from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 
-    if vllm_xpu + v32 + fused_end + verification > 1:
-        raise BadInput("one of --vllm-xpu, --v32, --fused-end and --verification")
+    if vllm_xpu + v32 + fused_end + verification + (drawn is not None) > 1:
+        raise BadInput("one of --vllm-xpu, --v32, --fused-end, --verification and --random")
+    if drawn is None and _was_given("seed"):
+        raise BadInput(f"--seed {seed}: is of --random")
     if planned and (vllm_xpu or v32 or fused_end or verification):
         raise BadInput(
             "--planned is of the comparison without --vllm-xpu, --v32, --fused-end and "
@@ -70,6 +76,8 @@ def attention(
         shapes = family.v32_shapes()
     elif fused_end:
         shapes = family.fp8_heads_shapes()
+    elif drawn is not None:
+        shapes = family.random_shapes(drawn, seed)
     every: list[Any] = list(steps.shapes() if verification else shapes)
     chosen = require_cases(
         " ".join(f"--heads {count}" for count in heads),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,11 +32,19 @@ from anymla.ops.sparse_attention.shapes import FLASH_DECODE, V32_DECODE, Attenti
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 
 PART = "decode attention beside FlashMLA"
+RANDOM = "decode attention of random shapes beside FlashMLA"
 V32 = "decode attention over V3.2's rows beside FlashMLA"
 FP8_HEADS = "decode attention with FP8 heads"
 PORTABLE = "portable decode attention beside vLLM's"
+# Heads of random shapes: shards', those between tiles of 64, and whole models'.
+RANDOM_HEADS = (8, 16, 24, 32, 40, 64, 80, 96, 112, 128)
+_MOST_REQUESTS, _MOST_QUERIES, _MOST_ENTRIES = 300, 8, 2048
+_INPUT_SEEDS = 1000  # of the shapes of a draw
 # Fields that a label says.
-IN_LABEL = ("batch", "rows", "heads", "extra", "page", "ragged", "lengths", "backend", "width")
+IN_LABEL = (
+    "batch", "rows", "heads", "extra", "page", "ragged", "lengths", "backend", "width", "draw",
+    "number",
+)  # fmt: skip
 
 # What was asked of a shape, times as fast as a peer: few heads, V3.2's rows, vLLM's path.
 _LEAST_HEADS, _LEAST, _LEAST_V32, _LEAST_PORTABLE = (8, 16, 32), 1.6, 0.9, 2.0
@@ -107,6 +116,51 @@ class Decode:
         extra = f"+{self.extra}" if self.extra else ""
         page = f" page {self.page}" if self.page != 64 else ""
         return what + extra + page + (" ragged" if self.ragged else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(Decode):
+    """A random shape.
+
+    Attributes:
+        draw: seed of the shapes that it is one of.
+        number: its place among them.
+    """
+
+    draw: int = 0
+    number: int = 0
+
+    @property
+    def fields(self) -> Values:
+        """Of its row: all that was drawn."""
+        names = ("width", "draw", "number")
+        return super().fields | {name: getattr(self, name) for name in names}
+
+
+def random_shapes(count: int, seed: int) -> Iterator[Drawn]:
+    """Shapes that nothing was tuned for; the first of a seed do not depend on how many there are.
+
+    Requests are log-uniform from 1 to 300, with 1 to 3 queries each, every tenth shape's up to 8.
+    Beside the window there are no entries in every tenth shape, else up to 2,048, half the time a
+    multiple of 64. Pages are of 64 or 2 entries; lengths of half the shapes are random, of a
+    quarter full, and a quarter has none.
+
+    Args:
+        count: how many.
+        seed: of the draw.
+    """
+    draw = random.Random(seed)
+    for number in range(count):
+        batch = round(_MOST_REQUESTS ** draw.random())
+        rows = draw.randint(1, _MOST_QUERIES if draw.random() < 0.1 else 3)
+        step = draw.choice((1, 64))
+        extra = 0 if draw.random() < 0.1 else step * draw.randint(1, _MOST_ENTRIES // step)
+        heads, page = draw.choice(RANDOM_HEADS), draw.choice((64, 2))
+        lengths = draw.choice(("random", "random", "full", "none"))
+        ragged = lengths == "random" and extra > 0
+        yield Drawn(
+            batch, rows, heads, extra, page, ragged, lengths != "none", draw=seed, number=number
+        )
 
 
 def shapes() -> Iterator[Decode]:
@@ -286,15 +340,19 @@ def decode_cases(
         planned: work is shared out once for all calls.
     """
     for shape in chosen:
-        least = _LEAST if shape.heads in _LEAST_HEADS else 1.0
-        least = _LEAST_V32 if shape.v32 else least
+        part, least, seed = PART, _LEAST if shape.heads in _LEAST_HEADS else 1.0, 0
+        if shape.v32:
+            part, least = V32, _LEAST_V32
+        if isinstance(shape, Drawn):
+            part, least, seed = RANDOM, 1.0, _INPUT_SEEDS * shape.draw + shape.number
         words = f"at least {least:g} times FlashMLA's speed"
         yield Case(
-            V32 if shape.v32 else PART,
+            part,
             shape.label,
             functools.partial(_decode, shape, backend, peer, planned),
             shape.fields | {"backend": backend} | ({"planned": True} if planned else {}),
             beside("microseconds", "flash_mla_microseconds", least, words),
+            seed,
         )
 
 

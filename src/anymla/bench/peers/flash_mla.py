@@ -1,7 +1,8 @@
 """FlashMLA: decode over the paged FP8 caches, and attention to listed rows during prefill.
 
 Its scheduler metadata is made once for a shape, as an engine does. Where it does not take the
-number of heads, it gets zero queries up to a multiple of 64, which is not counted.
+number of heads, it gets zero queries up to a multiple of 64, and lists -1 up to one of 64 columns;
+neither is counted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class FlashMla(Peer):
             given["extra_topk_length"] = inputs.extra_lengths
         calls: list[Callable[[], Tensor]] = []
         for window, extra in inputs.lists:
-            more = {} if extra is None else {"extra_indices_in_kvcache": extra}
+            more = {} if extra is None else {"extra_indices_in_kvcache": _in_steps(extra)}
             calls.append(
                 functools.partial(
                     _first, self.module.flash_mla_with_kvcache, q, cache, None, None,
@@ -108,7 +109,7 @@ def padded_heads(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 def _in_steps(indices: Tensor) -> Tensor:
     """Lists of a width that FlashMLA takes."""
-    short = -indices.shape[1] % _LIST_STEP
+    short = -indices.shape[-1] % _LIST_STEP
     return torch.nn.functional.pad(indices, (0, short), value=-1) if short else indices
 
 
