@@ -4,10 +4,14 @@ vLLM captures decode steps of a few sizes. Around them it schedules any number o
 prefills of any length, and which kernel runs follows from both. A rehearsed step runs the model as
 vLLM does, with metadata that name no request: every list is empty and no slot is written, so that
 caches stay as they are.
+
+Compiling takes 1 to 3 s a kernel, and there are some 140. So the same steps come first in a form
+that runs nothing and compiles on all cores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -16,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKernel
 
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.prefill import Chunk, StepPlans, decodes_rows
+from anymla.ops.compile_ahead import compiled_together
 
 _LOG = init_logger("vllm.plugins.anymla")
 # Contexts double from here on, as the kernels that follow from them do at most.
@@ -74,7 +80,33 @@ class Rehearsal:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Rehearse every kind of step."""
+        """Rehearse every kind of step: compile what it launches, on all cores, then run it."""
+        if next(self.model.parameters()).device.type != "cpu":
+            with compiled_together() as only_compiled:
+                if only_compiled:
+                    with _Zeros(), self._one_layer_of_each_kind():
+                        self.steps()
+        self.steps()
+
+    @contextlib.contextmanager
+    def _one_layer_of_each_kind(self) -> Iterator[None]:
+        inner = self.model.model
+        first: dict[tuple[int, bool, bool], nn.Module] = {}
+        for number in range(inner.start_layer, inner.end_layer):
+            layer = inner.layers[number]
+            # Streams are equal before the first; some layers choose experts by token id.
+            by_id, begins = number < inner.config.num_hash_layers, number == inner.start_layer
+            first.setdefault((layer.attn.compress_ratio, by_id, begins), layer)
+        kept = inner.layers, inner.start_layer, inner.end_layer
+        inner.layers = nn.ModuleList(first.values())
+        inner.start_layer, inner.end_layer = 0, len(first)
+        try:
+            yield
+        finally:
+            inner.layers, inner.start_layer, inner.end_layer = kept
+
+    def steps(self) -> None:
+        """Run every kind of step."""
         longest, whole = self.contexts[-1], self.config.parallel_config.pipeline_parallel_size == 1
         for tokens in _sizes(self.most_tokens) if whole else ():
             for context in (self.contexts[0], longest):
@@ -126,6 +158,22 @@ class Rehearsal:
             )  # fmt: skip
             if q is not None:
                 indexer.indexer_op(hidden, q if scales is None else (q, scales), None, weights)
+
+
+class _Zeros(TorchDispatchMode):
+    """Memory that torch gives is zero: kernels that do not run write no slots, ids or numbers."""
+
+    _GIVE = (
+        torch.ops.aten.empty,
+        torch.ops.aten.new_empty,
+        torch.ops.aten.empty_like,
+        torch.ops.aten.empty_strided,
+        torch.ops.aten.new_empty_strided,
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.zero_() if func.overloadpacket in self._GIVE else found
 
 
 class _Step:

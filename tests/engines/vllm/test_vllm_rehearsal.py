@@ -1,0 +1,19 @@
+"""A rehearsal on a Hopper GPU compiles everything before it runs anything."""
+
+from pathlib import Path
+
+from servers import look_up, needs_vllm
+
+pytestmark = needs_vllm
+
+
+def test_everything_is_compiled_before_anything_runs(tmp_path: Path) -> None:
+    """By one layer of each kind; the whole model then compiles nothing more."""
+    found = look_up("rehearsed_builds.py", tmp_path, "force")
+    compiled, ran = found["passes"]
+    assert len(compiled["builds"]) > 80
+    assert not compiled["launches"]
+    assert not ran["builds"]
+    assert ran["launches"] > 5_000
+    assert compiled["layers"] < ran["layers"] == 8
+    assert found["layers"] == [0, 8, 8]
