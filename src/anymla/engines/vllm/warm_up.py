@@ -81,12 +81,15 @@ class Rehearsal:
     @torch.inference_mode()
     def run(self) -> None:
         """Rehearse every kind of step: compile what it launches, on all cores, then run it."""
-        if next(self.model.parameters()).device.type != "cpu":
-            with compiled_together() as only_compiled:
-                if only_compiled:
-                    with _Zeros(), self._one_layer_of_each_kind():
-                        self.steps()
-        self.steps()
+        with self._one_layer_of_each_kind():
+            if next(self.model.parameters()).device.type != "cpu":
+                start = time.perf_counter()
+                with compiled_together() as only_compiled:
+                    if only_compiled:
+                        with _Zeros():
+                            self.steps()
+                _LOG.info("anymla: kernels compiled in %.0f s", time.perf_counter() - start)
+            self.steps()
 
     @contextlib.contextmanager
     def _one_layer_of_each_kind(self) -> Iterator[None]:
