@@ -9,11 +9,13 @@ front of the path it is that version's model, as far as it goes with the package
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -106,12 +108,12 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
         store = f"file://{Path(sys.argv[1]).with_suffix('.store')}"
         init_distributed_environment(1, 0, store, 0, "gloo")
         initialize_model_parallel(1, 1)
-        for chosen in ("auto", *report.PARTS, "force"):
-            plan = report.plan(report.this_machine(), chosen)
-            model._REPLACED = frozenset(part.name for part in plan if part.replaced)
+        for chosen in ("auto", "auto on two GPUs", *report.PARTS, "force"):
+            model._PLAN = report.plan(report.this_machine(), chosen.partition(" ")[0])
+            several = mock.patch.object(config.parallel_config, "data_parallel_size", 2)
             config.compilation_config.static_forward_context.clear()
             exchanged.clear()
-            with torch.device("meta"):
+            with torch.device("meta"), several if "two" in chosen else contextlib.nullcontext():
                 built = model.AnymlaDeepseekV4(vllm_config=config)
             names = collections.Counter(type(each).__name__ for each in built.modules())
             found[chosen] = {"classes": names, "exchanged": +exchanged}

@@ -1,6 +1,7 @@
 import ast
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,12 @@ LACKING = {
     cuda(12, flashinfer=True): set(),
 }
 machines = pytest.mark.parametrize("machine", LACKING, ids=lambda machine: machine.name)
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is taken for speed."""
+    monkeypatch.setattr(report, "FASTER", {})
 
 
 @machines
@@ -98,12 +105,45 @@ def test_what_comes_along_says_so() -> None:
 
 
 def test_what_was_measured_faster_is_taken_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(report.FASTER, (report.MHC, "sm_90"), "a file")
+    monkeypatch.setitem(report.FASTER, (report.MHC, "sm_90", "0.32.0"), "a file")
+    monkeypatch.setattr(report, "installed_version", lambda: "0.32.0")
     assert replaced(cuda(9), "auto") == {report.MHC}
     assert replaced(cuda(9), "attention") & ALL == {report.ATTENTION}
     assert not replaced(cuda(10), "auto")
     (mhc,) = [part for part in report.plan(cuda(9), "auto") if part.name == report.MHC]
     assert mhc.why == "measured faster: a file"
+    monkeypatch.setattr(report, "installed_version", lambda: ADMITTED)
+    assert not replaced(cuda(9), "auto")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "gpus", "why"),
+    [(None, 1, ""), (object(), 1, "with drafts"), (None, 2, "on several GPUs")],
+)
+def test_speed_is_no_reason_where_the_plugin_has_not_run(
+    drafts: object, gpus: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faster = (report.ATTENTION, report.MHC, report.EXPERTS)
+    for part in faster:
+        monkeypatch.setitem(report.FASTER, (part, "sm_90", "0.32.0"), "a file")
+    monkeypatch.setattr(report, "installed_version", lambda: "0.32.0")
+    config = SimpleNamespace(
+        speculative_config=drafts, parallel_config=SimpleNamespace(world_size_across_dp=gpus)
+    )
+    found = report.within(report.plan(cuda(9), "auto"), config)
+    kept = {part.name: part for part in found if not part.replaced}
+    if not why:
+        assert not {*faster, report.DRAFT_MODEL} & kept.keys()
+        return
+    # Hyper-connections are exchanged before there is a configuration, and are the same in all.
+    assert {report.ATTENTION, report.EXPERTS, report.DRAFT_MODEL} <= kept.keys()
+    assert report.MHC not in kept
+    assert kept[report.ATTENTION].why.endswith(f"ANYMLA_VLLM=force takes it {why}")
+    for asked in ("force", "attention"):  # and what a machine lacks is replaced in any case
+        parts = report.plan(cuda(9), asked)
+        assert report.within(parts, config) == parts
+    lacking = report.plan(cuda(8), "auto")
+    assert report.within(lacking, config) == lacking
 
 
 @pytest.mark.parametrize("chosen", ["force", "attention"])

@@ -43,6 +43,10 @@ if report.METADATA_KERNELS in _REPLACED:
     register_kernels({name: vars(cpu_kernels)[ours] for name, ours in METADATA_KERNELS.items()})
 
 
+def _replaced(vllm_config: Any) -> frozenset[str]:
+    return frozenset(p.name for p in report.within(_PLAN, vllm_config) if p.replaced)
+
+
 @contextlib.contextmanager
 def _anymla_layers(vllm_config: Any) -> Iterator[None]:
     """While a model is built, its layers are anymla's in the parts that are replaced.
@@ -56,10 +60,11 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
     attention: Any = importlib.import_module(ATTENTION_MODULE)
     theirs, warmup = getattr(model, platform.name), kernels.enable_jit_warmup
     scores = attention.SparseAttnIndexer
-    setattr(model, platform.name, _attention_of(theirs))
-    if report.INDEXER in _REPLACED:
+    replaced = _replaced(vllm_config)
+    setattr(model, platform.name, _attention_of(theirs, replaced & frozenset(report.PARTS)))
+    if report.INDEXER in replaced:
         attention.SparseAttnIndexer = AnymlaSparseAttnIndexer  # vLLM 0.32 asks no layer for it
-    kernels.enable_jit_warmup = warmup and report.ATTENTION not in _REPLACED
+    kernels.enable_jit_warmup = warmup and report.ATTENTION not in replaced
     try:
         yield
     finally:
@@ -68,9 +73,8 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
         kernels.enable_jit_warmup = warmup
 
 
-def _attention_of(theirs: Any) -> Any:
+def _attention_of(theirs: Any, parts: frozenset[str]) -> Any:
     """What stands where a platform's model has its attention class, or a function returning it."""
-    parts = _REPLACED & frozenset(report.PARTS)
     if report.ATTENTION in parts:
         ours = with_parts(AnymlaAttention, parts)
         return ours if isinstance(theirs, type) else lambda _: ours
@@ -81,11 +85,12 @@ def _attention_of(theirs: Any) -> Any:
 
 class _WithAnymlaLayers(nn.Module):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        for line in report.lines(_MACHINE, _PLAN):
+        for line in report.lines(_MACHINE, report.within(_PLAN, vllm_config)):
             _LOG.info_once(line, scope="global")
+        replaced = _replaced(vllm_config)
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-        for name in (module for part, module in _LATER.items() if part in _REPLACED):
+        for name in (module for part, module in _LATER.items() if part in replaced):
             importlib.import_module(f"anymla.engines.vllm.{name}").install(self)
 
 
@@ -94,7 +99,7 @@ class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if _REHEARSED <= _REPLACED and importlib.util.find_spec(WARM_UP_MODULE):
+        if _replaced(vllm_config) >= _REHEARSED and importlib.util.find_spec(WARM_UP_MODULE):
             from anymla.engines.vllm import warm_up
 
             warm_up.register(self, vllm_config)

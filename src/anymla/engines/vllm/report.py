@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+from typing import Any
 
 from anymla.engines.vllm.pinned import PLATFORMS, VERSIONS, installed_version
 from anymla.engines.vllm.seams import missing_seams, source_of_vllm
@@ -26,9 +27,13 @@ _LIBRARIES = {
 # Its compressor converts to FP8 by an instruction that begins with this compute capability.
 _CONVERTS_TO_FP8 = (8, 9)
 
-# What was measured faster than vLLM's own part, within vLLM and in every kind of step, by part and
-# ``Machine.name``: where that is recorded. What is faster in some steps is the user's to choose.
-FASTER: dict[tuple[str, str], str] = {}
+# What was measured faster than vLLM's own part, within vLLM and in every kind of step, by part,
+# ``Machine.name`` and vLLM's version: where that is recorded. What is faster in some steps is the
+# user's to choose.
+_HOPPER = "H200, benchmarks/results/vllm_h200.jsonl"
+FASTER: dict[tuple[str, str, str], str] = {
+    (part, "sm_90", "0.32.0"): _HOPPER for part in (ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS)
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +52,16 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of vLLM's DeepSeek-V4, whether it is replaced, and the reason either way."""
+    """One part of vLLM's DeepSeek-V4, whether it is replaced, and the reason either way.
+
+    Attributes:
+        for_speed: replaced for no other reason: vLLM's own runs, and nobody asked.
+    """
 
     name: str
     replaced: bool
     why: str
+    for_speed: bool = False
 
     @property
     def action(self) -> str:
@@ -157,8 +167,8 @@ def _decided(name: str, machine: Machine, chosen: str) -> Part:
         return Part(name, True, lacking)
     if chosen != "auto":
         return Part(name, False, f"{VARIABLE} does not ask for it")
-    if measured := FASTER.get((name, machine.name)):
-        return Part(name, True, f"measured faster: {measured}")
+    if measured := FASTER.get((name, machine.name, installed_version() or "")):
+        return Part(name, True, f"measured faster: {measured}", for_speed=True)
     return Part(name, False, f"vLLM's own runs on {machine.name}; {VARIABLE}={name} replaces it")
 
 
@@ -198,10 +208,30 @@ def _companions(machine: Machine, attention: Part) -> list[Part]:
         return []
     drafts = PLATFORMS[machine.platform].drafts
     why = attention.why if drafts else "vLLM has none for it"
-    rows = [Part(DRAFT_MODEL, attention.replaced and drafts, why)]
+    rows = [Part(DRAFT_MODEL, attention.replaced and drafts, why, attention.for_speed)]
     if machine.platform == "cpu" and attention.replaced:
         rows.append(Part(METADATA_KERNELS, True, "Triton has no compiler for CPUs"))
     return rows
+
+
+def within(parts: list[Part], vllm_config: Any) -> list[Part]:
+    """The parts as one of vLLM's configurations gets them.
+
+    What is replaced for speed alone stays vLLM's where the plugin has not run on GPUs: with drafts,
+    and on several. Hyper-connections are the same everywhere, a token at a time.
+    """
+    why = ""
+    if vllm_config.speculative_config is not None:
+        why = "with drafts"
+    elif vllm_config.parallel_config.world_size_across_dp > 1:
+        why = "on several GPUs"
+    if not why:
+        return parts
+    kept = f"taken for speed on one GPU without drafts; {VARIABLE}=force takes it {why}"
+    return [
+        Part(part.name, False, kept) if part.for_speed and part.name != MHC else part
+        for part in parts
+    ]
 
 
 def lines(machine: Machine, parts: list[Part]) -> list[str]:

@@ -1,0 +1,44 @@
+"""What ``auto`` takes for speed is as fast or faster in every recorded kind of step."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anymla.engines.vllm import report
+
+ROWS = Path(__file__).parents[3] / "benchmarks/results/vllm_h200.jsonl"
+KINDS = ("decode step", "time to first token", "joining 8")
+
+
+def times(case: str) -> dict[tuple[str, str], dict[str, float]]:
+    """By kind of step and case: the time of each backend, the newest of each."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in map(json.loads, ROWS.read_text().splitlines()):
+        if row["part"] in KINDS and case in row["case"]:
+            found.setdefault((row["part"], row["case"]), {})[row["backend"]] = _time(row)
+    return found
+
+
+def _time(row: dict[str, Any]) -> float:
+    """Of a decode step what the device takes: a graph's host does not matter in a large model."""
+    return row["busy_us"] if "busy_us" in row else statistics.median(row["ms"])
+
+
+@pytest.mark.parametrize(("part", "machine", "version"), report.FASTER)
+def test_a_part_by_itself(part: str, machine: str, version: str) -> None:
+    assert (machine, version) == ("sm_90", "0.32.0")  # what these rows are of
+    cases = times("five engines")
+    assert {kind for kind, _ in cases} == set(KINDS)
+    for case, backends in cases.items():
+        (ours,) = (us for name, us in backends.items() if part in name.split(","))
+        assert ours <= backends["off"], (part, case)
+
+
+def test_all_parts_together() -> None:
+    cases = times("43 layers")
+    assert {kind for kind, _ in cases} == set(KINDS)
+    for case, backends in cases.items():
+        assert backends["force"] < backends["off"], case
