@@ -219,6 +219,41 @@ def test_bfloat16_rounds_and_computes(floats):
     )
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
+def test_types_that_are_kept_are_those_that_were_asked_for():
+    core = tl.core
+    made = core.block_type(tl.int32, [4, 8])
+    other = core.block_type(tl.pointer_type(tl.int8), [core.constexpr(4), 8])
+    for each, numbers in ((made, "int32"), (other, "pointer<int8>")):
+        again = core.block_type(each.element_ty, each.shape)
+        assert again == each
+        assert again is not each
+        assert tuple(each.shape) == (4, 8)
+        assert each.numel == 32
+        assert each.scalar.name == numbers
+    assert made != other
+    halves = made.with_element_ty(tl.float16)
+    assert halves == core.block_type(tl.float16, [4, 8]) != made
+    assert halves.name != made.name != core.block_type(tl.int32, [8, 4]).name
+    with pytest.raises(ValueError, match="power of 2"):
+        core.block_type(tl.int32, [3])
+    with pytest.raises(TypeError, match="must have type"):
+        core.block_type(tl.int32, [8.0, 4])
+    with pytest.raises(TypeError, match="must have type"):
+        core.block_type(tl.int32, [4.0, 8])
+
+
+@triton.jit
+def _wrap_kernel(x):
+    tl.store(x, tl.load(x) + 1)
+
+
+def test_sums_of_integers_wrap():
+    x = torch.tensor([2**31 - 1], dtype=torch.int32, device=DEVICE)
+    _wrap_kernel[(1,)](x)
+    assert x.item() == -(2**31)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dot_accumulates_in_float32(dtype):
     a, b = torch.randn(16, 64).to(dtype), torch.randn(64, 16).to(dtype)

@@ -44,6 +44,7 @@ def install() -> None:
     executor = interpreter.GridExecutor
     executor.__call__ = _without_warnings(executor.__call__)
     _patch_once()
+    _spare_types()
 
 
 def _is_coded(dtype: Any) -> bool:
@@ -110,7 +111,7 @@ def _dot(self: Any, a: Any, b: Any, accumulator: Any, *_: Any) -> Any:
 def _in_float32(original: Callable[..., Any], operands: int) -> Callable[..., Any]:
     def operate(self: Any, *args: Any) -> Any:
         handles, rest = args[:operands], args[operands:]
-        coded = [handle.dtype.scalar == tl.bfloat16 for handle in handles]
+        coded = [handle.dtype.scalar.is_bf16() for handle in handles]
         # A selection copies codes, which is right as it is; its condition comes first.
         if not any(coded) or handles[0].dtype.scalar == tl.int1:
             return original(self, *args)
@@ -190,3 +191,55 @@ def _patch_once() -> None:
 
     interpreter._patch_lang = launch
     interpreter.InterpretedFunction.__call__ = call
+
+
+def _spare_types() -> None:
+    """Describe the types of values once, and check no sums that nobody asks to be checked.
+
+    The interpreter runs the compiler's front end on every block of numbers. There it took two
+    thirds of a test's time to describe shapes and types anew, and a sixth to repeat each sum of
+    integers in 64 bits for an assertion that only TRITON_DEBUG makes.
+    """
+    language, semantic = tl.core, interpreter.TritonSemantic
+    block, tensor, scalar = language.block_type, language.tensor, language.dtype
+    make_block, make_tensor, equal = block.__init__, tensor.__init__, scalar.__eq__
+    check_overflow = semantic.binary_op_sanitize_overflow_impl
+    blocks: dict[Any, dict[str, Any]] = {}
+    tensors: dict[Any, dict[str, Any]] = {}
+    numbers: dict[str, Any] = {}
+    number_of = interpreter._get_np_dtype
+    whole = frozenset([int])
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([s.value if type(s) is language.constexpr else s for s in shape])
+        if not whole.issuperset(map(type, sizes)):
+            make_block(self, element_ty, shape)  # which refuses 4.0, though it equals 4
+            return
+        key = sizes, element_ty.name
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = {k: v for k, v in vars(self).items() if k != "element_ty"}
+        self.__dict__.update(blocks[key], element_ty=element_ty)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        name = type.name if type.is_block() else ""
+        if name not in tensors:
+            make_tensor(self, handle, type)
+            own = ("handle", "type", "dtype")
+            tensors[name] = {k: v for k, v in vars(self).items() if k not in own}
+        self.__dict__.update(tensors[name], handle=handle, type=type, dtype=type.scalar)
+
+    def number_type(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in numbers:
+            numbers[name] = number_of(kind)
+        return numbers[name]
+
+    def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        if self.builder.options.debug:
+            check_overflow(self, lhs, rhs, binary_op)
+
+    block.__init__, tensor.__init__ = init_block, init_tensor
+    scalar.__eq__ = lambda self, other: self is other or equal(self, other)
+    semantic.binary_op_sanitize_overflow_impl = check
+    interpreter._get_np_dtype = number_type
