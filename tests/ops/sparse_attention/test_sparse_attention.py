@@ -380,8 +380,15 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize(("window", "compressed"), MIXED)
-@pytest.mark.parametrize("pages", [(32, 64), (64, 128), (7, 2)])
+@pytest.mark.parametrize(
+    ("window", "compressed", "pages"),
+    [
+        *((*records, (32, 64)) for records in MIXED),
+        *((*MIXED[0], pages) for pages in ((64, 128), (7, 2))),
+        (*MIXED[1], (64, 128)),
+        (*MIXED[2], (7, 2)),
+    ],
+)
 def test_window_and_compressed_rows_of_their_own_records(backend, window, compressed, pages):
     """V4.1's decode step: a window, all entries that a token lists, pages of both kinds."""
     made = Scene(
