@@ -18,7 +18,9 @@ from anymla.formats.e4m3_bits import (
 from anymla.formats.ue8m0 import decode_ue8m0, encode_ue8m0, scale_exponent
 
 FP8_BLOCK = 128
+# A block whose largest magnitude is below has the scale of this one; heads have their own.
 ACTIVATION_AMAX_FLOOR = 1e-4
+HEAD_AMAX_FLOOR = 1e-10
 
 
 def quantize_fp8_weight(

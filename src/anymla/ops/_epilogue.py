@@ -19,9 +19,6 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._check import FLOATS, INT64, check, check_cos_sin, require
 from anymla.ops.registry import LazyFunction
 
-# A block whose largest magnitude is below has the scale of this one.
-AMAX_FLOOR = 1e-10
-
 
 @dataclasses.dataclass(frozen=True)
 class RopeTable:

@@ -10,15 +10,14 @@ quant block of 128 channels gets a power of two as its scale.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._epilogue import AMAX_FLOOR
 from anymla.ops._gluon import aggregate
 
 CHANNELS = gl.constexpr(get_layout(MAIN_FP8).channels)
 _BLOCK = gl.constexpr(FP8_BLOCK)
 _PAIRS = gl.constexpr(FP8_BLOCK // 2)
-_FLOOR = gl.constexpr(AMAX_FLOOR)
+_FLOOR = gl.constexpr(HEAD_AMAX_FLOOR)
 _TAIL_PAIRS = gl.constexpr(32)
 _CODES = gl.constexpr("{ .reg .b16 c; cvt.rn.satfinite.e4m3x2.f32 c, $2, $1; cvt.u32.u16 $0, c; }")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.fp8_block import quantize_fp8_rows
+from anymla.formats.fp8_block import HEAD_AMAX_FLOOR, quantize_fp8_rows
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import pages_of
-from anymla.ops._epilogue import AMAX_FLOOR
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -80,5 +79,5 @@ def inverse_rope_fp8_quant(
     rotated = rope(wide, positions, cos_sin_cache, inverse=True)
     width = o.shape[1] // n_groups * o.shape[2]
     groups = rotated.reshape(len(o), n_groups, width)
-    codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
+    codes, scales = quantize_fp8_rows(groups, floor=HEAD_AMAX_FLOOR)
     return codes.view(torch.float8_e4m3fn), scales

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymla.formats.fp8_block import quantize_fp8_rows
+from anymla.formats.fp8_block import HEAD_AMAX_FLOOR, quantize_fp8_rows
 from anymla.ops import _host
-from anymla.ops._epilogue import AMAX_FLOOR
 
 # Elements in flight on the host: 1 MiB of float32, which a core's own cache holds.
 BLOCK_ELEMENTS = 1 << 18
@@ -126,5 +125,5 @@ def inverse_rope_fp8_quant(
     rotated = o.to(wide, copy=True, memory_format=torch.contiguous_format)
     rotate_(rotated, freqs_cis(positions, cos_sin_cache, wide, inverse=True))
     groups = rotated.view(tokens, n_groups, heads // n_groups * dim)
-    codes, scales = quantize_fp8_rows(groups, floor=AMAX_FLOOR)
+    codes, scales = quantize_fp8_rows(groups, floor=HEAD_AMAX_FLOOR)
     return codes.view(torch.float8_e4m3fn), scales

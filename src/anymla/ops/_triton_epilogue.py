@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent, widen
-from anymla.ops._epilogue import AMAX_FLOOR, QuantizedOut
+from anymla.ops._epilogue import QuantizedOut
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
-_FLOOR = tl.constexpr(AMAX_FLOOR)
+_FLOOR = tl.constexpr(HEAD_AMAX_FLOOR)
 # Heads of a program of the kernel: 16 values a thread, or 4 for latency.
 _ROWS = 16
 _FEW_ROWS = 4
@@ -199,7 +199,7 @@ def _inverse_rope(
         HEADS=heads,
         D=d,
         ROPE_DIM=table[1],
-        FLOOR=AMAX_FLOOR,
+        FLOOR=HEAD_AMAX_FLOOR,
         WIDTH=FP8_BLOCK,
         ROWS=rows,
         NATIVE=native,

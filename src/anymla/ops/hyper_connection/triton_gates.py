@@ -244,10 +244,6 @@ def lane_sums(
     return mixes
 
 
-# What kernels call the strides of streams [T, N, D].
-STREAM_STRIDES = ("token_stride", "stream_stride")
-
-
 @triton.jit
 def load_streams(h, rows, d, mask, token_stride, stream_stride, N: tl.constexpr):
     """Channels d [c] of the N streams of tokens rows [r]: N tiles [r, c] as stored."""

@@ -57,9 +57,8 @@ from anymla.ops.hyper_connection.triton_gates import (
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Channels that four threads load together, and rows of a warp.
+# Channels that four threads load together.
 CHANNELS = 32
-WARP_ROWS = 16
 
 
 @triton.jit

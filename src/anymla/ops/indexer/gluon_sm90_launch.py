@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
-from anymla.ops.device import Target, target_of
+from anymla.ops.device import Target
 from anymla.ops.indexer.config import (
     SelectConfig,
     choose_sm90_score_config,
@@ -30,57 +31,12 @@ from anymla.ops.indexer.gluon_sm90_scores import (
 from anymla.ops.indexer.gluon_sm90_topk import topk_kernel
 from anymla.ops.indexer.inputs import (
     ScoreInputs,
-    dense_inputs,
-    paged_inputs,
+    dense_logits,
+    paged_logits,
     select_inputs,
-    writable,
 )
 from anymla.ops.indexer.triton_select import select_chunks
 from anymla.ops.pdl import pdl_launch
-
-
-def mqa_logits(
-    q: Tensor,
-    k: Tensor,
-    k_scale: Tensor | None,
-    weights: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    *,
-    q_scales: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See ``interface.mqa_logits``; for what ``sm90_dense_support`` lets through."""
-    logits = writable(out, (len(q), len(k)), torch.float32, q.device)
-    if logits.numel():
-        inputs = dense_inputs(q, q_scales, weights, k, k_scale, starts, ends)
-        write_scores(inputs, logits, None, target_of(q.device), context=len(k))
-    return logits if out is None or out is logits else out.copy_(logits)
-
-
-def paged_mqa_logits(
-    q: Tensor,
-    index_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    *,
-    max_context: int,
-    layout: str = INDEX_FP8,
-    q_scales: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See ``interface.paged_mqa_logits``; for what ``sm90_paged_support`` lets through."""
-    shape = (q.shape[0] * q.shape[1], max_context)
-    logits = writable(out, shape, torch.float32, q.device)
-    if not len(index_cache):
-        logits.fill_(-torch.inf)
-    elif logits.numel():
-        inputs = paged_inputs(
-            q, q_scales, weights, index_cache, layout, context_lens, block_table, max_context
-        )
-        write_scores(inputs, logits, None, target_of(q.device), context=max_context)
-    return logits if out is None or out is logits else out.copy_(logits)
 
 
 def select_topk(
@@ -146,6 +102,11 @@ def write_scores(
         CONSUMER_REGISTERS=config.consumer_registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         FILL=context > 0, num_warps=4, **limits, **pdl_launch(inputs.q.device),
     )  # fmt: skip
+
+
+# For what ``sm90_dense_support`` and ``sm90_paged_support`` let through.
+mqa_logits = functools.partial(dense_logits, write_scores)
+paged_mqa_logits = functools.partial(paged_logits, write_scores)
 
 
 def row_topk(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
+from anymla.ops import device as device_facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,3 +208,49 @@ def writable(
     if given is not None and given.stride(1) == 1:
         return given
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def dense_logits(
+    score: Callable[..., None],
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor | None,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``interface.mqa_logits`` by a backend's ``write_scores``."""
+    logits = writable(out, (len(q), len(k)), torch.float32, q.device)
+    if logits.numel():
+        inputs = dense_inputs(q, q_scales, weights, k, k_scale, starts, ends)
+        score(inputs, logits, None, device_facts.target_of(q.device), context=len(k))
+    return logits if out is None or out is logits else out.copy_(logits)
+
+
+def paged_logits(
+    score: Callable[..., None],
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_context: int,
+    layout: str = INDEX_FP8,
+    q_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``interface.paged_mqa_logits`` by a backend's ``write_scores``."""
+    shape = (q.shape[0] * q.shape[1], max_context)
+    logits = writable(out, shape, torch.float32, q.device)
+    if not len(index_cache):
+        logits.fill_(-torch.inf)
+    elif logits.numel():
+        inputs = paged_inputs(
+            q, q_scales, weights, index_cache, layout, context_lens, block_table, max_context
+        )
+        score(inputs, logits, None, device_facts.target_of(q.device), context=max_context)
+    return logits if out is None or out is logits else out.copy_(logits)

@@ -23,6 +23,7 @@ the narrowest arithmetic that holds both operands' values exactly; sums are alwa
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -31,13 +32,9 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.mxfp4 import MXFP4_BLOCK
-from anymla.formats.page_layout import (
-    INDEX_FP8,
-)
 from anymla.formats.triton_cast import e2m1_to_fp32, e4m3_to_fp16, e4m3_to_fp32, ue8m0_to_fp32
 from anymla.formats.triton_rows import cache_bytes, row_codec
 from anymla.formats.triton_words import E4M3_WORD_UNIT, e4m3_words_to_fp16
-from anymla.ops import device as device_facts
 from anymla.ops.device import Target
 from anymla.ops.indexer.config import (
     GROUP,
@@ -46,7 +43,7 @@ from anymla.ops.indexer.config import (
     score_registers,
     split_size,
 )
-from anymla.ops.indexer.inputs import ScoreInputs, dense_inputs, paged_inputs, writable
+from anymla.ops.indexer.inputs import ScoreInputs, dense_logits, paged_logits
 from anymla.ops.indexer.triton_topk import NOTHING, ordered_result
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
@@ -558,50 +555,6 @@ def scores_kernel(
                 _fill(out, tl.maximum(tl.sum(tl.where(mine, end, 0), 0), first), last)
 
 
-def mqa_logits(
-    q: Tensor,
-    k: Tensor,
-    k_scale: Tensor | None,
-    weights: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    *,
-    q_scales: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See ``interface.mqa_logits``."""
-    logits = writable(out, (len(q), len(k)), torch.float32, q.device)
-    if logits.numel():
-        inputs = dense_inputs(q, q_scales, weights, k, k_scale, starts, ends)
-        write_scores(inputs, logits, None, device_facts.target_of(q.device), context=len(k))
-    return logits if out is None or out is logits else out.copy_(logits)
-
-
-def paged_mqa_logits(
-    q: Tensor,
-    index_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    *,
-    max_context: int,
-    layout: str = INDEX_FP8,
-    q_scales: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See ``interface.paged_mqa_logits``."""
-    shape = (q.shape[0] * q.shape[1], max_context)
-    logits = writable(out, shape, torch.float32, q.device)
-    if not len(index_cache):
-        logits.fill_(-torch.inf)
-    elif logits.numel():
-        inputs = paged_inputs(
-            q, q_scales, weights, index_cache, layout, context_lens, block_table, max_context
-        )
-        write_scores(inputs, logits, None, device_facts.target_of(q.device), context=max_context)
-    return logits if out is None or out is logits else out.copy_(logits)
-
-
 def write_scores(
     inputs: ScoreInputs,
     scores: Tensor,
@@ -655,6 +608,10 @@ def write_scores(
         num_warps=config.warps, num_stages=config.stages,
         **score_registers(config, math, context > 0, target), **pdl_launch(inputs.q.device),
     )  # fmt: skip
+
+
+mqa_logits = functools.partial(dense_logits, write_scores)
+paged_mqa_logits = functools.partial(paged_logits, write_scores)
 
 
 def _in_words(
