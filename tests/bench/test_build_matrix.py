@@ -6,7 +6,7 @@ import json
 import pytest
 
 from anymla.bench.build_matrix import judge
-from anymla.ops._build import Build
+from anymla.ops._build import Build, Judgement
 from anymla.ops.device import TARGETS, has_triton
 
 BUILT = {"built": True, "shared_bytes": 1024, "instructions": 10, "spills": 0, "matrix": []}
@@ -14,7 +14,7 @@ PLAIN = Build("plain", kernel=None, types={}, constants={})
 
 
 def problem(target="sm_90", build=None, **changes):
-    declared = dataclasses.replace(PLAIN, **(build or {}))
+    declared = dataclasses.replace(PLAIN, judgement=Judgement(**(build or {})))
     row = judge({**BUILT, **changes}, declared, TARGETS[target])
     assert row["ok"] == ("problem" not in row)
     return row.get("problem", "")

@@ -283,17 +283,17 @@ def _message(error: BaseException) -> str:
 
 def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
     """Add "ok", and "problem" if it is not."""
-    problem = ""
-    if build.fails:
-        if row["built"] or build.fails not in row["error"]:
-            problem = f"expected to fail: {build.fails}"
+    problem, must = "", build.judgement
+    if must.fails:
+        if row["built"] or must.fails not in row["error"]:
+            problem = f"expected to fail: {must.fails}"
     elif not row["built"]:
         problem = row["error"]
     elif row["shared_bytes"] > target.shared_bytes:
         problem = f"{row['shared_bytes']} bytes of shared memory, {target.shared_bytes} fit"
     elif row["instructions"] == 0:
         problem = "no instruction could be read from the code"
-    elif row["spills"] > (accepted := max(build.spills, _ARC_A_SPILLS * target.arc_a)):
+    elif row["spills"] > (accepted := max(must.spills, _ARC_A_SPILLS * target.arc_a)):
         problem = f"{row['spills']} spills, {accepted} declared"
     elif row.get("unmet_arrivals"):
         problem = f"{row['unmet_arrivals']} arrivals at barriers for warps that have not met"
@@ -301,8 +301,8 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
         problem = f"memory released to TMA {row['unfenced_reads']} times while it is read"
     elif row.get("idle_barriers"):
         problem = f"{row['idle_barriers']} barriers whose memory the compiler gives to others"
-    elif build.matrix and not target.arc_a and not _multiplies(row["matrix"], build.matrix):
-        operands = "" if build.matrix is True else f" of {build.matrix}"
+    elif must.matrix and not target.arc_a and not _multiplies(row["matrix"], must.matrix):
+        operands = "" if must.matrix is True else f" of {must.matrix}"
         problem = f"no matrix-multiply instruction{operands}"
     return {**row, "ok": not problem, **({"problem": problem} if problem else {})}
 

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
+
+import torch
+
+# Tensors of the calls whose launches are built.
+empty = functools.partial(torch.empty, device="meta")
+uint8 = functools.partial(empty, dtype=torch.uint8)
+int32 = functools.partial(empty, dtype=torch.int32)
+int64 = functools.partial(empty, dtype=torch.int64)
+float32 = functools.partial(empty, dtype=torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +44,7 @@ class Build:
         num_warps: warps of a program.
         num_stages: pipeline depth; None where the launch leaves it to the compiler as well.
         divisible: arguments known to be multiples of 16 (pointers always are).
-        matrix: as in ``Judgement``, like the next two.
-        spills: likewise.
-        fails: likewise.
+        judgement: what it must fulfil.
         fp_fusion: products and sums may become one instruction, which rounds once.
         registers: of a thread, at most; 0 for as many as there are.
     """
@@ -48,9 +56,7 @@ class Build:
     num_warps: int = 4
     num_stages: int | None = None
     divisible: tuple[str, ...] = ()
-    matrix: bool | str = False
-    spills: int = 0
-    fails: str = ""
+    judgement: Judgement = Judgement()
     fp_fusion: bool = True
     registers: int = 0
 

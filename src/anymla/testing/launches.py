@@ -219,10 +219,7 @@ def derived_builds(family: str, target: Target) -> list[Build]:
 def judged(family: str, builds: Iterable[Build], target: Target) -> list[Build]:
     """Builds of a family's kernels with what its file ``builds`` says they must fulfil."""
     module = importlib.import_module(f"anymla.ops.{family}.builds")
-    return [
-        dataclasses.replace(each, **dataclasses.asdict(module.judgement(each, target)))
-        for each in builds
-    ]
+    return [dataclasses.replace(each, judgement=module.judgement(each, target)) for each in builds]
 
 
 def shared_builds(target: Target) -> list[Build]:

@@ -10,7 +10,7 @@ import torch
 
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
 from anymla.formats.state_layout import allocate_states
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty, float32, int32, int64
 from anymla.ops.compressor.interface import compress_norm_rope_insert, save_partial_states
 from anymla.ops.compressor.shapes import (
     ROPE_DIM,
@@ -22,10 +22,6 @@ from anymla.ops.compressor.shapes import (
 )
 from anymla.ops.device import Target
 
-_empty = functools.partial(torch.empty, device="meta")
-_int32 = functools.partial(_empty, dtype=torch.int32)
-_int64 = functools.partial(_empty, dtype=torch.int64)
-_float32 = functools.partial(_empty, dtype=torch.float32)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _REQUESTS, _PAGES, _POSITIONS, _EPS = 32, 100, 4096, 1e-6
 # Columns of block tables: our runtime's are in steps of 16, vLLM's are of any number.
@@ -56,11 +52,11 @@ def _save(shape: CompressorShape) -> None:
     """The projections of values and scores are one product."""
     tokens, window = TOKENS[0], shape.window
     save_partial_states(
-        *_float32((tokens, 2 * window.width)).split(window.width, dim=1),
-        _float32((window.ratio, window.width)),
-        _int64(tokens),
+        *float32((tokens, 2 * window.width)).split(window.width, dim=1),
+        float32((window.ratio, window.width)),
+        int64(tokens),
         allocate_states(_PAGES, window.page_size, window.width, "meta"),
-        _int64(tokens),
+        int64(tokens),
         compress_ratio=window.ratio,
     )
 
@@ -77,15 +73,15 @@ def _compress(
     window = shape.window
     compress_norm_rope_insert(
         allocate_states(_PAGES, window.page_size, window.width, "meta"),
-        _int32((_REQUESTS, columns)),
-        _int64(tokens),
-        _int32(tokens),
-        _int64(tokens),
-        _empty(window.channels, dtype=_DTYPES[weights]),
+        int32((_REQUESTS, columns)),
+        int64(tokens),
+        int32(tokens),
+        int64(tokens),
+        empty(window.channels, dtype=_DTYPES[weights]),
         _EPS,
-        _float32((_POSITIONS, ROPE_DIM)),
+        float32((_POSITIONS, ROPE_DIM)),
         get_layout(layout).allocate(_PAGES, shape.page_size, "meta"),
-        _int64(tokens),
+        int64(tokens),
         compress_ratio=window.ratio,
         overlap=window.overlap,
         layout=layout,

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty, float32
 from anymla.ops.device import Target
 from anymla.ops.hyper_connection.interface import hc_head, hc_post, hc_post_pre_norm, hc_pre
 from anymla.ops.hyper_connection.shapes import FEW, TOKENS, V4_FLASH, V4_PRO, StreamsShape
 
-_empty = functools.partial(torch.empty, device="meta")
-_float32 = functools.partial(_empty, dtype=torch.float32)
 _EPS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6}
 
 
@@ -38,13 +36,13 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 def _site(shape: StreamsShape, tokens: int, dtype: torch.dtype, *, coded: bool = False) -> None:
     """The streams' first site, one after another, and the head."""
     n, d = shape.streams, shape.hidden
-    h, u = _empty((tokens, n, d), dtype=dtype), _empty((tokens, d), dtype=dtype)
-    post, comb = _float32((tokens, n)), _float32((tokens, n, n))
-    site, norm = _weights(shape, shape.mixes, 3), _empty(d, dtype=dtype)
+    h, u = empty((tokens, n, d), dtype=dtype), empty((tokens, d), dtype=dtype)
+    post, comb = float32((tokens, n)), float32((tokens, n, n))
+    site, norm = _weights(shape, shape.mixes, 3), empty(d, dtype=dtype)
     options = {**_EPS, "iters": 20}
     if coded:
-        options["codes"] = _empty((tokens, d), dtype=torch.uint8)
-        options["code_scales"] = _float32((tokens, -(-d // FP8_BLOCK)))
+        options["codes"] = empty((tokens, d), dtype=torch.uint8)
+        options["code_scales"] = float32((tokens, -(-d // FP8_BLOCK)))
     # All streams are the embedding.
     hc_pre(u[:, None].expand(-1, n, -1), *site, norm_weight=norm, **options)
     hc_post_pre_norm(u, h, post, comb, *site, norm, **options)
@@ -54,13 +52,13 @@ def _site(shape: StreamsShape, tokens: int, dtype: torch.dtype, *, coded: bool =
 
 def _plain(shape: StreamsShape, tokens: int) -> None:
     """A site whose sublayer is normed elsewhere."""
-    h = _empty((tokens, shape.streams, shape.hidden), dtype=torch.bfloat16)
+    h = empty((tokens, shape.streams, shape.hidden), dtype=torch.bfloat16)
     hc_pre(h, *_weights(shape, shape.mixes, 3), iters=20, **_EPS)
 
 
 def _weights(shape: StreamsShape, mixes: int, scales: int) -> tuple[Tensor, Tensor, Tensor]:
     width = shape.streams * shape.hidden
-    return _float32((mixes, width)), _float32(mixes), _float32(scales)
+    return float32((mixes, width)), float32(mixes), float32(scales)
 
 
 def judgement(build: Build, target: Target) -> Judgement:

@@ -17,7 +17,7 @@ from anymla.formats.page_layout import (
     ROWS_FP32_128,
     get_layout,
 )
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty, float32, int32
 from anymla.ops.device import Target
 from anymla.ops.indexer.config import MAX_GROUPS_K, MAX_ROW_ENTRIES
 from anymla.ops.indexer.interface import (
@@ -36,9 +36,6 @@ from anymla.ops.indexer.shapes import (
     SelectShape,
 )
 
-_empty = functools.partial(torch.empty, device="meta")
-_int32 = functools.partial(_empty, dtype=torch.int32)
-_float32 = functools.partial(_empty, dtype=torch.float32)
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
 # Queries and the layout of keys in pages; the first of them is V4's.
 _PAGED = (
@@ -90,18 +87,18 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 def _queries(kind: str, *shape: int) -> tuple[Tensor, Tensor | None]:
     """Heads of V4's channels, and their scales if they are packed."""
     if kind != "e2m1":
-        return _empty((*shape, V4_FLASH.channels), dtype=_DTYPES[kind]), None
-    codes = _empty((*shape, V4_FLASH.channels // 2), dtype=torch.uint8)
-    return codes, _empty((*shape, V4_FLASH.channels // MXFP4_BLOCK), dtype=torch.uint8)
+        return empty((*shape, V4_FLASH.channels), dtype=_DTYPES[kind]), None
+    codes = empty((*shape, V4_FLASH.channels // 2), dtype=torch.uint8)
+    return codes, empty((*shape, V4_FLASH.channels // MXFP4_BLOCK), dtype=torch.uint8)
 
 
 def _quantize(quant: str, dtype: str, weights: str, hadamard: bool) -> None:
     tokens, heads, channels = 32, V4_FLASH.heads, V4_FLASH.channels
     indexer_q_rope_quant(
-        _empty((tokens, heads, channels), dtype=_DTYPES[dtype]),
-        _empty((tokens, heads), dtype=_DTYPES[weights]),
-        _empty(tokens, dtype=torch.int64),
-        _float32((4096, V4_FLASH.rope)),
+        empty((tokens, heads, channels), dtype=_DTYPES[dtype]),
+        empty((tokens, heads), dtype=_DTYPES[weights]),
+        empty(tokens, dtype=torch.int64),
+        float32((4096, V4_FLASH.rope)),
         softmax_scale=channels**-0.5, head_scale=heads**-0.5, quant=quant, hadamard=hadamard,
         backend="triton",
     )  # fmt: skip
@@ -111,8 +108,8 @@ def _paged(kind: str, layout: str, requests: int, queries: int, backend: str) ->
     heads, pages, page = V4_FLASH.heads, 512, V4_FLASH.page_size
     q, scales = _queries(kind, requests, queries, heads)
     paged_mqa_logits(
-        q, get_layout(layout).allocate(pages, page, "meta"), _float32((requests * queries, heads)),
-        _int32(requests), _int32((requests, pages)), max_context=pages * page, layout=layout,
+        q, get_layout(layout).allocate(pages, page, "meta"), float32((requests * queries, heads)),
+        int32(requests), int32((requests, pages)), max_context=pages * page, layout=layout,
         q_scales=scales, backend=backend,
     )  # fmt: skip
 
@@ -121,9 +118,9 @@ def _dense(kind: str, keys: str, tokens: int, backend: str) -> None:
     count = 8192
     q, scales = _queries(kind, tokens, V4_FLASH.heads)
     mqa_logits(
-        q, _empty((count, V4_FLASH.channels), dtype=_DTYPES[keys]),
-        _float32(count) if keys == "e4m3" else None, _float32((tokens, V4_FLASH.heads)),
-        _int32(tokens), _int32(tokens), q_scales=scales, backend=backend,
+        q, empty((count, V4_FLASH.channels), dtype=_DTYPES[keys]),
+        float32(count) if keys == "e4m3" else None, float32((tokens, V4_FLASH.heads)),
+        int32(tokens), int32(tokens), q_scales=scales, backend=backend,
     )  # fmt: skip
 
 
@@ -142,20 +139,20 @@ def _select(
     q, scales = _queries(kind, rows, V4_FLASH.heads)
     options: dict[str, Any] = {}
     if ragged:
-        options = {"token_to_req": _int32(rows), "starts": _int32(rows) if starts else None}
+        options = {"token_to_req": int32(rows), "starts": int32(rows) if starts else None}
     if starts or not (ragged or shape.prefill):
-        options |= {"slots": _int32((rows, k)), "counts": _int32(rows)}
-        options["slot_table"] = _int32((shape.requests, pages))
+        options |= {"slots": int32((rows, k)), "counts": int32(rows)}
+        options["slot_table"] = int32((shape.requests, pages))
     select_topk(
         q, get_layout(layout).allocate(pages, V4_FLASH.page_size, "meta"),
-        _float32((rows, V4_FLASH.heads)), _int32(rows), _int32((shape.requests, pages)), k,
+        float32((rows, V4_FLASH.heads)), int32(rows), int32((shape.requests, pages)), k,
         layout=layout, q_scales=scales, backend=backend, **options,
     )  # fmt: skip
 
 
 def _rank(shape: RowsShape) -> None:
-    bounds = _int32(shape.rows), _int32(shape.rows)
-    topk_per_row(_float32((shape.rows, shape.columns)), *bounds, shape.k, backend="triton")
+    bounds = int32(shape.rows), int32(shape.rows)
+    topk_per_row(float32((shape.rows, shape.columns)), *bounds, shape.k, backend="triton")
 
 
 def judgement(build: Build, target: Target) -> Judgement:

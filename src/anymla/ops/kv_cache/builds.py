@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
 from anymla.ops import device as device_facts
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty, int32
 from anymla.ops.device import Target
 from anymla.ops.kv_cache.interface import (
     dequant_gather_slots,
@@ -21,8 +21,6 @@ from anymla.ops.kv_cache.interface import (
 )
 from anymla.ops.kv_cache.shapes import CACHES, CacheShape
 
-_empty = functools.partial(torch.empty, device="meta")
-_int32 = functools.partial(_empty, dtype=torch.int32)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # No tile depends on the number of rows.
 _ROWS, _REQUESTS, _PAGES = 4096, 32, 100
@@ -40,16 +38,16 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def _store_and_read(shape: CacheShape) -> None:
     rows, cache = _rows(shape, _ROWS), _cache(shape)
-    slots = _empty(_ROWS, dtype=torch.int64)
+    slots = empty(_ROWS, dtype=torch.int64)
     quantize_and_insert_k_cache(rows, cache, slots, layout=shape.layout)
-    dequant_gather_slots(rows, cache, _int32(_ROWS), layout=shape.layout)
+    dequant_gather_slots(rows, cache, int32(_ROWS), layout=shape.layout)
     _gather_sequences(shape, 1001)
 
 
 def _gather_sequences(shape: CacheShape, columns: int) -> None:
     dequantize_and_gather_k_cache(
-        _rows(shape, _REQUESTS, _ROWS), _cache(shape), _int32(_REQUESTS), None,
-        _int32((_REQUESTS, columns)), layout=shape.layout,
+        _rows(shape, _REQUESTS, _ROWS), _cache(shape), int32(_REQUESTS), None,
+        int32((_REQUESTS, columns)), layout=shape.layout,
     )  # fmt: skip
 
 
@@ -57,7 +55,7 @@ def _gather_native(shape: CacheShape, target: Target) -> None:
     """As if there were instructions: why codes are converted by bits where there are none."""
     native = dataclasses.replace(target, native_e4m3=True)
     with mock.patch.object(device_facts, "target_of", return_value=native):
-        indices = _int32(_ROWS)
+        indices = int32(_ROWS)
         dequant_gather_slots(_rows(shape, _ROWS), _cache(shape), indices, layout=shape.layout)
 
 
@@ -66,7 +64,7 @@ def _cache(shape: CacheShape) -> Tensor:
 
 
 def _rows(shape: CacheShape, *leading: int) -> Tensor:
-    return _empty((*leading, get_layout(shape.layout).channels), dtype=_DTYPES[shape.dtype])
+    return empty((*leading, get_layout(shape.layout).channels), dtype=_DTYPES[shape.dtype])
 
 
 def judgement(build: Build, target: Target) -> Judgement:

@@ -13,7 +13,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.nvfp4 import NVFP4_BLOCK
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty, float32, uint8
 from anymla.ops.device import Target
 from anymla.ops.linear.config import MAX_EXACT_TOKENS
 from anymla.ops.linear.interface import (
@@ -27,9 +27,6 @@ from anymla.ops.linear.interface import (
 )
 from anymla.ops.linear.shapes import MODELS, ODD, RANKS, TOKENS, V4_FLASH, LayerShape, ProductShape
 
-_empty = functools.partial(torch.empty, device="meta")
-_float32 = functools.partial(_empty, dtype=torch.float32)
-_bytes = functools.partial(_empty, dtype=torch.uint8)
 _ROPE_DIM = 64
 
 
@@ -115,24 +112,24 @@ def _products() -> list[ProductShape]:
 
 def _multiply(product: ProductShape, tokens: int, formats: _Formats, backend: str | None) -> None:
     n, k = product.n, product.k
-    x = _empty((tokens, k), dtype=formats.x)
+    x = empty((tokens, k), dtype=formats.x)
     if formats.weight == "nvfp4":
-        scales = _bytes((n, k // NVFP4_BLOCK))
-        nvfp4_linear(x, _bytes((n, k // 2)), scales, _float32(1), backend=backend)
+        scales = uint8((n, k // NVFP4_BLOCK))
+        nvfp4_linear(x, uint8((n, k // 2)), scales, float32(1), backend=backend)
     elif formats.weight == "mxfp4":
         mxfp4_linear(
-            x, _bytes((n, k // 2)), _bytes((n, k // MXFP4_BLOCK)),
+            x, uint8((n, k // 2)), uint8((n, k // MXFP4_BLOCK)),
             quantize_activations=formats.quantized, backend=backend,
         )  # fmt: skip
     else:
         fp8_block_linear(
-            x, _bytes((n, k)), _block_scales(n, k, formats.scales),
+            x, uint8((n, k)), _block_scales(n, k, formats.scales),
             quantize_activations=formats.quantized, backend=backend,
         )  # fmt: skip
 
 
 def _block_scales(n: int, k: int, dtype: torch.dtype, *groups: int) -> Tensor:
-    return _empty((*groups, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK)), dtype=dtype)
+    return empty((*groups, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK)), dtype=dtype)
 
 
 def _project(
@@ -147,20 +144,20 @@ def _project(
     product = sizes.output_projection(ranks)
     n, k, groups = product.n, product.k, product.groups
     heads = (
-        _empty((tokens, sizes.heads // ranks, sizes.head_dim), dtype=dtype),
-        _empty(tokens, dtype=torch.int64),
-        _float32((4096, _ROPE_DIM)),
+        empty((tokens, sizes.heads // ranks, sizes.head_dim), dtype=dtype),
+        empty(tokens, dtype=torch.int64),
+        float32((4096, _ROPE_DIM)),
     )
     codes, code_scales = inverse_rope_fp8_quant(*heads, n_groups=groups)
     grouped_output_projection_fp8(
-        codes, code_scales, _bytes((groups, n, k)), _block_scales(n, k, scales, groups),
+        codes, code_scales, uint8((groups, n, k)), _block_scales(n, k, scales, groups),
         out_dtype="bf16" if dtype == _BF16 else "fp32", backend=backend,
     )  # fmt: skip
-    grouped_output_projection(*heads, _empty((groups, n, k), dtype=dtype), backend="triton")
+    grouped_output_projection(*heads, empty((groups, n, k), dtype=dtype), backend="triton")
 
 
 def _bf16(product: ProductShape, tokens: int) -> None:
-    x, weight = (_empty((rows, product.k), dtype=_BF16) for rows in (tokens, product.n))
+    x, weight = (empty((rows, product.k), dtype=_BF16) for rows in (tokens, product.n))
     linear_float32(x, weight, backend="gluon_sm90")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty, float32, int32, int64
 from anymla.ops.device import Target
 from anymla.ops.moe.config import OPERANDS_IN_SHARED, choose_sm90_config
 from anymla.ops.moe.interface import experts, route_biased, route_hash, swiglu
@@ -32,11 +32,6 @@ from anymla.ops.moe.shapes import (
 )
 from anymla.ops.streams import deferred_stream_wait
 
-_empty = functools.partial(torch.empty, device="meta")
-_float32 = functools.partial(_empty, dtype=torch.float32)
-_int32 = functools.partial(_empty, dtype=torch.int32)
-_int64 = functools.partial(_empty, dtype=torch.int64)
-_bytes = functools.partial(_empty, dtype=torch.uint8)
 _BF16, _FP16, _FP32, _U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 _VOCABULARY = 129_280
 # V4 as released, and with float32 activations.
@@ -121,17 +116,17 @@ def _label(shape: ExpertsShape, formats: ExpertFormats, tables: bool = False) ->
 
 def _route(tokens: int, count: int, hidden: int, x: torch.dtype, gate: torch.dtype) -> None:
     """By bias, with and without padding, and by a table of token ids."""
-    given = _empty((tokens, hidden), dtype=x), _empty((count, hidden), dtype=gate)
+    given = empty((tokens, hidden), dtype=x), empty((count, hidden), dtype=gate)
     chosen, scale = flash(1).experts_per_token, 1.5
-    for is_valid in (None, _empty(tokens, dtype=torch.bool)):
-        route_biased(*given, _float32(count), k=chosen, scale=scale, is_valid=is_valid)
-    route_hash(*given, _int64(tokens), _int64((_VOCABULARY, chosen)), scale=scale)
+    for is_valid in (None, empty(tokens, dtype=torch.bool)):
+        route_biased(*given, float32(count), k=chosen, scale=scale, is_valid=is_valid)
+    route_hash(*given, int64(tokens), int64((_VOCABULARY, chosen)), scale=scale)
 
 
 def _swiglu(width: int, x: torch.dtype, coded: bool) -> None:
     """Of the halves of one product's rows."""
     tokens = 8
-    gate, up = _empty((tokens, 2 * width), dtype=x).split(width, 1)
+    gate, up = empty((tokens, 2 * width), dtype=x).split(width, 1)
     codes: dict[str, Any] = {}
     if coded:
         rows = QuantizedRows.empty(tokens, width, gate.device)
@@ -165,7 +160,7 @@ def _experts(
     rows, columns = (1, MXFP4_BLOCK) if formats.weight == "mxfp4" else (FP8_BLOCK, FP8_BLOCK)
 
     def each(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
-        made = _empty((shape.experts + 1, n, k), dtype=dtype).unbind()
+        made = empty((shape.experts + 1, n, k), dtype=dtype).unbind()
         return [made[0], *made[2:]] if tables else [*made[1:]]
 
     sizes = ((inner, d), (inner, d), (d, inner))
@@ -177,11 +172,11 @@ def _experts(
     wait: Any = deferred_stream_wait(_nothing) if late else contextlib.nullcontext()
     with wait:
         experts(
-            _empty((tokens, d), dtype=formats.x), _int32(pairs), _float32(pairs),
+            empty((tokens, d), dtype=formats.x), int32(pairs), float32(pairs),
             *weights, *factors,
             weight_format=formats.weight, swiglu_limit=10.0,
             quantize_activations=formats.quantized, backend=backend,
-            shared=_empty((tokens, d), dtype=formats.x) if shared else None,
+            shared=empty((tokens, d), dtype=formats.x) if shared else None,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 
 from anymla.formats.page_layout import get_layout
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty, int64
 from anymla.ops.device import Target
 from anymla.ops.norm_rope.interface import (
     fused_q_kv_rmsnorm,
@@ -30,8 +30,6 @@ from anymla.ops.norm_rope.shapes import (
 )
 
 _META = torch.device("meta")
-_empty = functools.partial(torch.empty, device=_META)
-_int64 = functools.partial(_empty, dtype=torch.int64)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EPS = 1e-6
 # No tile depends on the number of tokens.
@@ -55,15 +53,15 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _norm(width: int, kind: NormShape) -> None:
-    weight = _empty(width, dtype=_DTYPES[kind.weights])
-    rms_norm(_empty((_TOKENS, width), dtype=_DTYPES[kind.dtype]), weight, _EPS)
+    weight = empty(width, dtype=_DTYPES[kind.weights])
+    rms_norm(empty((_TOKENS, width), dtype=_DTYPES[kind.dtype]), weight, _EPS)
 
 
 def _norms(model: ModelShape, kind: NormShape, coded: bool) -> None:
     """Of the slices of one projection."""
     sizes = (model.q_rank, model.channels)
-    rows = _empty((_TOKENS, sum(sizes)), dtype=_DTYPES[kind.dtype]).split(sizes, dim=1)
-    weights = (_empty(size, dtype=_DTYPES[kind.weights]) for size in sizes)
+    rows = empty((_TOKENS, sum(sizes)), dtype=_DTYPES[kind.dtype]).split(sizes, dim=1)
+    weights = (empty(size, dtype=_DTYPES[kind.weights]) for size in sizes)
     options: dict[str, Any] = {}
     if coded:
         quantised = QuantizedRows.empty(_TOKENS, model.q_rank, _META)
@@ -72,20 +70,20 @@ def _norms(model: ModelShape, kind: NormShape, coded: bool) -> None:
 
 
 def _rope(width: int, dtype: str, inverse: bool) -> None:
-    x = _empty((_TOKENS, V4_FLASH.heads, width), dtype=_DTYPES[dtype])
-    table = _empty((_POSITIONS, V4_FLASH.rope), dtype=torch.float32)
-    rope(x, _int64(_TOKENS), table, inverse=inverse)
+    x = empty((_TOKENS, V4_FLASH.heads, width), dtype=_DTYPES[dtype])
+    table = empty((_POSITIONS, V4_FLASH.rope), dtype=torch.float32)
+    rope(x, int64(_TOKENS), table, inverse=inverse)
 
 
 def _insert(shape: InsertShape) -> None:
     channels, dtype = V4_FLASH.channels, _DTYPES[shape.dtype]
     qnorm_rope_kv_insert(
-        _empty((_TOKENS, shape.heads, channels), dtype=dtype),
-        _empty((_TOKENS, channels), dtype=dtype),
+        empty((_TOKENS, shape.heads, channels), dtype=dtype),
+        empty((_TOKENS, channels), dtype=dtype),
         get_layout(shape.layout).allocate(_PAGES, V4_FLASH.page_size, _META),
-        _int64(_TOKENS),
-        _int64(_TOKENS),
-        _empty((_POSITIONS, V4_FLASH.rope), dtype=torch.float32),
+        int64(_TOKENS),
+        int64(_TOKENS),
+        empty((_POSITIONS, V4_FLASH.rope), dtype=torch.float32),
         _EPS,
         layout=shape.layout,
     )

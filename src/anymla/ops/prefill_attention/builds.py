@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty
 from anymla.ops.device import Target
 from anymla.ops.prefill_attention.config import CHANNELS, ROPE_DIM
 from anymla.ops.prefill_attention.interface import prefill_attention, prefill_attention_fp8_quant
@@ -24,7 +24,6 @@ from anymla.ops.prefill_attention.shapes import (
 )
 from anymla.ops.sparse_attention import sparse_attention_rows
 
-_empty = functools.partial(torch.empty, device="meta")
 _ODD = PrefillShape(1024, 100, 32_768, 128)
 
 
@@ -56,19 +55,19 @@ def _attend(
 ) -> None:
     tokens, heads = shape.tokens, shape.heads
     inputs = (
-        _empty((tokens, heads, CHANNELS), dtype=dtype),
-        _empty((shape.context, CHANNELS), dtype=dtype),
-        _empty((tokens, 4), dtype=torch.int32),
-        _empty((tokens, shape.topk), dtype=torch.int32) if shape.topk else None,
+        empty((tokens, heads, CHANNELS), dtype=dtype),
+        empty((shape.context, CHANNELS), dtype=dtype),
+        empty((tokens, 4), dtype=torch.int32),
+        empty((tokens, shape.topk), dtype=torch.int32) if shape.topk else None,
     )
     options: dict[str, Any] = {
         "window": shape.window,
         "entries": shape.entries,
-        "sink": _empty(heads, dtype=torch.float32) if sink else None,
+        "sink": empty(heads, dtype=torch.float32) if sink else None,
     }
     if quantized:
-        positions = _empty(tokens, dtype=torch.int64)
-        table = _empty((shape.context, ROPE_DIM), dtype=torch.float32)
+        positions = empty(tokens, dtype=torch.int64)
+        table = empty((shape.context, ROPE_DIM), dtype=torch.float32)
         prefill_attention_fp8_quant(*inputs, positions, table, n_groups=2, **options)
     else:
         prefill_attention(*inputs, **options)
@@ -77,11 +76,11 @@ def _attend(
 def _attend_rows(heads: int, scores: bool) -> None:
     tokens = 1024
     sparse_attention_rows(
-        _empty((tokens, heads, CHANNELS), dtype=torch.bfloat16),
-        _empty((8192, CHANNELS), dtype=torch.bfloat16),
-        _empty((tokens, 2048), dtype=torch.int32),
-        sink=_empty(heads, dtype=torch.float32),
-        max_logits=_empty((tokens, heads), dtype=torch.float32) if scores else None,
+        empty((tokens, heads, CHANNELS), dtype=torch.bfloat16),
+        empty((8192, CHANNELS), dtype=torch.bfloat16),
+        empty((tokens, 2048), dtype=torch.int32),
+        sink=empty(heads, dtype=torch.float32),
+        max_logits=empty((tokens, heads), dtype=torch.float32) if scores else None,
         backend="gluon_sm90",
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty, int32
 from anymla.ops.device import Target
 from anymla.ops.selection.interface import (
     combine_topk_swa_indices,
@@ -18,9 +18,6 @@ from anymla.ops.selection.interface import (
     window_rows,
 )
 from anymla.ops.selection.shapes import SHAPES, SHORT_ALL, RowsShape
-
-_empty = functools.partial(torch.empty, device="meta")
-_int32 = functools.partial(_empty, dtype=torch.int32)
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -36,11 +33,11 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 def _rows(shape: RowsShape, valid: bool, column_stride: int = 1) -> None:
     """Everything that a step computes of its rows."""
     tokens, requests, pages, ratio = shape.tokens, shape.requests, shape.pages, shape.ratio
-    of_tokens = (_empty(tokens, dtype=torch.int64), _int32(tokens))
-    table = _int32((requests, pages * column_stride))[:, ::column_stride]
-    flags = _empty(tokens, dtype=torch.bool)
+    of_tokens = (empty(tokens, dtype=torch.int64), int32(tokens))
+    table = int32((requests, pages * column_stride))[:, ::column_stride]
+    flags = empty(tokens, dtype=torch.bool)
     known = flags if valid else None
-    starts = _int32(requests + 1)
+    starts = int32(requests + 1)
     token_to_request(starts, tokens)
     slot_mapping(*of_tokens, table, page_size=shape.page_size, ratio=ratio)
     window_rows(
@@ -52,10 +49,10 @@ def _rows(shape: RowsShape, valid: bool, column_stride: int = 1) -> None:
             is_valid_token=known,
         )  # fmt: skip
         return
-    chosen = _int32((tokens, shape.topk))
+    chosen = int32((tokens, shape.topk))
     compute_global_topk_indices_and_lens(chosen, of_tokens[1], table, shape.page_size, flags)
     combine_topk_swa_indices(
-        chosen, starts, _int32(requests), _int32(requests), window_size=shape.window,
+        chosen, starts, int32(requests), int32(requests), window_size=shape.window,
         compress_ratio=ratio, topk=shape.topk, M=4096, N=3072,
     )  # fmt: skip
 

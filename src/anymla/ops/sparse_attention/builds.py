@@ -19,7 +19,7 @@ from anymla.formats.page_layout import (
     V32_FP8,
     get_layout,
 )
-from anymla.ops._build import Build, Judgement
+from anymla.ops._build import Build, Judgement, empty
 from anymla.ops.device import Target
 from anymla.ops.sparse_attention.config import FP8_CODES, NVFP4
 from anymla.ops.sparse_attention.interface import (
@@ -37,7 +37,6 @@ from anymla.ops.sparse_attention.shapes import (
     AttentionShape,
 )
 
-_empty = functools.partial(torch.empty, device="meta")
 _PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
 
 
@@ -84,8 +83,8 @@ def attend(
         (shape.entries, call.extra_page, extra_layout),
     ):
         if width:
-            lengths = _empty(tokens, dtype=torch.int32) if call.lengths else None
-            listed = _empty((tokens, width), dtype=torch.int32)
+            lengths = empty(tokens, dtype=torch.int32) if call.lengths else None
+            listed = empty((tokens, width), dtype=torch.int32)
             given.append((get_layout(layout).allocate(_PAGES, page, "meta"), listed, lengths))
     if len(given) > 1:
         names = ("extra_cache", "extra_indices", "extra_lengths")
@@ -97,15 +96,15 @@ def attend(
             given[0][2], kinds.get("extra_lengths"), heads=heads, width=shape.window,
             extra_width=extra,
         )  # fmt: skip
-    q = _empty((tokens, heads, shape.dim), dtype=dtype)
-    sink = _empty(heads, dtype=torch.float32) if call.sink else None
+    q = empty((tokens, heads, shape.dim), dtype=dtype)
+    sink = empty(heads, dtype=torch.float32) if call.sink else None
     options: dict[str, Any] = {
         "sink": sink, "layout": call.layout, "extra_layout": extra_layout, "backend": backend,
         "batch_invariant": call.batch_invariant, "plan": plan, **kinds,
     }  # fmt: skip
     if call.quantized:
-        positions = _empty(tokens, dtype=torch.int64)
-        table = _empty((4096, _ROPE_DIM), dtype=torch.float32)
+        positions = empty(tokens, dtype=torch.int64)
+        table = empty((4096, _ROPE_DIM), dtype=torch.float32)
         sparse_attention_fp8_quant(q, *given[0], positions, table, n_groups=_GROUPS, **options)
     else:
         sparse_attention(q, *given[0], value_dim=shape.values, **options)
@@ -118,11 +117,11 @@ def _captured(call: AttentionCall) -> None:
 
 
 def _attend_rows(tokens: int, heads: int, channels: int) -> None:
-    q = _empty((tokens, heads, channels), dtype=torch.bfloat16)
+    q = empty((tokens, heads, channels), dtype=torch.bfloat16)
     sparse_attention_rows(
-        q, _empty((4096, channels), dtype=torch.bfloat16),
-        _empty((tokens, 640), dtype=torch.int32), sink=_empty(heads, dtype=torch.float32),
-        max_logits=_empty((tokens, heads), dtype=torch.float32), backend="triton",
+        q, empty((4096, channels), dtype=torch.bfloat16),
+        empty((tokens, 640), dtype=torch.int32), sink=empty(heads, dtype=torch.float32),
+        max_logits=empty((tokens, heads), dtype=torch.float32), backend="triton",
     )  # fmt: skip
 
 
