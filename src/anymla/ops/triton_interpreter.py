@@ -197,7 +197,7 @@ def _spare_types() -> None:
     """Describe the types of values once, and check no sums that nobody asks to be checked.
 
     The interpreter runs the compiler's front end on every block of numbers. There it took two
-    thirds of a test's time to describe shapes and types anew, and a sixth to repeat each sum of
+    thirds of a test's time to describe shapes and types again, and a sixth to repeat each sum of
     integers in 64 bits for an assertion that only TRITON_DEBUG makes.
     """
     language, semantic = tl.core, interpreter.TritonSemantic
