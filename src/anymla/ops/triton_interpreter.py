@@ -196,9 +196,9 @@ def _patch_once() -> None:
 def _spare_types() -> None:
     """Describe the types of values once, and check no sums that nobody asks to be checked.
 
-    The interpreter runs the compiler's front end on every block of numbers. There it took two
-    thirds of a test's time to describe shapes and types again, and a sixth to repeat each sum of
-    integers in 64 bits for an assertion that only TRITON_DEBUG makes.
+    The interpreter runs the compiler's front end on every block of numbers. Half of a test's time
+    went by describing shapes and types again, and repeating each sum of integers in 64 bits for an
+    assertion that is made in debug mode alone.
     """
     language, semantic = tl.core, interpreter.TritonSemantic
     block, tensor, scalar = language.block_type, language.tensor, language.dtype
