@@ -82,7 +82,10 @@ def test_a_dspark_drafter_is_explained(tiny_dspark: Path, tmp_path: Path) -> Non
         "block_size": 5,
         "noise_token_id": 257,
         "target_layer_ids": [0, 1, 2],
+        "taps_at_entry": False,
         "markov_rank": 16,
+        "experts": 8,
+        "experts_per_token": 2,
         "confidence": True,
     }
     assert {group["name"]: group["layers"] for group in report["cache"]["groups"]}["window"] == 6

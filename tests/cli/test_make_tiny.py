@@ -74,7 +74,14 @@ def test_a_dspark_drafter(tmp_path: Path) -> None:
     checkpoint, config = Checkpoint.open(tmp_path), ModelConfig.from_dir(tmp_path)
     assert verify(checkpoint, config).ok
     assert config.dspark == DSparkConfig(
-        stages=2, block_size=4, noise_token_id=299, target_layer_ids=(1, 2, 3), markov_rank=12
+        stages=2,
+        block_size=4,
+        noise_token_id=299,
+        target_layer_ids=(1, 2, 3),
+        taps_at_entry=False,
+        markov_rank=12,
+        experts=4,
+        experts_per_token=2,
     )
     assert "mtp.1.markov_head.markov_w1.weight" in checkpoint
     assert checkpoint["mtp.0.main_proj.weight"].shape == (64, 3 * 64)

@@ -9,7 +9,7 @@ import torch
 from anymla.layers.engram import NgramHash
 from anymla.layers.spec import Candidates
 from anymla.model.build import ngram_hash
-from anymla.model.config import ConfigError, ModelConfig
+from anymla.model.config import ConfigError, DSparkConfig, ModelConfig
 from anymla.model.layer_specs import layer_specs
 from anymla.model.schema import count_values, expected_tensors
 from anymla.runtime.cache_groups import cache_groups
@@ -36,13 +36,26 @@ def test_published_values(config: ModelConfig) -> None:
     assert config.quantization is not None
     assert config.quantization.block == (32, 32)
     assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
-    assert config.compress_ratios == (0, 0, *[2] * 18, *[1] * 20)
-    # The drafter is not read.
+    assert config.compress_ratios == (0, 0, *[2] * 18, *[1] * 20, 0, 0, 0)
+    assert config.num_nextn_predict_layers == 0
+    assert config.dspark == DSparkConfig(
+        stages=3, block_size=5, noise_token_id=128799, target_layer_ids=(37, 38, 39),
+        taps_at_entry=True, markov_rank=256, experts=128, experts_per_token=3,
+    )  # fmt: skip
+    assert config.dspark.tapped == (37, 38, 39)
+
+
+def test_without_the_drafters_fields_there_is_none() -> None:
+    names = [name for name in TEXT if name.startswith("dspark_")]
+    config = ModelConfig.from_dict(flash(*names))
     assert (config.draft_layers, config.dspark) == (0, None)
+    assert config.without_drafts() == ModelConfig.from_dict(FLASH_41, drafts=False)
 
 
 def test_roles_of_layers(config: ModelConfig) -> None:
     specs = layer_specs(config)
+    assert [spec.role for spec in specs] == ["backbone"] * 40 + ["dspark"] * 3
+    assert all(spec.ratio == 0 and spec.groups == ("window",) for spec in specs[40:])
     full = [spec.index for spec in specs if spec.compresses]
     again = [spec.index for spec in specs if spec.selects and not spec.compresses]
     assert full == [2, 8, 14, 20]
@@ -52,7 +65,7 @@ def test_roles_of_layers(config: ModelConfig) -> None:
     assert {s.index: s.candidates for s in specs if s.candidates} == dict.fromkeys(
         [20, *again], candidates
     )
-    for spec in specs[2:]:
+    for spec in specs[2:40]:
         kv = 20 if spec.index >= 20 else 2 + (spec.index - 2) // 6 * 6
         index = 20 + (spec.index - 20) // 4 * 4 if spec.index >= 20 else kv
         assert spec.kv_source == (None if spec.index == kv else kv)
@@ -64,12 +77,11 @@ def test_roles_of_layers(config: ModelConfig) -> None:
 def test_caches(config: ModelConfig) -> None:
     groups = {group.name: group for group in cache_groups(layer_specs(config))}
     assert {name: len(group.layers) for name, group in groups.items()} == {
-        "window": 40, "c1": 1, "index_c1": 1, "c2": 3, "state_c2": 3, "index_c2": 3,
+        "window": 43, "c1": 1, "index_c1": 1, "c2": 3, "state_c2": 3, "index_c2": 3,
     }  # fmt: skip
 
 
 def test_tensors(config: ModelConfig) -> None:
-    # Counts of the published files, scales included (MTP and vision left out).
     every = expected_tensors(ModelConfig.from_dict(flash(n_routed_experts=6)))
     assert "layers.2.attn.compressor.wgate.weight" in every
     assert "layers.20.attn.compressor.wgate.weight" not in every
@@ -78,8 +90,30 @@ def test_tensors(config: ModelConfig) -> None:
     assert "layers.3.attn.indexer.wq_b.weight" not in every
     assert every["layers.1.engram.embed.weight"].shape == (384006168, 256)
     assert every["layers.14.engram.wkv.weight"].shape == (25600, 6144)
-    assert not [name for name in every if name.startswith("hc_head") or name.endswith(".ape")]
+    assert not [name for name in every if "hc_head" in name or name.endswith(".ape")]
     assert 748e9 * 0.98 < count_values(config) < 748e9 * 1.02
+
+
+def test_tensors_of_the_drafter(config: ModelConfig) -> None:
+    found = {n: e.shape for n, e in expected_tensors(config).items() if n.startswith("mtp.")}
+    # A stage is a layer of ratio 0 with experts of its own; the ends have a little more.
+    assert sum(".ffn.experts." in name for name in found) == 3 * 128 * 3
+    assert found["mtp.1.ffn.gate.weight"] == (128, 5120)
+    assert found["mtp.1.ffn.gate.bias_vl"] == (128,)
+    layer = {name.removeprefix("layers.0.") for name in expected_tensors(config) if "rs.0." in name}
+    ends = {
+        name: shape
+        for name, shape in found.items()
+        if ".experts." not in name and name.split(".", 2)[2] not in layer
+    }
+    assert ends == {
+        "mtp.0.main_proj.weight": (5120, 15360),
+        "mtp.0.main_norm.weight": (5120,),
+        "mtp.2.norm.weight": (5120,),
+        "mtp.2.markov_head.embed.weight": (129280, 256),
+        "mtp.2.markov_head.head.weight": (129280, 256),
+        "mtp.2.confidence_head.proj.weight": (1, 5376),
+    }
 
 
 INFERENCE = {

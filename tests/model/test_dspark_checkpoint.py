@@ -162,7 +162,7 @@ def test_loads_with_each_option(
     assert model.dspark is not None
     assert len(model.dspark.stages) == 3
     assert (model.dspark.block_size, model.dspark.noise_token_id) == (5, SMALL.vocab - 1)
-    assert model.dspark.target_layer_ids == (0, 1, 2)
+    assert model.dspark.tapped == (1, 2, 3)  # behind layers 0, 1, 2
     assert model.dspark.markov.w1.shape == model.dspark.markov.w2.shape == (SMALL.vocab, 24)
     assert model.dspark.markov.confidence is not None
     assert [spec.role for spec in model.layer_specs] == ["backbone"] * 3 + ["dspark"] * 3
@@ -392,8 +392,11 @@ def flash(*drop: str, **changes: Any) -> dict[str, Any]:
         ),
         (flash(dspark_target_layer_ids=[]), r"dspark_target_layer_ids is \[\], supported: diff"),
         (flash(dspark_target_layer_ids=[1, 1]), r"dspark_target_layer_ids is \[1, 1\], supp"),
-        (flash(dspark_n_routed_experts=128), r"dspark_n_routed_experts is 128, supported: 256"),
-        (flash(dspark_num_experts_per_tok=3), r"dspark_num_experts_per_tok is 3, supported: 6"),
+        (flash(dspark_n_routed_experts=0), r"dspark_n_routed_experts is 0, supported: an int"),
+        (
+            flash(dspark_n_routed_experts=4, dspark_num_experts_per_tok=6),
+            r"dspark_num_experts_per_tok is 6, supported: at most dspark_n_routed_experts = 4",
+        ),
         (
             flash(compress_ratios=[*FLASH_0731["compress_ratios"][:43], 0, 4, 0]),
             r"compress_ratios is .*, supported: 0 for draft layers",

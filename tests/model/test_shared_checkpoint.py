@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from shared_cases import shared
 
+from anymla.cli.generate import command as generate
 from anymla.cli.inspect import command as inspect
 from anymla.cli.make_tiny import command as make_tiny
 from anymla.model.checkpoint import Checkpoint, CheckpointError
@@ -59,26 +60,67 @@ def _generate(directory: Path, **options: Any) -> tuple[int, ...]:
     return engine.run([request])[0].token_ids
 
 
-def test_images_and_the_drafter_are_left_alone_and_named(
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("drafting")
+    changes = {"drafter": "dspark", "draft_experts": 3, "draft_experts_per_token": 2}
+    write_tiny_checkpoint(directory, dataclasses.replace(OPTIONS, **changes))
+    return directory
+
+
+def test_images_are_left_alone_and_named(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = {
         "vision.patch_embed.weight": torch.zeros(2),
         "aligner.weight": torch.zeros(2),
         "image_start": torch.zeros(2),
-        "mtp.0.main_proj.weight": torch.zeros(2),
-        "mtp.2.confidence_head.proj.weight": torch.zeros(2),
     }
     directory = _changed(checkpoint, tmp_path, **more)
     load_model(directory)
     lines = [line for line in capsys.readouterr().err.splitlines() if "not read" in line]
-    assert lines == [
-        f"{directory}: 3 vision tensors (vision.*, aligner.*, image_*) are not read",
-        f"{directory}: 2 drafter tensors (mtp.*) are not read",
-    ]
+    assert lines == [f"{directory}: 3 vision tensors (vision.*, aligner.*, image_*) are not read"]
     assert _generate(directory) == _generate(checkpoint)
-    with pytest.raises(CheckpointError, match=r"no drafter that is read, asked for: a DSpark"):
-        load_model(directory, drafts="dspark", progress=False)
+
+
+def test_the_drafter_is_read(drafting: Path, checkpoint: Path) -> None:
+    model = load_model(drafting, progress=False)
+    assert model.dspark is not None
+    assert len(model.dspark.stages) == 3
+    assert model.dspark.tapped == (5, 6, 7)
+    experts = [len(each.ffn.w1.weights) for each in (*model.layers, *model.dspark.stages)]
+    assert experts == [4] * 8 + [3] * 3
+    assert load_model(drafting, drafts="off", progress=False).dspark is None
+    # Without the drafter's tensors its fields say nothing.
+    assert _generate(drafting, draft_tokens=4) == _generate(drafting) == _generate(checkpoint)
+    with pytest.raises(CheckpointError, match=r"holds a DSpark drafter, asked for: MTP layers"):
+        load_model(drafting, drafts="mtp", progress=False)
+    with pytest.raises(CheckpointError, match=r"holds no drafter, asked for: a DSpark drafter"):
+        load_model(checkpoint, drafts="dspark", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mtp.2.markov_head.markov_w1.weight": 2},
+            r"unexpected mtp.2.markov_head.markov_w1.weight$",
+        ),
+        ({"mtp.2.hc_head_fn": 2}, r"unexpected mtp.2.hc_head_fn$"),
+        ({"mtp.0.e_proj.weight": 2}, r"mtp.0.e_proj.weight belongs to MTP layers, but config"),
+        ({"mtp.2.markov_head.head.weight": None}, r"missing mtp.2.markov_head.head.weight$"),
+        ({"mtp.1.ffn.experts.2.w2.weight": None}, r"missing mtp.1.ffn.experts.2.w2.weight; unexp"),
+        ({"mtp.1.attn.compressor.norm.weight": 2}, r"unexpected mtp.1.attn.compressor.norm.weig"),
+    ],
+)
+def test_tensors_of_a_drafter_are_refused_by_name(
+    drafting: Path, tmp_path: Path, changes: dict[str, int | None], message: str
+) -> None:
+    without = [name for name, size in changes.items() if size is None]
+    more = {name: torch.zeros(size) for name, size in changes.items() if size is not None}
+    _changed(drafting, tmp_path, *without, **more)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path, progress=False)
 
 
 def test_the_bias_of_image_tokens_need_not_be_there(checkpoint: Path, tmp_path: Path) -> None:
@@ -149,6 +191,16 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "layers that write entries: 2, 4; that select: 2, 4, 6" in shown.output
     assert "layer 4 keeps 2048 blocks of 8 entries that later layers select within" in shown.output
     assert "layers 1, 4 read n-grams of up to 4 tokens" in shown.output
+    drafter = ["--drafter", "dspark", "--draft-experts", "4", "--draft-experts-per-token", "2"]
+    made = CliRunner().invoke(make_tiny, [directory, "--model", "v4.1", *sizes, *drafter])
+    assert made.exit_code == 0, made.output
+    shown = CliRunner().invoke(inspect, ["--checkpoint", directory, "--kv-cache", "nvfp4"])
+    assert shown.exit_code == 0, shown.output
+    assert "ratios 0,0,2,2,1,1,1,1; DSpark drafter of 3 stages; experts 8\n" in shown.output
+    assert "from the streams that layers 5, 6, 7 begin with; Markov rank 32, a con" in shown.output
+    asked = [directory, "--speculate", "--kv-cache", "nvfp4", "--max-new-tokens", "9"]
+    told = CliRunner().invoke(generate, ["--checkpoint", *asked, "--prompt", "The"])
+    assert told.exit_code == 0, told.output
     refused = CliRunner().invoke(make_tiny, [directory, "--model", "v4.1", "--mtp", "1"])
     assert refused.exit_code != 0
     assert "hash_layers and mtp must be 0 for DeepSeek-V4.1" in refused.output

@@ -55,7 +55,7 @@ class FakeBlockModel(FakeModel):
         super().__init__(BLOCK_SPECS, **changes)
         self.erratic = erratic
         self.dspark = SimpleNamespace(
-            block_size=BLOCK, noise_token_id=NOISE, target_layer_ids=TARGETS
+            block_size=BLOCK, noise_token_id=NOISE, target_layer_ids=TARGETS, tapped=TARGETS
         )
         self.config.dspark = self.dspark
         self.committed, self.blocks = [], []

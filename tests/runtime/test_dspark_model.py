@@ -163,8 +163,8 @@ def test_what_is_drafted_is_what_the_oracle_drafts(
                 drafted[len(state.tokens)] = list(state.drafts)
     text = [*request.token_ids, *finished[0].token_ids]
     oracle = DSparkOracle(dspark_directory)
-    layers = OracleModel(dspark_directory).run(text, keep_layers=True).layers
-    context = oracle.context(oracle.taps(layers))
+    backbone = OracleModel(dspark_directory).run(text, keep_layers=True)
+    context = oracle.context(oracle.taps(backbone))
     assert len(drafted) > 10
     for length, drafts in drafted.items():
         block = oracle.block([rows[: length - 1] for rows in context], text[length - 1])

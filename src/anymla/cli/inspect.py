@@ -156,10 +156,11 @@ def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
         f"layers {report['layers']}, ratios {ratios}; {drafter}; experts {report['experts']}",
     ]
     if dspark is not None:
-        layers = ", ".join(map(str, dspark["target_layer_ids"]))
+        layers = "layers " + ", ".join(map(str, dspark["target_layer_ids"]))
+        tapped = f"that {layers} begin with" if dspark["taps_at_entry"] else f"behind {layers}"
         lines.append(
             f"drafts blocks of {dspark['block_size']} tokens (noise token "
-            f"{dspark['noise_token_id']}) from the streams behind layers {layers}; Markov rank "
+            f"{dspark['noise_token_id']}) from the streams {tapped}; Markov rank "
             f"{dspark['markov_rank']}, {'a' if dspark['confidence'] else 'no'} confidence head; "
             f"generate --speculate uses it, --drafts off leaves it unread"
         )

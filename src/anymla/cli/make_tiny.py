@@ -71,7 +71,7 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
     type=click.Choice(("v4", "v4.1")),
     default="v4",
     show_default=True,
-    help="v4.1: layers that share entries and selections, n-grams, no hash routing, no drafter.",
+    help="v4.1: layers that share entries and selections, n-grams, no hash routing, no MTP layers.",
 )
 @click.option(
     "--layers",
@@ -114,6 +114,8 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
 @_size("stages", "Layers of the DSpark drafter.")
 @_size("block", "Tokens that it guesses at once.")
 @_size("markov_rank", "Width of its Markov tables.")
+@_size("draft_experts", "Routed experts of its layers; 0: as many as others.", least=0)
+@_size("draft_experts_per_token", "Experts a token is sent to there; 0: as elsewhere.", least=0)
 @_size("vocab", "Vocabulary.")
 @click.option(
     "--nvfp4-attention", is_flag=True, help="All linear layers of the attention in NVFP4."

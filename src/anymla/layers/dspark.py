@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
-from anymla.layers.hyper_connection import HyperConnectionHead, Streams
+from anymla.layers.hyper_connection import DelayedHead, HyperConnectionHead, Streams
 from anymla.layers.linear import Linear
 from anymla.layers.step import Step
 from anymla.ops.linear import linear_float32
@@ -31,10 +31,10 @@ Choose = Callable[[Tensor, int], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
-    """Means over the backbone's streams behind some layers, which the context is made of.
+    """Means over the backbone's streams where some layers begin, which the context is made of.
 
     Attributes:
-        layers: those layers.
+        layers: those layers; one past the last stands for the end of the backbone.
         out: [n, layers, hidden], written by the backbone's forward.
         rows: int32 [n], rows of the step that are wanted, or None for all.
     """
@@ -43,8 +43,12 @@ class Taps:
     out: Tensor
     rows: Tensor | None = None
 
-    def behind(self, layer: int) -> Callable[[Tensor], None] | None:
-        """What takes the streams [T, N, hidden] behind a layer; None if they are not wanted."""
+    @staticmethod
+    def nothing(layer: int) -> None:
+        """As ``entering``, where nothing is wanted."""
+
+    def entering(self, layer: int) -> Callable[[Tensor], None] | None:
+        """What takes the streams [T, N, hidden] at a layer's first site; None: not wanted."""
         if layer not in self.layers:
             return None
         return functools.partial(self._take, self.out[:, self.layers.index(layer)])
@@ -123,7 +127,8 @@ class BlockDrafter(nn.Module):
         markov: makes tokens of them.
         block_size: rows of a block, as it was trained.
         noise_token_id: id of every row of a block but the first.
-        target_layer_ids: layers behind which the backbone's streams are tapped.
+        tapped: see ``Taps.layers``.
+        streams: how many a token has.
     """
 
     def __init__(
@@ -132,11 +137,12 @@ class BlockDrafter(nn.Module):
         main_proj: Linear,
         main_norm: Tensor,
         stages: Sequence[DecoderLayer],
-        head: HyperConnectionHead,
+        head: HyperConnectionHead | DelayedHead,
         markov: MarkovHead,
         block_size: int,
         noise_token_id: int,
-        target_layer_ids: tuple[int, ...],
+        tapped: tuple[int, ...],
+        streams: int,
         eps: float,
         backend: str | None = None,
     ) -> None:
@@ -148,7 +154,8 @@ class BlockDrafter(nn.Module):
         self.markov = markov
         self.block_size = block_size
         self.noise_token_id = noise_token_id
-        self.target_layer_ids = target_layer_ids
+        self.tapped = tapped
+        self.streams = streams
         self.eps = eps
         self.backend = backend
 
@@ -179,11 +186,7 @@ class BlockDrafter(nn.Module):
         Returns:
             [T, hidden], the streams behind the last stage, collapsed and not normed.
         """
-        streams = Streams(embedding.unsqueeze(1).expand(-1, self._streams, -1))
+        streams = Streams(embedding.unsqueeze(1).expand(-1, self.streams, -1))
         for stage, cache in zip(self.stages, caches, strict=True):
             streams = stage(streams, step, cache)
-        return self.head.collapse(streams.flush(self.backend))
-
-    @property
-    def _streams(self) -> int:
-        return len(self.head.base)
+        return self.head.collapse(Streams(streams.flush(self.backend), pre=streams.pre))

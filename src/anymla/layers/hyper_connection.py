@@ -184,14 +184,17 @@ class HyperConnection(_Collapse):
 def _collapsed(
     h: Tensor,
     pre: Tensor | None,
-    norm: Tensor,
+    norm: Tensor | None,
     options: HyperConnectionOptions,
     backend: str | None,
     quantised: QuantizedRows | None = None,
 ) -> Tensor:
-    """Normalised [T, hidden] of streams, read through gates; None: the first stream."""
+    """[T, hidden] of streams, read through gates, normalised with a weight.
+
+    Without gates, the first stream is read.
+    """
     if pre is None:
-        pre = norm.new_zeros(h.shape[:2], dtype=torch.promote_types(h.dtype, torch.float32))
+        pre = h.new_zeros(h.shape[:2], dtype=torch.promote_types(h.dtype, torch.float32))
         pre[:, 0] = 1
     x: Tensor = hc_collapse_norm(
         h, pre, norm, norm_eps=options.norm_eps, backend=backend, **codes.as_kwargs(quantised)
@@ -216,18 +219,23 @@ class DelayedHead(nn.Module):
         self.options = options
         self.backend = backend
 
-    def leave(self, streams: Streams, h: Tensor) -> Tensor:
-        """What the last layer's streams leave for ``forward``: [T, 1, hidden].
-
-        Args:
-            streams: behind the last layer.
-            h: the same [T, N, hidden], with its output returned.
-        """
-        return _collapsed(h, streams.pre, self.norm, self.options, self.backend).unsqueeze(1)
+    def leave(self, streams: Streams) -> Tensor:
+        """What the last layer's streams, all returned, leave for ``forward``: [T, 1, hidden]."""
+        at = _collapsed(streams.h, streams.pre, self.norm, self.options, self.backend)
+        return at.unsqueeze(1)
 
     def forward(self, h: Tensor) -> Tensor:
         """Map [n, 1, hidden] to [n, hidden]."""
         return h.squeeze(1)
+
+    def collapse(self, streams: Streams) -> Tensor:
+        """[T, hidden] of streams, all returned; not normed."""
+        return _collapsed(streams.h, streams.pre, None, self.options, self.backend)
+
+    def normed(self, y: Tensor) -> Tensor:
+        """Normalise [..., hidden]."""
+        out: Tensor = rms_norm(y, self.norm, self.options.norm_eps, backend=self.backend)
+        return out
 
 
 class HyperConnectionHead(_Collapse):
@@ -240,23 +248,18 @@ class HyperConnectionHead(_Collapse):
         norm: [hidden], weight of the final RMSNorm.
     """
 
-    def leave(self, streams: Streams, h: Tensor) -> Tensor:
-        """What the last layer's streams leave for ``forward``: themselves, [T, N, hidden].
-
-        Args:
-            streams: behind the last layer.
-            h: the same, with its output returned.
-        """
-        return h
+    def leave(self, streams: Streams) -> Tensor:
+        """What the last layer's streams, all returned, leave for ``forward``: [T, N, hidden]."""
+        return streams.h
 
     def forward(self, h: Tensor) -> Tensor:
         """Map streams [n, N, hidden] to [n, hidden]."""
-        return self.normed(self.collapse(h))
+        return self.normed(self.collapse(Streams(h)))
 
-    def collapse(self, h: Tensor) -> Tensor:
-        """Map streams [n, N, hidden] to [n, hidden], not normed."""
+    def collapse(self, streams: Streams) -> Tensor:
+        """[T, hidden] of streams, all returned; not normed."""
         y: Tensor = hc_head(
-            h,
+            streams.h,
             self.fn,
             self.base,
             self.scale,

@@ -107,7 +107,7 @@ class Builder:
                 for spec in specs
                 if spec.role == "backbone"
             ],
-            head=self.delayed_head() if config.family.delayed else self.head("", "norm.weight"),
+            head=self.leaving_head(""),
             lm_head=self.weights.logits_weight("head.weight", self.vocabulary()),
             ranks=self.ranks,
             drafts=[
@@ -169,20 +169,22 @@ class Builder:
         stages = [spec for spec in specs if spec.role == "dspark"]
         last = f"mtp.{len(stages) - 1}."
         confidence = f"{last}confidence_head.proj.weight"
+        w1, w2 = (f"{last}markov_head.{name}.weight" for name in self.config.family.markov_tables)
         return BlockDrafter(
             main_proj=self.weights.linear("mtp.0.main_proj"),
             main_norm=self.weights.float32("mtp.0.main_norm.weight"),
             stages=[self.decoder(f"mtp.{i}.", spec) for i, spec in enumerate(stages)],
-            head=self.head(last, f"{last}norm.weight"),
+            head=self.leaving_head(last),
             markov=MarkovHead(
-                w1=self.weights.read(f"{last}markov_head.markov_w1.weight").to(self.dtype),
-                w2=self.weights.logits_weight(f"{last}markov_head.markov_w2.weight"),
+                w1=self.weights.read(w1).to(self.dtype),
+                w2=self.weights.logits_weight(w2),
                 confidence=self.weights.float32(confidence) if config.confidence else None,
                 backend=self.backend,
             ),
             block_size=config.block_size,
             noise_token_id=config.noise_token_id,
-            target_layer_ids=config.target_layer_ids,
+            tapped=config.tapped,
+            streams=self.config.hc_mult,
             eps=self.config.rms_norm_eps,
             backend=self.backend,
         )
@@ -283,8 +285,15 @@ class Builder:
             backend=self.backend,
         )
 
+    def leaving_head(self, prefix: str) -> HyperConnectionHead | DelayedHead:
+        """What makes one stream of those behind the last of some layers."""
+        if not self.config.family.delayed:
+            return self.head(prefix, f"{prefix}norm.weight")
+        norm = self.weights.float32(f"{prefix}norm.weight")
+        return DelayedHead(norm=norm, options=self.options, backend=self.backend)
+
     def head(self, prefix: str, norm: str) -> HyperConnectionHead:
-        """The collapse of the streams in front of the lm head."""
+        """The collapse of the streams through gates of the head's own."""
         return HyperConnectionHead(
             fn=self.weights.float32(prefix + "hc_head_fn"),
             base=self.weights.float32(prefix + "hc_head_base"),
@@ -294,25 +303,21 @@ class Builder:
             backend=self.backend,
         )
 
-    def delayed_head(self) -> DelayedHead:
-        """The head of a network of delayed sites, which has no gates of its own."""
-        norm = self.weights.float32("norm.weight")
-        return DelayedHead(norm=norm, options=self.options, backend=self.backend)
-
     def experts(self, prefix: str, spec: LayerSpec) -> MixtureOfExperts:
         """The mixture of experts; the first layers route by token id."""
         config = self.config
+        experts, active = config.experts_of(spec.role)
         hashed = spec.index < config.num_hash_layers
         router = Router(
             gate=self.weights.gate(prefix + "gate.weight"),
             scale=config.routed_scaling_factor,
-            experts_per_token=config.num_experts_per_tok,
+            experts_per_token=active,
             bias=None if hashed else self.weights.float32(prefix + "gate.bias"),
             token_experts=self.weights.read(prefix + "gate.tid2eid") if hashed else None,
         )
         # As stored even in float32: the experts are nearly all of a checkpoint, and only the few
         # that a token visits are worth converting.
-        here = self.ranks.share(config.n_routed_experts)
+        here = self.ranks.share(experts)
         names = [f"{prefix}experts.{expert}." for expert in here]
         return MixtureOfExperts(
             index=spec.index,
@@ -377,5 +382,6 @@ def _require_shares(config: ModelConfig, ranks: Ranks) -> None:
     ):
         if count % ranks.size:
             raise ConfigError(f"{count} {what} cannot be shared evenly by {ranks.size} ranks")
-    if config.n_routed_experts < ranks.size:
-        raise ConfigError(f"{config.n_routed_experts} experts are too few for {ranks.size} ranks")
+    experts = min(config.experts_of(role)[0] for role in ("backbone", "dspark"))
+    if experts < ranks.size:
+        raise ConfigError(f"{experts} experts are too few for {ranks.size} ranks")

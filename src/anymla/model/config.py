@@ -17,7 +17,12 @@ from typing import Any
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.records import SplitFp8Layout
 from anymla.formats.untrusted import Refused, read_object
-from anymla.model.config_dspark import MOST_DRAFT_LAYERS, DSparkConfig, dspark_config
+from anymla.model.config_dspark import (
+    MOST_DRAFT_LAYERS,
+    MOST_EXPERTS,
+    DSparkConfig,
+    dspark_config,
+)
 from anymla.model.config_engram import EngramConfig, engram_config
 from anymla.model.config_family import FAMILIES, Family, flat_fields
 from anymla.model.config_fields import ConfigError, Fields, unsupported
@@ -37,7 +42,6 @@ EXPERT_DTYPES = ("fp4", "fp8", "bf16")
 # Far above any model. Below them, what a configuration asks for can be counted out: every layer and
 # expert has tensors of its own, and every iteration is a pass.
 MOST_LAYERS = 1024
-MOST_EXPERTS = 65536
 _MOST_STREAMS = 64
 _MOST_ITERATIONS = 1000
 
@@ -128,6 +132,12 @@ class ModelConfig:
         """Compress ratios of the backbone layers."""
         return self.compress_ratios[: self.num_hidden_layers]
 
+    def experts_of(self, role: str) -> tuple[int, int]:
+        """Routed experts of a layer of that role, and how many of them a token is sent to."""
+        if role == "dspark" and self.dspark is not None:
+            return self.dspark.experts, self.dspark.experts_per_token
+        return self.n_routed_experts, self.num_experts_per_tok
+
     @property
     def draft_layers(self) -> int:
         """Layers behind the backbone: MTP layers, or the stages of a DSpark drafter."""
@@ -189,13 +199,13 @@ class ModelConfig:
         """
         flat = flat_fields(values)
         family = _family(flat)
-        # A drafter whose tensors are not read is none.
-        reads_drafts = drafts and all(prefix != "mtp." for prefix, _ in family.unread)
-        fields = Fields(flat if reads_drafts else _of_backbone(flat))
+        fields = Fields(flat if drafts else _of_backbone(flat))
         _require_family(fields)
         layers = fields.integer("num_hidden_layers", minimum=1, maximum=MOST_LAYERS)
-        dspark = dspark_config(fields, layers)
+        dspark = dspark_config(fields, layers, family)
         mtp = fields.integer("num_nextn_predict_layers", 0, maximum=MOST_DRAFT_LAYERS)
+        if dspark is not None or not family.has_mtp:
+            mtp = 0
         head_dim = fields.integer("head_dim", minimum=1)
         rope_dim = _rope_dim(fields, head_dim)
         ratios = layer_ratios(
@@ -216,7 +226,7 @@ class ModelConfig:
             vocab_size=vocab,
             hidden_size=fields.integer("hidden_size", minimum=1),
             num_hidden_layers=layers,
-            num_nextn_predict_layers=mtp if dspark is None else 0,
+            num_nextn_predict_layers=mtp,
             num_attention_heads=fields.integer("num_attention_heads", minimum=1),
             head_dim=head_dim,
             qk_rope_head_dim=rope_dim,

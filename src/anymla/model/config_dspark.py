@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from anymla.model.config_family import Family
 from anymla.model.config_fields import Fields, unsupported
 
 # Far above any model: see ``config.MOST_LAYERS``.
 MOST_DRAFT_LAYERS = 64
+MOST_EXPERTS = 65536
 _MOST_BLOCK = 1024
 
 
@@ -20,8 +22,11 @@ class DSparkConfig:
             tensors have the last word (``drafts.present_config``).
         block_size: tokens of a block, as it was trained.
         noise_token_id: stands in a block for the tokens that are not known yet.
-        target_layer_ids: backbone layers behind which its context is taken.
+        target_layer_ids: backbone layers whose streams its context is taken from.
+        taps_at_entry: where those layers begin; otherwise behind them.
         markov_rank: width of the tables that make a bias of the token before.
+        experts: routed experts of a stage.
+        experts_per_token: how many of them a token is sent to.
         confidence: whether there is a confidence head; not in the file, see ``stages``.
     """
 
@@ -29,11 +34,19 @@ class DSparkConfig:
     block_size: int
     noise_token_id: int
     target_layer_ids: tuple[int, ...]
+    taps_at_entry: bool
     markov_rank: int
+    experts: int
+    experts_per_token: int
     confidence: bool = True
 
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """Layers that begin where the streams are tapped; one past the last layer is its end."""
+        return tuple(layer + (not self.taps_at_entry) for layer in self.target_layer_ids)
 
-def dspark_config(fields: Fields, layers: int) -> DSparkConfig | None:
+
+def dspark_config(fields: Fields, layers: int, family: Family) -> DSparkConfig | None:
     """The drafter, or None if the configuration has no ``dspark_block_size``.
 
     ``num_nextn_predict_layers`` says nothing about it: published files hold 1 beside three stages.
@@ -41,6 +54,7 @@ def dspark_config(fields: Fields, layers: int) -> DSparkConfig | None:
     Args:
         fields: the configuration.
         layers: of the backbone.
+        family: what the model's type means.
 
     Raises:
         ConfigError: a field is missing, or has a value that no drafter can have.
@@ -48,11 +62,16 @@ def dspark_config(fields: Fields, layers: int) -> DSparkConfig | None:
     if not fields.has("dspark_block_size"):
         return None
     vocab = fields.integer("vocab_size", minimum=1)
-    for ours, backbone in (
-        ("dspark_n_routed_experts", "n_routed_experts"),
-        ("dspark_num_experts_per_tok", "num_experts_per_tok"),
-    ):
-        fields.only(ours, fields.integer(backbone, minimum=1))
+    experts, active = (
+        fields.integer(
+            f"dspark_{name}", fields.integer(name, minimum=1), minimum=1, maximum=MOST_EXPERTS
+        )
+        for name in ("n_routed_experts", "num_experts_per_tok")
+    )
+    if active > experts:
+        raise unsupported(
+            "dspark_num_experts_per_tok", active, f"at most dspark_n_routed_experts = {experts}"
+        )
     noise = fields.integer("dspark_noise_token_id")
     if noise >= vocab:
         raise unsupported("dspark_noise_token_id", noise, f"below vocab_size = {vocab}")
@@ -72,5 +91,8 @@ def dspark_config(fields: Fields, layers: int) -> DSparkConfig | None:
         block_size=fields.integer("dspark_block_size", minimum=1, maximum=_MOST_BLOCK),
         noise_token_id=noise,
         target_layer_ids=targets,
+        taps_at_entry=family.taps_at_entry,
         markov_rank=fields.integer("dspark_markov_rank", minimum=1),
+        experts=experts,
+        experts_per_token=active,
     )

@@ -23,6 +23,10 @@ class Family:
         weight_block: rows and columns of an FP8 weight that share a scale, and channels of an
             activation.
         names_sources: the file lists which layers compress and which select.
+        has_mtp: ``num_nextn_predict_layers`` counts MTP layers; otherwise a drafter's stages.
+        taps_at_entry: a drafter's context is taken where its target layers begin, and not behind
+            them.
+        markov_tables: names of the tables of a drafter's Markov head.
         unread: prefixes of tensors that are no part of the text model, with what they are.
     """
 
@@ -34,6 +38,9 @@ class Family:
     delayed: bool = False
     weight_block: int = 128
     names_sources: bool = False
+    has_mtp: bool = True
+    taps_at_entry: bool = False
+    markov_tables: tuple[str, str] = ("markov_w1", "markov_w2")
     unread: tuple[tuple[str, str], ...] = ()
 
 
@@ -48,12 +55,10 @@ FAMILIES = {
         delayed=True,
         weight_block=32,
         names_sources=True,
-        unread=(
-            ("vision.", "vision"),
-            ("aligner.", "vision"),
-            ("image_", "vision"),
-            ("mtp.", "drafter"),
-        ),
+        has_mtp=False,
+        taps_at_entry=True,
+        markov_tables=("embed", "head"),
+        unread=(("vision.", "vision"), ("aligner.", "vision"), ("image_", "vision")),
     ),
 }
 

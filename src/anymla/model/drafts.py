@@ -104,15 +104,14 @@ def choose_drafts(
     """
     if drafts not in DRAFTS:
         raise ValueError(f"drafts must be {', '.join(DRAFTS)}, got {drafts!r}")
-    held, checkpoint = checkpoint, readable(checkpoint, config)
+    checkpoint = readable(checkpoint, config)
     if drafts == "off":
         return checkpoint.without(_PREFIX), config.without_drafts()
     present = present_config(checkpoint, config)
     kind = draft_kind(present)
     if drafts not in ("auto", kind):
-        holds = DRAFTERS[kind] if len(held) == len(checkpoint) else "no drafter that is read"
         raise CheckpointError(
-            f"{checkpoint.directory}: holds {holds}, asked for: {DRAFTERS[drafts]}"
+            f"{checkpoint.directory}: holds {DRAFTERS[kind]}, asked for: {DRAFTERS[drafts]}"
         )
     return checkpoint, present
 

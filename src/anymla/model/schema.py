@@ -125,12 +125,9 @@ def expected_linears(config: ModelConfig) -> dict[str, LinearShape]:
     """Every linear layer by its prefix."""
     out: dict[str, LinearShape] = {}
     for prefix, spec in _blocks(config):
-        for name, shape in _block_linears(config, spec):
+        for name, shape in _block_linears(config, spec, config.experts_of(spec.role)[0]):
             out[prefix + name] = shape
-    if config.draft_layers and config.dspark is not None:
-        d, taps = config.hidden_size, len(config.dspark.target_layer_ids)
-        out["mtp.0.main_proj"] = LinearShape(d, taps * d, PROJECTION)
-    return out
+    return out | _dspark_linears(config)
 
 
 def expected_tables(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -200,17 +197,19 @@ def expected_tensors(
 
 def least_tensors(config: ModelConfig) -> int:
     """How many tensors there are at the least, without naming them: those of the experts."""
-    layers = config.num_hidden_layers + config.draft_layers
-    return layers * config.n_routed_experts * len(("w1", "w2", "w3"))
+    experts = sum(config.experts_of(spec.role)[0] for spec in layer_specs(config))
+    return experts * len(("w1", "w2", "w3"))
 
 
 def count_values(config: ModelConfig) -> int:
     """Elements of all tensors, scales not counted; experts are not named one by one."""
     total = sum(math.prod(expected.shape) for expected in expected_plain(config).values())
-    of_each = dataclasses.replace(config, n_routed_experts=1)
-    for prefix, shape in expected_linears(of_each).items():
-        copies = config.n_routed_experts if ".ffn.experts." in prefix else 1
-        total += copies * shape.rows * shape.columns
+    for prefix, spec in _blocks(config):
+        experts = config.experts_of(spec.role)[0]
+        for name, shape in _block_linears(config, spec, experts=1):
+            copies = experts if name.startswith("ffn.experts.") else 1
+            total += copies * shape.rows * shape.columns
+    total += sum(shape.rows * shape.columns for shape in _dspark_linears(config).values())
     return total + sum(map(math.prod, expected_tables(config).values()))
 
 
@@ -223,7 +222,17 @@ def _blocks(config: ModelConfig) -> Iterator[tuple[str, LayerSpec]]:
         yield (f"layers.{spec.index}." if draft < 0 else f"mtp.{draft}."), spec
 
 
-def _block_linears(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, LinearShape]]:
+def _dspark_linears(config: ModelConfig) -> dict[str, LinearShape]:
+    """What the first stage has besides a decoder layer."""
+    if config.dspark is None or not config.draft_layers:
+        return {}
+    d, taps = config.hidden_size, len(config.dspark.target_layer_ids)
+    return {"mtp.0.main_proj": LinearShape(d, taps * d, PROJECTION)}
+
+
+def _block_linears(
+    config: ModelConfig, spec: LayerSpec, experts: int
+) -> Iterator[tuple[str, LinearShape]]:
     d, inner = config.hidden_size, config.moe_intermediate_size
     head_dim, heads, groups = config.head_dim, config.num_attention_heads, config.o_groups
     rank = config.q_lora_rank
@@ -248,8 +257,7 @@ def _block_linears(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, 
         width = index_dim * (2 if spec.overlap else 1)
         yield "attn.indexer.compressor.wkv", LinearShape(width, d, PLAIN_OR_NVFP4)
         yield "attn.indexer.compressor.wgate", LinearShape(width, d, PLAIN_OR_NVFP4)
-    experts = [f"ffn.experts.{e}" for e in range(config.n_routed_experts)]
-    for expert in [*experts, "ffn.shared_experts"]:
+    for expert in [*(f"ffn.experts.{e}" for e in range(experts)), "ffn.shared_experts"]:
         yield f"{expert}.w1", LinearShape(inner, d, FFN)
         yield f"{expert}.w2", LinearShape(d, inner, FFN)
         yield f"{expert}.w3", LinearShape(inner, d, FFN)
@@ -285,12 +293,13 @@ def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Ex
         yield f"hc_{site}_fn", Expected((mixes, streams * d), FLOAT_DTYPES)
         yield f"hc_{site}_base", Expected((mixes,), FLOAT_DTYPES)
         yield f"hc_{site}_scale", Expected((3,), FLOAT_DTYPES)
-    yield "ffn.gate.weight", Expected((config.n_routed_experts, d), FLOAT_DTYPES)
+    experts, active = config.experts_of(spec.role)
+    yield "ffn.gate.weight", Expected((experts, d), FLOAT_DTYPES)
     if spec.index < config.num_hash_layers:
-        shape = (config.vocab_size, config.num_experts_per_tok)
+        shape = (config.vocab_size, active)
         yield "ffn.gate.tid2eid", Expected(shape, INTEGER_DTYPES)
     else:
-        bias = Expected((config.n_routed_experts,), FLOAT_DTYPES)
+        bias = Expected((experts,), FLOAT_DTYPES)
         yield "ffn.gate.bias", bias
         if any(what == "vision" for _, what in config.family.unread):
             # Takes its place for the tokens of an image.
@@ -308,10 +317,10 @@ def _dspark_plain(config: ModelConfig, dspark: DSparkConfig) -> dict[str, Expect
     out = {
         "mtp.0.main_norm.weight": Expected((d,), FLOAT_DTYPES),
         f"{last}norm.weight": Expected((d,), FLOAT_DTYPES),
-        **_head_gates(last, d, config.hc_mult),
-        f"{last}markov_head.markov_w1.weight": table,
-        f"{last}markov_head.markov_w2.weight": table,
+        **{f"{last}markov_head.{name}.weight": table for name in config.family.markov_tables},
     }
+    if not config.family.delayed:
+        out |= _head_gates(last, d, config.hc_mult)
     if dspark.confidence:
         out[f"{last}confidence_head.proj.weight"] = Expected((1, d + rank), FLOAT_DTYPES)
     return out

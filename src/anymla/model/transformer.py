@@ -119,16 +119,15 @@ class Transformer(nn.Module):
         # All streams begin as the same rows, which are there once.
         h = self.embed(step.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         streams = Streams(h)
-        leaving = None
+        tapped = Taps.nothing if taps is None else taps.entering
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if only is None or index in only:
                 # A layer's output is returned to the streams where the next one begins.
-                streams = layer(streams, step, cache, leaving)
-                leaving = None if taps is None else taps.behind(index)
-        h = streams.flush(self.backend)
-        if leaving is not None:
-            leaving(h)
-        return self.head.leave(streams, h)
+                streams = layer(streams, step, cache, tapped(index))
+        streams = Streams(streams.flush(self.backend), pre=streams.pre)
+        if (leaving := tapped(len(self.layers))) is not None:
+            leaving(streams.h)
+        return self.head.leave(streams)
 
     def kinds_of_layers(self) -> list[int]:
         """The first layer of every kind: which attention, and how it routes.

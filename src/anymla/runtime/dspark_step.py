@@ -101,7 +101,7 @@ class DraftBlocks:
         """
         model = self._model
         assert model.dspark is not None
-        layers = model.dspark.target_layer_ids
+        layers = model.dspark.tapped
         shape = (rows, len(layers), model.config.hidden_size)
         return Taps(layers, torch.empty(shape, dtype=model.dtype, device=model.device), index)
 
@@ -229,7 +229,7 @@ class DSparkStep:
         self._blocks = blocks
         self._bucket = bucket
         device, requests = store.device, bucket.requests
-        shape = (bucket.rows, len(model.dspark.target_layer_ids), model.config.hidden_size)
+        shape = (bucket.rows, len(model.dspark.tapped), model.config.hidden_size)
         self._taps = torch.zeros(shape, dtype=model.dtype, device=device)
         self._first_rows = torch.arange(0, bucket.rows, bucket.tokens, device=device)
         self._noise = DraftNoise(

@@ -28,8 +28,10 @@ def weights_per_token(directory: str | Path) -> int:
     config = ModelConfig.from_dir(directory, drafts=False)
     checkpoint = Checkpoint.open(directory)
     routed = sum(info.nbytes for name, info in checkpoint.items() if ".experts." in name)
-    embedding = checkpoint.get("embed.weight")
-    read = checkpoint.nbytes - routed - (embedding.nbytes if embedding is not None else 0)
+    # Of tables a token reads a few rows.
+    tables = ("embed.weight", "embed.scale")
+    rows = sum(info.nbytes for name, info in checkpoint.items() if name.endswith(tables))
+    read = checkpoint.nbytes - routed - rows
     return read + routed * config.num_experts_per_tok // config.n_routed_experts
 
 

@@ -97,13 +97,15 @@ class TinyOptions:
         stages: layers of the DSpark drafter.
         block: tokens of its block.
         markov_rank: width of its Markov tables.
+        draft_experts: routed experts of its layers; 0: as many as others have.
+        draft_experts_per_token: how many of them a token is sent to; 0: as many as elsewhere.
         rope_factor: YaRN's factor; the longest position is 65536 times that.
         nvfp4_attention: every linear layer of the attention in NVFP4.
         scale_format: of FP8 scales, "ue8m0" or "fp32" (then not powers of two).
         shards: files the tensors are spread over.
         seed: of all values.
-        sharing: of a DeepSeek-V4.1, which has no layers that route by token id and none that
-            draft; None for a DeepSeek-V4.
+        sharing: of a DeepSeek-V4.1, which has no layers that route by token id and no MTP layers;
+            None for a DeepSeek-V4.
     """
 
     weights: str = "fp4"
@@ -126,6 +128,8 @@ class TinyOptions:
     stages: int = 3
     block: int = 5
     markov_rank: int = 32
+    draft_experts: int = 0
+    draft_experts_per_token: int = 0
     vocab: int = MIN_VOCAB
     nvfp4_attention: bool = False
     scale_format: str = "ue8m0"
@@ -143,7 +147,8 @@ class TinyOptions:
                 raise ValueError(
                     f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}"
                 )
-        if self.sharing is not None and (self.hash_layers or self.draft_layers):
+        has_mtp = self.drafter == "mtp" and self.mtp
+        if self.sharing is not None and (self.hash_layers or has_mtp):
             raise ValueError("hash_layers and mtp must be 0 for DeepSeek-V4.1")
         if not self.ratios:
             raise ValueError("ratios must name at least one layer")
@@ -276,6 +281,11 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
             "dspark_target_layer_ids": list(layers[-_TAPS:]),
             "dspark_markov_rank": options.markov_rank,
         }
+        for name, value in (
+            ("dspark_n_routed_experts", options.draft_experts),
+            ("dspark_num_experts_per_tok", options.draft_experts_per_token),
+        ):
+            config |= {name: value} if value else {}
     if options.weights != "bf16" or options.nvfp4_attention:
         config["quantization_config"] = {
             "quant_method": "fp8",
@@ -311,7 +321,8 @@ def _shared_config(
     """The ``config.json`` of a DeepSeek-V4.1, whose text model is nested."""
     outer = ("quantization_config", "expert_dtype", "torch_dtype", "bos_token_id", "eos_token_id")
     kept = {name: config.pop(name) for name in (*outer, MARK) if name in config}
-    del config["architectures"], config["num_hash_layers"], config["num_nextn_predict_layers"]
+    del config["architectures"], config["num_hash_layers"]
+    config["num_nextn_predict_layers"] = options.draft_layers
     config |= {
         "model_type": "deepseek_v41_text",
         "rms_norm_eps": 1e-20,

@@ -228,7 +228,7 @@ def hc_head(
 def hc_collapse_norm(
     h: Tensor,
     pre: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     *,
     norm_eps: float,
     codes: Tensor | None = None,
@@ -239,7 +239,7 @@ def hc_collapse_norm(
     Args:
         h: [T, N, D] any float dtype.
         pre: [T, N] float32 or float64, from ``hc_gates``.
-        norm_weight: [D] any float dtype.
+        norm_weight: [D] any float dtype, or None for the sum as it is.
         norm_eps: added to the mean square of the sum.
         codes: as in hc_pre, of the result.
         code_scales: likewise.

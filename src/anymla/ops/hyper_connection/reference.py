@@ -48,9 +48,10 @@ def hc_pre(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See interface.hc_pre."""
     pre, post, comb = hc_gates(h, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters)
-    y = _collapse(h, pre) if norm_weight is None else _normed(h, pre, norm_weight, norm_eps)
-    fill_codes(y, codes, code_scales)
-    return y, post, comb
+    collapsed = hc_collapse_norm(
+        h, pre, norm_weight, norm_eps=norm_eps, codes=codes, code_scales=code_scales
+    )
+    return collapsed, post, comb
 
 
 def hc_gates(
@@ -77,22 +78,20 @@ def hc_gates(
 def hc_collapse_norm(
     h: Tensor,
     pre: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     *,
     norm_eps: float,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Tensor:
     """See interface.hc_collapse_norm."""
-    y = _normed(h, pre, norm_weight, norm_eps)
+    y = _collapse(h, pre)
+    if norm_weight is not None:
+        x = y.to(pre.dtype)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+        y = (x * norm_weight.to(x.dtype)).to(h.dtype)
     fill_codes(y, codes, code_scales)
     return y
-
-
-def _normed(h: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = _collapse(h, pre).to(pre.dtype)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * weight.to(x.dtype)).to(h.dtype)
 
 
 def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -333,7 +333,7 @@ def hc_gates(
 def hc_collapse_norm(
     h: Tensor,
     pre: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     *,
     norm_eps: float,
     codes: Tensor | None = None,
@@ -343,8 +343,10 @@ def hc_collapse_norm(
     y = h.new_empty((h.shape[0], h.shape[2]))
     for start in range(0, len(h), _block_tokens(h)):
         part = slice(start, start + _block_tokens(h))
-        x = _collapse(h[part].flatten(1).to(pre.dtype), pre[part], h.dtype).to(pre.dtype)
-        y[part] = (x * _inverse_rms(x, norm_eps)).mul_(norm_weight)
+        y[part] = _collapse(h[part].flatten(1).to(pre.dtype), pre[part], h.dtype)
+        if norm_weight is not None:
+            x = y[part].to(pre.dtype)
+            y[part] = (x * _inverse_rms(x, norm_eps)).mul_(norm_weight)
     fill_codes(y, codes, code_scales)
     return y
 

@@ -59,6 +59,33 @@ class Site:
         return torch.einsum("tn,tnd->td", pre, h)
 
 
+def stream_count(weights: Weights) -> int:
+    """How many streams there are: a site has (2 + N) N gates."""
+    return round((len(weights["layers.0.hc_attn_base"]) + 1) ** 0.5) - 1
+
+
+@dataclasses.dataclass
+class Gates:
+    """Through which gates sites read the streams.
+
+    Attributes:
+        pre: [T, N], gates of the last delayed site; None before the first.
+    """
+
+    pre: Tensor | None = None
+
+    def enter(self, site: Site, h: Tensor, config: OracleConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """A site's input [T, D], post and comb; V4.1's input is read through the site before."""
+        if config.sharing is None:
+            return site.pre(h, config)
+        before = self.pre
+        if before is None:
+            before = torch.zeros(h.shape[:2], dtype=h.dtype)
+            before[:, 0] = 1
+        self.pre, post, comb = site.gates(h, config)
+        return collapse(h, before), post, comb
+
+
 def collapse(h: Tensor, pre: Tensor) -> Tensor:
     """sum_n pre_n h_n: [T, D]."""
     return torch.einsum("tn,tnd->td", pre, h)

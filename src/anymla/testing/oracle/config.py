@@ -20,11 +20,16 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class DSpark:
-    """A DSpark drafter's numbers; how many stages it has is for the tensors to say."""
+    """A DSpark drafter's numbers; how many stages it has is for the tensors to say.
+
+    Its context is made of the streams behind the target layers, in V4.1 of those that their first
+    sites read.
+    """
 
     block_size: int
     noise_token: int
     target_layers: tuple[int, ...]
+    experts_per_token: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +149,7 @@ class OracleConfig:
             norm_eps=raw["rms_norm_eps"],
             weight_block=tuple(quantization.get("weight_block_size") or (128, 128)),
             dynamic_activations=quantization.get("activation_scheme") == "dynamic",
-            dspark=None if sharing else _dspark(raw),
+            dspark=_dspark(raw),
             sharing=sharing,
             engram=_engram(raw),
         )
@@ -199,6 +204,7 @@ def _dspark(raw: dict[str, Any]) -> DSpark | None:
         block_size=raw["dspark_block_size"],
         noise_token=raw["dspark_noise_token_id"],
         target_layers=tuple(raw["dspark_target_layer_ids"]),
+        experts_per_token=raw.get("dspark_num_experts_per_tok", raw["num_experts_per_tok"]),
     )
 
 

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from anymla.testing.oracle.attention import AttentionOracle, LayerRows
-from anymla.testing.oracle.blocks import Site, expert_scores, hyper_post, mixture, rms_norm
+from anymla.testing.oracle.blocks import (
+    Gates,
+    Site,
+    collapse,
+    expert_scores,
+    hyper_post,
+    mixture,
+    rms_norm,
+    stream_count,
+)
 from anymla.testing.oracle.config import DSpark, OracleConfig
-from anymla.testing.oracle.model import KV_ROUNDING
+from anymla.testing.oracle.model import KV_ROUNDING, OracleResult
 from anymla.testing.oracle.selection import best
 from anymla.testing.oracle.weights import Weights
 
@@ -56,12 +65,13 @@ class DSparkOracle:
         assert self.config.dspark is not None, "the checkpoint has no DSpark drafter"
         return self.config.dspark
 
-    def taps(self, layers: Sequence[Tensor]) -> Tensor:
-        """Means [T, taps, D] of the streams behind the target layers.
+    def taps(self, backbone: OracleResult) -> Tensor:
+        """Means [T, taps, D] of the streams at the target layers.
 
         Args:
-            layers: the streams [T, N, D] behind every layer of the backbone.
+            backbone: a run that kept the streams of its layers.
         """
+        layers = backbone.layers if self.config.sharing is None else backbone.entered
         return torch.stack([layers[n].mean(1) for n in self.dspark.target_layers], 1)
 
     def context(self, taps: Tensor, *, kv: str = "exact") -> list[Tensor]:
@@ -100,19 +110,24 @@ class DSparkOracle:
         size = self.dspark.block_size if size is None else size
         ids = torch.tensor([anchor] + [self.dspark.noise_token] * (size - 1))
         embedded = self.weights["embed.weight"][ids]
-        h = embedded.unsqueeze(1).repeat(1, len(self.weights["hc_head_base"]), 1)
+        h = embedded.unsqueeze(1).repeat(1, stream_count(self.weights), 1)
         positions = len(context[0]) + torch.arange(size)
+        gates = Gates()
         for stage, rows in enumerate(context):
-            h = self._stage(stage, h, positions, rows[-self.config.window :], kv)
+            h = self._stage(stage, h, positions, rows[-self.config.window :], kv, gates)
         last = f"mtp.{self.stages - 1}"
-        x = Site.of(self.weights, f"{last}.hc_head").head(h, self.config)
+        if gates.pre is None:
+            x = Site.of(self.weights, f"{last}.hc_head").head(h, self.config)
+        else:
+            x = collapse(h, gates.pre)
         normed = rms_norm(x, self.weights[f"{last}.norm.weight"], self.config.norm_eps)
         return self._heads(f"{last}.", x, normed @ self.weights["head.weight"].T, anchor, tokens)
 
     def _heads(
         self, last: str, x: Tensor, base: Tensor, anchor: int, given: Sequence[int] | None
     ) -> OracleBlock:
-        w1, w2 = (self.weights[f"{last}markov_head.markov_w{n}.weight"] for n in (1, 2))
+        tables = ("markov_w1", "markov_w2") if self.config.sharing is None else ("embed", "head")
+        w1, w2 = (self.weights[f"{last}markov_head.{table}.weight"] for table in tables)
         name = f"{last}confidence_head.proj.weight"
         sure = self.weights[name][0] if name in self.weights else None
         chosen: list[int] = []
@@ -127,19 +142,26 @@ class DSparkOracle:
             tuple(chosen), torch.stack(logits), torch.stack(confidence) if confidence else None
         )
 
-    def _stage(self, stage: int, h: Tensor, positions: Tensor, context: Tensor, kv: str) -> Tensor:
+    def _stage(
+        self,
+        stage: int,
+        h: Tensor,
+        positions: Tensor,
+        context: Tensor,
+        kv: str,
+        gates: Gates,
+    ) -> Tensor:
         config, weights, prefix = self.config, self.weights, f"mtp.{stage}"
-        site = Site.of(weights, f"{prefix}.hc_attn")
-        y, post, comb = site.pre(h, config)
+        y, post, comb = gates.enter(Site.of(weights, f"{prefix}.hc_attn"), h, config)
         x = rms_norm(y, weights[f"{prefix}.attn_norm.weight"], config.norm_eps)
         h = hyper_post(self._attend(stage, x, positions, context, kv), h, post, comb)
 
-        site = Site.of(weights, f"{prefix}.hc_ffn")
-        y, post, comb = site.pre(h, config)
+        y, post, comb = gates.enter(Site.of(weights, f"{prefix}.hc_ffn"), h, config)
         x = rms_norm(y, weights[f"{prefix}.ffn_norm.weight"], config.norm_eps)
         scores = expert_scores(x, weights, f"{prefix}.ffn")
         biased = scores + weights[f"{prefix}.ffn.gate.bias"]
-        chosen = best(biased, torch.ones_like(biased, dtype=torch.bool), config.experts_per_token)
+        everyone = torch.ones_like(biased, dtype=torch.bool)
+        chosen = best(biased, everyone, self.dspark.experts_per_token)
         u = mixture(x, scores, chosen, weights, f"{prefix}.ffn", config)
         return hyper_post(u, h, post, comb)
 

@@ -18,12 +18,14 @@ from anymla.testing.oracle.attention import (
     spans,
 )
 from anymla.testing.oracle.blocks import (
+    Gates,
     Site,
     collapse,
     expert_scores,
     hyper_post,
     mixture,
     rms_norm,
+    stream_count,
 )
 from anymla.testing.oracle.config import OracleConfig
 from anymla.testing.oracle.engram import add_engram, normalised_ids, rows_of
@@ -51,11 +53,13 @@ class OracleResult:
         logits: float64 [T, vocab], of the token after each position.
         streams: float64 [T, N, D], after the last layer.
         layers: the streams after each layer, if they were asked for.
+        entered: the streams that each layer's first site reads, likewise.
     """
 
     logits: Tensor
     streams: Tensor
     layers: tuple[Tensor, ...]
+    entered: tuple[Tensor, ...]
 
     def logprobs(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probability of tokens 1 .. n-1 given those before each: float64 [n - 1].
@@ -68,21 +72,19 @@ class OracleResult:
 
 
 @dataclasses.dataclass
-class _Given:
+class _Given(Gates):
     """What a run's layers are told, and what they hand on.
 
     Attributes:
         rounding: of cache rows.
         judge: of a recorded run, or None.
-        pre: [T, N], gates of the last delayed site.
         rows: by layer, rows that later layers read as well.
         chosen: by layer, selected entries.
         kept: bool [T, E], entries that later layers select within.
     """
 
-    rounding: RowRounding
-    judge: Judge | None
-    pre: Tensor | None = None
+    rounding: RowRounding = KV_ROUNDING["exact"]
+    judge: Judge | None = None
     rows: dict[int, LayerRows] = dataclasses.field(default_factory=dict)
     chosen: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     kept: Tensor | None = None
@@ -118,14 +120,16 @@ class OracleModel:
                 "fp8-mxfp4-index" or "nvfp4".
             judge: a recorded run to follow instead: its cache rows are read and its selections
                 taken, after both have been judged.
-            keep_layers: keep the streams after each layer.
+            keep_layers: keep the streams before and after each layer.
         """
         ids = torch.as_tensor(token_ids)
-        h = self._embed(ids).unsqueeze(1).repeat(1, self._streams, 1)
-        kept = []
-        given = _Given(KV_ROUNDING[kv], judge)
+        h = self._embed(ids).unsqueeze(1).repeat(1, stream_count(self.weights), 1)
+        kept, entered = [], []
+        given = _Given(rounding=KV_ROUNDING[kv], judge=judge)
         for index in range(self.config.layers):
             h = self._remember(h, token_ids, index)
+            if keep_layers:
+                entered.append(h)
             h = self._layer(h, ids, index, f"layers.{index}", given)
             if keep_layers:
                 kept.append(h)
@@ -133,7 +137,8 @@ class OracleModel:
             collapsed = Site.of(self.weights, "hc_head").head(h, self.config)
         else:
             collapsed = collapse(h, given.pre)
-        return OracleResult(self._logits(collapsed, "norm.weight"), h, tuple(kept))
+        logits = self._logits(collapsed, "norm.weight")
+        return OracleResult(logits, h, tuple(kept), tuple(entered))
 
     def run_draft(self, streams: Tensor, next_ids: Sequence[int], *, kv: str = "exact") -> Tensor:
         """Logits [T, vocab] of the first draft layer at positions 0 .. T-1.
@@ -151,14 +156,10 @@ class OracleModel:
         h = self.weights.apply(embedded, f"{prefix}.e_proj").unsqueeze(1)
         h = h + self.weights.apply(normed, f"{prefix}.h_proj")
         ids = torch.as_tensor(next_ids)
-        h = self._layer(h, ids, self.config.layers, prefix, _Given(KV_ROUNDING[kv], None))
+        given = _Given(rounding=KV_ROUNDING[kv])
+        h = self._layer(h, ids, self.config.layers, prefix, given)
         collapsed = Site.of(self.weights, f"{prefix}.hc_head").head(h, self.config)
         return self._logits(collapsed, f"{prefix}.norm.weight")
-
-    @property
-    def _streams(self) -> int:
-        # A site has (2 + N) N gates.
-        return round((len(self.weights["layers.0.hc_attn_base"]) + 1) ** 0.5) - 1
 
     def _remember(self, h: Tensor, token_ids: Sequence[int], index: int) -> Tensor:
         """The streams [T, N, D] with what the layer's n-grams add."""
@@ -185,27 +186,16 @@ class OracleModel:
         given: _Given,
     ) -> Tensor:
         config, weights, judge = self.config, self.weights, given.judge
-        y, post, comb = self._enter(Site.of(weights, f"{prefix}.hc_attn"), h, given)
+        y, post, comb = given.enter(Site.of(weights, f"{prefix}.hc_attn"), h, config)
         x = rms_norm(y, weights[f"{prefix}.attn_norm.weight"], config.norm_eps)
         h = hyper_post(self._attention(x, index, prefix, given), h, post, comb)
 
-        y, post, comb = self._enter(Site.of(weights, f"{prefix}.hc_ffn"), h, given)
+        y, post, comb = given.enter(Site.of(weights, f"{prefix}.hc_ffn"), h, config)
         x = rms_norm(y, weights[f"{prefix}.ffn_norm.weight"], config.norm_eps)
         scores = expert_scores(x, weights, f"{prefix}.ffn")
         chosen = self._experts(scores, ids, index, prefix, judge)
         u = mixture(x, scores, chosen, weights, f"{prefix}.ffn", config)
         return hyper_post(u, h, post, comb)
-
-    def _enter(self, site: Site, h: Tensor, given: _Given) -> tuple[Tensor, Tensor, Tensor]:
-        """A site's input [T, D], post and comb; V4.1's input is read through the site before."""
-        if self.config.sharing is None:
-            return site.pre(h, self.config)
-        before = given.pre
-        if before is None:
-            before = torch.zeros(h.shape[:2], dtype=h.dtype)
-            before[:, 0] = 1
-        given.pre, post, comb = site.gates(h, self.config)
-        return collapse(h, before), post, comb
 
     def _attention(self, x: Tensor, index: int, prefix: str, given: _Given) -> Tensor:
         judge, rounding, sharing = given.judge, given.rounding, self.config.sharing
