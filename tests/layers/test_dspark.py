@@ -18,6 +18,7 @@ from anymla.model.load import load_model
 from anymla.runtime.block_step import block_step
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.ngrams import NgramReader
 from anymla.runtime.request import Request, RequestState
 from anymla.runtime.sampler import best_tokens
 from anymla.runtime.span import Span
@@ -119,7 +120,7 @@ class Run:
             for cache in self.store.tensors(group):
                 cache.fill_(255 if cache.dtype == torch.uint8 else torch.nan)
         self.pages = pages
-        self.planner = StepPlanner(self.store, previous=model.previous_tokens)
+        self.planner = StepPlanner(self.store, ngrams=NgramReader(model.engrams, model.device))
         count = model.config.num_hidden_layers
         self.backbone, self.stages = self.store.layers[:count], self.store.layers[count:]
         rows = dataclasses.replace(CACHE_FORMATS[kv_cache], compressed=None)

@@ -102,7 +102,7 @@ class TracedEngine:
             attention=[stacked("attention", layer) for layer in layers],
             ffn=[stacked("ffn", layer) for layer in layers],
             streams=streams,
-            logits=self.model.logits(self.model.head.leave(last, streams[-1])),
+            logits=self.model.logits(self.model.head.leave(last)),
             entries=chosen("topk"),
             experts=chosen("experts"),
         )

@@ -156,14 +156,14 @@ def no_engram(model: Transformer) -> None:
 
 
 def bigrams_of_the_chunk_alone(model: Transformer) -> None:
-    from anymla.runtime.step_plan import StepPlanner
+    from anymla.runtime.ngrams import NgramReader
 
-    original = StepPlanner.with_previous
+    original = NgramReader.found
 
-    def forgetful(self: StepPlanner, step: Any, spans: Any) -> Any:
-        return original(self, step, [dataclasses.replace(s, state=_Nothing()) for s in spans])
+    def forgetful(self: NgramReader, spans: Any) -> Any:
+        return original(self, [dataclasses.replace(s, state=_Nothing()) for s in spans])
 
-    _patch(StepPlanner, "with_previous", forgetful)
+    _patch(NgramReader, "found", forgetful)
 
 
 class _Nothing:

@@ -165,8 +165,6 @@ def test_tables_stay_in_their_files(checkpoint: Path) -> None:
     table = model.layers[1].engram.table
     assert table.weight.dtype == torch.uint8
     assert table.scale is not None
-    with pytest.raises(ValueError, match="is not there for models that read n-grams"):
-        Engine(model, EngineOptions(decode="fixed"))
 
 
 def test_bytes_a_token_are_those_of_the_report() -> None:

@@ -43,7 +43,7 @@ class FakeModel:
     dtype = torch.float32
     backend = None
     ranks = ALONE
-    previous_tokens = 0
+    engrams = ()
     leaving_streams = 1
 
     def __init__(self, specs=SPECS, max_position_embeddings=4096):

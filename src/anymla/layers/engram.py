@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anymla.formats.e4m3 import decode_e4m3
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.layers.linear import Linear
+from anymla.layers.rows import NgramRows
 from anymla.layers.step import Step
 
 # Least size of what a gate is the signed root of.
@@ -76,15 +77,25 @@ class EngramTable:
     weight: Tensor
     scale: Tensor | None
 
-    def rows(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [..., D] of int64 numbers [...], on their device."""
-        at = numbers.flatten().to(self.weight.device)
-        rows = self.weight.index_select(0, at)
-        if self.scale is not None:
-            scales = decode_ue8m0(self.scale.index_select(0, at), torch.float32)
-            blocks = decode_e4m3(rows).unflatten(1, (scales.shape[1], -1))
-            rows = (blocks * scales.unsqueeze(2)).flatten(1)
-        return rows.to(dtype).to(numbers.device).view(*numbers.shape, -1)
+    def rows(self, numbers: Tensor) -> NgramRows:
+        """Rows of int64 numbers [T, columns], on the table's device."""
+        found = [
+            None if each is None else each.index_select(0, numbers.flatten())
+            for each in (self.weight, self.scale)
+        ]
+        weight, scale = (None if each is None else each.view(*numbers.shape, -1) for each in found)
+        assert weight is not None
+        return NgramRows(weight, scale)
+
+
+def decoded(rows: NgramRows, dtype: torch.dtype) -> Tensor:
+    """Values [T, columns * D] of rows."""
+    values = rows.weight
+    if rows.scale is not None:
+        scales = decode_ue8m0(rows.scale, torch.float32).unsqueeze(-1)
+        blocks = decode_e4m3(values).unflatten(-1, (rows.scale.shape[-1], -1))
+        values = (blocks * scales).flatten(-2)
+    return values.to(dtype).flatten(1)
 
 
 class Engram(nn.Module):
@@ -94,7 +105,11 @@ class Engram(nn.Module):
     ``d = sum q_j k_j h_j key_j / (rms(h_j) rms(key_j) sqrt(hidden))`` per stream j; keys and the
     value are projected from the rows of the token's n-grams.
 
+    The rows are read before the layer runs: which ones depends on tokens alone, and a table too
+    large for a device lies on the host.
+
     Attributes:
+        layer: whose rows of ``Step.ngrams`` it takes.
         ngrams: which rows.
         table: the rows.
         wkv: [(N + 1) * hidden, columns * D], the keys' projection, then the value's.
@@ -106,6 +121,7 @@ class Engram(nn.Module):
     def __init__(
         self,
         *,
+        layer: int,
         ngrams: NgramHash,
         table: EngramTable,
         wkv: Linear,
@@ -114,6 +130,7 @@ class Engram(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        self.layer = layer
         self.ngrams = ngrams
         self.table = table
         self.wkv = wkv
@@ -121,11 +138,13 @@ class Engram(nn.Module):
         self.eps = eps
         self.backend = backend
 
+    def read(self, token_ids: Tensor, previous: Tensor) -> NgramRows:
+        """The rows of tokens, on the table's device; arguments of ``NgramHash``, there as well."""
+        return self.table.rows(self.ngrams(token_ids, previous))
+
     def forward(self, h: Tensor, step: Step) -> Tensor:
-        """Map streams [T, N, hidden] to the same; needs ``step.previous``."""
-        assert step.previous is not None
-        numbers = self.ngrams(step.token_ids, step.previous)
-        rows = self.table.rows(numbers, h.dtype).flatten(1)
+        """Map streams [T, N, hidden] to the same; needs the layer's ``Step.ngrams``."""
+        rows = decoded(step.ngrams[self.layer], h.dtype)
         streams, hidden = h.shape[1:]
         wide = torch.promote_types(h.dtype, torch.float32)
         projected = self.wkv(rows).to(wide).unflatten(1, (streams + 1, hidden))

@@ -45,6 +45,19 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
+class NgramRows:
+    """Rows of a table that the n-grams behind each token are hashed to, as they are stored.
+
+    Attributes:
+        weight: floating point [T, columns, D], or uint8 e4m3 codes.
+        scale: uint8 ue8m0 [T, columns, D / block] of codes, else None.
+    """
+
+    weight: Tensor
+    scale: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
 class PrefillRows:
     """Rows that a chunk of prefill attends to, in one workspace; ``prefill_rows`` makes them.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from anymla.layers.plans import Plans
-from anymla.layers.rows import GroupStep, PrefillRows, RequestRows, Rows
+from anymla.layers.rows import GroupStep, NgramRows, PrefillRows, RequestRows, Rows
 from anymla.layers.side_stream import INLINE, SideStream
 
 Recorder = Callable[[str, int, Tensor], None]
@@ -43,8 +43,7 @@ class Step:
         selections: by layer, what later layers attend to as well: int32 [T, K], in entries of the
             request, and the rows of those.
         candidates: by layer, int32 [T, n], blocks of entries that later layers select within.
-        previous: int64 [T, n], the tokens before each one, the nearest first; -1 before the first
-            of its request, and for padding. None unless a layer reads n-grams.
+        ngrams: by layer that reads n-grams, the rows of its table; those of padding hold anything.
         recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
             request-local selection [T, K], "candidates" with the blocks [T, n] that later layers
             select within, "experts" with the expert ids [T, k].
@@ -69,5 +68,5 @@ class Step:
     plans: Plans = dataclasses.field(default_factory=Plans)
     selections: dict[int, tuple[Tensor, Rows]] = dataclasses.field(default_factory=dict)
     candidates: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    previous: Tensor | None = None
+    ngrams: Mapping[int, NgramRows] = dataclasses.field(default_factory=dict)
     recorder: Recorder | None = None

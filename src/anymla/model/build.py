@@ -142,9 +142,11 @@ class Builder:
         if self.ngrams is None:
             raise ConfigError(f"layer {spec.index} reads n-grams, which needs the token map")
         read = self.weights.float32
+        table = EngramTable(*self.ngrams.read_table(prefix + "embed"))
         return Engram(
-            ngrams=ngram_hash(config, spec.index, self.ngrams.token_map, self.device),
-            table=EngramTable(*self.ngrams.read_table(prefix + "embed")),
+            layer=spec.index,
+            ngrams=ngram_hash(config, spec.index, self.ngrams.token_map, table.weight.device),
+            table=table,
             wkv=self.weights.linear(prefix + "wkv"),
             weight=read(prefix + "q_weight") * read(prefix + "k_weight"),
             eps=self.config.rms_norm_eps,

@@ -204,7 +204,7 @@ def least_tensors(config: ModelConfig) -> int:
 def count_values(config: ModelConfig) -> int:
     """Elements of all tensors, scales not counted; experts are not named one by one."""
     total = sum(math.prod(expected.shape) for expected in expected_plain(config).values())
-    for prefix, spec in _blocks(config):
+    for spec in layer_specs(config):
         experts = config.experts_of(spec.role)[0]
         for name, shape in _block_linears(config, spec, experts=1):
             copies = experts if name.startswith("ffn.experts.") else 1

@@ -11,6 +11,7 @@ from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
 from anymla.layers.dspark import BlockDrafter, BlockGuess, Choose, Taps
+from anymla.layers.engram import Engram
 from anymla.layers.hyper_connection import DelayedHead, HyperConnectionHead, Streams
 from anymla.layers.mtp import DraftLayer
 from anymla.layers.ranks import ALONE, Ranks
@@ -72,10 +73,9 @@ class Transformer(nn.Module):
         return self.embedding.device
 
     @property
-    def previous_tokens(self) -> int:
-        """Tokens before each one that ``Step.previous`` must hold; 0 where it need not be there."""
-        engram = self.config.engram
-        return 0 if engram is None else engram.max_ngram - 1
+    def engrams(self) -> list[Engram]:
+        """What reads n-grams: each needs its rows in ``Step.ngrams``."""
+        return [module for module in self.modules() if isinstance(module, Engram)]
 
     @property
     def leaving_streams(self) -> int:

@@ -18,6 +18,7 @@ from anymla.runtime.draft_width import draft_widths
 from anymla.runtime.dspark_step import DraftBlocks, DraftNoise, DSparkStep
 from anymla.runtime.fixed_step import FixedStep
 from anymla.runtime.forwarded import Forwarded
+from anymla.runtime.ngrams import NgramBuffers, NgramReader
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.sampler import best_tokens
 from anymla.runtime.scoring import token_logprobs
@@ -56,6 +57,7 @@ class DecodeRunner:
         # Graphs know the tables by their addresses. A block reaches beyond its request.
         self._tables = model.reserve(options.max_seq_len + (blocks.size if blocks else 0))
         self._pool = torch.cuda.graph_pool_handle() if record else None
+        self._ngrams = NgramReader(model.engrams, store.device)
         self._options = options
         self._side = SideStream(store.device) if record else INLINE
         self._steps: dict[tuple[Bucket, bool], FixedStep] = {}
@@ -166,6 +168,7 @@ class DecodeRunner:
                 pool=self._pool,
                 side=self._queue(bucket),
                 decodes=decodes_in(self._model, bucket),
+                ngrams=NgramBuffers(self._ngrams, bucket.rows),
             )
         return self._steps[bucket, follows]
 
@@ -228,15 +231,10 @@ def decode_runner(
         blocks: of a DSpark drafter.
 
     Raises:
-        ValueError: graphs are asked for, and the model is not on a CUDA device; or steps of a fixed
-            size, which do not hold the tokens before each one, of a model that reads those.
+        ValueError: graphs are asked for, and the model is not on a CUDA device.
     """
     on_cuda = store.device.type == "cuda"
     mode = options.decode
-    if model.previous_tokens:
-        if mode not in ("auto", "plain"):
-            raise ValueError(f"decode={mode!r} is not there for models that read n-grams")
-        return None
     if mode == "auto":
         # ROCm's graphs have not been tried; they can be asked for.
         mode = "graph" if on_cuda and torch.version.hip is None else "plain"

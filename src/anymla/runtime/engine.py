@@ -22,6 +22,7 @@ from anymla.runtime.dspark_step import DraftBlocks
 from anymla.runtime.engine_memory import require_engine_memory
 from anymla.runtime.forwarded import Forwarded
 from anymla.runtime.next_tokens import choose_next, score_prompts
+from anymla.runtime.ngrams import NgramReader
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request, RequestState, check_request
 from anymla.runtime.scheduler import Scheduler
@@ -124,7 +125,7 @@ class Engine:
             self.store,
             backend=model.backend,
             chunks=attends_to_workspaces(model),
-            previous=model.previous_tokens,
+            ngrams=NgramReader(model.engrams, model.device),
         )
         self._blocks: DraftBlocks | None = None
         if drafts_blocks(specs):

@@ -22,6 +22,7 @@ from anymla.runtime.cache_groups import CacheGroup, ceil_div
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, Decodes, device_step
 from anymla.runtime.graphs import Graph
+from anymla.runtime.ngrams import NgramBuffers
 from anymla.runtime.page_pool import NULL_PAGE
 from anymla.runtime.span import Span
 
@@ -49,6 +50,7 @@ class FixedStep:
         pool: Any = None,
         side: SideStream = INLINE,
         decodes: Decodes | None = None,
+        ngrams: NgramBuffers | None = None,
     ) -> None:
         """Allocate the buffers.
 
@@ -62,6 +64,7 @@ class FixedStep:
             pool: see ``Graph``.
             side: see ``Step``.
             decodes: see ``device_step``.
+            ngrams: for as many tokens as the bucket has; None where no layer reads any.
         """
         self.bucket = bucket
         self._store = store
@@ -69,6 +72,7 @@ class FixedStep:
         self._backend = backend
         self._side = side
         self._decodes = decodes
+        self._ngrams = ngrams
         self._groups = store.step_groups(window_only=window_only)
         self._sizes = BatchSizes(
             (bucket.tokens,) * bucket.requests, bucket.requests, bucket.max_seq_len
@@ -131,6 +135,13 @@ class FixedStep:
             written["rows"][i] = span.state.row
         for group in self._groups:
             self._write_changes(group)
+        if self._ngrams is not None:
+            at = [
+                i * self.bucket.tokens + j
+                for i, span in enumerate(spans)
+                for j in range(len(span.token_ids))
+            ]
+            self._ngrams.fill(spans, at)
         # Without an event nothing says when the host's memory may be written again.
         self._buffer.copy_(self._host, non_blocking=self._copied is not None)
         if self._copied is not None:
@@ -165,7 +176,8 @@ class FixedStep:
         step = device_step(
             batch, self._groups, self._sizes, backend=self._backend, decodes=self._decodes
         )
-        return self._body(dataclasses.replace(step, side=self._side))
+        ngrams = {} if self._ngrams is None else self._ngrams.rows
+        return self._body(dataclasses.replace(step, side=self._side, ngrams=ngrams))
 
 
 def _change_fields(group: CacheGroup) -> tuple[str, str]:

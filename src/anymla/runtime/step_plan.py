@@ -11,8 +11,6 @@ import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
-
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.step import Step
 from anymla.ops.prefill_attention.config import ENTRIES_PER_QUERY, decoding_pays
@@ -20,6 +18,7 @@ from anymla.runtime.cache_groups import ceil_div
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.runtime.host_step import host_step
+from anymla.runtime.ngrams import NgramReader
 from anymla.runtime.span import Span
 from anymla.runtime.upload import upload
 
@@ -38,7 +37,7 @@ class StepPlanner:
         backend: of the selection operations.
         context_step: ``Step.max_seq_len`` is rounded up to a multiple of it.
         chunks: prefill requests attend to workspaces (``Step.chunks``) instead of by slots.
-        previous: tokens before each one that ``Step.previous`` holds; 0 for no such field.
+        ngrams: reads the rows of ``Step.ngrams``.
     """
 
     def __init__(
@@ -47,10 +46,10 @@ class StepPlanner:
         *,
         backend: str | None = None,
         chunks: bool = False,
-        previous: int = 0,
+        ngrams: NgramReader | None = None,
     ) -> None:
         self.store = store
-        self.previous = previous
+        self.ngrams = NgramReader((), store.device) if ngrams is None else ngrams
         self.backend = backend
         self.chunks = chunks
         self.context_step = 1 if store.device.type == "cpu" else _DEVICE_CONTEXT_STEP
@@ -69,7 +68,7 @@ class StepPlanner:
         counts = [len(span.token_ids) for span in spans]
         if device.type == "cpu" and sum(counts) <= HOST_TOKENS:
             step = host_step(self.store, spans, num_decodes, window_only=window_only)
-            step = self.with_previous(step, spans)
+            step = self.with_ngrams(step, spans, window_only=window_only)
             return self.with_chunks(step, [span.stop for span in spans])
         longest = max(span.stop for span in spans)
         max_seq_len = self.rounded(longest)
@@ -95,30 +94,18 @@ class StepPlanner:
             BatchSizes(tuple(counts), num_decodes, max_seq_len),
             backend=self.backend,
         )
-        step = self.with_previous(step, spans)
+        step = self.with_ngrams(step, spans, window_only=window_only)
         return self.with_chunks(step, [span.stop for span in spans])
 
-    def with_previous(self, step: Step, spans: Sequence[Span]) -> Step:
-        """The step, with the tokens before each one, if they are wanted.
+    def with_ngrams(self, step: Step, spans: Sequence[Span], *, window_only: bool = False) -> Step:
+        """The step, with the rows of its tokens' n-grams; draft layers read none.
 
-        They are the request's, whatever chunk they were computed in. Where there are no spans the
-        step is all padding, which has none.
+        Where there are no spans the step is all padding.
         """
-        if not self.previous:
+        if window_only:
             return step
-        if not spans:
-            nothing = step.token_ids.new_full((len(step.token_ids), self.previous), -1)
-            return dataclasses.replace(step, previous=nothing)
-        rows: list[list[int]] = []
-        for span in spans:
-            known = span.state.tokens[max(0, span.start - self.previous) : span.start]
-            text = [-1] * (self.previous - len(known)) + known + span.token_ids
-            rows += [
-                text[place + self.previous - 1 : place - 1 if place else None : -1]
-                for place in range(len(span.token_ids))
-            ]
-        by_place = upload(list(zip(*rows, strict=True)), self.store.device)
-        return dataclasses.replace(step, previous=torch.stack(by_place, 1).long())
+        found = self.ngrams.read(spans) if spans else self.ngrams.nothing(len(step.token_ids))
+        return dataclasses.replace(step, ngrams=found)
 
     def rounded(self, length: int) -> int:
         """``Step.max_seq_len`` of a longest request."""

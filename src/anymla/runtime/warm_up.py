@@ -180,7 +180,7 @@ class WarmUp:
             BatchSizes(query_lens, num_decodes or query_lens.count(1), context),
             backend=selection,
         )
-        return self._planner.with_previous(step, ())
+        return self._planner.with_ngrams(step, (), window_only=window_only)
 
     def _logits(self) -> None:
         """Of as many rows as are chosen from, drafted from, or scored at once."""

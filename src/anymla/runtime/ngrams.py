@@ -1,0 +1,113 @@
+"""Rows of n-grams, read for a step's tokens before it runs.
+
+Which rows they are follows from tokens alone, which the host knows: what a request has computed,
+and the drafts behind it. Nothing is kept between steps, so that nothing is undone when drafts turn
+out wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from anymla.layers.engram import Engram
+from anymla.layers.rows import NgramRows
+from anymla.runtime.span import Span
+from anymla.runtime.upload import to_device
+
+
+class NgramReader:
+    """Reads the rows of some layers' tables."""
+
+    def __init__(self, engrams: Sequence[Engram], device: torch.device) -> None:
+        """See ``read``.
+
+        Args:
+            engrams: what reads n-grams; may be none.
+            device: where rows are wanted.
+        """
+        self._engrams = engrams
+        self._device = device
+
+    def read(self, spans: Sequence[Span]) -> dict[int, NgramRows]:
+        """Rows of the spans' tokens, one after the other, by layer."""
+        return _each(self.found(spans), lambda host: to_device(host, self._device))
+
+    def found(self, spans: Sequence[Span]) -> dict[int, NgramRows]:
+        """The same, where the tables lie."""
+        return {each.layer: each.read(*_tokens(spans, each)) for each in self._engrams}
+
+    def nothing(self, tokens: int) -> dict[int, NgramRows]:
+        """Rows of as many tokens that are padding, which may be written to."""
+        rows = {}
+        for each in self._engrams:
+            columns = each.ngrams.moduli.numel()
+            rows[each.layer] = NgramRows(
+                each.table.weight.new_zeros(tokens, columns, each.table.weight.shape[1]),
+                None
+                if each.table.scale is None
+                else each.table.scale.new_zeros(tokens, columns, each.table.scale.shape[1]),
+            )
+        return _each(rows, lambda host: host.to(self._device))
+
+
+class NgramBuffers:
+    """Rows at fixed addresses, for steps of fixed size.
+
+    Attributes:
+        rows: by layer; what is not written holds rows of an earlier step.
+    """
+
+    def __init__(self, reader: NgramReader, tokens: int) -> None:
+        """Allocate the buffers, for as many tokens."""
+        self.rows = reader.nothing(tokens)
+        self._reader = reader
+        # Copies from memory that is not pinned would wait for the device.
+        self._host = _each(self.rows, _staged)
+
+    def fill(self, spans: Sequence[Span], places: Sequence[int]) -> None:
+        """Read the rows of the spans' tokens into ``places``.
+
+        What was filled before must have been copied.
+        """
+        at = torch.tensor(places)
+        for layer, found in self._reader.found(spans).items():
+            pairs = zip(*map(_parts, (self._host[layer], found, self.rows[layer])), strict=True)
+            for host, read, device in pairs:
+                host.index_copy_(0, at, read)
+                if device is not host:
+                    device.copy_(host, non_blocking=True)
+
+
+def _tokens(spans: Sequence[Span], engram: Engram) -> tuple[Tensor, Tensor]:
+    """The spans' tokens int64 [T], and those before each one, the nearest first: [T, n]."""
+    before = len(engram.ngrams.multipliers) - 1
+    windows = []
+    for span in spans:
+        known = span.state.tokens[max(0, span.start - before) : span.start]
+        text = [-1] * (before - len(known)) + known + list(span.token_ids)
+        windows.append(torch.tensor(text).unfold(0, before + 1, 1).flip(1))
+    tokens = torch.cat(windows).to(engram.table.weight.device)
+    return tokens[:, 0], tokens[:, 1:]
+
+
+def _parts(rows: NgramRows) -> list[Tensor]:
+    return [part for part in (rows.weight, rows.scale) if part is not None]
+
+
+def _each(
+    rows: Mapping[int, NgramRows], change: Callable[[Tensor], Tensor]
+) -> dict[int, NgramRows]:
+    return {
+        layer: NgramRows(change(each.weight), None if each.scale is None else change(each.scale))
+        for layer, each in rows.items()
+    }
+
+
+def _staged(device: Tensor) -> Tensor:
+    """Host memory that is copied to a tensor; itself where that is the host's."""
+    if device.device.type == "cpu":
+        return device
+    return torch.zeros_like(device, device="cpu", pin_memory=device.device.type == "cuda")
