@@ -36,7 +36,9 @@ class NgramReader:
         return _each(self.found(spans), lambda host: to_device(host, self._device))
 
     def found(self, spans: Sequence[Span]) -> dict[int, NgramRows]:
-        """The same, where the tables lie."""
+        """The same, where the tables lie; nothing without spans."""
+        if not spans:
+            return {}
         return {each.layer: each.read(*_tokens(spans, each)) for each in self._engrams}
 
     def nothing(self, tokens: int) -> dict[int, NgramRows]:
