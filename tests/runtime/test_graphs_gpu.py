@@ -12,17 +12,33 @@ from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 from anymla.runtime.sampler import Sampling
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from anymla.testing.tiny_options import TinySharing
 
 pytestmark = pytest.mark.gpu
 
 SMALL = TinyOptions(ratios=(0, 4, 128), experts=16, index_topk=16)
+_RATIOS = (0, 2, 2, 1, 1, 1)
+CHECKPOINTS = {
+    "mtp": SMALL,
+    "dspark": dataclasses.replace(SMALL, drafter="dspark"),
+    # Selections within blocks that an earlier layer keeps, n-grams of drafts, and their drafter.
+    "v4.1": TinyOptions.shared(
+        ratios=_RATIOS,
+        sharing=TinySharing.of(_RATIOS, candidate_blocks=5, candidate_block_size=4),
+        experts=16,
+        index_topk=16,
+        drafter="dspark",
+        draft_experts=8,
+        draft_experts_per_token=3,
+    ),
+}
 LIMITS = {"max_requests": 3, "max_seq_len": 448, "chunk_size": 96}
 
 
-@pytest.fixture(scope="module", params=["mtp", "dspark"])
+@pytest.fixture(scope="module", params=CHECKPOINTS)
 def checkpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(directory, dataclasses.replace(SMALL, drafter=request.param))
+    write_tiny_checkpoint(directory, CHECKPOINTS[request.param])
     return directory
 
 
