@@ -140,7 +140,7 @@ def boundaries(ops: Ops) -> None:
 
 @case("C2", "entry j is visible to position p iff (j + 1) * ratio <= p + 1", "compressed_rows")
 def visibility(ops: Ops) -> None:
-    for ratio, last in ((4, 41), (128, 600)):
+    for ratio, last in ((1, 9), (2, 21), (4, 41), (128, 600)):
         positions = torch.arange(last)
         table_, _ = scattered_pages([last // ratio], 2)
         slots, local, lens = ops.compressed_rows(

@@ -20,6 +20,7 @@ _MODULES = (
     "attention",
     "streams",
     "network",
+    "shared",
     "gpu",
 )
 

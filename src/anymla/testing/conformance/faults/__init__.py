@@ -6,7 +6,7 @@ import importlib
 
 from anymla.testing.conformance.faults.fault import FAULTS, Fault
 
-_MODULES = ("attention", "cache", "records", "rope", "compressor", "indexer", "streams")
+_MODULES = ("attention", "cache", "records", "rope", "compressor", "indexer", "streams", "shared")
 
 
 def load_faults() -> list[Fault]:
