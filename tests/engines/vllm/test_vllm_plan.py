@@ -1,5 +1,6 @@
 import ast
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,6 +242,37 @@ def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> N
         ("experts", "kept"),
         ("linears", "kept"),
         ("draft model (MTP)", "replaced"),
+        ("DeepSeek-V4.1", "kept"),
+    ]
+
+
+@machines
+def test_of_v41_nothing_is_replaced_and_the_reason_says_whether_it_runs(machine: Machine) -> None:
+    part = report.shared_layers(machine)
+    assert not part.replaced
+    own, _, runs = part.why.partition("; ")
+    assert own == "the plugin has no adapters for its layers"
+    lacks = LACKING[machine] & {report.ATTENTION, report.INDEXER}
+    assert (runs == f"vLLM's own runs on {machine.name}") == (not lacks)
+    if machine.platform != "cuda":
+        assert runs == "vLLM has it for CUDA and ROCm"
+    assert report.shared_layers(Machine("rocm")).why.endswith("vLLM's own runs on ROCM")
+
+
+def test_where_something_is_replaced_the_log_says_that_v41_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(report.VARIABLE, raising=False)
+    monkeypatch.setattr(plugin, "installed_version", lambda: ADMITTED)
+    monkeypatch.setattr(report, "this_machine", lambda: cuda(8))
+    monkeypatch.setattr(report, "refusal_by_source", lambda *_: None)
+    registry = SimpleNamespace(ModelRegistry=SimpleNamespace(register_model=lambda *_: None))
+    monkeypatch.setitem(sys.modules, "vllm", registry)
+    with caplog.at_level(logging.INFO):
+        plugin.register()
+    assert [record.getMessage() for record in caplog.records] == [
+        "anymla on sm_80: DeepSeek-V4.1 kept (the plugin has no adapters for its layers; vLLM's "
+        "own needs FlashMLA, which does not run on sm_80)"
     ]
 
 

@@ -29,6 +29,9 @@ def register() -> None:
         _say(logging.WARNING, f"anymla replaces nothing: {refused}")
         return
     replaced = {part.name for part in parts if part.replaced}
+    # Whoever serves the other model gets none of what the following promises.
+    for line in report.lines(machine, [report.shared_layers(machine)] if replaced else []):
+        _say(logging.INFO, line)
     if not replaced and not report.audited():
         for line in report.lines(machine, parts):
             _say(logging.INFO, line)

@@ -16,6 +16,7 @@ PARTS = ("attention", "indexer", "compressor", "mhc", "experts", "linears")
 ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS, LINEARS = PARTS
 AUDIT = "audit"
 DRAFT_MODEL, METADATA_KERNELS = "draft model (MTP)", "metadata kernels"
+V41 = "DeepSeek-V4.1"
 
 # Where a part of vLLM's own runs: the library that it needs, and the major compute capabilities
 # which that library has kernels for.
@@ -234,6 +235,21 @@ def within(parts: list[Part], vllm_config: Any) -> list[Part]:
     ]
 
 
+def shared_layers(machine: Machine) -> Part:
+    """The DeepSeek-V4.1 of vLLM, which is not made of its V4's layers and of which nothing is replaced.
+
+    It has a model for CUDA and one for ROCm. Of the former, attention is FlashMLA's or, on sm_12x,
+    FlashInfer's, and the indexer DeepGEMM's.
+    """
+    lacking = None
+    if machine.platform == "cuda":
+        lacking = _lacking(ATTENTION, machine) or _lacking(INDEXER, machine)
+    elif machine.platform != "rocm":
+        lacking = "vLLM has it for CUDA and ROCm"
+    runs = lacking or f"vLLM's own runs on {machine.name}"
+    return Part(V41, False, f"the plugin has no adapters for its layers; {runs}")
+
+
 def lines(machine: Machine, parts: list[Part]) -> list[str]:
     """For the log, one line a part: whether it is replaced on this machine, and why."""
     return [f"anymla on {machine.name}: {part.name} {part.action} ({part.why})" for part in parts]
@@ -260,6 +276,6 @@ def plugin_view() -> list[dict[str, str]]:
         parts = plan(machine, chosen)
         refused = refusal_by_source(machine, parts)
     rows = [{"part": "vLLM", "action": version, "why": refused or VERSIONS[version]}]
-    for part in [] if refused else parts:
+    for part in [] if refused else [*parts, shared_layers(machine)]:
         rows.append({"part": part.name, "action": part.action, "why": part.why})
     return rows
