@@ -236,7 +236,7 @@ def within(parts: list[Part], vllm_config: Any) -> list[Part]:
 
 
 def shared_layers(machine: Machine) -> Part:
-    """The DeepSeek-V4.1 of vLLM, which is not made of its V4's layers and of which nothing is replaced.
+    """vLLM's DeepSeek-V4.1, which is not made of its V4's layers: nothing of it is replaced.
 
     It has a model for CUDA and one for ROCm. Of the former, attention is FlashMLA's or, on sm_12x,
     FlashInfer's, and the indexer DeepGEMM's.
