@@ -1,6 +1,7 @@
 """The decode layer that is measured, made small, and what is counted of it."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from anymla.bench.peers.flash_mla import FlashMla
 from anymla.bench.runner import run
 from anymla.compat import flash_mla
 from anymla.formats.page_layout import INDEX_FP8
+from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.side_stream import INLINE
 from anymla.ops.indexer import paged_mqa_logits
 from anymla.ops.sparse_attention import sparse_attention
@@ -48,6 +50,12 @@ def test_a_small_one_runs_and_is_counted(ratio):
     rows = 128 + {0: 0, 4: 16, 128: 2}[ratio]
     keys = {0: 0, 4: 75, 128: 0}[ratio]
     assert work.cache_bytes == BATCH * (rows * 584 + keys * 132)
+    # Entries may have a record of their own.
+    cache = dataclasses.replace(batch.cache, format=CACHE_FORMATS["nvfp4"])
+    others = dataclasses.replace(batch, cache=cache)
+    counted = layer_work(setup.layers[0], setup.config, others, visited)
+    assert counted.cache_bytes == BATCH * (128 * 528 + (rows - 128) * 288 + keys * 68)
+    assert counted.flops == work.flops
     expert = 3 * 256 * 128
     fewer = layer_work(setup.layers[0], setup.config, batch, visited - 1)
     assert work.weight_bytes - fewer.weight_bytes == expert // 2 + expert // 32

@@ -54,30 +54,30 @@ def layer_work(layer: DecoderLayer, config: ModelConfig, batch: DecodeBatch, vis
     )
     products = sum(tensor.numel() for tensor in _matrices(layer))
     expert_product = 3 * config.hidden_size * config.moe_intermediate_size
-    rows, scored, score_flops = _rows(layer, config, batch)
-    row_bytes = _row_bytes(batch.cache.format.main)
+    window, entries, scored = _rows(layer, batch)
+    formats = batch.cache.format
+    read = zip(
+        (formats.main, formats.entries, formats.index), (window, entries, scored), strict=True
+    )
     return Work(
         weight_bytes=weights + visited * per_expert,
-        cache_bytes=rows * row_bytes + scored * _row_bytes(batch.cache.format.index),
+        cache_bytes=tokens * sum(_row_bytes(layout) * rows for layout, rows in read),
         flops=2 * tokens * (products + config.num_experts_per_tok * expert_product)
-        + 4 * config.num_attention_heads * config.head_dim * rows
-        + score_flops,
+        + 4 * tokens * config.num_attention_heads * config.head_dim * (window + entries)
+        + 2 * tokens * config.index_n_heads * config.index_head_dim * scored,
     )
 
 
-def _rows(layer: DecoderLayer, config: ModelConfig, batch: DecodeBatch) -> tuple[int, int, int]:
-    """Rows attended to, keys scored, and the flops of scoring, of all tokens together."""
-    step, spec = batch.step, layer.attention.spec
-    tokens, context = len(step.token_ids), step.max_seq_len
-    rows = min(context, spec.window)
-    scored = 0
-    if spec.ratio:
-        entries = context // spec.ratio
-        chooses = spec.selects and entries > spec.selection_width
-        rows += spec.selection_width if chooses else entries
-        scored = entries if chooses else 0
-    flops = 2 * config.index_n_heads * config.index_head_dim * scored * tokens
-    return tokens * rows, tokens * scored, flops
+def _rows(layer: DecoderLayer, batch: DecodeBatch) -> tuple[int, int, int]:
+    """Window rows and entries that a token attends to, and keys that are scored for it."""
+    spec, context = layer.attention.spec, batch.step.max_seq_len
+    window = min(context, spec.window)
+    if not spec.ratio:
+        return window, 0, 0
+    entries = context // spec.ratio
+    if spec.selects and entries > spec.selection_width:
+        return window, spec.selection_width, entries
+    return window, entries, 0
 
 
 def _row_bytes(layout_id: str) -> int:

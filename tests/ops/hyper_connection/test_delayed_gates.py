@@ -30,6 +30,10 @@ def test_apart_they_are_the_whole_site(backend, tokens, streams):
     x = hc_collapse_norm(site["h"], pre, weight, norm_eps=1e-20, backend=backend)
     for apart, together in zip((x, *others), (y, post, comb), strict=True):
         torch.testing.assert_close(apart, together, rtol=1e-6, atol=1e-6)
+    # Without a norm the sum is left as it is.
+    y, _, _ = hc_pre(**site, backend=backend)
+    x = hc_collapse_norm(site["h"], pre, None, norm_eps=1e-20, backend=backend)
+    torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

@@ -236,7 +236,7 @@ def within(parts: list[Part], vllm_config: Any) -> list[Part]:
 
 
 def shared_layers(machine: Machine) -> Part:
-    """vLLM's DeepSeek-V4.1, which is not made of its V4's layers: nothing of it is replaced.
+    """The DeepSeek-V4.1 of vLLM, of which nothing is replaced: it has layers of its own.
 
     It has a model for CUDA and one for ROCm. Of the former, attention is FlashMLA's or, on sm_12x,
     FlashInfer's, and the indexer DeepGEMM's.

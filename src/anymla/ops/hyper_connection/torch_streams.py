@@ -191,14 +191,6 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.addcmul(eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
-def _pre_few(
-    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    f = h.reshape(len(h), fn.shape[1]).to(wide(h.dtype))
-    pre, post, comb = _gates_few(f, fn, base, scale, norm_eps, hc_eps, iters)
-    return _collapse(f, pre, h.dtype), post, comb
-
-
 def _gates_few(
     f: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,14 +220,6 @@ def _collapse(f: Tensor, pre: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.bmm(pre.unsqueeze(1), streams).squeeze(1).to(dtype)
 
 
-def _pre_block(
-    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    f = h.reshape(len(h), fn.shape[1]).to(wide(h.dtype))
-    pre, post, comb = _gates_block(f, h.shape[1], fn, base, scale, norm_eps, hc_eps, iters)
-    return _collapse(f, pre, h.dtype), post, comb
-
-
 def _gates_block(
     f: Tensor,
     n: int,
@@ -254,27 +238,40 @@ def _gates_block(
     return pre, post, comb
 
 
-def _pre(
-    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
+def _site(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    *,
+    collapses: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if suits_few(h, norm_eps, hc_eps):
-        return _pre_few(h, fn, base, scale, norm_eps, hc_eps, iters)
+    """The collapsed streams [T, D], or pre [T, N] where they are not; post and comb."""
     tokens, n, d = h.shape
-    dtype = wide(h.dtype)
-    scale_rows = scale.index_select(0, _scale_of_row(n, h.device)).to(dtype)
-    base = base.to(dtype)
+    dtype, few = wide(h.dtype), suits_few(h, norm_eps, hc_eps)
+    if not few:
+        scale = scale.index_select(0, _scale_of_row(n, h.device)).to(dtype)
+        base = base.to(dtype)
+
+    def of(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        f = part.reshape(len(part), fn.shape[1]).to(dtype)
+        options = (fn, base, scale, norm_eps, hc_eps, iters)
+        pre, post, comb = _gates_few(f, *options) if few else _gates_block(f, n, *options)
+        return _collapse(f, pre, h.dtype) if collapses else pre, post, comb
+
     block = _block_tokens(h)
-    if tokens <= block:
-        return _pre_block(h, fn, base, scale_rows, norm_eps, hc_eps, iters)
-    y = h.new_empty((tokens, d))
+    if few or tokens <= block:
+        return of(h)
+    first = h.new_empty((tokens, d)) if collapses else h.new_empty((tokens, n), dtype=dtype)
     post = h.new_empty((tokens, n), dtype=dtype)
     comb = h.new_empty((tokens, n, n), dtype=dtype)
     for start in range(0, tokens, block):
         part = slice(start, start + block)
-        y[part], post[part], comb[part] = _pre_block(
-            h[part], fn, base, scale_rows, norm_eps, hc_eps, iters
-        )
-    return y, post, comb
+        first[part], post[part], comb[part] = of(h[part])
+    return first, post, comb
 
 
 def hc_pre(
@@ -291,7 +288,7 @@ def hc_pre(
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See interface.hc_pre."""
-    y, post, comb = _pre(h, fn, base, scale, norm_eps, hc_eps, iters)
+    y, post, comb = _site(h, fn, base, scale, norm_eps, hc_eps, iters, collapses=True)
     if norm_weight is not None:
         x = y.to(post.dtype)
         y = (x * _inverse_rms(x, norm_eps)).mul_(norm_weight).to(h.dtype)
@@ -310,24 +307,7 @@ def hc_gates(
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See interface.hc_gates."""
-    tokens, n, _ = h.shape
-    dtype = wide(h.dtype)
-    if suits_few(h, norm_eps, hc_eps):
-        f = h.reshape(tokens, fn.shape[1]).to(dtype)
-        return _gates_few(f, fn, base, scale, norm_eps, hc_eps, iters)
-    scale_rows = scale.index_select(0, _scale_of_row(n, h.device)).to(dtype)
-    base = base.to(dtype)
-    blocks = [
-        _gates_block(
-            part.reshape(len(part), fn.shape[1]).to(dtype),
-            n, fn, base, scale_rows, norm_eps, hc_eps, iters,
-        )
-        for part in h.split(_block_tokens(h))
-    ]  # fmt: skip
-    if len(blocks) == 1:
-        return blocks[0]
-    pre, post, comb = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    return pre, post, comb
+    return _site(h, fn, base, scale, norm_eps, hc_eps, iters, collapses=False)
 
 
 def hc_collapse_norm(
