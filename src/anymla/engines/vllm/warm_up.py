@@ -86,7 +86,7 @@ class Rehearsal:
                 start = time.perf_counter()
                 with compiled_together() as only_compiled:
                     if only_compiled:
-                        with _Zeros():
+                        with _Zeros():  # type: ignore[no-untyped-call]
                             self.steps()
                 _LOG.info("anymla: kernels compiled in %.0f s", time.perf_counter() - start)
             self.steps()
