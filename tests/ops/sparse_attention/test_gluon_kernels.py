@@ -45,7 +45,15 @@ def schedule_of(heads, tokens, way, ctas):
     return Schedule(tile, tiles, min(ctas, tokens * tiles))
 
 
-def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None, seed=0):
+def described(rows, heads):
+    """For TMA: whole tiles, half a tile by 64 channels at a time, or what there is of a token's."""
+    box = 32 if heads == 32 else 64
+    if rows.shape[1] % box:
+        return Descriptor(rows, [1, 64, 256])
+    return Descriptor(rows.view(-1, CHANNELS), [box, 256 if box == 64 else 64])
+
+
+def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None, seed=0, tma=True):
     """The kernel, and its partials combined; to ``to`` if it is given."""
     q = made.q
     tokens, heads, _ = q.shape
@@ -64,16 +72,12 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None, seed=0)
     tiled = rows == 64
     form = {"HEADS": rows, "BUFFERS": 2 + heads % 2}
     if tiled:
-        box = 32 if heads == 32 else 64
-        whole = heads % box == 0
-        # Half a tile comes and goes by 64 channels at a time.
-        rows = lambda x: Descriptor(x.view(-1, CHANNELS), [box, 256 if box == 64 else 64])  # noqa: E731
         form = {
             "CONSUMER1_REGISTERS": 0,
             "V32": False,
-            "q_desc": rows(q) if whole else None,
-            "out_desc": rows(out) if whole and to is None else None,
-            "part_desc": rows(part) if schedule.cut else None,
+            "q_desc": described(q, heads) if tma else None,
+            "out_desc": described(out, heads) if tma and to is None else None,
+            "part_desc": described(part, heads) if schedule.cut else None,
         }
     run_kernel(
         decode_m64_kernel if tiled else decode_swap_ab_kernel, schedule.ctas,
@@ -137,11 +141,23 @@ def test_any_lists(heads, tokens, way):
      {"splits": 2, "cut": Cut.EVERY, "by_width": True}, {"cut": Cut.STREAM_K},
      {"splits": 2, "cut": Cut.TAIL}, {"splits": 2, "cut": Cut.TAIL, "longest_first": True}],
 )  # fmt: skip
-@pytest.mark.parametrize("heads", [32, 24])
-def test_half_a_tile(heads, cut):
+@pytest.mark.parametrize(("heads", "tma"), [(32, True), (24, True), (24, False)])
+def test_half_a_tile(heads, tma, cut):
     lists = scope(4, 200, lengths=[200, 0, 7, 64])
     made = Scene(torch.randn(4, heads, CHANNELS).bfloat16(), lists)
-    made.expected().check(run(made, Schedule(64, 1, 3, **cut)))
+    made.expected().check(run(made, Schedule(64, 1, 3, **cut), tma=tma))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{"splits": 3, "cut": Cut.EVERY}, {"splits": 2, "cut": Cut.EVERY, "by_width": True},
+     {"cut": Cut.STREAM_K}, {"splits": 2, "cut": Cut.TAIL}],
+)  # fmt: skip
+@pytest.mark.parametrize(("heads", "tile"), [(40, 16), (70, 32)])
+def test_tiles_of_few_heads_are_cut(heads, tile, cut):
+    lists = scope(2, 200, lengths=[200, 130])
+    made = Scene(torch.randn(2, heads, CHANNELS).bfloat16(), lists, sink=torch.randn(heads))
+    made.expected().check(run(made, Schedule(tile, -(-heads // tile), 2, **cut)))
 
 
 @pytest.mark.parametrize("way", ["every", "stream-K", "many heads"])

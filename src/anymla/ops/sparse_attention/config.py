@@ -138,6 +138,8 @@ class Schedule:
 
 def stream_k_size(tokens: int) -> int:
     """Tokens that the CTAs of stream-K look at."""
+    if tokens <= 128:
+        return 128
     return 512 if tokens <= 512 else MOST_STREAM_K_TOKENS
 
 

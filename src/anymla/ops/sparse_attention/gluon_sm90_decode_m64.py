@@ -13,8 +13,7 @@ result. Both write their half of the result through the buffer that the last blo
 hold back from the producers.
 
 TMA brings the queries, issued by consumer 0 when the last scores of the split before are done, and
-takes outputs and partials, where heads are whole tiles, or half a one, and lie side by side;
-elsewhere threads move them.
+takes outputs and partials; without descriptors threads move queries and outputs.
 
 Barriers: ready[b] producers -> consumer 0 (consumer 1 learns through p_ready); free[b] both
 consumers -> producers; p_ready[s] consumer 0 -> 1; p_free[s] consumer 1 -> 0; q_full[half] TMA ->

@@ -209,7 +209,8 @@ def consumer(lists, work, params, shared, HEADS: gl.constexpr, BUFFERS: gl.const
             else:
                 store_partial(left, right, sums, top, packed, params, split, HEADS, L)
             if not work.TAIL:
-                record_span(params.partials.spans, split.token, split, lists, work)
+                work_tile = split.token * work.HEAD_TILES + split.tile
+                record_span(params.partials.spans, work_tile, split, lists, work)
         else:
             store_partial(left, right, sums, top, packed, params, split, HEADS, L)
     shared.overflowed.store(found)
@@ -241,7 +242,7 @@ def decode_swap_ab_kernel(
     HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     ROPE_DIM: gl.constexpr, HEAD_TILES: gl.constexpr,
 ):  # fmt: skip
-    """As ``decode_m64_kernel``; HEADS is 16 or 32, and with HEAD_TILES > 1 work tiles are whole."""
+    """As ``decode_m64_kernel``; HEADS is 16 or 32."""
     lists = Lists(
         (rows0_ptr, rows1_ptr), (list0_ptr, list1_ptr), (length0_ptr, length1_ptr),
         (width0, width1), (limit0, limit1), (stride0, stride1),

@@ -16,7 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from anymla.ops._gluon import aggregate, field, opaque, view
 from anymla.ops._gluon_epilogue import CHANNELS, store_quantized_chunks, store_quantized_rows
 from anymla.ops.sparse_attention.gluon_sm90_kv_producer import LIFT
-from anymla.ops.sparse_attention.gluon_sm90_query import CHUNK, CHUNKS, HALF, HEADS, boxes, stored
+from anymla.ops.sparse_attention.gluon_sm90_query import (
+    CHUNK,
+    CHUNKS,
+    HALF,
+    HEADS,
+    box_at,
+    boxes,
+    stored,
+)
 
 _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -180,16 +188,16 @@ def _store_half(
 
 
 @gluon.jit
-def _tma_store_half(packed, to, row, buffer, TYPE: gl.constexpr, PART: gl.constexpr):
-    """Let TMA do the same, to rows of a descriptor."""
-    BOX: gl.constexpr = to.block_shape[0]
-    WIDTH: gl.constexpr = to.block_shape[1]
+def _tma_store_half(packed, to, token, head, H, buffer, TYPE: gl.constexpr, PART: gl.constexpr):
+    """Let TMA do the same, by a descriptor; it leaves out heads that there are not."""
+    BOX: gl.constexpr = to.block_shape[-2]
+    WIDTH: gl.constexpr = to.block_shape[-1]
     COUNT: gl.constexpr = HALF // WIDTH
-    all_boxes = boxes(packed, TYPE, BOX, WIDTH)
+    all_boxes = boxes(packed, TYPE, to)
     fence_async_shared()
     for i in gl.static_range(COUNT):
         box = all_boxes.index((buffer * COUNT + i) * (HEADS // BOX))
-        _tma_store(to, [row, PART * HALF + i * WIDTH], box)
+        _tma_store(to, box_at(to, token, head, H, PART * HALF + i * WIDTH), box)
 
 
 @gluon.jit
@@ -201,8 +209,8 @@ def _store_out(packed, buffer, params, angles, split, PART: gl.constexpr):
         head = tile * HEADS
         store_quantized_chunks(chunks, buffer * CHUNKS, out, angles, token, head, params.H, PART)
     elif params.out_desc is not None:
-        row = token * params.H + tile * HEADS
-        _tma_store_half(packed, params.out_desc, row, buffer, out.TYPE, PART)
+        head = tile * HEADS
+        _tma_store_half(packed, params.out_desc, token, head, params.H, buffer, out.TYPE, PART)
     else:
         to = out.heads + token.to(gl.int64) * params.out_token + tile * (HEADS * params.OUT_HEAD)
         _store_half(packed, to, buffer, tile, params.H, out.TYPE, params.OUT_HEAD, PART)
@@ -224,7 +232,8 @@ def stage(y, packed, buffer, out, work, whole, TAIL: gl.constexpr):
 
 @gluon.jit
 def _store_part(packed, buffer, params, split, PART: gl.constexpr):
-    _tma_store_half(packed, params.partials.desc, split.slot * HEADS, buffer, gl.float16, PART)
+    desc, slot = params.partials.desc, split.slot
+    _tma_store_half(packed, desc, slot, slot * 0, HEADS, buffer, gl.float16, PART)
 
 
 @gluon.jit

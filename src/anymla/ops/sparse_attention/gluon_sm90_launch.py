@@ -46,7 +46,7 @@ _V32 = get_layout(V32_FP8)
 _CHANNELS = _LAYOUT.channels  # of values, in V3.2's rows as well
 # Half a row of a tile, and what of it lies side by side in shared memory.
 _HALF, _CHUNK = _CHANNELS // 2, 64
-_TILE = NVMMASharedLayout(128, 16, rank=2)
+_TILE, _TOKEN_TILE = (NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3))
 _ROPE_DIM = 64  # channels that the kernels' own epilogue rotates
 
 
@@ -382,14 +382,17 @@ def _descriptors(
 
 
 def _descriptor(rows: Tensor, heads: int) -> TensorDescriptor | None:
-    """Rows of 512 channels for TMA; None where threads have to move them.
+    """Rows [., heads, 512] for TMA; None where threads have to move them.
 
-    That is where they do not lie side by side, or a tile has heads of another token. Partials have
-    memory for a tile each.
+    Where a tile has no heads of another token, boxes are of two dimensions: heads of all tokens,
+    channels; else of three, which end where a token's heads do. Partials have memory for a tile
+    each.
     """
-    box = heads if heads == M64 // 2 else M64
-    if rows.shape[1] % box or not rows.is_contiguous():
+    if not rows.is_contiguous():
         return None
+    box = heads if heads == M64 // 2 else M64
+    if rows.shape[1] % box:
+        return TensorDescriptor.from_tensor(rows, [1, M64, _HALF], _TOKEN_TILE)
     width = _HALF if box == M64 else _CHUNK
     return TensorDescriptor.from_tensor(rows.view(-1, _CHANNELS), [box, width], _TILE)
 

@@ -7,9 +7,9 @@ What float16 does not hold becomes NaN, so that the scores, and with them the su
 ``gluon_sm90_bf16_fallback``. That is numbers that are too large. What is too small is off by 2^-25
 at most, and a score by no more than a thousandth for the scales that the kernels take.
 
-TMA brings the queries of a tile of 64 heads (``q_load_issue``, ``q_load_wait``) where heads are
-whole tiles, or half a one, and lie side by side; elsewhere threads load them (``q_load``). On the
-way through registers they become float16, in place.
+TMA brings the queries of a tile of 64 heads (``q_load_issue``, ``q_load_wait``), or threads load
+them (``q_load``); see ``gluon_sm90_launch``. On the way through registers they become float16, in
+place.
 """
 
 from triton.experimental import gluon
@@ -170,17 +170,35 @@ def finish_query_tma(
 
 
 @gluon.jit
-def boxes(packed, TYPE: gl.constexpr, BOX: gl.constexpr, WIDTH: gl.constexpr):
-    """WIDTH channels of BOX heads each, as TMA moves them."""
-    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+def boxes(packed, TYPE: gl.constexpr, desc):
+    """Shared memory in the boxes that TMA moves by a descriptor: some channels of some heads.
+
+    packed: int32 [2, HEADS, 128].
+    """
+    BOX: gl.constexpr = desc.block_shape[-2]
+    WIDTH: gl.constexpr = desc.block_shape[-1]
+    RANK: gl.constexpr = len(desc.block_shape)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=RANK)
     COUNT: gl.constexpr = 2 * (HALF // WIDTH) * (HEADS // BOX)
-    return view(packed, TYPE, [COUNT, BOX, WIDTH], HALVES)
+    if RANK == 3:
+        return view(packed, TYPE, [COUNT, 1, BOX, WIDTH], HALVES)
+    else:
+        return view(packed, TYPE, [COUNT, BOX, WIDTH], HALVES)
+
+
+@gluon.jit
+def box_at(desc, token, head, H, channel):
+    """Where a box begins: rows are heads of all tokens, or each token's own."""
+    if len(desc.block_shape) == 3:
+        return [token, head, channel]
+    else:
+        return [token * H + head, channel]
 
 
 @gluon.jit
 def clear_query(q_packed, q_desc):
     """Write zeros where TMA does not bring heads."""
-    if q_desc.block_shape[0] < HEADS:
+    if q_desc.block_shape[-2] < HEADS:
         L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
         for part in gl.static_range(2):
             q_packed.index(part).store(gl.zeros([HEADS, HALF // 2], gl.int32, L))
@@ -193,17 +211,19 @@ def q_load_issue(there, params, split, q_packed, q_full):
     """Let TMA bring the queries of a split, if there is one; for ``q_load_wait``."""
     if there:
         q_desc = params.q_desc
-        BOX: gl.constexpr = q_desc.block_shape[0]
-        WIDTH: gl.constexpr = q_desc.block_shape[1]
+        BOX: gl.constexpr = q_desc.block_shape[-2]
+        WIDTH: gl.constexpr = q_desc.block_shape[-1]
         COUNT: gl.constexpr = HALF // WIDTH
-        to = boxes(q_packed, params.q.dtype.element_ty, BOX, WIDTH)
+        to = boxes(q_packed, params.q.dtype.element_ty, q_desc)
         # All warps have read the queries that were here.
         warpgroup_barrier()
         for part in gl.static_range(2):
             here = q_full.index(part)
+            # Heads that there are not come as zeros, which count.
             mbarrier.expect(here, BOX * HALF * 2)
             for i in gl.static_range(COUNT):
-                at = [split.token * params.H + split.tile * HEADS, part * HALF + i * WIDTH]
+                channel = part * HALF + i * WIDTH
+                at = box_at(q_desc, split.token, split.tile * HEADS, params.H, channel)
                 _tma_load(q_desc, at, here, to.index((part * COUNT + i) * (HEADS // BOX)))
 
 
