@@ -40,6 +40,9 @@ def schedule_of(heads, tokens, way, ctas):
         return Schedule(tile, tiles, ctas, 2, Cut.TAIL, longest_first="longest first" in way)
     if way == "longest first":
         return Schedule(tile, tiles, min(ctas, tokens * tiles), longest_first=True)
+    if way.startswith("by blocks"):
+        planned = way.endswith("planned")
+        return Schedule(tile, tiles, ctas, ctas, cut=Cut.BY_BLOCKS, planned=planned)
     if way in ("stream-K", "planned"):
         return Schedule(tile, tiles, ctas, cut=Cut.STREAM_K, planned=way == "planned")
     return Schedule(tile, tiles, min(ctas, tokens * tiles))
@@ -109,7 +112,7 @@ def plan_of(schedule, lists):
         plan_work_kernel, schedule.ctas, lengths, lengths, plan, len(lengths),
         lists.indices.shape[1], 0, schedule.splits, schedule.ctas,
         HEAD_TILES=schedule.head_tiles, COST=TILE_COST, SIZE=128, TWO=False, LENGTH0=True,
-        LENGTH1=False, LONGEST_FIRST=False,
+        LENGTH1=False, LONGEST_FIRST=False, BY_BLOCKS=schedule.cut == Cut.BY_BLOCKS,
     )  # fmt: skip
     return plan
 
@@ -228,9 +231,13 @@ def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads, w
 
 
 @pytest.mark.parametrize(
-    ("heads", "way"), [(3, "stream-K"), (3, "planned"), (36, "planned"), (66, "stream-K")]
-)
-def test_a_stream_that_cuts_a_task_into_many(heads, way):
+    ("heads", "way"),
+    [(3, "stream-K"), (3, "planned"), (36, "planned"), (66, "stream-K"), (3, "by blocks"),
+     (3, "by blocks, planned"), (36, "by blocks, planned"), (40, "by blocks")],
+)  # fmt: skip
+def test_a_stream_that_cuts_a_task_into_many(heads, way, monkeypatch):
+    if heads == 40:  # whose partials several heads of a program combine
+        monkeypatch.setattr(config, "_COMBINE_PROGRAMS", 1)
     made = Scene(
         torch.randn(3, heads, CHANNELS).bfloat16(),
         scope(3, 1900, lengths=[40, 1900, 0]),

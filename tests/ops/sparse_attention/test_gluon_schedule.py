@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -46,7 +46,7 @@ def plan_of(schedule, lengths, widths):
         *(torch.tensor([*each, 0], dtype=torch.int32) for each in lengths), plan,
         tokens, *widths, schedule.splits, schedule.ctas, HEAD_TILES=schedule.head_tiles,
         COST=TILE_COST, SIZE=128, TWO=widths[1] > 0, LENGTH0=True, LENGTH1=True,
-        LONGEST_FIRST=schedule.longest_first,
+        LONGEST_FIRST=schedule.longest_first, BY_BLOCKS=schedule.cut == Cut.BY_BLOCKS,
     )  # fmt: skip
     return plan
 
@@ -92,6 +92,9 @@ WAYS = {
     "stream-K": {"cut": Cut.STREAM_K},
     "planned": {"cut": Cut.STREAM_K, "planned": True},
     "planned for others": {"cut": Cut.STREAM_K, "planned": True},
+    "by blocks": {"cut": Cut.BY_BLOCKS},
+    "by blocks, planned": {"cut": Cut.BY_BLOCKS, "planned": True},
+    "by blocks, planned for others": {"cut": Cut.BY_BLOCKS, "planned": True},
     "tail": {"cut": Cut.TAIL, "splits": 3},
     "every": {"cut": Cut.EVERY, "splits": 4},
     "by width": {"cut": Cut.EVERY, "by_width": True, "splits": 4},
@@ -141,6 +144,8 @@ def test_every_block_has_one_program(call, processors, way):
     )
     if WAYS[way]:
         schedule = Schedule(schedule.heads, schedule.head_tiles, processors, **WAYS[way])
+    if schedule.cut == Cut.BY_BLOCKS:
+        assume(tokens * schedule.head_tiles <= schedule.ctas)
     lists = lists_of(*lengths, widths)
     want = blocks_by_task(schedule.head_tiles, *lengths)
     seen, whole = ([[] for _ in want] for _ in range(2))
@@ -148,7 +153,7 @@ def test_every_block_has_one_program(call, processors, way):
     plan = torch.full((tokens + 1,), -9, dtype=torch.int32)
     if schedule.planned:
         others = [[width - n for n in each] for each, width in zip(lengths, widths, strict=True)]
-        plan = plan_of(schedule, others if way == "planned for others" else lengths, widths)
+        plan = plan_of(schedule, others if way.endswith("for others") else lengths, widths)
     for program, task, first, last, direct, slot, mark in pieces_of(schedule, tokens, lists, plan):
         assert first < last
         assert mark not in marks
@@ -162,6 +167,7 @@ def test_every_block_has_one_program(call, processors, way):
             assert 0 <= slot < schedule.slots(tokens)
             slots.add(slot)
     stream_k = schedule.cut == Cut.STREAM_K
+    by_blocks = schedule.cut == Cut.BY_BLOCKS
     planned = stream_k and schedule.planned
     spans = plan[: 2 * (len(want) + schedule.ctas)].view(-1, 2).tolist() if planned else []
     began_elsewhere = {}
@@ -189,6 +195,17 @@ def test_every_block_has_one_program(call, processors, way):
                 began_elsewhere |= dict.fromkeys(range(start + 1, end + 1), number)
             cut = len(task) > 1
             task = [each for each in task if each[0] < blocks]
+        elif by_blocks:
+            # What the combine reads: the first program of a task, and how many there are.
+            assert [each[2] for each in task] == list(range(task[0][2], task[0][2] + len(task)))
+            assert all(each[3] == each[2] and not each[4] for each in task)
+            if schedule.planned:
+                assert plan[2 * number : 2 * number + 2].tolist() == [task[0][2], len(task)]
+            task = [each for each in task if each[0] < blocks]
+            edges = [0, *(each[1] for each in task)]
+            assert [each[0] for each in task] == edges[:-1]
+            assert edges[-1] == blocks
+            continue
         elif schedule.by_width:
             # Blocks are those of full lists: the used ones are each in one piece.
             token = number // schedule.head_tiles
@@ -264,6 +281,35 @@ def test_a_stream_cuts_where_that_pays(tokens, uneven, cuts):
     assert any(not piece[4] for piece in pieces_of(schedule, tokens, lists)) == cuts
 
 
+@given(calls(), st.sampled_from([40, 78, 132]))
+def test_splits_by_blocks_are_as_short_as_the_ctas_let_them_be(call, processors):
+    tokens, heads, widths, lengths = call
+    tiles = -(-heads // 64)
+    assume(tokens * tiles <= processors)
+    schedule = Schedule(64, tiles, processors, cut=Cut.BY_BLOCKS)
+    pieces = list(pieces_of(schedule, tokens, lists_of(*lengths, widths)))
+    tasks = blocks_by_task(tiles, *lengths)
+    longest = max(last - first for _, _, first, last, *_ in pieces)
+    assert len({piece[0] for piece in pieces}) == len(pieces) <= processors
+    assert sum(-(-blocks // longest) for blocks in tasks) <= processors
+    assert longest == 1 or sum(-(-blocks // (longest - 1)) for blocks in tasks) > processors
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_full_lists_are_cut_where_whole_waves_take_longer(heads):
+    """With lengths that are all alike, the last wave is cut, as without."""
+    tokens = 148 * 64 // heads
+    lengths = [[128] * tokens, [512] * tokens]
+    for lists, cut in (
+        (lengths, True),
+        ([lengths[0], [40 * t % 500 for t in range(tokens)]], False),
+    ):
+        schedule = Schedule(64, heads // 64, 132, 5, Cut.TAIL, longest_first=True)
+        room = torch.zeros(tokens + 1, dtype=torch.int32)
+        pieces = pieces_of(schedule, tokens, lists_of(*lists, (128, 512)), room, range(0, 132, 20))
+        assert any(not piece[4] for piece in pieces) == cut
+
+
 @pytest.mark.parametrize("processors", [20, 78, 114, 132])
 @pytest.mark.parametrize("heads", [8, 16, 32, 33, 64, 128])
 def test_programs_fit_the_machine(heads, processors):
@@ -286,6 +332,7 @@ def test_every_kind_of_schedule_is_an_example():
         *((cut, False, False, False) for cut in Cut),
         *((cut, True, planned, False) for cut in (Cut.NONE, Cut.TAIL) for planned in (False, True)),
         (Cut.STREAM_K, False, True, False),
+        (Cut.BY_BLOCKS, False, True, False),
         (Cut.EVERY, False, False, True),
     }
 

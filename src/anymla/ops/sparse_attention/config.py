@@ -66,6 +66,7 @@ class Cut(enum.IntEnum):
     EVERY = 1
     TAIL = 2
     STREAM_K = 3
+    BY_BLOCKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Schedule:
         heads: heads of a tile: 16 or 32 (swap_ab), or 64 (m64).
         head_tiles: tiles of heads.
         ctas: of the launch.
-        splits: of a work tile that is cut by numbers; 1 for none.
+        splits: of a work tile that is cut by numbers; 1 for none. Of BY_BLOCKS the most of any.
         cut: which work tiles are cut.
         longest_first: CTAs take the longest tokens first.
         planned: ranges, or the order, were worked out before, once for all layers of a step.
@@ -99,7 +100,7 @@ class Schedule:
     @property
     def combined(self) -> bool:
         """Whether all work tiles are cut, so that their combine alone writes heads."""
-        return self.cut == Cut.EVERY
+        return self.cut in (Cut.EVERY, Cut.BY_BLOCKS)
 
     def first_cut(self, tokens: int) -> int:
         """Work tiles before this one are whole."""
@@ -110,6 +111,8 @@ class Schedule:
         work_tiles, whole = tokens * self.head_tiles, self.first_cut(tokens)
         if self.cut == Cut.STREAM_K:
             return work_tiles + self.ctas
+        if self.cut == Cut.BY_BLOCKS:
+            return self.ctas
         return whole + (work_tiles - whole) * self.splits
 
     def slots(self, tokens: int) -> int:
@@ -122,7 +125,7 @@ class Schedule:
 
     def seen_tokens(self, tokens: int) -> int:
         """Tokens that every CTA looks at, at least; few sizes, because each is compiled."""
-        if self.cut == Cut.STREAM_K and not self.planned:
+        if self.cut in (Cut.STREAM_K, Cut.BY_BLOCKS) and not self.planned:
             return stream_k_size(tokens)
         if self.longest_first and not self.planned:
             return 256 if tokens <= 256 else MOST_ORDERED_TOKENS
@@ -248,14 +251,23 @@ class CombineTile:
 # Programs that are launched in the time that one takes; and what more heads are combined by, if
 # they have few partials.
 _COMBINE_PROGRAMS = 1056
-_COMBINE_GROUP, _FEW_PARTIALS = 4, 4
+_COMBINE_GROUP, FEW_PARTIALS = 4, 4
 # Of stream-K: partials at a time, heads of a program.
 STREAM_K_AT_ONCE, STREAM_K_GROUP = 8, 2
 
 
-def choose_combine_tile(heads: int, channels: int, most: int) -> CombineTile:
-    """The tile for so many heads of all work tiles, of at most ``most`` (2^n) partials."""
-    if most <= _FEW_PARTIALS and heads > _COMBINE_PROGRAMS:
+def choose_combine_tile(
+    heads: int, channels: int, most: int, *, by_blocks: bool = False
+) -> CombineTile:
+    """The tile of a combine.
+
+    Args:
+        heads: of all work tiles.
+        channels: of a head.
+        most: partials of one at most, 2^n.
+        by_blocks: most of them have far fewer.
+    """
+    if heads > _COMBINE_PROGRAMS and (most <= FEW_PARTIALS or by_blocks):
         return CombineTile(_COMBINE_GROUP, channels, most, 4)
     if heads * 2 > _COMBINE_PROGRAMS:
         return CombineTile(1, channels, min(most, 8), 1)

@@ -257,7 +257,7 @@ def attend(call: Call, to: AttentionOut) -> None:
     """Launch by a call's schedule, in as many parts as the workspace asks for."""
     tokens, schedule = len(call.q), call.schedule
     step = tokens
-    if schedule.combined:
+    if schedule.cut == Cut.EVERY:
         row_bytes = 2 * _CHANNELS * schedule.heads
         step = max(1, _WORKSPACE_BYTES // (schedule.slots(1) * row_bytes))
     for start in range(0, tokens, step):
@@ -404,7 +404,10 @@ def plan_numbers(schedule: Schedule, tokens: int) -> int:
     """How many numbers a plan has."""
     if schedule.longest_first:
         return tokens + 1
-    return (tokens * schedule.head_tiles + schedule.ctas) * 2 + schedule.ctas * RANGE.value
+    spans = tokens * schedule.head_tiles
+    if schedule.cut == Cut.STREAM_K:
+        spans += schedule.ctas
+    return spans * 2 + schedule.ctas * RANGE.value
 
 
 def make_plan(
@@ -425,6 +428,6 @@ def make_plan(
         plan, tokens, widths[0], widths[-1], schedule.splits, schedule.ctas,
         HEAD_TILES=schedule.head_tiles, COST=TILE_COST, SIZE=stream_k_size(tokens),
         TWO=len(widths) > 1, LENGTH0=lengths is not None, LENGTH1=extra_lengths is not None,
-        LONGEST_FIRST=order, num_warps=4,
+        LONGEST_FIRST=order, BY_BLOCKS=schedule.cut == Cut.BY_BLOCKS, num_warps=4,
     )  # fmt: skip
     return plan

@@ -13,6 +13,8 @@ that a token without rows gets its zeros. ``config.Schedule`` says how a launch 
                    one work range for every CTA. A CTA's first and last split may be parts of a
                    work tile; but where cutting costs more than it saves, cuts move to the nearest
                    end of a work tile.
+    Cut.BY_BLOCKS  every CTA takes one split at most, of as few blocks as that leaves them: a work
+                   tile is cut into as many as its own blocks ask for.
 
     BY_WIDTH        splits are ranges of the blocks of full lists, so that nothing waits for lengths
                     before it reads the list; ONE_BLOCK: as many splits as there are blocks.
@@ -30,6 +32,9 @@ Of stream-K it is
                                    range begins in the middle of, or -1
     int32 [CTAs, 4]                first work tile, splits, first block of the first split, end
                                    block of the last split or 0
+and of BY_BLOCKS
+    int32 [work tiles, 2]          what ``combine_splits_kernel`` reads: first split, how many
+    int32 [CTAs, 4]                as above
 """
 
 from triton.experimental import gluon
@@ -43,6 +48,7 @@ KEYS = gl.constexpr(_KEYS)
 _NONE = gl.constexpr(int(Cut.NONE))
 _TAIL = gl.constexpr(int(Cut.TAIL))
 _STREAM_K = gl.constexpr(int(Cut.STREAM_K))
+_BY_BLOCKS = gl.constexpr(int(Cut.BY_BLOCKS))
 # Units of work, which are blocks and fixed costs, that a CTA of stream-K has at least; fewer CTAs
 # work if there are not enough.
 _LEAST = gl.constexpr(4)
@@ -196,6 +202,9 @@ def _better_whole(units, rank, T, splits, ctas, HEAD_TILES: gl.constexpr, COST: 
     longest = gl.max(units, 0)
     largest = gl.max(gl.where(late, units, 0), 0)
     whole = gl.maximum(longest, total + largest // 2)
+    # Work tiles that are all as long end after whole waves.
+    equal = longest * T == gl.sum(units, 0)
+    whole = gl.where(equal, (work_tiles + ctas - 1) // ctas * longest, whole)
     split = (gl.maximum(largest - COST, 0) + splits - 1) // splits + COST
     return (whole <= gl.maximum(longest, total - rest) + split + _CUTTING).to(gl.int32)
 
@@ -243,7 +252,7 @@ class WorkRange:
         begin: first block of the first split (stream-K).
         end: end block of the last split, 0 for all of its work tile (stream-K).
         work_tiles: tokens x tiles of heads.
-        splits: of a work tile that is cut; 0 if none is after all.
+        splits: of a work tile that is cut, or of the first one; 0 if none is cut after all.
         HEAD_TILES: tiles of heads.
         SPLIT: work tiles may be cut.
         PARTLY: some are and some are not, which is known at run time.
@@ -253,6 +262,7 @@ class WorkRange:
         order: int32 [T], tokens in the order in which they are taken, if LONGEST_FIRST.
         BY_WIDTH: likewise.
         ONE_BLOCK: likewise.
+        BY_BLOCKS: likewise.
     """
 
     first: gl.tensor
@@ -270,11 +280,12 @@ class WorkRange:
     order: gl.tensor
     BY_WIDTH: gl.constexpr
     ONE_BLOCK: gl.constexpr
+    BY_BLOCKS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, first, count, begin, end, work_tiles, splits, HEAD_TILES, SPLIT, PARTLY, TAIL,
-        PLANNED, LONGEST_FIRST, order, BY_WIDTH=False, ONE_BLOCK=False,
+        PLANNED, LONGEST_FIRST, order, BY_WIDTH=False, ONE_BLOCK=False, BY_BLOCKS=False,
     ):  # fmt: skip
         self.first = first
         self.count = count
@@ -291,6 +302,7 @@ class WorkRange:
         self.order = order
         self.BY_WIDTH = gl.constexpr(BY_WIDTH)
         self.ONE_BLOCK = gl.constexpr(ONE_BLOCK)
+        self.BY_BLOCKS = gl.constexpr(BY_BLOCKS)
 
 
 @gluon.jit
@@ -365,18 +377,59 @@ def _cut(place, tokens, ends, cost, blocks, T, uncut, COST: gl.constexpr, HEAD_T
 
 
 @gluon.jit
-def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr):
-    """Work of this CTA in stream-K; SIZE is a power of two of at least max(T, 128)."""
-    L: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
-    tokens = gl.arange(0, SIZE, layout=L)
+def _blocks_of_all(lists, T, SIZE: gl.constexpr):
+    """Numbers of SIZE tokens, and the blocks of each, at least one."""
+    tokens = gl.arange(0, SIZE, layout=gl.BlockedLayout([SIZE // 128], [32], [4], [0]))
     there = tokens < T
     n0 = length_of(lists.lengths[0], tokens, there, lists.widths[0], lists.LENGTH0)
     blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
     if lists.TWO:
         n1 = length_of(lists.lengths[1], tokens, there, lists.widths[1], lists.LENGTH1)
         blocks = blocks + (n1 + KEYS - 1) // KEYS
-    blocks = gl.maximum(blocks, 1)
-    cost = gl.where(there, blocks + COST, 0)
+    return tokens, gl.maximum(blocks, 1)
+
+
+@gluon.jit
+def _by_blocks_range(lists, T, HEAD_TILES: gl.constexpr, SIZE: gl.constexpr):
+    """Work of this CTA if it has one split at most; SIZE as in ``_stream_k_range``."""
+    tokens, blocks = _blocks_of_all(lists, T, SIZE)
+    there = tokens < T
+    cta = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    # The fewest blocks of a split with which there are no more splits than CTAs.
+    least = T * 0 + 1
+    most = gl.max(gl.where(there, blocks, 0), 0)
+    while least < most:
+        middle = (least + most) // 2
+        needed = gl.sum(gl.where(there, (blocks + middle - 1) // middle, 0), 0) * HEAD_TILES
+        least = gl.where(needed <= ctas, least, middle + 1)
+        most = gl.where(needed <= ctas, middle, most)
+    splits = gl.where(there, (blocks + least - 1) // least, 0)
+    ends = gl.associative_scan(splits * HEAD_TILES, 0, _add)
+    passed = (ends <= cta) & there
+    token = gl.sum(passed.to(gl.int32), 0)
+    start = gl.max(gl.where(passed, ends, 0), 0)
+    here = tokens == token
+    own = gl.maximum(gl.sum(gl.where(here, splits, 0), 0), 1)
+    each = (gl.sum(gl.where(here, blocks, 0), 0) + own - 1) // own
+    tile = (cta - start) // own
+    number = cta - start - tile * own
+    begin = number * each
+    # The last one ends where the work tile does.
+    end = gl.where(number + 1 < own, begin + each, 0)
+    count = (token < T).to(gl.int32)
+    first = gl.where(token < T, token * HEAD_TILES + tile, 0)
+    return WorkRange(
+        first, count, begin, end, T * HEAD_TILES, own, HEAD_TILES, True, False, False, False,
+        False, lists.slots[0], BY_BLOCKS=True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr):
+    """Work of this CTA in stream-K; SIZE is a power of two of at least max(T, 128)."""
+    tokens, blocks = _blocks_of_all(lists, T, SIZE)
+    cost = gl.where(tokens < T, blocks + COST, 0)
     ends = gl.associative_scan(cost * HEAD_TILES, 0, _add)
     total = gl.max(ends, 0).to(gl.int64)
     # The longest range, if work tiles stay whole and if they are cut.
@@ -402,13 +455,16 @@ def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE
 
 
 @gluon.jit
-def _planned_range(plan, T, HEAD_TILES: gl.constexpr):
-    """Work of this CTA in a plan of stream-K."""
+def _planned_range(plan, T, HEAD_TILES: gl.constexpr, BY_BLOCKS: gl.constexpr):
+    """Work of this CTA in a plan of stream-K or BY_BLOCKS."""
     work_tiles = T * HEAD_TILES
-    at = plan + (work_tiles + gl.num_programs(0)) * 2 + gl.program_id(0) * RANGE
+    spans = work_tiles
+    if not BY_BLOCKS:
+        spans += gl.num_programs(0)
+    at = plan + spans * 2 + gl.program_id(0) * RANGE
     return WorkRange(
         gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), work_tiles, T * 0 + 1,
-        HEAD_TILES, True, True, False, True, False, plan,
+        HEAD_TILES, True, not BY_BLOCKS, False, True, False, plan, BY_BLOCKS=BY_BLOCKS,
     )  # fmt: skip
 
 
@@ -425,7 +481,7 @@ def work_range(
     TAIL: gl.constexpr = CUT == _TAIL
     NOW: gl.constexpr = LONGEST_FIRST and not PLANNED
     # Every partition waits for itself, before it reads anything.
-    if NOW or CUT == _STREAM_K:
+    if NOW or CUT == _STREAM_K or CUT == _BY_BLOCKS:
         gdc_wait()
     uncut = T * 0
     if NOW:
@@ -438,9 +494,14 @@ def work_range(
         return _tail_range(T * HEAD_TILES, splits, uncut, plan, HEAD_TILES, LONGEST_FIRST)
     elif CUT == _STREAM_K:
         if PLANNED:
-            return _planned_range(plan, T, HEAD_TILES)
+            return _planned_range(plan, T, HEAD_TILES, False)
         else:
             return _stream_k_range(lists, T, HEAD_TILES, COST, SIZE)
+    elif CUT == _BY_BLOCKS:
+        if PLANNED:
+            return _planned_range(plan, T, HEAD_TILES, True)
+        else:
+            return _by_blocks_range(lists, T, HEAD_TILES, SIZE)
     else:
         return _even_range(
             T * HEAD_TILES, splits, plan, HEAD_TILES, CUT != _NONE, LONGEST_FIRST, BY_WIDTH,
@@ -519,6 +580,16 @@ def split_at(k, work, lists):
         whole = (first == 0) & ~cut
         slot = gl.where(first > 0, ctas + cta, cta)
         number = gl.where(first > 0, work.work_tiles + cta, work_tile)
+    elif work.BY_BLOCKS:
+        work_tile = work.first + k
+        token = work_tile // work.HEAD_TILES
+        n0, n1, blocks0, blocks = counts(lists, token)
+        first = work.begin
+        last = gl.where(work.end > 0, gl.minimum(work.end, blocks), blocks)
+        last = gl.maximum(last, first + 1)
+        slot = cta + k
+        whole = False
+        number = slot
     elif work.SPLIT:
         slot = work.first + k * ctas
         work_tile = slot // work.splits
@@ -569,6 +640,16 @@ def record_begin(spans_ptr, work):
         inside = (work.begin > 0) & (work.count > 0)
         at = spans_ptr + (work.work_tiles + gl.program_id(0)) * 2
         gl.store(at, gl.where(inside, work.first, -1))
+    if work.BY_BLOCKS and not work.PLANNED:
+        _record_splits(spans_ptr, work)
+
+
+@gluon.jit
+def _record_splits(spans_ptr, work):
+    """Tell the combine which splits a work tile has; the CTA with the first of them does."""
+    starts = (work.count > 0) & (work.begin == 0)
+    gl.store(spans_ptr + work.first * 2, gl.program_id(0), mask=starts)
+    gl.store(spans_ptr + work.first * 2 + 1, work.splits, mask=starts)
 
 
 @gluon.jit
@@ -587,6 +668,7 @@ def plan_work_kernel(
     length0_ptr, length1_ptr, plan_ptr, T, width0, width1, splits, ctas,
     HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr, TWO: gl.constexpr,
     LENGTH0: gl.constexpr, LENGTH1: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    BY_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Make a plan; grid: the CTAs of the decode kernel, or one for the order. See the file."""
     lengths, widths = (length0_ptr, length1_ptr), (width0, width1)
@@ -595,6 +677,10 @@ def plan_work_kernel(
     )
     if LONGEST_FIRST:
         order_tokens(lists, plan_ptr, T, splits, ctas, HEAD_TILES, COST, SIZE, True)
+    elif BY_BLOCKS:
+        work = _by_blocks_range(lists, T, HEAD_TILES, SIZE)
+        _record_splits(plan_ptr, work)
+        _store_range(plan_ptr + work.work_tiles * 2, work)
     else:
         _plan_stream_k(lists, plan_ptr, T, HEAD_TILES, COST, SIZE)
 
@@ -614,7 +700,12 @@ def _plan_stream_k(
     ends = inside & ((work.count > 1) | (work.end == 0))
     gl.store(plan_ptr + (work.first + work.count - 1) * 2, cta, mask=starts)
     gl.store(plan_ptr + work.first * 2 + 1, cta, mask=ends)
-    at = plan_ptr + (work.work_tiles + ctas) * 2 + cta * RANGE
+    _store_range(plan_ptr + (work.work_tiles + ctas) * 2, work)
+
+
+@gluon.jit
+def _store_range(ranges_ptr, work):
+    at = ranges_ptr + gl.program_id(0) * RANGE
     gl.store(at, work.first)
     gl.store(at + 1, work.count)
     gl.store(at + 2, work.begin)

@@ -35,6 +35,7 @@ from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 from anymla.ops.sparse_attention.config import (
+    FEW_PARTIALS,
     STREAM_K_AT_ONCE,
     STREAM_K_GROUP,
     Cut,
@@ -44,6 +45,7 @@ from anymla.ops.sparse_attention.config import (
 )
 from anymla.ops.sparse_attention.float16_range import LIFT
 
+_FEW = tl.constexpr(FEW_PARTIALS)
 SLICE = 256  # values of a program of ``combine_float32_kernel``
 SUMS = 3
 
@@ -214,11 +216,26 @@ def _combine_head(
 
 
 @triton.jit
+def _add_partial(partials, at, listed, channel, highest, total, value):
+    """Sums of some heads and one partial of each, to a new reference exponent."""
+    values = tl.load(
+        partials.parts + at[:, None] * partials.CHANNELS + channel[None, :],
+        mask=listed[:, None], other=0.0,
+    )  # fmt: skip
+    top, sums, factor = _weight(partials.sums, at, listed)
+    peak = tl.maximum(highest, top)
+    decay, weight = tl.exp2(highest - peak), tl.exp2(top - peak)
+    total = total * decay + sums * weight
+    value = value * decay[:, None] + values.to(tl.float32) * (factor * weight)[:, None]
+    return peak, total, value
+
+
+@triton.jit
 def _combine_group(
     partials, to, sink_ptr, first, splits, row, token, head, H,
     GROUP: tl.constexpr, MOST: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads from few partials, one by one."""
+    """GROUP heads from their partials, one by one."""
     CHANNELS: tl.constexpr = partials.CHANNELS
     heads = tl.arange(0, GROUP)
     there = head + heads < H
@@ -226,19 +243,22 @@ def _combine_group(
     highest = tl.full([GROUP], _NO_SPLIT, tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     value = tl.zeros([GROUP, CHANNELS], tl.float32)
-    for split in tl.static_range(MOST):
-        listed = there & (heads * 0 + split < splits)
-        at = (first + split) * partials.ROWS + row + heads
-        values = tl.load(
-            partials.parts + at[:, None] * CHANNELS + channel[None, :],
-            mask=listed[:, None], other=0.0,
-        )  # fmt: skip
-        top, sums, factor = _weight(partials.sums, at, listed)
-        peak = tl.maximum(highest, top)
-        decay, weight = tl.exp2(highest - peak), tl.exp2(top - peak)
-        total = total * decay + sums * weight
-        value = value * decay[:, None] + values.to(tl.float32) * (factor * weight)[:, None]
-        highest = peak
+    at = first * partials.ROWS + row + heads
+    if MOST <= _FEW:
+        for split in tl.static_range(MOST):
+            listed = there & (heads * 0 + split < splits)
+            highest, total, value = _add_partial(
+                partials, at + split * partials.ROWS, listed, channel, highest, total, value
+            )
+    else:
+        # In pairs, so that there are two loads at a time.
+        for split in range(0, splits, 2):
+            for part in tl.static_range(2):
+                listed = there & (heads * 0 + split + part < splits)
+                highest, total, value = _add_partial(
+                    partials, at + (split + part) * partials.ROWS, listed, channel, highest, total,
+                    value,
+                )  # fmt: skip
     bottom = total
     if SINK:
         sink = tl.load(sink_ptr + head + heads, mask=there, other=0.0)
@@ -263,8 +283,8 @@ def combine_splits_kernel(
     out_token, out_head, empty, scales_ptr, positions_ptr, table_ptr, angles,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     MOST: tl.constexpr, AT_ONCE: tl.constexpr, SINK: tl.constexpr, PDL: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr, LIFTED: tl.constexpr, ROPE_DIM: tl.constexpr, TYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr, BY_BLOCKS: tl.constexpr, LIFTED: tl.constexpr,
+    ROPE_DIM: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Combine; see the file.
 
@@ -274,7 +294,7 @@ def combine_splits_kernel(
         sink_ptr: float32 [H].
         out_ptr: [T, H, CHANNELS]; codes if ROPE_DIM is not 0.
         lse_ptr: float32 [T, H].
-        order_ptr: int32 [T], tokens; see LONGEST_FIRST.
+        order_ptr: int32 [T], tokens; see LONGEST_FIRST. Or int32 [work tiles, 2]; see BY_BLOCKS.
         H: heads.
         splits: of a work tile.
         first_cut: work tiles before it were not cut.
@@ -295,6 +315,7 @@ def combine_splits_kernel(
         SINK: there is one.
         PDL: launched before the decode kernel ended.
         LONGEST_FIRST: work tiles are of the tokens in this order.
+        BY_BLOCKS: first split of every work tile, and how many there are.
         LIFTED: channels before this one are stored times 2^``LIFT``.
         ROPE_DIM: see above, or 0.
         TYPE: see above.
@@ -321,6 +342,9 @@ def combine_splits_kernel(
     if head >= H:
         return
     first = number * splits
+    if BY_BLOCKS:
+        first = tl.load(order_ptr + number * 2).to(tl.int64)
+        splits = tl.load(order_ptr + number * 2 + 1)
     if GROUP > 1:
         _combine_group(
             PartialRows(part_ptr, sums_ptr, ROWS, CHANNELS, LIFTED),
@@ -505,11 +529,12 @@ def _combination(
     whole, some = schedule.first_cut(tokens), min(heads, rows)
     # What is added up in which order depends on the tile.
     all_heads = some if schedule.invariant else (work_tiles - whole) * some
-    tile = choose_combine_tile(all_heads, channels, most)
+    by_blocks = schedule.cut == Cut.BY_BLOCKS
+    tile = choose_combine_tile(all_heads, channels, most, by_blocks=by_blocks)
     groups = -(-some // tile.group)
     launch = PreparedLaunch(
         combine_splits_kernel, ((work_tiles - whole) * groups * (channels // tile.width),),
         WIDTH=tile.width, GROUP=tile.group, MOST=most, AT_ONCE=tile.at_once,
-        LONGEST_FIRST=schedule.longest_first, num_warps=tile.warps, **common,
+        LONGEST_FIRST=schedule.longest_first, BY_BLOCKS=by_blocks, num_warps=tile.warps, **common,
     )  # fmt: skip
     return launch, heads, schedule.splits, whole, some
