@@ -6,7 +6,6 @@ from paged import a_device
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_plan
-from anymla.ops.sparse_attention.config import Cut
 from anymla.testing.conformance.scene import Scene, scope
 from anymla.testing.device_bridge import on_device, to_device
 
@@ -38,17 +37,17 @@ def test_a_plan_for_other_shapes_is_refused():
     q, cache = torch.randn(8, 40, 512).bfloat16(), get_layout(MAIN_FP8).allocate(1, 64)
     first = (cache, torch.zeros(8, 2048, dtype=torch.int32), counts(*range(8)))
 
-    def call(numbers, heads=40, **more):
+    def call(numbers):
         plan = torch.zeros(numbers, dtype=torch.int32)
-        second = (None, None, None)
-        return launcher.Call.of(q[:, :heads], first, second, None, None, False, plan, **more)
+        return launcher.Call.of(q, first, (None, None, None), None, None, False, plan)
 
-    fitting = 2 * (8 + 1) + 4
-    assert call(fitting).schedule.cut == Cut.STREAM_K
-    assert call(fitting).schedule.planned
-    for numbers, heads in ((fitting + 1, 40), (fitting + 1, 16), (0, 40)):
+    sms = 1  # of a machine without a GPU
+    fitting = 8 + 1
+    chosen = call(fitting).schedule
+    assert (chosen.ctas, chosen.longest_first, chosen.planned) == (sms, True, True)
+    for numbers in (fitting + 1, fitting - 1, 0):
         with pytest.raises(ValueError, match="plan"):
-            call(numbers, heads)
+            call(numbers)
 
 
 # On a GPU ---------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Who computes what on Hopper: the choice by shapes, and the kernels' tile scheduler."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import assume, example, given
@@ -13,6 +15,9 @@ from anymla.ops.sparse_attention.config import (
     Schedule,
     blocks_of,
     choose_schedule,
+    least_blocks,
+    predicted_us,
+    schedules,
 )
 from anymla.ops.sparse_attention.gluon_sm90_launch import plan_numbers, schedule_constants
 from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import (
@@ -291,8 +296,25 @@ def test_splits_by_blocks_are_as_short_as_the_ctas_let_them_be(call, processors)
     tasks = blocks_by_task(tiles, *lengths)
     longest = max(last - first for _, _, first, last, *_ in pieces)
     assert len({piece[0] for piece in pieces}) == len(pieces) <= processors
+    least = least_blocks(max(tasks))
+    assert longest >= least
     assert sum(-(-blocks // longest) for blocks in tasks) <= processors
-    assert longest == 1 or sum(-(-blocks // (longest - 1)) for blocks in tasks) > processors
+    shorter = max(longest - 1, least)
+    assert shorter >= longest or sum(-(-blocks // shorter) for blocks in tasks) > processors
+
+
+@pytest.mark.parametrize("width", [512, 1024, 4096, 16384])
+def test_what_combines_splits_by_blocks_knows_how_many_there_may_be(width):
+    """Of one token, whose list may be of any length."""
+    most = [
+        each.splits
+        for each in schedules(1, 64, blocks_of((128, width)), 132, lengths=True)
+        if each.cut == Cut.BY_BLOCKS and each.heads == 64
+    ]
+    for length in (0, 60, 500, 900, 1000, 2000, 4000, width):
+        lists = lists_of([128], [min(length, width)], (128, width))
+        schedule = Schedule(64, 1, 132, cut=Cut.BY_BLOCKS)
+        assert len(list(pieces_of(schedule, 1, lists))) <= most[0]
 
 
 @pytest.mark.parametrize("heads", [64, 128])
@@ -338,37 +360,60 @@ def test_every_kind_of_schedule_is_an_example():
 
 
 def test_schedules_of_known_shapes():
-    alone = choose_schedule(1, 64, (128, 512), 132)
-    assert (alone.splits, alone.one_block) == (10, True)
-    assert choose_schedule(64, 64, (128, 512), 132).splits == 2
-    assert choose_schedule(8, 128, (128, 1024), 132).by_width
-    waits = choose_schedule(8, 128, (128, 16384), 132)
-    assert (waits.cut, waits.by_width) == (Cut.EVERY, False)
-    for tokens in (128, 132, 256, 264):
-        whole = choose_schedule(tokens, 64, (128, 512), 132, lengths=True)
-        assert whole.cut == Cut.NONE
-        assert whole.longest_first == (tokens > 132)
-        assert whole.ctas == min(tokens, 132)
-    for tokens in (140, 148):
-        mixed = choose_schedule(tokens, 64, (128, 512), 132, lengths=True)
-        assert (mixed.cut, mixed.longest_first) == (Cut.TAIL, True)
-        in_turn = choose_schedule(tokens, 64, (128, 512), 132)
-        assert (in_turn.cut, in_turn.longest_first) == (Cut.TAIL, False)
-        assert mixed.first_cut(tokens) == 132
-        assert (tokens - 132) * mixed.splits <= 132
-    assert [choose_schedule(n, 32, (128, 512), 132).heads for n in (1, 2, 3, 128)] == [
-        32,
-        32,
-        64,
-        64,
-    ]
-    assert choose_schedule(128, 32, (128, 512), 132, batch_invariant=True).heads == 32
-    assert [choose_schedule(n, 64, (128,), 132).heads for n in (1, 33, 34)] == [16, 16, 64]
-    assert choose_schedule(1, 64, (128,), 132, v32=True).heads == 64
-    long = choose_schedule(64, 64, (128, 16384), 132, lengths=True)
-    assert (long.cut, long.planned) == (Cut.STREAM_K, False)
-    full = choose_schedule(64, 64, (128, 16384), 132)
-    assert (full.cut, full.by_width, full.longest_first) == (Cut.EVERY, False, False)
+    """What was measured to be the fastest, or within some percent of it."""
+
+    def chosen(tokens, heads, *widths, **given):
+        each = choose_schedule(tokens, heads, widths, 132, **given)
+        return each.heads, each.cut, each.splits
+
+    # One request takes a CTA for every block and every 16 heads, if there are so many.
+    for heads in (8, 32, 64):
+        assert chosen(1, heads, 128, 512) == (16, Cut.EVERY, 10)
+        assert choose_schedule(1, heads, (128, 512), 132).one_block
+    assert chosen(4, 64, 128, 512) == (64, Cut.EVERY, 10)
+    # Full lists: whole where that fills waves, cut where it does not.
+    for tokens in (128, 132, 264):
+        assert chosen(tokens, 64, 128, 512) == (64, Cut.NONE, 1)
+    assert chosen(64, 64, 128, 512) == (64, Cut.EVERY, 2)
+    assert chosen(148, 64, 128, 512)[:2] == (64, Cut.TAIL)
+    assert chosen(148, 64, 128, 512)[2] * (148 - 132) <= 132
+    assert chosen(32, 128, 128, 1024) == (64, Cut.EVERY, 2)
+    # Windows alone: narrow tiles as long as each has an SM.
+    assert [chosen(n, 64, 128)[0] for n in (1, 16, 33, 128)] == [16, 16, 16, 64]
+    assert chosen(1, 64, 128, v32=True)[0] == 64
+    assert chosen(128, 32, 128, 512, batch_invariant=True)[0] == 32
+
+
+def test_lists_with_lengths_are_shared_out_by_their_sum():
+    choose = functools.partial(choose_schedule, widths=(128, 1472), sm_count=132, lengths=True)
+    few = choose(24, 128, planned=True)
+    assert (few.cut, few.planned, few.ctas) == (Cut.BY_BLOCKS, True, 132)
+    many = choose(148, 128, planned=True)
+    assert (many.longest_first, many.planned) == (True, True)
+    # Whole windows have the same length.
+    assert not choose_schedule(148, 64, (128,), 132, lengths=True).longest_first
+    # Without a plan it must gain more than it takes.
+    assert choose(64, 64, widths=(128, 512)).cut == Cut.EVERY
+    # Longer lists than there are SMs for: splits that are no longer than has to be.
+    assert choose(16, 64, widths=(128, 16384), planned=True).cut == Cut.BY_BLOCKS
+
+
+@pytest.mark.parametrize("sms", [78, 132])
+@pytest.mark.parametrize("heads", [8, 24, 40, 64, 96, 128])
+def test_what_is_chosen_should_take_the_least_time(heads, sms):
+    """Of whole work tiles and all other ways; more work never takes less."""
+    before = 0.0
+    for tokens in (1, 2, 5, 17, 40, 66, 100, 132, 150, 600):
+        blocks = blocks_of((128, 1024))
+        chosen = choose_schedule(tokens, heads, (128, 1024), sms)
+        us = predicted_us(chosen, tokens, heads, blocks, (blocks,))
+        for tile in (16, 32, 64):
+            tiles = -(-heads // tile)
+            whole = Schedule(tile, tiles, min(tokens * tiles, sms))
+            if tile == 64 or tokens * tiles <= sms:
+                assert us <= predicted_us(whole, tokens, heads, blocks, (blocks,))
+        assert us >= before
+        before = us
 
 
 @given(calls())

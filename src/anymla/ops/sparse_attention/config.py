@@ -1,9 +1,10 @@
 """Every choice of sparse attention's kernels, as pure functions of shapes and the machine.
 
-``choose_schedule`` is Hopper's (Gluon): tiles of heads, and how the work is cut. Lengths lie on the
-device and are not known here, so it decides by the widths of the lists; the kernels then cut every
-token's own blocks. ``gluon_sm90_tile_scheduler`` says what the ways to cut mean. ``choose_tile``
-and ``choose_splits`` are the portable kernels' (Triton).
+``choose_schedule`` is Hopper's (Gluon): tiles of heads, and how the work is cut. It takes the
+schedule that should end first: ``TIMES`` says how long a split and a block of each tile take, and
+the rest is counting (``predicted_us``). Lengths lie on the device and are not known here; the
+kernels cut every token's own blocks. ``gluon_sm90_tile_scheduler`` says what the ways to cut mean.
+``choose_tile`` and ``choose_splits`` are the portable kernels' (Triton).
 
 Numbers below were measured on an H200 unless they say otherwise; shapes are heads, tokens, columns
 of both lists. Sections are those of docs/performance/sparse_attention.md.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Iterator
 
 from anymla.ops.device import Target
 
@@ -20,29 +23,12 @@ from anymla.ops.device import Target
 
 KEYS = 64  # listed rows of a block
 
-# Up to so many heads keys are the rows of matrices (swap_ab), above it heads (m64).
-# 8 heads cost 1.6 times less than as half-empty rows of 64 ("Two kernels").
+# Up to so many heads keys are the rows of matrices (swap_ab), above it heads (m64); 17 to 32 may
+# be either ("Two kernels").
 SWAP_AB_HEADS = 32
-# 17 to 32 heads are half a tile of 64 from so many tokens on: these tiles take less time a block,
-# and more until the first is done. 32 heads, 8 requests, 128 + 512: 10.2 -> 9.8 us; 32 requests:
-# 18.7 -> 16.8 us ("What bounds them", row "half a tile of 64").
-_HALF_TILE_TOKENS = 3
-# Splits of so few blocks may be those of full lists, which do not wait for lengths: a token with
-# short ones takes no longer than one with full ones ("Cutting the work").
-_BY_WIDTH_BLOCKS = 3
-# Lists of so few blocks, windows alone, take less than a work tile's start and end. Those are
-# shorter for tiles of 16 heads, if there is an SM for each.
-_WINDOW_BLOCKS, _NARROW_HEADS = 2, 16
-# Time of starting and ending a work tile, or a split of one, in blocks: the slope and the offset of
-# times over the number of blocks.
+# Units that stream-K takes the start and the end of a work tile for, in blocks.
 TILE_COST = 4
-# Time of combining a split, likewise.
-_COMBINE_COST = 1.5
-# Lists of so many blocks that have lengths may differ in length from token to token by more than
-# stream-K costs; with 18 blocks (128 + 1,024) it was slower even where lengths were random.
-_STREAM_K_BLOCKS = 32
 MOST_STREAM_K_TOKENS = 2048
-_FEWEST_STREAM_K_TOKENS = 4
 # CTAs compare each token with each to order them. 128 heads, 64 requests of two queries, lengths up
 # to 1,024: 92 us in turn, 65 us the longest first ("Cutting the work").
 MOST_ORDERED_TOKENS = 512
@@ -57,6 +43,56 @@ M64_PRODUCER_REGISTERS = 72
 SWAP_AB_PRODUCER_REGISTERS = 136
 # Blocks of rows in shared memory by heads of a tile: three where 32 heads leave the space.
 SWAP_AB_BUFFERS = {16: 3, 32: 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class TileTimes:
+    """Microseconds of what a tile's kernel and its combine do; a call takes their sum.
+
+    Attributes:
+        start: of a call.
+        split: start and end of a split, or of a work tile that is whole.
+        block: of 64 rows.
+        partly: more of a split where some work tiles are cut and others are not.
+        combine: of a second kernel.
+        partial: of a head of a split to combine.
+        many: where there are more than ``AT_ONCE`` splits of a work tile.
+        by_width: less where nothing waits for lengths.
+        one_block: likewise, with splits of one block.
+        stream_k: more of stream-K, whose combine has a program for every CTA and two heads.
+    """
+
+    start: float
+    split: float
+    block: float
+    partly: float
+    combine: float
+    partial: float
+    many: float
+    by_width: float
+    one_block: float
+    stream_k: float
+
+
+# Least squares over 1,357 schedules of 172 random shapes, with the blocks of the CTA that has most;
+# off by 7, 3 and 5 % ("The choice by times").
+TIMES = {
+    16: TileTimes(1.9, 2.1, 1.79, 1.3, 1.3, 0.0015, 1.9, 0.7, 1.1, 0.7),
+    32: TileTimes(3.1, 2.4, 2.65, 3.0, 1.6, 0.0009, 1.6, 0.2, 2.6, 0.0),
+    64: TileTimes(1.3, 4.6, 2.30, 2.6, 0.5, 0.0006, 2.0, 0.0, 0.8, 3.6),
+}
+# Partials that a combine reads at a time.
+AT_ONCE = 16
+# Of a kernel that works out ranges, or the order, by itself.
+_UNPLANNED_US = 3.5
+# How often lists that have lengths are thought to be full; else their lengths are even from 0 on.
+_FULL = 0.35
+# Lists of so few blocks are windows, which are full.
+_WINDOW_BLOCKS = 2
+# Tokens that stand for all; and how far the largest of 132 sums is above the mean.
+_SAMPLES, _WORST = 32, 2.4
+# Splits of BY_BLOCKS have as many blocks, at least, as leave ``AT_ONCE`` of a work tile, or this.
+LONG_SPLIT = 4
 
 
 class Cut(enum.IntEnum):
@@ -158,6 +194,7 @@ def blocks_of(widths: tuple[int, ...]) -> int:
     return max(1, sum(-(-width // KEYS) for width in widths))
 
 
+@functools.lru_cache(4096)
 def choose_schedule(
     tokens: int,
     heads: int,
@@ -178,57 +215,166 @@ def choose_schedule(
         sm_count: SMs of the device.
         lengths: the lists have lengths of their own.
         batch_invariant: cut a token the same way in any batch.
-        planned: ranges of stream-K, or the order, are or can be worked out before; see ``plan``.
+        planned: what to cut, or the order, is or can be worked out before; see ``plan``.
         v32: rows are those of V3.2, which have tiles of 64 heads alone, and whose producers wait
             for the lengths in any case.
     """
-    tile = tile_heads(heads)
-    if tile == SWAP_AB_HEADS and tokens >= _HALF_TILE_TOKENS and not batch_invariant:
-        tile = M64
     blocks = blocks_of(widths)
-    narrow = tokens * -(-heads // _NARROW_HEADS) <= sm_count and not (batch_invariant or v32)
-    if tile > SWAP_AB_HEADS and blocks <= _WINDOW_BLOCKS and narrow:
-        tile = _NARROW_HEADS
-    head_tiles = -(-heads // tile)
-    work_tiles = tokens * head_tiles
     if batch_invariant:
+        tile = tile_heads(heads)
+        head_tiles = -(-heads // tile)
+        work_tiles = tokens * head_tiles
         splits = min(_MOST_INVARIANT, -(-blocks // _INVARIANT_BLOCKS))
         ctas = min(work_tiles * splits, sm_count)
         cut = Cut.EVERY if splits > 1 else Cut.NONE
         return Schedule(tile, head_tiles, ctas, splits, cut, invariant=True)
-    fits = _FEWEST_STREAM_K_TOKENS <= tokens <= MOST_STREAM_K_TOKENS
-    if lengths and blocks >= _STREAM_K_BLOCKS and fits:
-        even = work_tiles * (blocks + TILE_COST) / sm_count
-        if even >= 2 * TILE_COST:
-            return Schedule(tile, head_tiles, sm_count, cut=Cut.STREAM_K, planned=planned)
-    chosen = _by_numbers(tile, head_tiles, work_tiles, blocks, sm_count)
-    if lengths and work_tiles > sm_count and tokens <= MOST_ORDERED_TOKENS:
-        return dataclasses.replace(chosen, longest_first=True, planned=planned)
-    if chosen.cut == Cut.EVERY:
-        if chosen.splits == blocks:
-            return dataclasses.replace(chosen, by_width=True, one_block=True)
-        if -(-blocks // chosen.splits) <= _BY_WIDTH_BLOCKS and not v32:
-            return dataclasses.replace(chosen, by_width=True)
-    return chosen
+    some = list(
+        schedules(tokens, heads, blocks, sm_count, lengths=lengths, planned=planned, v32=v32)
+    )
+    full, ragged = (blocks,), _ragged(tokens, widths)
+    took = [predicted_us(each, tokens, heads, blocks, full) for each in some]
+    score = [us / min(took) for us in took]
+    if lengths and blocks > _WINDOW_BLOCKS:
+        took = [predicted_us(each, tokens, heads, blocks, ragged) for each in some]
+        least = min(took)
+        score = [_FULL * a + (1 - _FULL) * us / least for a, us in zip(score, took, strict=True)]
+    return some[score.index(min(score))]
 
 
-def _by_numbers(
-    tile: int, head_tiles: int, work_tiles: int, blocks: int, sm_count: int
-) -> Schedule:
-    """Cut nothing, everything, or the last wave, whichever ends first if all lists are full."""
-    waves, rest = divmod(work_tiles, sm_count)
-    whole = (waves + (rest > 0)) * (blocks + TILE_COST)
-    plain = Schedule(tile, head_tiles, min(work_tiles, sm_count))
-    most = min(sm_count // rest, blocks) if rest else 1
-    if most == 1:
-        return plain
-    longest = -(-blocks // most)
-    splits = -(-blocks // longest)
-    if waves * (blocks + TILE_COST) + longest + TILE_COST + _COMBINE_COST >= whole:
-        return plain
-    if waves:
-        return Schedule(tile, head_tiles, sm_count, splits, Cut.TAIL)
-    return Schedule(tile, head_tiles, work_tiles * splits, splits, Cut.EVERY)
+def schedules(
+    tokens: int,
+    heads: int,
+    blocks: int,
+    sm_count: int,
+    *,
+    lengths: bool = False,
+    planned: bool = False,
+    v32: bool = False,
+) -> Iterator[Schedule]:
+    """All that may be the best of a call; of full lists so many blocks, see ``choose_schedule``."""
+    for tile in TIMES:
+        head_tiles = -(-heads // tile)
+        work_tiles = tokens * head_tiles
+        if (v32 and tile < M64) or (head_tiles > 1 and tile < M64 and work_tiles > sm_count):
+            continue
+        whole = [Schedule(tile, head_tiles, min(work_tiles, sm_count))]
+        rest = work_tiles % sm_count
+        if work_tiles > sm_count and rest:
+            for splits in _counts(blocks, min(sm_count // rest, blocks)):
+                whole.append(dataclasses.replace(whole[0], splits=splits, cut=Cut.TAIL))
+        yield from whole
+        if lengths and work_tiles > sm_count and tokens <= MOST_ORDERED_TOKENS:
+            for each in whole:
+                yield dataclasses.replace(each, longest_first=True, planned=planned)
+        for splits in _counts(blocks, min(sm_count // work_tiles, blocks)):
+            cut = Schedule(tile, head_tiles, work_tiles * splits, splits, Cut.EVERY)
+            yield cut
+            if splits == blocks:
+                yield dataclasses.replace(cut, by_width=True, one_block=True)
+            elif not v32:
+                yield dataclasses.replace(cut, by_width=True)
+        if work_tiles <= sm_count and lengths:
+            most = min(blocks, max(AT_ONCE, -(-blocks // LONG_SPLIT)), sm_count)
+            yield Schedule(tile, head_tiles, sm_count, most, Cut.BY_BLOCKS, planned=planned)
+        if tokens <= MOST_STREAM_K_TOKENS and work_tiles * blocks > sm_count:
+            own = lengths and planned
+            yield Schedule(tile, head_tiles, sm_count, cut=Cut.STREAM_K, planned=own)
+
+
+def _counts(blocks: int, most: int) -> Iterator[int]:
+    """Numbers of splits, of which none is without blocks, at most so many: the largest few."""
+    longest = -(-blocks // most) if most > 1 else blocks
+    for _ in range(3):
+        if longest < blocks:
+            yield -(-blocks // longest)
+        longest += -(-longest // 3)
+
+
+def least_blocks(longest: int) -> int:
+    """The fewest blocks of a split of BY_BLOCKS where the longest lists have so many."""
+    return min(-(-longest // AT_ONCE), LONG_SPLIT)
+
+
+def _ragged(tokens: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Blocks of some tokens, the longest first, whose last lists are of any length."""
+    count = min(tokens, _SAMPLES)
+    whole = sum(-(-width // KEYS) for width in widths[:-1])
+    return tuple(
+        max(1, whole + -(-(widths[-1] * number) // (KEYS * (count + 1))))
+        for number in range(count, 0, -1)
+    )
+
+
+def predicted_us(
+    schedule: Schedule, tokens: int, heads: int, blocks: int, sample: tuple[int, ...]
+) -> float:
+    """How long a call should take.
+
+    Args:
+        schedule: of the call.
+        tokens: T.
+        heads: query heads H.
+        blocks: of full lists.
+        sample: blocks of tokens that stand for all, the longest first.
+    """
+    times, cut = TIMES[schedule.heads], schedule.cut
+    splits, walked, partials = _load(schedule, tokens, blocks, sample)
+    us = times.start + splits * times.split + walked * times.block
+    if cut in (Cut.TAIL, Cut.STREAM_K):
+        us += splits * times.partly
+    if cut != Cut.NONE:
+        us += times.combine + partials * min(heads, schedule.heads) * times.partial
+        us += times.many * (schedule.splits > AT_ONCE)
+    if cut == Cut.STREAM_K:
+        us += times.stream_k
+    if schedule.by_width:
+        us -= times.one_block if schedule.one_block else times.by_width
+    alone = schedule.longest_first or cut in (Cut.STREAM_K, Cut.BY_BLOCKS)
+    return us + _UNPLANNED_US * (alone and not schedule.planned)
+
+
+def _load(
+    schedule: Schedule, tokens: int, blocks: int, sample: tuple[int, ...]
+) -> tuple[float, float, float]:
+    """Splits and blocks of the CTA that has most of them; partials that are combined."""
+    ctas, cut, most = schedule.ctas, schedule.cut, schedule.splits
+    work_tiles = tokens * schedule.head_tiles
+    longest, mean = sample[0], sum(sample) / len(sample)
+    waves = -(-work_tiles // ctas)
+    share = work_tiles * mean / ctas
+    equal = longest == sample[-1] and len(sample) <= 1
+    if cut == Cut.EVERY:
+        return 1, -(-(blocks if schedule.by_width else longest) // most), work_tiles * most
+    if cut == Cut.BY_BLOCKS:
+        return _one_each(ctas, work_tiles, sample)
+    if cut == Cut.STREAM_K:
+        if work_tiles % ctas == 0 and equal:
+            return waves, waves * longest, 0
+        return waves + 1, share + 1, 2 * min(work_tiles, ctas)
+    if equal:
+        if cut == Cut.NONE:
+            return waves, waves * longest, 0
+        left = work_tiles % ctas * most
+        return waves, (waves - 1) * longest + -(-longest // most), left
+    if schedule.longest_first:
+        return waves, max(longest, share + 0.4 * mean), 0
+    # In turn, the CTA that has most of all has drawn long ones.
+    spread = (sum((each - mean) ** 2 for each in sample) / len(sample)) ** 0.5
+    if cut == Cut.NONE:
+        return waves, min(waves * longest, waves * mean + _WORST * spread * waves**0.5), 0
+    whole = waves - 1
+    drawn = min(whole * longest, whole * mean + _WORST * spread * whole**0.5)
+    return waves, drawn + -(-longest // most), work_tiles % ctas * most
+
+
+def _one_each(ctas: int, work_tiles: int, sample: tuple[int, ...]) -> tuple[float, float, float]:
+    """``_load`` of BY_BLOCKS."""
+    longest = sample[0]
+    for walked in range(least_blocks(longest), longest + 1):
+        splits = work_tiles * sum(-(-each // walked) for each in sample) / len(sample)
+        if splits <= ctas:
+            break
+    return 1, walked, splits
 
 
 @dataclasses.dataclass(frozen=True)

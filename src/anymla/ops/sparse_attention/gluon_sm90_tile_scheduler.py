@@ -41,10 +41,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anymla.ops._gluon import aggregate, field, view
+from anymla.ops.sparse_attention.config import AT_ONCE as _AT_ONCE
 from anymla.ops.sparse_attention.config import KEYS as _KEYS
+from anymla.ops.sparse_attention.config import LONG_SPLIT as _LONG_SPLIT
 from anymla.ops.sparse_attention.config import MOST_ORDERED_TOKENS, Cut
 
-KEYS = gl.constexpr(_KEYS)
+KEYS, AT_ONCE, LONG_SPLIT = (gl.constexpr(each) for each in (_KEYS, _AT_ONCE, _LONG_SPLIT))
 _NONE = gl.constexpr(int(Cut.NONE))
 _TAIL = gl.constexpr(int(Cut.TAIL))
 _STREAM_K = gl.constexpr(int(Cut.STREAM_K))
@@ -396,9 +398,10 @@ def _by_blocks_range(lists, T, HEAD_TILES: gl.constexpr, SIZE: gl.constexpr):
     there = tokens < T
     cta = gl.program_id(0)
     ctas = gl.num_programs(0)
-    # The fewest blocks of a split with which there are no more splits than CTAs.
-    least = T * 0 + 1
+    # The fewest blocks of a split with which there are no more splits than CTAs; and no more of a
+    # work tile than are combined at a time, unless they are long.
     most = gl.max(gl.where(there, blocks, 0), 0)
+    least = gl.minimum((most + AT_ONCE - 1) // AT_ONCE, LONG_SPLIT)
     while least < most:
         middle = (least + most) // 2
         needed = gl.sum(gl.where(there, (blocks + middle - 1) // middle, 0), 0) * HEAD_TILES
@@ -481,7 +484,7 @@ def work_range(
     TAIL: gl.constexpr = CUT == _TAIL
     NOW: gl.constexpr = LONGEST_FIRST and not PLANNED
     # Every partition waits for itself, before it reads anything.
-    if NOW or CUT == _STREAM_K or CUT == _BY_BLOCKS:
+    if NOW or CUT >= _STREAM_K:
         gdc_wait()
     uncut = T * 0
     if NOW:
