@@ -31,6 +31,7 @@ from anymla.cli.bench_rows import (
 @click.option("--verification", is_flag=True, help="Instead: steps that verify drafts.")
 @click.option("--random", "drawn", type=click.IntRange(min=1), help="Instead: so many shapes.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random shapes.")
+@click.option("--schedules", is_flag=True, help="Random shapes by all that could be chosen.")
 @click.option("--planned", is_flag=True, help="With work shared out once for all calls.")
 @click.option("--heads", type=click.IntRange(min=1), multiple=True, help="Only these; repeatable.")
 def attention(
@@ -43,21 +44,28 @@ def attention(
     verification: bool,
     drawn: int | None,
     seed: int,
+    schedules: bool,
     planned: bool,
     heads: tuple[int, ...],
 ) -> None:
     """Time attention during decoding on the GPU, over the paged FP8 caches."""
+    import torch
+
+    from anymla.bench.cases import decode_schedules
     from anymla.bench.cases import sparse_attention as family
     from anymla.bench.cases import verification as steps
     from anymla.bench.peers import Peer
     from anymla.bench.peers.flash_mla import FlashMla
     from anymla.bench.peers.vllm import VllmXpu
+    from anymla.ops.device import target_of
     from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 
     if vllm_xpu + v32 + fused_end + verification + (drawn is not None) > 1:
         raise BadInput("one of --vllm-xpu, --v32, --fused-end, --verification and --random")
     if drawn is None and _was_given("seed"):
         raise BadInput(f"--seed {seed}: is of --random")
+    if schedules and (drawn is None or flash_mla or planned or backend != "gluon_sm90"):
+        raise BadInput("--schedules is of --random and gluon_sm90, alone")
     if planned and (vllm_xpu or v32 or fused_end or verification):
         raise BadInput(
             "--planned is of the comparison without --vllm-xpu, --v32, --fused-end and "
@@ -99,11 +107,12 @@ def attention(
         cases = steps.verification_cases(chosen, backend, module)
     elif fused_end:
         cases = family.fp8_heads_cases(chosen, backend, module)
+    elif schedules:
+        cases = decode_schedules.schedule_cases(chosen, target_of(torch.device("cuda")).sm_count)
     else:
         cases = family.decode_cases(chosen, backend, module, planned=planned)
-    measure(
-        cases, json_file, peers=peers, hidden=steps.IN_LABEL if verification else family.IN_LABEL
-    )
+    hidden = decode_schedules.IN_LABEL if schedules else family.IN_LABEL
+    measure(cases, json_file, peers=peers, hidden=steps.IN_LABEL if verification else hidden)
 
 
 def _was_given(option: str) -> bool:

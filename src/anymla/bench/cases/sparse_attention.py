@@ -90,6 +90,11 @@ class Decode:
         return V32_FP8 if self.v32 else MAIN_FP8
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Slots of the lists that there are."""
+        return (self.width, self.extra) if self.extra else (self.width,)
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of both products."""
         shape = dataclasses.replace(
@@ -129,6 +134,11 @@ class Drawn(Decode):
 
     draw: int = 0
     number: int = 0
+
+    @property
+    def input_seed(self) -> int:
+        """Of its lengths, lists and queries."""
+        return _INPUT_SEEDS * self.draw + self.number
 
     @property
     def fields(self) -> Values:
@@ -344,7 +354,7 @@ def decode_cases(
         if shape.v32:
             part, least = V32, _LEAST_V32
         if isinstance(shape, Drawn):
-            part, least, seed = RANDOM, 1.0, _INPUT_SEEDS * shape.draw + shape.number
+            part, least, seed = RANDOM, 1.0, shape.input_seed
         words = f"at least {least:g} times FlashMLA's speed"
         yield Case(
             part,

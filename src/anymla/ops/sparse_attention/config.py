@@ -283,11 +283,13 @@ def schedules(
 
 def _counts(blocks: int, most: int) -> Iterator[int]:
     """Numbers of splits, of which none is without blocks, at most so many: the largest few."""
-    longest = -(-blocks // most) if most > 1 else blocks
     for _ in range(3):
-        if longest < blocks:
-            yield -(-blocks // longest)
-        longest += -(-longest // 3)
+        if most < 2:
+            return
+        longest = -(-blocks // most)
+        splits = -(-blocks // longest)
+        yield splits
+        most = min(splits - 1, splits * 3 // 4)
 
 
 def least_blocks(longest: int) -> int:
