@@ -1,4 +1,4 @@
-"""Every schedule of a random shape, made small: each is run as it says, and rows say which it is."""
+"""Every schedule of a random shape, made small: it is run as it says, and its row says which."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ TIMES = {
 }
 # Partials that a combine reads at a time.
 AT_ONCE = 16
-# Of a kernel that works out ranges, or the order, by itself.
-_UNPLANNED_US = 3.5
+# Of a kernel that works out ranges, or the order, by itself; and of one that reads its split.
+_UNPLANNED_US, _PLANNED_US = 3.5, 0.7
 # How often lists that have lengths are thought to be full; else their lengths are even from 0 on.
 _FULL = 0.35
 # Lists of so few blocks are windows, which are full.
@@ -331,8 +331,10 @@ def predicted_us(
         us += times.stream_k
     if schedule.by_width:
         us -= times.one_block if schedule.one_block else times.by_width
-    alone = schedule.longest_first or cut in (Cut.STREAM_K, Cut.BY_BLOCKS)
-    return us + _UNPLANNED_US * (alone and not schedule.planned)
+    if schedule.planned:
+        return us + _PLANNED_US * (cut == Cut.BY_BLOCKS)
+    shared_out = schedule.longest_first or cut in (Cut.STREAM_K, Cut.BY_BLOCKS)
+    return us + _UNPLANNED_US * shared_out
 
 
 def _load(

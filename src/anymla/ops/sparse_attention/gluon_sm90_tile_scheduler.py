@@ -420,8 +420,12 @@ def _by_blocks_range(lists, T, HEAD_TILES: gl.constexpr, SIZE: gl.constexpr):
     begin = number * each
     # The last one ends where the work tile does.
     end = gl.where(number + 1 < own, begin + each, 0)
-    count = (token < T).to(gl.int32)
-    first = gl.where(token < T, token * HEAD_TILES + tile, 0)
+    # One that has none repeats a block for nobody, if it is told so by a plan.
+    some = token < T
+    count = some.to(gl.int32)
+    first = gl.where(some, token * HEAD_TILES + tile, 0)
+    begin = gl.where(some, begin, 0)
+    end = gl.where(some, end, 1)
     return WorkRange(
         first, count, begin, end, T * HEAD_TILES, own, HEAD_TILES, True, False, False, False,
         False, lists.slots[0], BY_BLOCKS=True,
@@ -458,16 +462,23 @@ def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE
 
 
 @gluon.jit
-def _planned_range(plan, T, HEAD_TILES: gl.constexpr, BY_BLOCKS: gl.constexpr):
-    """Work of this CTA in a plan of stream-K or BY_BLOCKS."""
+def _planned_range(plan, T, HEAD_TILES: gl.constexpr):
+    """Work of this CTA in a plan of stream-K."""
     work_tiles = T * HEAD_TILES
-    spans = work_tiles
-    if not BY_BLOCKS:
-        spans += gl.num_programs(0)
-    at = plan + spans * 2 + gl.program_id(0) * RANGE
+    at = plan + (work_tiles + gl.num_programs(0)) * 2 + gl.program_id(0) * RANGE
     return WorkRange(
         gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), work_tiles, T * 0 + 1,
-        HEAD_TILES, True, not BY_BLOCKS, False, True, False, plan, BY_BLOCKS=BY_BLOCKS,
+        HEAD_TILES, True, True, False, True, False, plan,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _planned_split(plan, T, HEAD_TILES: gl.constexpr):
+    """Work of this CTA in a plan of BY_BLOCKS, which ``split_at`` reads: nothing waits here."""
+    zero = T * 0
+    return WorkRange(
+        zero, zero + 1, zero, zero, T * HEAD_TILES, zero + 1, HEAD_TILES, True, False, False,
+        True, False, plan, BY_BLOCKS=True,
     )  # fmt: skip
 
 
@@ -484,7 +495,7 @@ def work_range(
     TAIL: gl.constexpr = CUT == _TAIL
     NOW: gl.constexpr = LONGEST_FIRST and not PLANNED
     # Every partition waits for itself, before it reads anything.
-    if NOW or CUT >= _STREAM_K:
+    if NOW or CUT == _STREAM_K or (CUT == _BY_BLOCKS and not PLANNED):
         gdc_wait()
     uncut = T * 0
     if NOW:
@@ -497,12 +508,12 @@ def work_range(
         return _tail_range(T * HEAD_TILES, splits, uncut, plan, HEAD_TILES, LONGEST_FIRST)
     elif CUT == _STREAM_K:
         if PLANNED:
-            return _planned_range(plan, T, HEAD_TILES, False)
+            return _planned_range(plan, T, HEAD_TILES)
         else:
             return _stream_k_range(lists, T, HEAD_TILES, COST, SIZE)
     elif CUT == _BY_BLOCKS:
         if PLANNED:
-            return _planned_range(plan, T, HEAD_TILES, True)
+            return _planned_split(plan, T, HEAD_TILES)
         else:
             return _by_blocks_range(lists, T, HEAD_TILES, SIZE)
     else:
@@ -584,11 +595,13 @@ def split_at(k, work, lists):
         slot = gl.where(first > 0, ctas + cta, cta)
         number = gl.where(first > 0, work.work_tiles + cta, work_tile)
     elif work.BY_BLOCKS:
-        work_tile = work.first + k
+        work_tile, first, end = work.first + k, work.begin, work.end
+        if work.PLANNED:
+            at = work.order + work.work_tiles * 2 + cta * RANGE
+            work_tile, first, end = gl.load(at), gl.load(at + 2), gl.load(at + 3)
         token = work_tile // work.HEAD_TILES
         n0, n1, blocks0, blocks = counts(lists, token)
-        first = work.begin
-        last = gl.where(work.end > 0, gl.minimum(work.end, blocks), blocks)
+        last = gl.where(end > 0, gl.minimum(end, blocks), blocks)
         last = gl.maximum(last, first + 1)
         slot = cta + k
         whole = False
