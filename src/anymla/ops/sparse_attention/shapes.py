@@ -123,6 +123,11 @@ def _calls() -> Iterator[AttentionCall]:
         yield dataclasses.replace(long, planned=True)
     for heads in (16, 64):
         yield AttentionCall(AttentionShape(64, heads, 128, 8192), quantized=True)
+    # Heads that are no whole tiles; splits by blocks, planned or not.
+    for heads, tokens in ((40, 20), (40, 160), (96, 20), (96, 66), (96, 160)):
+        some = AttentionCall(AttentionShape(tokens, heads, 128, 2048))
+        yield some
+        yield dataclasses.replace(some, planned=True)
     # Orders made once for a step; lists that are full.
     yield AttentionCall(AttentionShape(256, 64, 128, 512), planned=True)
     yield AttentionCall(AttentionShape(160, 64, 128, 512), lengths=False)
