@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+import traceback
 
 import pytest
 import torch
@@ -194,6 +195,39 @@ def test_what_is_drafted_is_what_the_oracle_drafts(directory, model):
             block = oracle.block([rows[: length - 1] for rows in context], text[length - 1])
             assert drafts == list(block.tokens)[: len(drafts)], length
             assert len(drafts) == min(5, 59 - length - 1)
+
+
+def test_steps_of_fixed_size_look_at_no_value(directory, monkeypatch):
+    """As on a device, where a graph could not be recorded; the experts have kernels there."""
+    from anymla.ops import _host
+    from anymla.runtime.fixed_step import FixedStep
+
+    run, looked = FixedStep._run, []
+
+    def guarded(name):
+        value = getattr(torch.Tensor, name)
+
+        def look(self, *args, **rest):
+            files = [frame.filename.rpartition("/")[2] for frame in traceback.extract_stack()]
+            looked.append((name, tuple(files[-4:-1])))
+            return value(self, *args, **rest)
+
+        return look
+
+    def watched(self):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_host, "on_host", lambda x: False)
+            for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__index__"):
+                patched.setattr(torch.Tensor, name, guarded(name))
+            return run(self)
+
+    monkeypatch.setattr(FixedStep, "_run", watched)
+    model = load_model(directory, backend="torch", progress=False)
+    engine = _engine(model, draft_tokens=3, decode="fixed", kv_cache="nvfp4")
+    (done,) = engine.run([Request("a", _prompt(30, 4), 6)])
+    assert done.drafted > 0
+    assert looked  # those of the experts
+    assert [each for each in looked if "torch_experts.py" not in each[1]] == []
 
 
 def test_previous_tokens_that_are_wrong_are_noticed(model, alone, monkeypatch):
