@@ -6,10 +6,12 @@ from anymla.ops.sparse_attention.interface import (
     sparse_attention_rows,
 )
 from anymla.ops.sparse_attention.plan import sparse_attention_plan
+from anymla.ops.sparse_attention.windows import sparse_attention_windows
 
 __all__ = [
     "sparse_attention",
     "sparse_attention_fp8_quant",
     "sparse_attention_plan",
     "sparse_attention_rows",
+    "sparse_attention_windows",
 ]

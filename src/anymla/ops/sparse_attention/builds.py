@@ -36,6 +36,7 @@ from anymla.ops.sparse_attention.shapes import (
     AttentionCall,
     AttentionShape,
 )
+from anymla.ops.sparse_attention.windows import sparse_attention_windows
 
 _PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
 
@@ -48,6 +49,9 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"{call}, captured", functools.partial(_captured, call)
         for call in CALLS:
             yield str(call), functools.partial(attend, call)
+        for heads, page, whole in ((64, 64, True), (64, 256, True), (128, 256, True), (20, 64, False)):
+            label = f"windows of 8 queries, {heads} heads, pages of {page}" + ", counted" * (not whole)
+            yield label, functools.partial(_attend_windows, heads, page, whole)
     for tokens, heads in itertools.product((1, 32, 512), (16, 32, 64)):
         shape = AttentionShape(tokens, heads, 128, 512)
         for layout in (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512):
@@ -125,6 +129,17 @@ def _attend_rows(tokens: int, heads: int, channels: int) -> None:
     )  # fmt: skip
 
 
+def _attend_windows(heads: int, page: int, whole: bool, requests: int = 32) -> None:
+    queries = 8
+    sparse_attention_windows(
+        _empty((requests * queries, heads, 512), dtype=torch.bfloat16),
+        get_layout(MAIN_FP8).allocate(_PAGES, page, "meta"),
+        _empty((requests, 127 + queries), dtype=torch.int32),
+        None if whole else _empty(requests, dtype=torch.int32),
+        queries=queries, sink=_empty(heads, dtype=torch.float32) if whole else None,
+    )  # fmt: skip
+
+
 def judgement(build: Build, target: Target) -> Judgement:
     """Spills that are accepted, and the matrix instructions that there must be."""
     if build.name == "decode_m64_kernel":
@@ -132,6 +147,8 @@ def judgement(build: Build, target: Target) -> Judgement:
         return Judgement(matrix=True, spills=700)
     if build.name == "decode_swap_ab_kernel":
         return Judgement(matrix=True, spills=280)  # around the loop, with 32 heads; none in it
+    if build.name == "windows_kernel":
+        return Judgement(matrix="bf16")
     if build.name != "decode_kernel":
         return Judgement()
     matrix = build.types["q_ptr"] != "*fp32"

@@ -424,6 +424,37 @@ def choose_combine_tile(
     return CombineTile(1, channels // 2, min(most, 16), 1)
 
 
+# Windows of neighbouring queries -----------------------------------------------------------------
+
+# Rows that a CTA holds, and queries that it attends them to, at most.
+WINDOW_PLACES, _MOST_WINDOW_QUERIES = 128, 8
+# Registers of a thread; the warpgroup of the scores gets the rest of 512, 120.
+WINDOW_WEIGHING_REGISTERS = 160
+WINDOW_UPDATER_REGISTERS = 72
+# Time until a CTA's rows are there and its last result has left, in queries; reckoned.
+_WINDOW_COST = 3.0
+
+
+def choose_window_group(requests: int, queries: int, head_tiles: int, sm_count: int) -> int:
+    """How many neighbouring queries of a request share a CTA and its rows.
+
+    As few as take no longer: what ends first if every wave of CTAs takes its start and end, and
+    its queries.
+
+    Args:
+        requests: R.
+        queries: of a request.
+        head_tiles: tiles of 64 heads.
+        sm_count: SMs of the device, a CTA each.
+    """
+
+    def time(group: int) -> float:
+        waves = -(-requests * -(-queries // group) * head_tiles // sm_count)
+        return waves * (_WINDOW_COST + group)
+
+    return min(range(1, min(queries, _MOST_WINDOW_QUERIES) + 1), key=time)
+
+
 # Triton ------------------------------------------------------------------------------------------
 
 MODES = ("float16", "bfloat16", "float32")

@@ -137,6 +137,11 @@ def _halves(x: Tensor) -> Tensor:
     return _bits(x).contiguous().view(torch.float16).unflatten(-1, (-1, 2))
 
 
+def _brain_halves(x: Tensor) -> Tensor:
+    """A register of two bfloat16 as [.., 2]."""
+    return _bits(x).contiguous().view(torch.bfloat16).unflatten(-1, (-1, 2))
+
+
 def _joined(x: Tensor) -> Tensor:
     return x.contiguous().flatten(-2).view(torch.int32)
 
@@ -265,6 +270,9 @@ class _Run:
             result = function(_float(a), _float(b))
         elif kind == "f16x2":
             result = _joined(function(_halves(a), _halves(b)))
+        elif kind == "bf16x2":
+            # torch keeps subnormal numbers of bfloat16, as the instruction does.
+            result = _joined(function(_brain_halves(a), _brain_halves(b)))
         elif kind == "u32" and parts[0] in ("min", "max"):
             result = _word(function(_unsigned(a), _unsigned(b)))
         elif kind in ("s32", "u32"):
@@ -297,6 +305,17 @@ class _Run:
     def op_shr(self, parts: tuple[str, ...], operands: tuple[str, ...]) -> None:
         a, by = (_bits(self.get(each)) for each in operands[1:])
         self.put(operands[0], a >> by if parts[1] == "s32" else _word(_unsigned(a) >> by))
+
+    def op_prmt(self, parts: tuple[str, ...], operands: tuple[str, ...]) -> None:
+        a, b, chosen = (_unsigned(self.get(each)) for each in operands[1:])
+        if parts[1:] != ("b32",) or bool((chosen & 0x8888).any()):
+            raise NotModelled(f"PTX: {'.'.join(parts)}")
+        both = a | (b << 32)
+        result = sum(
+            (both >> (8 * ((chosen >> (4 * place)) & 7)) & 0xFF) << (8 * place)
+            for place in range(4)
+        )
+        self.put(operands[0], _word(torch.as_tensor(result)))
 
     def op_not(self, parts: tuple[str, ...], operands: tuple[str, ...]) -> None:
         x = self.get(operands[1])

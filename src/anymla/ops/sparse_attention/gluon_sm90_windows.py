@@ -1,0 +1,585 @@
+"""Decode attention on Hopper to windows that the queries of a request share, each row decoded once.
+
+Grid: a CTA for each tile, 64 heads of at most eight neighbouring queries of a request. It decodes
+the 128 rows that the first of them sees into shared memory, in bfloat16, and attends to them query
+after query. A query sees one row that the one before does not, and the other way round: the new
+row takes the old one's place, so that the order of rows is another and nothing else.
+
+    scores       S = Q K, the softmax                  the rest of 512 registers, 120
+    left, right  P V of channels 0 .. 255, 256 .. 511  160 each
+    updater      the row that the next query sees       72
+
+Each of the four warpgroups first decodes 32 of the rows. Rows are two blocks of 64, of which the
+second one's scores are computed while the first one's become probabilities, and so on; Q of the
+next query is brought by TMA as soon as the last scores are there.
+
+Barriers: loaded, once, all warpgroups; q_full[half] TMA -> scores; p_ready[b] scores -> left and
+right, with the factor by which the first block's sums decay, and the one of the result; p_free[b]
+left and right -> scores, and -> updater: the first block of a query is done with; updated
+updater -> scores. Whoever multiplies by rows or probabilities fences behind the wait, as in
+``gluon_sm90_decode_m64``.
+
+In bfloat16 every e4m3 code times any power of two is exact that bfloat16 has, queries stay as they
+are, and P is rounded to bfloat16 as the contract has it. A row with a NaN among its codes or scales
+gets NaN scores, which is what its products would be.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops._gluon import (
+    aggregate,
+    gdc_launch_dependents,
+    gdc_wait,
+    view,
+    warpgroup_barrier,
+)
+
+_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_LAYOUT = get_layout(MAIN_FP8)
+_DATA = gl.constexpr(_LAYOUT.data_bytes)
+_SCALES = gl.constexpr(_LAYOUT.scale_bytes)
+_NOPE = gl.constexpr(_LAYOUT.nope)
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LN2 = gl.constexpr(0.6931471805599453)
+_NO_MAXIMUM = gl.constexpr(-1e29)
+_MASKED = gl.constexpr(-1e30)
+_HEADS = gl.constexpr(64)
+_KEYS = gl.constexpr(64)  # of a block
+_HALF = gl.constexpr(256)  # channels
+PLACES = gl.constexpr(128)  # for rows
+NEW_PLACES = gl.constexpr(8)  # of them those that change
+_ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
+_LOAD = gl.constexpr(
+    "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
+    "setp.ne.s32 q, $5, 0; "
+    "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+    "@q ld.global.nc.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
+)
+# Sign, exponent and mantissa of a code at the place of bfloat16's, whose exponents differ by 120.
+_DECODE = gl.constexpr(
+    "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80; "
+    "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; "
+    "and.b32 c, a, 0x80008000; and.b32 d, b, 0x80008000; "
+    "shr.u32 a, a, 4; shr.u32 b, b, 4; and.b32 a, a, 0x07F007F0; and.b32 b, b, 0x07F007F0; "
+    "or.b32 a, a, c; or.b32 b, b, d; mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 b, b, k; "
+    "mul.rn.bf16x2 $0, a, $3; mul.rn.bf16x2 $1, b, $3; }"
+)
+
+
+@aggregate
+class Shared:
+    """Shared memory of a CTA.
+
+    Attributes:
+        q: bfloat16 [2, 64, 256], halves of the queries.
+        packed: int32 [64, 128] of block 0's left half, block 1's, block 0's right half, block 1's.
+        rows: the same as bfloat16.
+        p: bfloat16 [2, 64, 64], probabilities of a block.
+        bias: float32 [2, 64], of the scores of a row.
+        factors: float32 [2, 64], by how much the first block's sums decay; factor of the result.
+        loaded: barriers; see the file, as for the next ones.
+        q_full: [2].
+        p_ready: [2].
+        p_free: [2].
+        updated: one.
+    """
+
+    q: object
+    packed: object
+    rows: object
+    p: object
+    bias: object
+    factors: object
+    loaded: object
+    q_full: object
+    p_ready: object
+    p_free: object
+    updated: object
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, packed, rows, p, bias, factors, loaded, q_full, p_ready, p_free, updated
+    ):  # fmt: skip
+        self.q, self.packed, self.rows, self.p = q, packed, rows, p
+        self.bias, self.factors = bias, factors
+        self.loaded, self.q_full, self.updated = loaded, q_full, updated
+        self.p_ready, self.p_free = p_ready, p_free
+
+
+@aggregate
+class Tile:
+    """What a CTA does.
+
+    Attributes:
+        slots: int32, the request's list from the first query's window on.
+        seen: columns of it that the tile's queries see.
+        cache: of the rows.
+        limit: slots are below.
+        token: first of the queries.
+        head: first of the heads.
+        count: queries.
+        PAGE: rows of a page.
+        STEP: bytes from a page to the next.
+        WINDOW: rows that a query sees.
+    """
+
+    slots: gl.tensor
+    seen: gl.tensor
+    cache: gl.tensor
+    limit: gl.tensor
+    token: gl.tensor
+    head: gl.tensor
+    count: gl.tensor
+    PAGE: gl.constexpr
+    STEP: gl.constexpr
+    WINDOW: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, slots, seen, cache, limit, token, head, count, PAGE, STEP, WINDOW):
+        self.slots, self.seen, self.cache, self.limit = slots, seen, cache, limit
+        self.token, self.head, self.count = token, head, count
+        self.PAGE, self.STEP = gl.constexpr(PAGE), gl.constexpr(STEP)
+        self.WINDOW = gl.constexpr(WINDOW)
+
+
+@gluon.jit
+def _load(address, there):
+    """16 bytes at each address, as four int32; zeros where there is no row."""
+    return gl.inline_asm_elementwise(
+        _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _row_of_eight(a, b, c, d, e, f, g, h, ROWS: gl.constexpr):
+    """Pairs 0 .. 7 of each lane side by side: [ROWS, 32]."""
+    joined = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
+    return gl.reshape(gl.permute(joined, (0, 1, 4, 3, 2)), [ROWS, 32])
+
+
+@gluon.jit
+def _half_row(a, b, c, d, ROWS: gl.constexpr):
+    """Four blocks side by side: [ROWS, 128] pairs."""
+    joined = gl.join(gl.join(a, b), gl.join(c, d))
+    return gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [ROWS, 128])
+
+
+@gluon.jit
+def _factor(scales, PLACE: gl.constexpr):
+    """2^(byte - 127) of byte PLACE of each int32, as two bfloat16; NaN is looked for elsewhere."""
+    bits = (scales >> (8 * PLACE)) & 0xFF
+    bits = gl.where(bits == 0, 0x40, bits << 7)
+    return gl.expand_dims(bits | (bits << 16), 1)
+
+
+@gluon.jit
+def _decode(codes, factor):
+    """Four codes of each int32 times the factor, as two packed pairs of bfloat16."""
+    return gl.inline_asm_elementwise(
+        _DECODE, "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _block(x, scales, PLACE: gl.constexpr, ROWS: gl.constexpr):
+    """64 channels of every row: [ROWS, 32] pairs."""
+    factor = _factor(scales, PLACE)
+    a, b = _decode(x[0], factor)
+    c, d = _decode(x[1], factor)
+    e, f = _decode(x[2], factor)
+    g, h = _decode(x[3], factor)
+    return _row_of_eight(a, b, c, d, e, f, g, h, ROWS)
+
+
+@gluon.jit
+def _nan_codes(x):
+    """Bits that are set where one of sixteen codes is NaN, 0x7F or 0xFF."""
+    a = ((x[0] & 0x7F7F7F7F) + 0x01010101) | ((x[1] & 0x7F7F7F7F) + 0x01010101)
+    b = ((x[2] & 0x7F7F7F7F) + 0x01010101) | ((x[3] & 0x7F7F7F7F) + 0x01010101)
+    return (a | b) & -0x7F7F7F80
+
+
+@gluon.jit
+def _nan_scales(low, high):
+    """The same of seven scale bytes, 0xFF alone."""
+    low = (low & 0x7F7F7F7F) + 0x01010101 & low
+    high = (high & 0x7F7F7F7F) + 0x01010101 & high & 0x00FFFFFF
+    return (low | high) & -0x7F7F7F80
+
+
+@gluon.jit
+def _fetch(tile, slots):
+    """Ask for rows: whether there are such, and four lanes' bytes of each."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    PAGE: gl.constexpr = tile.PAGE
+    STEP: gl.constexpr = tile.STEP
+    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
+    valid = (slots >= 0) & (slots < tile.limit)
+    slots = gl.where(valid, slots, 0).to(gl.uint32)
+    pages = slots // PAGE
+    entry = (slots - pages * PAGE).to(gl.int32)
+    page = tile.cache.to(gl.int64) + pages.to(gl.int64) * STEP
+    scales_at = page + (PAGE * _DATA + entry * _SCALES)
+    scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
+    there = gl.expand_dims(valid, 1).to(gl.int32)
+    at = gl.expand_dims(page + entry * _DATA, 1) + lane
+    x0 = _load(at, there)
+    x1 = _load(at + 64, there)
+    x2 = _load(at + 128, there)
+    x3 = _load(at + 192, there)
+    x4 = _load(at + 256, there)
+    x5 = _load(at + 320, there)
+    x6 = _load(at + 384, there)
+    y0 = _load(at + lane + _NOPE, there)
+    y1 = _load(at + lane + (_NOPE + 16), there)
+    return valid, scales, x0, x1, x2, x3, x4, x5, x6, y0, y1
+
+
+@gluon.jit
+def _decoded(fetched, ROWS: gl.constexpr):
+    """What ``_fetch`` asked for: both halves as [ROWS, 128] pairs, and the rows' bias."""
+    valid, scales, x0, x1, x2, x3, x4, x5, x6, y0, y1 = fetched
+    low = scales.to(gl.int32)
+    high = (scales >> 32).to(gl.int32)
+    left = _half_row(
+        _block(x0, low, 0, ROWS), _block(x1, low, 1, ROWS),
+        _block(x2, low, 2, ROWS), _block(x3, low, 3, ROWS), ROWS,
+    )  # fmt: skip
+    tail = _row_of_eight(y0[0], y0[1], y0[2], y0[3], y1[0], y1[1], y1[2], y1[3], ROWS)
+    right = _half_row(
+        _block(x4, high, 0, ROWS), _block(x5, high, 1, ROWS), _block(x6, high, 2, ROWS), tail, ROWS
+    )
+    nan = _nan_codes(x0) | _nan_codes(x1) | _nan_codes(x2) | _nan_codes(x3)
+    nan = nan | _nan_codes(x4) | _nan_codes(x5) | _nan_codes(x6)
+    nan = gl.max((nan != 0).to(gl.int32), 1) | (_nan_scales(low, high) != 0).to(gl.int32)
+    bias = gl.where(valid, gl.where(nan != 0, float("nan"), 0.0), _MASKED)
+    return left, right, bias
+
+
+@gluon.jit
+def _put(shared, fetched, BLOCK: gl.constexpr, ROW0: gl.constexpr, ROWS: gl.constexpr):
+    """Decode what was asked for, and store it from a row of a block on."""
+    left, right, bias = _decoded(fetched, ROWS)
+    shared.packed.index(BLOCK).slice(ROW0, ROWS, dim=0).store(left)
+    shared.packed.index(2 + BLOCK).slice(ROW0, ROWS, dim=0).store(right)
+    shared.bias.index(BLOCK).slice(ROW0, ROWS, dim=0).store(bias)
+
+
+@gluon.jit
+def _load_rows(tile, shared, PART: gl.constexpr):
+    """A warpgroup's quarter of the rows that the first query sees, and of those in other places."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    place = PART * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, L))
+    slots = gl.load(tile.slots + place, mask=place < tile.seen, other=-1)
+    _put(shared, _fetch(tile, slots), PART // 2, PART % 2 * 32, 32)
+    mbarrier.arrive(shared.loaded, count=1)
+
+
+@gluon.jit
+def _updater(tile, params, shared):
+    """A quarter of the rows; then what every further query sees instead of an older row."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    gdc_wait()
+    _load_rows(tile, shared, 3)
+    place = gl.arange(0, NEW_PLACES, layout=gl.SliceLayout(1, L))
+    for k in range(1, tile.count):
+        column = gl.where(place < k, place + PLACES, place)
+        slots = gl.load(tile.slots + column, mask=column < tile.seen, other=-1)
+        fetched = _fetch(tile, slots)
+        mbarrier.wait(shared.p_free.index(0), (k - 1) & 1)
+        _put(shared, fetched, 0, 0, NEW_PLACES)
+        mbarrier.arrive(shared.updated, count=1)
+
+
+@aggregate
+class Params:
+    """What a launch is given beside its rows.
+
+    Attributes:
+        q_desc: TMA descriptor of queries.
+        counts: int32 [R], queries of each request.
+        sink: float32 [H].
+        out: [T, H, 512].
+        lse: float32 [T, H].
+        H: heads.
+        scale: of the scores, times log2(e).
+        empty: lse of a query without rows.
+        first: of the tile's queries, among its request's.
+        request: of the tile.
+        SINK: there is one.
+        COUNTS: there are such.
+        WHOLE: heads are a multiple of 64.
+    """
+
+    q_desc: object
+    counts: gl.tensor
+    sink: gl.tensor
+    out: gl.tensor
+    lse: gl.tensor
+    H: gl.tensor
+    scale: gl.tensor
+    empty: gl.tensor
+    first: gl.tensor
+    request: gl.tensor
+    SINK: gl.constexpr
+    COUNTS: gl.constexpr
+    WHOLE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q_desc, counts, sink, out, lse, H, scale, empty, first, request, SINK, COUNTS, WHOLE
+    ):  # fmt: skip
+        self.q_desc, self.counts, self.sink, self.out, self.lse = q_desc, counts, sink, out, lse
+        self.H, self.scale, self.empty = H, scale, empty
+        self.first, self.request = first, request
+        self.SINK, self.COUNTS = gl.constexpr(SINK), gl.constexpr(COUNTS)
+        self.WHOLE = gl.constexpr(WHOLE)
+
+
+@gluon.jit
+def _ask_query(tile, params, shared, k):
+    """Let TMA bring the heads of a query, by halves."""
+    row = (tile.token + k) * params.H + tile.head
+    for part in gl.static_range(2):
+        full = shared.q_full.index(part)
+        mbarrier.expect(full, _HEADS * _HALF * 2)
+        _tma_load(params.q_desc, [row, part * _HALF], full, shared.q.index(part))
+
+
+@gluon.jit
+def _scores_of(shared, BLOCK: gl.constexpr, k, S: gl.constexpr):
+    """Begin the scores of a block."""
+    scores = gl.zeros([_HEADS, _KEYS], gl.float32, S)
+    if BLOCK == 0:
+        mbarrier.wait(shared.q_full.index(0), k & 1)
+    left = shared.rows.index(BLOCK).permute((1, 0))
+    scores = warpgroup_mma(shared.q.index(0), left, scores, use_acc=False, is_async=True)
+    if BLOCK == 0:
+        mbarrier.wait(shared.q_full.index(1), k & 1)
+    right = shared.rows.index(2 + BLOCK).permute((1, 0))
+    return warpgroup_mma(shared.q.index(1), right, scores, is_async=True)
+
+
+@gluon.jit
+def _biased(
+    scores, shared, tile, k, queries, COUNTS: gl.constexpr, BLOCK: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
+    """Scores, of rows that the query does not see far below all others."""
+    bias = shared.bias.index(BLOCK).load(gl.SliceLayout(0, S))
+    if tile.WINDOW < PLACES:
+        place = BLOCK * _KEYS + gl.arange(0, _KEYS, layout=gl.SliceLayout(0, S))
+        column = gl.where(place < k, place + PLACES, place)
+        bias = gl.where(column < k + tile.WINDOW, bias, _MASKED)
+    if COUNTS:
+        bias = gl.where(k < queries, bias, _MASKED)
+    return scores + gl.expand_dims(bias, 0)
+
+
+@gluon.jit
+def _scores(tile, params, shared):
+    """A quarter of the rows; then scores, probabilities, and the factors of the results."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    gdc_wait()
+    gdc_launch_dependents()
+    _ask_query(tile, params, shared, 0)
+    _load_rows(tile, shared, 0)
+    head = tile.head + gl.arange(0, _HEADS, layout=ROW)
+    there = head < params.H
+    sink = gl.full([_HEADS], -float("inf"), gl.float32, ROW)
+    if params.SINK:
+        sink = gl.load(params.sink + head, mask=there, other=0.0) * _LOG2E
+    queries = tile.count
+    if params.COUNTS:
+        queries = gl.load(params.counts + params.request) - params.first
+    mbarrier.wait(shared.loaded, 0)
+    scale = params.scale
+    for k in range(0, tile.count):
+        if k > 0:
+            mbarrier.wait(shared.updated, (k - 1) & 1)
+        fence_async_shared()
+        first = _scores_of(shared, 0, k, S)
+        second = _scores_of(shared, 1, k, S)
+        first = warpgroup_mma_wait(2, deps=[first])
+        first = _biased(first, shared, tile, k, queries, params.COUNTS, 0, S)
+        top = gl.maximum(gl.max(first, 1), _NO_MAXIMUM)
+        p = gl.exp2(first * scale - gl.expand_dims(top * scale, 1))
+        sums = gl.sum(p, 1)
+        mbarrier.wait(shared.p_free.index(0), (k & 1) ^ 1)
+        shared.p.index(0).store(p.to(gl.bfloat16))
+        fence_async_shared()
+        mbarrier.arrive(shared.p_ready.index(0), count=1)
+        second = warpgroup_mma_wait(0, deps=[second])
+        if k + 1 < tile.count:
+            # All warps are done with this query's heads.
+            warpgroup_barrier()
+            _ask_query(tile, params, shared, k + 1)
+        second = _biased(second, shared, tile, k, queries, params.COUNTS, 1, S)
+        peak = gl.maximum(top, gl.max(second, 1))
+        decay = gl.exp2((top - peak) * scale)
+        p = gl.exp2(second * scale - gl.expand_dims(peak * scale, 1))
+        sums = sums * decay + gl.sum(p, 1)
+        total = sums + gl.exp2(sink - peak * scale)
+        mbarrier.wait(shared.p_free.index(1), (k & 1) ^ 1)
+        shared.p.index(1).store(p.to(gl.bfloat16))
+        shared.factors.index(0).store(decay)
+        shared.factors.index(1).store(gl.where(sums == 0, 0.0, 1.0 / total))
+        fence_async_shared()
+        mbarrier.arrive(shared.p_ready.index(1), count=1)
+        lse = gl.where(sums == 0, params.empty, (peak * scale + gl.log2(sums)) * _LN2)
+        gl.store(params.lse + (tile.token + k).to(gl.int64) * params.H + head, lse, mask=there)
+
+
+@gluon.jit
+def _store_half(y, out, row, valid, COLUMN: gl.constexpr, WHOLE: gl.constexpr):
+    """Store [64, 256] rounded, in full 32-byte sectors, exchanging values within a warp."""
+    OL: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+    o = gl.convert_layout(y.to(out.dtype.element_ty), OL)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
+    c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, OL)), 0)
+    at = out + row.to(gl.int64) * 512 + (r * 512 + c + COLUMN)
+    if WHOLE:
+        gl.store(at, o)
+    else:
+        gl.store(at, o, mask=(r < valid) & (c >= 0))
+
+
+@gluon.jit
+def _weigh(tile, params, shared, HALF: gl.constexpr):
+    """A quarter of the rows; then half of the channels of every query's result."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    gdc_wait()
+    _load_rows(tile, shared, 1 + HALF)
+    mbarrier.wait(shared.loaded, 0)
+    for k in range(0, tile.count):
+        acc = gl.zeros([_HEADS, _HALF], gl.float32, L)
+        mbarrier.wait(shared.p_ready.index(0), k & 1)
+        fence_async_shared()
+        acc = warpgroup_mma(
+            shared.p.index(0), shared.rows.index(2 * HALF), acc, use_acc=False, is_async=True
+        )
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(shared.p_free.index(0), count=1)
+        mbarrier.wait(shared.p_ready.index(1), k & 1)
+        fence_async_shared()
+        factor = shared.factors.index(1).load(R)
+        acc = acc * gl.expand_dims(shared.factors.index(0).load(R), 1)
+        acc = warpgroup_mma(shared.p.index(1), shared.rows.index(2 * HALF + 1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(shared.p_free.index(1), count=1)
+        row = (tile.token + k) * params.H + tile.head
+        acc = acc * gl.expand_dims(factor, 1)
+        _store_half(acc, params.out, row, params.H - tile.head, HALF * _HALF, params.WHOLE)
+
+
+@gluon.jit
+def _left(tile, params, shared):
+    _weigh(tile, params, shared, 0)
+
+
+@gluon.jit
+def _right(tile, params, shared):
+    _weigh(tile, params, shared, 1)
+
+
+@gluon.jit(
+    do_not_specialize=["queries", "group", "groups", "H", "limit", "stride", "scale", "empty"]
+)
+def windows_kernel(
+    q_desc, cache, slots, counts, sink, out, lse,
+    queries, group, groups, H, limit, stride, scale, empty,
+    HEAD_TILES: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, STEP: gl.constexpr,
+    SINK: gl.constexpr, COUNTS: gl.constexpr, WHOLE: gl.constexpr,
+    WEIGHING_REGISTERS: gl.constexpr, UPDATER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Attend; see the file.
+
+    Args:
+        q_desc: of q as [T * H, 512], boxes of 64 x 256.
+        cache: pages of rows.
+        slots: int32 [R, WINDOW + queries - 1], ``stride`` apart.
+        counts: int32 [R], read if COUNTS.
+        sink: float32 [H], read if SINK.
+        out: bfloat16 [T, H, 512].
+        lse: float32 [T, H].
+        queries: of a request.
+        group: of a tile, at most NEW_PLACES.
+        groups: tiles of a request's queries.
+        H: heads.
+        limit: slots are below.
+        stride: of ``slots``.
+        scale: of the scores, times log2(e).
+        empty: lse of a query without rows.
+        HEAD_TILES: ceil(H / 64).
+        WINDOW: rows that a query sees, at most PLACES.
+        PAGE: rows of a page.
+        STEP: bytes from a page to the next.
+        SINK: there is a sink.
+        COUNTS: requests may have fewer queries.
+        WHOLE: H is a multiple of 64.
+        WEIGHING_REGISTERS: registers of a thread that multiplies by values.
+        UPDATER_REGISTERS: of one that brings further rows.
+    """
+    number = gl.program_id(0)
+    place = number // HEAD_TILES
+    request = place // groups
+    first = (place % groups) * group
+    count = gl.minimum(group, queries - first)
+    tile = Tile(
+        slots + request.to(gl.int64) * stride + first, WINDOW + count - 1, cache, limit,
+        request * queries + first, (number % HEAD_TILES) * 64, count, PAGE, STEP, WINDOW,
+    )  # fmt: skip
+    params = Params(
+        q_desc, counts, sink, out, lse, H, scale, empty, first, request, SINK, COUNTS, WHOLE
+    )
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    B: gl.constexpr = mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALVES)
+    packed = gl.allocate_shared_memory(gl.int32, [4, 64, 128], WORDS)
+    rows = view(packed, gl.bfloat16, [4, 64, 256], HALVES)
+    p_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], HALVES)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    factors = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    loaded = gl.allocate_shared_memory(gl.int64, [1], B)
+    updated = gl.allocate_shared_memory(gl.int64, [1], B)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    p_free = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    mbarrier.init(loaded, count=4)
+    mbarrier.init(updated, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(p_free.index(i), count=2)
+    shared = Shared(
+        q_s, packed, rows, p_s, bias, factors, loaded, q_full, p_ready, p_free, updated
+    )
+    gl.warp_specialize(
+        [
+            (_scores, (tile, params, shared)),
+            (_left, (tile, params, shared)),
+            (_right, (tile, params, shared)),
+            (_updater, (tile, params, shared)),
+        ],
+        [4, 4, 4],
+        [WEIGHING_REGISTERS, WEIGHING_REGISTERS, UPDATER_REGISTERS],
+    )
