@@ -1,13 +1,17 @@
 """The Hopper kernel of windows that queries share, its own text on a CPU, against float64."""
 
+import importlib.util
+import pathlib
+import re
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention import gluon_sm90_windows as module
+from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.gluon_sm90_windows import windows_kernel
 from anymla.testing.gluon import Deadlock, Descriptor, Hazard
 from anymla.testing.gluon import run as run_kernel
@@ -85,3 +89,106 @@ def test_numbers(group):
 @pytest.mark.parametrize("heads", [16, 100, 128])
 def test_any_number_of_heads(heads):
     Call(2, 5, heads).check(3)
+
+
+@pytest.mark.parametrize("window", [16, 121, 126, 127])
+@pytest.mark.parametrize("group", [2, 8])
+def test_windows_narrower_than_the_places(window, group):
+    Call(1, 9, 16, window, page=16).check(group)
+
+
+def test_without_a_sink():
+    Call(1, 2, 64, sink=False).check(2)
+
+
+def test_queries_that_are_not_there_see_nothing():
+    call = Call(4, 6, 64)
+    call.counts = torch.tensor([6, 0, 1, 4], dtype=torch.int32)
+    out = call.check(4)
+    assert not out[6:12].any()
+
+
+def test_slots_that_are_no_rows_are_not_read():
+    call = Call(3, 4, 64)
+    pages, page = call.cache.shape[:2]
+    call.slots[0, :100] = -1
+    call.slots[1] = torch.randint(-(2**31), 2**31 - 1, call.slots[1].shape).int()
+    call.slots[1, ::7] = 3
+    call.slots[1, ::11] = pages * page
+    call.slots[2] = -5
+    out = call.check(4)
+    assert not out[8:].any()
+
+
+def test_poisoned_rows_reach_those_who_see_them_and_nobody_else():
+    call = Call(1, 8, 64)
+    want, _ = call.run(8)
+    # A NaN code, a NaN scale and a NaN in the tail, in columns that few queries see.
+    for column, byte, value in ((0, 5, 0x7F), (131, 576 * call.cache.shape[1], 255)):
+        slot = int(call.slots[0, column])
+        page, entry = divmod(slot, call.cache.shape[1])
+        flat = call.cache[page].flatten()
+        at = byte + entry * 8 + 6 if byte > 576 else byte + entry * 576
+        flat[at] = value
+        call.cache[page] = flat.view_as(call.cache[page])
+    out, lse = call.run(8)
+    sees = [j == 0 or j >= 4 for j in range(8)]
+    for j, poisoned in enumerate(sees):
+        assert bool(out[j].isnan().all()) is poisoned
+        assert bool(lse[j].isnan().all()) is poisoned
+        if not poisoned:
+            assert torch.equal(out[j], want[j])
+
+
+@pytest.mark.parametrize("byte", [0, 1, 60, 104, 134, 135, 200])
+def test_every_scale_is_exact(byte):
+    """Scores that do not overflow: queries are as small as rows are large."""
+    call = Call(1, 2, 16)
+    page = call.cache.shape[1]
+    scales = call.cache.flatten(1)[:, 576 * page :].view(-1, page, 8)
+    scales[..., :7] = byte
+    power = 2.0 ** (byte - 127)
+    call.q[..., :448] = (call.q[..., :448].double() / power / 64).bfloat16()
+    out, lse = call.run(2)
+    want, want_lse = call.expected()
+    assert (out.double() - want).norm() < 2.5e-3 * want.norm()
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
+
+
+WAITS = [
+    "        mbarrier.wait(shared.p_free.index(0), (k - 1) & 1)\n",
+    "    mbarrier.wait(shared.loaded, 0)\n    scale",
+    "            mbarrier.wait(shared.updated, (k - 1) & 1)\n",
+    "        mbarrier.wait(shared.q_full, k & 1)\n",
+    "        mbarrier.wait(shared.p_free.index(1), (k & 1) ^ 1)\n",
+    "        mbarrier.wait(shared.p_ready.index(0), k & 1)\n",
+    "        mbarrier.wait(shared.p_ready.index(1), k & 1)\n",
+]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_no_wait_can_be_left_out(wait, tmp_path):
+    changed = altered(tmp_path, wait, re.sub(r"mbarrier\.wait\(.*\)", "pass", wait))
+    with pytest.raises((Deadlock, Hazard, AssertionError)):
+        some_runs(changed)
+
+
+def some_runs(changed):
+    for seed in range(20):
+        Call(1, 4, 64, seed=seed).check(4, seed, changed)
+
+
+def altered(tmp_path, old, new):
+    """The module's device functions with its source changed, by those that they stand for."""
+    source = pathlib.Path(module.__file__).read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    path = tmp_path / "altered_windows.py"
+    path.write_text(source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("altered_windows", path)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    return {
+        vars(module)[name]: value
+        for name, value in vars(changed).items()
+        if hasattr(value, "fn") and value is not vars(module)[name]
+    }

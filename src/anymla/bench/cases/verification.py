@@ -3,7 +3,8 @@
 The queries of a request stand at neighbouring positions, so that their windows overlap, and see the
 same compressed entries of ratio 128; those of ratio 4 are chosen for each. One process, the same
 bytes, graph replay over rotating lists (cold rows), medians; work is shared out once for a shape.
-What layers do is beside the other way: by slots, or rows decoded once a request.
+What layers do is beside the other way: by slots, or rows decoded once a request; for windows alone
+beside a third one, whose kernel decodes them once for some of the queries.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.device import target_of
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.prefill_attention.config import decoding_pays_in_steps
+from anymla.ops.sparse_attention import sparse_attention_windows
 from anymla.ops.sparse_attention.shapes import FLASH_DECODE
 from anymla.ops.streams import scratch_scope
 
@@ -93,9 +95,11 @@ class VerificationInputs(DecodeInputs):
 
     Attributes:
         requests: by set of lists, the same rows as those of requests.
+        slots: likewise, slots of their windows.
     """
 
     requests: list[RequestRows] = dataclasses.field(default_factory=list)
+    slots: list[Tensor] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, shape: Verification, device: torch.device) -> VerificationInputs:
@@ -111,15 +115,26 @@ class VerificationInputs(DecodeInputs):
             shared_rows(MAIN_FP8, _WINDOW_SLOTS, _PAGE, device),
             shared_rows(MAIN_FP8, _EXTRA_SLOTS, _EXTRA_PAGE, device) if extra else None,
             full(_WINDOW), full(extra) if extra else None,
-            [(window, entries) for window, entries, _ in sets], [each for *_, each in sets],
+            [(window, entries) for window, entries, *_ in sets],
+            [requests for *_, requests, _ in sets], [slots for *_, slots in sets],
         )  # fmt: skip
 
     def decoded(self, backend: str | None) -> list[Callable[[], Tensor]]:
         """Calls that decode the requests' rows and attend to them."""
-        return [
-            functools.partial(self._decoded_once, each, backend, torch.empty_like(self.q))
-            for each in self.requests
-        ]
+        out = torch.empty_like(self.q)
+        return [functools.partial(self._decoded_once, each, backend, out) for each in self.requests]
+
+    def shared_windows(self, backend: str | None) -> list[Callable[[], Tensor]]:
+        """Calls that decode the requests' windows as they attend to them."""
+        out = torch.empty_like(self.q)
+        return [functools.partial(self._sharing, each, backend, out) for each in self.slots]
+
+    def _sharing(self, slots: Tensor, backend: str | None, out: Tensor) -> Tensor:
+        attended: Tensor = sparse_attention_windows(
+            self.q.flatten(0, 1), self.cache, slots, queries=self.shape.rows, sink=self.sink,
+            out=out.flatten(0, 1), backend=backend,
+        )[0]  # fmt: skip
+        return attended
 
     def _decoded_once(self, rows: RequestRows, backend: str | None, out: Tensor) -> Tensor:
         with scratch_scope():
@@ -152,8 +167,10 @@ class VerificationInputs(DecodeInputs):
         return max(found)
 
 
-def _rows(shape: Verification, device: torch.device) -> tuple[Tensor, Tensor | None, RequestRows]:
-    """Lists of the queries' windows and entries, and the requests' rows."""
+def _rows(
+    shape: Verification, device: torch.device
+) -> tuple[Tensor, Tensor | None, RequestRows, Tensor]:
+    """Lists of the queries' windows and entries; the requests' rows, and slots of their windows."""
     batch, rows, extra = shape.batch, shape.rows, shape.extra
     width = _WINDOW + rows - 1
     table = torch.randperm(_WINDOW_SLOTS // _PAGE, device=device)[: 2 * batch].view(batch, 2)
@@ -168,11 +185,11 @@ def _rows(shape: Verification, device: torch.device) -> tuple[Tensor, Tensor | N
         GroupStep(table.int(), slots, _PAGE), window=_WINDOW, queries=rows,
     )  # fmt: skip
     if not extra:
-        return windows, None, see()
+        return windows, None, see(), slots
     if shape.chosen:
         size = (batch, rows, extra)
         chosen = torch.randint(0, _EXTRA_SLOTS, size, dtype=torch.int32, device=device)
-        return windows, chosen, see()
+        return windows, chosen, see(), slots
     count = -(-extra // _EXTRA_PAGE)
     table = torch.randint(0, _EXTRA_SLOTS // _EXTRA_PAGE, (batch, count), device=device)
     entries = table.unsqueeze(2) * _EXTRA_PAGE + torch.arange(_EXTRA_PAGE, device=device)
@@ -182,7 +199,7 @@ def _rows(shape: Verification, device: torch.device) -> tuple[Tensor, Tensor | N
         visible=torch.full((batch,), extra, dtype=torch.int32, device=device),
     )
     made.runs[:, 3] = extra
-    return windows, entries.unsqueeze(1).expand(-1, rows, -1).contiguous(), made
+    return windows, entries.unsqueeze(1).expand(-1, rows, -1).contiguous(), made, slots
 
 
 def verification_cases(
@@ -221,5 +238,7 @@ def _verification(
         yield Subject("slots_microseconds", by_slots)
     elif decoded:
         yield inputs.checked(decoded, "decoded_microseconds", "decoded_error")
+    if not shape.extra:
+        yield inputs.checked(inputs.shared_windows(backend), "shared_microseconds", "shared_error")
     if peer is not None:
         yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")

@@ -49,8 +49,15 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"{call}, captured", functools.partial(_captured, call)
         for call in CALLS:
             yield str(call), functools.partial(attend, call)
-        for heads, page, whole in ((64, 64, True), (64, 256, True), (128, 256, True), (20, 64, False)):
-            label = f"windows of 8 queries, {heads} heads, pages of {page}" + ", counted" * (not whole)
+        for heads, page, whole in (
+            (64, 64, True),
+            (64, 256, True),
+            (128, 256, True),
+            (20, 64, False),
+        ):
+            label = f"windows of 8 queries, {heads} heads, pages of {page}" + ", counted" * (
+                not whole
+            )
             yield label, functools.partial(_attend_windows, heads, page, whole)
     for tokens, heads in itertools.product((1, 32, 512), (16, 32, 64)):
         shape = AttentionShape(tokens, heads, 128, 512)

@@ -5,18 +5,17 @@ the 128 rows that the first of them sees into shared memory, in bfloat16, and at
 after query. A query sees one row that the one before does not, and the other way round: the new
 row takes the old one's place, so that the order of rows is another and nothing else.
 
-    scores       S = Q K, the softmax                  the rest of 512 registers, 120
-    left, right  P V of channels 0 .. 255, 256 .. 511  160 each
-    updater      the row that the next query sees       72
+    scores   4 warps   S = Q K, the softmax               112 registers
+    weigh    8 warps   P V                                160
+    updater  4 warps   the row that the next query sees    80
 
-Each of the four warpgroups first decodes 32 of the rows. Rows are two blocks of 64, of which the
-second one's scores are computed while the first one's become probabilities, and so on; Q of the
-next query is brought by TMA as soon as the last scores are there.
+Each of the 16 warps first decodes eight of the rows. Rows are two blocks of 64, of which the
+second one's scores are computed while the first one's become probabilities. TMA brings Q of the
+next query as soon as the last scores are there.
 
-Barriers: loaded, once, all warpgroups; q_full[half] TMA -> scores; p_ready[b] scores -> left and
-right, with the factor by which the first block's sums decay, and the one of the result; p_free[b]
-left and right -> scores, and -> updater: the first block of a query is done with; updated
-updater -> scores. Whoever multiplies by rows or probabilities fences behind the wait, as in
+Barriers: loaded, once, all; q_full TMA -> scores; p_ready[b] scores -> weigh, with the factor by
+which the first block's sums decay, and the one of the result; p_free[0] weigh -> updater, and
+updated updater -> scores; p_free[1] weigh -> scores. Whoever multiplies by rows or probabilities fences behind the wait, as in
 ``gluon_sm90_decode_m64``.
 
 In bfloat16 every e4m3 code times any power of two is exact that bfloat16 has, queries stay as they
@@ -54,7 +53,7 @@ _NO_MAXIMUM = gl.constexpr(-1e29)
 _MASKED = gl.constexpr(-1e30)
 _HEADS = gl.constexpr(64)
 _KEYS = gl.constexpr(64)  # of a block
-_HALF = gl.constexpr(256)  # channels
+_CHANNELS = gl.constexpr(_LAYOUT.channels)
 PLACES = gl.constexpr(128)  # for rows
 NEW_PLACES = gl.constexpr(8)  # of them those that change
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
@@ -80,20 +79,22 @@ class Shared:
     """Shared memory of a CTA.
 
     Attributes:
-        q: bfloat16 [2, 64, 256], halves of the queries.
-        packed: int32 [64, 128] of block 0's left half, block 1's, block 0's right half, block 1's.
+        q: bfloat16 [64, 512], the queries.
+        q_halves: the same as [2, 64, 256].
+        packed: int32 [2, 64, 256], two blocks of rows.
         rows: the same as bfloat16.
         p: bfloat16 [2, 64, 64], probabilities of a block.
         bias: float32 [2, 64], of the scores of a row.
         factors: float32 [2, 64], by how much the first block's sums decay; factor of the result.
         loaded: barriers; see the file, as for the next ones.
-        q_full: [2].
+        q_full: one.
         p_ready: [2].
         p_free: [2].
         updated: one.
     """
 
     q: object
+    q_halves: object
     packed: object
     rows: object
     p: object
@@ -107,9 +108,10 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, packed, rows, p, bias, factors, loaded, q_full, p_ready, p_free, updated
+        self, q, q_halves, packed, rows, p, bias, factors, loaded, q_full, p_ready, p_free, updated
     ):  # fmt: skip
-        self.q, self.packed, self.rows, self.p = q, packed, rows, p
+        self.q, self.q_halves = q, q_halves
+        self.packed, self.rows, self.p = packed, rows, p
         self.bias, self.factors = bias, factors
         self.loaded, self.q_full, self.updated = loaded, q_full, updated
         self.p_ready, self.p_free = p_ready, p_free
@@ -218,9 +220,8 @@ def _nan_scales(low, high):
 
 
 @gluon.jit
-def _fetch(tile, slots):
+def _fetch(tile, slots, L: gl.constexpr):
     """Ask for rows: whether there are such, and four lanes' bytes of each."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     PAGE: gl.constexpr = tile.PAGE
     STEP: gl.constexpr = tile.STEP
     lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
@@ -270,18 +271,21 @@ def _decoded(fetched, ROWS: gl.constexpr):
 def _put(shared, fetched, BLOCK: gl.constexpr, ROW0: gl.constexpr, ROWS: gl.constexpr):
     """Decode what was asked for, and store it from a row of a block on."""
     left, right, bias = _decoded(fetched, ROWS)
-    shared.packed.index(BLOCK).slice(ROW0, ROWS, dim=0).store(left)
-    shared.packed.index(2 + BLOCK).slice(ROW0, ROWS, dim=0).store(right)
+    rows = shared.packed.index(BLOCK).slice(ROW0, ROWS, dim=0)
+    rows.slice(0, 128, dim=1).store(left)
+    rows.slice(128, 128, dim=1).store(right)
     shared.bias.index(BLOCK).slice(ROW0, ROWS, dim=0).store(bias)
 
 
 @gluon.jit
-def _load_rows(tile, shared, PART: gl.constexpr):
-    """A warpgroup's quarter of the rows that the first query sees, and of those in other places."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    place = PART * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, L))
+def _load_rows(
+    tile, shared, BLOCK: gl.constexpr, ROW0: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
+):
+    """Rows that the first query sees, some of a block, by the warps of a partition."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])
+    place = BLOCK * _KEYS + ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     slots = gl.load(tile.slots + place, mask=place < tile.seen, other=-1)
-    _put(shared, _fetch(tile, slots), PART // 2, PART % 2 * 32, 32)
+    _put(shared, _fetch(tile, slots, L), BLOCK, ROW0, ROWS)
     mbarrier.arrive(shared.loaded, count=1)
 
 
@@ -290,12 +294,12 @@ def _updater(tile, params, shared):
     """A quarter of the rows; then what every further query sees instead of an older row."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     gdc_wait()
-    _load_rows(tile, shared, 3)
+    _load_rows(tile, shared, 0, 32, 32, 4)
     place = gl.arange(0, NEW_PLACES, layout=gl.SliceLayout(1, L))
     for k in range(1, tile.count):
         column = gl.where(place < k, place + PLACES, place)
         slots = gl.load(tile.slots + column, mask=column < tile.seen, other=-1)
-        fetched = _fetch(tile, slots)
+        fetched = _fetch(tile, slots, L)
         mbarrier.wait(shared.p_free.index(0), (k - 1) & 1)
         _put(shared, fetched, 0, 0, NEW_PLACES)
         mbarrier.arrive(shared.updated, count=1)
@@ -348,26 +352,20 @@ class Params:
 
 @gluon.jit
 def _ask_query(tile, params, shared, k):
-    """Let TMA bring the heads of a query, by halves."""
+    """Let TMA bring the heads of a query."""
     row = (tile.token + k) * params.H + tile.head
+    mbarrier.expect(shared.q_full, _HEADS * _CHANNELS * 2)
     for part in gl.static_range(2):
-        full = shared.q_full.index(part)
-        mbarrier.expect(full, _HEADS * _HALF * 2)
-        _tma_load(params.q_desc, [row, part * _HALF], full, shared.q.index(part))
+        to = shared.q_halves.index(part)
+        _tma_load(params.q_desc, [row, part * (_CHANNELS // 2)], shared.q_full, to)
 
 
 @gluon.jit
-def _scores_of(shared, BLOCK: gl.constexpr, k, S: gl.constexpr):
+def _scores_of(shared, BLOCK: gl.constexpr, S: gl.constexpr):
     """Begin the scores of a block."""
     scores = gl.zeros([_HEADS, _KEYS], gl.float32, S)
-    if BLOCK == 0:
-        mbarrier.wait(shared.q_full.index(0), k & 1)
-    left = shared.rows.index(BLOCK).permute((1, 0))
-    scores = warpgroup_mma(shared.q.index(0), left, scores, use_acc=False, is_async=True)
-    if BLOCK == 0:
-        mbarrier.wait(shared.q_full.index(1), k & 1)
-    right = shared.rows.index(2 + BLOCK).permute((1, 0))
-    return warpgroup_mma(shared.q.index(1), right, scores, is_async=True)
+    rows = shared.rows.index(BLOCK).permute((1, 0))
+    return warpgroup_mma(shared.q, rows, scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -393,7 +391,7 @@ def _scores(tile, params, shared):
     gdc_wait()
     gdc_launch_dependents()
     _ask_query(tile, params, shared, 0)
-    _load_rows(tile, shared, 0)
+    _load_rows(tile, shared, 0, 0, 32, 4)
     head = tile.head + gl.arange(0, _HEADS, layout=ROW)
     there = head < params.H
     sink = gl.full([_HEADS], -float("inf"), gl.float32, ROW)
@@ -406,16 +404,17 @@ def _scores(tile, params, shared):
     scale = params.scale
     for k in range(0, tile.count):
         if k > 0:
+            # So weigh is done with the first block, and its probabilities.
             mbarrier.wait(shared.updated, (k - 1) & 1)
+        mbarrier.wait(shared.q_full, k & 1)
         fence_async_shared()
-        first = _scores_of(shared, 0, k, S)
-        second = _scores_of(shared, 1, k, S)
-        first = warpgroup_mma_wait(2, deps=[first])
+        first = _scores_of(shared, 0, S)
+        second = _scores_of(shared, 1, S)
+        first = warpgroup_mma_wait(1, deps=[first])
         first = _biased(first, shared, tile, k, queries, params.COUNTS, 0, S)
         top = gl.maximum(gl.max(first, 1), _NO_MAXIMUM)
         p = gl.exp2(first * scale - gl.expand_dims(top * scale, 1))
         sums = gl.sum(p, 1)
-        mbarrier.wait(shared.p_free.index(0), (k & 1) ^ 1)
         shared.p.index(0).store(p.to(gl.bfloat16))
         fence_async_shared()
         mbarrier.arrive(shared.p_ready.index(0), count=1)
@@ -441,19 +440,19 @@ def _scores(tile, params, shared):
 
 
 @gluon.jit
-def _store_half(y, out, row, valid, COLUMN: gl.constexpr, WHOLE: gl.constexpr):
-    """Store [64, 256] rounded, in full 32-byte sectors, exchanging values within a warp."""
+def _store(y, out, row, valid, WHOLE: gl.constexpr):
+    """Store [64, 512] rounded, in full 32-byte sectors, exchanging values within a warp."""
     OL: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 256]],
         [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
+        [[16, 0], [32, 0], [0, 128]],
         [],
-        [64, 256],
+        [64, 512],
     )
     o = gl.convert_layout(y.to(out.dtype.element_ty), OL)
     r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
-    c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, OL)), 0)
-    at = out + row.to(gl.int64) * 512 + (r * 512 + c + COLUMN)
+    c = gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, OL)), 0)
+    at = out + row.to(gl.int64) * 512 + (r * 512 + c)
     if WHOLE:
         gl.store(at, o)
     else:
@@ -461,19 +460,19 @@ def _store_half(y, out, row, valid, COLUMN: gl.constexpr, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(tile, params, shared, HALF: gl.constexpr):
-    """A quarter of the rows; then half of the channels of every query's result."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+def _weigh(tile, params, shared):
+    """Half of the rows; then every query's result."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     R: gl.constexpr = gl.SliceLayout(1, L)
     gdc_wait()
-    _load_rows(tile, shared, 1 + HALF)
+    _load_rows(tile, shared, 1, 0, 64, 8)
     mbarrier.wait(shared.loaded, 0)
     for k in range(0, tile.count):
-        acc = gl.zeros([_HEADS, _HALF], gl.float32, L)
+        acc = gl.zeros([_HEADS, _CHANNELS], gl.float32, L)
         mbarrier.wait(shared.p_ready.index(0), k & 1)
         fence_async_shared()
         acc = warpgroup_mma(
-            shared.p.index(0), shared.rows.index(2 * HALF), acc, use_acc=False, is_async=True
+            shared.p.index(0), shared.rows.index(0), acc, use_acc=False, is_async=True
         )
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(shared.p_free.index(0), count=1)
@@ -481,22 +480,12 @@ def _weigh(tile, params, shared, HALF: gl.constexpr):
         fence_async_shared()
         factor = shared.factors.index(1).load(R)
         acc = acc * gl.expand_dims(shared.factors.index(0).load(R), 1)
-        acc = warpgroup_mma(shared.p.index(1), shared.rows.index(2 * HALF + 1), acc, is_async=True)
+        acc = warpgroup_mma(shared.p.index(1), shared.rows.index(1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(shared.p_free.index(1), count=1)
         row = (tile.token + k) * params.H + tile.head
         acc = acc * gl.expand_dims(factor, 1)
-        _store_half(acc, params.out, row, params.H - tile.head, HALF * _HALF, params.WHOLE)
-
-
-@gluon.jit
-def _left(tile, params, shared):
-    _weigh(tile, params, shared, 0)
-
-
-@gluon.jit
-def _right(tile, params, shared):
-    _weigh(tile, params, shared, 1)
+        _store(acc, params.out, row, params.H - tile.head, params.WHOLE)
 
 
 @gluon.jit(
@@ -553,33 +542,33 @@ def windows_kernel(
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     B: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALVES)
-    packed = gl.allocate_shared_memory(gl.int32, [4, 64, 128], WORDS)
-    rows = view(packed, gl.bfloat16, [4, 64, 256], HALVES)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 512], HALVES)
+    q_halves = view(q_s, gl.bfloat16, [2, 64, 256], HALVES)
+    packed = gl.allocate_shared_memory(gl.int32, [2, 64, 256], WORDS)
+    rows = view(packed, gl.bfloat16, [2, 64, 512], HALVES)
     p_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], HALVES)
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     factors = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     loaded = gl.allocate_shared_memory(gl.int64, [1], B)
     updated = gl.allocate_shared_memory(gl.int64, [1], B)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], B)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
     p_free = gl.allocate_shared_memory(gl.int64, [2, 1], B)
-    mbarrier.init(loaded, count=4)
+    mbarrier.init(loaded, count=3)
+    mbarrier.init(q_full, count=1)
     mbarrier.init(updated, count=1)
     for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(p_free.index(i), count=2)
+        mbarrier.init(p_free.index(i), count=1)
     shared = Shared(
-        q_s, packed, rows, p_s, bias, factors, loaded, q_full, p_ready, p_free, updated
+        q_s, q_halves, packed, rows, p_s, bias, factors, loaded, q_full, p_ready, p_free, updated
     )
     gl.warp_specialize(
         [
             (_scores, (tile, params, shared)),
-            (_left, (tile, params, shared)),
-            (_right, (tile, params, shared)),
+            (_weigh, (tile, params, shared)),
             (_updater, (tile, params, shared)),
         ],
-        [4, 4, 4],
-        [WEIGHING_REGISTERS, WEIGHING_REGISTERS, UPDATER_REGISTERS],
+        [8, 4],
+        [WEIGHING_REGISTERS, UPDATER_REGISTERS],
     )

@@ -136,9 +136,7 @@ def _gluon_support(
 
 for _backend in ("reference", "torch"):
     sparse_attention_windows.register(_backend, _by_lists(_backend))
-sparse_attention_windows.register(
-    "triton", _by_lists("triton"), supports=triton_attention_support
-)
+sparse_attention_windows.register("triton", _by_lists("triton"), supports=triton_attention_support)
 sparse_attention_windows.register_lazy(
     "gluon_sm90",
     "anymla.ops.sparse_attention.gluon_sm90_windows_launch",
