@@ -15,8 +15,8 @@ next query as soon as the last scores are there.
 
 Barriers: loaded, once, all; q_full TMA -> scores; p_ready[b] scores -> weigh, with the factor by
 which the first block's sums decay, and the one of the result; p_free[0] weigh -> updater, and
-updated updater -> scores; p_free[1] weigh -> scores. Whoever multiplies by rows or probabilities fences behind the wait, as in
-``gluon_sm90_decode_m64``.
+updated updater -> scores; p_free[1] weigh -> scores. Whoever multiplies by rows or probabilities
+fences behind the wait, as in ``gluon_sm90_decode_m64``.
 
 In bfloat16 every e4m3 code times any power of two is exact that bfloat16 has, queries stay as they
 are, and P is rounded to bfloat16 as the contract has it. A row with a NaN among its codes or scales
@@ -61,7 +61,7 @@ _LOAD = gl.constexpr(
     "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
     "setp.ne.s32 q, $5, 0; "
     "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-    "@q ld.global.nc.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
+    "@q ld.global.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
 )
 # Sign, exponent and mantissa of a code at the place of bfloat16's, whose exponents differ by 120.
 _DECODE = gl.constexpr(
@@ -285,7 +285,12 @@ def _load_rows(
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])
     place = BLOCK * _KEYS + ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     slots = gl.load(tile.slots + place, mask=place < tile.seen, other=-1)
-    _put(shared, _fetch(tile, slots, L), BLOCK, ROW0, ROWS)
+    fetched = _fetch(tile, slots, L)
+    # Once, but the compiler does not know: before a loop that changes what they bring it leaves
+    # loads that it would else put behind what waits for others of them.
+    for _ in range(0, (tile.limit >> 31) + 1):
+        _put(shared, fetched, BLOCK, ROW0, ROWS)
+        fetched = _fetch(tile, slots * 0 - 1, L)
     mbarrier.arrive(shared.loaded, count=1)
 
 
