@@ -65,7 +65,7 @@ class Call:
             HEAD_TILES=tiles, WINDOW=self.window, PAGE=self.cache.shape[1],
             STEP=self.cache.stride(0), SINK=self.sink is not None,
             COUNTS=self.counts is not None, WHOLE=heads % 64 == 0,
-            WEIGHING_REGISTERS=0, UPDATER_REGISTERS=0, seed=seed, replacements=changed,
+            WEIGHING_REGISTERS=0, seed=seed, num_warps=8, replacements=changed,
         )  # fmt: skip
         return out, lse
 
@@ -156,13 +156,10 @@ def test_every_scale_is_exact(byte):
 
 
 WAITS = [
-    "        mbarrier.wait(shared.p_free.index(0), (k - 1) & 1)\n",
     "    mbarrier.wait(shared.loaded, 0)\n    scale",
-    "            mbarrier.wait(shared.updated, (k - 1) & 1)\n",
     "        mbarrier.wait(shared.q_full, k & 1)\n",
-    "        mbarrier.wait(shared.p_free.index(1), (k & 1) ^ 1)\n",
-    "        mbarrier.wait(shared.p_ready.index(0), k & 1)\n",
-    "        mbarrier.wait(shared.p_ready.index(1), k & 1)\n",
+    "            mbarrier.wait(shared.p_free, k & 1)\n",
+    "        mbarrier.wait(shared.p_ready, k & 1)\n",
 ]
 
 

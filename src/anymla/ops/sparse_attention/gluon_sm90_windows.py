@@ -5,18 +5,15 @@ the 128 rows that the first of them sees into shared memory, in bfloat16, and at
 after query. A query sees one row that the one before does not, and the other way round: the new
 row takes the old one's place, so that the order of rows is another and nothing else.
 
-    scores   4 warps   S = Q K, the softmax               112 registers
-    weigh    8 warps   P V                                160
-    updater  4 warps   the row that the next query sees    80
+    scores   S = Q K, the softmax; the row that the next query sees   96 registers
+    weigh    P V, the output                                         160
 
-Each of the 16 warps first decodes eight of the rows. Rows are two blocks of 64, of which the
-second one's scores are computed while the first one's become probabilities. TMA brings Q of the
-next query as soon as the last scores are there.
+Both are eight warps, and first decode 64 of the rows each. TMA brings Q of the next query as soon
+as the scores are there, and the next row is decoded while the product with the values runs.
 
-Barriers: loaded, once, all; q_full TMA -> scores; p_ready[b] scores -> weigh, with the factor by
-which the first block's sums decay, and the one of the result; p_free[0] weigh -> updater, and
-updated updater -> scores; p_free[1] weigh -> scores. Whoever multiplies by rows or probabilities
-fences behind the wait, as in ``gluon_sm90_decode_m64``.
+Barriers: loaded, once, both; q_full TMA -> scores; p_ready scores -> weigh, with the factor of the
+result; p_free weigh -> scores. Whoever multiplies by rows or probabilities fences behind the wait,
+as in ``gluon_sm90_decode_m64``.
 
 In bfloat16 every e4m3 code times any power of two is exact that bfloat16 has, queries stay as they
 are, and P is rounded to bfloat16 as the contract has it. A row with a NaN among its codes or scales
@@ -52,10 +49,9 @@ _LN2 = gl.constexpr(0.6931471805599453)
 _NO_MAXIMUM = gl.constexpr(-1e29)
 _MASKED = gl.constexpr(-1e30)
 _HEADS = gl.constexpr(64)
-_KEYS = gl.constexpr(64)  # of a block
 _CHANNELS = gl.constexpr(_LAYOUT.channels)
 PLACES = gl.constexpr(128)  # for rows
-NEW_PLACES = gl.constexpr(8)  # of them those that change
+FURTHER = gl.constexpr(8)  # rows that further queries see
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
 _LOAD = gl.constexpr(
     "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
@@ -81,16 +77,17 @@ class Shared:
     Attributes:
         q: bfloat16 [64, 512], the queries.
         q_halves: the same as [2, 64, 256].
-        packed: int32 [2, 64, 256], two blocks of rows.
+        packed: int32 [128, 256], the rows.
         rows: the same as bfloat16.
-        p: bfloat16 [2, 64, 64], probabilities of a block.
-        bias: float32 [2, 64], of the scores of a row.
-        factors: float32 [2, 64], by how much the first block's sums decay; factor of the result.
+        p: bfloat16 [64, 128], probabilities.
+        bias: float32 [128], of the scores of a row.
+        further: int32 [8, 256], rows that further queries see.
+        further_bias: float32 [8], theirs.
+        factor: float32 [64], of the result.
         loaded: barriers; see the file, as for the next ones.
-        q_full: one.
-        p_ready: [2].
-        p_free: [2].
-        updated: one.
+        q_full: likewise.
+        p_ready: likewise.
+        p_free: likewise.
     """
 
     q: object
@@ -99,22 +96,24 @@ class Shared:
     rows: object
     p: object
     bias: object
-    factors: object
+    further: object
+    further_bias: object
+    factor: object
     loaded: object
     q_full: object
     p_ready: object
     p_free: object
-    updated: object
 
     @gluon.constexpr_function
     def __init__(
-        self, q, q_halves, packed, rows, p, bias, factors, loaded, q_full, p_ready, p_free, updated
+        self, q, q_halves, packed, rows, p, bias, further, further_bias, factor,
+        loaded, q_full, p_ready, p_free,
     ):  # fmt: skip
         self.q, self.q_halves = q, q_halves
         self.packed, self.rows, self.p = packed, rows, p
-        self.bias, self.factors = bias, factors
-        self.loaded, self.q_full, self.updated = loaded, q_full, updated
-        self.p_ready, self.p_free = p_ready, p_free
+        self.bias, self.factor = bias, factor
+        self.further, self.further_bias = further, further_bias
+        self.loaded, self.q_full, self.p_ready, self.p_free = loaded, q_full, p_ready, p_free
 
 
 @aggregate
@@ -268,46 +267,51 @@ def _decoded(fetched, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _put(shared, fetched, BLOCK: gl.constexpr, ROW0: gl.constexpr, ROWS: gl.constexpr):
-    """Decode what was asked for, and store it from a row of a block on."""
-    left, right, bias = _decoded(fetched, ROWS)
-    rows = shared.packed.index(BLOCK).slice(ROW0, ROWS, dim=0)
+def _put(rows, biases, decoded):
+    """Store decoded rows."""
+    left, right, bias = decoded
     rows.slice(0, 128, dim=1).store(left)
     rows.slice(128, 128, dim=1).store(right)
-    shared.bias.index(BLOCK).slice(ROW0, ROWS, dim=0).store(bias)
+    biases.store(bias)
 
 
 @gluon.jit
-def _load_rows(
-    tile, shared, BLOCK: gl.constexpr, ROW0: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
-):
-    """Rows that the first query sees, some of a block, by the warps of a partition."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])
-    place = BLOCK * _KEYS + ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+def _load_rows(tile, shared, ROW0: gl.constexpr):
+    """Half of the rows that the first query sees."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0])
+    place = ROW0 + gl.arange(0, PLACES // 2, layout=gl.SliceLayout(1, L))
     slots = gl.load(tile.slots + place, mask=place < tile.seen, other=-1)
     fetched = _fetch(tile, slots, L)
     # Once, but the compiler does not know: before a loop that changes what they bring it leaves
     # loads that it would else put behind what waits for others of them.
-    for _ in range(0, (tile.limit >> 31) + 1):
-        _put(shared, fetched, BLOCK, ROW0, ROWS)
+    for _ in range(0, gl.num_programs(1)):
+        rows = shared.packed.slice(ROW0, PLACES // 2, dim=0)
+        biases = shared.bias.slice(ROW0, PLACES // 2, dim=0)
+        _put(rows, biases, _decoded(fetched, PLACES // 2))
         fetched = _fetch(tile, slots * 0 - 1, L)
     mbarrier.arrive(shared.loaded, count=1)
 
 
 @gluon.jit
-def _updater(tile, params, shared):
-    """A quarter of the rows; then what every further query sees instead of an older row."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    gdc_wait()
-    _load_rows(tile, shared, 0, 32, 32, 4)
-    place = gl.arange(0, NEW_PLACES, layout=gl.SliceLayout(1, L))
-    for k in range(1, tile.count):
-        column = gl.where(place < k, place + PLACES, place)
-        slots = gl.load(tile.slots + column, mask=column < tile.seen, other=-1)
-        fetched = _fetch(tile, slots, L)
-        mbarrier.wait(shared.p_free.index(0), (k - 1) & 1)
-        _put(shared, fetched, 0, 0, NEW_PLACES)
-        mbarrier.arrive(shared.updated, count=1)
+def _load_further_rows(tile, shared):
+    """The rows that further queries see, which replace older ones."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0])
+    column = PLACES + gl.arange(0, FURTHER, layout=gl.SliceLayout(1, L))
+    slots = gl.load(tile.slots + column, mask=column < tile.seen, other=-1)
+    _put(shared.further, shared.further_bias, _decoded(_fetch(tile, slots, L), FURTHER))
+
+
+@gluon.jit
+def _replace_row(shared, k):
+    """Put the row that query k + 1 sees first into the place of the one that it does not see."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
+    place = gl.arange(0, FURTHER, layout=gl.SliceLayout(1, L))
+    new = shared.further.load(L)
+    rows = shared.packed.slice(0, FURTHER, dim=0)
+    rows.store(gl.where(gl.expand_dims(place <= k, 1), new, rows.load(L)))
+    new = shared.further_bias.load(gl.SliceLayout(1, L))
+    biases = shared.bias.slice(0, FURTHER, dim=0)
+    biases.store(gl.where(place <= k, new, biases.load(gl.SliceLayout(1, L))))
 
 
 @aggregate
@@ -366,21 +370,11 @@ def _ask_query(tile, params, shared, k):
 
 
 @gluon.jit
-def _scores_of(shared, BLOCK: gl.constexpr, S: gl.constexpr):
-    """Begin the scores of a block."""
-    scores = gl.zeros([_HEADS, _KEYS], gl.float32, S)
-    rows = shared.rows.index(BLOCK).permute((1, 0))
-    return warpgroup_mma(shared.q, rows, scores, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _biased(
-    scores, shared, tile, k, queries, COUNTS: gl.constexpr, BLOCK: gl.constexpr, S: gl.constexpr
-):  # fmt: skip
+def _biased(scores, shared, tile, k, queries, COUNTS: gl.constexpr, S: gl.constexpr):
     """Scores, of rows that the query does not see far below all others."""
-    bias = shared.bias.index(BLOCK).load(gl.SliceLayout(0, S))
+    bias = shared.bias.load(gl.SliceLayout(0, S))
     if tile.WINDOW < PLACES:
-        place = BLOCK * _KEYS + gl.arange(0, _KEYS, layout=gl.SliceLayout(0, S))
+        place = gl.arange(0, PLACES, layout=gl.SliceLayout(0, S))
         column = gl.where(place < k, place + PLACES, place)
         bias = gl.where(column < k + tile.WINDOW, bias, _MASKED)
     if COUNTS:
@@ -390,13 +384,13 @@ def _biased(
 
 @gluon.jit
 def _scores(tile, params, shared):
-    """A quarter of the rows; then scores, probabilities, and the factors of the results."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    """Half of the rows; then scores, probabilities, factors of the results, and further rows."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     gdc_wait()
     gdc_launch_dependents()
     _ask_query(tile, params, shared, 0)
-    _load_rows(tile, shared, 0, 0, 32, 4)
+    _load_rows(tile, shared, 0)
     head = tile.head + gl.arange(0, _HEADS, layout=ROW)
     there = head < params.H
     sink = gl.full([_HEADS], -float("inf"), gl.float32, ROW)
@@ -408,40 +402,33 @@ def _scores(tile, params, shared):
     mbarrier.wait(shared.loaded, 0)
     scale = params.scale
     for k in range(0, tile.count):
-        if k > 0:
-            # So weigh is done with the first block, and its probabilities.
-            mbarrier.wait(shared.updated, (k - 1) & 1)
         mbarrier.wait(shared.q_full, k & 1)
         fence_async_shared()
-        first = _scores_of(shared, 0, S)
-        second = _scores_of(shared, 1, S)
-        first = warpgroup_mma_wait(1, deps=[first])
-        first = _biased(first, shared, tile, k, queries, params.COUNTS, 0, S)
-        top = gl.maximum(gl.max(first, 1), _NO_MAXIMUM)
-        p = gl.exp2(first * scale - gl.expand_dims(top * scale, 1))
-        sums = gl.sum(p, 1)
-        shared.p.index(0).store(p.to(gl.bfloat16))
-        fence_async_shared()
-        mbarrier.arrive(shared.p_ready.index(0), count=1)
-        second = warpgroup_mma_wait(0, deps=[second])
+        warpgroup_barrier()
+        x = gl.zeros([_HEADS, PLACES], gl.float32, S)
+        x = warpgroup_mma(shared.q, shared.rows.permute((1, 0)), x, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(0, deps=[x])
         if k + 1 < tile.count:
             # All warps are done with this query's heads.
             warpgroup_barrier()
             _ask_query(tile, params, shared, k + 1)
-        second = _biased(second, shared, tile, k, queries, params.COUNTS, 1, S)
-        peak = gl.maximum(top, gl.max(second, 1))
-        decay = gl.exp2((top - peak) * scale)
-        p = gl.exp2(second * scale - gl.expand_dims(peak * scale, 1))
-        sums = sums * decay + gl.sum(p, 1)
-        total = sums + gl.exp2(sink - peak * scale)
-        mbarrier.wait(shared.p_free.index(1), (k & 1) ^ 1)
-        shared.p.index(1).store(p.to(gl.bfloat16))
-        shared.factors.index(0).store(decay)
-        shared.factors.index(1).store(gl.where(sums == 0, 0.0, 1.0 / total))
+        x = _biased(x, shared, tile, k, queries, params.COUNTS, S)
+        peak = gl.maximum(gl.max(x, 1), _NO_MAXIMUM) * scale
+        p = gl.exp2(x * scale - gl.expand_dims(peak, 1))
+        # Before a further query weigh has been waited for, below.
+        shared.p.store(p.to(gl.bfloat16))
+        sums = gl.sum(p, 1)
+        total = sums + gl.exp2(sink - peak)
+        shared.factor.store(gl.where(sums == 0, 0.0, 1.0 / total))
         fence_async_shared()
-        mbarrier.arrive(shared.p_ready.index(1), count=1)
-        lse = gl.where(sums == 0, params.empty, (peak * scale + gl.log2(sums)) * _LN2)
+        mbarrier.arrive(shared.p_ready, count=1)
+        lse = gl.where(sums == 0, params.empty, (peak + gl.log2(sums)) * _LN2)
         gl.store(params.lse + (tile.token + k).to(gl.int64) * params.H + head, lse, mask=there)
+        if k + 1 < tile.count:
+            if k == 0:
+                _load_further_rows(tile, shared)
+            mbarrier.wait(shared.p_free, k & 1)
+            _replace_row(shared, k)
 
 
 @gluon.jit
@@ -470,24 +457,16 @@ def _weigh(tile, params, shared):
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     R: gl.constexpr = gl.SliceLayout(1, L)
     gdc_wait()
-    _load_rows(tile, shared, 1, 0, 64, 8)
+    _load_rows(tile, shared, PLACES // 2)
     mbarrier.wait(shared.loaded, 0)
     for k in range(0, tile.count):
         acc = gl.zeros([_HEADS, _CHANNELS], gl.float32, L)
-        mbarrier.wait(shared.p_ready.index(0), k & 1)
+        mbarrier.wait(shared.p_ready, k & 1)
         fence_async_shared()
-        acc = warpgroup_mma(
-            shared.p.index(0), shared.rows.index(0), acc, use_acc=False, is_async=True
-        )
+        acc = warpgroup_mma(shared.p, shared.rows, acc, use_acc=False, is_async=True)
+        factor = shared.factor.load(R)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(shared.p_free.index(0), count=1)
-        mbarrier.wait(shared.p_ready.index(1), k & 1)
-        fence_async_shared()
-        factor = shared.factors.index(1).load(R)
-        acc = acc * gl.expand_dims(shared.factors.index(0).load(R), 1)
-        acc = warpgroup_mma(shared.p.index(1), shared.rows.index(1), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(shared.p_free.index(1), count=1)
+        mbarrier.arrive(shared.p_free, count=1)
         row = (tile.token + k) * params.H + tile.head
         acc = acc * gl.expand_dims(factor, 1)
         _store(acc, params.out, row, params.H - tile.head, params.WHOLE)
@@ -501,7 +480,7 @@ def windows_kernel(
     queries, group, groups, H, limit, stride, scale, empty,
     HEAD_TILES: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, STEP: gl.constexpr,
     SINK: gl.constexpr, COUNTS: gl.constexpr, WHOLE: gl.constexpr,
-    WEIGHING_REGISTERS: gl.constexpr, UPDATER_REGISTERS: gl.constexpr,
+    WEIGHING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend; see the file.
 
@@ -514,7 +493,7 @@ def windows_kernel(
         out: bfloat16 [T, H, 512].
         lse: float32 [T, H].
         queries: of a request.
-        group: of a tile, at most NEW_PLACES.
+        group: of a tile, at most FURTHER.
         groups: tiles of a request's queries.
         H: heads.
         limit: slots are below.
@@ -529,7 +508,6 @@ def windows_kernel(
         COUNTS: requests may have fewer queries.
         WHOLE: H is a multiple of 64.
         WEIGHING_REGISTERS: registers of a thread that multiplies by values.
-        UPDATER_REGISTERS: of one that brings further rows.
     """
     number = gl.program_id(0)
     place = number // HEAD_TILES
@@ -549,31 +527,27 @@ def windows_kernel(
     B: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 512], HALVES)
     q_halves = view(q_s, gl.bfloat16, [2, 64, 256], HALVES)
-    packed = gl.allocate_shared_memory(gl.int32, [2, 64, 256], WORDS)
-    rows = view(packed, gl.bfloat16, [2, 64, 512], HALVES)
-    p_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], HALVES)
-    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    factors = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    packed = gl.allocate_shared_memory(gl.int32, [128, 256], WORDS)
+    rows = view(packed, gl.bfloat16, [128, 512], HALVES)
+    p_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], HALVES)
+    bias = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    further = gl.allocate_shared_memory(gl.int32, [8, 256], WORDS)
+    further_bias = gl.allocate_shared_memory(gl.float32, [8], FLAT)
+    factor = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     loaded = gl.allocate_shared_memory(gl.int64, [1], B)
-    updated = gl.allocate_shared_memory(gl.int64, [1], B)
     q_full = gl.allocate_shared_memory(gl.int64, [1], B)
-    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
-    p_free = gl.allocate_shared_memory(gl.int64, [2, 1], B)
-    mbarrier.init(loaded, count=3)
+    p_ready = gl.allocate_shared_memory(gl.int64, [1], B)
+    p_free = gl.allocate_shared_memory(gl.int64, [1], B)
+    mbarrier.init(loaded, count=2)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(updated, count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(p_free.index(i), count=1)
+    mbarrier.init(p_ready, count=1)
+    mbarrier.init(p_free, count=1)
     shared = Shared(
-        q_s, q_halves, packed, rows, p_s, bias, factors, loaded, q_full, p_ready, p_free, updated
-    )
+        q_s, q_halves, packed, rows, p_s, bias, further, further_bias, factor,
+        loaded, q_full, p_ready, p_free,
+    )  # fmt: skip
     gl.warp_specialize(
-        [
-            (_scores, (tile, params, shared)),
-            (_weigh, (tile, params, shared)),
-            (_updater, (tile, params, shared)),
-        ],
-        [8, 4],
-        [WEIGHING_REGISTERS, UPDATER_REGISTERS],
+        [(_scores, (tile, params, shared)), (_weigh, (tile, params, shared))],
+        [8],
+        [WEIGHING_REGISTERS],
     )

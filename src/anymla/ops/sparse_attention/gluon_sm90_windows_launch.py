@@ -16,7 +16,6 @@ from anymla.ops.device import target_of
 from anymla.ops.pdl import pdl_launch
 from anymla.ops.sparse_attention.config import (
     M64,
-    WINDOW_UPDATER_REGISTERS,
     WINDOW_WEIGHING_REGISTERS,
     choose_window_group,
 )
@@ -95,7 +94,6 @@ def _attention(
         COUNTS=has[1],
         WHOLE=heads % M64 == 0,
         WEIGHING_REGISTERS=WINDOW_WEIGHING_REGISTERS,
-        UPDATER_REGISTERS=WINDOW_UPDATER_REGISTERS,
-        num_warps=4,
+        num_warps=8,
         launch_pdl=pdl_launch(device)["PDL"],
     )
