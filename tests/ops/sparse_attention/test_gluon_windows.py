@@ -57,7 +57,8 @@ class Call:
         lse = torch.full((tokens, heads), torch.nan)
         run_kernel(
             windows_kernel, requests * groups * tiles,
-            Descriptor(self.q.view(-1, 512), (64, 256)), self.cache, self.slots,
+            Descriptor(self.q.view(-1, 512), (64, 256)),
+            Descriptor(out.view(-1, 512), (64, 256)), self.cache, self.slots,
             self.slots if self.counts is None else self.counts,
             lse if self.sink is None else self.sink, out, lse,
             self.queries, group, groups, heads, len(self.cache) * self.cache.shape[1],

@@ -429,7 +429,7 @@ def choose_combine_tile(
 # Rows that a CTA holds, and queries that it attends them to, at most.
 WINDOW_PLACES, _MOST_WINDOW_QUERIES = 128, 8
 # Registers of a thread; those of the scores get the rest of 256, 96.
-WINDOW_WEIGHING_REGISTERS = 160
+WINDOW_WEIGHING_REGISTERS = 168
 # Time until a CTA's rows are there and its last result has left, in queries; reckoned.
 _WINDOW_COST = 3.0
 

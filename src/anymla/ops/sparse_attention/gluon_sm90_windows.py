@@ -35,11 +35,13 @@ from anymla.ops._gluon import (
     aggregate,
     gdc_launch_dependents,
     gdc_wait,
+    opaque,
     view,
     warpgroup_barrier,
 )
 
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _LAYOUT = get_layout(MAIN_FP8)
 _DATA = gl.constexpr(_LAYOUT.data_bytes)
 _SCALES = gl.constexpr(_LAYOUT.scale_bytes)
@@ -320,6 +322,7 @@ class Params:
 
     Attributes:
         q_desc: TMA descriptor of queries.
+        out_desc: of ``out``; used if WHOLE.
         counts: int32 [R], queries of each request.
         sink: float32 [H].
         out: [T, H, 512].
@@ -335,6 +338,7 @@ class Params:
     """
 
     q_desc: object
+    out_desc: object
     counts: gl.tensor
     sink: gl.tensor
     out: gl.tensor
@@ -350,9 +354,11 @@ class Params:
 
     @gluon.constexpr_function
     def __init__(
-        self, q_desc, counts, sink, out, lse, H, scale, empty, first, request, SINK, COUNTS, WHOLE
+        self, q_desc, out_desc, counts, sink, out, lse, H, scale, empty, first, request,
+        SINK, COUNTS, WHOLE,
     ):  # fmt: skip
-        self.q_desc, self.counts, self.sink, self.out, self.lse = q_desc, counts, sink, out, lse
+        self.q_desc, self.out_desc = q_desc, out_desc
+        self.counts, self.sink, self.out, self.lse = counts, sink, out, lse
         self.H, self.scale, self.empty = H, scale, empty
         self.first, self.request = first, request
         self.SINK, self.COUNTS = gl.constexpr(SINK), gl.constexpr(COUNTS)
@@ -391,11 +397,6 @@ def _scores(tile, params, shared):
     gdc_launch_dependents()
     _ask_query(tile, params, shared, 0)
     _load_rows(tile, shared, 0)
-    head = tile.head + gl.arange(0, _HEADS, layout=ROW)
-    there = head < params.H
-    sink = gl.full([_HEADS], -float("inf"), gl.float32, ROW)
-    if params.SINK:
-        sink = gl.load(params.sink + head, mask=there, other=0.0) * _LOG2E
     queries = tile.count
     if params.COUNTS:
         queries = gl.load(params.counts + params.request) - params.first
@@ -412,13 +413,19 @@ def _scores(tile, params, shared):
             # All warps are done with this query's heads.
             warpgroup_barrier()
             _ask_query(tile, params, shared, k + 1)
+        head = tile.head + gl.arange(0, _HEADS, layout=ROW) + opaque(k * 0)
+        there = head < params.H
+        if params.SINK:
+            sink = gl.load(params.sink + head, mask=there, other=0.0)
         x = _biased(x, shared, tile, k, queries, params.COUNTS, S)
         peak = gl.maximum(gl.max(x, 1), _NO_MAXIMUM) * scale
         p = gl.exp2(x * scale - gl.expand_dims(peak, 1))
         # Before a further query weigh has been waited for, below.
         shared.p.store(p.to(gl.bfloat16))
         sums = gl.sum(p, 1)
-        total = sums + gl.exp2(sink - peak)
+        total = sums
+        if params.SINK:
+            total = sums + gl.exp2(sink * _LOG2E - peak)
         shared.factor.store(gl.where(sums == 0, 0.0, 1.0 / total))
         fence_async_shared()
         mbarrier.arrive(shared.p_ready, count=1)
@@ -441,8 +448,8 @@ def _store(y, out, row, valid, WHOLE: gl.constexpr):
         [],
         [64, 512],
     )
-    o = gl.convert_layout(y.to(out.dtype.element_ty), OL)
-    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
+    o = gl.convert_layout(y, OL)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)) + opaque(row * 0), 1)
     c = gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, OL)), 0)
     at = out + row.to(gl.int64) * 512 + (r * 512 + c)
     if WHOLE:
@@ -468,15 +475,28 @@ def _weigh(tile, params, shared):
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(shared.p_free, count=1)
         row = (tile.token + k) * params.H + tile.head
-        acc = acc * gl.expand_dims(factor, 1)
-        _store(acc, params.out, row, params.H - tile.head, params.WHOLE)
+        y = (acc * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+        if params.WHOLE:
+            if k + 1 < tile.count:
+                _store(y, params.out, row, params.H - tile.head, True)
+            else:
+                # No heads follow into this memory.
+                shared.q.store(y)
+                fence_async_shared()
+                for part in gl.static_range(2):
+                    to = shared.q_halves.index(part)
+                    _tma_store(params.out_desc, [row, part * (_CHANNELS // 2)], to)
+        else:
+            _store(y, params.out, row, params.H - tile.head, False)
+    if params.WHOLE:
+        tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=["queries", "group", "groups", "H", "limit", "stride", "scale", "empty"]
 )
 def windows_kernel(
-    q_desc, cache, slots, counts, sink, out, lse,
+    q_desc, out_desc, cache, slots, counts, sink, out, lse,
     queries, group, groups, H, limit, stride, scale, empty,
     HEAD_TILES: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, STEP: gl.constexpr,
     SINK: gl.constexpr, COUNTS: gl.constexpr, WHOLE: gl.constexpr,
@@ -486,6 +506,7 @@ def windows_kernel(
 
     Args:
         q_desc: of q as [T * H, 512], boxes of 64 x 256.
+        out_desc: of out, likewise; used if WHOLE.
         cache: pages of rows.
         slots: int32 [R, WINDOW + queries - 1], ``stride`` apart.
         counts: int32 [R], read if COUNTS.
@@ -519,8 +540,9 @@ def windows_kernel(
         request * queries + first, (number % HEAD_TILES) * 64, count, PAGE, STEP, WINDOW,
     )  # fmt: skip
     params = Params(
-        q_desc, counts, sink, out, lse, H, scale, empty, first, request, SINK, COUNTS, WHOLE
-    )
+        q_desc, out_desc, counts, sink, out, lse, H, scale, empty, first, request,
+        SINK, COUNTS, WHOLE,
+    )  # fmt: skip
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -54,9 +54,12 @@ def sparse_attention_windows(
         scale = channels**-0.5 if scale is None else scale
         has = sink is not None, counts is not None
         launch = _attention(sizes, pages, has, scale * _LOG2E, q.device)
-        rows = TensorDescriptor.from_tensor(q.view(-1, channels), [M64, channels // 2], _TILE)
+        heads_in, heads_out = (
+            TensorDescriptor.from_tensor(each.view(-1, channels), [M64, channels // 2], _TILE)
+            for each in (q, out)
+        )
         launch(
-            rows, cache, slots, slots if counts is None else counts.contiguous(),
+            heads_in, heads_out, cache, slots, slots if counts is None else counts.contiguous(),
             lse if sink is None else sink, out, lse,
         )  # fmt: skip
     return (out if given is None or given is out else given.copy_(out)), lse
