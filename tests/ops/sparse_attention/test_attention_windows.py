@@ -38,6 +38,32 @@ def test_a_query_sees_the_columns_from_its_own_number_on(backend, counted):
         torch.testing.assert_close(lse[token : token + 1], want_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_all_queries_of_a_request_see_its_first_entries(counted):
+    q, cache, slots = call_of()
+    entries = torch.randint(-1, 81, (3, 5)).int()
+    lengths = torch.randint(0, 6, (12,)).int()
+    counts = torch.tensor([4, 0, 2], dtype=torch.int32) if counted else None
+    out, lse = sparse_attention_windows(
+        q, cache, slots, counts, queries=4,
+        extra_cache=cache, extra_slots=entries, extra_lengths=lengths,
+    )  # fmt: skip
+    for token in range(12):
+        r, j = divmod(token, 4)
+        there = counts is None or j < counts[r]
+        seen = torch.cat((slots[r, j : j + 6], entries[r, : lengths[token]]))
+        seen = seen.unsqueeze(0) if there else seen[:0].unsqueeze(0)
+        want, want_lse = sparse_attention(q[token : token + 1], cache, seen, backend="reference")
+        torch.testing.assert_close(out[token : token + 1], want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[token : token + 1], want_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_entries_are_given_whole():
+    q, cache, slots = call_of()
+    with pytest.raises(ValueError, match="extra_slots"):
+        sparse_attention_windows(q, cache, slots, queries=4, extra_cache=cache)
+
+
 @pytest.mark.parametrize(("queries", "tokens"), [(0, 12), (10, 12), (3, 12)])
 def test_queries_must_fit(queries, tokens):
     q, cache, slots = call_of()

@@ -3,8 +3,8 @@
 The queries of a request stand at neighbouring positions, so that their windows overlap, and see the
 same compressed entries of ratio 128; those of ratio 4 are chosen for each. One process, the same
 bytes, graph replay over rotating lists (cold rows), medians; work is shared out once for a shape.
-What layers do is beside the other way: by slots, or rows decoded once a request; for windows alone
-beside a third one, whose kernel decodes them once for some of the queries.
+What layers do is beside the other way: by slots, or rows decoded once a request; where entries are
+few, beside a third one, whose kernel decodes windows once for some of the queries.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from anymla.ops.device import target_of
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.prefill_attention.config import decoding_pays_in_steps
 from anymla.ops.sparse_attention import sparse_attention_windows
+from anymla.ops.sparse_attention.config import WINDOW_ENTRIES
 from anymla.ops.sparse_attention.shapes import FLASH_DECODE
 from anymla.ops.streams import scratch_scope
 
@@ -127,12 +129,25 @@ class VerificationInputs(DecodeInputs):
     def shared_windows(self, backend: str | None) -> list[Callable[[], Tensor]]:
         """Calls that decode the requests' windows as they attend to them."""
         out = torch.empty_like(self.q)
-        return [functools.partial(self._sharing, each, backend, out) for each in self.slots]
+        calls: list[Callable[[], Tensor]] = []
+        for slots, (_, entries) in zip(self.slots, self.lists, strict=True):
+            more: dict[str, Any] = {}
+            if entries is not None and self.extra_lengths is not None:
+                lengths = self.extra_lengths.repeat_interleave(self.shape.rows)
+                more = {
+                    "extra_cache": self.extra_cache,
+                    "extra_slots": entries[:, 0].contiguous(),
+                    "extra_lengths": lengths,
+                }
+            calls.append(functools.partial(self._sharing, slots, backend, out, more))
+        return calls
 
-    def _sharing(self, slots: Tensor, backend: str | None, out: Tensor) -> Tensor:
+    def _sharing(
+        self, slots: Tensor, backend: str | None, out: Tensor, more: dict[str, Any]
+    ) -> Tensor:
         attended: Tensor = sparse_attention_windows(
             self.q.flatten(0, 1), self.cache, slots, queries=self.shape.rows, sink=self.sink,
-            out=out.flatten(0, 1), backend=backend,
+            out=out.flatten(0, 1), backend=backend, **more,
         )[0]  # fmt: skip
         return attended
 
@@ -238,7 +253,7 @@ def _verification(
         yield Subject("slots_microseconds", by_slots)
     elif decoded:
         yield inputs.checked(decoded, "decoded_microseconds", "decoded_error")
-    if not shape.extra:
+    if not shape.chosen and shape.extra <= WINDOW_ENTRIES:
         yield inputs.checked(inputs.shared_windows(backend), "shared_microseconds", "shared_error")
     if peer is not None:
         yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")

@@ -5,11 +5,15 @@ the 128 rows that the first of them sees into shared memory, in bfloat16, and at
 after query. A query sees one row that the one before does not, and the other way round: the new
 row takes the old one's place, so that the order of rows is another and nothing else.
 
-    scores   S = Q K, the softmax; the row that the next query sees   96 registers
-    weigh    P V, the output                                         160
+    scores   S = Q K, the softmax; rows that further queries see   88 registers
+    weigh    P V, the output                                      168
 
 Both are eight warps, and first decode 64 of the rows each. TMA brings Q of the next query as soon
-as the scores are there, and the next row is decoded while the product with the values runs.
+as the scores are there, and further rows are decoded while the product with the values runs.
+
+Entries, up to 64 that all queries of a request see, take the places of the window's first half when
+a query is done with it, and the next query begins with them and with the window's second half. So
+a query has two products of each kind, and each time one block of 64 rows is decoded.
 
 Barriers: loaded, once, both; q_full TMA -> scores; p_ready scores -> weigh, with the factor of the
 result; p_free weigh -> scores. Whoever multiplies by rows or probabilities fences behind the wait,
@@ -33,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._gluon import (
     aggregate,
+    field,
     gdc_launch_dependents,
     gdc_wait,
     opaque,
@@ -85,6 +90,7 @@ class Shared:
         bias: float32 [128], of the scores of a row.
         further: int32 [8, 256], rows that further queries see.
         further_bias: float32 [8], theirs.
+        decay: float32 [64], of sums at a query's second product; None without entries.
         factor: float32 [64], of the result.
         loaded: barriers; see the file, as for the next ones.
         q_full: likewise.
@@ -100,6 +106,7 @@ class Shared:
     bias: object
     further: object
     further_bias: object
+    decay: object
     factor: object
     loaded: object
     q_full: object
@@ -108,13 +115,13 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, q_halves, packed, rows, p, bias, further, further_bias, factor,
+        self, q, q_halves, packed, rows, p, bias, further, further_bias, decay, factor,
         loaded, q_full, p_ready, p_free,
     ):  # fmt: skip
         self.q, self.q_halves = q, q_halves
         self.packed, self.rows, self.p = packed, rows, p
         self.bias, self.factor = bias, factor
-        self.further, self.further_bias = further, further_bias
+        self.further, self.further_bias, self.decay = further, further_bias, field(decay)
         self.loaded, self.q_full, self.p_ready, self.p_free = loaded, q_full, p_ready, p_free
 
 
@@ -127,28 +134,41 @@ class Tile:
         seen: columns of it that the tile's queries see.
         cache: of the rows.
         limit: slots are below.
+        more: the same of entries, a tuple (slots, columns, cache, limit); read if ENTRIES.
         token: first of the queries.
         head: first of the heads.
         count: queries.
         PAGE: rows of a page.
         STEP: bytes from a page to the next.
         WINDOW: rows that a query sees.
+        ENTRIES: there are entries.
+        MORE_PAGE: of them, as PAGE.
+        MORE_STEP: of them, as STEP.
     """
 
     slots: gl.tensor
     seen: gl.tensor
     cache: gl.tensor
     limit: gl.tensor
+    more: gl.tuple
     token: gl.tensor
     head: gl.tensor
     count: gl.tensor
     PAGE: gl.constexpr
     STEP: gl.constexpr
     WINDOW: gl.constexpr
+    ENTRIES: gl.constexpr
+    MORE_PAGE: gl.constexpr
+    MORE_STEP: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, slots, seen, cache, limit, token, head, count, PAGE, STEP, WINDOW):
-        self.slots, self.seen, self.cache, self.limit = slots, seen, cache, limit
+    def __init__(
+        self, slots, seen, cache, limit, more, token, head, count,
+        PAGE, STEP, WINDOW, ENTRIES, MORE_PAGE, MORE_STEP,
+    ):  # fmt: skip
+        self.slots, self.seen, self.cache, self.limit, self.more = slots, seen, cache, limit, more
+        self.ENTRIES = gl.constexpr(ENTRIES)
+        self.MORE_PAGE, self.MORE_STEP = gl.constexpr(MORE_PAGE), gl.constexpr(MORE_STEP)
         self.token, self.head, self.count = token, head, count
         self.PAGE, self.STEP = gl.constexpr(PAGE), gl.constexpr(STEP)
         self.WINDOW = gl.constexpr(WINDOW)
@@ -221,20 +241,24 @@ def _nan_scales(low, high):
 
 
 @gluon.jit
-def _fetch(tile, slots, L: gl.constexpr):
-    """Ask for rows: whether there are such, and four lanes' bytes of each."""
-    PAGE: gl.constexpr = tile.PAGE
-    STEP: gl.constexpr = tile.STEP
-    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
-    valid = (slots >= 0) & (slots < tile.limit)
+def _address(slots, cache, limit, PAGE: gl.constexpr, STEP: gl.constexpr):
+    """Whether there is a row, and the addresses of its data and of its scales."""
+    valid = (slots >= 0) & (slots < limit)
     slots = gl.where(valid, slots, 0).to(gl.uint32)
     pages = slots // PAGE
     entry = (slots - pages * PAGE).to(gl.int32)
-    page = tile.cache.to(gl.int64) + pages.to(gl.int64) * STEP
-    scales_at = page + (PAGE * _DATA + entry * _SCALES)
+    page = cache.to(gl.int64) + pages.to(gl.int64) * STEP
+    return valid, page + entry * _DATA, page + (PAGE * _DATA + entry * _SCALES)
+
+
+@gluon.jit
+def _fetch(address, L: gl.constexpr):
+    """Ask for rows: whether there are such, and four lanes' bytes of each."""
+    valid, data, scales_at = address
+    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
     scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
     there = gl.expand_dims(valid, 1).to(gl.int32)
-    at = gl.expand_dims(page + entry * _DATA, 1) + lane
+    at = gl.expand_dims(data, 1) + lane
     x0 = _load(at, there)
     x1 = _load(at + 64, there)
     x2 = _load(at + 128, there)
@@ -283,14 +307,16 @@ def _load_rows(tile, shared, ROW0: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0])
     place = ROW0 + gl.arange(0, PLACES // 2, layout=gl.SliceLayout(1, L))
     slots = gl.load(tile.slots + place, mask=place < tile.seen, other=-1)
-    fetched = _fetch(tile, slots, L)
+    address = _address(slots, tile.cache, tile.limit, tile.PAGE, tile.STEP)
+    fetched = _fetch(address, L)
     # Once, but the compiler does not know: before a loop that changes what they bring it leaves
     # loads that it would else put behind what waits for others of them.
     for _ in range(0, gl.num_programs(1)):
         rows = shared.packed.slice(ROW0, PLACES // 2, dim=0)
         biases = shared.bias.slice(ROW0, PLACES // 2, dim=0)
         _put(rows, biases, _decoded(fetched, PLACES // 2))
-        fetched = _fetch(tile, slots * 0 - 1, L)
+        address = _address(slots * 0 - 1, tile.cache, tile.limit, tile.PAGE, tile.STEP)
+        fetched = _fetch(address, L)
     mbarrier.arrive(shared.loaded, count=1)
 
 
@@ -300,7 +326,27 @@ def _load_further_rows(tile, shared):
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0])
     column = PLACES + gl.arange(0, FURTHER, layout=gl.SliceLayout(1, L))
     slots = gl.load(tile.slots + column, mask=column < tile.seen, other=-1)
-    _put(shared.further, shared.further_bias, _decoded(_fetch(tile, slots, L), FURTHER))
+    address = _address(slots, tile.cache, tile.limit, tile.PAGE, tile.STEP)
+    _put(shared.further, shared.further_bias, _decoded(_fetch(address, L), FURTHER))
+
+
+@gluon.jit
+def _fetch_other(tile, k, L: gl.constexpr):
+    """Ask for entries in place of the window's first half, or for that in place of entries."""
+    place = gl.arange(0, PLACES // 2, layout=gl.SliceLayout(1, L))
+    entries = (k & 1) == 0
+    column = gl.where(entries, place, gl.where(place < k, place + PLACES, place))
+    seen = gl.where(entries, tile.more[1], tile.seen)
+    base = gl.where(entries, tile.more[0].to(gl.int64), tile.slots.to(gl.int64))
+    slots = base.to(gl.pointer_type(gl.int32)) + column
+    slots = gl.load(slots, mask=column < seen, other=-1)
+    valid, data, scales_at = _address(slots, tile.cache, tile.limit, tile.PAGE, tile.STEP)
+    valid1, data1, scales1_at = _address(
+        slots, tile.more[2], tile.more[3], tile.MORE_PAGE, tile.MORE_STEP
+    )
+    valid = gl.where(entries, valid1, valid)
+    data = gl.where(entries, data1, data)
+    return _fetch((valid, data, gl.where(entries, scales1_at, scales_at)), L)
 
 
 @gluon.jit
@@ -324,6 +370,7 @@ class Params:
         q_desc: TMA descriptor of queries.
         out_desc: of ``out``; used if WHOLE.
         counts: int32 [R], queries of each request.
+        more_counts: int32 [T], entries that each query sees; read if MORE_COUNTS.
         sink: float32 [H].
         out: [T, H, 512].
         lse: float32 [T, H].
@@ -334,12 +381,14 @@ class Params:
         request: of the tile.
         SINK: there is one.
         COUNTS: there are such.
+        MORE_COUNTS: likewise.
         WHOLE: heads are a multiple of 64.
     """
 
     q_desc: object
     out_desc: object
     counts: gl.tensor
+    more_counts: gl.tensor
     sink: gl.tensor
     out: gl.tensor
     lse: gl.tensor
@@ -350,14 +399,16 @@ class Params:
     request: gl.tensor
     SINK: gl.constexpr
     COUNTS: gl.constexpr
+    MORE_COUNTS: gl.constexpr
     WHOLE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, q_desc, out_desc, counts, sink, out, lse, H, scale, empty, first, request,
-        SINK, COUNTS, WHOLE,
+        self, q_desc, out_desc, counts, more_counts, sink, out, lse, H, scale, empty, first,
+        request, SINK, COUNTS, MORE_COUNTS, WHOLE,
     ):  # fmt: skip
         self.q_desc, self.out_desc = q_desc, out_desc
+        self.more_counts, self.MORE_COUNTS = more_counts, gl.constexpr(MORE_COUNTS)
         self.counts, self.sink, self.out, self.lse = counts, sink, out, lse
         self.H, self.scale, self.empty = H, scale, empty
         self.first, self.request = first, request
@@ -376,23 +427,57 @@ def _ask_query(tile, params, shared, k):
 
 
 @gluon.jit
-def _biased(scores, shared, tile, k, queries, COUNTS: gl.constexpr, S: gl.constexpr):
-    """Scores, of rows that the query does not see far below all others."""
-    bias = shared.bias.load(gl.SliceLayout(0, S))
+def _biased(
+    x, shared, tile, k, queries, entries, more, COUNTS: gl.constexpr, KEYS: gl.constexpr,
+    S: gl.constexpr,
+):  # fmt: skip
+    """Scores of the first KEYS places, of rows that the query does not see far below all others.
+
+    Args:
+        x: scores.
+        shared: see there.
+        tile: likewise.
+        k: of the tile's queries.
+        queries: of the tile that are there.
+        entries: the first half of the places are entries.
+        more: how many of them the query sees.
+        COUNTS: queries are counted.
+        KEYS: 128 or 64.
+        S: layout of the scores.
+    """
+    bias = shared.bias
+    if KEYS < PLACES:
+        bias = bias.slice(0, KEYS, dim=0)
+    bias = bias.load(gl.SliceLayout(0, S))
+    place = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+    visible = place >= 0
     if tile.WINDOW < PLACES:
-        place = gl.arange(0, PLACES, layout=gl.SliceLayout(0, S))
-        column = gl.where(place < k, place + PLACES, place)
-        bias = gl.where(column < k + tile.WINDOW, bias, _MASKED)
+        visible = gl.where(place < k, place + PLACES, place) < k + tile.WINDOW
+    if tile.ENTRIES:
+        visible = gl.where(entries & (place < PLACES // 2), place < more, visible)
     if COUNTS:
-        bias = gl.where(k < queries, bias, _MASKED)
-    return scores + gl.expand_dims(bias, 0)
+        visible = visible & (k < queries)
+    if tile.WINDOW < PLACES or tile.ENTRIES or COUNTS:
+        bias = gl.where(visible, bias, _MASKED)
+    return x + gl.expand_dims(bias, 0)
+
+
+@gluon.jit
+def _ready_for_heads(tile, params, shared, k):
+    """Ask for the next query's heads, when all warps are done with this one's."""
+    if k + 1 < tile.count:
+        warpgroup_barrier()
+        _ask_query(tile, params, shared, k + 1)
 
 
 @gluon.jit
 def _scores(tile, params, shared):
     """Half of the rows; then scores, probabilities, factors of the results, and further rows."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0])
+    ENTRIES: gl.constexpr = tile.ENTRIES
     gdc_wait()
     gdc_launch_dependents()
     _ask_query(tile, params, shared, 0)
@@ -409,20 +494,52 @@ def _scores(tile, params, shared):
         x = gl.zeros([_HEADS, PLACES], gl.float32, S)
         x = warpgroup_mma(shared.q, shared.rows.permute((1, 0)), x, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, deps=[x])
-        if k + 1 < tile.count:
-            # All warps are done with this query's heads.
-            warpgroup_barrier()
-            _ask_query(tile, params, shared, k + 1)
+        if not ENTRIES:
+            _ready_for_heads(tile, params, shared, k)
         head = tile.head + gl.arange(0, _HEADS, layout=ROW) + opaque(k * 0)
         there = head < params.H
         if params.SINK:
             sink = gl.load(params.sink + head, mask=there, other=0.0)
-        x = _biased(x, shared, tile, k, queries, params.COUNTS, S)
+        entries = (k & 1) == 1
+        more = k
+        if ENTRIES:
+            more = tile.more[1]
+            if params.MORE_COUNTS:
+                more = gl.load(params.more_counts + tile.token + k)
+        x = _biased(x, shared, tile, k, queries, entries, more, params.COUNTS, PLACES, S)
         peak = gl.maximum(gl.max(x, 1), _NO_MAXIMUM) * scale
         p = gl.exp2(x * scale - gl.expand_dims(peak, 1))
-        # Before a further query weigh has been waited for, below.
+        if ENTRIES:
+            # Of the query before; without entries that has been waited for, below.
+            mbarrier.wait(shared.p_free, 1)
         shared.p.store(p.to(gl.bfloat16))
         sums = gl.sum(p, 1)
+        if ENTRIES:
+            fence_async_shared()
+            mbarrier.arrive(shared.p_ready, count=1)
+            fetched = _fetch_other(tile, k, L)
+            mbarrier.wait(shared.p_free, 0)
+            rows = shared.packed.slice(0, PLACES // 2, dim=0)
+            _put(rows, shared.bias.slice(0, PLACES // 2, dim=0), _decoded(fetched, PLACES // 2))
+            fence_async_shared()
+            warpgroup_barrier()
+            x = gl.zeros([_HEADS, PLACES // 2], gl.float32, HALF)
+            other = shared.rows.slice(0, PLACES // 2, dim=0)
+            x = warpgroup_mma(shared.q, other.permute((1, 0)), x, use_acc=False, is_async=True)
+            x = warpgroup_mma_wait(0, deps=[x])
+            _ready_for_heads(tile, params, shared, k)
+            entries = (k & 1) == 0
+            x = _biased(
+                x, shared, tile, k, queries, entries, more, params.COUNTS, PLACES // 2, HALF
+            )
+            before = peak
+            peak = gl.maximum(gl.convert_layout(gl.max(x, 1), ROW) * scale, before)
+            decay = gl.exp2(before - peak)
+            shift = gl.convert_layout(peak, gl.SliceLayout(1, HALF))
+            p = gl.exp2(x * scale - gl.expand_dims(shift, 1))
+            shared.p.slice(0, PLACES // 2, dim=1).store(p.to(gl.bfloat16))
+            shared.decay.store(decay)
+            sums = sums * decay + gl.convert_layout(gl.sum(p, 1), ROW)
         total = sums
         if params.SINK:
             total = sums + gl.exp2(sink * _LOG2E - peak)
@@ -432,10 +549,18 @@ def _scores(tile, params, shared):
         lse = gl.where(sums == 0, params.empty, (peak + gl.log2(sums)) * _LN2)
         gl.store(params.lse + (tile.token + k).to(gl.int64) * params.H + head, lse, mask=there)
         if k + 1 < tile.count:
-            if k == 0:
-                _load_further_rows(tile, shared)
-            mbarrier.wait(shared.p_free, k & 1)
-            _replace_row(shared, k)
+            if ENTRIES:
+                # Entries are in the place of rows that change, or those come anew but for one.
+                if k == 1:
+                    _load_further_rows(tile, shared)
+                if (k & 1) == 1:
+                    mbarrier.wait(shared.p_free, 1)
+                    _replace_row(shared, k)
+            else:
+                if k == 0:
+                    _load_further_rows(tile, shared)
+                mbarrier.wait(shared.p_free, k & 1)
+                _replace_row(shared, k)
 
 
 @gluon.jit
@@ -468,9 +593,22 @@ def _weigh(tile, params, shared):
     mbarrier.wait(shared.loaded, 0)
     for k in range(0, tile.count):
         acc = gl.zeros([_HEADS, _CHANNELS], gl.float32, L)
-        mbarrier.wait(shared.p_ready, k & 1)
-        fence_async_shared()
-        acc = warpgroup_mma(shared.p, shared.rows, acc, use_acc=False, is_async=True)
+        if tile.ENTRIES:
+            mbarrier.wait(shared.p_ready, 0)
+            fence_async_shared()
+            acc = warpgroup_mma(shared.p, shared.rows, acc, use_acc=False, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(shared.p_free, count=1)
+            mbarrier.wait(shared.p_ready, 1)
+            fence_async_shared()
+            acc = acc * gl.expand_dims(shared.decay.load(R), 1)
+            p = shared.p.slice(0, PLACES // 2, dim=1)
+            rows = shared.rows.slice(0, PLACES // 2, dim=0)
+            acc = warpgroup_mma(p, rows, acc, is_async=True)
+        else:
+            mbarrier.wait(shared.p_ready, k & 1)
+            fence_async_shared()
+            acc = warpgroup_mma(shared.p, shared.rows, acc, use_acc=False, is_async=True)
         factor = shared.factor.load(R)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(shared.p_free, count=1)
@@ -493,13 +631,26 @@ def _weigh(tile, params, shared):
 
 
 @gluon.jit(
-    do_not_specialize=["queries", "group", "groups", "H", "limit", "stride", "scale", "empty"]
+    do_not_specialize=[
+        "queries",
+        "group",
+        "groups",
+        "H",
+        "limit",
+        "stride",
+        "scale",
+        "empty",
+        "more_limit",
+        "more_stride",
+        "more_columns",
+    ]
 )
 def windows_kernel(
-    q_desc, out_desc, cache, slots, counts, sink, out, lse,
-    queries, group, groups, H, limit, stride, scale, empty,
+    q_desc, out_desc, cache, slots, counts, more_cache, more_slots, more_counts, sink, out, lse,
+    queries, group, groups, H, limit, stride, scale, empty, more_limit, more_stride, more_columns,
     HEAD_TILES: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, STEP: gl.constexpr,
-    SINK: gl.constexpr, COUNTS: gl.constexpr, WHOLE: gl.constexpr,
+    ENTRIES: gl.constexpr, MORE_PAGE: gl.constexpr, MORE_STEP: gl.constexpr,
+    SINK: gl.constexpr, COUNTS: gl.constexpr, MORE_COUNTS: gl.constexpr, WHOLE: gl.constexpr,
     WEIGHING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend; see the file.
@@ -510,6 +661,9 @@ def windows_kernel(
         cache: pages of rows.
         slots: int32 [R, WINDOW + queries - 1], ``stride`` apart.
         counts: int32 [R], read if COUNTS.
+        more_cache: pages of entries, like the next read if ENTRIES.
+        more_slots: int32 [R, more_columns], ``more_stride`` apart.
+        more_counts: int32 [T], read if MORE_COUNTS.
         sink: float32 [H], read if SINK.
         out: bfloat16 [T, H, 512].
         lse: float32 [T, H].
@@ -521,12 +675,19 @@ def windows_kernel(
         stride: of ``slots``.
         scale: of the scores, times log2(e).
         empty: lse of a query without rows.
+        more_limit: slots of entries are below.
+        more_stride: of their lists.
+        more_columns: of them, at most 64.
         HEAD_TILES: ceil(H / 64).
         WINDOW: rows that a query sees, at most PLACES.
         PAGE: rows of a page.
         STEP: bytes from a page to the next.
+        ENTRIES: all queries of a request see entries of one list as well.
+        MORE_PAGE: rows of their pages.
+        MORE_STEP: bytes from one to the next.
         SINK: there is a sink.
         COUNTS: requests may have fewer queries.
+        MORE_COUNTS: queries may see fewer entries.
         WHOLE: H is a multiple of 64.
         WEIGHING_REGISTERS: registers of a thread that multiplies by values.
     """
@@ -537,11 +698,13 @@ def windows_kernel(
     count = gl.minimum(group, queries - first)
     tile = Tile(
         slots + request.to(gl.int64) * stride + first, WINDOW + count - 1, cache, limit,
-        request * queries + first, (number % HEAD_TILES) * 64, count, PAGE, STEP, WINDOW,
+        (more_slots + request.to(gl.int64) * more_stride, more_columns, more_cache, more_limit),
+        request * queries + first, (number % HEAD_TILES) * 64, count,
+        PAGE, STEP, WINDOW, ENTRIES, MORE_PAGE, MORE_STEP,
     )  # fmt: skip
     params = Params(
-        q_desc, out_desc, counts, sink, out, lse, H, scale, empty, first, request,
-        SINK, COUNTS, WHOLE,
+        q_desc, out_desc, counts, more_counts, sink, out, lse, H, scale, empty, first, request,
+        SINK, COUNTS, MORE_COUNTS, WHOLE,
     )  # fmt: skip
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -555,6 +718,9 @@ def windows_kernel(
     bias = gl.allocate_shared_memory(gl.float32, [128], FLAT)
     further = gl.allocate_shared_memory(gl.int32, [8, 256], WORDS)
     further_bias = gl.allocate_shared_memory(gl.float32, [8], FLAT)
+    decay = None
+    if ENTRIES:
+        decay = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     factor = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     loaded = gl.allocate_shared_memory(gl.int64, [1], B)
     q_full = gl.allocate_shared_memory(gl.int64, [1], B)
@@ -565,7 +731,7 @@ def windows_kernel(
     mbarrier.init(p_ready, count=1)
     mbarrier.init(p_free, count=1)
     shared = Shared(
-        q_s, q_halves, packed, rows, p_s, bias, further, further_bias, factor,
+        q_s, q_halves, packed, rows, p_s, bias, further, further_bias, decay, factor,
         loaded, q_full, p_ready, p_free,
     )  # fmt: skip
     gl.warp_specialize(
