@@ -550,7 +550,7 @@ def _scores(tile, params, shared):
         gl.store(params.lse + (tile.token + k).to(gl.int64) * params.H + head, lse, mask=there)
         if k + 1 < tile.count:
             if ENTRIES:
-                # Entries are in the place of rows that change, or those come anew but for one.
+                # Where entries took their place, the rows that change are decoded again later.
                 if k == 1:
                     _load_further_rows(tile, shared)
                 if (k & 1) == 1:
