@@ -12,9 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+RECORDED_DRAFTS = Path(__file__).with_name("nemo_drafts_recorded.json")
 RECORDED = Path(__file__).with_name("nemo_recorded.json")
 POSITIONS = (0, 1, 2, 15, 16, 50, 96)
 _CHANNELS, _TOKENS = 2, 6
+# Guesses of a block behind token 9.
+DRAFTS = (3, 1, 4, 1, 5)
 
 
 def sample(streams: Tensor) -> Tensor:
@@ -44,6 +47,30 @@ def main() -> None:
             "logits": _rounded(sample_logits(pair.trace.logits)),
         }
     RECORDED.write_text(json.dumps(recorded, separators=(",", ":")) + "\n", encoding="utf-8")
+    _record_drafts()
+
+
+def _record_drafts() -> None:
+    """Record blocks of the drafter, of rows that are not rounded."""
+    from nemo_automodel.components.models.deepseek_v41 import dspark
+    from shared_cases import DRAFTER, DRAFTER_LENGTHS, drafter_taps
+    from test_nemo_drafter import drafter_of, logits_of
+
+    from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
+
+    dspark.quantize_cache = lambda rows, **_: rows
+    recorded: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_checkpoint(directory, DRAFTER)
+        drafter = drafter_of(Path(directory))
+        for length in DRAFTER_LENGTHS:
+            logits = logits_of(drafter, drafter_taps(length), 9, DRAFTS)
+            recorded[str(length)] = {
+                "largest": float(logits.abs().max()),
+                "logits": _rounded(logits[:, :_TOKENS]),
+            }
+    text = json.dumps(recorded, separators=(",", ":")) + "\n"
+    RECORDED_DRAFTS.write_text(text, encoding="utf-8")
 
 
 def _rounded(values: Tensor) -> list[list[float]]:

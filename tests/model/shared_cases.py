@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 from anymla.testing.tiny_options import TinyOptions, TinySharing
 
 FLASH = (0, 0, 2, 2, 1, 1, 1, 1)
@@ -47,3 +49,15 @@ CASES = {
     "fp8": shared(weights="fp8", hidden=128, seed=5),
     "fp4": shared(weights="fp4", hidden=128, seed=6),
 }
+
+
+DRAFTER = shared(
+    drafter="dspark", markov_rank=16, draft_experts=8, draft_experts_per_token=3, seed=7
+)
+DRAFTER_LENGTHS = (3, 16, 17, 29, 40)
+
+
+def drafter_taps(length: int) -> torch.Tensor:
+    """Taps [T, 3, hidden] of a context of so many positions, for ``DRAFTER``."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(length, 3, DRAFTER.hidden, generator=generator)
