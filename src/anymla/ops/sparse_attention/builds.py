@@ -135,19 +135,19 @@ def _attend_rows(tokens: int, heads: int, channels: int) -> None:
 
 def _attend_windows(heads: int, page: int, entries: int, counted: bool) -> None:
     requests, queries = 32, 8
-    more: dict[str, Tensor | None] = {}
+    more: dict[str, Any] = {}
     if entries:
         more = {
             "extra_cache": get_layout(MAIN_FP8).allocate(_PAGES, 64, "meta"),
-            "extra_slots": _empty((requests, entries), dtype=torch.int32),
-            "extra_lengths": _empty(requests * queries, dtype=torch.int32),
+            "extra_slots": empty((requests, entries), dtype=torch.int32),
+            "extra_lengths": empty(requests * queries, dtype=torch.int32),
         }
     sparse_attention_windows(
-        _empty((requests * queries, heads, 512), dtype=torch.bfloat16),
+        empty((requests * queries, heads, 512), dtype=torch.bfloat16),
         get_layout(MAIN_FP8).allocate(_PAGES, page, "meta"),
-        _empty((requests, 127 + queries), dtype=torch.int32),
-        _empty(requests, dtype=torch.int32) if counted else None,
-        queries=queries, sink=None if counted else _empty(heads, dtype=torch.float32), **more,
+        empty((requests, 127 + queries), dtype=torch.int32),
+        empty(requests, dtype=torch.int32) if counted else None,
+        queries=queries, sink=None if counted else empty(heads, dtype=torch.float32), **more,
     )  # fmt: skip
 
 
