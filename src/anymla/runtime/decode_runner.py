@@ -57,7 +57,9 @@ class DecodeRunner:
         # Graphs know the tables by their addresses. A block reaches beyond its request.
         self._tables = model.reserve(options.max_seq_len + (blocks.size if blocks else 0))
         self._pool = torch.cuda.graph_pool_handle() if record else None
-        self._ngrams = NgramReader(model.engrams, store.device)
+        self._ngrams = NgramBuffers.allocate(
+            NgramReader(model.engrams, store.device), max(bucket.rows for bucket in self.buckets)
+        )
         self._options = options
         self._side = SideStream(store.device) if record else INLINE
         self._steps: dict[tuple[Bucket, bool], FixedStep] = {}
@@ -168,7 +170,7 @@ class DecodeRunner:
                 pool=self._pool,
                 side=self._queue(bucket),
                 decodes=decodes_in(self._model, bucket),
-                ngrams=NgramBuffers(self._ngrams, bucket.rows),
+                ngrams=self._ngrams.first(bucket.rows),
             )
         return self._steps[bucket, follows]
 

@@ -7,6 +7,7 @@ out wrong.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -55,19 +56,34 @@ class NgramReader:
         return _each(rows, lambda host: host.to(self._device))
 
 
+@dataclasses.dataclass(frozen=True)
 class NgramBuffers:
-    """Rows at fixed addresses, for steps of fixed size.
+    """Rows at fixed addresses, for steps of fixed size, of which one runs at a time.
 
     Attributes:
+        reader: of the tables.
         rows: by layer; what is not written holds rows of an earlier step.
+        host: what ``rows`` are copied from; the same where they are the host's.
     """
 
-    def __init__(self, reader: NgramReader, tokens: int) -> None:
-        """Allocate the buffers, for as many tokens."""
-        self.rows = reader.nothing(tokens)
-        self._reader = reader
+    reader: NgramReader
+    rows: Mapping[int, NgramRows]
+    host: Mapping[int, NgramRows]
+
+    @classmethod
+    def allocate(cls, reader: NgramReader, tokens: int) -> NgramBuffers:
+        """Buffers for so many tokens."""
+        rows = reader.nothing(tokens)
+        if all(part.is_cpu for each in rows.values() for part in _parts(each)):
+            return cls(reader, rows, rows)
         # Copies from memory that is not pinned would wait for the device.
-        self._host = _each(self.rows, _staged)
+        return cls(reader, rows, _each(rows, _pinned))
+
+    def first(self, tokens: int) -> NgramBuffers:
+        """The first of them, in the same memory."""
+        rows = _each(self.rows, lambda part: part[:tokens])
+        host = rows if self.host is self.rows else _each(self.host, lambda part: part[:tokens])
+        return NgramBuffers(self.reader, rows, host)
 
     def fill(self, spans: Sequence[Span], places: Sequence[int]) -> None:
         """Read the rows of the spans' tokens into ``places``.
@@ -75,11 +91,11 @@ class NgramBuffers:
         What was filled before must have been copied.
         """
         at = torch.tensor(places)
-        for layer, found in self._reader.found(spans).items():
-            pairs = zip(*map(_parts, (self._host[layer], found, self.rows[layer])), strict=True)
-            for host, read, device in pairs:
+        for layer, found in self.reader.found(spans).items():
+            parts = (_parts(each) for each in (self.host[layer], found, self.rows[layer]))
+            for host, read, device in zip(*parts, strict=True):
                 host.index_copy_(0, at, read)
-                if device is not host:
+                if self.host is not self.rows:
                     device.copy_(host, non_blocking=True)
 
 
@@ -108,8 +124,5 @@ def _each(
     }
 
 
-def _staged(device: Tensor) -> Tensor:
-    """Host memory that is copied to a tensor; itself where that is the host's."""
-    if device.device.type == "cpu":
-        return device
+def _pinned(device: Tensor) -> Tensor:
     return torch.zeros_like(device, device="cpu", pin_memory=device.device.type == "cuda")
