@@ -33,8 +33,10 @@ def peer_figure(rows: list[Row]) -> Figure | None:
     groups: dict[str, list[Point]] = defaultdict(list)
     others: set[str] = set()
     compared = []
-    if any("other lengths" in part_of(row) for row in rows):
-        return None  # the same shapes with other random lengths
+    if any(word in part_of(row) for row in rows for word in ("other lengths", "random shapes")):
+        return (
+            None  # the same shapes with other random lengths, and shapes of which no two are alike
+        )
     for row in rows:
         mine, batch, whole = own_us(row), batch_of(row), whole_peers(row)
         if mine is None or batch is None or not whole:
@@ -142,6 +144,7 @@ def decode_rows(rows: Sequence[Row]) -> list[Row]:
         and not row.get("ragged")
         and "flash_mla_microseconds" in row
         and "same_bytes" not in row  # with FP8 heads
+        and "draw" not in row  # a random shape
     ]
 
 

@@ -51,7 +51,8 @@ def part_of(row: Row) -> str:
 
 
 def _queries(count: object) -> str:
-    return "one query" if int(str(count)) == 1 else "two queries"
+    number = int(str(count))
+    return {1: "one query", 2: "two queries"}.get(number, f"{number} queries")
 
 
 def group_of(row: Row) -> str:
