@@ -177,6 +177,30 @@ def test_inline_ptx():
 
 
 @gluon.jit
+def _pairs_kernel(out, x, y):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, layout=L)
+    made = gl.inline_asm_elementwise(
+        "{ .reg .b32 a; prmt.b32 a, $1, $2, 0x1604; mul.rn.bf16x2 $0, a, $2; }",
+        "=r,r,r", [gl.load(x + lane), gl.load(y + lane)],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    gl.store(out + lane, made)
+
+
+def test_bytes_are_chosen_and_pairs_of_bfloat16_multiplied():
+    """Bytes 4, 0, 6 and 1 of both registers; powers of two down to bfloat16's subnormal numbers."""
+    y = torch.tensor([0.5, 2.0], dtype=torch.bfloat16).view(torch.int32).expand(32).contiguous()
+    x = torch.arange(32, dtype=torch.int32) << 8 | torch.arange(32, dtype=torch.int32)
+    out = torch.zeros(32, dtype=torch.int32)
+    run(_pairs_kernel, 1, out, x, y, num_warps=1)
+    own, other = x.view(torch.uint8).view(-1, 4), y.view(torch.uint8).view(-1, 4)
+    chosen = torch.stack((other[:, 0], own[:, 0], other[:, 2], own[:, 1]), 1).contiguous()
+    want = chosen.view(torch.bfloat16).float() * y.view(torch.bfloat16).view(-1, 2).float()
+    assert torch.equal(out.view(torch.bfloat16).view(-1, 2), want.bfloat16())
+
+
+@gluon.jit
 def _outside_kernel(x, n):
     at = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.store(x + at, at, mask=at < n)

@@ -38,32 +38,6 @@ def test_a_query_sees_the_columns_from_its_own_number_on(backend, counted):
         torch.testing.assert_close(lse[token : token + 1], want_lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("counted", [False, True])
-def test_all_queries_of_a_request_see_its_first_entries(counted):
-    q, cache, slots = call_of()
-    entries = torch.randint(-1, 81, (3, 5)).int()
-    lengths = torch.randint(0, 6, (12,)).int()
-    counts = torch.tensor([4, 0, 2], dtype=torch.int32) if counted else None
-    out, lse = sparse_attention_windows(
-        q, cache, slots, counts, queries=4,
-        extra_cache=cache, extra_slots=entries, extra_lengths=lengths,
-    )  # fmt: skip
-    for token in range(12):
-        r, j = divmod(token, 4)
-        there = counts is None or j < counts[r]
-        seen = torch.cat((slots[r, j : j + 6], entries[r, : lengths[token]]))
-        seen = seen.unsqueeze(0) if there else seen[:0].unsqueeze(0)
-        want, want_lse = sparse_attention(q[token : token + 1], cache, seen, backend="reference")
-        torch.testing.assert_close(out[token : token + 1], want, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(lse[token : token + 1], want_lse, atol=1e-5, rtol=1e-5)
-
-
-def test_entries_are_given_whole():
-    q, cache, slots = call_of()
-    with pytest.raises(ValueError, match="extra_slots"):
-        sparse_attention_windows(q, cache, slots, queries=4, extra_cache=cache)
-
-
 @pytest.mark.parametrize(("queries", "tokens"), [(0, 12), (10, 12), (3, 12)])
 def test_queries_must_fit(queries, tokens):
     q, cache, slots = call_of()
@@ -77,3 +51,60 @@ def test_queries_must_fit(queries, tokens):
 )
 def test_queries_share_a_tile_where_tiles_would_not_fit_in_a_wave(requests, queries, tiles, group):
     assert choose_window_group(requests, queries, tiles, 132) == group
+
+
+# On a GPU ---------------------------------------------------------------------------------------
+
+
+class OnHopper:
+    """A call of random rows, and what is right by lists of each query."""
+
+    def __init__(self, requests, queries, heads, page=64):
+        total = 8192
+        rows = torch.randn(total, 512)
+        self.cache = LAYOUT.allocate(total // page, page)
+        LAYOUT.write(self.cache, torch.arange(total), rows)
+        self.cache = self.cache.cuda()
+        self.q = torch.randn(requests * queries, heads, 512).bfloat16().cuda()
+        self.sink = torch.randn(heads).cuda()
+        self.slots = torch.empty(requests, 127 + queries, dtype=torch.int32, device="cuda")
+        self.counts = torch.empty(requests, dtype=torch.int32, device="cuda")
+        self.queries = queries
+        self.draw()
+
+    def draw(self):
+        self.slots.random_(-500, 9000)
+        self.counts.random_(0, self.queries + 1)
+
+    def __call__(self, backend, dtype=torch.bfloat16):
+        return sparse_attention_windows(
+            self.q.to(dtype), self.cache, self.slots, self.counts, queries=self.queries,
+            sink=self.sink, backend=backend,
+        )  # fmt: skip
+
+    def check(self, out, lse):
+        want, want_lse = self("torch", torch.float64)
+        assert (out.double() - want).norm() < 2.5e-3 * want.norm().clamp(min=1e-9)
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("requests", "queries", "heads"), [(1, 6, 64), (33, 8, 64), (9, 7, 128), (3, 9, 20)]
+)
+def test_the_hopper_kernel_and_its_graph(requests, queries, heads):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    call = OnHopper(requests, queries, heads)
+    call.check(*call("gluon_sm90"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call("gluon_sm90")
+    for _ in range(3):
+        call.draw()
+        graph.replay()
+        call.check(out, lse)
+        once = out.clone()
+        for _ in range(10):
+            graph.replay()
+        assert torch.equal(once, out)

@@ -35,17 +35,6 @@ class Call:
         self.q = torch.randn(requests * queries, heads, 512).bfloat16()
         self.sink = torch.randn(heads) if sink else None
         self.counts = None
-        self.entries, self.more = None, {}
-
-    def see_entries(self, columns, page=16, counts=None):
-        """All queries of a request see these as well."""
-        requests = len(self.slots)
-        total = -(-requests * columns // page) * page + page
-        cache = LAYOUT.allocate(total // page, page)
-        LAYOUT.write(cache, torch.arange(total), torch.randn(total, 512))
-        slots = torch.randperm(total)[: requests * columns].view(requests, -1).int()
-        self.entries = (cache, slots, counts)
-        return self
 
     def lists(self):
         lists = self.slots.unfold(1, self.window, 1).clone()
@@ -56,17 +45,8 @@ class Call:
 
     def expected(self):
         sink = None if self.sink is None else self.sink.double()
-        more = {}
-        if self.entries is not None:
-            cache, slots, counts = self.entries
-            lists = slots.repeat_interleave(self.queries, 0)
-            lengths = torch.full((len(lists),), lists.shape[1], dtype=torch.int32)
-            lengths = lengths if counts is None else counts.clone()
-            if self.counts is not None:
-                lengths[(torch.arange(self.queries) >= self.counts.unsqueeze(1)).flatten()] = 0
-            more = {"extra_cache": cache, "extra_indices": lists, "extra_lengths": lengths}
         return sparse_attention(
-            self.q.double(), self.cache, self.lists(), sink=sink, backend="reference", **more
+            self.q.double(), self.cache, self.lists(), sink=sink, backend="reference"
         )
 
     def run(self, group, seed=0, changed=None):
@@ -75,22 +55,17 @@ class Call:
         tiles = -(-heads // 64)
         out = torch.full_like(self.q, torch.nan)
         lse = torch.full((tokens, heads), torch.nan)
-        more = self.entries or (self.cache, self.slots, None)
         run_kernel(
             windows_kernel, requests * groups * tiles,
-            Descriptor(self.q.view(-1, 512), (64, 256)),
-            Descriptor(out.view(-1, 512), (64, 256)), self.cache, self.slots,
+            Descriptor(self.q.view(-1, 512), (64, 256)), self.cache, self.slots,
             self.slots if self.counts is None else self.counts,
-            more[0], more[1], more[1] if more[2] is None else more[2],
             lse if self.sink is None else self.sink, out, lse,
             self.queries, group, groups, heads, len(self.cache) * self.cache.shape[1],
             self.slots.stride(0), 512**-0.5 * LOG2E, -torch.inf,
-            len(more[0]) * more[0].shape[1], more[1].stride(0), more[1].shape[1],
             HEAD_TILES=tiles, WINDOW=self.window, PAGE=self.cache.shape[1],
-            STEP=self.cache.stride(0), ENTRIES=self.entries is not None,
-            MORE_PAGE=more[0].shape[1], MORE_STEP=more[0].stride(0), SINK=self.sink is not None,
-            COUNTS=self.counts is not None, MORE_COUNTS=more[2] is not None, WHOLE=heads % 64 == 0,
-            WEIGHING_REGISTERS=0, seed=seed, num_warps=8, replacements=changed,
+            STEP=self.cache.stride(0), SINK=self.sink is not None,
+            COUNTS=self.counts is not None, WHOLE=heads % 64 == 0,
+            WEIGHING_REGISTERS=0, UPDATER_REGISTERS=0, seed=seed, replacements=changed,
         )  # fmt: skip
         return out, lse
 
@@ -181,10 +156,13 @@ def test_every_scale_is_exact(byte):
 
 
 WAITS = [
+    "        mbarrier.wait(shared.p_free.index(0), (k - 1) & 1)\n",
     "    mbarrier.wait(shared.loaded, 0)\n    scale",
+    "            mbarrier.wait(shared.updated, (k - 1) & 1)\n",
     "        mbarrier.wait(shared.q_full, k & 1)\n",
-    "            mbarrier.wait(shared.p_free, k & 1)\n",
-    "        mbarrier.wait(shared.p_ready, k & 1)\n",
+    "        mbarrier.wait(shared.p_free.index(1), (k & 1) ^ 1)\n",
+    "        mbarrier.wait(shared.p_ready.index(0), k & 1)\n",
+    "        mbarrier.wait(shared.p_ready.index(1), k & 1)\n",
 ]
 
 
@@ -214,24 +192,3 @@ def altered(tmp_path, old, new):
         for name, value in vars(changed).items()
         if hasattr(value, "fn") and value is not vars(module)[name]
     }
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 8])
-@pytest.mark.parametrize("columns", [64, 37])
-def test_entries(group, columns):
-    for seed in range(2):
-        call = Call(2, 8, 64, seed=seed).see_entries(columns)
-        call.check(group, seed)
-
-
-def test_entries_that_are_counted():
-    call = Call(3, 6, 16, window=100)
-    counts = torch.randint(0, 41, (18,)).int()
-    counts[4] = 0
-    call.see_entries(40, page=4, counts=counts)
-    call.entries[1][0, 3] = -7
-    call.entries[1][1, 4] = 2**30
-    call.counts = torch.tensor([6, 3, 0], dtype=torch.int32)
-    for group in (1, 2, 6):
-        out = call.check(group)
-        assert not out[12:].any()

@@ -3,8 +3,8 @@
 The queries of a request stand at neighbouring positions, so that their windows overlap, and see the
 same compressed entries of ratio 128; those of ratio 4 are chosen for each. One process, the same
 bytes, graph replay over rotating lists (cold rows), medians; work is shared out once for a shape.
-What layers do is beside the other way: by slots, or rows decoded once a request; where entries are
-few, beside a third one, whose kernel decodes windows once for some of the queries.
+What layers do is beside the other way: by slots, or rows decoded once a request; for windows alone
+beside a third one, whose kernel decodes them once for some of the queries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from anymla.ops.device import target_of
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.prefill_attention.config import decoding_pays_in_steps
 from anymla.ops.sparse_attention import sparse_attention_windows
-from anymla.ops.sparse_attention.config import WINDOW_ENTRIES
 from anymla.ops.sparse_attention.shapes import FLASH_DECODE
 from anymla.ops.streams import scratch_scope
 
@@ -129,25 +127,12 @@ class VerificationInputs(DecodeInputs):
     def shared_windows(self, backend: str | None) -> list[Callable[[], Tensor]]:
         """Calls that decode the requests' windows as they attend to them."""
         out = torch.empty_like(self.q)
-        calls: list[Callable[[], Tensor]] = []
-        for slots, (_, entries) in zip(self.slots, self.lists, strict=True):
-            more: dict[str, Any] = {}
-            if entries is not None and self.extra_lengths is not None:
-                lengths = self.extra_lengths.repeat_interleave(self.shape.rows)
-                more = {
-                    "extra_cache": self.extra_cache,
-                    "extra_slots": entries[:, 0].contiguous(),
-                    "extra_lengths": lengths,
-                }
-            calls.append(functools.partial(self._sharing, slots, backend, out, more))
-        return calls
+        return [functools.partial(self._sharing, each, backend, out) for each in self.slots]
 
-    def _sharing(
-        self, slots: Tensor, backend: str | None, out: Tensor, more: dict[str, Any]
-    ) -> Tensor:
+    def _sharing(self, slots: Tensor, backend: str | None, out: Tensor) -> Tensor:
         attended: Tensor = sparse_attention_windows(
             self.q.flatten(0, 1), self.cache, slots, queries=self.shape.rows, sink=self.sink,
-            out=out.flatten(0, 1), backend=backend, **more,
+            out=out.flatten(0, 1), backend=backend,
         )[0]  # fmt: skip
         return attended
 
@@ -253,7 +238,7 @@ def _verification(
         yield Subject("slots_microseconds", by_slots)
     elif decoded:
         yield inputs.checked(decoded, "decoded_microseconds", "decoded_error")
-    if not shape.chosen and shape.extra <= WINDOW_ENTRIES:
+    if not shape.extra:
         yield inputs.checked(inputs.shared_windows(backend), "shared_microseconds", "shared_error")
     if peer is not None:
         yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")

@@ -49,13 +49,14 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"{call}, captured", functools.partial(_captured, call)
         for call in CALLS:
             yield str(call), functools.partial(attend, call)
-        for heads, page, entries, counted in (
-            (64, 64, 0, False), (64, 256, 0, False), (128, 256, 0, False), (20, 64, 0, True),
-            (64, 256, 64, False), (128, 256, 64, False), (20, 64, 64, True),
-        ):  # fmt: skip
-            label = f"windows of 8 queries, {heads} heads, pages of {page}, {entries} entries"
-            label += ", counted" * counted
-            yield label, functools.partial(_attend_windows, heads, page, entries, counted)
+        for heads, page, counted in (
+            (64, 64, False),
+            (64, 256, False),
+            (128, 256, False),
+            (20, 64, True),
+        ):
+            label = f"windows of 8 queries, {heads} heads, pages of {page}" + ", counted" * counted
+            yield label, functools.partial(_attend_windows, heads, page, counted)
     for tokens, heads in itertools.product((1, 32, 512), (16, 32, 64)):
         shape = AttentionShape(tokens, heads, 128, 512)
         for layout in (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512):
@@ -133,21 +134,14 @@ def _attend_rows(tokens: int, heads: int, channels: int) -> None:
     )  # fmt: skip
 
 
-def _attend_windows(heads: int, page: int, entries: int, counted: bool) -> None:
+def _attend_windows(heads: int, page: int, counted: bool) -> None:
     requests, queries = 32, 8
-    more: dict[str, Any] = {}
-    if entries:
-        more = {
-            "extra_cache": get_layout(MAIN_FP8).allocate(_PAGES, 64, "meta"),
-            "extra_slots": empty((requests, entries), dtype=torch.int32),
-            "extra_lengths": empty(requests * queries, dtype=torch.int32),
-        }
     sparse_attention_windows(
         empty((requests * queries, heads, 512), dtype=torch.bfloat16),
         get_layout(MAIN_FP8).allocate(_PAGES, page, "meta"),
         empty((requests, 127 + queries), dtype=torch.int32),
         empty(requests, dtype=torch.int32) if counted else None,
-        queries=queries, sink=None if counted else empty(heads, dtype=torch.float32), **more,
+        queries=queries, sink=None if counted else empty(heads, dtype=torch.float32),
     )  # fmt: skip
 
 

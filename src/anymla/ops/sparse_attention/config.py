@@ -427,18 +427,16 @@ def choose_combine_tile(
 
 # Windows of neighbouring queries -----------------------------------------------------------------
 
-# Rows that a CTA holds, entries that may stand in for half of them, and queries of a CTA, at most.
-WINDOW_PLACES, WINDOW_ENTRIES, _MOST_WINDOW_QUERIES = 128, 64, 8
-# Registers of a thread; those of the scores get the rest of 256, 88.
-WINDOW_WEIGHING_REGISTERS = 168
-# Time until a CTA's rows are there and its last result has left, in queries; and what a query with
-# entries takes more. Reckoned.
-_WINDOW_COST, _ENTRIES_COST = 3.0, 0.7
+# Rows that a CTA holds, and queries that it attends them to, at most.
+WINDOW_PLACES, _MOST_WINDOW_QUERIES = 128, 8
+# Registers of a thread; the warpgroup of the scores gets the rest of 512, 112.
+WINDOW_WEIGHING_REGISTERS = 160
+WINDOW_UPDATER_REGISTERS = 80
+# Time until a CTA's rows are there and its last result has left, in queries; reckoned.
+_WINDOW_COST = 3.0
 
 
-def choose_window_group(
-    requests: int, queries: int, head_tiles: int, sm_count: int, *, entries: bool = False
-) -> int:
+def choose_window_group(requests: int, queries: int, head_tiles: int, sm_count: int) -> int:
     """How many neighbouring queries of a request share a CTA and its rows.
 
     As few as take no longer: what ends first if every wave of CTAs takes its start and end, and
@@ -449,13 +447,11 @@ def choose_window_group(
         queries: of a request.
         head_tiles: tiles of 64 heads.
         sm_count: SMs of the device, a CTA each.
-        entries: queries see entries as well.
     """
-    each = 1 + _ENTRIES_COST * entries
 
     def time(group: int) -> float:
         waves = -(-requests * -(-queries // group) * head_tiles // sm_count)
-        return waves * (_WINDOW_COST + group * each)
+        return waves * (_WINDOW_COST + group)
 
     return min(range(1, min(queries, _MOST_WINDOW_QUERIES) + 1), key=time)
 

@@ -5,19 +5,18 @@ the 128 rows that the first of them sees into shared memory, in bfloat16, and at
 after query. A query sees one row that the one before does not, and the other way round: the new
 row takes the old one's place, so that the order of rows is another and nothing else.
 
-    scores   S = Q K, the softmax; rows that further queries see   88 registers
-    weigh    P V, the output                                      168
+    scores   4 warps   S = Q K, the softmax               112 registers
+    weigh    8 warps   P V                                160
+    updater  4 warps   the row that the next query sees    80
 
-Both are eight warps, and first decode 64 of the rows each. TMA brings Q of the next query as soon
-as the scores are there, and further rows are decoded while the product with the values runs.
+Each of the 16 warps first decodes eight of the rows. Rows are two blocks of 64, of which the
+second one's scores are computed while the first one's become probabilities. TMA brings Q of the
+next query as soon as the last scores are there.
 
-Entries, up to 64 that all queries of a request see, take the places of the window's first half when
-a query is done with it, and the next query begins with them and with the window's second half. So
-a query has two products of each kind, and each time one block of 64 rows is decoded.
-
-Barriers: loaded, once, both; q_full TMA -> scores; p_ready scores -> weigh, with the factor of the
-result; p_free weigh -> scores. Whoever multiplies by rows or probabilities fences behind the wait,
-as in ``gluon_sm90_decode_m64``.
+Barriers: loaded, once, all; q_full TMA -> scores; p_ready[b] scores -> weigh, with the factor by
+which the first block's sums decay, and the one of the result; p_free[0] weigh -> updater, and
+updated updater -> scores; p_free[1] weigh -> scores. Whoever multiplies by rows or probabilities
+fences behind the wait, as in ``gluon_sm90_decode_m64``.
 
 In bfloat16 every e4m3 code times any power of two is exact that bfloat16 has, queries stay as they
 are, and P is rounded to bfloat16 as the contract has it. A row with a NaN among its codes or scales
@@ -37,16 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._gluon import (
     aggregate,
-    field,
     gdc_launch_dependents,
     gdc_wait,
-    opaque,
     view,
     warpgroup_barrier,
 )
 
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _LAYOUT = get_layout(MAIN_FP8)
 _DATA = gl.constexpr(_LAYOUT.data_bytes)
 _SCALES = gl.constexpr(_LAYOUT.scale_bytes)
@@ -56,15 +52,16 @@ _LN2 = gl.constexpr(0.6931471805599453)
 _NO_MAXIMUM = gl.constexpr(-1e29)
 _MASKED = gl.constexpr(-1e30)
 _HEADS = gl.constexpr(64)
+_KEYS = gl.constexpr(64)  # of a block
 _CHANNELS = gl.constexpr(_LAYOUT.channels)
 PLACES = gl.constexpr(128)  # for rows
-FURTHER = gl.constexpr(8)  # rows that further queries see
+NEW_PLACES = gl.constexpr(8)  # of them those that change
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
 _LOAD = gl.constexpr(
     "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
     "setp.ne.s32 q, $5, 0; "
     "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-    "@q ld.global.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
+    "@q ld.global.nc.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
 )
 # Sign, exponent and mantissa of a code at the place of bfloat16's, whose exponents differ by 120.
 _DECODE = gl.constexpr(
@@ -84,18 +81,16 @@ class Shared:
     Attributes:
         q: bfloat16 [64, 512], the queries.
         q_halves: the same as [2, 64, 256].
-        packed: int32 [128, 256], the rows.
+        packed: int32 [2, 64, 256], two blocks of rows.
         rows: the same as bfloat16.
-        p: bfloat16 [64, 128], probabilities.
-        bias: float32 [128], of the scores of a row.
-        further: int32 [8, 256], rows that further queries see.
-        further_bias: float32 [8], theirs.
-        decay: float32 [64], of sums at a query's second product; None without entries.
-        factor: float32 [64], of the result.
+        p: bfloat16 [2, 64, 64], probabilities of a block.
+        bias: float32 [2, 64], of the scores of a row.
+        factors: float32 [2, 64], by how much the first block's sums decay; factor of the result.
         loaded: barriers; see the file, as for the next ones.
-        q_full: likewise.
-        p_ready: likewise.
-        p_free: likewise.
+        q_full: one.
+        p_ready: [2].
+        p_free: [2].
+        updated: one.
     """
 
     q: object
@@ -104,25 +99,22 @@ class Shared:
     rows: object
     p: object
     bias: object
-    further: object
-    further_bias: object
-    decay: object
-    factor: object
+    factors: object
     loaded: object
     q_full: object
     p_ready: object
     p_free: object
+    updated: object
 
     @gluon.constexpr_function
     def __init__(
-        self, q, q_halves, packed, rows, p, bias, further, further_bias, decay, factor,
-        loaded, q_full, p_ready, p_free,
+        self, q, q_halves, packed, rows, p, bias, factors, loaded, q_full, p_ready, p_free, updated
     ):  # fmt: skip
         self.q, self.q_halves = q, q_halves
         self.packed, self.rows, self.p = packed, rows, p
-        self.bias, self.factor = bias, factor
-        self.further, self.further_bias, self.decay = further, further_bias, field(decay)
-        self.loaded, self.q_full, self.p_ready, self.p_free = loaded, q_full, p_ready, p_free
+        self.bias, self.factors = bias, factors
+        self.loaded, self.q_full, self.updated = loaded, q_full, updated
+        self.p_ready, self.p_free = p_ready, p_free
 
 
 @aggregate
@@ -134,41 +126,28 @@ class Tile:
         seen: columns of it that the tile's queries see.
         cache: of the rows.
         limit: slots are below.
-        more: the same of entries, a tuple (slots, columns, cache, limit); read if ENTRIES.
         token: first of the queries.
         head: first of the heads.
         count: queries.
         PAGE: rows of a page.
         STEP: bytes from a page to the next.
         WINDOW: rows that a query sees.
-        ENTRIES: there are entries.
-        MORE_PAGE: of them, as PAGE.
-        MORE_STEP: of them, as STEP.
     """
 
     slots: gl.tensor
     seen: gl.tensor
     cache: gl.tensor
     limit: gl.tensor
-    more: gl.tuple
     token: gl.tensor
     head: gl.tensor
     count: gl.tensor
     PAGE: gl.constexpr
     STEP: gl.constexpr
     WINDOW: gl.constexpr
-    ENTRIES: gl.constexpr
-    MORE_PAGE: gl.constexpr
-    MORE_STEP: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, slots, seen, cache, limit, more, token, head, count,
-        PAGE, STEP, WINDOW, ENTRIES, MORE_PAGE, MORE_STEP,
-    ):  # fmt: skip
-        self.slots, self.seen, self.cache, self.limit, self.more = slots, seen, cache, limit, more
-        self.ENTRIES = gl.constexpr(ENTRIES)
-        self.MORE_PAGE, self.MORE_STEP = gl.constexpr(MORE_PAGE), gl.constexpr(MORE_STEP)
+    def __init__(self, slots, seen, cache, limit, token, head, count, PAGE, STEP, WINDOW):
+        self.slots, self.seen, self.cache, self.limit = slots, seen, cache, limit
         self.token, self.head, self.count = token, head, count
         self.PAGE, self.STEP = gl.constexpr(PAGE), gl.constexpr(STEP)
         self.WINDOW = gl.constexpr(WINDOW)
@@ -241,24 +220,20 @@ def _nan_scales(low, high):
 
 
 @gluon.jit
-def _address(slots, cache, limit, PAGE: gl.constexpr, STEP: gl.constexpr):
-    """Whether there is a row, and the addresses of its data and of its scales."""
-    valid = (slots >= 0) & (slots < limit)
+def _fetch(tile, slots, L: gl.constexpr):
+    """Ask for rows: whether there are such, and four lanes' bytes of each."""
+    PAGE: gl.constexpr = tile.PAGE
+    STEP: gl.constexpr = tile.STEP
+    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
+    valid = (slots >= 0) & (slots < tile.limit)
     slots = gl.where(valid, slots, 0).to(gl.uint32)
     pages = slots // PAGE
     entry = (slots - pages * PAGE).to(gl.int32)
-    page = cache.to(gl.int64) + pages.to(gl.int64) * STEP
-    return valid, page + entry * _DATA, page + (PAGE * _DATA + entry * _SCALES)
-
-
-@gluon.jit
-def _fetch(address, L: gl.constexpr):
-    """Ask for rows: whether there are such, and four lanes' bytes of each."""
-    valid, data, scales_at = address
-    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
+    page = tile.cache.to(gl.int64) + pages.to(gl.int64) * STEP
+    scales_at = page + (PAGE * _DATA + entry * _SCALES)
     scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
     there = gl.expand_dims(valid, 1).to(gl.int32)
-    at = gl.expand_dims(data, 1) + lane
+    at = gl.expand_dims(page + entry * _DATA, 1) + lane
     x0 = _load(at, there)
     x1 = _load(at + 64, there)
     x2 = _load(at + 128, there)
@@ -293,73 +268,41 @@ def _decoded(fetched, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _put(rows, biases, decoded):
-    """Store decoded rows."""
-    left, right, bias = decoded
+def _put(shared, fetched, BLOCK: gl.constexpr, ROW0: gl.constexpr, ROWS: gl.constexpr):
+    """Decode what was asked for, and store it from a row of a block on."""
+    left, right, bias = _decoded(fetched, ROWS)
+    rows = shared.packed.index(BLOCK).slice(ROW0, ROWS, dim=0)
     rows.slice(0, 128, dim=1).store(left)
     rows.slice(128, 128, dim=1).store(right)
-    biases.store(bias)
+    shared.bias.index(BLOCK).slice(ROW0, ROWS, dim=0).store(bias)
 
 
 @gluon.jit
-def _load_rows(tile, shared, ROW0: gl.constexpr):
-    """Half of the rows that the first query sees."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0])
-    place = ROW0 + gl.arange(0, PLACES // 2, layout=gl.SliceLayout(1, L))
+def _load_rows(
+    tile, shared, BLOCK: gl.constexpr, ROW0: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
+):
+    """Rows that the first query sees, some of a block, by the warps of a partition."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])
+    place = BLOCK * _KEYS + ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     slots = gl.load(tile.slots + place, mask=place < tile.seen, other=-1)
-    address = _address(slots, tile.cache, tile.limit, tile.PAGE, tile.STEP)
-    fetched = _fetch(address, L)
-    # Once, but the compiler does not know: before a loop that changes what they bring it leaves
-    # loads that it would else put behind what waits for others of them.
-    for _ in range(0, gl.num_programs(1)):
-        rows = shared.packed.slice(ROW0, PLACES // 2, dim=0)
-        biases = shared.bias.slice(ROW0, PLACES // 2, dim=0)
-        _put(rows, biases, _decoded(fetched, PLACES // 2))
-        address = _address(slots * 0 - 1, tile.cache, tile.limit, tile.PAGE, tile.STEP)
-        fetched = _fetch(address, L)
+    _put(shared, _fetch(tile, slots, L), BLOCK, ROW0, ROWS)
     mbarrier.arrive(shared.loaded, count=1)
 
 
 @gluon.jit
-def _load_further_rows(tile, shared):
-    """The rows that further queries see, which replace older ones."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0])
-    column = PLACES + gl.arange(0, FURTHER, layout=gl.SliceLayout(1, L))
-    slots = gl.load(tile.slots + column, mask=column < tile.seen, other=-1)
-    address = _address(slots, tile.cache, tile.limit, tile.PAGE, tile.STEP)
-    _put(shared.further, shared.further_bias, _decoded(_fetch(address, L), FURTHER))
-
-
-@gluon.jit
-def _fetch_other(tile, k, L: gl.constexpr):
-    """Ask for entries in place of the window's first half, or for that in place of entries."""
-    place = gl.arange(0, PLACES // 2, layout=gl.SliceLayout(1, L))
-    entries = (k & 1) == 0
-    column = gl.where(entries, place, gl.where(place < k, place + PLACES, place))
-    seen = gl.where(entries, tile.more[1], tile.seen)
-    base = gl.where(entries, tile.more[0].to(gl.int64), tile.slots.to(gl.int64))
-    slots = base.to(gl.pointer_type(gl.int32)) + column
-    slots = gl.load(slots, mask=column < seen, other=-1)
-    valid, data, scales_at = _address(slots, tile.cache, tile.limit, tile.PAGE, tile.STEP)
-    valid1, data1, scales1_at = _address(
-        slots, tile.more[2], tile.more[3], tile.MORE_PAGE, tile.MORE_STEP
-    )
-    valid = gl.where(entries, valid1, valid)
-    data = gl.where(entries, data1, data)
-    return _fetch((valid, data, gl.where(entries, scales1_at, scales_at)), L)
-
-
-@gluon.jit
-def _replace_row(shared, k):
-    """Put the row that query k + 1 sees first into the place of the one that it does not see."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
-    place = gl.arange(0, FURTHER, layout=gl.SliceLayout(1, L))
-    new = shared.further.load(L)
-    rows = shared.packed.slice(0, FURTHER, dim=0)
-    rows.store(gl.where(gl.expand_dims(place <= k, 1), new, rows.load(L)))
-    new = shared.further_bias.load(gl.SliceLayout(1, L))
-    biases = shared.bias.slice(0, FURTHER, dim=0)
-    biases.store(gl.where(place <= k, new, biases.load(gl.SliceLayout(1, L))))
+def _updater(tile, params, shared):
+    """A quarter of the rows; then what every further query sees instead of an older row."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    gdc_wait()
+    _load_rows(tile, shared, 0, 32, 32, 4)
+    place = gl.arange(0, NEW_PLACES, layout=gl.SliceLayout(1, L))
+    for k in range(1, tile.count):
+        column = gl.where(place < k, place + PLACES, place)
+        slots = gl.load(tile.slots + column, mask=column < tile.seen, other=-1)
+        fetched = _fetch(tile, slots, L)
+        mbarrier.wait(shared.p_free.index(0), (k - 1) & 1)
+        _put(shared, fetched, 0, 0, NEW_PLACES)
+        mbarrier.arrive(shared.updated, count=1)
 
 
 @aggregate
@@ -368,9 +311,7 @@ class Params:
 
     Attributes:
         q_desc: TMA descriptor of queries.
-        out_desc: of ``out``; used if WHOLE.
         counts: int32 [R], queries of each request.
-        more_counts: int32 [T], entries that each query sees; read if MORE_COUNTS.
         sink: float32 [H].
         out: [T, H, 512].
         lse: float32 [T, H].
@@ -381,14 +322,11 @@ class Params:
         request: of the tile.
         SINK: there is one.
         COUNTS: there are such.
-        MORE_COUNTS: likewise.
         WHOLE: heads are a multiple of 64.
     """
 
     q_desc: object
-    out_desc: object
     counts: gl.tensor
-    more_counts: gl.tensor
     sink: gl.tensor
     out: gl.tensor
     lse: gl.tensor
@@ -399,17 +337,13 @@ class Params:
     request: gl.tensor
     SINK: gl.constexpr
     COUNTS: gl.constexpr
-    MORE_COUNTS: gl.constexpr
     WHOLE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, q_desc, out_desc, counts, more_counts, sink, out, lse, H, scale, empty, first,
-        request, SINK, COUNTS, MORE_COUNTS, WHOLE,
+        self, q_desc, counts, sink, out, lse, H, scale, empty, first, request, SINK, COUNTS, WHOLE
     ):  # fmt: skip
-        self.q_desc, self.out_desc = q_desc, out_desc
-        self.more_counts, self.MORE_COUNTS = more_counts, gl.constexpr(MORE_COUNTS)
-        self.counts, self.sink, self.out, self.lse = counts, sink, out, lse
+        self.q_desc, self.counts, self.sink, self.out, self.lse = q_desc, counts, sink, out, lse
         self.H, self.scale, self.empty = H, scale, empty
         self.first, self.request = first, request
         self.SINK, self.COUNTS = gl.constexpr(SINK), gl.constexpr(COUNTS)
@@ -427,140 +361,82 @@ def _ask_query(tile, params, shared, k):
 
 
 @gluon.jit
-def _biased(
-    x, shared, tile, k, queries, entries, more, COUNTS: gl.constexpr, KEYS: gl.constexpr,
-    S: gl.constexpr,
-):  # fmt: skip
-    """Scores of the first KEYS places, of rows that the query does not see far below all others.
-
-    Args:
-        x: scores.
-        shared: see there.
-        tile: likewise.
-        k: of the tile's queries.
-        queries: of the tile that are there.
-        entries: the first half of the places are entries.
-        more: how many of them the query sees.
-        COUNTS: queries are counted.
-        KEYS: 128 or 64.
-        S: layout of the scores.
-    """
-    bias = shared.bias
-    if KEYS < PLACES:
-        bias = bias.slice(0, KEYS, dim=0)
-    bias = bias.load(gl.SliceLayout(0, S))
-    place = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-    visible = place >= 0
-    if tile.WINDOW < PLACES:
-        visible = gl.where(place < k, place + PLACES, place) < k + tile.WINDOW
-    if tile.ENTRIES:
-        visible = gl.where(entries & (place < PLACES // 2), place < more, visible)
-    if COUNTS:
-        visible = visible & (k < queries)
-    if tile.WINDOW < PLACES or tile.ENTRIES or COUNTS:
-        bias = gl.where(visible, bias, _MASKED)
-    return x + gl.expand_dims(bias, 0)
+def _scores_of(shared, BLOCK: gl.constexpr, S: gl.constexpr):
+    """Begin the scores of a block."""
+    scores = gl.zeros([_HEADS, _KEYS], gl.float32, S)
+    rows = shared.rows.index(BLOCK).permute((1, 0))
+    return warpgroup_mma(shared.q, rows, scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _ready_for_heads(tile, params, shared, k):
-    """Ask for the next query's heads, when all warps are done with this one's."""
-    if k + 1 < tile.count:
-        warpgroup_barrier()
-        _ask_query(tile, params, shared, k + 1)
+def _biased(
+    scores, shared, tile, k, queries, COUNTS: gl.constexpr, BLOCK: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
+    """Scores, of rows that the query does not see far below all others."""
+    bias = shared.bias.index(BLOCK).load(gl.SliceLayout(0, S))
+    if tile.WINDOW < PLACES:
+        place = BLOCK * _KEYS + gl.arange(0, _KEYS, layout=gl.SliceLayout(0, S))
+        column = gl.where(place < k, place + PLACES, place)
+        bias = gl.where(column < k + tile.WINDOW, bias, _MASKED)
+    if COUNTS:
+        bias = gl.where(k < queries, bias, _MASKED)
+    return scores + gl.expand_dims(bias, 0)
 
 
 @gluon.jit
 def _scores(tile, params, shared):
-    """Half of the rows; then scores, probabilities, factors of the results, and further rows."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
+    """A quarter of the rows; then scores, probabilities, and the factors of the results."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0])
-    ENTRIES: gl.constexpr = tile.ENTRIES
     gdc_wait()
     gdc_launch_dependents()
     _ask_query(tile, params, shared, 0)
-    _load_rows(tile, shared, 0)
+    _load_rows(tile, shared, 0, 0, 32, 4)
+    head = tile.head + gl.arange(0, _HEADS, layout=ROW)
+    there = head < params.H
+    sink = gl.full([_HEADS], -float("inf"), gl.float32, ROW)
+    if params.SINK:
+        sink = gl.load(params.sink + head, mask=there, other=0.0) * _LOG2E
     queries = tile.count
     if params.COUNTS:
         queries = gl.load(params.counts + params.request) - params.first
     mbarrier.wait(shared.loaded, 0)
     scale = params.scale
     for k in range(0, tile.count):
+        if k > 0:
+            # So weigh is done with the first block, and its probabilities.
+            mbarrier.wait(shared.updated, (k - 1) & 1)
         mbarrier.wait(shared.q_full, k & 1)
         fence_async_shared()
-        warpgroup_barrier()
-        x = gl.zeros([_HEADS, PLACES], gl.float32, S)
-        x = warpgroup_mma(shared.q, shared.rows.permute((1, 0)), x, use_acc=False, is_async=True)
-        x = warpgroup_mma_wait(0, deps=[x])
-        if not ENTRIES:
-            _ready_for_heads(tile, params, shared, k)
-        head = tile.head + gl.arange(0, _HEADS, layout=ROW) + opaque(k * 0)
-        there = head < params.H
-        if params.SINK:
-            sink = gl.load(params.sink + head, mask=there, other=0.0)
-        entries = (k & 1) == 1
-        more = k
-        if ENTRIES:
-            more = tile.more[1]
-            if params.MORE_COUNTS:
-                more = gl.load(params.more_counts + tile.token + k)
-        x = _biased(x, shared, tile, k, queries, entries, more, params.COUNTS, PLACES, S)
-        peak = gl.maximum(gl.max(x, 1), _NO_MAXIMUM) * scale
-        p = gl.exp2(x * scale - gl.expand_dims(peak, 1))
-        if ENTRIES:
-            # Of the query before; without entries that has been waited for, below.
-            mbarrier.wait(shared.p_free, 1)
-        shared.p.store(p.to(gl.bfloat16))
+        first = _scores_of(shared, 0, S)
+        second = _scores_of(shared, 1, S)
+        first = warpgroup_mma_wait(1, deps=[first])
+        first = _biased(first, shared, tile, k, queries, params.COUNTS, 0, S)
+        top = gl.maximum(gl.max(first, 1), _NO_MAXIMUM)
+        p = gl.exp2(first * scale - gl.expand_dims(top * scale, 1))
         sums = gl.sum(p, 1)
-        if ENTRIES:
-            fence_async_shared()
-            mbarrier.arrive(shared.p_ready, count=1)
-            fetched = _fetch_other(tile, k, L)
-            mbarrier.wait(shared.p_free, 0)
-            rows = shared.packed.slice(0, PLACES // 2, dim=0)
-            _put(rows, shared.bias.slice(0, PLACES // 2, dim=0), _decoded(fetched, PLACES // 2))
-            fence_async_shared()
-            warpgroup_barrier()
-            x = gl.zeros([_HEADS, PLACES // 2], gl.float32, HALF)
-            other = shared.rows.slice(0, PLACES // 2, dim=0)
-            x = warpgroup_mma(shared.q, other.permute((1, 0)), x, use_acc=False, is_async=True)
-            x = warpgroup_mma_wait(0, deps=[x])
-            _ready_for_heads(tile, params, shared, k)
-            entries = (k & 1) == 0
-            x = _biased(
-                x, shared, tile, k, queries, entries, more, params.COUNTS, PLACES // 2, HALF
-            )
-            before = peak
-            peak = gl.maximum(gl.convert_layout(gl.max(x, 1), ROW) * scale, before)
-            decay = gl.exp2(before - peak)
-            shift = gl.convert_layout(peak, gl.SliceLayout(1, HALF))
-            p = gl.exp2(x * scale - gl.expand_dims(shift, 1))
-            shared.p.slice(0, PLACES // 2, dim=1).store(p.to(gl.bfloat16))
-            shared.decay.store(decay)
-            sums = sums * decay + gl.convert_layout(gl.sum(p, 1), ROW)
-        total = sums
-        if params.SINK:
-            total = sums + gl.exp2(sink * _LOG2E - peak)
-        shared.factor.store(gl.where(sums == 0, 0.0, 1.0 / total))
+        shared.p.index(0).store(p.to(gl.bfloat16))
         fence_async_shared()
-        mbarrier.arrive(shared.p_ready, count=1)
-        lse = gl.where(sums == 0, params.empty, (peak + gl.log2(sums)) * _LN2)
-        gl.store(params.lse + (tile.token + k).to(gl.int64) * params.H + head, lse, mask=there)
+        mbarrier.arrive(shared.p_ready.index(0), count=1)
+        second = warpgroup_mma_wait(0, deps=[second])
         if k + 1 < tile.count:
-            if ENTRIES:
-                # Where entries took their place, the rows that change are decoded again later.
-                if k == 1:
-                    _load_further_rows(tile, shared)
-                if (k & 1) == 1:
-                    mbarrier.wait(shared.p_free, 1)
-                    _replace_row(shared, k)
-            else:
-                if k == 0:
-                    _load_further_rows(tile, shared)
-                mbarrier.wait(shared.p_free, k & 1)
-                _replace_row(shared, k)
+            # All warps are done with this query's heads.
+            warpgroup_barrier()
+            _ask_query(tile, params, shared, k + 1)
+        second = _biased(second, shared, tile, k, queries, params.COUNTS, 1, S)
+        peak = gl.maximum(top, gl.max(second, 1))
+        decay = gl.exp2((top - peak) * scale)
+        p = gl.exp2(second * scale - gl.expand_dims(peak * scale, 1))
+        sums = sums * decay + gl.sum(p, 1)
+        total = sums + gl.exp2(sink - peak * scale)
+        mbarrier.wait(shared.p_free.index(1), (k & 1) ^ 1)
+        shared.p.index(1).store(p.to(gl.bfloat16))
+        shared.factors.index(0).store(decay)
+        shared.factors.index(1).store(gl.where(sums == 0, 0.0, 1.0 / total))
+        fence_async_shared()
+        mbarrier.arrive(shared.p_ready.index(1), count=1)
+        lse = gl.where(sums == 0, params.empty, (peak * scale + gl.log2(sums)) * _LN2)
+        gl.store(params.lse + (tile.token + k).to(gl.int64) * params.H + head, lse, mask=there)
 
 
 @gluon.jit
@@ -573,8 +449,8 @@ def _store(y, out, row, valid, WHOLE: gl.constexpr):
         [],
         [64, 512],
     )
-    o = gl.convert_layout(y, OL)
-    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)) + opaque(row * 0), 1)
+    o = gl.convert_layout(y.to(out.dtype.element_ty), OL)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, OL)), 1)
     c = gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, OL)), 0)
     at = out + row.to(gl.int64) * 512 + (r * 512 + c)
     if WHOLE:
@@ -589,107 +465,66 @@ def _weigh(tile, params, shared):
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     R: gl.constexpr = gl.SliceLayout(1, L)
     gdc_wait()
-    _load_rows(tile, shared, PLACES // 2)
+    _load_rows(tile, shared, 1, 0, 64, 8)
     mbarrier.wait(shared.loaded, 0)
     for k in range(0, tile.count):
         acc = gl.zeros([_HEADS, _CHANNELS], gl.float32, L)
-        if tile.ENTRIES:
-            mbarrier.wait(shared.p_ready, 0)
-            fence_async_shared()
-            acc = warpgroup_mma(shared.p, shared.rows, acc, use_acc=False, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(shared.p_free, count=1)
-            mbarrier.wait(shared.p_ready, 1)
-            fence_async_shared()
-            acc = acc * gl.expand_dims(shared.decay.load(R), 1)
-            p = shared.p.slice(0, PLACES // 2, dim=1)
-            rows = shared.rows.slice(0, PLACES // 2, dim=0)
-            acc = warpgroup_mma(p, rows, acc, is_async=True)
-        else:
-            mbarrier.wait(shared.p_ready, k & 1)
-            fence_async_shared()
-            acc = warpgroup_mma(shared.p, shared.rows, acc, use_acc=False, is_async=True)
-        factor = shared.factor.load(R)
+        mbarrier.wait(shared.p_ready.index(0), k & 1)
+        fence_async_shared()
+        acc = warpgroup_mma(
+            shared.p.index(0), shared.rows.index(0), acc, use_acc=False, is_async=True
+        )
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(shared.p_free, count=1)
+        mbarrier.arrive(shared.p_free.index(0), count=1)
+        mbarrier.wait(shared.p_ready.index(1), k & 1)
+        fence_async_shared()
+        factor = shared.factors.index(1).load(R)
+        acc = acc * gl.expand_dims(shared.factors.index(0).load(R), 1)
+        acc = warpgroup_mma(shared.p.index(1), shared.rows.index(1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(shared.p_free.index(1), count=1)
         row = (tile.token + k) * params.H + tile.head
-        y = (acc * gl.expand_dims(factor, 1)).to(gl.bfloat16)
-        if params.WHOLE:
-            if k + 1 < tile.count:
-                _store(y, params.out, row, params.H - tile.head, True)
-            else:
-                # No heads follow into this memory.
-                shared.q.store(y)
-                fence_async_shared()
-                for part in gl.static_range(2):
-                    to = shared.q_halves.index(part)
-                    _tma_store(params.out_desc, [row, part * (_CHANNELS // 2)], to)
-        else:
-            _store(y, params.out, row, params.H - tile.head, False)
-    if params.WHOLE:
-        tma.store_wait(0)
+        acc = acc * gl.expand_dims(factor, 1)
+        _store(acc, params.out, row, params.H - tile.head, params.WHOLE)
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "queries",
-        "group",
-        "groups",
-        "H",
-        "limit",
-        "stride",
-        "scale",
-        "empty",
-        "more_limit",
-        "more_stride",
-        "more_columns",
-    ]
+    do_not_specialize=["queries", "group", "groups", "H", "limit", "stride", "scale", "empty"]
 )
 def windows_kernel(
-    q_desc, out_desc, cache, slots, counts, more_cache, more_slots, more_counts, sink, out, lse,
-    queries, group, groups, H, limit, stride, scale, empty, more_limit, more_stride, more_columns,
+    q_desc, cache, slots, counts, sink, out, lse,
+    queries, group, groups, H, limit, stride, scale, empty,
     HEAD_TILES: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, STEP: gl.constexpr,
-    ENTRIES: gl.constexpr, MORE_PAGE: gl.constexpr, MORE_STEP: gl.constexpr,
-    SINK: gl.constexpr, COUNTS: gl.constexpr, MORE_COUNTS: gl.constexpr, WHOLE: gl.constexpr,
-    WEIGHING_REGISTERS: gl.constexpr,
+    SINK: gl.constexpr, COUNTS: gl.constexpr, WHOLE: gl.constexpr,
+    WEIGHING_REGISTERS: gl.constexpr, UPDATER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend; see the file.
 
     Args:
         q_desc: of q as [T * H, 512], boxes of 64 x 256.
-        out_desc: of out, likewise; used if WHOLE.
         cache: pages of rows.
         slots: int32 [R, WINDOW + queries - 1], ``stride`` apart.
         counts: int32 [R], read if COUNTS.
-        more_cache: pages of entries, like the next read if ENTRIES.
-        more_slots: int32 [R, more_columns], ``more_stride`` apart.
-        more_counts: int32 [T], read if MORE_COUNTS.
         sink: float32 [H], read if SINK.
         out: bfloat16 [T, H, 512].
         lse: float32 [T, H].
         queries: of a request.
-        group: of a tile, at most FURTHER.
+        group: of a tile, at most NEW_PLACES.
         groups: tiles of a request's queries.
         H: heads.
         limit: slots are below.
         stride: of ``slots``.
         scale: of the scores, times log2(e).
         empty: lse of a query without rows.
-        more_limit: slots of entries are below.
-        more_stride: of their lists.
-        more_columns: of them, at most 64.
         HEAD_TILES: ceil(H / 64).
         WINDOW: rows that a query sees, at most PLACES.
         PAGE: rows of a page.
         STEP: bytes from a page to the next.
-        ENTRIES: all queries of a request see entries of one list as well.
-        MORE_PAGE: rows of their pages.
-        MORE_STEP: bytes from one to the next.
         SINK: there is a sink.
         COUNTS: requests may have fewer queries.
-        MORE_COUNTS: queries may see fewer entries.
         WHOLE: H is a multiple of 64.
         WEIGHING_REGISTERS: registers of a thread that multiplies by values.
+        UPDATER_REGISTERS: of one that brings further rows.
     """
     number = gl.program_id(0)
     place = number // HEAD_TILES
@@ -698,44 +533,42 @@ def windows_kernel(
     count = gl.minimum(group, queries - first)
     tile = Tile(
         slots + request.to(gl.int64) * stride + first, WINDOW + count - 1, cache, limit,
-        (more_slots + request.to(gl.int64) * more_stride, more_columns, more_cache, more_limit),
-        request * queries + first, (number % HEAD_TILES) * 64, count,
-        PAGE, STEP, WINDOW, ENTRIES, MORE_PAGE, MORE_STEP,
+        request * queries + first, (number % HEAD_TILES) * 64, count, PAGE, STEP, WINDOW,
     )  # fmt: skip
     params = Params(
-        q_desc, out_desc, counts, more_counts, sink, out, lse, H, scale, empty, first, request,
-        SINK, COUNTS, MORE_COUNTS, WHOLE,
-    )  # fmt: skip
+        q_desc, counts, sink, out, lse, H, scale, empty, first, request, SINK, COUNTS, WHOLE
+    )
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     B: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 512], HALVES)
     q_halves = view(q_s, gl.bfloat16, [2, 64, 256], HALVES)
-    packed = gl.allocate_shared_memory(gl.int32, [128, 256], WORDS)
-    rows = view(packed, gl.bfloat16, [128, 512], HALVES)
-    p_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], HALVES)
-    bias = gl.allocate_shared_memory(gl.float32, [128], FLAT)
-    further = gl.allocate_shared_memory(gl.int32, [8, 256], WORDS)
-    further_bias = gl.allocate_shared_memory(gl.float32, [8], FLAT)
-    decay = None
-    if ENTRIES:
-        decay = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    factor = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    packed = gl.allocate_shared_memory(gl.int32, [2, 64, 256], WORDS)
+    rows = view(packed, gl.bfloat16, [2, 64, 512], HALVES)
+    p_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], HALVES)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    factors = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     loaded = gl.allocate_shared_memory(gl.int64, [1], B)
+    updated = gl.allocate_shared_memory(gl.int64, [1], B)
     q_full = gl.allocate_shared_memory(gl.int64, [1], B)
-    p_ready = gl.allocate_shared_memory(gl.int64, [1], B)
-    p_free = gl.allocate_shared_memory(gl.int64, [1], B)
-    mbarrier.init(loaded, count=2)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    p_free = gl.allocate_shared_memory(gl.int64, [2, 1], B)
+    mbarrier.init(loaded, count=3)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(p_ready, count=1)
-    mbarrier.init(p_free, count=1)
+    mbarrier.init(updated, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(p_free.index(i), count=1)
     shared = Shared(
-        q_s, q_halves, packed, rows, p_s, bias, further, further_bias, decay, factor,
-        loaded, q_full, p_ready, p_free,
-    )  # fmt: skip
+        q_s, q_halves, packed, rows, p_s, bias, factors, loaded, q_full, p_ready, p_free, updated
+    )
     gl.warp_specialize(
-        [(_scores, (tile, params, shared)), (_weigh, (tile, params, shared))],
-        [8],
-        [WEIGHING_REGISTERS],
+        [
+            (_scores, (tile, params, shared)),
+            (_weigh, (tile, params, shared)),
+            (_updater, (tile, params, shared)),
+        ],
+        [8, 4],
+        [WEIGHING_REGISTERS, UPDATER_REGISTERS],
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._pages import check_cache
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, Support, check, operation, require
-from anymla.ops.sparse_attention.config import WINDOW_ENTRIES, WINDOW_PLACES
+from anymla.ops.sparse_attention.config import WINDOW_PLACES
 from anymla.ops.sparse_attention.interface import sparse_attention
 from anymla.ops.sparse_attention.support import gluon_attention_support, triton_attention_support
 
@@ -30,11 +30,7 @@ def sparse_attention_windows(
     queries: int,
     sink: Tensor | None = None,
     scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_slots: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
     layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the neighbouring queries of each request to its last rows, a window each.
@@ -42,8 +38,6 @@ def sparse_attention_windows(
     Query j of request r, token t = r * queries + j, sees what ``sparse_attention`` would for
 
         indices[t] = slots[r, j], slots[r, j + 1], ..., slots[r, j + W - 1]
-
-        extra_indices[t] = extra_slots[r, :extra_lengths[t]]
 
     so that a kernel may load and decode each row once for all of them. W is C - queries + 1.
 
@@ -57,11 +51,7 @@ def sparse_attention_windows(
         queries: of a request, 1 to C.
         sink: [H] float32 or float64, one logit per head that carries no value.
         scale: of the scores; None for D ** -0.5. The sink is not scaled.
-        extra_cache: of entries that all queries of a request see, or None.
-        extra_slots: [R, E] int32, slots of ``extra_cache``.
-        extra_lengths: [T] int32, leading entries that each query sees; None for all.
         layout: layout id of k_cache.
-        extra_layout: layout id of extra_cache.
         out: [T, H, D] of q's dtype to write the output into, or None.
 
     Returns:
@@ -81,37 +71,16 @@ def sparse_attention_windows(
         slots=(slots, "R C", INT32),
         counts=(counts, "R", INT32),
         sink=(sink, "H", FLOAT32_UP),
-        extra_slots=(extra_slots, "R _", INT32),
-        extra_lengths=(extra_lengths, "T", INT32),
     )
     check(name, dims=dims, out=(out, "T H D", q.dtype))
     require(1 <= queries <= dims["C"], name, "queries", f"1 to C={dims['C']}", queries)
     require(dims["T"] == dims["R"] * queries, name, "T", f"{dims['R']} * {queries}", dims["T"])
     check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=q.device)
-    both = (extra_cache is None) == (extra_slots is None)
-    require(both, name, "extra_cache and extra_slots", "given together", "one of them")
-    if extra_cache is not None:
-        channels = dims["D"]
-        check_cache(
-            name, "extra_cache", extra_cache, extra_layout, channels=channels, device=q.device
-        )
-    else:
-        alone = extra_lengths is None
-        require(alone, name, "extra_lengths", "None without extra_cache", "a tensor")
 
 
 def window_lists(slots: Tensor, counts: Tensor | None, queries: int) -> Tensor:
     """What every query sees: int32 [T, W]."""
     lists = slots.unfold(1, slots.shape[1] - queries + 1, 1)
-    if counts is not None:
-        gone = torch.arange(queries, device=slots.device) >= counts.unsqueeze(1)
-        lists = lists.masked_fill(gone.unsqueeze(2), -1)
-    return lists.flatten(0, 1)
-
-
-def entry_lists(slots: Tensor, counts: Tensor | None, queries: int) -> Tensor:
-    """Entries of every query: int32 [T, E]."""
-    lists = slots.unsqueeze(1).expand(-1, queries, -1)
     if counts is not None:
         gone = torch.arange(queries, device=slots.device) >= counts.unsqueeze(1)
         lists = lists.masked_fill(gone.unsqueeze(2), -1)
@@ -128,18 +97,12 @@ def _by_lists(backend: str) -> Any:
         queries: int,
         sink: Tensor | None = None,
         scale: float | None = None,
-        extra_cache: Tensor | None = None,
-        extra_slots: Tensor | None = None,
-        extra_lengths: Tensor | None = None,
         layout: str = MAIN_FP8,
-        extra_layout: str = MAIN_FP8,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        listed = None if extra_slots is None else entry_lists(extra_slots, counts, queries)
         found: tuple[Tensor, Tensor] = sparse_attention(
             q, k_cache, window_lists(slots, counts, queries), sink=sink, scale=scale,
-            extra_cache=extra_cache, extra_indices=listed, extra_lengths=extra_lengths,
-            layout=layout, extra_layout=extra_layout, out=out, backend=backend,
+            layout=layout, out=out, backend=backend,
         )  # fmt: skip
         return found
 
@@ -154,11 +117,13 @@ def _gluon_support(
     *,
     queries: int,
     scale: float | None = None,
-    extra_slots: Tensor | None = None,
+    layout: str = MAIN_FP8,
     **keywords: Any,
 ) -> Support:
     """``supports`` of the Hopper kernel."""
-    found = gluon_attention_support(q, k_cache, scale=scale, **keywords)
+    if layout != MAIN_FP8:
+        return Support(False, f"the cache must be {MAIN_FP8}, got {layout}")
+    found = gluon_attention_support(q, k_cache, scale=scale)
     if not found:
         return found
     if q.dtype != torch.bfloat16:
@@ -166,8 +131,6 @@ def _gluon_support(
     window = slots.shape[1] - queries + 1
     if window > WINDOW_PLACES:
         return Support(False, f"windows of at most {WINDOW_PLACES} rows, got {window}")
-    if extra_slots is not None and extra_slots.shape[1] > WINDOW_ENTRIES:
-        return Support(False, f"at most {WINDOW_ENTRIES} entries, got {extra_slots.shape[1]}")
     return Support(True)
 
 
