@@ -1,10 +1,10 @@
-"""What is taken out of SPIR-V modules for Intel's OpenCL runtime for CPUs."""
+"""How SPIR-V modules are changed for Intel's OpenCL runtime for CPUs."""
 
 import struct
 
 import pytest
 
-from anymla.testing.opencl.spirv import without_kernel_attributes
+from anymla.testing.opencl.spirv import for_cpu
 
 HEAD = (0x07230203, 0x00010400, 0, 9, 0)
 
@@ -38,18 +38,34 @@ def test_hints_for_gpus_are_left_out_and_nothing_else():
         *(instruction(16, 1, mode, 3) for mode in range(5893, 5897)),
     )
     mixed = [each for pair in zip(hints, (*KEPT, KEPT[0], KEPT[1]), strict=True) for each in pair]
-    assert without_kernel_attributes(module(*mixed)) == module(*KEPT, KEPT[0], KEPT[1])
-    assert without_kernel_attributes(module(*KEPT)) == module(*KEPT)
+    assert for_cpu(module(*mixed)) == module(*KEPT, KEPT[0], KEPT[1])
+    assert for_cpu(module(*KEPT)) == module(*KEPT)
+
+
+def test_loads_become_volatile():
+    given = (
+        instruction(61, 7, 8, 9),
+        instruction(61, 7, 8, 9, 1),  # volatile
+        instruction(61, 7, 8, 9, 2, 16),  # aligned to 16 bytes
+        instruction(62, 8, 9, 2, 16),  # a store
+    )
+    volatile = (
+        instruction(61, 7, 8, 9, 1),
+        instruction(61, 7, 8, 9, 1),
+        instruction(61, 7, 8, 9, 3, 16),
+        instruction(62, 8, 9, 2, 16),
+    )
+    assert for_cpu(module(*given)) == module(*volatile)
 
 
 @pytest.mark.parametrize("wrong", [b"", b"abc", struct.pack("<5I", 1, 2, 3, 4, 5)])
 def test_other_bytes_are_refused(wrong):
     with pytest.raises(ValueError, match="not a SPIR-V module"):
-        without_kernel_attributes(wrong)
+        for_cpu(wrong)
 
 
 def test_a_module_that_is_cut_short_is_refused():
     with pytest.raises(ValueError, match="cut short"):
-        without_kernel_attributes(module(*KEPT)[:-4])
+        for_cpu(module(*KEPT)[:-4])
     with pytest.raises(ValueError, match="cut short"):
-        without_kernel_attributes(module((0,)))
+        for_cpu(module((0,)))

@@ -16,7 +16,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_ulong, c
 from pathlib import Path
 from typing import Any
 
-from anymla.testing.opencl.spirv import without_kernel_attributes
+from anymla.testing.opencl.spirv import for_cpu
 
 _LIBRARY = "libintelocl.so"
 # What the runtime loads by name, from where the dynamic linker does not look in an environment.
@@ -97,7 +97,7 @@ class Runtime:
         Raises:
             OpenCLError: the module does not compile, or has no such kernel.
         """
-        module = without_kernel_attributes(module)
+        module = for_cpu(module)
         made_of = module + _DPAS.read_bytes() + self.version.encode() + sys.version.encode()
         place = self._cache / f"{hashlib.sha256(made_of).hexdigest()[:32]}.bin"
         program = self._loaded(place) or self._linked(module, name, place)
