@@ -103,6 +103,8 @@ def seams() -> dict[str, bool]:
     config = types.SimpleNamespace(
         kernel_config=types.SimpleNamespace(enable_jit_warmup=True),
         attention_config=types.SimpleNamespace(backend=None),
+        speculative_config=None,
+        parallel_config=types.SimpleNamespace(world_size_across_dp=1),
     )
     for platform, module, chosen in (
         ("cuda", cuda_model, lambda: cuda_model._select_dsv4_attn_cls(config)),
@@ -118,7 +120,7 @@ def seams() -> dict[str, bool]:
         restored = (vars(module), vars(vllm_attention)) == before
         restored &= config.kernel_config.enable_jit_warmup
         result[platform] = during and quiet and restored
-    model._REPLACED = frozenset({"compressor"})
+    model._PLAN = [report.Part("compressor", True, "asked for")]
     for name, chosen in (
         ("cuda", lambda: cuda_model._select_dsv4_attn_cls(config)),
         ("xpu", lambda: xpu_model.DeepseekV4XPUAttention),
