@@ -42,7 +42,7 @@ def test_what_touches_a_guard_page_ends(behind, beside):
 
 @triton.jit
 def _choosing_kernel(chosen, starts, x, out, steps, BLOCK: tl.constexpr):
-    """Rows that a program's choice begins with, with a barrier; none if it is negative."""
+    """A loop with barriers over the rows from a program's choice on; nothing if it is negative."""
     choice = tl.load(chosen + tl.program_id(0))
     if choice >= 0:
         lane = tl.arange(0, BLOCK)
@@ -55,7 +55,7 @@ def _choosing_kernel(chosen, starts, x, out, steps, BLOCK: tl.constexpr):
 
 
 def test_a_load_stays_in_its_branch(runtime):
-    """The runtime's compiler moves such loads to where a kernel begins."""
+    """The runtime's compiler moves that of ``starts`` to where the kernel begins."""
     chosen = torch.tensor([1, -1, 0, -1], dtype=torch.int32)
     starts, x, out = torch.tensor([0, 128]), torch.randn(5, 64), torch.zeros(4, 64)
     given = [guarded(each, behind=True) for each in (chosen, starts, x)]

@@ -1,9 +1,9 @@
 """SPIR-V of Intel's Triton compiler as Intel's OpenCL runtime for CPUs takes it.
 
-The runtime's compiler (2026.2) moves a load whose address is the same for a whole work-group out of
-its branch to where the kernel begins, if the branch has a barrier; without one it does not. Where
-the branch is not taken the address may be anybody's. Volatile loads stay where they are, so all
-loads become volatile.
+The runtime's compiler (2026.2) moves loads whose address is the same for a whole work-group out of
+their branch to where the kernel begins, if a loop with a barrier follows in that branch. Where it
+is not taken, the address may be anybody's. Volatile loads stay where they are, so all loads become
+volatile; programs then take three times as long to compile.
 """
 
 from __future__ import annotations
