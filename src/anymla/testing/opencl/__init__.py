@@ -29,6 +29,8 @@ from anymla.testing.triton_targets import backend_problem, xpu_properties
 
 __all__ = ["install", "missing"]
 
+# Of Intel's compiler, whose front end the kernels are written for as well.
+_TRITON = (3, 3)
 _CACHE = Path(os.environ.get("ANYMLA_OPENCL_CACHE", "~/.cache/anymla/opencl"))
 
 
@@ -75,6 +77,8 @@ def install(*, dpas: bool = False, cache: Path = _CACHE) -> Any:
     runtime = Runtime(cache.expanduser())
     triton.runtime.driver.set_active(CpuDriver(runtime, properties))
     _admit_cpu_tensors()
+    device_facts.LEAST_TRITON = _TRITON
+    device_facts.triton_problem.cache_clear()
     # The choices of tiles, which on Arc A are for products that are additions.
     device_facts.CPU = target
     device_facts.target_of.cache_clear()
