@@ -44,7 +44,7 @@ def _bf16_parts(x):
 
 
 @triton.jit
-def exact_dot(a, w, total):
+def exact_dot(a, w, total, WIDE: tl.constexpr = False):
     """Add a @ w^T to ``total``, the operands unrounded and the sums in float32.
 
     Tensor cores cut off what they add to a sum: up to a unit of its last place each time, always
@@ -55,9 +55,12 @@ def exact_dot(a, w, total):
         a: [M, K] bfloat16, float16 or float32.
         w: [N, K] likewise.
         total: [M, N] float32.
+        WIDE: multiply in float32, where the target has no products of bfloat16.
     """
     ALIKE: tl.constexpr = a.dtype == w.dtype
-    if ALIKE and a.dtype != tl.float32:
+    if WIDE:
+        total = tl.dot(widen(a), tl.trans(widen(w)), total, input_precision="ieee")
+    elif ALIKE and a.dtype != tl.float32:
         total = tl.dot(a, tl.trans(w), total)
     elif ALIKE:
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")

@@ -36,7 +36,7 @@ class TileConfig:
 def operand_dtype(
     x: torch.dtype, weight_format: str, weight: torch.dtype, coded: bool, target: Target
 ) -> torch.dtype:
-    """Dtype of the matrix instructions' operands; it holds every decoded value exactly.
+    """Dtype of the products' operands; it holds every decoded value exactly.
 
     Args:
         x: dtype of the activations before they were quantised.
@@ -45,13 +45,12 @@ def operand_dtype(
         coded: the activations are e4m3 codes.
         target: what the GEMM runs on.
     """
-    if coded:
-        if weight_format != "fp8":
-            return torch.bfloat16
+    if coded and weight_format == "fp8":
         return torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
-    if x == torch.float32 or (weight_format == "plain" and weight != x):
+    if not coded and (x == torch.float32 or (weight_format == "plain" and weight != x)):
         return torch.float32
-    return torch.bfloat16 if weight_format == "mxfp4" else x
+    operand = torch.bfloat16 if coded or weight_format == "mxfp4" else x
+    return torch.float32 if operand == torch.bfloat16 and target.arc_a else operand
 
 
 def choose_tile(rows: int, operand: torch.dtype, target: Target) -> TileConfig:

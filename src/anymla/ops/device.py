@@ -61,7 +61,8 @@ class Target:
         """Arc A: registers of 32 bytes, half of what Intel's others have.
 
         Triton's compiler for XPU has no matrix instruction for it. Products are multiplications and
-        additions, before which a thread loads all channels of its operands (docs/intel.md).
+        additions, before which a thread loads all channels of its operands. Those of bfloat16 lose
+        what float16 has no exponents for, so operands are float32 in their place (docs/intel.md).
         """
         return self.name == "xpu_dg2"
 

@@ -118,14 +118,20 @@ def _materialized(x):
 def _load_chunk(
     h, u, post, comb, rows, first, inside, token_stride, stream_stride,
     N: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EXPAND: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS channels of the streams; with EXPAND of those that replace them."""
+    """COLUMNS channels of the streams; with EXPAND of those that replace them. WIDE: as float32."""
     d = first + tl.arange(0, COLUMNS)
     mask = inside[:, None] & (d < D)[None, :]
     streams = load_streams(h, rows, d, mask, token_stride, stream_stride, N)
     if EXPAND:
         before = tl.load(u + (rows * D)[:, None] + d[None, :], mask, other=0.0)
         streams = expand(before, streams, post, comb, N)
+    if WIDE:
+        wide = ()
+        for j in tl.static_range(N):
+            wide += (widen(streams[j]),)
+        streams = wide
     return streams
 
 
@@ -181,6 +187,7 @@ def mix_kernel(
     SINGLE: tl.constexpr,
     JOINED: tl.constexpr,
     DIRECT: tl.constexpr,
+    WIDE: tl.constexpr,
     MANY: tl.constexpr,
     LAUNCH_LATE: tl.constexpr,
     PDL: tl.constexpr,
@@ -210,7 +217,7 @@ def mix_kernel(
     if SINGLE:
         streams = _load_chunk(
             h, u, post_gates, comb_gates, rows, first, inside, token_stride, stream_stride,
-            N, D, COLUMNS, EXPAND,
+            N, D, COLUMNS, EXPAND, WIDE,
         )  # fmt: skip
         total, square = _add_chunk(
             total, square, streams, out, fn, weights, rows, first, inside,
@@ -225,7 +232,7 @@ def mix_kernel(
                 of_chunk = _load_weights(fn, at, 0, N, N, D, MIXES, P, COLUMNS)
             streams = _load_chunk(
                 h, u, post_gates, comb_gates, rows, at, inside, token_stride, stream_stride,
-                N, D, COLUMNS, EXPAND,
+                N, D, COLUMNS, EXPAND, WIDE,
             )  # fmt: skip
             total, square = _add_chunk(
                 total, square, streams, out, fn, of_chunk, rows, at, inside,
@@ -314,6 +321,7 @@ def _mixing(
         SINGLE=chosen.chunks == 1,
         JOINED=joins_streams(n, target),
         DIRECT=chosen.direct and n == 4,
+        WIDE=target.arc_a,
         MANY=many,
         LAUNCH_LATE=dependents_late(tokens, target),
         num_warps=chosen.num_warps,

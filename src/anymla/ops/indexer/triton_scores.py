@@ -85,7 +85,7 @@ def math_of(q_kind: str, k_kind: str, target: Target) -> str:
     if kinds <= {"e4m3", "fp16"}:
         return "fp16"
     # An e2m1 value with its scale has bfloat16's range.
-    return "bf16" if kinds <= {"e4m3", "e2m1", "bf16"} else "fp32"
+    return "bf16" if kinds <= {"e4m3", "e2m1", "bf16"} and not target.arc_a else "fp32"
 
 
 @triton.jit

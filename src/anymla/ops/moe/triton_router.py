@@ -30,7 +30,8 @@ _LOWEST = tl.constexpr(-(2**31))
 @triton.jit(do_not_specialize=["tokens"])
 def logits_kernel(
     x, gate, partial, tokens, experts, width, split,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of x @ gate^T over one split of the channels."""
     if PDL:
@@ -51,7 +52,7 @@ def logits_kernel(
             (expert < experts)[:, None] & known,
             other=0,
         )
-        total = exact_dot(a, b, total)
+        total = exact_dot(a, b, total, WIDE)
     at = ((tl.program_id(2).to(tl.int64) * tokens + row) * experts)[:, None] + expert[None, :]
     tl.store(partial + at, total, (row < tokens)[:, None] & (expert < experts)[None, :])
 
@@ -185,7 +186,8 @@ def _routing(
 ) -> tuple[PreparedLaunch, PreparedLaunch, int]:
     """Of tokens, experts, channels, K and a table's rows; both kernels, and splits of channels."""
     tokens, experts, width, k, listed = sizes
-    config = choose_router_config(tokens, experts, width, same_dtype, target_of(device))
+    target = target_of(device)
+    config = choose_router_config(tokens, experts, width, same_dtype, target)
     pdl = pdl_launch(device)
     tiles = cdiv(experts, config.block_n), cdiv(tokens, config.block_m)
     logits = PreparedLaunch(
@@ -198,6 +200,7 @@ def _routing(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        WIDE=target.arc_a,
         num_warps=config.warps,
         **pdl,
     )
