@@ -82,6 +82,7 @@ class NoExperts(nn.Module):
 def build(checkpoint: str, platform: Any) -> dict[str, Any]:
     """By the parts that are replaced: how many modules of each class, and of which class of
     anymla's those are that vLLM had built as its own."""
+    import vllm
     import vllm.model_executor.layers.sparse_attn_indexer as scores
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -104,6 +105,8 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
         exchanged[ours.__name__] += type(module) is not before
 
     parts._exchange = counted
+    # The metadata are those of the vLLM that is installed, not of a source in front of it.
+    report.installed_version = lambda: vllm.__version__.partition("+")[0]
     with set_current_vllm_config(config):
         store = f"file://{Path(sys.argv[1]).with_suffix('.store')}"
         init_distributed_environment(1, 0, store, 0, "gloo")
