@@ -1,4 +1,4 @@
-"""What ``auto`` takes for speed is as fast or faster in every recorded kind of step."""
+"""What ``auto`` takes for speed is slower in no recorded kind of step."""
 
 import json
 import statistics

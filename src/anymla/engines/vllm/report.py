@@ -28,9 +28,9 @@ _LIBRARIES = {
 # Its compressor converts to FP8 by an instruction that begins with this compute capability.
 _CONVERTS_TO_FP8 = (8, 9)
 
-# What was measured faster than vLLM's own part, within vLLM and in every kind of step, by part,
-# ``Machine.name`` and vLLM's version: where that is recorded. What is faster in some steps is the
-# user's to choose.
+# What was measured within vLLM to be slower than its own in no kind of step and faster in most, by
+# part, ``Machine.name`` and vLLM's version: where that is recorded. What is slower in some steps is
+# the user's to choose.
 _HOPPER = "H200, benchmarks/results/vllm_h200.jsonl"
 FASTER: dict[tuple[str, str, str], str] = {
     (part, "sm_90", "0.32.0"): _HOPPER for part in (ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS)
