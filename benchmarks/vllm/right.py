@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from random_model import engine, model_of, prompt
 
-from anymla.audit.case import Case
 from anymla.audit.checks import Finding
+from anymla.audit.packet import Packed
+from anymla.audit.process import Answer
 from anymla.bench.environment import environment
 from anymla.bench.gpu import device_facts
 from anymla.formats.fp8_block import dequantize_fp8_weight
@@ -110,9 +111,10 @@ def audited(run: Run) -> list[dict[str, Any]]:
     seen: dict[str, list[Finding]] = collections.defaultdict(list)
 
     class Keeping(Auditor):
-        def _note(self, case: Case, found: Finding) -> None:
-            seen[case.method].append(found)
-            super()._note(case, found)
+        def _note(self, packed: Packed, index: int, answer: Answer) -> None:
+            if isinstance(answer, Finding):
+                seen[packed.planned[index].method].append(answer)
+            super()._note(packed, index, answer)
 
     audit.Auditor = Keeping  # type: ignore[misc]
     auditor = audit.start(run.model).auditor

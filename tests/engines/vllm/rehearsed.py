@@ -40,9 +40,18 @@ class Worker:
             rehearsal = warm_up.Rehearsal(model, self.vllm_config)
             rehearsal.most_tokens = MOST_TOKENS
             rehearsal.run()
+        warmup = warm_up._Warmup(model, self.vllm_config)
+        broken = mock.patch.object(warm_up.Rehearsal, "run", side_effect=AttributeError("moved"))
+        with broken, mock.patch.object(warm_up._LOG, "exception") as logged:
+            warmup.compile(0)
         shared = _bytes_of_metadata(warm_up)
         same = all(map(_equal, caches, self._caches(model)))
-        return {"calls": sorted(shapes), "caches_are_as_they_were": same, "bytes": shared}
+        return {
+            "calls": sorted(shapes),
+            "caches_are_as_they_were": same,
+            "bytes": shared,
+            "said": [str(call.args[0]) for call in logged.call_args_list],
+        }
 
     def _caches(self, model: Any) -> list[Any]:
         caches = []

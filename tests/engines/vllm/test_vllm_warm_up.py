@@ -41,3 +41,9 @@ def test_operations_run_with_every_number_of_tokens(found: dict[str, Any]) -> No
 def test_what_describes_a_step_is_no_larger_than_vllms_own_buffer(found: dict[str, Any]) -> None:
     """int32 slots of 8,192 tokens x 8,192 entries of ratio 128, and little more."""
     assert found["bytes"] < 1.2 * 8192 * 8192 * 4
+
+
+def test_a_server_starts_without_its_rehearsal(found: dict[str, Any]) -> None:
+    """It is what saves time; kernels are compiled without it, too."""
+    (said,) = found["said"]
+    assert "not rehearsed" in said

@@ -210,6 +210,9 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
     ),
     "attention": (
         *_BUILDER,
+        _seam(f"{_MODEL}:DeepseekV4Model", attributes="layers start_layer end_layer"),
+        _seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn"),
+        _seam(f"{_MODEL}:DeepseekV4MoE", attributes="gate"),
         _seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
         _seam(f"{_LAYER}._fused_qnorm_rope_kv_insert", "q kv positions attn_metadata"),
         _seam(f"{_LAYER}.forward_mqa", "q kv positions output"),

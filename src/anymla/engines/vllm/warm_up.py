@@ -54,8 +54,12 @@ class _Warmup(VllmJitKernel[int]):
 
     def compile(self, compile_key: int) -> None:
         start = time.perf_counter()
-        self.rehearsal.run()
-        _LOG.info("anymla: steps rehearsed in %.0f s", time.perf_counter() - start)
+        try:
+            self.rehearsal.run()
+        except Exception:  # a server that compiles at first use is better than none
+            _LOG.exception("anymla: steps were not rehearsed; kernels are compiled at first use")
+        else:
+            _LOG.info("anymla: steps rehearsed in %.0f s", time.perf_counter() - start)
 
 
 class Rehearsal:
@@ -98,7 +102,7 @@ class Rehearsal:
         for number in range(inner.start_layer, inner.end_layer):
             layer = inner.layers[number]
             # Streams are equal before the first; some layers choose experts by token id.
-            by_id, begins = number < inner.config.num_hash_layers, number == inner.start_layer
+            by_id, begins = layer.ffn.gate.tid2eid is not None, number == inner.start_layer
             first.setdefault((layer.attn.compress_ratio, by_id, begins), layer)
         kept = inner.layers, inner.start_layer, inner.end_layer
         inner.layers = nn.ModuleList(first.values())
