@@ -25,6 +25,7 @@ from typing import Any
 
 MODES = ("off", "force")
 _DECODE = "1x1024,8x1024,32x1024,128x1024,1x32768,8x32768,32x32768,128x32768,1x262144,8x262144"
+_BESIDE = 8192  # tokens before requests that decode while others join
 # Parts of a step by kernels' names, vLLM's and anymla's.
 PARTS = {
     "experts' products": r"marlin_moe|Marlin|grouped_gemm_kernel",
@@ -54,7 +55,7 @@ class Server:
         self.prompt, self.compiled = random_model.prompt, _compiled()
         self.filled = _Filled()
         requests, contexts = zip(*options.decode, strict=True)
-        context = max(contexts + tuple(options.prompts))
+        context = max(contexts + tuple(options.prompts) + (_BESIDE if options.joining else 0,))
         compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted(set(requests))}
         compilation["cudagraph_mode"] = options.graphs
         self.llm = random_model.engine(
@@ -413,10 +414,11 @@ class Report:
     def __init__(self, options: argparse.Namespace, children: list[Child]) -> None:
         """Ask the children for the device."""
         from anymla.bench.environment import environment
+        from anymla.engines.vllm.pinned import installed_version
 
         self.path, self.children = Path(options.rows), children
         command = "python benchmarks/vllm/speed.py ROWS " + " ".join(sys.argv[2:])
-        self.common = environment(command.strip())
+        self.common = environment(command.strip()) | {"vllm": installed_version()}
         self.facts = {child.mode: child("info") for child in children}
         for mode, facts in self.facts.items():
             print(mode, {k: round(facts.pop(k), 1) for k in ("start_s", "memory_gib")}, flush=True)
@@ -523,7 +525,7 @@ def _joining(
 ) -> None:
     found: dict[str, dict[str, Any]] = {}
     for child in children:
-        child("begin", 8, 8192)
+        child("begin", 8, _BESIDE)
         child("joining", length, 999)
     for repeat in range(options.repeats):
         for child in children:

@@ -117,6 +117,14 @@ def test_what_was_measured_faster_is_taken_there_alone(monkeypatch: pytest.Monke
     assert not replaced(cuda(9), "auto")
 
 
+def test_what_is_faster_as_a_whole_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "installed_version", lambda: "0.33.0")
+    for capability, said in ((9, True), (10, False)):
+        for part in report.plan(cuda(capability), "auto")[:4]:
+            assert not part.replaced
+            assert ("ANYMLA_VLLM=force takes them" in part.why) == said
+
+
 @pytest.mark.parametrize(
     ("drafts", "gpus", "why"),
     [(None, 1, ""), (object(), 1, "with drafts"), (None, 2, "on several GPUs")],

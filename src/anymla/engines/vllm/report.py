@@ -35,6 +35,8 @@ _HOPPER = "H200, benchmarks/results/vllm_h200.jsonl"
 FASTER: dict[tuple[str, str, str], str] = {
     (part, "sm_90", "0.32.0"): _HOPPER for part in (ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS)
 }
+# Where all parts together were faster than vLLM, and each by itself is not known to be.
+FASTER_TOGETHER = {("sm_90", "0.33.0"): _HOPPER}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +170,12 @@ def _decided(name: str, machine: Machine, chosen: str) -> Part:
         return Part(name, True, lacking)
     if chosen != "auto":
         return Part(name, False, f"{VARIABLE} does not ask for it")
-    if measured := FASTER.get((name, machine.name, installed_version() or "")):
+    version = installed_version() or ""
+    if measured := FASTER.get((name, machine.name, version)):
         return Part(name, True, f"measured faster: {measured}", for_speed=True)
+    if measured := FASTER_TOGETHER.get((machine.name, version)):
+        why = f"all parts together were measured faster ({measured}): {VARIABLE}=force takes them"
+        return Part(name, False, why)
     return Part(name, False, f"vLLM's own runs on {machine.name}; {VARIABLE}={name} replaces it")
 
 
