@@ -1,5 +1,7 @@
 """The contract machinery: checks, choice of backends, and torch.library registration."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -329,6 +331,25 @@ def test_backends_that_come_and_go_are_chosen_among_anew():
     assert probe.ran == ["reference", "torch", "mine", "mine", "torch", "reference"]
     with pytest.raises(TypeError):
         run.backends["torch"] = mine
+
+
+def test_a_lazy_backend_is_imported_when_it_first_runs(monkeypatch, tmp_path):
+    @operation(outputs=_like_x)
+    def contract_probe_lazy(x: Tensor) -> Tensor:
+        """Return -x."""
+
+    (tmp_path / "lazy_probe.py").write_text("def contract_probe_lazy(x):\n    return -x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    contract_probe_lazy.register_lazy("torch", "lazy_probe")
+    contract_probe_lazy.register("reference", lambda x: x)
+    assert contract_probe_lazy.explain(X)[0] == "torch"
+    assert "lazy_probe" not in sys.modules
+    for _ in range(2):
+        assert torch.equal(contract_probe_lazy(X), -X)
+    # From then on nothing stands between a call and the function.
+    own = sys.modules.pop("lazy_probe").contract_probe_lazy
+    assert contract_probe_lazy.backends["torch"].run is own
+    assert list(contract_probe_lazy.backends) == ["torch", "reference"]
 
 
 def test_memory_of_kinds_is_bounded():

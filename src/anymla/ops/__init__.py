@@ -4,7 +4,7 @@ What a backend of one's own needs is here: ``Support`` answers whether it can ta
 ``BackendUnavailable`` says that this machine cannot, and ``TARGETS`` is what kernels know of a GPU.
 """
 
-from anymla.ops.device import TARGETS, Target
-from anymla.ops.registry import BackendUnavailable, Operation, Support
+from anymla.ops.device import TARGETS, Support, Target
+from anymla.ops.registry import BackendUnavailable, Operation
 
 __all__ = ["TARGETS", "BackendUnavailable", "Operation", "Support", "Target"]

@@ -15,6 +15,11 @@ INT64 = torch.int64
 DTypes = torch.dtype | tuple[torch.dtype, ...]
 
 
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """What is computed in: float32, or float64 if an operand is."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
 @functools.cache
 def _parse(spec: str) -> tuple[tuple[str, int | None, bool], ...]:
     """Split "T H 512 N+" into (letter, literal, at_least) triples."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK, quantize_fp8_rows
 from anymla.ops._check import check, require
-from anymla.ops.registry import Support
+from anymla.ops.device import Support
 
 
 def in_blocks_of_128(supports: Callable[..., Support]) -> Callable[..., Support]:

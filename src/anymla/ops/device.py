@@ -19,12 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops.registry import Support
-
 # Triton decides at import whether kernels are interpreted, so this is read once as well.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _KIB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """Whether a backend can run a call, and if not, why.
+
+    Attributes:
+        ok: it can.
+        reason: why not.
+        automatic: it may be chosen without having been named.
+    """
+
+    ok: bool
+    reason: str = ""
+    automatic: bool = True
+
+    def __bool__(self) -> bool:
+        return self.ok
 
 
 @dataclasses.dataclass(frozen=True)

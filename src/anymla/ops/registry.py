@@ -34,7 +34,9 @@ from anymla.ops._check import (
     check_cos_sin,
     overlaps,
     require,
+    wide_dtype,
 )
+from anymla.ops.device import Support
 from anymla.ops.streams import active_workspace
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "check_cos_sin",
     "operation",
     "require",
+    "wide_dtype",
 ]
 
 # Best first; a backend that is not listed here is only used when it is named.
@@ -65,24 +68,6 @@ _MOST_KINDS = 512
 
 class BackendUnavailable(RuntimeError):
     """This machine, or this backend, cannot run this call; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Support:
-    """Whether a backend can run a call, and if not, why.
-
-    Attributes:
-        ok: it can.
-        reason: why not.
-        automatic: it may be chosen without having been named.
-    """
-
-    ok: bool
-    reason: str = ""
-    automatic: bool = True
-
-    def __bool__(self) -> bool:
-        return self.ok
 
 
 SUPPORTED = Support(True)
@@ -114,15 +99,16 @@ class LazyFunction:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._load())
+        return inspect.signature(self.load())
 
-    def _load(self) -> Callable[..., Any]:
+    def load(self) -> Callable[..., Any]:
+        """The function itself."""
         if self._run is None:
             self._run = getattr(importlib.import_module(self._module), self._name)
         return self._run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._load()(*args, **kwargs)
+        return self.load()(*args, **kwargs)
 
 
 _skipped: ContextVar[bool] = ContextVar("skipped", default=False)
@@ -402,12 +388,24 @@ class Operation:
             return found, args, kwargs
         args, kwargs = self._accept(*given)
         asked = self._automatic if asks else self._hosts
-        found = host or self._choose(backend, args, kwargs, asked)
+        found = self._imported(host or self._choose(backend, args, kwargs, asked))
         if kind is not None:
             if len(self._resolved) >= _MOST_KINDS:
                 self._resolved.clear()
             self._resolved[kind] = found
         return found, args, kwargs
+
+    def _imported(self, chosen: Backend) -> Backend:
+        """The backend with its function itself, where it was to be imported at its first call."""
+        if not isinstance(chosen.run, LazyFunction):
+            return chosen
+        made = dataclasses.replace(chosen, run=chosen.run.load())
+        ranked, automatic = (
+            [made if each is chosen else each for each in table]
+            for table in (self._backends.values(), self._automatic)
+        )
+        self._set_backends(ranked, automatic)
+        return made
 
     def _accept(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from anymla.ops._pages import check_cache
-from anymla.ops.compressor import reference, torch_compress, torch_save
 from anymla.ops.device import float32_support
 from anymla.ops.registry import (
     FLOAT32_UP,
@@ -209,15 +208,13 @@ def _check_state(name: str, state_cache: Tensor, width: int) -> None:
         require(False, name, "state_cache", expected, list(strides))
 
 
-save_partial_states.register("reference", reference.save_partial_states)
-save_partial_states.register("torch", torch_save.save_partial_states)
-save_partial_states.register_lazy(
-    "triton", "anymla.ops.compressor.triton_save", supports=float32_support
-)
-compress_norm_rope_insert.register("reference", reference.compress_norm_rope_insert)
-compress_norm_rope_insert.register("torch", torch_compress.compress_norm_rope_insert)
-compress_norm_rope_insert.register_lazy(
-    "triton", "anymla.ops.compressor.triton_compress", supports=float32_support
-)
-compress_norm.register("reference", reference.compress_norm)
-compress_norm.register("torch", torch_compress.compress_norm)
+_FAMILY = "anymla.ops.compressor"
+for _operation, _kernel in (
+    (save_partial_states, "save"),
+    (compress_norm_rope_insert, "compress"),
+    (compress_norm, "compress"),
+):
+    _operation.register_lazy("reference", f"{_FAMILY}.reference")
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_{_kernel}")
+for _operation, _kernel in ((save_partial_states, "save"), (compress_norm_rope_insert, "compress")):
+    _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=float32_support)

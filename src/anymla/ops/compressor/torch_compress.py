@@ -16,8 +16,8 @@ from torch import Tensor
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.ops import _host
-from anymla.ops._pages import write_rows
 from anymla.ops._torch_norm_rope import freqs_cis, rms_norm, rotate_
+from anymla.ops._torch_pages import write_rows
 from anymla.ops.compressor import config
 from anymla.ops.compressor.config import Window
 

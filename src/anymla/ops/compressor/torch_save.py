@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops import _host
-from anymla.ops._pages import writable
+from anymla.ops._torch_pages import writable
 from anymla.ops.compressor.config import FEW_HOST_TOKENS
 
 

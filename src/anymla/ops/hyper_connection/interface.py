@@ -17,13 +17,12 @@ from torch import Tensor
 
 from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
-from anymla.ops.hyper_connection import reference, torch_streams
-from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require
+from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require, wide_dtype
 
 
 def _gates_like(h: Tensor, fn: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
     tokens, n, d = h.shape
-    wide = reference.wide(h.dtype)
+    wide = wide_dtype(h.dtype)
     return (
         h.new_empty((tokens, d)),
         h.new_empty((tokens, n), dtype=wide),
@@ -133,7 +132,7 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> None:
 
 def _coefficients_like(h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
     tokens, n, _ = h.shape
-    wide = reference.wide(h.dtype)
+    wide = wide_dtype(h.dtype)
     return (
         h.new_empty((tokens, n), dtype=wide),
         h.new_empty((tokens, n), dtype=wide),
@@ -326,11 +325,11 @@ def hc_post_pre_norm(
     check_codes("hc_post_pre_norm", u, codes, code_scales)
 
 
+_FAMILY = "anymla.ops.hyper_connection"
 for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm, hc_gates, hc_collapse_norm):
-    _operation.register("reference", getattr(reference, _operation.name))
-    _operation.register("torch", getattr(torch_streams, _operation.name))
-
-_TRITON = "anymla.ops.hyper_connection.triton_"
+    _operation.register_lazy("reference", f"{_FAMILY}.reference")
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_streams")
+_TRITON = f"{_FAMILY}.triton_"
 for _operation in (hc_pre, hc_head, hc_post_pre_norm):
     _operation.register_lazy("triton", f"{_TRITON}launch", supports=float32_support)
 hc_post.register_lazy("triton", f"{_TRITON}expand", supports=float32_support)

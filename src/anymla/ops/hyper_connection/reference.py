@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anymla.ops._check import wide_dtype
 from anymla.ops._quantized import fill_codes
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the gates for streams of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _mix(h: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
-    f = h.flatten(1).to(wide(h.dtype))
+    f = h.flatten(1).to(wide_dtype(h.dtype))
     normed = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + norm_eps)
     return normed @ fn.to(f.dtype).T
 

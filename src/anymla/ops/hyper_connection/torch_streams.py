@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from anymla.ops import _host
+from anymla.ops._check import wide_dtype
 from anymla.ops._quantized import fill_codes
-from anymla.ops.hyper_connection.reference import wide
 
 # A decode step has some sixty numbers a site, for which every library call costs more than the
 # arithmetic: on one core the gates of a token take 35 us in Python numbers, 100 us as torch calls.
@@ -251,7 +251,7 @@ def _site(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The collapsed streams [T, D], or pre [T, N] where they are not; post and comb."""
     tokens, n, d = h.shape
-    dtype, few = wide(h.dtype), suits_few(h, norm_eps, hc_eps)
+    dtype, few = wide_dtype(h.dtype), suits_few(h, norm_eps, hc_eps)
     if not few:
         scale = scale.index_select(0, _scale_of_row(n, h.device)).to(dtype)
         base = base.to(dtype)
@@ -354,7 +354,7 @@ def hc_head(
 ) -> Tensor:
     """See interface.hc_head."""
     tokens, _, d = h.shape
-    dtype = wide(h.dtype)
+    dtype = wide_dtype(h.dtype)
     base, scale = base.to(dtype), scale.to(dtype)
     y = h.new_empty((tokens, d))
     block = _block_tokens(h)

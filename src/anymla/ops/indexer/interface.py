@@ -15,15 +15,7 @@ from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
 from anymla.ops._pages import check_cache
 from anymla.ops.device import float32_support
-from anymla.ops.indexer import (
-    reference,
-    support,
-    torch_candidates,
-    torch_query,
-    torch_scores,
-    torch_select,
-)
-from anymla.ops.indexer.reference import QUANTISATIONS, wide_dtype
+from anymla.ops.indexer import support
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
@@ -33,6 +25,7 @@ from anymla.ops.registry import (
     check_cos_sin,
     operation,
     require,
+    wide_dtype,
 )
 
 # What ``select_topk`` allocates at most unless told otherwise (a wave of an H200 at a million
@@ -40,6 +33,7 @@ from anymla.ops.registry import (
 SCRATCH_BYTES = 9 << 25
 LEAST_SCRATCH_BYTES = 1 << 24
 
+QUANTISATIONS = ("fp8", "mxfp4", "none")
 _QUERY_DTYPES = (*FLOATS, torch.float8_e4m3fn, torch.uint8)
 
 
@@ -54,7 +48,7 @@ def _query_outputs(
     elif quant == "mxfp4":
         out = q.new_empty((tokens, heads, width // 2), dtype=torch.uint8)
         scales = q.new_empty((tokens, heads, width // MXFP4_BLOCK), dtype=torch.uint8)
-    wide = torch.promote_types(weights.dtype, torch.float32)
+    wide = wide_dtype(weights.dtype)
     return torch.empty_like(out), scales, weights.new_empty(weights.shape, dtype=wide)
 
 
@@ -121,7 +115,7 @@ def indexer_q_rope_quant(
 @operation(
     mutates=("out",),
     outputs=lambda q, k, weights, **_: (
-        weights.new_empty((len(q), len(k)), dtype=wide_dtype(q, weights)),
+        weights.new_empty((len(q), len(k)), dtype=wide_dtype(q.dtype, weights.dtype)),
     ),
 )
 def mqa_logits(
@@ -171,14 +165,21 @@ def mqa_logits(
         starts=(starts, "M", INT32),
         ends=(ends, "M", INT32),
     )
-    check(name, dims=sizes, out=(out, "M N", wide_dtype(q, weights)), q=(q, "M H _", _QUERY_DTYPES))
+    check(
+        name,
+        dims=sizes,
+        out=(out, "M N", wide_dtype(q.dtype, weights.dtype)),
+        q=(q, "M H _", _QUERY_DTYPES),
+    )
     _check_queries(name, q, q_scales, sizes["D"])
 
 
 @operation(
     mutates=("out",),
     outputs=lambda q, weights, *, max_context, **_: (
-        weights.new_empty((q.shape[0] * q.shape[1], max_context), dtype=wide_dtype(q, weights)),
+        weights.new_empty(
+            (q.shape[0] * q.shape[1], max_context), dtype=wide_dtype(q.dtype, weights.dtype)
+        ),
     ),
 )
 def paged_mqa_logits(
@@ -238,7 +239,7 @@ def paged_mqa_logits(
         name,
         dims={"R*J": q.shape[0] * q.shape[1], "C": max_context},
         weights=(weights, "R*J _", FLOAT32_UP),
-        out=(out, "R*J C", wide_dtype(q, weights)),
+        out=(out, "R*J C", wide_dtype(q.dtype, weights.dtype)),
     )
     width = q.shape[3] * (2 if q.dtype == torch.uint8 else 1)
     check_cache(name, "index_cache", index_cache, layout, channels=width, device=q.device)
@@ -454,27 +455,28 @@ def _check_queries(name: str, q: Tensor, q_scales: Tensor | None, width: int) ->
         check(name, dims=sizes, q_scales=(q_scales, spec, torch.uint8))
 
 
-indexer_q_rope_quant.register("reference", reference.indexer_q_rope_quant)
-indexer_q_rope_quant.register("torch", torch_query.indexer_q_rope_quant)
-mqa_logits.register("reference", reference.mqa_logits)
-mqa_logits.register("torch", torch_scores.mqa_logits)
-paged_mqa_logits.register("reference", reference.paged_mqa_logits)
-paged_mqa_logits.register("torch", torch_scores.paged_mqa_logits)
-topk_per_row.register("reference", reference.topk_per_row)
-topk_per_row.register("torch", torch_select.topk_per_row)
-select_topk.register("reference", reference.select_topk)
-select_topk.register("torch", torch_select.select_topk)
-for _operation in (select_candidate_blocks, mask_candidates):
-    _operation.register("reference", getattr(reference, _operation.name))
-    _operation.register("torch", getattr(torch_candidates, _operation.name))
+_FAMILY = "anymla.ops.indexer"
+_SM90 = f"{_FAMILY}.gluon_sm90_launch"
+for _operation, _kernel in (
+    (indexer_q_rope_quant, "query"),
+    (mqa_logits, "scores"),
+    (paged_mqa_logits, "scores"),
+    (topk_per_row, "select"),
+    (select_topk, "select"),
+    (select_candidate_blocks, "candidates"),
+    (mask_candidates, "candidates"),
+):
+    _operation.register_lazy("reference", f"{_FAMILY}.reference")
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_{_kernel}")
 
-_TRITON = "anymla.ops.indexer.triton_"
-_SM90 = "anymla.ops.indexer.gluon_sm90_launch"
-indexer_q_rope_quant.register_lazy("triton", f"{_TRITON}query", supports=support.query_support)
-mqa_logits.register_lazy("triton", f"{_TRITON}scores", supports=support.dense_support)
+for _operation, _kernel, _supports in (
+    (indexer_q_rope_quant, "query", support.query_support),
+    (mqa_logits, "scores", support.dense_support),
+    (paged_mqa_logits, "scores", support.paged_support),
+    (topk_per_row, "topk", float32_support),
+    (select_topk, "select", support.select_support),
+):
+    _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=_supports)
 mqa_logits.register_lazy("gluon_sm90", _SM90, supports=support.sm90_dense_support)
-paged_mqa_logits.register_lazy("triton", f"{_TRITON}scores", supports=support.paged_support)
 paged_mqa_logits.register_lazy("gluon_sm90", _SM90, supports=support.sm90_paged_support)
-topk_per_row.register_lazy("triton", f"{_TRITON}topk", supports=float32_support)
-select_topk.register_lazy("triton", f"{_TRITON}select", supports=support.select_support)
 select_topk.register_lazy("gluon_sm90", _SM90, supports=support.sm90_select_support)

@@ -11,14 +11,8 @@ from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.records import KV_AMAX_FLOOR
+from anymla.ops._check import wide_dtype
 from anymla.ops._reference import rope
-
-QUANTISATIONS = ("fp8", "mxfp4", "none")
-
-
-def wide_dtype(q: Tensor, weights: Tensor) -> torch.dtype:
-    """Precision of scores: float32, or float64 if one of the operands is."""
-    return torch.float64 if torch.float64 in (q.dtype, weights.dtype) else torch.float32
 
 
 def indexer_q_rope_quant(
@@ -38,7 +32,7 @@ def indexer_q_rope_quant(
         q = q.bfloat16()
     if hadamard:
         q = hadamard_transform(q)
-    wide = torch.promote_types(weights.dtype, torch.float32)
+    wide = wide_dtype(weights.dtype)
     scaled = weights.to(wide) * (softmax_scale * head_scale)
     no_scales = torch.empty(0, dtype=torch.uint8, device=q.device)
     if quant == "none":
@@ -61,7 +55,7 @@ def mqa_logits(
     out: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.mqa_logits``."""
-    wide = wide_dtype(q, weights)
+    wide = wide_dtype(q.dtype, weights.dtype)
     queries, keys = values_of(q, q_scales, wide), k.to(wide)
     if k_scale is not None:
         keys = keys * k_scale.to(wide).unsqueeze(1)
@@ -86,7 +80,7 @@ def paged_mqa_logits(
     out: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.paged_mqa_logits``."""
-    wide = wide_dtype(q, weights)
+    wide = wide_dtype(q.dtype, weights.dtype)
     queries, cache = values_of(q, q_scales, wide), pages_of(index_cache)
     pages, page_size = cache.shape[:2]
     requests, tokens = q.shape[:2]
@@ -162,7 +156,7 @@ def select_topk(
         keys, present = _keys(cache, block_table[request], last, layout)
         row[present] = scores(queries[token], weights[token].double(), keys)[present]
         # The precision in which scores are defined; float64 only computes them well.
-        row = row[first:].to(wide_dtype(q, weights))
+        row = row[first:].to(wide_dtype(q.dtype, weights.dtype))
         order = torch.sort(row, descending=True, stable=True).indices[:k].sort().values
         best[token, : len(order)] = order
         chosen[token] = len(order)

@@ -10,8 +10,7 @@ from torch import Tensor
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.formats.pages import pages_of
 from anymla.formats.records import RowNvfp4Layout, SplitFp8Layout
-from anymla.ops.device import float32_support, target_of, triton_problem
-from anymla.ops.registry import Support
+from anymla.ops.device import Support, float32_support, target_of, triton_problem
 
 _MAX_WIDTH = 512
 _MAX_HEADS = 256

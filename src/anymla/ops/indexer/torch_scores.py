@@ -19,7 +19,8 @@ from anymla.formats.pages import pages_of
 from anymla.formats.records import RowFp8Layout, RowMxfp4Layout
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops import _host
-from anymla.ops.indexer.reference import values_of, wide_dtype
+from anymla.ops._check import wide_dtype
+from anymla.ops.indexer.reference import values_of
 
 # read(first, last) gives keys [G, last - first, D], and which of them exist [G, last - first], or
 # None if all do.
@@ -53,7 +54,7 @@ def mqa_logits(
     out: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.mqa_logits``."""
-    wide = wide_dtype(q, weights)
+    wide = wide_dtype(q.dtype, weights.dtype)
 
     def read(first: int, last: int) -> tuple[Tensor, None]:
         keys = _plain(k[first:last], wide)
@@ -88,7 +89,7 @@ def paged_mqa_logits(
     out: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.paged_mqa_logits``."""
-    wide = wide_dtype(q, weights)
+    wide = wide_dtype(q.dtype, weights.dtype)
     requests, rows = q.shape[:2]
     shape = (requests * rows, max_context)
     logits = q.new_full(shape, -torch.inf, dtype=wide) if out is None else out.fill_(-torch.inf)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.ops import _host
-from anymla.ops._slots import slots_of
-from anymla.ops.indexer.reference import wide_dtype
+from anymla.ops._check import wide_dtype
+from anymla.ops._torch_pages import slots_of
 from anymla.ops.indexer.torch_scores import PagedKeys, decoded_queries, score_rows
 
 # Bytes that a score costs while it is merged, and a channel of a key while it is decoded.
@@ -70,7 +70,7 @@ def select_topk(
     counts: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.select_topk``."""
-    wide = wide_dtype(q, weights)
+    wide = wide_dtype(q.dtype, weights.dtype)
     keys = PagedKeys(index_cache, layout, wide)
     tokens, requests = len(q), len(block_table)
     covered = block_table.shape[1] * keys.page_size

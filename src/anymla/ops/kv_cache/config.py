@@ -7,8 +7,7 @@ from typing import Any
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.records import InlineFp8Layout
-from anymla.ops.device import Target, float32_support
-from anymla.ops.registry import Support
+from anymla.ops.device import Support, Target, float32_support
 
 # Channels of a tile, and of a thread: 16 bytes of codes, and two accesses of 16 bytes of bfloat16.
 # Timed on an H200 for 4,096 and 32,768 rows with 1 to 16 rows and 1 to 8 warps ("Cache rows" in

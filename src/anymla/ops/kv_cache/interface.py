@@ -3,9 +3,7 @@
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops import _reference
 from anymla.ops._pages import check_cache
-from anymla.ops.kv_cache import reference, torch_rows
 from anymla.ops.kv_cache.config import row_support
 from anymla.ops.registry import FLOATS, INT32, INT64, check, operation, require
 
@@ -108,18 +106,14 @@ def dequant_gather_slots(
     check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=out.device)
 
 
-quantize_and_insert_k_cache.register("reference", _reference.quantize_and_insert_k_cache)
-quantize_and_insert_k_cache.register("torch", torch_rows.quantize_and_insert_k_cache)
-quantize_and_insert_k_cache.register_lazy(
-    "triton", "anymla.ops.kv_cache.triton_insert", supports=row_support
-)
-dequantize_and_gather_k_cache.register("reference", reference.dequantize_and_gather_k_cache)
-dequantize_and_gather_k_cache.register("torch", torch_rows.dequantize_and_gather_k_cache)
-dequantize_and_gather_k_cache.register_lazy(
-    "triton", "anymla.ops.kv_cache.triton_gather", supports=row_support
-)
-dequant_gather_slots.register("reference", reference.dequant_gather_slots)
-dequant_gather_slots.register("torch", torch_rows.dequant_gather_slots)
-dequant_gather_slots.register_lazy(
-    "triton", "anymla.ops.kv_cache.triton_gather", supports=row_support
-)
+_FAMILY = "anymla.ops.kv_cache"
+quantize_and_insert_k_cache.register_lazy("reference", "anymla.ops._reference")
+dequantize_and_gather_k_cache.register_lazy("reference", f"{_FAMILY}.reference")
+dequant_gather_slots.register_lazy("reference", f"{_FAMILY}.reference")
+for _operation, _kernel in (
+    (quantize_and_insert_k_cache, "insert"),
+    (dequantize_and_gather_k_cache, "gather"),
+    (dequant_gather_slots, "gather"),
+):
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_rows")
+    _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=row_support)

@@ -8,7 +8,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.pages import pages_of
 from anymla.ops import _host
-from anymla.ops._pages import read_rows, write_rows
+from anymla.ops._torch_pages import read_rows, write_rows
 
 
 def quantize_and_insert_k_cache(

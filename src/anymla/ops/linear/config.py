@@ -15,6 +15,9 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._gemm_config import TileConfig, choose_tile, operand_dtype, uses_wgmma
 from anymla.ops.device import Target
 
+# Result types of ``grouped_output_projection_fp8`` by the names that it takes.
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
 # Threshold, and what it was measured on (rows of the weight x channels).
 #
 # Hopper. Tiles over SMs: nearly two waves, not so nearly, more than one, nearly one, and most of

@@ -17,6 +17,7 @@ from anymla.ops._triton_quantize import quantize_rows_mn_major
 from anymla.ops.device import target_of
 from anymla.ops.linear.config import (
     BF16_BLOCK_K,
+    OUT_DTYPES,
     GemmShape,
     Sm90Config,
     choose_sm90_bf16_config,
@@ -27,7 +28,6 @@ from anymla.ops.linear.gluon_sm90_gemm import (
     warp_split_k_kernel,
     warp_split_n_kernel,
 )
-from anymla.ops.linear.reference import OUT_DTYPES
 from anymla.ops.pdl import pdl_launch
 
 # Of shared memory that TMA fills, by bytes of an element where lines are rows.

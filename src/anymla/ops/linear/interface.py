@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops import _reference, _torch_norm_rope
 from anymla.ops._quantized import check_codes, in_blocks_of_128
 from anymla.ops.device import float32_support, has_numba
-from anymla.ops.linear import reference, torch_linear, vendor
+from anymla.ops.linear.config import OUT_DTYPES
 from anymla.ops.linear.support import (
     gluon_bf16_support,
     gluon_grouped_support,
@@ -323,7 +322,7 @@ def _projected_fp8(
     *, o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, out_dtype: str = "bf16"
 ) -> tuple[Tensor]:
     size = (o.shape[0], wo_a.shape[0] * wo_a.shape[1])
-    return (torch.empty(size, dtype=reference.OUT_DTYPES[out_dtype], device=o.device),)
+    return (torch.empty(size, dtype=OUT_DTYPES[out_dtype], device=o.device),)
 
 
 @operation(outputs=_projected_fp8)
@@ -360,15 +359,17 @@ def grouped_output_projection_fp8(
     blocks = [dims["G"], dims["R"] // _BLOCK, dims["J"] // _BLOCK]
     got = list(wo_a_scale.shape)
     require(got == blocks, name, "wo_a_scale", str(blocks), got)
-    require(
-        out_dtype in reference.OUT_DTYPES, name, "out_dtype", "bf16, fp32 or fp64", repr(out_dtype)
-    )
+    require(out_dtype in OUT_DTYPES, name, "out_dtype", "bf16, fp32 or fp64", repr(out_dtype))
 
 
 def _require_groups(name: str, heads: int, groups: int) -> None:
     divides = groups > 0 and heads % groups == 0
     require(divides, name, "o", f"[T, H, D] with H a multiple of {groups} groups", f"H={heads}")
 
+
+_FAMILY = "anymla.ops.linear"
+_VENDOR, _LAUNCH = f"{_FAMILY}.vendor", f"{_FAMILY}.triton_launch"
+_NUMBA, _SM90 = f"{_FAMILY}.numba_linear", f"{_FAMILY}.gluon_sm90_launch"
 
 for _operation in (
     linear,
@@ -379,28 +380,8 @@ for _operation in (
     grouped_output_projection,
     grouped_output_projection_fp8,
 ):
-    _operation.register("reference", getattr(reference, _operation.name))
-    _operation.register("torch", getattr(torch_linear, _operation.name))
-inverse_rope_fp8_quant.register("reference", _reference.inverse_rope_fp8_quant)
-inverse_rope_fp8_quant.register("torch", _torch_norm_rope.inverse_rope_fp8_quant)
-
-_LAUNCH = "anymla.ops.linear.triton_launch"
-_NUMBA = "anymla.ops.linear.numba_linear"
-_SM90 = "anymla.ops.linear.gluon_sm90_launch"
-
-linear.register("vendor", vendor.linear, supports=vendor_plain_support)
-
-linear_float32.register("vendor", vendor.linear_float32, supports=vendor_plain_support)
-linear_float32.register_lazy("gluon_sm90", _SM90, supports=gluon_bf16_support)
-
-fp8_block_linear.register(
-    "vendor", vendor.fp8_block_linear, supports=in_blocks_of_128(vendor_support)
-)
-fp8_block_linear.register_lazy("gluon_sm90", _SM90, supports=in_blocks_of_128(gluon_support))
-fp8_block_linear.register_lazy("triton", _LAUNCH, supports=in_blocks_of_128(float32_support))
-
-mxfp4_linear.register_lazy("triton", _LAUNCH, supports=in_blocks_of_128(float32_support))
-nvfp4_linear.register_lazy("triton", _LAUNCH, supports=float32_support)
+    _operation.register_lazy("reference", f"{_FAMILY}.reference")
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_linear")
 
 for _operation in (fp8_block_linear, mxfp4_linear):
     _operation.register_lazy(
@@ -411,16 +392,22 @@ for _operation in (fp8_block_linear, mxfp4_linear):
         by_kind=True,
     )
 
-grouped_output_projection.register(
-    "vendor", vendor.grouped_output_projection, supports=vendor_projection_support
-)
-grouped_output_projection.register_lazy("triton", _LAUNCH, supports=triton_inverse_rope_support)
-inverse_rope_fp8_quant.register_lazy(
-    "triton", "anymla.ops._triton_epilogue", supports=triton_inverse_rope_support
-)
-
-grouped_output_projection_fp8.register(
-    "vendor", vendor.grouped_output_projection_fp8, supports=vendor_grouped_support
-)
-grouped_output_projection_fp8.register_lazy("gluon_sm90", _SM90, supports=gluon_grouped_support)
-grouped_output_projection_fp8.register_lazy("triton", _LAUNCH, supports=triton_grouped_support)
+for _operation, _backend, _module, _supports in (
+    (linear, "vendor", _VENDOR, vendor_plain_support),
+    (linear_float32, "vendor", _VENDOR, vendor_plain_support),
+    (linear_float32, "gluon_sm90", _SM90, gluon_bf16_support),
+    (fp8_block_linear, "vendor", _VENDOR, in_blocks_of_128(vendor_support)),
+    (fp8_block_linear, "gluon_sm90", _SM90, in_blocks_of_128(gluon_support)),
+    (fp8_block_linear, "triton", _LAUNCH, in_blocks_of_128(float32_support)),
+    (mxfp4_linear, "triton", _LAUNCH, in_blocks_of_128(float32_support)),
+    (nvfp4_linear, "triton", _LAUNCH, float32_support),
+    (grouped_output_projection, "vendor", _VENDOR, vendor_projection_support),
+    (grouped_output_projection, "triton", _LAUNCH, triton_inverse_rope_support),
+    (grouped_output_projection_fp8, "vendor", _VENDOR, vendor_grouped_support),
+    (grouped_output_projection_fp8, "gluon_sm90", _SM90, gluon_grouped_support),
+    (grouped_output_projection_fp8, "triton", _LAUNCH, triton_grouped_support),
+    (inverse_rope_fp8_quant, "reference", "anymla.ops._reference", None),
+    (inverse_rope_fp8_quant, "torch", "anymla.ops._torch_norm_rope", None),
+    (inverse_rope_fp8_quant, "triton", "anymla.ops._triton_epilogue", triton_inverse_rope_support),
+):
+    _operation.register_lazy(_backend, _module, supports=_supports)

@@ -14,21 +14,20 @@ from anymla.formats.fp8_block import (
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
+from anymla.ops._check import wide_dtype
 from anymla.ops._reference import rope
-
-# Result types of ``grouped_output_projection_fp8`` by the names that it takes.
-OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+from anymla.ops.linear.config import OUT_DTYPES
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x weight^T."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x.dtype)
     return (x.to(wide) @ weight.to(wide).T).to(x.dtype)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x weight^T, in float32 or wider."""
-    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    wide = wide_dtype(x.dtype, weight.dtype)
     return x.to(wide) @ weight.to(wide).T
 
 
@@ -43,7 +42,7 @@ def fp8_block_linear(
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """Return x (codes * scale)^T."""
-    dense = dequantize_fp8_weight(weight, scale, _wide(x), quant_block)
+    dense = dequantize_fp8_weight(weight, scale, wide_dtype(x.dtype), quant_block)
     if codes is None or code_scales is None:
         return _product(x, dense, quantize_activations, quant_block)
     rows = QuantizedRows(codes, code_scales).decoded(x[..., 0].numel(), dense.dtype)
@@ -59,20 +58,20 @@ def mxfp4_linear(
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """Return x (codes * scale)^T."""
-    dense = dequantize_mxfp4(weight, scale, _wide(x))
+    dense = dequantize_mxfp4(weight, scale, wide_dtype(x.dtype))
     return _product(x, dense, quantize_activations, quant_block)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """Return x (codes * block scale * global scale)^T."""
-    return _product(x, dequantize_nvfp4(weight, scale, global_scale, _wide(x)), False)
+    return _product(x, dequantize_nvfp4(weight, scale, global_scale, wide_dtype(x.dtype)), False)
 
 
 def grouped_output_projection(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
 ) -> Tensor:
     """See ``interface.grouped_output_projection``."""
-    wide = torch.promote_types(o.dtype, torch.float32)
+    wide = wide_dtype(o.dtype)
     rotated = rope(o, positions, cos_sin_cache, inverse=True)
     groups = rotated.to(wide).reshape(len(o), len(wo_a), wo_a.shape[2])
     return torch.einsum("tgj,grj->tgr", groups, wo_a.to(wide)).flatten(1).to(o.dtype)
@@ -83,7 +82,7 @@ def grouped_output_projection_fp8(
 ) -> Tensor:
     """See ``interface.grouped_output_projection_fp8``."""
     dtype = OUT_DTYPES[out_dtype]
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_dtype(dtype)
     heads = dequantize_fp8_rows(o.view(torch.uint8), o_scale, wide)
     weight = torch.stack(
         [
@@ -99,7 +98,3 @@ def _product(x: Tensor, dense: Tensor, quantize: bool, block: int = FP8_BLOCK) -
     if quantize:
         wide = dequantize_fp8_rows(*quantize_fp8_rows(x, block), dense.dtype, block)
     return (wide @ dense.T).to(x.dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops.device import float32_support, numba_problem, runs_gluon, target_of, triton_support
+from anymla.ops.device import (
+    Support,
+    float32_support,
+    numba_problem,
+    runs_gluon,
+    target_of,
+    triton_support,
+)
 from anymla.ops.linear.config import (
     BF16_BLOCK_K,
     BF16_ROW_STEP,
@@ -26,7 +33,6 @@ from anymla.ops.linear.config import (
     VENDOR_TOKENS,
     WGMMA_CHANNEL_STEP,
 )
-from anymla.ops.registry import Support
 
 _NO_SM90 = Support(False, "instructions of sm_90, and triton 3.6 or newer")
 _NO_FLOAT64 = Support(False, "computes in float32, but out_dtype is fp64")

@@ -13,7 +13,7 @@ from anymla.formats.nvfp4 import dequantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _gemm
 from anymla.ops._torch_norm_rope import rope
-from anymla.ops.linear.reference import OUT_DTYPES
+from anymla.ops.linear.config import OUT_DTYPES
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops._triton_gemm import TL_DTYPES, operand_rows
 from anymla.ops._triton_quantize import quantize_rows
 from anymla.ops.device import target_of
-from anymla.ops.linear.config import GemmShape, TritonConfig, choose_triton_config
-from anymla.ops.linear.reference import OUT_DTYPES
+from anymla.ops.linear.config import OUT_DTYPES, GemmShape, TritonConfig, choose_triton_config
 from anymla.ops.linear.triton_gemm import (
     REDUCE_BLOCK,
     gemm_kernel,

@@ -9,18 +9,17 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._quantized import check_codes, in_blocks_of_128
-from anymla.ops.device import float32_support, has_numba
-from anymla.ops.moe import reference, torch_experts, torch_router
+from anymla.ops.device import Support, float32_support, has_numba
 from anymla.ops.moe.config import gluon_support, numba_support
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
     INT32,
     INT64,
-    Support,
     check,
     operation,
     require,
+    wide_dtype,
 )
 
 _FORMATS = ("plain", "fp8", "mxfp4")
@@ -28,7 +27,7 @@ _FORMATS = ("plain", "fp8", "mxfp4")
 
 def _routed(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], k)
-    return x.new_empty(shape, dtype=INT32), x.new_empty(shape, dtype=reference.wide(x.dtype))
+    return x.new_empty(shape, dtype=INT32), x.new_empty(shape, dtype=wide_dtype(x.dtype))
 
 
 @operation(outputs=lambda x, tid2eid, **rest: _routed(x, tid2eid.shape[1]))
@@ -254,16 +253,6 @@ def experts(
         )
 
 
-route_hash.register("reference", reference.route_hash)
-route_hash.register("torch", torch_router.route_hash)
-route_biased.register("reference", reference.route_biased)
-route_biased.register("torch", torch_router.route_biased)
-swiglu.register("reference", reference.swiglu)
-swiglu.register("torch", torch_experts.swiglu)
-experts.register("reference", reference.experts)
-experts.register("torch", torch_experts.experts)
-
-
 def _experts_support(*args: object, **kwargs: object) -> Support:
     for value in (*args, *kwargs.values()):
         # Of the lists only the first tensors are examined, here as in the contract.
@@ -272,7 +261,16 @@ def _experts_support(*args: object, **kwargs: object) -> Support:
     return float32_support(*args, **kwargs)
 
 
-_TRITON = "anymla.ops.moe.triton_"
+_FAMILY = "anymla.ops.moe"
+_TRITON = f"{_FAMILY}.triton_"
+for _operation, _kernel in (
+    (route_hash, "router"),
+    (route_biased, "router"),
+    (swiglu, "experts"),
+    (experts, "experts"),
+):
+    _operation.register_lazy("reference", f"{_FAMILY}.reference")
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_{_kernel}")
 route_hash.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 route_biased.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 swiglu.register_lazy("triton", f"{_TRITON}swiglu", supports=float32_support)

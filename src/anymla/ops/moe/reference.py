@@ -12,6 +12,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.ops._check import wide_dtype
 from anymla.ops._quantized import fill_codes
 from anymla.ops.streams import flush_stream_wait
 
@@ -19,13 +20,8 @@ from anymla.ops.streams import flush_stream_wait
 SUM_FLOOR = 1e-20
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of scores, weights and sums for activations of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _scores(x: Tensor, gate: Tensor) -> Tensor:
-    logits = x.to(wide(x.dtype)) @ gate.to(wide(x.dtype)).T
+    logits = x.to(wide_dtype(x.dtype)) @ gate.to(wide_dtype(x.dtype)).T
     return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
 
 
@@ -74,8 +70,8 @@ def swiglu(
     code_scales: Tensor | None = None,
 ) -> Tensor:
     """See interface.swiglu."""
-    g = gate.to(wide(gate.dtype)).clamp(max=limit)
-    u = up.to(wide(up.dtype)).clamp(-limit, limit)
+    g = gate.to(wide_dtype(gate.dtype)).clamp(max=limit)
+    u = up.to(wide_dtype(up.dtype)).clamp(-limit, limit)
     out = (g * torch.sigmoid(g) * u).to(gate.dtype)
     fill_codes(out, codes, code_scales)
     return out
@@ -101,7 +97,7 @@ def experts(
 ) -> Tensor:
     """See interface.experts."""
     flush_stream_wait()
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     quantized = quantize_activations and weight_format != "plain"
 
     def product(

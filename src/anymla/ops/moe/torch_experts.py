@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.ops._check import wide_dtype
 from anymla.ops._gemm import (
     fp8_gemm,
     gemm,
@@ -19,7 +20,6 @@ from anymla.ops._gemm import (
     rounded_to_fp8,
 )
 from anymla.ops._quantized import fill_codes
-from anymla.ops.moe.reference import wide
 from anymla.ops.streams import flush_stream_wait
 
 # Up to so many pairs what lies between the GEMMs is done for all experts at once, in few calls;
@@ -47,7 +47,7 @@ def swiglu(
 
 
 def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    dtype = wide(gate.dtype)
+    dtype = wide_dtype(gate.dtype)
     activated = functional.silu(gate.to(dtype).clamp(max=limit), inplace=True)
     return activated.mul_(up.to(dtype).clamp(-limit, limit))
 
@@ -140,7 +140,7 @@ class ExpertMlps:
             inputs = rows.to(dtype).unsqueeze(1)
             return torch.bmm(inputs, batch.to(dtype).transpose(1, 2)).squeeze(1).to(rows.dtype)
         codes = torch.cat([self.w2[e] for e in chosen])
-        scales, dtype = torch.cat([self.s2[e] for e in chosen]), wide(rows.dtype)
+        scales, dtype = torch.cat([self.s2[e] for e in chosen]), wide_dtype(rows.dtype)
         if self.weight_format == "fp8":
             matrices = dequantize_fp8_weight(codes, scales, dtype, self.block)
         else:
@@ -185,7 +185,7 @@ def experts(
 
 def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:
     """One token of plain experts in its own dtype: products in place, the rest in one go."""
-    dtype, count = wide(x.dtype), len(mlps.w1)
+    dtype, count = wide_dtype(x.dtype), len(mlps.w1)
     chosen = [e - offset for e in ids[0].tolist()]
     weight = weights[0]
     known = [0 <= e < count for e in chosen]
@@ -205,7 +205,7 @@ def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, off
 def total_of_few(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:
     """The sum over every token's experts, before it is rounded: all pairs at once."""
     tokens, k = ids.shape
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     segments, order = _segments([e - offset for e in ids.flatten().tolist()], len(mlps.w1))
     if not order:
         return x.new_zeros(x.shape, dtype=dtype)
@@ -253,7 +253,7 @@ def _segments(chosen: list[int], count: int) -> tuple[list[tuple[int, int, int]]
 def _total_of_many(
     x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int
 ) -> Tensor:
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     count = len(mlps.w1)
     flat = ids.flatten().long() - offset
     local = torch.where((flat >= 0) & (flat < count), flat, count)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anymla.ops.moe.reference import SUM_FLOOR, wide
+from anymla.ops._check import wide_dtype
+from anymla.ops.moe.reference import SUM_FLOOR
 
 
 def _scores(x: Tensor, gate: Tensor) -> Tensor:
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     return functional.softplus(functional.linear(x.to(dtype), gate.to(dtype))).sqrt_()
 
 

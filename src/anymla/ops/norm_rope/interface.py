@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops import _reference, _torch_norm_rope
 from anymla.ops._pages import check_cache
 from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
-from anymla.ops.norm_rope import reference, torch_norm_rope
 from anymla.ops.registry import FLOATS, INT64, check, check_cos_sin, operation, require
 
 
@@ -171,19 +169,12 @@ def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
     require(width % 2 == 0, name, "D", "even", width)
 
 
-rms_norm.register("reference", _reference.rms_norm)
-rms_norm.register("torch", _torch_norm_rope.rms_norm)
-rms_norm.register_lazy("triton", "anymla.ops.norm_rope.triton_norm", supports=float32_support)
-rope.register("reference", _reference.rope)
-rope.register("torch", _torch_norm_rope.rope)
-rope.register_lazy("triton", "anymla.ops.norm_rope.triton_rope", supports=float32_support)
-fused_q_kv_rmsnorm.register("reference", reference.fused_q_kv_rmsnorm)
-fused_q_kv_rmsnorm.register("torch", torch_norm_rope.fused_q_kv_rmsnorm)
-fused_q_kv_rmsnorm.register_lazy(
-    "triton", "anymla.ops.norm_rope.triton_norm", supports=float32_support
-)
-qnorm_rope_kv_insert.register("reference", reference.qnorm_rope_kv_insert)
-qnorm_rope_kv_insert.register("torch", torch_norm_rope.qnorm_rope_kv_insert)
-qnorm_rope_kv_insert.register_lazy(
-    "triton", "anymla.ops.norm_rope.triton_insert", supports=float32_support
-)
+_FAMILY = "anymla.ops.norm_rope"
+for _operation, _kernel in ((rms_norm, "norm"), (rope, "rope")):
+    _operation.register_lazy("reference", "anymla.ops._reference")
+    _operation.register_lazy("torch", "anymla.ops._torch_norm_rope")
+    _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=float32_support)
+for _operation, _kernel in ((fused_q_kv_rmsnorm, "norm"), (qnorm_rope_kv_insert, "insert")):
+    _operation.register_lazy("reference", f"{_FAMILY}.reference")
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_norm_rope")
+    _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=float32_support)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops import _host
-from anymla.ops._pages import write_rows
 from anymla.ops._quantized import fill_codes
 from anymla.ops._torch_norm_rope import BLOCK_ELEMENTS, freqs_cis, norm_heads, rms_norm, rotate_
+from anymla.ops._torch_pages import write_rows
 
 
 def fused_q_kv_rmsnorm(

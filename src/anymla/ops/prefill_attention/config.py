@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops.device import Target, target_of, triton_support
-from anymla.ops.registry import Support
+from anymla.ops.device import Support, Target, target_of, triton_support
 
 CHANNELS = 512
 HEADS = 64  # of a work tile: the M of a wgmma

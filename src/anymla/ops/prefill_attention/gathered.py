@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anymla.ops.device import float32_support
-from anymla.ops.registry import Support
+from anymla.ops.device import Support, float32_support
 from anymla.ops.sparse_attention import sparse_attention_rows
 
 # The widest rows of sparse_attention_rows' Triton kernels.

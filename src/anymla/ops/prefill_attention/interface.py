@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from anymla.ops._epilogue import check_quantized, composed, quantized_results
-from anymla.ops.prefill_attention import reference
 from anymla.ops.prefill_attention.config import gluon_fp8_quant_support, gluon_support
 from anymla.ops.prefill_attention.gathered import gathered, triton_gathered_support
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
@@ -135,7 +134,7 @@ def prefill_attention_fp8_quant(
 
 _GLUON = "anymla.ops.prefill_attention.gluon_sm90_launch"
 
-prefill_attention.register("reference", reference.prefill_attention)
+prefill_attention.register_lazy("reference", "anymla.ops.prefill_attention.reference")
 prefill_attention.register("torch", gathered("torch"))
 prefill_attention.register("triton", gathered("triton"), supports=triton_gathered_support)
 prefill_attention.register_lazy("gluon_sm90", _GLUON, supports=gluon_support)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from anymla.ops.device import triton_support
 from anymla.ops.registry import INT32, INT64, check, operation, require
-from anymla.ops.selection import reference, torch_rows
 from anymla.ops.selection.reference import combined_width
 
 
@@ -290,28 +289,15 @@ def window_rows(
     require(window >= 1, name, "window", ">= 1", window)
 
 
-slot_mapping.register("reference", reference.slot_mapping)
-slot_mapping.register("torch", torch_rows.slot_mapping)
-token_to_request.register("reference", reference.token_to_request)
-token_to_request.register("torch", torch_rows.token_to_request)
-compute_global_topk_indices_and_lens.register(
-    "reference", reference.compute_global_topk_indices_and_lens
-)
-compute_global_topk_indices_and_lens.register(
-    "torch", torch_rows.compute_global_topk_indices_and_lens
-)
-combine_topk_swa_indices.register("reference", reference.combine_topk_swa_indices)
-combine_topk_swa_indices.register("torch", torch_rows.combine_topk_swa_indices)
-
-compressed_rows.register("reference", reference.compressed_rows)
-compressed_rows.register("torch", torch_rows.compressed_rows)
-window_rows.register("reference", reference.window_rows)
-window_rows.register("torch", torch_rows.window_rows)
-
-_TRITON = "anymla.ops.selection.triton_rows"
-slot_mapping.register_lazy("triton", _TRITON, supports=triton_support)
-token_to_request.register_lazy("triton", _TRITON, supports=triton_support)
-compute_global_topk_indices_and_lens.register_lazy("triton", _TRITON, supports=triton_support)
-combine_topk_swa_indices.register_lazy("triton", _TRITON, supports=triton_support)
-compressed_rows.register_lazy("triton", _TRITON, supports=triton_support)
-window_rows.register_lazy("triton", _TRITON, supports=triton_support)
+_FAMILY = "anymla.ops.selection"
+for _operation in (
+    slot_mapping,
+    token_to_request,
+    compute_global_topk_indices_and_lens,
+    combine_topk_swa_indices,
+    compressed_rows,
+    window_rows,
+):
+    _operation.register_lazy("reference", f"{_FAMILY}.reference")
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_rows")
+    _operation.register_lazy("triton", f"{_FAMILY}.triton_rows", supports=triton_support)

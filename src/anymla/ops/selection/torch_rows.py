@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.ops._slots import slots_of
+from anymla.ops._torch_pages import slots_of
 from anymla.ops.selection.reference import combined_width
 
 

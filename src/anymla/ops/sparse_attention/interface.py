@@ -11,7 +11,6 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._epilogue import check_quantized, composed, quantized_results
 from anymla.ops._pages import check_cache
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
-from anymla.ops.sparse_attention import reference, torch_device
 from anymla.ops.sparse_attention.support import (
     gluon_attention_support,
     gluon_fp8_quant_support,
@@ -255,12 +254,11 @@ def _flat(x: Tensor | None) -> Tensor | None:
 _FAMILY = "anymla.ops.sparse_attention"
 _TRITON, _GLUON = f"{_FAMILY}.triton_launch", f"{_FAMILY}.gluon_sm90_launch"
 
-sparse_attention.register("reference", reference.sparse_attention)
-sparse_attention.register("torch", torch_device.sparse_attention)
+for _operation in (sparse_attention, sparse_attention_rows):
+    _operation.register_lazy("reference", f"{_FAMILY}.reference")
+    _operation.register_lazy("torch", f"{_FAMILY}.torch_device")
 sparse_attention.register_lazy("gluon_sm90", _GLUON, supports=gluon_attention_support)
 sparse_attention.register_lazy("triton", _TRITON, supports=triton_attention_support)
-sparse_attention_rows.register("reference", reference.sparse_attention_rows)
-sparse_attention_rows.register("torch", torch_device.sparse_attention_rows)
 sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_attention_support)
 sparse_attention_rows.register_lazy(
     "gluon_sm90",

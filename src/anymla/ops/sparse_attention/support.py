@@ -14,8 +14,7 @@ from anymla.formats.records import (
     RowNvfp4Layout,
     SplitFp8Layout,
 )
-from anymla.ops.device import target_of, triton_support
-from anymla.ops.registry import Support
+from anymla.ops.device import Support, target_of, triton_support
 from anymla.ops.sparse_attention.config import SWAP_AB_HEADS
 
 LARGEST_CHANNELS = 640

@@ -21,7 +21,7 @@ from anymla.formats.e4m3_bits import (
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import InlineFp8Layout, PlainRowsLayout, SplitFp8Layout
 from anymla.formats.torch_rows import decode_rows
-from anymla.ops._pages import read_entries
+from anymla.ops._torch_pages import read_entries
 
 _WORD = torch.int64
 _WORD_BYTES = 8
