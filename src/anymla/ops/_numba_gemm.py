@@ -306,10 +306,7 @@ _KINDS = {
 
 
 @intrinsic(prefer_literal=True)
-def _tile(
-    context, kind, rows, tokens, codes, codes_stride, scales, scales_stride,
-    x, x_stride, channels, out, out_stride,
-):  # fmt: skip
+def _tile(context, kind, rows, tokens, place):
     """Store ``sum over channels of weight[r] * x[t]`` of a tile of rows and tokens.
 
     Args:
@@ -317,28 +314,29 @@ def _tile(
         kind: what the kernel is compiled for, a literal.
         rows: of the tile, a literal.
         tokens: of the tile, a literal.
-        codes: address of the first row's codes.
-        codes_stride: bytes between rows.
-        scales: address of the first row's scales, 32 bits each as the operands take them.
-        scales_stride: bytes between rows; 0 if they share them.
-        x: address of the first token's activations.
-        x_stride: bytes between tokens.
-        channels: a multiple of 32.
-        out: address of the first row's float32 result of the first token.
-        out_stride: bytes between tokens.
+        place: nine integers: where the operands and the result are, as follows.
+
+    - codes, codes_stride: address of the first row's codes, and bytes between rows;
+    - scales, scales_stride: of the first row's scales, 32 bits each as the operands take them;
+      0 bytes between rows that share them;
+    - x, x_stride: of the first token's activations, and bytes between tokens;
+    - channels: a multiple of 32;
+    - out, out_stride: of the first row's float32 result of the first token, and bytes between
+      tokens.
     """
     literals = (kind, rows, tokens)
     if not all(isinstance(each, types.IntegerLiteral) for each in literals):
         return None
     operands, fp8 = _KINDS[kind.literal_value]
     shape = range(rows.literal_value), range(tokens.literal_value)
-    integers = (types.intp,) * 9
-    return types.void(*literals, *integers), functools.partial(_emit_tile, operands, fp8, *shape)
+    integers = types.UniTuple(types.intp, 9)
+    return types.void(*literals, integers), functools.partial(_emit_tile, operands, fp8, *shape)
 
 
 def _emit_tile(operands, fp8, rows, tokens, context, builder, signature, args):
     """LLVM's instructions of ``_tile``."""
-    codes, codes_stride, scales, scales_stride, x, x_stride, channels, out, out_stride = args[3:]
+    integers = cgutils.unpack_tuple(builder, args[3])
+    codes, codes_stride, scales, scales_stride, x, x_stride, channels, out, out_stride = integers
     decode = operands.fp8 if fp8 else operands.mxfp4
     prepare = operands.fp8_scale if fp8 else operands.mxfp4_scale
     in_words = operands is _Bf16 and not fp8
@@ -498,81 +496,20 @@ def _rows_of(kind, codes, scales, x, out, first, last):
                 token = min(token, tokens - size)
                 x_at = np.intp(x.ctypes.data) + token * x_stride
                 out_at = np.intp(out.ctypes.data) + token * out_stride + 4 * row
+                place = (
+                    codes_at, codes_stride, words_at, words_stride,
+                    x_at, x_stride, channels, out_at, out_stride,
+                )  # fmt: skip
                 if step == 1 and size == 1:
-                    _tile(
-                        kind,
-                        1,
-                        1,
-                        codes_at,
-                        codes_stride,
-                        words_at,
-                        words_stride,
-                        x_at,
-                        x_stride,
-                        channels,
-                        out_at,
-                        out_stride,
-                    )
+                    _tile(kind, 1, 1, place)
                 elif size == 1:
-                    _tile(
-                        kind,
-                        rows_1,
-                        1,
-                        codes_at,
-                        codes_stride,
-                        words_at,
-                        words_stride,
-                        x_at,
-                        x_stride,
-                        channels,
-                        out_at,
-                        out_stride,
-                    )
+                    _tile(kind, rows_1, 1, place)
                 elif size == 2:
-                    _tile(
-                        kind,
-                        rows_2,
-                        2,
-                        codes_at,
-                        codes_stride,
-                        words_at,
-                        words_stride,
-                        x_at,
-                        x_stride,
-                        channels,
-                        out_at,
-                        out_stride,
-                    )
+                    _tile(kind, rows_2, 2, place)
                 elif size == 4:
-                    _tile(
-                        kind,
-                        rows_4,
-                        4,
-                        codes_at,
-                        codes_stride,
-                        words_at,
-                        words_stride,
-                        x_at,
-                        x_stride,
-                        channels,
-                        out_at,
-                        out_stride,
-                    )
+                    _tile(kind, rows_4, 4, place)
                 else:
-                    _tile(
-                        kind,
-                        rows_8,
-                        8,
-                        codes_at,
-                        codes_stride,
-                        words_at,
-                        words_stride,
-                        x_at,
-                        x_stride,
-                        channels,
-                        out_at,
-                        out_stride,
-                    )
+                    _tile(kind, rows_8, 8, place)
                 token += size
             row += step
 
