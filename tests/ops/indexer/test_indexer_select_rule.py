@@ -96,8 +96,8 @@ def test_pages_that_are_not_there_score_lowest(run):
 def test_short_contexts_are_not_scored(run, monkeypatch):
     # Nothing is read: pages that do not exist, queries of NaN.
     if run == "triton":
-        module = pytest.importorskip("anymla.ops.indexer.triton_select")
-        monkeypatch.setattr(module, "write_scores", None)
+        module = pytest.importorskip("anymla.ops.indexer.triton_scores")
+        monkeypatch.setattr(module, "choose_score_config", None)
     monkeypatch.setattr(torch_select, "_select", None)
     cache = make_cache(INDEX_FP8, 1, 16).tensor
     q, weights = torch.full((3, 2, D), torch.nan), torch.full((3, 2), torch.nan)

@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from anymla.formats.page_layout import INDEX_FP8
 from anymla.formats.pages import pages_of
 from anymla.ops.device import Target
 from anymla.ops.indexer.config import (
@@ -33,39 +32,9 @@ from anymla.ops.indexer.inputs import (
     ScoreInputs,
     dense_logits,
     paged_logits,
-    select_inputs,
 )
-from anymla.ops.indexer.triton_select import select_chunks
+from anymla.ops.indexer.triton_select import select_with
 from anymla.ops.pdl import pdl_launch
-
-
-def select_topk(
-    q: Tensor,
-    index_cache: Tensor,
-    weights: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    k: int,
-    *,
-    max_context: int | None = None,
-    token_to_req: Tensor | None = None,
-    starts: Tensor | None = None,
-    layout: str = INDEX_FP8,
-    q_scales: Tensor | None = None,
-    scratch_bytes: int = 9 << 25,
-    out: Tensor | None = None,
-    slot_table: Tensor | None = None,
-    slot_page_size: int = 64,
-    slots: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> Tensor:
-    """See ``interface.select_topk``; for what ``sm90_select_support`` lets through."""
-    inputs = select_inputs(
-        q, q_scales, weights, index_cache, layout, block_table, lengths, starts, token_to_req,
-        max_context, k,
-    )  # fmt: skip
-    requested = (out, slots, counts, slot_table, slot_page_size)
-    return select_chunks(write_scores, row_topk, inputs, requested, scratch_bytes)
 
 
 def write_scores(
@@ -128,6 +97,10 @@ def row_topk(
         GROUPS=topk.groups, ELEMENTS=topk.elements, PADDED_K=config.padded_k, WARPS=topk.warps,
         num_warps=topk.warps, **limits, **pdl_launch(scores.device),
     )  # fmt: skip
+
+
+# For what ``sm90_select_support`` lets through.
+select_topk = functools.partial(select_with, write_scores, row_topk)
 
 
 def _descriptors(inputs: ScoreInputs) -> tuple[TensorDescriptor, TensorDescriptor]:

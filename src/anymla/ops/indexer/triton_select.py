@@ -27,6 +27,7 @@ With one split, ``collect`` merges its own row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -512,7 +513,9 @@ WriteScores = Callable[[ScoreInputs, Tensor, Tensor | None, Target], None]
 RowTopk = Callable[[SelectConfig, Tensor, Tensor | None, tuple[Any, ...]], None]
 
 
-def select_topk(
+def select_with(
+    score: WriteScores,
+    row_topk: RowTopk | None,
     q: Tensor,
     index_cache: Tensor,
     weights: Tensor,
@@ -532,32 +535,14 @@ def select_topk(
     slots: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.select_topk``."""
+    """``interface.select_topk`` with scores from ``score``.
+
+    Rows that ``row_topk``, a backend's own top-k kernel, can hold are left to it, if it is given.
+    """
     inputs = select_inputs(
         q, q_scales, weights, index_cache, layout, block_table, lengths, starts, token_to_req,
         max_context, k,
     )  # fmt: skip
-    requested = (out, slots, counts, slot_table, slot_page_size)
-    return select_chunks(write_scores, None, inputs, requested, scratch_bytes)
-
-
-def select_chunks(
-    score: WriteScores,
-    row_topk: RowTopk | None,
-    inputs: ScoreInputs,
-    requested: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int],
-    scratch_bytes: int,
-) -> Tensor:
-    """``select_topk`` with scores from ``score``, and ``row_topk`` for rows that it can hold.
-
-    Args:
-        score: writes scores.
-        row_topk: a backend's own top-k kernel, or None.
-        inputs: of the call.
-        requested: out, slots, counts, slot_table and slot_page_size as the caller gave them.
-        scratch_bytes: bound of what the call allocates.
-    """
-    out, slots, counts, slot_table, slot_page_size = requested
     device, shape = inputs.q.device, (len(inputs.q), inputs.k)
     outputs = SelectOutputs(
         writable(out, shape, torch.int32, device),
@@ -595,6 +580,9 @@ def select_chunks(
         if given is not None and written is not None and written is not given:
             given.copy_(written)
     return outputs.out if out is None or outputs.out is out else out.copy_(outputs.out)
+
+
+select_topk = functools.partial(select_with, write_scores, None)
 
 
 class _Scratch:
