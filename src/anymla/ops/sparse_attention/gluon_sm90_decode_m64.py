@@ -40,7 +40,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import aggregate, field, opaque, view, warpgroup_barrier
+from anymla.ops._gluon import (
+    aggregate,
+    field,
+    gdc_launch_dependents,
+    gdc_wait,
+    opaque,
+    view,
+    warpgroup_barrier,
+)
 from anymla.ops._gluon_epilogue import Output, prefetch_angles
 from anymla.ops.sparse_attention.gluon_sm90_bf16_fallback import any_overflow, bf16_fallback
 from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
@@ -75,8 +83,6 @@ from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import (
     COUNTS,
     KEYS,
     Lists,
-    gdc_launch_dependents,
-    gdc_wait,
     record_begin,
     record_span,
     split_at,
@@ -159,7 +165,7 @@ def consumer1(lists, work, params, shared, V32: gl.constexpr):
     TMA: gl.constexpr = params.q_desc is not None
     FLOAT16: gl.constexpr = params.q.dtype.element_ty == gl.float16
     out, barriers = params.out, shared.barriers
-    gdc_wait()
+    gdc_wait(WARPGROUP=True)
     P: gl.constexpr = 1 if V32 else 2
     done = 0
     p_count = 0
@@ -228,9 +234,9 @@ def consumer0(lists, work, params, shared, V32: gl.constexpr):
     R: gl.constexpr = gl.SliceLayout(1, L)
     factor = params.scale * (LOG2E / LIFT)
     out, barriers = params.out, shared.barriers
-    gdc_wait()
+    gdc_wait(WARPGROUP=True)
     # Not before, so that what was launched two kernels ago has ended when a kernel starts.
-    gdc_launch_dependents()
+    gdc_launch_dependents(WARPGROUP=True)
     record_begin(params.partials.spans, work)
     TMA: gl.constexpr = params.q_desc is not None
     FLOAT16: gl.constexpr = params.q.dtype.element_ty == gl.float16

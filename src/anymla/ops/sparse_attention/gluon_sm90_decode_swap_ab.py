@@ -22,7 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import aggregate, view, warpgroup_barrier
+from anymla.ops._gluon import (
+    aggregate,
+    gdc_launch_dependents,
+    gdc_wait,
+    view,
+    warpgroup_barrier,
+)
 from anymla.ops._gluon_epilogue import Output
 from anymla.ops.sparse_attention.gluon_sm90_bf16_fallback import any_overflow, bf16_fallback
 from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
@@ -41,8 +47,6 @@ from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import (
     COUNTS,
     KEYS,
     Lists,
-    gdc_launch_dependents,
-    gdc_wait,
     record_begin,
     record_span,
     split_at,
@@ -156,8 +160,8 @@ def consumer(lists, work, params, shared, HEADS: gl.constexpr, BUFFERS: gl.const
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = params.scale * (LOG2E / LIFT)
-    gdc_wait()
-    gdc_launch_dependents()
+    gdc_wait(WARPGROUP=True)
+    gdc_launch_dependents(WARPGROUP=True)
     record_begin(params.partials.spans, work)
     found = gl.zeros([HEADS], gl.float32, COLUMN)
     done = 0

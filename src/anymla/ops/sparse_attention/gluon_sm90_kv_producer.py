@@ -23,8 +23,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.ops._gluon import gdc_wait
 from anymla.ops.sparse_attention import float16_range
-from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import KEYS, gdc_wait, split_at
+from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import KEYS, split_at
 
 _LAYOUT = get_layout(MAIN_FP8)
 _DATA = gl.constexpr(_LAYOUT.data_bytes)
@@ -312,7 +313,7 @@ def produce(
     lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
     # Rows that two tiles read come from the L2 cache half of the time anyway.
     NEAR: gl.constexpr = work.HEAD_TILES == 1 and not work.ONE_BLOCK
-    gdc_wait()
+    gdc_wait(WARPGROUP=True)
     before = 0  # blocks of the splits before
     for k in range(0, work.count):
         split = split_at(k, work, lists)
@@ -443,7 +444,7 @@ def produce_v32(
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
-    gdc_wait()
+    gdc_wait(WARPGROUP=True)
     filled = 0
     for k in range(0, work.count):
         split = split_at(k, work, lists)

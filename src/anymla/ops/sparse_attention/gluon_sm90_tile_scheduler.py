@@ -40,7 +40,7 @@ and of BY_BLOCKS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._gluon import aggregate, field, view
+from anymla.ops._gluon import aggregate, field, gdc_wait, view
 from anymla.ops.sparse_attention.config import AT_ONCE as _AT_ONCE
 from anymla.ops.sparse_attention.config import KEYS as _KEYS
 from anymla.ops.sparse_attention.config import LONG_SPLIT as _LONG_SPLIT
@@ -116,32 +116,6 @@ class Lists:
         self.PAGE1 = gl.constexpr(PAGE1)
         self.STEP0 = gl.constexpr(STEP0)
         self.STEP1 = gl.constexpr(STEP1)
-
-
-@gluon.jit
-def gdc_wait():
-    """If this grid was launched early, wait for those before it."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, 0;",
-        "=r,r",
-        [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def gdc_launch_dependents():
-    """Let the next grid be launched, which waits for this one's end by itself."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-        "=r,r",
-        [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -496,14 +470,14 @@ def work_range(
     NOW: gl.constexpr = LONGEST_FIRST and not PLANNED
     # Every partition waits for itself, before it reads anything.
     if NOW or CUT == _STREAM_K or (CUT == _BY_BLOCKS and not PLANNED):
-        gdc_wait()
+        gdc_wait(WARPGROUP=True)
     uncut = T * 0
     if NOW:
         ctas = gl.num_programs(0)
         uncut = order_tokens(lists, plan, T, splits, ctas, HEAD_TILES, COST, SIZE, TAIL)
     if TAIL:
         if LONGEST_FIRST and PLANNED:
-            gdc_wait()
+            gdc_wait(WARPGROUP=True)
             uncut = gl.load(plan + T)
         return _tail_range(T * HEAD_TILES, splits, uncut, plan, HEAD_TILES, LONGEST_FIRST)
     elif CUT == _STREAM_K:
