@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -105,7 +108,9 @@ def hc_head(
     return _collapse(h, torch.sigmoid(mix * scale + base) + hc_eps)
 
 
-def hc_post_pre_norm(
+def post_then_pre(
+    hc_post: Callable[..., Tensor],
+    hc_pre: Callable[..., tuple[Tensor, Tensor, Tensor]],
     u: Tensor,
     h: Tensor,
     post: Tensor,
@@ -121,7 +126,7 @@ def hc_post_pre_norm(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See interface.hc_post_pre_norm."""
+    """``interface.hc_post_pre_norm`` as a backend's ``hc_post`` and then its ``hc_pre``."""
     streams = hc_post(u, h, post, comb)
     return streams, *hc_pre(
         streams,
@@ -135,3 +140,6 @@ def hc_post_pre_norm(
         codes=codes,
         code_scales=code_scales,
     )
+
+
+hc_post_pre_norm = functools.partial(post_then_pre, hc_post, hc_pre)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from anymla.ops import _host
 from anymla.ops._check import wide_dtype
 from anymla.ops._quantized import fill_codes
+from anymla.ops.hyper_connection.reference import post_then_pre
 
 # A decode step has some sixty numbers a site, for which every library call costs more than the
 # arithmetic: on one core the gates of a token take 35 us in Python numbers, 100 us as torch calls.
@@ -365,33 +366,4 @@ def hc_head(
     return y
 
 
-def hc_post_pre_norm(
-    u: Tensor,
-    h: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    iters: int,
-    codes: Tensor | None = None,
-    code_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See interface.hc_post_pre_norm."""
-    streams = hc_post(u, h, post, comb)
-    return streams, *hc_pre(
-        streams,
-        fn,
-        base,
-        scale,
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-        iters=iters,
-        norm_weight=norm_weight,
-        codes=codes,
-        code_scales=code_scales,
-    )
+hc_post_pre_norm = functools.partial(post_then_pre, hc_post, hc_pre)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,8 @@ from anymla.ops._quantized import fill_codes
 from anymla.ops._reference import quantize_and_insert_k_cache, rms_norm, rope
 
 
-def fused_q_kv_rmsnorm(
+def norm_both(
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor],
     qr: Tensor,
     kv: Tensor,
     q_weight: Tensor,
@@ -20,10 +24,13 @@ def fused_q_kv_rmsnorm(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.fused_q_kv_rmsnorm``."""
+    """``interface.fused_q_kv_rmsnorm`` by a backend's ``rms_norm``."""
     latent = rms_norm(qr, q_weight, eps)
     fill_codes(latent, codes, code_scales)
     return latent, rms_norm(kv, kv_weight, eps)
+
+
+fused_q_kv_rmsnorm = functools.partial(norm_both, rms_norm)
 
 
 def qnorm_rope_kv_insert(

@@ -5,30 +5,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops import _host
-from anymla.ops._quantized import fill_codes
 from anymla.ops._torch_norm_rope import BLOCK_ELEMENTS, freqs_cis, norm_heads, rms_norm, rotate_
 from anymla.ops._torch_pages import write_rows
+from anymla.ops.norm_rope.reference import norm_both
 
-
-def fused_q_kv_rmsnorm(
-    qr: Tensor,
-    kv: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    eps: float,
-    *,
-    codes: Tensor | None = None,
-    code_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See ``interface.fused_q_kv_rmsnorm``."""
-    latent = rms_norm(qr, q_weight, eps)
-    fill_codes(latent, codes, code_scales)
-    return latent, rms_norm(kv, kv_weight, eps)
+fused_q_kv_rmsnorm = functools.partial(norm_both, rms_norm)
 
 
 def qnorm_rope_kv_insert(
