@@ -336,6 +336,16 @@ _CALLS = {
         "counts": int32(2, 1),
         "queries": 2,
     },
+    "sparse_attention_windows_fp8_quant": lambda: {
+        "q": torch.randn(2 * TOKENS, 2, 512),
+        "k_cache": cache_of(MAIN_FP8),
+        "slots": int32([0, 1, 4, -1], [2, 3, 5, 6]),
+        "counts": int32(2, 1),
+        "positions": int64(*range(2 * TOKENS)),
+        "cos_sin_cache": table(),
+        "queries": 2,
+        "n_groups": 2,
+    },
     "sparse_attention_rows": lambda: {
         "q": torch.randn(TOKENS, 2, 512),
         "kv": torch.randn(5, 512),

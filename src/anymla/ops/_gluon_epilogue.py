@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._gluon import aggregate
+from anymla.ops._gluon import aggregate, opaque
 
 CHANNELS = gl.constexpr(get_layout(MAIN_FP8).channels)
 _BLOCK = gl.constexpr(FP8_BLOCK)
@@ -76,11 +76,11 @@ def angles_of(to, token):
 
 
 @gluon.jit
-def prefetch_angles(to, token):
-    """The same, long before the angles are needed, which are then near."""
+def prefetch_angles(to, token, WARPS: gl.constexpr = 4):
+    """The same, long before the angles are needed, which are then near; by so many warps."""
     angles = angles_of(to, token)
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    words = gl.arange(0, 128, layout=L) % to.ROPE_DIM
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    words = gl.arange(0, 32 * WARPS, layout=L) % to.ROPE_DIM
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [angles + words],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -128,8 +128,13 @@ def _stored_pair(pair):
 
 
 @gluon.jit
-def _blocks(y, to, token, ROWS: gl.constexpr, PART: gl.constexpr):
-    """Both quant blocks of half a head: codes [ROWS, 2, 64], in pairs, and exponents [ROWS, 2]."""
+def _blocks(
+    y, to, token, ROWS: gl.constexpr, PART: gl.constexpr, ORDERED: gl.constexpr = True
+):  # fmt: skip
+    """Both quant blocks of half a head: codes [ROWS, 2, 64], in pairs, and exponents [ROWS, 2].
+
+    ORDERED: the tail is in ``tail_order``.
+    """
     y = y.to(to.TYPE).to(gl.float32)
     a, b = gl.split(gl.reshape(y, [ROWS, 2, _PAIRS, 2]))
     if PART == 1:
@@ -137,8 +142,9 @@ def _blocks(y, to, token, ROWS: gl.constexpr, PART: gl.constexpr):
         block = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
         last = gl.expand_dims(gl.expand_dims(block, 0), 2) == 1
         place = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
-        pair = _stored_pair(place) - (_PAIRS - _TAIL_PAIRS)
-        pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
+        if ORDERED:
+            place = _stored_pair(place)
+        pair = gl.expand_dims(gl.expand_dims(place - (_PAIRS - _TAIL_PAIRS), 0), 1)
         c, d = rotate_back(a, b, angles_of(to, token), pair, last & (pair >= 0))
         a = gl.where(last, c, a)
         b = gl.where(last, d, b)
@@ -147,9 +153,9 @@ def _blocks(y, to, token, ROWS: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constexpr):
+def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constexpr, zero=0):
     L: gl.constexpr = exponent.type.layout
-    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), 1)
+    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)) + zero, 1)
     c = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, L)), 0)
     at = to.scales + row * (CHANNELS // _BLOCK) + (r * (CHANNELS // _BLOCK) + c + PART * 2)
     gl.store(at, power_of(exponent), mask=(r < valid) & (c >= 0))
@@ -173,6 +179,47 @@ def store_quantized_rows(x, to, token, H, head, ROWS: gl.constexpr, PART: gl.con
     at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
     gl.store(at + (block * _PAIRS + pair), codes.to(gl.int16), mask=(r < H - head) & (pair >= 0))
     _store_scales(exponent, to, row, H - head, ROWS, PART)
+
+
+@gluon.jit
+def _store_quantized_half(y, to, token, H, head, PART: gl.constexpr, WHOLE: gl.constexpr):
+    codes, exponent = _blocks(y, to, token, 64, PART, False)
+    # Full sectors of 32 bytes: four lanes exchange what they have of a row's 16 pairs.
+    SECTORS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0], [0, 64]],
+        [],
+        [64, 2 * _PAIRS],
+    )
+    codes = gl.convert_layout(gl.reshape(codes.to(gl.int16), [64, 2 * _PAIRS]), SECTORS)
+    row = token.to(gl.int64) * H + head
+    zero = opaque(token * 0)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SECTORS)) + zero, 1)
+    c = gl.expand_dims(gl.arange(0, 2 * _PAIRS, layout=gl.SliceLayout(0, SECTORS)), 0)
+    at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + c + PART * (2 * _PAIRS))
+    if WHOLE:
+        gl.store(at, codes)
+    else:
+        gl.store(at, codes, mask=(r < H - head) & (c >= 0))
+    _store_scales(exponent, to, row, H - head, 64, PART, zero)
+
+
+@gluon.jit
+def store_quantized_sums(y, to, token, H, head, WHOLE: gl.constexpr):
+    """Store heads ``head`` .. ``head`` + 63 as eight warps' matrix instructions leave them.
+
+    Args:
+        y: [64, 512], of which four warps have every other quant block; channels in their own order.
+        to: see ``Output``.
+        token: of which token.
+        H: heads.
+        head: the first of the 64.
+        WHOLE: all 64 are there.
+    """
+    left, right = gl.split(gl.permute(gl.reshape(y, [64, 2, CHANNELS // 2]), (0, 2, 1)))
+    _store_quantized_half(left, to, token, H, head, 0, WHOLE)
+    _store_quantized_half(right, to, token, H, head, 1, WHOLE)
 
 
 @gluon.jit

@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_windows
+from anymla.ops.linear import inverse_rope_fp8_quant
+from anymla.ops.sparse_attention import (
+    sparse_attention,
+    sparse_attention_fp8_quant,
+    sparse_attention_windows,
+    sparse_attention_windows_fp8_quant,
+)
 from anymla.ops.sparse_attention.config import choose_window_group
+from anymla.ops.sparse_attention.windows import window_lists
 
 LAYOUT = get_layout(MAIN_FP8)
 
@@ -36,6 +43,32 @@ def test_a_query_sees_the_columns_from_its_own_number_on(backend, counted):
         )
         torch.testing.assert_close(out[token : token + 1], want, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse[token : token + 1], want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_quantised_it_is_what_decode_makes_of_the_same_lists(backend):
+    q, cache, slots = call_of(heads=4)
+    counts = torch.tensor([4, 0, 2], dtype=torch.int32)
+    table, positions = torch.randn(20, 64), torch.arange(12)
+    codes, scales = sparse_attention_windows_fp8_quant(
+        q, cache, slots, counts, positions, table, queries=4, n_groups=2, backend=backend
+    )
+    want, want_scales = sparse_attention_fp8_quant(
+        q, cache, window_lists(slots, counts, 4), None, positions, table, n_groups=2,
+        backend=backend,
+    )  # fmt: skip
+    assert codes.shape == (12, 2, 1024)
+    assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scales, want_scales)
+
+
+def test_quantised_arguments_are_checked():
+    q, cache, slots = call_of()
+    given = (q, cache, slots, None, torch.arange(12), torch.randn(20, 64))
+    with pytest.raises(ValueError, match="multiple of 3 groups"):
+        sparse_attention_windows_fp8_quant(*given, queries=4, n_groups=3)
+    with pytest.raises(ValueError, match="queries must be 1 to C=9"):
+        sparse_attention_windows_fp8_quant(*given, queries=12, n_groups=2)
 
 
 @pytest.mark.parametrize(("queries", "tokens"), [(0, 12), (10, 12), (3, 12)])
@@ -70,6 +103,8 @@ class OnHopper:
         self.slots = torch.empty(requests, 127 + queries, dtype=torch.int32, device="cuda")
         self.counts = torch.empty(requests, dtype=torch.int32, device="cuda")
         self.queries = queries
+        self.positions = torch.randint(0, 900, (requests * queries,), device="cuda")
+        self.table = torch.randn(900, 64, device="cuda")
         self.draw()
 
     def draw(self):
@@ -82,10 +117,39 @@ class OnHopper:
             sink=self.sink, backend=backend,
         )  # fmt: skip
 
+    def quantised(self):
+        return sparse_attention_windows_fp8_quant(
+            self.q, self.cache, self.slots, self.counts, self.positions, self.table,
+            queries=self.queries, n_groups=2, sink=self.sink, backend="gluon_sm90",
+        )  # fmt: skip
+
+    def check_quantised(self, codes, scales):
+        """Bits of separate calls."""
+        out, _ = self("gluon_sm90")
+        want = inverse_rope_fp8_quant(out, self.positions, self.table, n_groups=2)
+        assert torch.equal(codes.view(torch.uint8), want[0].view(torch.uint8))
+        assert torch.equal(scales, want[1])
+
     def check(self, out, lse):
         want, want_lse = self("torch", torch.float64)
         assert (out.double() - want).norm() < 2.5e-3 * want.norm().clamp(min=1e-9)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
+
+
+def on_hopper(*sizes):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return OnHopper(*sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", range(1, 9))
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_the_hopper_kernel(queries, heads):
+    """Slots that are no rows, requests of fewer queries and of none."""
+    call = on_hopper(7, queries, heads)
+    call.check(*call("gluon_sm90"))
+    call.check_quantised(*call.quantised())
 
 
 @pytest.mark.gpu
@@ -93,17 +157,18 @@ class OnHopper:
     ("requests", "queries", "heads"), [(1, 6, 64), (33, 8, 64), (9, 7, 128), (3, 9, 20)]
 )
 def test_the_hopper_kernel_and_its_graph(requests, queries, heads):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    call = OnHopper(requests, queries, heads)
+    call = on_hopper(requests, queries, heads)
     call.check(*call("gluon_sm90"))
+    call.quantised()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = call("gluon_sm90")
+        codes, scales = call.quantised()
     for _ in range(3):
         call.draw()
         graph.replay()
         call.check(out, lse)
+        call.check_quantised(codes, scales)
         once = out.clone()
         for _ in range(10):
             graph.replay()

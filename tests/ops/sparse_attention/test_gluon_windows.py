@@ -9,7 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
+from anymla.ops._gluon_epilogue import Output, store_quantized_rows, store_quantized_sums
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import gluon_sm90_windows as module
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.gluon_sm90_windows import windows_kernel
@@ -49,7 +55,7 @@ class Call:
             self.q.double(), self.cache, self.lists(), sink=sink, backend="reference"
         )
 
-    def run(self, group, seed=0, changed=None):
+    def run(self, group, seed=0, changed=None, to=None):
         tokens, heads, _ = self.q.shape
         requests, groups = len(self.slots), -(-self.queries // group)
         tiles = -(-heads // 64)
@@ -59,13 +65,15 @@ class Call:
             windows_kernel, requests * groups * tiles,
             Descriptor(self.q.view(-1, 512), (64, 256)), self.cache, self.slots,
             self.slots if self.counts is None else self.counts,
-            lse if self.sink is None else self.sink, out, lse,
+            lse if self.sink is None else self.sink,
+            out if to is None else to.codes.view(torch.int16), lse, *epilogue_pointers(to, lse),
             self.queries, group, groups, heads, len(self.cache) * self.cache.shape[1],
             self.slots.stride(0), 512**-0.5 * LOG2E, -torch.inf,
             HEAD_TILES=tiles, WINDOW=self.window, PAGE=self.cache.shape[1],
             STEP=self.cache.stride(0), SINK=self.sink is not None,
             COUNTS=self.counts is not None, WHOLE=heads % 64 == 0,
-            WEIGHING_REGISTERS=0, UPDATER_REGISTERS=0, seed=seed, replacements=changed,
+            WEIGHING_REGISTERS=0, UPDATER_REGISTERS=0,
+            ROPE_DIM=0 if to is None else to.rope.dim, seed=seed, replacements=changed,
         )  # fmt: skip
         return out, lse
 
@@ -153,6 +161,68 @@ def test_every_scale_is_exact(byte):
     want, want_lse = call.expected()
     assert (out.double() - want).norm() < 2.5e-3 * want.norm()
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads):
+    call = Call(2, 3, heads, window=100)
+    call.counts = torch.tensor([3, 1], dtype=torch.int32)
+    table, positions = torch.randn(9, 64), torch.tensor([8, 3, 0, 5, 12, -1])
+    out, lse = call.run(2)
+    to = QuantizedOut.allocate(call.q, positions, table, native=False)
+    to.codes[:], to.scales[:] = 0x5A, torch.nan
+    _, other_lse = call.run(2, to=to)
+    want = inverse_rope_fp8_quant(out, positions, table, n_groups=4, backend="triton")
+    got = to.results(4)
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(lse, other_lse)
+
+
+@gluon.jit
+def both_epilogues_kernel(
+    sums, ordered, codes, scales, other_codes, other_scales, positions, table, angles, H,
+    WHOLE: gl.constexpr,
+):  # fmt: skip
+    """The windows' epilogue of sums [64, 512], and swap_ab's of the same in its tail's order."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
+    B: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), 1)
+    y = gl.load(sums + row * 512 + gl.expand_dims(gl.arange(0, 512, gl.SliceLayout(0, L)), 0))
+    to = Output(codes, scales, positions, table, angles, 64, gl.bfloat16)
+    token = gl.program_id(0)
+    store_quantized_sums(y, to, token, H, 0, WHOLE)
+    to = Output(other_codes, other_scales, positions, table, angles, 64, gl.bfloat16)
+    row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, B)), 1)
+    channel = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, B)), 0)
+    for part in gl.static_range(2):
+        y = gl.load(ordered + row * 512 + channel + part * 256)
+        store_quantized_rows(y.to(gl.bfloat16), to, token, H, 0, 64, part)
+
+
+@pytest.mark.parametrize("heads", [64, 20])
+def test_the_bytes_are_those_of_decodes_epilogue(heads):
+    sums = torch.randn(64, 512) * 2.0 ** torch.randint(-30, 30, (64, 4)).repeat_interleave(128, 1)
+    sums[3], sums[4, 128:256], sums[5, ::2], sums[6, 400] = 0.0, -0.0, -0.0, 1e30
+    place = torch.arange(64)
+    ordered = sums.clone()
+    group = place // 8
+    ordered[:, 448:] = sums[:, 448 + ((group % 2) * 4 + group // 2) * 8 + place % 8]
+    table, positions = torch.randn(9, 64), torch.tensor([7])
+    outs = [
+        QuantizedOut.allocate(torch.empty(1, heads, 512).bfloat16(), positions, table, native=False)
+        for _ in range(2)
+    ]
+    for to in outs:
+        to.codes[:], to.scales[:] = 0x5A, torch.nan
+    given = [x for to in outs for x in (to.codes.view(torch.int16), to.scales)]
+    run_kernel(
+        both_epilogues_kernel, 1, sums, ordered, *given, positions, table, 9, heads,
+        WHOLE=heads == 64, num_warps=8,
+    )  # fmt: skip
+    assert torch.equal(outs[0].codes, outs[1].codes)
+    assert torch.equal(outs[0].scales, outs[1].scales)
+    assert not outs[0].scales.isnan().any()
 
 
 WAITS = [

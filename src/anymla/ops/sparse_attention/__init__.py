@@ -6,7 +6,10 @@ from anymla.ops.sparse_attention.interface import (
     sparse_attention_rows,
 )
 from anymla.ops.sparse_attention.plan import sparse_attention_plan
-from anymla.ops.sparse_attention.windows import sparse_attention_windows
+from anymla.ops.sparse_attention.windows import (
+    sparse_attention_windows,
+    sparse_attention_windows_fp8_quant,
+)
 
 __all__ = [
     "sparse_attention",
@@ -14,4 +17,5 @@ __all__ = [
     "sparse_attention_plan",
     "sparse_attention_rows",
     "sparse_attention_windows",
+    "sparse_attention_windows_fp8_quant",
 ]

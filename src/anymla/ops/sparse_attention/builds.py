@@ -36,7 +36,10 @@ from anymla.ops.sparse_attention.shapes import (
     AttentionCall,
     AttentionShape,
 )
-from anymla.ops.sparse_attention.windows import sparse_attention_windows
+from anymla.ops.sparse_attention.windows import (
+    sparse_attention_windows,
+    sparse_attention_windows_fp8_quant,
+)
 
 _PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
 
@@ -49,14 +52,18 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"{call}, captured", functools.partial(_captured, call)
         for call in CALLS:
             yield str(call), functools.partial(attend, call)
-        for heads, page, counted in (
-            (64, 64, False),
-            (64, 256, False),
-            (128, 256, False),
-            (20, 64, True),
+        for heads, page, counted, quantized in (
+            (64, 64, False, False),
+            (64, 256, False, False),
+            (128, 256, False, False),
+            (20, 64, True, False),
+            (8, 256, True, True),
+            (64, 256, True, True),
+            (128, 256, False, True),
         ):
             label = f"windows of 8 queries, {heads} heads, pages of {page}" + ", counted" * counted
-            yield label, functools.partial(_attend_windows, heads, page, counted)
+            label += ", quantised" * quantized
+            yield label, functools.partial(_attend_windows, heads, page, counted, quantized)
     for tokens, heads in itertools.product((1, 32, 512), (16, 32, 64)):
         shape = AttentionShape(tokens, heads, 128, 512)
         for layout in (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512):
@@ -134,15 +141,24 @@ def _attend_rows(tokens: int, heads: int, channels: int) -> None:
     )  # fmt: skip
 
 
-def _attend_windows(heads: int, page: int, counted: bool) -> None:
+def _attend_windows(heads: int, page: int, counted: bool, quantized: bool) -> None:
     requests, queries = 32, 8
-    sparse_attention_windows(
-        empty((requests * queries, heads, 512), dtype=torch.bfloat16),
+    tokens = requests * queries
+    given = (
+        empty((tokens, heads, 512), dtype=torch.bfloat16),
         get_layout(MAIN_FP8).allocate(_PAGES, page, "meta"),
         empty((requests, 127 + queries), dtype=torch.int32),
         empty(requests, dtype=torch.int32) if counted else None,
-        queries=queries, sink=None if counted else empty(heads, dtype=torch.float32),
-    )  # fmt: skip
+    )
+    sink = empty(heads, dtype=torch.float32) if quantized or not counted else None
+    if quantized:
+        table = empty((4096, _ROPE_DIM), dtype=torch.float32)
+        sparse_attention_windows_fp8_quant(
+            *given, empty(tokens, dtype=torch.int64), table, queries=queries, n_groups=_GROUPS,
+            sink=sink,
+        )  # fmt: skip
+    else:
+        sparse_attention_windows(*given, queries=queries, sink=sink)
 
 
 def judgement(build: Build, target: Target) -> Judgement:
@@ -153,7 +169,8 @@ def judgement(build: Build, target: Target) -> Judgement:
     if build.name == "decode_swap_ab_kernel":
         return Judgement(matrix=True, spills=280)  # around the loop, with 32 heads; none in it
     if build.name == "windows_kernel":
-        return Judgement(matrix="bf16")
+        # Around what quantises a query's result, none before.
+        return Judgement(matrix="bf16", spills=16 if build.constants["ROPE_DIM"] else 0)
     if build.name != "decode_kernel":
         return Judgement()
     matrix = build.types["q_ptr"] != "*fp32"

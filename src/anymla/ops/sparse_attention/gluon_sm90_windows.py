@@ -41,6 +41,7 @@ from anymla.ops._gluon import (
     view,
     warpgroup_barrier,
 )
+from anymla.ops._gluon_epilogue import Output, prefetch_angles, store_quantized_sums
 
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _LAYOUT = get_layout(MAIN_FP8)
@@ -313,7 +314,7 @@ class Params:
         q_desc: TMA descriptor of queries.
         counts: int32 [R], queries of each request.
         sink: float32 [H].
-        out: [T, H, 512].
+        out: see ``_gluon_epilogue.Output``.
         lse: float32 [T, H].
         H: heads.
         scale: of the scores, times log2(e).
@@ -328,7 +329,7 @@ class Params:
     q_desc: object
     counts: gl.tensor
     sink: gl.tensor
-    out: gl.tensor
+    out: object
     lse: gl.tensor
     H: gl.tensor
     scale: gl.tensor
@@ -409,6 +410,8 @@ def _scores(tile, params, shared):
         mbarrier.wait(shared.q_full, k & 1)
         fence_async_shared()
         first = _scores_of(shared, 0, S)
+        if params.out.ROPE_DIM > 0:
+            prefetch_angles(params.out, tile.token + k)
         second = _scores_of(shared, 1, S)
         first = warpgroup_mma_wait(1, deps=[first])
         first = _biased(first, shared, tile, k, queries, params.COUNTS, 0, S)
@@ -467,6 +470,7 @@ def _weigh(tile, params, shared):
     gdc_wait()
     _load_rows(tile, shared, 1, 0, 64, 8)
     mbarrier.wait(shared.loaded, 0)
+    out = params.out
     for k in range(0, tile.count):
         acc = gl.zeros([_HEADS, _CHANNELS], gl.float32, L)
         mbarrier.wait(shared.p_ready.index(0), k & 1)
@@ -483,20 +487,26 @@ def _weigh(tile, params, shared):
         acc = warpgroup_mma(shared.p.index(1), shared.rows.index(1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(shared.p_free.index(1), count=1)
-        row = (tile.token + k) * params.H + tile.head
+        token = tile.token + k
         acc = acc * gl.expand_dims(factor, 1)
-        _store(acc, params.out, row, params.H - tile.head, params.WHOLE)
+        if out.ROPE_DIM > 0:
+            store_quantized_sums(acc, out, token, params.H, tile.head, params.WHOLE)
+        else:
+            row = token * params.H + tile.head
+            _store(acc, out.heads, row, params.H - tile.head, params.WHOLE)
 
 
 @gluon.jit(
-    do_not_specialize=["queries", "group", "groups", "H", "limit", "stride", "scale", "empty"]
-)
+    do_not_specialize=[
+        "queries", "group", "groups", "H", "limit", "stride", "scale", "empty", "angles"
+    ]
+)  # fmt: skip
 def windows_kernel(
-    q_desc, cache, slots, counts, sink, out, lse,
-    queries, group, groups, H, limit, stride, scale, empty,
+    q_desc, cache, slots, counts, sink, out, lse, scales, positions, table,
+    angles, queries, group, groups, H, limit, stride, scale, empty,
     HEAD_TILES: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, STEP: gl.constexpr,
     SINK: gl.constexpr, COUNTS: gl.constexpr, WHOLE: gl.constexpr,
-    WEIGHING_REGISTERS: gl.constexpr, UPDATER_REGISTERS: gl.constexpr,
+    WEIGHING_REGISTERS: gl.constexpr, UPDATER_REGISTERS: gl.constexpr, ROPE_DIM: gl.constexpr,
 ):  # fmt: skip
     """Attend; see the file.
 
@@ -506,8 +516,13 @@ def windows_kernel(
         slots: int32 [R, WINDOW + queries - 1], ``stride`` apart.
         counts: int32 [R], read if COUNTS.
         sink: float32 [H], read if SINK.
-        out: bfloat16 [T, H, 512].
+        out: bfloat16 [T, H, 512]; codes if ROPE_DIM is not 0, see ``_gluon_epilogue.Output``, where
+            the next ones but lse are.
         lse: float32 [T, H].
+        scales: float32 [T, H, 4].
+        positions: int64 [T].
+        table: float32 [angles, ROPE_DIM].
+        angles: rows of the table.
         queries: of a request.
         group: of a tile, at most NEW_PLACES.
         groups: tiles of a request's queries.
@@ -525,6 +540,7 @@ def windows_kernel(
         WHOLE: H is a multiple of 64.
         WEIGHING_REGISTERS: registers of a thread that multiplies by values.
         UPDATER_REGISTERS: of one that brings further rows.
+        ROPE_DIM: 0 for heads as they are.
     """
     number = gl.program_id(0)
     place = number // HEAD_TILES
@@ -535,8 +551,9 @@ def windows_kernel(
         slots + request.to(gl.int64) * stride + first, WINDOW + count - 1, cache, limit,
         request * queries + first, (number % HEAD_TILES) * 64, count, PAGE, STEP, WINDOW,
     )  # fmt: skip
+    to = Output(out, scales, positions, table, angles, ROPE_DIM, gl.bfloat16)
     params = Params(
-        q_desc, counts, sink, out, lse, H, scale, empty, first, request, SINK, COUNTS, WHOLE
+        q_desc, counts, sink, to, lse, H, scale, empty, first, request, SINK, COUNTS, WHOLE
     )
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)

@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops._epilogue import check_quantized, quantized_results
 from anymla.ops._pages import check_cache
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, Support, check, operation, require
 from anymla.ops.sparse_attention.config import WINDOW_PLACES
-from anymla.ops.sparse_attention.interface import sparse_attention
-from anymla.ops.sparse_attention.support import gluon_attention_support, triton_attention_support
+from anymla.ops.sparse_attention.interface import sparse_attention, sparse_attention_fp8_quant
+from anymla.ops.sparse_attention.support import (
+    VALUES,
+    gluon_attention_support,
+    triton_attention_support,
+)
+
+_ROPE_DIM = 64  # channels that the Hopper kernel's epilogue rotates
 
 
 def _results(q: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -64,7 +71,66 @@ def sparse_attention_windows(
         TypeError, ValueError: wrong dtype, shape, device or layout; queries that are not 1 to C, or
             do not divide T into R requests.
     """
-    name = "sparse_attention_windows"
+    dims = _check_windows(
+        "sparse_attention_windows", q, k_cache, slots, counts, queries, sink, layout
+    )
+    check("sparse_attention_windows", dims=dims, out=(out, "T H D", q.dtype))
+
+
+@operation(outputs=quantized_results)
+def sparse_attention_windows_fp8_quant(
+    q: Tensor,
+    k_cache: Tensor,
+    slots: Tensor,
+    counts: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    queries: int,
+    n_groups: int,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    layout: str = MAIN_FP8,
+) -> tuple[Tensor, Tensor]:
+    """``sparse_attention_windows``, then ``inverse_rope_fp8_quant`` of its output.
+
+    The output may be rounded to q's dtype in between, as separate calls do, or not at all.
+
+    Args:
+        q: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
+        k_cache: as for ``sparse_attention_windows``, like all that is not named here.
+        slots: [R, C] int32.
+        counts: [R] int32, or None.
+        positions: [T] int64, of the queries.
+        cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
+        queries: of a request.
+        n_groups: G.
+        sink: [H] float32 or float64, or None.
+        scale: of the scores; None for D ** -0.5.
+        layout: layout id of k_cache.
+
+    Returns:
+        values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
+
+    Raises:
+        TypeError, ValueError: as the two operations.
+    """
+    name = "sparse_attention_windows_fp8_quant"
+    check_quantized(name, q, positions, cos_sin_cache, n_groups)
+    _check_windows(name, q, k_cache, slots, counts, queries, sink, layout)
+
+
+def _check_windows(
+    name: str,
+    q: Tensor,
+    k_cache: Tensor,
+    slots: Tensor,
+    counts: Tensor | None,
+    queries: int,
+    sink: Tensor | None,
+    layout: str,
+) -> dict[str, int]:
+    """Check what both operations take; sizes by letter."""
     dims = check(
         name,
         q=(q, "T H D", FLOATS),
@@ -72,10 +138,10 @@ def sparse_attention_windows(
         counts=(counts, "R", INT32),
         sink=(sink, "H", FLOAT32_UP),
     )
-    check(name, dims=dims, out=(out, "T H D", q.dtype))
     require(1 <= queries <= dims["C"], name, "queries", f"1 to C={dims['C']}", queries)
     require(dims["T"] == dims["R"] * queries, name, "T", f"{dims['R']} * {queries}", dims["T"])
     check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=q.device)
+    return dims
 
 
 def window_lists(slots: Tensor, counts: Tensor | None, queries: int) -> Tensor:
@@ -109,6 +175,30 @@ def _by_lists(backend: str) -> Any:
     return sparse_attention_windows
 
 
+def _quantized_by_lists(backend: str) -> Any:
+    def sparse_attention_windows_fp8_quant(
+        q: Tensor,
+        k_cache: Tensor,
+        slots: Tensor,
+        counts: Tensor | None,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        *,
+        queries: int,
+        n_groups: int,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+        layout: str = MAIN_FP8,
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = sparse_attention_fp8_quant(
+            q, k_cache, window_lists(slots, counts, queries), None, positions, cos_sin_cache,
+            n_groups=n_groups, sink=sink, scale=scale, layout=layout, backend=backend,
+        )  # fmt: skip
+        return found
+
+    return sparse_attention_windows_fp8_quant
+
+
 def _gluon_support(
     q: Tensor,
     k_cache: Tensor,
@@ -134,11 +224,33 @@ def _gluon_support(
     return Support(True)
 
 
+def _gluon_fp8_quant_support(
+    q: Tensor,
+    k_cache: Tensor,
+    slots: Tensor,
+    counts: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    **keywords: Any,
+) -> Support:
+    """Likewise of ``sparse_attention_windows_fp8_quant``."""
+    if q.shape[2] != VALUES or cos_sin_cache.shape[1] != _ROPE_DIM:
+        return Support(False, f"{VALUES} channels, of which {_ROPE_DIM} rotate")
+    return _gluon_support(q, k_cache, slots, counts, **keywords)
+
+
+_LAUNCHER = "anymla.ops.sparse_attention.gluon_sm90_windows_launch"
+
 for _backend in ("reference", "torch"):
     sparse_attention_windows.register(_backend, _by_lists(_backend))
+    sparse_attention_windows_fp8_quant.register(_backend, _quantized_by_lists(_backend))
 sparse_attention_windows.register("triton", _by_lists("triton"), supports=triton_attention_support)
-sparse_attention_windows.register_lazy(
-    "gluon_sm90",
-    "anymla.ops.sparse_attention.gluon_sm90_windows_launch",
-    supports=_gluon_support,
+sparse_attention_windows_fp8_quant.register(
+    "triton", _quantized_by_lists("triton"), supports=triton_attention_support
+)
+sparse_attention_windows.register_lazy("gluon_sm90", _LAUNCHER, supports=_gluon_support)
+sparse_attention_windows_fp8_quant.register_lazy(
+    "gluon_sm90", _LAUNCHER, supports=_gluon_fp8_quant_support
 )
