@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from anymla.model.load import load_model
+from anymla.runtime import decode_runner
+from anymla.runtime.device_step import Reads
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
@@ -74,6 +76,20 @@ def _serve(engine, requests, seed):
 @pytest.mark.parametrize("draft_tokens", [0, 2, 5])
 @pytest.mark.parametrize("changes", [{}, {"side_stream": True}], ids=["one queue", "two queues"])
 def test_replayed_steps_have_the_bits_of_direct_ones(model, draft_tokens, changes):
+    _check_replayed(model, draft_tokens, changes)
+
+
+@pytest.mark.parametrize("reads", [Reads.SHARED, Reads.DECODED])
+@pytest.mark.parametrize("draft_tokens", [1, 5, 7])
+def test_replayed_steps_that_share_rows_have_the_bits_of_direct_ones(
+    model, draft_tokens, reads, monkeypatch
+):
+    """As large steps do: with padding, and requests of fewer tokens than the step has rows."""
+    monkeypatch.setattr(decode_runner, "reads_in", lambda *_: lambda entries: reads)
+    _check_replayed(model, draft_tokens, {})
+
+
+def _check_replayed(model, draft_tokens, changes):
     results, engines = [], []
     for decode in ("graph", "fixed"):
         options = EngineOptions(decode=decode, draft_tokens=draft_tokens, **LIMITS, **changes)

@@ -23,7 +23,7 @@ from anymla.runtime.options import EngineOptions
 from anymla.runtime.sampler import best_tokens
 from anymla.runtime.scoring import token_logprobs
 from anymla.runtime.span import Span
-from anymla.runtime.workspaces import decodes_in
+from anymla.runtime.workspaces import reads_in
 
 
 class DecodeRunner:
@@ -169,7 +169,7 @@ class DecodeRunner:
                 backend=self._model.backend,
                 pool=self._pool,
                 side=self._queue(bucket),
-                decodes=decodes_in(self._model, bucket),
+                reads=reads_in(self._model, self._store, bucket),
                 ngrams=self._ngrams.first(bucket.rows),
             )
         return self._steps[bucket, follows]

@@ -7,14 +7,15 @@ same calls serve a batch as it comes and a batch of fixed size inside a CUDA gra
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from anymla.layers.request_rows import request_rows
-from anymla.layers.rows import GroupStep, RequestRows, Rows
+from anymla.layers.request_rows import request_rows, shared_rows
+from anymla.layers.rows import GroupStep, RequestRows, Rows, SharedRows
 from anymla.layers.step import Step
 from anymla.ops.selection import compressed_rows, slot_mapping, token_to_request, window_rows
 from anymla.runtime.cache_groups import CacheGroup
@@ -49,9 +50,16 @@ class BatchSizes:
     max_seq_len: int
 
 
-# Whether rows of all requests are decoded once, by how many entries a request may see; 0 for the
-# window alone.
-Decodes = Callable[[int], bool]
+class Reads(enum.Enum):
+    """How queries of a request read the rows that they share."""
+
+    SLOTS = "each by a list of its own"
+    SHARED = "decoded as they are attended to, once for some of the queries"
+    DECODED = "decoded beforehand, once for all of the queries"
+
+
+# By how many entries a request may see; 0 for the window alone.
+ChooseReads = Callable[[int], Reads]
 
 
 def device_step(
@@ -60,7 +68,7 @@ def device_step(
     sizes: BatchSizes,
     *,
     backend: str | None = None,
-    decodes: Decodes | None = None,
+    reads: ChooseReads | None = None,
 ) -> Step:
     """Build the step.
 
@@ -69,7 +77,8 @@ def device_step(
         groups: those that ``batch.tables`` has, the window among them.
         sizes: ``max_seq_len`` may exceed the longest request; it sets the widths.
         backend: of the selection operations.
-        decodes: which layers attend to rows that are decoded once a request; None: none.
+        reads: how layers read what queries of a request share, which have as many rows each; None:
+            by slots.
     """
     rows = len(batch.token_ids)
     device = batch.token_ids.device
@@ -119,8 +128,15 @@ def device_step(
     assert window is not None
     stops = batch.starts + counts
     chunks: dict[str, RequestRows] = {}
-    if decodes is not None:
-        chunks = _chunks(positions, token_to_req, stops, groups, grouped, dense, sizes, decodes)
+    shared: dict[str, SharedRows] = {}
+    if reads is not None:
+        chunks = _chunks(positions, token_to_req, stops, groups, grouped, dense, sizes, reads)
+        if reads(0) == Reads.SHARED:
+            own = _window_of(groups)
+            shared[own.name] = shared_rows(
+                batch.starts, counts, grouped[own.name], window=_retained(own),
+                queries=max(sizes.query_lens), backend=backend,
+            )  # fmt: skip
     return Step(
         token_ids=batch.token_ids.long(),
         positions=positions,
@@ -137,6 +153,7 @@ def device_step(
         index_lens=index_lens,
         padded=batch.counts is not None,
         chunks=chunks,
+        shared=shared,
     )
 
 
@@ -148,21 +165,29 @@ def _chunks(
     grouped: Mapping[str, GroupStep],
     dense: Mapping[str, Rows],
     sizes: BatchSizes,
-    decodes: Decodes,
+    reads: ChooseReads,
 ) -> dict[str, RequestRows]:
     """What requests see where rows are decoded once; by group, as ``Step.chunks`` has it."""
-    own = next(group for group in groups if group.kind == "window")
-    assert own.retention is not None
+    own = _window_of(groups)
     see = functools.partial(
-        request_rows, positions, token_to_req, stops, grouped[own.name], window=own.retention,
+        request_rows, positions, token_to_req, stops, grouped[own.name], window=_retained(own),
         queries=max(sizes.query_lens),
     )  # fmt: skip
     chunks = {}
-    if decodes(0):
+    if reads(0) == Reads.DECODED:
         chunks[own.name] = see()
     for group in groups:
         entries = sizes.max_seq_len // group.ratio
-        if group.name in dense and entries and decodes(entries):
+        if group.name in dense and entries and reads(entries) == Reads.DECODED:
             compressed = grouped[group.name]
             chunks[group.name] = see(compressed=compressed, ratio=group.ratio, entries=entries)
     return chunks
+
+
+def _window_of(groups: Sequence[CacheGroup]) -> CacheGroup:
+    return next(group for group in groups if group.kind == "window")
+
+
+def _retained(group: CacheGroup) -> int:
+    assert group.retention is not None
+    return group.retention

@@ -20,7 +20,7 @@ from anymla.layers.step import Step
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_groups import CacheGroup, ceil_div
 from anymla.runtime.cache_store import CacheStore
-from anymla.runtime.device_step import Batch, BatchSizes, Decodes, device_step
+from anymla.runtime.device_step import Batch, BatchSizes, ChooseReads, device_step
 from anymla.runtime.graphs import Graph
 from anymla.runtime.ngrams import NgramBuffers
 from anymla.runtime.page_pool import NULL_PAGE
@@ -49,7 +49,7 @@ class FixedStep:
         backend: str | None = None,
         pool: Any = None,
         side: SideStream = INLINE,
-        decodes: Decodes | None = None,
+        reads: ChooseReads | None = None,
         ngrams: NgramBuffers | None = None,
     ) -> None:
         """Allocate the buffers.
@@ -63,7 +63,7 @@ class FixedStep:
             backend: of the selection operations.
             pool: see ``Graph``.
             side: see ``Step``.
-            decodes: see ``device_step``.
+            reads: see ``device_step``.
             ngrams: for as many tokens as the bucket has; None where no layer reads any.
         """
         self.bucket = bucket
@@ -71,7 +71,7 @@ class FixedStep:
         self._body = body
         self._backend = backend
         self._side = side
-        self._decodes = decodes
+        self._reads = reads
         self._ngrams = ngrams
         self._groups = store.step_groups(window_only=window_only)
         self._sizes = BatchSizes(
@@ -174,7 +174,7 @@ class FixedStep:
             tables,
         )
         step = device_step(
-            batch, self._groups, self._sizes, backend=self._backend, decodes=self._decodes
+            batch, self._groups, self._sizes, backend=self._backend, reads=self._reads
         )
         ngrams = {} if self._ngrams is None else self._ngrams.rows
         return self._body(dataclasses.replace(step, side=self._side, ngrams=ngrams))

@@ -1,4 +1,4 @@
-"""Which steps attend to rows that are decoded into a workspace, and not in their pages."""
+"""How steps read the rows that queries share: by slots, decoded once for some, or beforehand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import functools
 
 import torch
 
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.layers.attention import AttentionLayer
 from anymla.model.transformer import Transformer
 from anymla.ops.device import target_of
 from anymla.ops.prefill_attention.config import CHANNELS, decoding_pays_in_steps, runs_on
+from anymla.ops.sparse_attention.config import WINDOW_PLACES, sharing_pays
 from anymla.runtime.bucket import Bucket
-from anymla.runtime.device_step import Decodes
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.device_step import ChooseReads, Reads
 
 
 def attends_to_workspaces(model: Transformer) -> bool:
@@ -21,19 +24,27 @@ def attends_to_workspaces(model: Transformer) -> bool:
     return model.backend is None and fits and bool(runs_on(model.device))
 
 
-def decodes_in(model: Transformer, bucket: Bucket) -> Decodes | None:
-    """What ``device_step`` asks of a bucket's steps; None where nothing is decoded beforehand."""
+def reads_in(model: Transformer, store: CacheStore, bucket: Bucket) -> ChooseReads | None:
+    """What ``device_step`` asks of a bucket's steps; None where all is read by slots."""
     if bucket.tokens < 2 or not attends_to_workspaces(model):
         return None
     attention = next(each for each in model.modules() if isinstance(each, AttentionLayer))
+    fp8 = store.layers[0].format.main == MAIN_FP8
     return functools.partial(
-        _pays,
+        _choice,
         bucket.requests,
         bucket.tokens,
         attention.heads.count,
         target_of(model.device).sm_count,
+        fp8 and attention.spec.window <= WINDOW_PLACES,
     )
 
 
-def _pays(requests: int, queries: int, heads: int, sm_count: int, entries: int) -> bool:
-    return decoding_pays_in_steps(requests, queries, heads, entries, sm_count)
+def _choice(
+    requests: int, queries: int, heads: int, sm_count: int, sharable: bool, entries: int
+) -> Reads:
+    if sharable and not entries and sharing_pays(requests, queries, heads):
+        return Reads.SHARED
+    if decoding_pays_in_steps(requests, queries, heads, entries, sm_count):
+        return Reads.DECODED
+    return Reads.SLOTS
