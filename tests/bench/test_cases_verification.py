@@ -29,16 +29,22 @@ def small(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("pays", [False, True])
-def test_all_sides_are_right(shape, pays, clock, monkeypatch):
+@pytest.mark.parametrize("sharing", [False, True])
+def test_all_sides_are_right(shape, pays, sharing, clock, monkeypatch):
     monkeypatch.setattr(family, "decoding_pays_in_steps", lambda *_: pays)
+    monkeypatch.setattr(family, "sharing_pays", lambda *_: sharing)
     (result,) = run(family.verification_cases([shape], "torch", PEER), clock)
     values = result.values
-    decoded = pays and not shape.chosen
+    shared = sharing and not shape.extra
+    decoded = pays and not shape.chosen and not shared
     assert values["decoded"] is decoded
-    assert ("slots_microseconds" in values) is decoded
-    assert ("decoded_microseconds" in values) is (not decoded and not shape.chosen)
-    assert ("shared_microseconds" in values) is (not shape.extra)
-    for name in ("error", "flash_mla_error", "decoded_error", "shared_error"):
+    assert values["shared"] is shared
+    for kind in ("", "quantized_"):
+        assert f"{kind}microseconds" in values
+        assert (f"slots_{kind}microseconds" in values) is (decoded or shared)
+        assert (f"decoded_{kind}microseconds" in values) is (not decoded and not shape.chosen)
+        assert (f"shared_{kind}microseconds" in values) is (not shape.extra and not shared)
+    for name in ("error", "flash_mla_error", "slots_error", "decoded_error", "shared_error"):
         assert values.get(name, 0) < 3e-3
     assert values["ratio"] == 1.0
     assert result.met is False
@@ -49,12 +55,13 @@ def test_all_sides_are_right(shape, pays, clock, monkeypatch):
 @pytest.mark.parametrize(("chosen", "ratio", "met"), [(False, 2.0, True), (True, 1.2, False)])
 def test_what_is_asked(chosen, ratio, met, scripted):
     shape = Verification(1, 2, 8, 128, chosen=chosen)
-    times = (10, *([] if chosen else [7]), 10 * ratio)  # by slots, decoded, FlashMLA
+    # By slots and quantised, decoded and quantised, FlashMLA.
+    times = (10, 11, *([] if chosen else [7, 8]), 10 * ratio)
     (result,) = run(family.verification_cases([shape], "torch", PEER), scripted(*times))
     assert result.met is met
 
 
 def test_shapes_are_distinct():
     every = list(family.shapes())
-    assert len(set(every)) == len(every) == 36 + 18
+    assert len(set(every)) == len(every) == 32 + 4 + 18
     assert lists.FLASH_DECODE.window == 128

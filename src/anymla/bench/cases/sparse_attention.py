@@ -293,7 +293,7 @@ class DecodeInputs:
         for window, extra in self.lists:
             more = {} if extra is None else {"extra_indices": extra.flatten(0, 1)}
             given = (self.q.flatten(0, 1), self.cache, window.flatten(0, 1), lengths, *args)
-            calls.append(functools.partial(_first, operation, *given, **keywords, **more))
+            calls.append(functools.partial(first_result, operation, *given, **keywords, **more))
         return calls
 
     def attention(self, backend: str, *, planned: bool = False) -> list[Callable[[], Tensor]]:
@@ -334,7 +334,10 @@ class DecodeInputs:
         return Subject(field, calls, before=lambda: {error: self.error(calls[0]())}, **more)
 
 
-def _first(function: Callable[..., tuple[Tensor, ...]], *args: Any, **keywords: Any) -> Tensor:
+def first_result(
+    function: Callable[..., tuple[Tensor, ...]], *args: Any, **keywords: Any
+) -> Tensor:
+    """The first of a function's results."""
     return function(*args, **keywords)[0]
 
 

@@ -3,8 +3,9 @@
 The queries of a request stand at neighbouring positions, so that their windows overlap, and see the
 same compressed entries of ratio 128; those of ratio 4 are chosen for each. One process, the same
 bytes, graph replay over rotating lists (cold rows), medians; work is shared out once for a shape.
-What layers do is beside the other way: by slots, or rows decoded once a request; for windows alone
-beside a third one, whose kernel decodes them once for some of the queries.
+What layers do is beside the other ways: by slots, or rows decoded once a request; for windows alone
+a third one, whose kernel decodes them once for some of the queries. Each also with its output
+rotated back and quantised.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.bench.cases.sparse_attention import Decode, DecodeInputs
+from anymla.bench.cases.sparse_attention import Decode, DecodeInputs, first_result
 from anymla.bench.gpu_timing import copies_for
 from anymla.bench.peers.flash_mla import FlashMla
 from anymla.bench.random_caches import shared_rows
@@ -25,9 +27,14 @@ from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.device import target_of
-from anymla.ops.prefill_attention import prefill_attention
+from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
 from anymla.ops.prefill_attention.config import decoding_pays_in_steps
-from anymla.ops.sparse_attention import sparse_attention_windows
+from anymla.ops.sparse_attention import (
+    sparse_attention_fp8_quant,
+    sparse_attention_windows,
+    sparse_attention_windows_fp8_quant,
+)
+from anymla.ops.sparse_attention.config import sharing_pays
 from anymla.ops.sparse_attention.shapes import FLASH_DECODE
 from anymla.ops.streams import scratch_scope
 
@@ -38,6 +45,11 @@ _PAGE, _EXTRA_PAGE = 256, 64
 _WINDOW_SLOTS, _EXTRA_SLOTS = 1 << 17, 1 << 19
 _MOST_LISTS = 8
 _LEAST, _LEAST_CHOSEN = 2.0, 1.25
+# Of the output projection; angles of a rotary table.
+_GROUPS, _POSITIONS, _ROPE_DIM = 8, 4096, 64
+
+
+Calls = list[Callable[[], Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +91,13 @@ class Verification:
 
 def shapes() -> Iterator[Verification]:
     """V4-Flash's three kinds of layer at 8,192 and 131,072 tokens, V4-Pro's, and a rank's heads."""
-    for batch in (1, 8, 32):
-        for rows in (6, 7, 8):
+    for batch in (1, 8, 32, 128):
+        for rows in (6, 8):
             for extra in (0, 64, 1024):
                 yield Verification(batch, rows, 64, extra)
             yield Verification(batch, rows, 64, 512, chosen=True)
+    for batch in (2, 4, 16, 64):
+        yield Verification(batch, 8, 64)
     for batch in (1, 8, 32):
         for heads, extra in ((128, 0), (128, 64), (128, 1024), (16, 0), (16, 64), (16, 1024)):
             yield Verification(batch, 8, heads, extra)
@@ -119,36 +133,57 @@ class VerificationInputs(DecodeInputs):
             [requests for *_, requests, _ in sets], [slots for *_, slots in sets],
         )  # fmt: skip
 
-    def decoded(self, backend: str | None) -> list[Callable[[], Tensor]]:
-        """Calls that decode the requests' rows and attend to them."""
-        out = torch.empty_like(self.q)
-        return [functools.partial(self._decoded_once, each, backend, out) for each in self.requests]
+    def ways(self, backend: str, *, chosen: bool) -> dict[str, tuple[Calls, Calls]]:
+        """Calls by how they read rows, with their output as it is and quantised.
 
-    def shared_windows(self, backend: str | None) -> list[Callable[[], Tensor]]:
-        """Calls that decode the requests' windows as they attend to them."""
-        out = torch.empty_like(self.q)
-        return [functools.partial(self._sharing, each, backend, out) for each in self.slots]
+        Args:
+            backend: of attention.
+            chosen: entries are chosen for each query.
+        """
+        shape, flat = self.shape, self.q.flatten(0, 1)
+        positions = torch.randint(0, _POSITIONS, (len(flat),), device=flat.device)
+        turn = positions, torch.randn(_POSITIONS, _ROPE_DIM, device=flat.device)
+        fp8 = {"n_groups": _GROUPS, "backend": backend}
+        quantized = self.ours(sparse_attention_fp8_quant, *turn, planned=True, **fp8)
+        found = {"slots": (self.attention(backend, planned=True), quantized)}
+        out, partial = torch.empty_like(flat), functools.partial
+        if not chosen:
+            found["decoded"] = (
+                [partial(self._decoded_once, each, backend, out) for each in self.requests],
+                [partial(self._decoded_fp8, each, turn, fp8) for each in self.requests],
+            )
+        if not shape.extra:
+            given = {"queries": shape.rows, "sink": self.sink}
+            plain = partial(first_result, sparse_attention_windows, flat, self.cache, **given)
+            coded = partial(
+                first_result, sparse_attention_windows_fp8_quant, flat, self.cache, **given, **fp8
+            )
+            found["shared"] = (
+                [partial(plain, each, out=out, backend=backend) for each in self.slots],
+                [partial(coded, each, None, *turn) for each in self.slots],
+            )
+        return found
 
-    def _sharing(self, slots: Tensor, backend: str | None, out: Tensor) -> Tensor:
-        attended: Tensor = sparse_attention_windows(
-            self.q.flatten(0, 1), self.cache, slots, queries=self.shape.rows, sink=self.sink,
-            out=out.flatten(0, 1), backend=backend,
-        )[0]  # fmt: skip
-        return attended
-
-    def _decoded_once(self, rows: RequestRows, backend: str | None, out: Tensor) -> Tensor:
+    def _decoded_once(self, rows: RequestRows, backend: str, out: Tensor) -> Tensor:
         with scratch_scope():
-            attended: Tensor = prefill_attention(
-                self.q.flatten(0, 1),
-                rows.decode(self.cache, self.extra_cache, layout=MAIN_FP8, dtype=self.q.dtype),
-                rows.runs,
-                window=rows.window,
-                entries=rows.entries,
-                sink=self.sink,
-                out=out.flatten(0, 1),
-                backend=backend,
-            )[0]
-        return attended
+            return first_result(
+                prefill_attention, *self._workspace(rows), window=rows.window,
+                entries=rows.entries, sink=self.sink, out=out, backend=backend,
+            )  # fmt: skip
+
+    def _decoded_fp8(
+        self, rows: RequestRows, turn: tuple[Tensor, Tensor], fp8: dict[str, Any]
+    ) -> Tensor:
+        with scratch_scope():
+            return first_result(
+                prefill_attention_fp8_quant, *self._workspace(rows), None, *turn,
+                window=rows.window, entries=rows.entries, sink=self.sink, **fp8,
+            )  # fmt: skip
+
+    def _workspace(self, rows: RequestRows) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = self.q.dtype
+        decoded = rows.decode(self.cache, self.extra_cache, layout=MAIN_FP8, dtype=dtype)
+        return self.q.flatten(0, 1), decoded, rows.runs
 
     def error(self, out: Tensor) -> float:
         """Relative L2 error of the first and last queries of three requests against float64."""
@@ -226,19 +261,23 @@ def _verification(
     shape: Verification, backend: str, peer: FlashMla | None, clock: Clock
 ) -> Iterator[Subject]:
     inputs = VerificationInputs.of(shape, clock.device)
-    pays = not shape.chosen and decoding_pays_in_steps(
-        shape.batch, shape.rows, shape.heads, shape.extra, target_of(clock.device).sm_count
-    )
-    by_slots = inputs.attention(backend, planned=True)
-    decoded = [] if shape.chosen else inputs.decoded(backend)
-    yield inputs.checked(
-        decoded if pays else by_slots, "microseconds", "error", after=lambda _: {"decoded": pays}
-    )
-    if pays:
-        yield Subject("slots_microseconds", by_slots)
-    elif decoded:
-        yield inputs.checked(decoded, "decoded_microseconds", "decoded_error")
-    if not shape.extra:
-        yield inputs.checked(inputs.shared_windows(backend), "shared_microseconds", "shared_error")
+    ways = inputs.ways(backend, chosen=shape.chosen)
+    taken = _way(shape, target_of(clock.device).sm_count)
+    attend, quantized = ways.pop(taken)
+    facts = {"decoded": taken == "decoded", "shared": taken == "shared"}
+    yield inputs.checked(attend, "microseconds", "error", after=lambda _: facts)
+    yield Subject("quantized_microseconds", quantized)
+    for name, (attend, quantized) in ways.items():
+        yield inputs.checked(attend, f"{name}_microseconds", f"{name}_error")
+        yield Subject(f"{name}_quantized_microseconds", quantized)
     if peer is not None:
         yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")
+
+
+def _way(shape: Verification, sm_count: int) -> str:
+    """How layers read the rows."""
+    batch, rows, heads = shape.batch, shape.rows, shape.heads
+    if not shape.extra and sharing_pays(batch, rows, heads):
+        return "shared"
+    pays = decoding_pays_in_steps(batch, rows, heads, shape.extra, sm_count)
+    return "decoded" if pays and not shape.chosen else "slots"
