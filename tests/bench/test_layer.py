@@ -21,6 +21,7 @@ from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.side_stream import INLINE
 from anymla.ops.indexer import paged_mqa_logits
 from anymla.ops.sparse_attention import sparse_attention
+from anymla.runtime.device_step import Reads
 
 SMALL = {
     "hidden_size": 256,
@@ -64,6 +65,32 @@ def test_a_small_one_runs_and_is_counted(ratio):
     assert work.roofline_us(1e9, 1e18) == pytest.approx(
         (work.weight_bytes + work.cache_bytes) / 1e3
     )
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_several_queries_of_a_request_see_the_same_however_rows_are_read(ratio):
+    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    results = []
+    for reads in Reads:
+        torch.manual_seed(1)
+        batch = setup.batch(BATCH, CONTEXT, queries=5, reads=reads)
+        assert ("window" in batch.step.shared) is (reads == Reads.SHARED)
+        assert ("window" in batch.step.chunks) is (reads == Reads.DECODED)
+        results.append(batch.run(setup.layers[0]).flush().float())
+    by_slots, *others = results
+    assert by_slots.shape[0] == 5 * BATCH
+    for other in others:
+        assert (other - by_slots).norm() < 5e-3 * by_slots.norm()
+
+
+def test_a_case_of_several_queries_says_so(scripted):
+    setup = LayerSetup("flash", 0, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    (case,) = layer.cases(["flash"], [0], [BATCH], [CONTEXT], 3, [Reads.SHARED])
+    batch = setup.batch(BATCH, CONTEXT, queries=3, reads=Reads.SHARED)
+    (result,) = run([layer_case(setup, case, batch)], scripted(20))
+    assert result.values["queries"] == 3
+    assert result.values["reads"] == "shared"
+    assert "3 queries" in result.case
 
 
 def test_what_is_only_compiled_is_not_kept(monkeypatch):

@@ -23,6 +23,7 @@ from anymla.bench.timeline import timeline
 from anymla.layers.plans import Plans
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.compile_ahead import compiled_together
+from anymla.runtime.device_step import Reads
 from anymla.runtime.options import EngineOptions
 
 PART = "decode layer"
@@ -42,14 +43,16 @@ def cases(
     ratios: Iterable[int] = RATIOS,
     batches: Iterable[int] = BATCHES,
     contexts: Iterable[int] = CONTEXTS,
+    queries: int = 1,
+    reads: Iterable[Reads] = (Reads.SLOTS,),
 ) -> Iterator[LayerCase]:
     """Every combination; a layer without entries takes as long at every context."""
-    batches, contexts = tuple(batches), tuple(contexts)
+    batches, contexts, reads = tuple(batches), tuple(contexts), tuple(reads)
     for model in models:
         for ratio in ratios:
             for context in contexts if ratio else contexts[:1]:
-                for batch in batches:
-                    yield LayerCase(model, ratio, batch, context)
+                for batch, read in itertools.product(batches, reads):
+                    yield LayerCase(model, ratio, batch, context, queries=queries, reads=read)
 
 
 def layer_cases(
@@ -78,8 +81,11 @@ def layer_cases(
             setup = LayerSetup(model, ratio, device, experts=experts)
             batches = []
             for case in same:
-                side = second if options.runs_beside(case.batch) else INLINE
-                batches.append((case, setup.batch(case.batch, case.context, side)))
+                side = second if options.runs_beside(case.batch * case.queries) else INLINE
+                batch = setup.batch(
+                    case.batch, case.context, side, queries=case.queries, reads=case.reads
+                )
+                batches.append((case, batch))
             compile_ahead(setup, [batch for _, batch in batches], others)
         for case, batch in batches:
             yield layer_case(setup, case, batch, others)
@@ -97,7 +103,10 @@ def _timeline(setup: LayerSetup, batch: DecodeBatch, _: Clock) -> Iterator[Subje
 
 
 def _name(case: LayerCase) -> str:
-    return f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}"
+    name = f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}"
+    if case.queries == 1:
+        return name
+    return f"{name}, {case.queries} queries, rows {case.reads.value}"
 
 
 def _layer(case: LayerCase) -> tuple[str, int, int]:
@@ -181,6 +190,8 @@ def _subjects(
 
 def _row(case: LayerCase, values: Values) -> tuple[Values, Verdict]:
     us, roofline = values["us"], values["roofline_us"]
+    if case.queries > 1:
+        values |= {"queries": case.queries, "reads": case.reads.name.lower()}
     values["share_of_roofline"] = roofline / us
     if "others_us" in values:
         values["times_others"] = values["others_us"] / us

@@ -22,7 +22,7 @@ from anymla.model.config import ModelConfig
 from anymla.model.layer_specs import layer_specs
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
-from anymla.runtime.device_step import Batch, BatchSizes, device_step
+from anymla.runtime.device_step import Batch, BatchSizes, Reads, device_step
 from anymla.testing.published import FLASH, PRO
 
 MODELS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO}
@@ -37,9 +37,11 @@ class LayerCase:
     Attributes:
         model: "flash" or "pro".
         ratio: of the layer.
-        batch: decoding requests, one token each.
+        batch: decoding requests.
         context: tokens of each.
         experts: routed experts that the layer has.
+        queries: tokens of each that are run.
+        reads: how those of a request read the rows that they share.
     """
 
     model: str
@@ -47,6 +49,8 @@ class LayerCase:
     batch: int
     context: int
     experts: int = 32
+    queries: int = 1
+    reads: Reads = Reads.SLOTS
 
 
 class LayerSetup:
@@ -99,8 +103,16 @@ class LayerSetup:
         )
         self.layers = [builder.decoder("layers.0.", self.spec) for _ in range(copies)]
 
-    def batch(self, batch: int, context: int, side: SideStream = INLINE) -> DecodeBatch:
-        """Requests that all have ``context`` tokens, the newest of which is run."""
+    def batch(
+        self,
+        batch: int,
+        context: int,
+        side: SideStream = INLINE,
+        *,
+        queries: int = 1,
+        reads: Reads = Reads.SLOTS,
+    ) -> DecodeBatch:
+        """Requests that all have ``context`` tokens, the newest of which are run: ``queries``."""
         store = self._store(context)
         groups = store.groups
         device = self.device
@@ -114,23 +126,25 @@ class LayerSetup:
             )
             for group in groups
         }
-        rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        tokens = batch * queries
+        ids = torch.arange(tokens, dtype=torch.int32, device=device)
         step = device_step(
             Batch(
-                rows[:-1],
-                rows,
-                torch.ones(batch, dtype=torch.int32, device=device),
-                torch.full((batch,), context - 1, dtype=torch.int32, device=device),
+                ids,
+                torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device),
+                torch.full((batch,), queries, dtype=torch.int32, device=device),
+                torch.full((batch,), context - queries, dtype=torch.int32, device=device),
                 tables,
             ),
             groups,
-            BatchSizes((1,) * batch, batch, context),
+            BatchSizes((queries,) * batch, batch, context),
             backend=self.backend,
+            reads=lambda _: reads,
         )
         fill_randomly(store)
-        streams = torch.randn(batch, self.config.hc_mult, self.config.hidden_size, device=device)
+        streams = torch.randn(tokens, self.config.hc_mult, self.config.hidden_size, device=device)
         n = self.config.hc_mult
-        mix = Mix(torch.rand(batch, n, device=device), torch.rand(batch, n, n, device=device) / n)
+        mix = Mix(torch.rand(tokens, n, device=device), torch.rand(tokens, n, n, device=device) / n)
         h = streams.bfloat16()
         step = dataclasses.replace(step, side=side)
         return DecodeBatch(step, store.layers[0], Streams(h, h[:, 0].contiguous(), mix))

@@ -21,6 +21,7 @@ from anymla.cli.bench_rows import (
     tell,
 )
 from anymla.cli.numbers import Finite
+from anymla.runtime.device_step import Reads
 from anymla.runtime.options import DecodeMode
 
 
@@ -32,6 +33,16 @@ from anymla.runtime.options import DecodeMode
 @click.option("--ratio", "ratios", multiple=True, type=click.Choice(["0", "4", "128"]))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1))
 @click.option("--context", "contexts", multiple=True, type=click.IntRange(min=1), help="Tokens.")
+@click.option(
+    "--queries", default=1, show_default=True, type=click.IntRange(min=1), help="Of a request."
+)
+@click.option(
+    "--reads",
+    "reads",
+    multiple=True,
+    type=click.Choice([each.name.lower() for each in Reads]),
+    help="Repeatable: how several queries of a request read the rows that they share.",
+)
 @click.option(
     "--side-stream/--one-queue",
     default=None,
@@ -49,6 +60,8 @@ def layer(
     ratios: tuple[str, ...],
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
+    queries: int,
+    reads: tuple[str, ...],
     side_stream: bool | None,
     others: bool,
     timeline: bool,
@@ -71,6 +84,8 @@ def layer(
         [int(ratio) for ratio in ratios] or RATIOS,
         batches or BATCHES,
         contexts or CONTEXTS,
+        queries,
+        [Reads[each.upper()] for each in reads] or [Reads.SLOTS],
     )
     peers: list[Peer] = []
     modules = None
