@@ -184,19 +184,19 @@ def store_quantized_rows(x, to, token, H, head, ROWS: gl.constexpr, PART: gl.con
 @gluon.jit
 def _store_quantized_half(y, to, token, H, head, PART: gl.constexpr, WHOLE: gl.constexpr):
     codes, exponent = _blocks(y, to, token, 64, PART, False)
-    # Full sectors of 32 bytes: four lanes exchange what they have of a row's 16 pairs.
-    SECTORS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+    # 16 bytes a lane: four lanes exchange what they have of a row's 32 pairs.
+    WIDE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0], [0, 64]],
         [],
         [64, 2 * _PAIRS],
     )
-    codes = gl.convert_layout(gl.reshape(codes.to(gl.int16), [64, 2 * _PAIRS]), SECTORS)
+    codes = gl.convert_layout(gl.reshape(codes.to(gl.int16), [64, 2 * _PAIRS]), WIDE)
     row = token.to(gl.int64) * H + head
     zero = opaque(token * 0)
-    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SECTORS)) + zero, 1)
-    c = gl.expand_dims(gl.arange(0, 2 * _PAIRS, layout=gl.SliceLayout(0, SECTORS)), 0)
+    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE)) + zero, 1)
+    c = gl.expand_dims(gl.arange(0, 2 * _PAIRS, layout=gl.SliceLayout(0, WIDE)), 0)
     at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + c + PART * (2 * _PAIRS))
     if WHOLE:
         gl.store(at, codes)

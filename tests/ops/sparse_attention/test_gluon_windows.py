@@ -94,6 +94,11 @@ def test_numbers(group):
         Call(2, 8, 64, seed=seed).check(group, seed)
 
 
+@pytest.mark.parametrize("queries", range(1, 9))
+def test_any_number_of_queries(queries):
+    Call(2, queries, 16, seed=queries).check(queries)
+
+
 @pytest.mark.parametrize("heads", [16, 100, 128])
 def test_any_number_of_heads(heads):
     Call(2, 5, heads).check(3)

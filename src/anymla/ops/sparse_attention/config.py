@@ -435,9 +435,11 @@ WINDOW_UPDATER_REGISTERS = 80
 # Time until a CTA's rows are there and its last result has left, in queries; reckoned.
 _WINDOW_COST = 3.0
 
-
 # Work tiles, 64 heads of a query each, from which on it paid: with as many heads, and with fewer.
 _SHARED_HEADS, _SHARED_TILES, _SHARED_TILES_OF_FEW_HEADS = SWAP_AB_HEADS + 1, 48, 256
+# Layers attend with their output quantised: "shared" against the other ways of
+# ``quantized_microseconds`` in ``anymla bench attention --verification`` has not been measured.
+_MEASURED_QUANTIZED = False
 
 
 def sharing_pays(requests: int, queries: int, heads: int) -> bool:
@@ -453,9 +455,10 @@ def sharing_pays(requests: int, queries: int, heads: int) -> bool:
         queries: of a request.
         heads: query heads.
     """
-    tiles = requests * queries * -(-heads // M64)
-    few = heads < _SHARED_HEADS
-    return queries > 1 and tiles >= (_SHARED_TILES_OF_FEW_HEADS if few else _SHARED_TILES)
+    if not _MEASURED_QUANTIZED or queries < 2:
+        return False
+    least = _SHARED_TILES if heads >= _SHARED_HEADS else _SHARED_TILES_OF_FEW_HEADS
+    return requests * queries * -(-heads // M64) >= least
 
 
 def choose_window_group(requests: int, queries: int, head_tiles: int, sm_count: int) -> int:
