@@ -170,7 +170,7 @@ def judgement(build: Build, target: Target) -> Judgement:
         return Judgement(matrix=True, spills=280)  # around the loop, with 32 heads; none in it
     if build.name == "windows_kernel":
         # Around what quantises a query's result, none before.
-        return Judgement(matrix="bf16", spills=16 if build.constants["ROPE_DIM"] else 0)
+        return Judgement(matrix="bf16", spills=8 if build.constants["ROPE_DIM"] else 0)
     if build.name != "decode_kernel":
         return Judgement()
     matrix = build.types["q_ptr"] != "*fp32"
