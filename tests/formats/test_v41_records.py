@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from anymla.formats import torch_rows
 from anymla.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4_rows
 from anymla.formats.page_layout import (
     INDEX_MXFP4,
@@ -273,3 +275,27 @@ def test_nvfp4_without_a_global_scale_is_that_with_one_of_one():
     scales = torch.arange(32).to(torch.uint8).view(2, 16)
     with_one = dequantize_nvfp4(packed, scales, torch.ones(1))
     assert torch.equal(dequantize_nvfp4(packed, scales), with_one)
+
+
+@pytest.mark.parametrize("layout_id", [V41_COMPRESSED_NVFP4, INDEX_MXFP4])
+def test_a_device_waits_for_nothing_of_the_host(layout_id):
+    """Rows of FP4 are encoded without a copy from the host's memory."""
+    copied = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            tensors = [each for each in args if isinstance(each, torch.Tensor) and each.ndim]
+            if any(each.is_cpu for each in tensors) and made.is_meta:
+                copied.append(function)
+            return made
+
+    torch_rows._e2m1_bounds.cache_clear()
+    layout = get_layout(layout_id)
+    rows = torch.empty(3, layout.channels, device="meta")
+    data = torch.empty(3, layout.data_bytes, dtype=torch.uint8, device="meta")
+    scales = torch.empty(3, layout.scale_bytes, dtype=torch.uint8, device="meta")
+    with Watched():
+        encode_rows(layout, rows, data, scales, on_host=False)
+    torch_rows._e2m1_bounds.cache_clear()
+    assert not copied

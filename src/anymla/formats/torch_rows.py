@@ -227,12 +227,16 @@ def _e4m3_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torc
 
 @functools.cache
 def _e2m1_bounds(device: torch.device) -> Tensor:
-    """Upper bounds (included) of codes 0..6: the midpoints, just below where a tie goes up."""
-    values = decode_e2m1(torch.arange(8, dtype=torch.int32).to(torch.uint8))
+    """Upper bounds (included) of codes 0..6: the midpoints, just below where a tie goes up.
+
+    Filled in one by one: a device would make its caller wait for a copy.
+    """
+    values = decode_e2m1(torch.arange(8, dtype=torch.uint8))
     midpoints = (values[1:] + values[:-1]) / 2
     upper_is_even = torch.arange(7) % 2 == 1
     below = torch.nextafter(midpoints, torch.zeros(()))
-    return torch.where(upper_is_even, below, midpoints).to(device)
+    bounds = torch.where(upper_is_even, below, midpoints).tolist()
+    return torch.stack([torch.full((), bound, device=device) for bound in bounds])
 
 
 def _in_pairs(values: Tensor) -> Tensor:
