@@ -12,8 +12,22 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._build import Build, Judgement, empty, float32
 from anymla.ops.device import Target
-from anymla.ops.hyper_connection.interface import hc_head, hc_post, hc_post_pre_norm, hc_pre
-from anymla.ops.hyper_connection.shapes import FEW, TOKENS, V4_FLASH, V4_PRO, StreamsShape
+from anymla.ops.hyper_connection.interface import (
+    hc_collapse_norm,
+    hc_gates,
+    hc_head,
+    hc_post,
+    hc_post_pre_norm,
+    hc_pre,
+)
+from anymla.ops.hyper_connection.shapes import (
+    FEW,
+    TOKENS,
+    V4_FLASH,
+    V4_PRO,
+    V41_FLASH,
+    StreamsShape,
+)
 
 _EPS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6}
 
@@ -27,6 +41,8 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             if tokens in FEW:
                 yield f"{name}, {tokens} tokens, codes", functools.partial(site, coded=True)
                 yield f"{name}, {tokens} tokens, no norm", functools.partial(_plain, shape, tokens)
+    for tokens in TOKENS:
+        yield f"V4.1-Flash, {tokens} tokens", functools.partial(_delayed, V41_FLASH, tokens)
     for dtype in (torch.float16, torch.float32):
         for tokens in (1, 33, 129, 513):
             label = f"V4-Flash, {tokens} tokens, {str(dtype).removeprefix('torch.')}"
@@ -48,6 +64,19 @@ def _site(shape: StreamsShape, tokens: int, dtype: torch.dtype, *, coded: bool =
     hc_post_pre_norm(u, h, post, comb, *site, norm, **options)
     hc_post(u, h, post, comb)
     hc_head(h, *_weights(shape, n, 1), **_EPS)
+
+
+def _delayed(shape: StreamsShape, tokens: int) -> None:
+    """The first site, one after another, and the head's streams for a drafter."""
+    n, d = shape.streams, shape.hidden
+    h, u = (empty(size, dtype=torch.bfloat16) for size in ((tokens, n, d), (tokens, d)))
+    options: dict[str, Any] = {"norm_eps": 1e-20, "hc_eps": 1e-6, "iters": 20}
+    pre, norm = float32((tokens, n)), float32(d)
+    for streams in (u[:, None].expand(-1, n, -1), h):
+        hc_gates(streams, *_weights(shape, shape.mixes, 3), **options)
+        for weight in (norm, None):
+            hc_collapse_norm(streams, pre, weight, norm_eps=1e-20)
+    hc_post(u, h, pre, float32((tokens, n, n)))
 
 
 def _plain(shape: StreamsShape, tokens: int) -> None:

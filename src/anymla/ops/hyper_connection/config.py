@@ -23,6 +23,8 @@ MANY_TOKENS = 513
 # From more tokens on, the CTAs of two kernels do not fit beside each other: those of the next one,
 # launched at once (PDL), would be stacked on the SMs that have space left.
 TOGETHER = 64
+# Of so many tokens one CTA finds the gates, where there are many.
+TOGETHER_MANY = 128
 # From here on tokens are enough for the larger tiles of ``triton_mix_many_tokens``.
 MORE_TOKENS = 2048
 _WIDEST = 8192

@@ -333,3 +333,5 @@ _TRITON = f"{_FAMILY}.triton_"
 for _operation in (hc_pre, hc_head, hc_post_pre_norm):
     _operation.register_lazy("triton", f"{_TRITON}launch", supports=float32_support)
 hc_post.register_lazy("triton", f"{_TRITON}expand", supports=float32_support)
+for _operation in (hc_gates, hc_collapse_norm):
+    _operation.register_lazy("triton", f"{_TRITON}delayed", supports=float32_support)

@@ -1,4 +1,4 @@
-"""Named shapes of hyper-connections: V4's residual streams, and tokens of a step."""
+"""Named shapes of hyper-connections: residual streams of V4 and V4.1, and tokens of a step."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class StreamsShape:
 
 V4_FLASH = StreamsShape(4096)
 V4_PRO = StreamsShape(7168)
+V41_FLASH = StreamsShape(5120)
 # Tokens of a step, one for every way that ``config`` knows.
 TOKENS = (1, 17, 33, 65, 129, 513, 2048)
 # Of them one with each number of slices.

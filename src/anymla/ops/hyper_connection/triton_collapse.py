@@ -27,6 +27,7 @@ from anymla.ops._triton_quantize import store_row_codes
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
     MANY_TOKENS,
+    TOGETHER_MANY,
     collapse_columns,
     collapse_lanes,
     dependents_late,
@@ -70,7 +71,7 @@ class Collapsed(NamedTuple):
 
 
 @triton.jit
-def _load(h, first, stream_stride, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+def load_channels(h, first, stream_stride, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
     """Channels first..first + C of the N streams."""
     d = first + tl.arange(0, C)
     streams = ()
@@ -80,7 +81,7 @@ def _load(h, first, stream_stride, N: tl.constexpr, D: tl.constexpr, C: tl.const
 
 
 @triton.jit
-def _load_weight(weight, first, D: tl.constexpr, C: tl.constexpr):
+def load_norm_weight(weight, first, D: tl.constexpr, C: tl.constexpr):
     """Channels of the norm's weight."""
     d = first + tl.arange(0, C)
     return tl.load(weight + d, d < D, other=0.0)
@@ -110,6 +111,42 @@ def _store_normed(
 
 
 @triton.jit
+def store_collapsed(
+    loaded, weight, h, stream_stride, gates, y, to, codes, code_scales, norm_eps,
+    N: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A token's y through its gates, normed if there is a weight, and its codes.
+
+    With COLUMNS >= D the streams are ``loaded`` already; else they are read twice.
+    """
+    if COLUMNS >= D:
+        value = _collapsed(loaded, gates, N)
+        wide = widen(value)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + norm_eps)
+        _store_normed(
+            value, y, weight, codes, code_scales, to.run_stride, 0, inverse,
+            D, COLUMNS, FLOOR, NATIVE,
+        )  # fmt: skip
+    else:
+        square = tl.zeros((COLUMNS,), tl.float32)
+        if to.norm_weight is not None:
+            for first in range(0, D, COLUMNS):
+                streams = load_channels(h, first, stream_stride, N, D, COLUMNS)
+                wide = widen(_collapsed(streams, gates, N))
+                square += wide * wide
+        inverse = tl.rsqrt(tl.sum(square, 0) / D + norm_eps)
+        for first in range(0, D, COLUMNS):
+            value = _collapsed(load_channels(h, first, stream_stride, N, D, COLUMNS), gates, N)
+            if to.norm_weight is not None:
+                weight = load_norm_weight(to.norm_weight, first, D, COLUMNS)
+            _store_normed(
+                value, y, weight, codes, code_scales, to.run_stride, first, inverse,
+                D, COLUMNS, FLOOR, NATIVE,
+            )  # fmt: skip
+
+
+@triton.jit
 def collapse_token(
     streams, partial, site, to,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
@@ -129,7 +166,7 @@ def collapse_token(
     constants = load_constants(site, 0, 0, N)
     weight = to.norm_weight
     if weight is not None:
-        weight = _load_weight(to.norm_weight, 0, D, COLUMNS)
+        weight = load_norm_weight(to.norm_weight, 0, D, COLUMNS)
     if PDL:
         gdc_wait()
         if not LAUNCH_LATE:
@@ -139,9 +176,10 @@ def collapse_token(
             partial.sums + row * partial.token_stride, partial.slice_stride, partial.mix_stride,
             MIXES, N, SLICES, LANES,
         )  # fmt: skip
+    loaded = None
     if COLUMNS >= D:
         # Under way while the gates are finished.
-        loaded = _load(h, 0, stream_stride, N, D, COLUMNS)
+        loaded = load_channels(h, 0, stream_stride, N, D, COLUMNS)
     if MANY:
         square = places[N]
         mixes = places[:N]
@@ -154,30 +192,10 @@ def collapse_token(
     for i in tl.static_range(N):
         scaled += (mixes[i] * inverse,)
     gates = pre_gates(scaled, constants, site.hc_eps, N)
-    if COLUMNS >= D:
-        value = _collapsed(loaded, gates, N)
-        wide = widen(value)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + site.norm_eps)
-        _store_normed(
-            value, y, weight, codes, code_scales, to.run_stride, 0, inverse,
-            D, COLUMNS, FLOOR, NATIVE,
-        )  # fmt: skip
-    else:
-        square = tl.zeros((COLUMNS,), tl.float32)
-        if to.norm_weight is not None:
-            for first in range(0, D, COLUMNS):
-                loaded = _load(h, first, stream_stride, N, D, COLUMNS)
-                wide = widen(_collapsed(loaded, gates, N))
-                square += wide * wide
-        inverse = tl.rsqrt(tl.sum(square, 0) / D + site.norm_eps)
-        for first in range(0, D, COLUMNS):
-            value = _collapsed(_load(h, first, stream_stride, N, D, COLUMNS), gates, N)
-            if to.norm_weight is not None:
-                weight = _load_weight(to.norm_weight, first, D, COLUMNS)
-            _store_normed(
-                value, y, weight, codes, code_scales, to.run_stride, first, inverse,
-                D, COLUMNS, FLOOR, NATIVE,
-            )  # fmt: skip
+    store_collapsed(
+        loaded, weight, h, stream_stride, gates, y, to, codes, code_scales, site.norm_eps,
+        N, D, COLUMNS, FLOOR, NATIVE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -211,10 +229,6 @@ def finish_gates(
         mixes = entries(sums, 2 * N, N * N, P)
         gates = comb_gates(mixes, of_comb, site.hc_eps, iters, N)
         store_columns(comb, row, row >= 0, gates, N * N)
-
-
-# Of so many tokens one CTA finds the gates, where there are many.
-_TOGETHER = 128
 
 
 @triton.jit(
@@ -327,7 +341,7 @@ def _collapse(
     many = tokens >= MANY_TOKENS
     slices, target = partial_shape[1], target_of(device)
     columns, num_warps = collapse_columns(d, many, target)
-    together = _TOGETHER if many else 1
+    together = TOGETHER_MANY if many else 1
     gate_ctas = cdiv(tokens, together) if gates else 0
     return PreparedLaunch(
         collapse_kernel,

@@ -1,0 +1,258 @@
+"""Delayed sites: all gates of some streams, and streams collapsed through gates that are known.
+
+    gates           CTAs of a token, or of TOGETHER tokens: partial mixes -> pre, post, comb
+    collapse_known  CTAs of a token: y = sum_i pre_i h_i, with the RMSNorm that may follow
+
+Neither needs the other: a site reads the streams through the gates of the site before it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
+from anymla.ops.device import target_of
+from anymla.ops.hyper_connection.config import (
+    MANY_TOKENS,
+    TOGETHER_MANY,
+    collapse_columns,
+    collapse_lanes,
+    takes_many_tokens,
+)
+from anymla.ops.hyper_connection.triton_collapse import (
+    Collapsed,
+    load_channels,
+    load_norm_weight,
+    store_collapsed,
+)
+from anymla.ops.hyper_connection.triton_gates import (
+    PartialMixes,
+    Site,
+    comb_gates,
+    entries,
+    entry,
+    lane_sums,
+    load_columns,
+    load_constants,
+    placed,
+    post_gates,
+    pre_gates,
+    slice_sums,
+    store_columns,
+)
+from anymla.ops.hyper_connection.triton_mix import launch_mix
+from anymla.ops.hyper_connection.triton_mix_many_tokens import launch_many
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
+
+
+@triton.jit(do_not_specialize=["tokens", "iters", "partial_token", "partial_slice", "partial_mix"])
+def gates_kernel(
+    partial,
+    base,
+    scale,
+    pre,
+    post,
+    comb,
+    tokens,
+    norm_eps,
+    hc_eps,
+    iters,
+    partial_token,
+    partial_slice,
+    partial_mix,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    MIXES: tl.constexpr,
+    P: tl.constexpr,
+    SLICES: tl.constexpr,
+    LANES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The gates of a token, or of TOGETHER tokens side by side."""
+    site = Site(base, scale, norm_eps, hc_eps)
+    of_pre = load_constants(site, 0, 0, N)
+    of_post = load_constants(site, 1, N, N)
+    of_comb = load_constants(site, 2, 2 * N, N * N)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if TOGETHER > 1:
+        sums = PartialMixes(partial, partial_token, partial_slice, partial_mix)
+        rows = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+        inside = rows < tokens
+        square = lane_sums(sums, rows, inside, 1.0, MIXES, 1, SLICES)[0]
+        inverse = tl.rsqrt(square / (N * D) + norm_eps)
+        mixes = lane_sums(sums, rows, inside, inverse, 0, N, SLICES)
+        store_columns(pre, rows, inside, pre_gates(mixes, of_pre, hc_eps, N), N)
+        mixes = lane_sums(sums, rows, inside, inverse, N, N, SLICES)
+        store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
+        mixes = lane_sums(sums, rows, inside, inverse, 2 * N, N * N, SLICES)
+        gates = comb_gates(mixes, of_comb, hc_eps, iters, N)
+        store_columns(comb, rows, inside, gates, N * N)
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        total = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
+        total *= tl.rsqrt(entry(total, MIXES, P) / (N * D) + norm_eps)
+        gates = pre_gates(entries(total, 0, N, P), of_pre, hc_eps, N)
+        store_columns(pre, row, row >= 0, gates, N)
+        gates = post_gates(entries(total, N, N, P), of_post, N)
+        store_columns(post, row, row >= 0, gates, N)
+        gates = comb_gates(entries(total, 2 * N, N * N, P), of_comb, hc_eps, iters, N)
+        store_columns(comb, row, row >= 0, gates, N * N)
+
+
+def hc_gates(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``interface.hc_gates``."""
+    tokens, n, _ = h.shape
+    pre = torch.empty((tokens, n), dtype=torch.float32, device=h.device)
+    post = torch.empty_like(pre)
+    comb = torch.empty((tokens, n, n), dtype=torch.float32, device=h.device)
+    if not h.numel():
+        return pre, post, comb
+    h = placed(h)
+    partial = launch_many(h, fn) if takes_many_tokens(h) else launch_mix(h, fn)
+    # What is read before the kernel in front has ended must not be a copy that is being made.
+    early = base.is_contiguous() and scale.is_contiguous()
+    numbers = norm_eps, hc_eps, iters, early
+    launch = _gates(tuple(h.shape), (partial.shape, partial.stride()), numbers, h.device)
+    launch(partial, base.contiguous(), scale.contiguous(), pre, post, comb)
+    return pre, post, comb
+
+
+@functools.lru_cache(LAUNCHES)
+def _gates(
+    shape: tuple[int, ...],
+    partial: tuple[tuple[int, ...], tuple[int, ...]],
+    numbers: tuple[float, float, int, bool],
+    device: torch.device,
+) -> PreparedLaunch:
+    """Of streams of that shape, and partial mixes of such a shape and strides."""
+    tokens, n, d = shape
+    (_, slices, width), strides = partial
+    norm_eps, hc_eps, iters, early = numbers
+    many = tokens >= MANY_TOKENS
+    together = TOGETHER_MANY if many else 1
+    return PreparedLaunch(
+        gates_kernel,
+        (cdiv(tokens, together),),
+        tokens,
+        norm_eps,
+        hc_eps,
+        iters,
+        *strides,
+        N=n,
+        D=d,
+        MIXES=(2 + n) * n,
+        P=width,
+        SLICES=slices,
+        LANES=collapse_lanes(slices, many),
+        TOGETHER=together,
+        num_warps=4,
+        **(pdl_launch(device) if early else {"PDL": False}),
+    )
+
+
+@triton.jit(do_not_specialize=["row_stride", "run_stride"])
+def collapse_known_kernel(
+    h,
+    pre,
+    norm_weight,
+    y,
+    codes,
+    code_scales,
+    norm_eps,
+    token_stride,
+    stream_stride,
+    row_stride,
+    run_stride,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A token's y, normalised if there is a norm_weight."""
+    to = Collapsed(y, norm_weight, codes, code_scales, row_stride, run_stride)
+    row = tl.program_id(0).to(tl.int64)
+    weight = norm_weight
+    if norm_weight is not None:
+        weight = load_norm_weight(norm_weight, 0, D, COLUMNS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    h += row * token_stride
+    loaded = None
+    if COLUMNS >= D:
+        loaded = load_channels(h, 0, stream_stride, N, D, COLUMNS)
+    if codes is not None:
+        codes += row * D
+        code_scales += row * row_stride
+    gates = load_columns(pre, row, row >= 0, N)
+    store_collapsed(
+        loaded, weight, h, stream_stride, gates, y + row * D, to, codes, code_scales, norm_eps,
+        N, D, COLUMNS, FLOOR, NATIVE,
+    )  # fmt: skip
+
+
+def hc_collapse_norm(
+    h: Tensor,
+    pre: Tensor,
+    norm_weight: Tensor | None,
+    *,
+    norm_eps: float,
+    codes: Tensor | None = None,
+    code_scales: Tensor | None = None,
+) -> Tensor:
+    """See ``interface.hc_collapse_norm``."""
+    tokens, _, d = h.shape
+    y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
+    if not h.numel():
+        return y
+    h = placed(h)
+    early = norm_weight is None or norm_weight.is_contiguous()
+    weight = None if norm_weight is None else norm_weight.contiguous()
+    rows = (0, 0) if code_scales is None else code_scales.stride()
+    launch = _collapse_known((tuple(h.shape), h.stride(), rows), norm_eps, early, h.device)
+    launch(h, pre.contiguous(), weight, y, codes, code_scales)
+    return y
+
+
+@functools.lru_cache(LAUNCHES)
+def _collapse_known(
+    layout: tuple[tuple[int, ...], ...], norm_eps: float, early: bool, device: torch.device
+) -> PreparedLaunch:
+    """Of streams of such a shape and strides, and of strides of scales."""
+    (tokens, n, d), strides, row_strides = layout
+    target = target_of(device)
+    columns, num_warps = collapse_columns(d, tokens >= MANY_TOKENS, target)
+    return PreparedLaunch(
+        collapse_known_kernel,
+        (tokens,),
+        norm_eps,
+        *strides[:2],
+        *row_strides,
+        N=n,
+        D=d,
+        COLUMNS=columns,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
+        NATIVE=target.native_e4m3,
+        num_warps=num_warps,
+        **(pdl_launch(device) if early else {"PDL": False}),
+    )
