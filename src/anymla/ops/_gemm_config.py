@@ -10,6 +10,8 @@ from anymla.ops.device import Target
 
 # Rows of activations from which a tile is of 64, and of 128.
 _FEW_ROWS, _MANY_ROWS = 16, 512
+# Of a pipeline whose steps are cut short.
+_MOST_STAGES = 6
 # Shared memory for a third stage of the smallest tiles, and for tiles of 128 rows.
 _THREE_STAGES_BYTES, _LARGE_TILE_BYTES = 96 << 10, 160 << 10
 
@@ -68,6 +70,17 @@ def choose_tile(rows: int, operand: torch.dtype, target: Target) -> TileConfig:
     if rows <= _MANY_ROWS or not large:
         return TileConfig(64, 64, 64, 4, 2)
     return TileConfig(128, 128, 64, 8, 3)
+
+
+def within_quant_blocks(tile: TileConfig, block: int) -> TileConfig:
+    """The tile with steps of at most ``block`` channels, which have one scale.
+
+    Shorter steps are as many more stages, for as many bytes in flight.
+    """
+    if tile.block_k <= block:
+        return tile
+    stages = tile.num_stages if tile.num_stages == 1 else tile.num_stages * tile.block_k // block
+    return dataclasses.replace(tile, block_k=block, num_stages=min(_MOST_STAGES, stages))
 
 
 def uses_wgmma(target: Target) -> bool:

@@ -12,16 +12,27 @@ from anymla.formats.fp8_block import FP8_BLOCK, quantize_fp8_rows
 from anymla.ops._check import check, require
 from anymla.ops.device import Support
 
+# What shares a scale in DeepSeek-V4 and V4.1.
+QUANT_BLOCKS = (FP8_BLOCK, 32)
 
-def in_blocks_of_128(supports: Callable[..., Support]) -> Callable[..., Support]:
-    """``supports`` of a kernel that knows one size of block, for operations that are told one."""
+
+def in_blocks_of(
+    sizes: tuple[int, ...], supports: Callable[..., Support]
+) -> Callable[..., Support]:
+    """``supports`` of a kernel that knows these sizes, for operations that are told one."""
 
     def answer(*args: Any, quant_block: int = FP8_BLOCK, **kwargs: Any) -> Support:
-        if quant_block != FP8_BLOCK:
-            return Support(False, f"scales of blocks of {FP8_BLOCK}, got {quant_block}")
+        if quant_block not in sizes:
+            known = " or ".join(map(str, sizes))
+            return Support(False, f"scales of blocks of {known}, got {quant_block}")
         return supports(*args, **kwargs)
 
     return answer
+
+
+def in_blocks_of_128(supports: Callable[..., Support]) -> Callable[..., Support]:
+    """``in_blocks_of`` DeepSeek-V4's alone."""
+    return in_blocks_of((FP8_BLOCK,), supports)
 
 
 def check_codes(name: str, x: Tensor, codes: Tensor | None, code_scales: Tensor | None) -> None:

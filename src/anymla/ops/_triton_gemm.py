@@ -3,15 +3,18 @@
 gemm_tile               activations [m, K] . decode(w [n, K])^T -> [m, n]
 gemm_tile_swap_ab       decode(w [n, K]) . x [m, K]^T -> [n, m], for few tokens
 operand_rows_kernel     activations in memory -> operands of ``gemm_tile_swap_ab``; grid: blocks of
-                        quant blocks of 128 channels, of which a row of K channels has K / 128
+                        quant blocks of QUANT channels, of which a row of K channels has K / QUANT
+
+QUANT rows and columns of an FP8 weight share a scale, and as many channels of activations: 128 in
+DeepSeek-V4, 32 in V4.1.
 
 Nothing is rounded on the way: operands are of a dtype that holds every decoded value, products add
-up in float32, and what the operands do not hold is a factor in float32: the scale of a 128 x 128
+up in float32, and what the operands do not hold is a factor in float32: the scale of a weight's
 block, of a quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`` takes
 
     weight   operand with bfloat16 / float16 / float32 / e4m3 activations   factor
     plain    theirs if the weight has it too, else float32                  -
-    fp8      bfloat16 / float16 / float32 / e4m3 or float16                 each 128 x 128 block
+    fp8      bfloat16 / float16 / float32 / e4m3 or float16                 each QUANT x QUANT block
     mxfp4    bfloat16 (float16 as two of them) / float32 / bfloat16         -
     nvfp4    bfloat16 / float16 / float32                                   the tensor's
 
@@ -22,9 +25,9 @@ decoded values. Products are exact and add up in float32, except that Hopper's e
 keep 13 bits below the largest of 32 products:
 
     weight   operands            scale of the weight      scale of the activations
-    mxfp4    e4m3 or float16     rows, every 32 channels  tokens, every 128 channels
+    mxfp4    e4m3 or float16     rows, every 32 channels  tokens, every QUANT channels
     mxfp4    bfloat16            in the operand           in the operand
-    fp8      float16             128 x 128 blocks         tokens, every 128 channels
+    fp8      float16             QUANT x QUANT blocks     tokens, every QUANT channels
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ class ActivationRows(NamedTuple):
 
     Attributes:
         x: the activations, or their e4m3 codes.
-        scales: float32 scales of the codes' quant blocks of 128, or None.
+        scales: float32 scales of the codes' quant blocks, or None.
         row: int64 [m].
         inside: bool [m], rows to read.
         stride: elements from a row of x to the next.
@@ -175,7 +178,7 @@ def _dot(a, w, total, OPERAND: tl.constexpr):
 def gemm_tile(
     given, weight, first, last, width,
     FORMAT: tl.constexpr, CODED: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Rows of activations times rows of a weight over channels first..last.
 
@@ -188,8 +191,9 @@ def gemm_tile(
         FORMAT: "plain", "fp8", "mxfp4" or "nvfp4".
         CODED: activations are e4m3 codes.
         OPERAND: from ``operand_dtype``.
-        BLOCK_K: channels of a step, at most 128.
+        BLOCK_K: channels of a step, at most QUANT where one of the two has such scales.
         NATIVE: convert e4m3 by instructions.
+        QUANT: of the quant blocks.
 
     Returns:
         float32 [m, n].
@@ -206,13 +210,13 @@ def gemm_tile(
             part = tl.zeros((given.row.shape[0], weight.row.shape[0]), tl.float32)
             part = _dot(a, b, part, OPERAND)
             if FORMAT == "fp8":
-                block = (weight.row // 128) * tl.cdiv(width, 128) + k // 128
+                block = (weight.row // QUANT) * tl.cdiv(width, QUANT) + k // QUANT
                 factor = tl.load(weight.scales + block, weight.inside, other=0)
                 if weight.scales.dtype.element_ty == tl.uint8:
                     factor = ue8m0_to_fp32(factor)
                 part *= factor[None, :]
             if CODED:
-                at = given.scales + given.row * given.scale_stride + k // 128
+                at = given.scales + given.row * given.scale_stride + k // QUANT
                 part *= tl.load(at, given.inside, other=0.0)[:, None]
             total += part
         else:
@@ -241,25 +245,43 @@ def _has_nan(scale):
 
 
 @triton.jit
-def _four_dots(packed, scale, x, inside, OPERAND: tl.constexpr):
-    """128 channels as four products, a scale of the weight each; x: pointers [32, m]."""
+def _scaled(part, x_scales, x_inside, NUMBER: tl.constexpr, QUANT: tl.constexpr):
+    """A product of 32 channels, times the scales of that block of the activations if it has any."""
+    if QUANT == 32:
+        part *= tl.load(x_scales + NUMBER, x_inside, other=0.0)[None, :]
+    return part
+
+
+@triton.jit
+def _four_dots(
+    packed, scale, x, inside, x_scales, x_inside, OPERAND: tl.constexpr, QUANT: tl.constexpr
+):
+    """128 channels as four products, a scale of the weight each; x: pointers [32, m].
+
+    With a QUANT of 32 the activations' scales, at ``x_scales`` [m], are multiplied in as well.
+    """
     BLOCK_N: tl.constexpr = packed.shape[0]
     even, odd = tl.split(tl.permute(tl.reshape(packed, (BLOCK_N, 2, 2, 4)), (0, 3, 1, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     a, b = _decode_e2m1(first, OPERAND), tl.load(x, inside, other=0.0)
     factor = tl.where(_has_nan(scale), float("nan"), _decode_scale_byte(scale, 0))
-    part = tl.dot(a, b) * factor[:, None]
+    part = _scaled(tl.dot(a, b) * factor[:, None], x_scales, x_inside, 0, QUANT)
     a, b = _decode_e2m1(second, OPERAND), tl.load(x + 32, inside, other=0.0)
-    part += tl.dot(a, b) * _decode_scale_byte(scale, 1)[:, None]
+    factor = _decode_scale_byte(scale, 1)
+    part += _scaled(tl.dot(a, b) * factor[:, None], x_scales, x_inside, 1, QUANT)
     a, b = _decode_e2m1(third, OPERAND), tl.load(x + 64, inside, other=0.0)
-    part += tl.dot(a, b) * _decode_scale_byte(scale, 2)[:, None]
+    factor = _decode_scale_byte(scale, 2)
+    part += _scaled(tl.dot(a, b) * factor[:, None], x_scales, x_inside, 2, QUANT)
     a, b = _decode_e2m1(fourth, OPERAND), tl.load(x + 96, inside, other=0.0)
-    return part + tl.dot(a, b) * _decode_scale_byte(scale, 3)[:, None]
+    factor = _decode_scale_byte(scale, 3)
+    return part + _scaled(tl.dot(a, b) * factor[:, None], x_scales, x_inside, 3, QUANT)
 
 
 @triton.jit
-def _block_diagonal_dot(packed, scale, x, inside, OPERAND: tl.constexpr):
+def _block_diagonal_dot(
+    packed, scale, x, inside, x_scales, x_inside, OPERAND: tl.constexpr, QUANT: tl.constexpr
+):
     """128 channels as one product; x: pointers [128, 4 m], a column zero but in its 32 channels."""
     BLOCK_N: tl.constexpr = packed.shape[0]
     product = tl.dot(_decode_e2m1(packed, OPERAND), tl.load(x, inside, other=0.0))
@@ -268,8 +290,11 @@ def _block_diagonal_dot(packed, scale, x, inside, OPERAND: tl.constexpr):
     # One of the four is enough.
     spoiled = _has_nan(scale)[:, None] & (tl.arange(0, 4) == 0)[None, :]
     factor = tl.where(spoiled, float("nan"), factor)
-    part = tl.reshape(product, (BLOCK_N, 4, x.shape[1] // 4))
-    return tl.sum(part * factor[:, :, None], 1)
+    part = tl.reshape(product, (BLOCK_N, 4, x.shape[1] // 4)) * factor[:, :, None]
+    if QUANT == 32:
+        at = x_scales[None, :] + tl.arange(0, 4)[:, None]
+        part *= tl.load(at, x_inside[None, :], other=0.0)[None, :, :]
+    return tl.sum(part, 1)
 
 
 @triton.jit
@@ -312,10 +337,11 @@ def _column_slice(tile, NUMBER: tl.constexpr, SLICES: tl.constexpr):
 def _mxfp4_tile(
     w, scales, x, x_scales, x_inside, k_blocks,
     OPERAND: tl.constexpr, BLOCK_DIAGONAL: tl.constexpr, WIDE_LOADS: tl.constexpr,
-    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Packed e2m1 with quantised activations; UNROLL K blocks of 128 channels a step."""
     UNIT: tl.constexpr = E4M3_UNIT if OPERAND == tl.float8e4nv else FLOAT16_UNIT
+    SCALES: tl.constexpr = 128 // QUANT
     total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
     if WIDE_LOADS:
         # A row's bytes of all K blocks of a step at once: longer accesses, and fewer.
@@ -333,16 +359,22 @@ def _mxfp4_tile(
                 scale = tl.reshape(_column_slice(step_scale, i, UNROLL), (w.shape[0],))
             else:
                 packed, scale = tl.load(w + 16 * i), tl.load(scales + i)
+            at, x_scale = x + 128 * i, x_scales + i * SCALES
             if BLOCK_DIAGONAL:
-                part = _block_diagonal_dot(packed, scale, x + 128 * i, inside, OPERAND)
+                part = _block_diagonal_dot(
+                    packed, scale, at, inside, x_scale, x_inside, OPERAND, QUANT
+                )
             else:
-                part = _four_dots(packed, scale, x + 128 * i, inside, OPERAND)
-            factor = tl.load(x_scales + i, x_inside, other=0.0) * UNIT
-            total += part * factor[None, :]
+                part = _four_dots(packed, scale, at, inside, x_scale, x_inside, OPERAND, QUANT)
+            if QUANT == 32:
+                total += part * UNIT
+            else:
+                factor = tl.load(x_scale, x_inside, other=0.0) * UNIT
+                total += part * factor[None, :]
         w += 16 * UNROLL
         scales += UNROLL
         x += 128 * UNROLL
-        x_scales += UNROLL
+        x_scales += UNROLL * SCALES
     return total
 
 
@@ -370,13 +402,14 @@ def _mxfp4_bf16_tile(w, scales, x, x_inside, k_blocks, BLOCK_K: tl.constexpr, ST
 
 @triton.jit
 def _fp8_tile(
-    w, scales, x, x_scales, x_inside, k_blocks, NATIVE: tl.constexpr, STAGES: tl.constexpr
-):
+    w, scales, x, x_scales, x_inside, k_blocks,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
     """e4m3 codes by e4m3 codes or float16, both in float16, whose products are exact."""
     total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
-    w = w[:, None] + tl.arange(0, 128)[None, :]
-    x = x[None, :] + tl.arange(0, 128)[:, None]
-    for _ in tl.range(0, k_blocks, num_stages=STAGES):
+    w = w[:, None] + tl.arange(0, QUANT)[None, :]
+    x = x[None, :] + tl.arange(0, QUANT)[:, None]
+    for _ in tl.range(0, k_blocks * (128 // QUANT), num_stages=STAGES):
         factor = tl.load(scales)
         if factor.dtype == tl.uint8:
             factor = ue8m0_to_fp32(factor)
@@ -386,9 +419,9 @@ def _fp8_tile(
             b = e4m3_to_fp16(b, NATIVE)
         part = tl.dot(a, b) * factor[:, None]
         total += part * tl.load(x_scales, x_inside, other=0.0)[None, :]
-        w += 128
+        w += QUANT
         scales += 1
-        x += 128
+        x += QUANT
         x_scales += 1
     return total
 
@@ -398,6 +431,7 @@ def gemm_tile_swap_ab(
     w, scales, x, x_scales, x_inside, k_blocks,
     FORMAT: tl.constexpr, OPERAND: tl.constexpr, NATIVE: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_DIAGONAL: tl.constexpr, WIDE_LOADS: tl.constexpr,
+    QUANT: tl.constexpr,
 ):  # fmt: skip
     """Rows of a weight times rows of activations.
 
@@ -406,7 +440,7 @@ def gemm_tile_swap_ab(
         scales: pointers [n] to the row's first scale, at multiples of 4 bytes for "mxfp4".
         x: pointers [m] to the rows of activations, as ``operand_rows`` makes them; for "fp8" also
             their e4m3 codes.
-        x_scales: pointers [m] to the scales of their quant blocks of 128, or None.
+        x_scales: pointers [m] to the scales of their quant blocks, or None.
         x_inside: bool [m], rows of x to read.
         k_blocks: K blocks of 128 channels.
         FORMAT: "mxfp4" or "fp8".
@@ -417,6 +451,7 @@ def gemm_tile_swap_ab(
         BLOCK_DIAGONAL: how mxfp4 is scaled, see ``_activation_pointers``; takes four times as many
             columns of the instruction.
         WIDE_LOADS: read all of a step's weights at once; a step is 1, 2 or 4 K blocks.
+        QUANT: of the quant blocks, 128 or 32.
 
     Returns:
         float32 [n, m].
@@ -432,10 +467,10 @@ def gemm_tile_swap_ab(
     elif FORMAT == "mxfp4":
         total = _mxfp4_tile(
             w, scales, x, x_scales, x_inside, k_blocks,
-            OPERAND, BLOCK_DIAGONAL, WIDE_LOADS, BLOCK_K // 128, STAGES,
+            OPERAND, BLOCK_DIAGONAL, WIDE_LOADS, BLOCK_K // 128, STAGES, QUANT,
         )  # fmt: skip
     else:
-        total = _fp8_tile(w, scales, x, x_scales, x_inside, k_blocks, NATIVE, STAGES)
+        total = _fp8_tile(w, scales, x, x_scales, x_inside, k_blocks, NATIVE, STAGES, QUANT)
     return total
 
 
@@ -452,6 +487,7 @@ def operand_rows_kernel(
     BYTES: tl.constexpr,
     QUANTIZE: tl.constexpr,
     NATIVE: tl.constexpr,
+    QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCKS quant blocks, in the order of decoded values of BYTES bytes (0: as they are)."""
@@ -460,9 +496,9 @@ def operand_rows_kernel(
         gdc_wait()
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     row = block // row_blocks
-    place = tl.arange(0, 128)
+    place = tl.arange(0, QUANT)
     channel = channel_at(place, BYTES) if BYTES else place
-    first = (row * width + (block - row * row_blocks) * 128)[:, None]
+    first = (row * width + (block - row * row_blocks) * QUANT)[:, None]
     inside = (row < rows)[:, None]
     value = tl.load(x + first + channel[None, :], inside, other=0.0)
     if QUANTIZE:
@@ -483,7 +519,7 @@ def operand_rows_kernel(
 
 
 def operand_rows(
-    x: Tensor, operand: torch.dtype, *, weight_format: str, quantize: bool
+    x: Tensor, operand: torch.dtype, *, weight_format: str, quantize: bool, block: int = FP8_BLOCK
 ) -> tuple[Tensor, Tensor | None]:
     """Operands of contiguous x [T, K], K a multiple of 128, in scratch memory.
 
@@ -494,29 +530,30 @@ def operand_rows(
         x: bfloat16, or any 16 or 32 bits if quantised.
         operand: float8_e4m3fn, float16 or bfloat16.
         weight_format: "mxfp4" or "fp8", what they meet.
-        quantize: to e4m3 in blocks of 128; always with float8_e4m3fn and float16.
+        quantize: to e4m3 in quant blocks; always with float8_e4m3fn and float16.
+        block: channels of a quant block, 128 or 32.
 
     Returns:
-        The operands (e4m3 as uint8) and float32 scales [T, K / 128], none with bfloat16.
+        The operands (e4m3 as uint8) and float32 scales [T, K / block], none with bfloat16.
     """
     rows, width = x.shape
-    row_blocks = width // FP8_BLOCK
+    row_blocks = width // block
     stored = torch.uint8 if operand == torch.float8_e4m3fn else operand
     operands = scratch((rows, width), stored, x.device)
     scales = None
     if operand != torch.bfloat16:
         scales = scratch((rows, row_blocks), torch.float32, x.device)
     size = stored.itemsize if weight_format == "mxfp4" else 0
-    _decoding(rows, width, size, quantize, x.device)(x, operands, scales)
+    _decoding(rows, width, size, quantize, block, x.device)(x, operands, scales)
     return operands, scales
 
 
 @functools.lru_cache(LAUNCHES)
 def _decoding(
-    rows: int, width: int, size: int, quantize: bool, device: torch.device
+    rows: int, width: int, size: int, quantize: bool, block: int, device: torch.device
 ) -> PreparedLaunch:
-    row_blocks = width // FP8_BLOCK
-    blocks = blocks_of_cta(rows * row_blocks)
+    row_blocks = width // block
+    blocks = blocks_of_cta(rows * row_blocks, block)
     return PreparedLaunch(
         operand_rows_kernel,
         (cdiv(rows * row_blocks, blocks),),
@@ -528,5 +565,6 @@ def _decoding(
         BYTES=size,
         QUANTIZE=quantize,
         NATIVE=target_of(device).native_e4m3,
+        QUANT=block,
         **pdl_launch(device),
     )

@@ -1,9 +1,10 @@
 """Quantise activations to e4m3 with a power-of-two scale for each quant block of 128 channels.
 
-Device functions for kernels that have a row at hand, and a kernel for rows in memory. Its grid:
-blocks of quant blocks; a row of K channels has ceil(K / 128) of them.
+Device functions for kernels that have a row at hand, and a kernel for rows in memory, whose quant
+blocks are of WIDTH channels: 128, or 32. Its grid: blocks of quant blocks; a row of K channels has
+ceil(K / WIDTH) of them.
 
-    BLOCKS x 128 values -> BLOCKS x 128 codes, BLOCKS scales
+    BLOCKS x WIDTH values -> BLOCKS x WIDTH codes, BLOCKS scales
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _BLOCKS = 16
 _FEW_BLOCKS = 4
 
 
-def blocks_of_cta(blocks: int) -> int:
-    """Quant blocks of a CTA, of so many in all."""
-    return _BLOCKS if blocks > 4096 else _FEW_BLOCKS
+def blocks_of_cta(blocks: int, width: int = FP8_BLOCK) -> int:
+    """Quant blocks of a CTA, of so many in all of ``width`` channels."""
+    share = FP8_BLOCK // width
+    return share * (_BLOCKS if blocks > 4096 * share else _FEW_BLOCKS)
 
 
 @triton.jit
@@ -113,25 +115,30 @@ def quantize_rows_kernel(
     tl.store(scales + place, scale, row < rows)
 
 
-def launch_quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, column: int = 0) -> None:
+def launch_quantize_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, column: int = 0, block: int = FP8_BLOCK
+) -> None:
     """Quantise contiguous x [T, K] into ``codes`` and ``scales``.
 
     Args:
         x: the rows.
         codes: uint8, at least T rows of K.
-        scales: float32, [T, ceil(K/128)], or with ``column`` [ceil(K/128), column].
+        scales: float32, [T, ceil(K/block)], or with ``column`` [ceil(K/block), column].
         column: distance of a row's scales; 0 for scales that are row-major.
+        block: channels that share a scale, a power of two.
     """
     rows, width = x.shape
     if not x.numel():
         return
-    _quantization(rows, width, column, x.device)(x, codes, scales)
+    _quantization(rows, width, column, block, x.device)(x, codes, scales)
 
 
 @functools.lru_cache(LAUNCHES)
-def _quantization(rows: int, width: int, column: int, device: torch.device) -> PreparedLaunch:
-    row_blocks = cdiv(width, FP8_BLOCK)
-    blocks = blocks_of_cta(rows * row_blocks)
+def _quantization(
+    rows: int, width: int, column: int, block: int, device: torch.device
+) -> PreparedLaunch:
+    row_blocks = cdiv(width, block)
+    blocks = blocks_of_cta(rows * row_blocks, block)
     return PreparedLaunch(
         quantize_rows_kernel,
         (cdiv(rows * row_blocks, blocks),),
@@ -140,7 +147,7 @@ def _quantization(rows: int, width: int, column: int, device: torch.device) -> P
         row_blocks,
         column,
         FLOOR=ACTIVATION_AMAX_FLOOR,
-        WIDTH=FP8_BLOCK,
+        WIDTH=block,
         BLOCKS=blocks,
         NATIVE=target_of(device).native_e4m3,
         MN_MAJOR=column > 0,
@@ -148,12 +155,12 @@ def _quantization(rows: int, width: int, column: int, device: torch.device) -> P
     )
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, block: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
     """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory."""
     rows, width = x.shape
     codes = scratch((rows, width), torch.uint8, x.device)
-    scales = scratch((rows, cdiv(width, FP8_BLOCK)), torch.float32, x.device)
-    launch_quantize_rows(x, codes, scales)
+    scales = scratch((rows, cdiv(width, block)), torch.float32, x.device)
+    launch_quantize_rows(x, codes, scales, block=block)
     return codes, scales
 
 

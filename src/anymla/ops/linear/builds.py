@@ -25,7 +25,17 @@ from anymla.ops.linear.interface import (
     mxfp4_linear,
     nvfp4_linear,
 )
-from anymla.ops.linear.shapes import MODELS, ODD, RANKS, TOKENS, V4_FLASH, LayerShape, ProductShape
+from anymla.ops.linear.shapes import (
+    MODELS,
+    ODD,
+    RANKS,
+    TOKENS,
+    V4_FLASH,
+    V41_FLASH,
+    V41_NGRAMS,
+    LayerShape,
+    ProductShape,
+)
 
 _ROPE_DIM = 64
 
@@ -38,9 +48,11 @@ class _Formats:
     scales: torch.dtype
     x: torch.dtype
     quantized: bool
+    block: int = FP8_BLOCK
 
     def __str__(self) -> str:
         names = [f"{self.weight} x {_name(self.x)}"]
+        names += [f"blocks of {self.block}"] * (self.block != FP8_BLOCK)
         names += ["quantised"] * self.quantized
         names += ["float32 scales"] * (self.scales == torch.float32)
         return ", ".join(names)
@@ -57,6 +69,13 @@ _U8 = torch.uint8
 _V4_FP8 = _Formats("fp8", _FP32, _BF16, True)
 _V4_NVFP4 = _Formats("nvfp4", _U8, _BF16, False)
 _V4_FORMATS = (_V4_FP8, _Formats("fp8", _FP32, _FP32, False), _V4_NVFP4)
+# V4.1 as released, with float32 activations, and scales as they are stored.
+_V41_FP8 = _Formats("fp8", _FP32, _BF16, True, 32)
+_V41_FORMATS = (_V41_FP8, _Formats("fp8", _FP32, _FP32, False, 32))
+_V41_OTHER_FORMATS = (
+    _Formats("fp8", _U8, _BF16, True, 32),
+    _Formats("mxfp4", _U8, _BF16, True, 32),
+)
 # What else the operations take, with tokens that each have another tile.
 _OTHER_FORMATS = (
     _Formats("fp8", _U8, _BF16, True),
@@ -98,6 +117,21 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
         for tokens, dtype in itertools.product(_OTHER_TOKENS, (_FP16, _FP32)):
             call = functools.partial(_project, V4_FLASH, 1, tokens, backend, dtype, _U8)
             yield f"{V4_FLASH.heads} heads, {tokens} tokens, {_name(dtype)}{end}", call
+    yield from _v41_calls()
+
+
+def _v41_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Blocks of 32, which Triton's kernels alone take."""
+    whole = [product for product in V41_FLASH.products() if not product.groups]
+    products = (*whole, V41_FLASH.index_query, V41_NGRAMS)
+    for product, tokens, formats in itertools.product(products, TOKENS, _V41_FORMATS):
+        call = functools.partial(_multiply, product, tokens, formats, None)
+        yield f"V4.1 {product}, {tokens} tokens, {formats}", call
+    others = (V41_FLASH.index_query, _V41_OTHER_FORMATS), (ODD, (_V41_FP8, *_V41_OTHER_FORMATS))
+    for (product, formats_of), tokens in itertools.product(others, _OTHER_TOKENS):
+        for formats in formats_of:
+            call = functools.partial(_multiply, product, tokens, formats, None)
+            yield f"{product}, {tokens} tokens, {formats}", call
 
 
 def _products() -> list[ProductShape]:
@@ -111,20 +145,21 @@ def _products() -> list[ProductShape]:
 
 
 def _multiply(product: ProductShape, tokens: int, formats: _Formats, backend: str | None) -> None:
-    n, k = product.n, product.k
+    n, k, block = product.n, product.k, formats.block
     x = empty((tokens, k), dtype=formats.x)
+    named = {} if block == FP8_BLOCK else {"quant_block": block}
     if formats.weight == "nvfp4":
         scales = uint8((n, k // NVFP4_BLOCK))
         nvfp4_linear(x, uint8((n, k // 2)), scales, float32(1), backend=backend)
     elif formats.weight == "mxfp4":
         mxfp4_linear(
             x, uint8((n, k // 2)), uint8((n, k // MXFP4_BLOCK)),
-            quantize_activations=formats.quantized, backend=backend,
+            quantize_activations=formats.quantized, backend=backend, **named,
         )  # fmt: skip
     else:
         fp8_block_linear(
-            x, uint8((n, k)), _block_scales(n, k, formats.scales),
-            quantize_activations=formats.quantized, backend=backend,
+            x, uint8((n, k)), empty((-(-n // block), -(-k // block)), dtype=formats.scales),
+            quantize_activations=formats.quantized, backend=backend, **named,
         )  # fmt: skip
 
 

@@ -12,7 +12,13 @@ from collections.abc import Callable
 import torch
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._gemm_config import TileConfig, choose_tile, operand_dtype, uses_wgmma
+from anymla.ops._gemm_config import (
+    TileConfig,
+    choose_tile,
+    operand_dtype,
+    uses_wgmma,
+    within_quant_blocks,
+)
 from anymla.ops.device import Target
 
 # Result types of ``grouped_output_projection_fp8`` by the names that it takes.
@@ -202,6 +208,7 @@ def choose_triton_config(
     weight_dtype: torch.dtype = torch.uint8,
     quantized: bool,
     aligned: bool = True,
+    quant_block: int = FP8_BLOCK,
 ) -> TritonConfig:
     """The config for a shape.
 
@@ -213,11 +220,15 @@ def choose_triton_config(
         weight_dtype: of the weight as stored.
         quantized: activations are e4m3.
         aligned: the weight lies at a multiple of 16 bytes, its scales at one of 4.
+        quant_block: rows and columns of an FP8 weight, and channels of activations, that share a
+            scale.
     """
     if quantized and aligned and _takes_swap_ab(shape, weight_format, target):
         return swap_ab_config(shape, weight_format, target)
     operand = operand_dtype(x_dtype, weight_format, weight_dtype, quantized, target)
     tile = choose_tile(shape.tokens, operand, target)
+    if quantized or weight_format == "fp8":
+        tile = within_quant_blocks(tile, quant_block)
     k = max(1, shape.k)
     splits = max(1, min(_CTAS // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
     return TritonConfig(False, operand, tile, _cdiv(_cdiv(k, splits), FP8_BLOCK) * FP8_BLOCK)

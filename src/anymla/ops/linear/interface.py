@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops._quantized import check_codes, in_blocks_of_128
+from anymla.ops._quantized import QUANT_BLOCKS, check_codes, in_blocks_of, in_blocks_of_128
 from anymla.ops.device import float32_support, has_numba
 from anymla.ops.linear.config import OUT_DTYPES
 from anymla.ops.linear.support import (
@@ -398,8 +398,8 @@ for _operation, _backend, _module, _supports in (
     (linear_float32, "gluon_sm90", _SM90, gluon_bf16_support),
     (fp8_block_linear, "vendor", _VENDOR, in_blocks_of_128(vendor_support)),
     (fp8_block_linear, "gluon_sm90", _SM90, in_blocks_of_128(gluon_support)),
-    (fp8_block_linear, "triton", _LAUNCH, in_blocks_of_128(float32_support)),
-    (mxfp4_linear, "triton", _LAUNCH, in_blocks_of_128(float32_support)),
+    (fp8_block_linear, "triton", _LAUNCH, in_blocks_of(QUANT_BLOCKS, float32_support)),
+    (mxfp4_linear, "triton", _LAUNCH, in_blocks_of(QUANT_BLOCKS, float32_support)),
     (nvfp4_linear, "triton", _LAUNCH, float32_support),
     (grouped_output_projection, "vendor", _VENDOR, vendor_projection_support),
     (grouped_output_projection, "triton", _LAUNCH, triton_inverse_rope_support),

@@ -1,4 +1,4 @@
-"""Named shapes of linear layers: V4's products, whole and as several GPUs share them, and steps."""
+"""Named shapes of linear layers: products of V4 and V4.1, also as GPUs share them, and steps."""
 
 from __future__ import annotations
 
@@ -100,6 +100,9 @@ class LayerShape:
 
 V4_FLASH = LayerShape(hidden=4096, q_rank=1024, heads=64, groups=8, inner=2048)
 V4_PRO = LayerShape(hidden=7168, q_rank=1536, heads=128, groups=16, inner=3072)
+V41_FLASH = LayerShape(hidden=5120, q_rank=1280, heads=64, groups=8, inner=2304, index_heads=32)
+# Keys and value of V4.1's n-grams, from 24 rows of 256 channels.
+V41_NGRAMS = ProductShape("engram wkv", 5 * V41_FLASH.hidden, 24 * 256)
 MODELS = {"flash": V4_FLASH, "pro": V4_PRO}
 # No whole blocks of rows or channels.
 ODD = ProductShape("odd", 1000, 1120)

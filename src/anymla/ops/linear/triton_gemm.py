@@ -42,6 +42,7 @@ def gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
+    QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A tile of results, or of one split's sums."""
@@ -56,7 +57,7 @@ def gemm_kernel(
     exists = column < n
     rows = token.to(tl.int64)
     if CODED:
-        x_scales += group.to(tl.int64) * tl.cdiv(width, 128)
+        x_scales += group.to(tl.int64) * tl.cdiv(width, QUANT)
     x += group.to(tl.int64) * width
     w += group.to(tl.int64) * w_group
     if FORMAT != "plain":
@@ -72,6 +73,7 @@ def gemm_kernel(
         OPERAND,
         BLOCK_K,
         NATIVE,
+        QUANT,
     )
     if factor is not None:
         total *= tl.load(factor)

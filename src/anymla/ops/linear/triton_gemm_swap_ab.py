@@ -40,6 +40,7 @@ def gemm_swap_ab_kernel(
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_DIAGONAL: tl.constexpr,
+    QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A tile of results, or of one split's sums."""
@@ -54,15 +55,16 @@ def gemm_swap_ab_kernel(
     k_blocks = width // 128
     first = split * split_blocks
     at = token * groups + group
-    scale_row = row // 128 if FORMAT == "fp8" else row
-    # Bytes of a K block of packed codes, and its scales.
+    scale_row = row // QUANT if FORMAT == "fp8" else row
+    # Bytes of a K block of packed codes, its scales, and those of the activations.
     WEIGHT: tl.constexpr = 128 if FORMAT == "fp8" else 64
-    SCALES: tl.constexpr = 1 if FORMAT == "fp8" else 4
+    X_SCALES: tl.constexpr = 128 // QUANT
+    SCALES: tl.constexpr = X_SCALES if FORMAT == "fp8" else 4
     total = gemm_tile_swap_ab(
         w + group * w_group + row * w_row + first * WEIGHT,
         scales + group * s_group + scale_row * s_row + first * SCALES,
         x + at * width + first * 128,
-        x_scales + at * k_blocks + first,
+        x_scales + (at * k_blocks + first) * X_SCALES,
         inside,
         tl.minimum(split_blocks, k_blocks - first),
         FORMAT,
@@ -72,6 +74,7 @@ def gemm_swap_ab_kernel(
         STAGES,
         BLOCK_DIAGONAL,
         False,
+        QUANT,
     )
     if SPLITS:
         at += split.to(tl.int64) * tokens * groups

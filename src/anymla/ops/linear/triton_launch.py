@@ -42,7 +42,9 @@ def fp8_block_linear(
     coded = None
     if codes is not None and code_scales is not None:
         coded = QuantizedRows(codes, code_scales)
-    return _linear(x, weight, scale, "fp8", quantize=quantize_activations, coded=coded)
+    return _linear(
+        x, weight, scale, "fp8", quantize=quantize_activations, coded=coded, block=quant_block
+    )
 
 
 def mxfp4_linear(
@@ -54,7 +56,7 @@ def mxfp4_linear(
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """See ``interface.mxfp4_linear``."""
-    return _linear(x, weight, scale, "mxfp4", quantize=quantize_activations)
+    return _linear(x, weight, scale, "mxfp4", quantize=quantize_activations, block=quant_block)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
@@ -101,22 +103,24 @@ def _linear(
     quantize: bool,
     coded: QuantizedRows | None = None,
     factor: Tensor | None = None,
+    block: int = FP8_BLOCK,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     w, scales = weight.contiguous().unsqueeze(0), scale.contiguous().unsqueeze(0)
     config = _config(
-        rows.unsqueeze(1), w, scales, weight_format, quantized=quantize, x_dtype=x.dtype
-    )
+        rows.unsqueeze(1), w, scales, weight_format, quantized=quantize, x_dtype=x.dtype,
+        block=block,
+    )  # fmt: skip
     given: Tensor
     x_scales: Tensor | None
     if config.swap_ab and weight_format == "mxfp4":
         given, x_scales = operand_rows(
-            rows, config.operand, weight_format=weight_format, quantize=True
+            rows, config.operand, weight_format=weight_format, quantize=True, block=block
         )
     elif coded is not None:
         given, x_scales = coded.codes[: len(rows)], coded.scales[: len(rows)].contiguous()
     else:
-        given, x_scales = quantize_rows(rows) if quantize else (rows, None)
+        given, x_scales = quantize_rows(rows, block) if quantize else (rows, None)
     out = launch_gemm(
         given.unsqueeze(1),
         x_scales,
@@ -126,6 +130,7 @@ def _linear(
         weight_format=weight_format,
         out_dtype=x.dtype,
         factor=factor,
+        block=block,
     )
     return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -138,6 +143,7 @@ def _config(
     *,
     quantized: bool,
     x_dtype: torch.dtype,
+    block: int = FP8_BLOCK,
 ) -> TritonConfig:
     """The config of x [T, G, K] by w [G, N, bytes of a row]."""
     tokens, groups, k = x.shape
@@ -151,6 +157,7 @@ def _config(
         weight_dtype=w.dtype,
         quantized=quantized,
         aligned=aligned,
+        quant_block=block,
     )
 
 
@@ -164,19 +171,21 @@ def launch_gemm(
     weight_format: str,
     out_dtype: torch.dtype,
     factor: Tensor | None = None,
+    block: int = FP8_BLOCK,
 ) -> Tensor:
     """Multiply every group's activations by its weight.
 
     Args:
         x: contiguous [T, G, K]: floating point, e4m3 codes as uint8 (with x_scales), or operands
             of ``operand_rows`` (swap_ab of "mxfp4").
-        x_scales: float32 [T, G, ceil(K/128)] or None.
+        x_scales: float32 [T, G, ceil(K/block)] or None.
         w: contiguous [G, N, bytes of a row].
         scales: contiguous [G, ...]; None for "plain".
         config: kernel, tile and splits.
         weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
         out_dtype: of the result.
         factor: float32 [1] that every result is multiplied with, or None; not with swap_ab.
+        block: rows and columns of an FP8 weight, and channels of activations, that share a scale.
 
     Returns:
         [T, G, N].
@@ -196,6 +205,7 @@ def launch_gemm(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "NATIVE": target_of(x.device).native_e4m3,
+        "QUANT": block,
         "num_warps": tile.num_warps,
         **pdl_launch(x.device),
     }
@@ -211,7 +221,7 @@ def launch_gemm(
     else:
         gemm_kernel[grid](
             x, x_scales, w, scales, factor, result, tokens, n, k, groups, config.split_k,
-            groups * k, groups * triton.cdiv(k, 128), *strides,
+            groups * k, groups * triton.cdiv(k, block), *strides,
             CODED=x_scales is not None, num_stages=tile.num_stages, **options,
         )  # fmt: skip
     if splits > 1:

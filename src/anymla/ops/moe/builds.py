@@ -29,6 +29,7 @@ from anymla.ops.moe.shapes import (
     flash,
     odd,
     step_tokens,
+    v41,
 )
 from anymla.ops.streams import deferred_stream_wait
 
@@ -37,6 +38,9 @@ _VOCABULARY = 129_280
 # V4 as released, and with float32 activations.
 _V4 = ExpertFormats(_BF16, "mxfp4", _U8, True)
 _V4_FORMATS = (_V4, ExpertFormats(_FP32, "mxfp4", _U8, False))
+# V4.1 as released, and its blocks in experts of FP8.
+_V41 = ExpertFormats(_BF16, "mxfp4", _U8, True, quant_block=32)
+_V41_FORMATS = (_V41, ExpertFormats(_BF16, "fp8", _U8, True, quant_block=32))
 # What else the experts take and the dtype of their scales, with tokens that each have another tile.
 _OTHER_FORMATS = (
     *((ExpertFormats(x, "mxfp4", _U8, True), _U8) for x in (_FP16, _FP32)),
@@ -76,6 +80,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
                     yield _label(shape, _V4), functools.partial(_experts, shape, _V4)
         yield from _experts_calls(None)
     yield from _experts_calls("triton")
+    yield from _v41_calls()
     # The sum over a token's experts: without the shared one, or before it is there.
     for late in (False, True):
         shape, end = flash(1, _OTHER_EXPERTS), ", shared late" if late else ", none shared"
@@ -104,6 +109,19 @@ def _experts_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None
         yield _label(shape, _V4) + end, functools.partial(_experts, shape, _V4, backend)
 
 
+def _v41_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Quant blocks of 32, which Triton's kernels alone take."""
+    count = v41(1).experts // RANKS[-1]
+    for tokens in step_tokens(v41, count):
+        yield (
+            _label(v41(tokens, count), _V41),
+            functools.partial(_experts, v41(tokens, count), _V41),
+        )
+    for tokens, formats in itertools.product(_OTHER_TOKENS, _V41_FORMATS):
+        for shape in (v41(tokens, _OTHER_EXPERTS), odd(tokens)):
+            yield _label(shape, formats), functools.partial(_experts, shape, formats)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -111,6 +129,7 @@ def _name(dtype: torch.dtype) -> str:
 def _label(shape: ExpertsShape, formats: ExpertFormats, tables: bool = False) -> str:
     words = f"{shape.tokens} tokens, {shape.experts} experts of {shape.inner} x {shape.d}"
     words += f", {formats.weight} x {_name(formats.x)}"
+    words += f" in blocks of {formats.quant_block}" * (formats.quant_block != FP8_BLOCK)
     return words + ", quantised" * formats.quantized + ", tables" * tables
 
 
@@ -157,7 +176,8 @@ def _experts(
     """
     tokens, d, inner = shape.tokens, shape.d, shape.inner
     packed = 2 if formats.weight == "mxfp4" else 1
-    rows, columns = (1, MXFP4_BLOCK) if formats.weight == "mxfp4" else (FP8_BLOCK, FP8_BLOCK)
+    block = formats.quant_block
+    rows, columns = (1, MXFP4_BLOCK) if formats.weight == "mxfp4" else (block, block)
 
     def each(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
         made = empty((shape.experts + 1, n, k), dtype=dtype).unbind()
@@ -177,6 +197,7 @@ def _experts(
             weight_format=formats.weight, swiglu_limit=10.0,
             quantize_activations=formats.quantized, backend=backend,
             shared=empty((tokens, d), dtype=formats.x) if shared else None,
+            **({} if block == FP8_BLOCK else {"quant_block": block}),
         )  # fmt: skip
 
 

@@ -18,7 +18,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from anymla.ops._gemm_config import choose_tile, operand_dtype, uses_wgmma
+from anymla.ops._gemm_config import (
+    choose_tile,
+    operand_dtype,
+    uses_wgmma,
+    within_quant_blocks,
+)
 from anymla.ops.device import TARGETS, Target, numba_problem, runs_gluon, triton_support
 from anymla.ops.moe.inputs import expected_alignment
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
@@ -238,6 +243,8 @@ def choose_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -
     grouped = shape.pairs > _MAX_UNGROUPED_PAIRS
     rows = min(_MAX_BLOCK_M, shape.pairs // max(1, shape.experts)) if grouped else 1
     tile = choose_tile(rows, operand, target)
+    if formats.quantized or formats.weight == "fp8":
+        tile = within_quant_blocks(tile, formats.quant_block)
     block_k = tile.block_k
     if tile.block_m == _MAX_BLOCK_M and target.name not in OPERANDS_IN_SHARED:
         # Operands pass through registers there, and decoding takes more of them.

@@ -192,6 +192,7 @@ class ExpertInputs:
         quantized: activations are quantised.
         expert_offset: id of the first expert.
         shape: the call's.
+        quant_block: see ``ExpertFormats``.
     """
 
     x: Tensor
@@ -208,6 +209,7 @@ class ExpertInputs:
     quantized: bool
     expert_offset: int
     shape: ExpertsShape
+    quant_block: int
 
     @property
     def formats(self) -> ExpertFormats:
@@ -220,6 +222,7 @@ class ExpertInputs:
             self.quantized,
             min(self.w1.alignment, self.w3.alignment, self.w2.alignment),
             min(self.s1.alignment, self.s3.alignment, self.s2.alignment),
+            self.quant_block,
         )
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._quantized import check_codes, in_blocks_of_128
+from anymla.ops._quantized import QUANT_BLOCKS, check_codes, in_blocks_of, in_blocks_of_128
 from anymla.ops.device import Support, float32_support, has_numba
 from anymla.ops.moe.config import gluon_support, numba_support
 from anymla.ops.registry import (
@@ -274,7 +274,9 @@ for _operation, _kernel in (
 route_hash.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 route_biased.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 swiglu.register_lazy("triton", f"{_TRITON}swiglu", supports=float32_support)
-experts.register_lazy("triton", f"{_TRITON}launch", supports=in_blocks_of_128(_experts_support))
+experts.register_lazy(
+    "triton", f"{_TRITON}launch", supports=in_blocks_of(QUANT_BLOCKS, _experts_support)
+)
 experts.register_lazy(
     "numba",
     "anymla.ops.moe.numba_experts",

@@ -1,4 +1,4 @@
-"""Shapes of the mixture of experts, and those of DeepSeek-V4, which builds and tests share."""
+"""Shapes of the mixture of experts, of DeepSeek-V4 and V4.1, which builds and tests share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+
+from anymla.formats.fp8_block import FP8_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,8 @@ class ExpertFormats:
         quantized: activations are quantised.
         weight_alignment: bytes that the addresses of all weights are multiples of, at most 16.
         scale_alignment: likewise of their scales.
+        quant_block: rows and columns of an FP8 weight, and channels of quantised activations, that
+            share a scale.
     """
 
     x: torch.dtype
@@ -56,6 +60,7 @@ class ExpertFormats:
     quantized: bool
     weight_alignment: int = 16
     scale_alignment: int = 16
+    quant_block: int = FP8_BLOCK
 
 
 def flash(tokens: int, experts: int = 256) -> ExpertsShape:
@@ -66,6 +71,11 @@ def flash(tokens: int, experts: int = 256) -> ExpertsShape:
 def pro(tokens: int, experts: int = 384) -> ExpertsShape:
     """V4-Pro."""
     return ExpertsShape(tokens, 6, experts, 3072, 7168)
+
+
+def v41(tokens: int, experts: int = 384) -> ExpertsShape:
+    """V4.1-Flash."""
+    return ExpertsShape(tokens, 6, experts, 2304, 5120)
 
 
 def odd(tokens: int, inner: int = 1984) -> ExpertsShape:
@@ -89,7 +99,7 @@ def step_tokens(sized: Callable[..., ExpertsShape], experts: int) -> list[int]:
     """Tokens of a step, on both sides of every threshold of ``config``.
 
     Args:
-        sized: ``flash`` or ``pro``.
+        sized: ``flash``, ``pro`` or ``v41``.
         experts: of one device.
     """
     chosen = sized(1).experts_per_token

@@ -89,6 +89,7 @@ def gate_up_kernel(
     SWAP_AB: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE_LOADS: tl.constexpr,
+    QUANT: tl.constexpr,
 ):
     """A tile of w2's input."""
     expert, pair, inside = load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M)
@@ -97,19 +98,20 @@ def gate_up_kernel(
             HALF: tl.constexpr = BLOCK_N // 2
             lane = tl.arange(0, BLOCK_N)
             row = (tl.program_id(0) * HALF + lane % HALF).to(tl.int64)
-            block = row // 128 if FORMAT == "fp8" else row
+            block = row // QUANT if FORMAT == "fp8" else row
             w1 += expert_distance(expert, w1_stride, w1_table, W_UNIT)
             w3 += expert_distance(expert, w3_stride, w3_table, W_UNIT)
             s1 += expert_distance(expert, s1_stride, s1_table, 1)
             s3 += expert_distance(expert, s3_stride, s3_table, 1)
             token = pair // per_token
-            row_blocks = width // 128
+            row_blocks = width // QUANT
             total = gemm_tile_swap_ab(
                 tl.where(lane < HALF, w1, w3) + row * w_row,
                 tl.where(lane < HALF, s1, s3) + block * s_row,
                 x + token * width,
                 None if x_scales is None else x_scales + token * row_blocks,
-                inside, row_blocks, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
+                inside, width // 128, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
+                QUANT,
             )  # fmt: skip
             halves = tl.permute(tl.reshape(total, (2, HALF, BLOCK_M)), (1, 2, 0))
             gate, up = tl.split(halves)
@@ -122,16 +124,16 @@ def gate_up_kernel(
             if FORMAT != "plain":
                 s1 += expert_distance(expert, s1_stride, s1_table, 1)
                 s3 += expert_distance(expert, s3_stride, s3_table, 1)
-            row_blocks = tl.cdiv(width, 128)
+            row_blocks = tl.cdiv(width, QUANT)
             gate = gemm_tile(
                 ActivationRows(x, x_scales, token, inside, width, row_blocks),
                 WeightRows(w1, s1, channel, exists), 0, width, width,
-                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
+                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE, QUANT,
             )  # fmt: skip
             up = gemm_tile(
                 ActivationRows(x, x_scales, token, inside, width, row_blocks),
                 WeightRows(w3, s3, channel, exists), 0, width, width,
-                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
+                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE, QUANT,
             )  # fmt: skip
         dtype = inner.dtype.element_ty
         value = clamped_swiglu(widen(gate.to(dtype)), widen(up.to(dtype)), limit)
@@ -179,22 +181,24 @@ def down_kernel(
     SWAP_AB: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE_LOADS: tl.constexpr,
+    QUANT: tl.constexpr,
 ):
     """A tile of the pairs' results."""
     expert, pair, inside = load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M)
     if expert >= 0:
         channel = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         if SWAP_AB:
-            block = channel // 128 if FORMAT == "fp8" else channel
+            block = channel // QUANT if FORMAT == "fp8" else channel
             w2 += expert_distance(expert, w2_stride, w2_table, W_UNIT)
             s2 += expert_distance(expert, s2_stride, s2_table, 1)
-            row_blocks = width // 128
+            row_blocks = width // QUANT
             value = gemm_tile_swap_ab(
                 w2 + channel * w_row,
                 s2 + block * s_row,
                 inner + pair * width,
                 None if inner_scales is None else inner_scales + pair * row_blocks,
-                inside, row_blocks, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
+                inside, width // 128, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
+                QUANT,
             )  # fmt: skip
             at = channel[:, None] + (pair * n)[None, :]
             tl.store(out + at, value.to(out.dtype.element_ty), inside[None, :])
@@ -203,11 +207,11 @@ def down_kernel(
             w2 += expert_distance(expert, w2_stride, w2_table, W_UNIT)
             if FORMAT != "plain":
                 s2 += expert_distance(expert, s2_stride, s2_table, 1)
-            row_blocks = tl.cdiv(width, 128)
+            row_blocks = tl.cdiv(width, QUANT)
             value = gemm_tile(
                 ActivationRows(inner, inner_scales, pair, inside, width, row_blocks),
                 WeightRows(w2, s2, channel, exists), 0, width, width,
-                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE,
+                FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE, QUANT,
             )  # fmt: skip
             at = (pair * n)[:, None] + channel[None, :]
             tl.store(out + at, value.to(out.dtype.element_ty), inside[:, None] & exists[None, :])
@@ -287,8 +291,9 @@ def _operands(
             config.operand,
             weight_format=inputs.weight_format,
             quantize=inputs.quantized,
+            block=inputs.quant_block,
         )
-    return quantize_rows(rows) if inputs.quantized else (rows, None)
+    return quantize_rows(rows, inputs.quant_block) if inputs.quantized else (rows, None)
 
 
 def _constants(config: GemmConfig, formats: ExpertFormats, target: Target) -> dict[str, Any]:
@@ -303,4 +308,5 @@ def _constants(config: GemmConfig, formats: ExpertFormats, target: Target) -> di
         "SWAP_AB": config.swap_ab,
         "STAGES": config.num_stages,
         "WIDE_LOADS": config.wide_loads,
+        "QUANT": formats.quant_block,
     }

@@ -85,7 +85,7 @@ def experts(
     return run_experts(
         _multiply, x, ids, weights, projections, weight_format=weight_format,
         swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
-        expert_offset=expert_offset, shared=shared,
+        expert_offset=expert_offset, shared=shared, quant_block=quant_block,
     )  # fmt: skip
 
 
@@ -106,6 +106,7 @@ def run_experts(
     quantize_activations: bool,
     expert_offset: int,
     shared: Tensor | None,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """``interface.experts`` with ``multiply`` for what every pair's expert makes of its token.
 
@@ -120,6 +121,7 @@ def run_experts(
         quantize_activations: likewise.
         expert_offset: likewise.
         shared: likewise.
+        quant_block: likewise.
     """
     (tokens, d), k = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
@@ -138,6 +140,7 @@ def run_experts(
         quantize_activations and weight_format != "plain",
         expert_offset,
         ExpertsShape(tokens, k, w1.count, inner, d),
+        quant_block,
     )
     results = scratch((tokens * k, d), x.dtype, x.device)
     if k and w1.count:
