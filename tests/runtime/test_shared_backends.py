@@ -1,0 +1,104 @@
+"""What the operations of a DeepSeek-V4.1 step run on, on GPUs, found out without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# What is left to torch on a GPU, and why it may be: it launches several kernels, and waits for
+# nothing. A value that the host looked at would be an error here, for no tensor holds anything.
+TORCH = {
+    "linear": "torch stands for the vendor's library, which multiplies on cuda and xpu alone",
+    "linear_float32": "likewise",
+    "compress_norm": "the sources of ratio 2: three layers of V4.1-Flash's forty",
+    "select_candidate_blocks": "one layer, with more than 16,384 entries",
+    "mask_candidates": "four layers, likewise",
+}
+
+# In a process that does not interpret kernels, which are not launched.
+STEPS = """
+import json
+import sys
+from unittest import mock
+import torch
+from anymla.model.load import load_model
+from anymla.model.weights import Weights
+from anymla.ops.device import TARGETS
+from anymla.ops.registry import Operation
+from anymla.runtime.engine import Engine
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.request import Request
+from anymla.testing.launches import recorded_launches
+
+directory, *cases = sys.argv[1:]
+resolve, packed, found = Operation._resolve, Weights.packed, {}
+
+def noted(self, args, kwargs, backend):
+    chosen = resolve(self, args, kwargs, backend)
+    found[case].setdefault(self.name, set()).add(chosen[0].name)
+    return chosen
+
+# As on CUDA devices.
+mock.patch.object(Weights, "packed", lambda *a, **k: packed(*a, **k).with_float_scales()).start()
+mock.patch.object(torch.Tensor, "pin_memory", lambda self: self).start()
+mock.patch.object(Operation, "_resolve", noted).start()
+for case in cases:
+    target, kv_cache = case.split()
+    found[case] = {}
+    with recorded_launches(TARGETS[target]), torch.inference_mode():
+        model = load_model(directory, device="meta", progress=False)
+        options = EngineOptions(
+            decode="fixed", draft_tokens=5, kv_cache=kv_cache, max_requests=3, max_seq_len=448,
+            chunk_size=96,
+        )
+        engine = Engine(model, options)
+        runner = engine._runner
+        for bucket in (runner.buckets[0], runner.buckets[-1]):
+            runner._step(bucket, follows=False).rehearse()
+            runner._step(bucket, follows=True).rehearse()
+            runner._block_step(runner._blocks, bucket).prepare()
+        engine.submit(Request("prompt", tuple(range(3, 93)), 4))
+        (span,) = engine.scheduler.next_spans()
+        caches = engine.store.layers[: model.config.num_hidden_layers]
+        model.logits(model.forward(engine._planner.build([span]), caches)[-1:])
+print(json.dumps({case: {name: sorted(of) for name, of in each.items()}
+                  for case, each in found.items()}))
+"""
+
+CASES = [f"{target} {kv_cache}" for target in ("sm_80", "sm_90") for kv_cache in ("nvfp4", "fp8")]
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory):
+    """Backends by operation, by case."""
+    from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+    from anymla.testing.tiny_options import TinySharing
+
+    ratios = (0, 2, 2, 1, 1, 1)
+    sharing = TinySharing.of(ratios, candidate_blocks=5, candidate_block_size=4)
+    directory = tmp_path_factory.mktemp("tiny")
+    options = TinyOptions.shared(
+        ratios=ratios, sharing=sharing, experts=16, index_topk=16, drafter="dspark",
+        draft_experts=8, draft_experts_per_token=3,
+    )  # fmt: skip
+    write_tiny_checkpoint(directory, options)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", STEPS, str(directory), *CASES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_leaves_little_to_torch(resolved, case):
+    found = resolved[case]
+    # All that there is to run: experts, products, caches, selection in two levels, attention.
+    assert {"experts", "fp8_block_linear", "hc_gates", "sparse_attention", *TORCH} <= found.keys()
+    left = {name for name, backends in found.items() if {"torch", "reference"} & {*backends}}
+    assert left == TORCH.keys()
