@@ -12,7 +12,7 @@ from anymla.formats.fp8_block import (
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops._gemm_config import TileConfig
-from anymla.ops.device import has_triton
+from anymla.ops.device import INTERPRETED, has_triton
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear
 from anymla.ops.linear.config import TritonConfig
 from anymla.ops.moe import config, experts
@@ -21,6 +21,8 @@ from anymla.ops.registry import BackendUnavailable
 
 BLOCK = 32
 
+# Of kernels that are launched without an operation around them.
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 no_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 BACKENDS = ["reference", "torch", pytest.param("triton", marks=no_triton)]
 
@@ -91,15 +93,16 @@ def test_mxfp4_product_of_swapped_operands(block_diagonal):
     tile = TileConfig(16, 64, 128, 4, 2)
     chosen = TritonConfig(True, torch.float16, tile, 256, block_diagonal)
     rows, factors = operand_rows(
-        x, torch.float16, weight_format="mxfp4", quantize=True, block=BLOCK
+        x.to(DEVICE), torch.float16, weight_format="mxfp4", quantize=True, block=BLOCK
     )
+    stored = (each.to(DEVICE).unsqueeze(0) for each in (packed, scales))
     out = launch_gemm(
-        rows.unsqueeze(1), factors, packed.unsqueeze(0), scales.unsqueeze(0), chosen,
+        rows.unsqueeze(1), factors, *stored, chosen,
         weight_format="mxfp4", out_dtype=torch.float32, block=BLOCK,
     )  # fmt: skip
     want = _rounded(x).double() @ dequantize_mxfp4(packed, scales, torch.float64).T
     torch.testing.assert_close(
-        out[:, 0].double(), want, rtol=1e-5, atol=1e-4 * float(want.abs().max())
+        out[:, 0].double().cpu(), want, rtol=1e-5, atol=1e-4 * float(want.abs().max())
     )
 
 
@@ -112,14 +115,16 @@ def test_kernels_quantise_bit_for_bit():
     x[5, 40] = torch.inf
     x[7] = 0
     want, scales = quantize_fp8_rows(x, BLOCK)
-    codes, found = quantize_rows(x, BLOCK)
-    assert torch.equal(codes, want)
-    assert torch.equal(found, scales)
+    codes, found = quantize_rows(x.to(DEVICE), BLOCK)
+    assert torch.equal(codes.cpu(), want)
+    assert torch.equal(found.cpu(), scales)
     for operand in (torch.float8_e4m3fn, torch.float16):
-        rows, found = operand_rows(x, operand, weight_format="fp8", quantize=True, block=BLOCK)
+        rows, found = operand_rows(
+            x.to(DEVICE), operand, weight_format="fp8", quantize=True, block=BLOCK
+        )
         if operand == torch.float8_e4m3fn:
-            assert torch.equal(rows, want)
-        assert torch.equal(found, scales)
+            assert torch.equal(rows.cpu(), want)
+        assert torch.equal(found.cpu(), scales)
 
 
 def _experts_call(weight_format, tokens, d, inner):
@@ -191,13 +196,16 @@ def test_experts_of_swapped_operands(weight_format, operand, wide, tokens):
     want = experts(**call, backend="reference")
     block_k = 256 if wide and operand == torch.float8_e4m3fn else 128
     forced = config.GemmConfig(True, tokens > 1, 16, 64, block_k, operand, 4, 2, wide)
-    projections = [ExpertTensors(call.pop(name)) for name in ("w1", "w3", "w2", "s1", "s3", "s2")]
+    projections = [
+        ExpertTensors([each.to(DEVICE) for each in call.pop(name)])
+        for name in ("w1", "w3", "w2", "s1", "s3", "s2")
+    ]
+    tensors = [call.pop(name).to(DEVICE) for name in ("x", "ids", "weights")]
     found = triton_launch.run_experts(
         lambda inputs, results: triton_grouped_gemm.grouped_gemm(inputs, results, forced),
-        call.pop("x"), call.pop("ids"), call.pop("weights"), projections, **call,
-        expert_offset=0, shared=None,
+        *tensors, projections, **call, expert_offset=0, shared=None,
     )  # fmt: skip
-    assert _distance(found, want) < _TIES
+    assert _distance(found.cpu(), want) < _TIES
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
