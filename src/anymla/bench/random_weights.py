@@ -8,7 +8,6 @@ import zlib
 import torch
 from torch import Tensor
 
-from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.layers.linear import PackedWeight
 from anymla.model.config import ModelConfig
@@ -41,6 +40,7 @@ class RandomWeights:
         self._linears = expected_linears(config)
         self._plain = expected_plain(config)
         self._experts = config.n_routed_experts
+        self._block = config.family.weight_block
         self._device = device
 
     def tensor(self, name: str) -> Tensor:
@@ -70,14 +70,14 @@ class RandomWeights:
     def _fp8(self, rows: int, columns: int) -> PackedWeight:
         codes = self._integers(0x70, (rows, columns))
         codes |= self._integers(2, (rows, columns)) << 7
-        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-        return PackedWeight("fp8", codes, self._scales(blocks, columns, _E4M3_RMS))
+        block = self._block
+        blocks = (-(-rows // block), -(-columns // block))
+        return PackedWeight("fp8", codes, self._scales(blocks, columns, _E4M3_RMS), block=block)
 
     def _mxfp4(self, rows: int, columns: int) -> PackedWeight:
         codes = self._integers(256, (rows, columns // 2))
-        return PackedWeight(
-            "mxfp4", codes, self._scales((rows, columns // MXFP4_BLOCK), columns, _E2M1_RMS)
-        )
+        scales = self._scales((rows, columns // MXFP4_BLOCK), columns, _E2M1_RMS)
+        return PackedWeight("mxfp4", codes, scales, block=self._block)
 
     def _scales(self, shape: tuple[int, int], columns: int, rms: float) -> Tensor:
         exponent = 127 - round(math.log2(rms * math.sqrt(columns)))
