@@ -268,14 +268,14 @@ def _four_dots(
     factor = tl.where(_has_nan(scale), float("nan"), _decode_scale_byte(scale, 0))
     part = _scaled(tl.dot(a, b) * factor[:, None], x_scales, x_inside, 0, QUANT)
     a, b = _decode_e2m1(second, OPERAND), tl.load(x + 32, inside, other=0.0)
-    factor = _decode_scale_byte(scale, 1)
-    part += _scaled(tl.dot(a, b) * factor[:, None], x_scales, x_inside, 1, QUANT)
+    scaled = tl.dot(a, b) * _decode_scale_byte(scale, 1)[:, None]
+    part += _scaled(scaled, x_scales, x_inside, 1, QUANT)
     a, b = _decode_e2m1(third, OPERAND), tl.load(x + 64, inside, other=0.0)
-    factor = _decode_scale_byte(scale, 2)
-    part += _scaled(tl.dot(a, b) * factor[:, None], x_scales, x_inside, 2, QUANT)
+    scaled = tl.dot(a, b) * _decode_scale_byte(scale, 2)[:, None]
+    part += _scaled(scaled, x_scales, x_inside, 2, QUANT)
     a, b = _decode_e2m1(fourth, OPERAND), tl.load(x + 96, inside, other=0.0)
-    factor = _decode_scale_byte(scale, 3)
-    return part + _scaled(tl.dot(a, b) * factor[:, None], x_scales, x_inside, 3, QUANT)
+    scaled = tl.dot(a, b) * _decode_scale_byte(scale, 3)[:, None]
+    return part + _scaled(scaled, x_scales, x_inside, 3, QUANT)
 
 
 @triton.jit
@@ -359,7 +359,9 @@ def _mxfp4_tile(
                 scale = tl.reshape(_column_slice(step_scale, i, UNROLL), (w.shape[0],))
             else:
                 packed, scale = tl.load(w + 16 * i), tl.load(scales + i)
-            at, x_scale = x + 128 * i, x_scales + i * SCALES
+            at, x_scale = x + 128 * i, x_scales
+            if QUANT == 32:
+                x_scale += i * SCALES
             if BLOCK_DIAGONAL:
                 part = _block_diagonal_dot(
                     packed, scale, at, inside, x_scale, x_inside, OPERAND, QUANT
@@ -369,7 +371,7 @@ def _mxfp4_tile(
             if QUANT == 32:
                 total += part * UNIT
             else:
-                factor = tl.load(x_scale, x_inside, other=0.0) * UNIT
+                factor = tl.load(x_scales + i, x_inside, other=0.0) * UNIT
                 total += part * factor[None, :]
         w += 16 * UNROLL
         scales += UNROLL

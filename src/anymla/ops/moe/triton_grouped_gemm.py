@@ -104,13 +104,14 @@ def gate_up_kernel(
             s1 += expert_distance(expert, s1_stride, s1_table, 1)
             s3 += expert_distance(expert, s3_stride, s3_table, 1)
             token = pair // per_token
-            row_blocks = width // QUANT
+            k_blocks = width // 128
+            row_blocks = k_blocks * (128 // QUANT)
             total = gemm_tile_swap_ab(
                 tl.where(lane < HALF, w1, w3) + row * w_row,
                 tl.where(lane < HALF, s1, s3) + block * s_row,
                 x + token * width,
                 None if x_scales is None else x_scales + token * row_blocks,
-                inside, width // 128, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
+                inside, k_blocks, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
                 QUANT,
             )  # fmt: skip
             halves = tl.permute(tl.reshape(total, (2, HALF, BLOCK_M)), (1, 2, 0))
@@ -191,13 +192,14 @@ def down_kernel(
             block = channel // QUANT if FORMAT == "fp8" else channel
             w2 += expert_distance(expert, w2_stride, w2_table, W_UNIT)
             s2 += expert_distance(expert, s2_stride, s2_table, 1)
-            row_blocks = width // QUANT
+            k_blocks = width // 128
+            row_blocks = k_blocks * (128 // QUANT)
             value = gemm_tile_swap_ab(
                 w2 + channel * w_row,
                 s2 + block * s_row,
                 inner + pair * width,
                 None if inner_scales is None else inner_scales + pair * row_blocks,
-                inside, width // 128, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
+                inside, k_blocks, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
                 QUANT,
             )  # fmt: skip
             at = channel[:, None] + (pair * n)[None, :]
