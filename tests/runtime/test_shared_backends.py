@@ -1,4 +1,7 @@
-"""What the operations of a DeepSeek-V4.1 step run on, on GPUs, found out without one."""
+"""What the operations of a DeepSeek-V4.1 step run on, on GPUs, and that it can be recorded.
+
+Found out without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,12 @@ TORCH = {
 }
 
 # In a process that does not interpret kernels, which are not launched.
-STEPS = """
+STEPS = '''
 import json
 import sys
 from unittest import mock
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from anymla.model.load import load_model
 from anymla.model.weights import Weights
 from anymla.ops.device import TARGETS
@@ -37,7 +41,26 @@ from anymla.runtime.request import Request
 from anymla.testing.launches import recorded_launches
 
 directory, *cases = sys.argv[1:]
-resolve, packed, found = Operation._resolve, Weights.packed, {}
+resolve, packed, found, copied = Operation._resolve, Weights.packed, {}, []
+
+class Watched(TorchDispatchMode):
+    """Notes what comes from the host, which a device waits for and no graph can record."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        given = [each for each in args if isinstance(each, torch.Tensor) and each.ndim]
+        if isinstance(made, torch.Tensor) and made.is_meta and any(one.is_cpu for one in given):
+            copied.append(str(function))
+        return made
+
+def on_the_device(make):
+    def made(data, *args, device=None, **kwargs):
+        if device is not None and torch.device(device).type == "meta" and watching:
+            copied.append("torch.tensor")
+        return make(data, *args, device=device, **kwargs)
+    return made
+
+watching = False
 
 def noted(self, args, kwargs, backend):
     chosen = resolve(self, args, kwargs, backend)
@@ -48,6 +71,8 @@ def noted(self, args, kwargs, backend):
 mock.patch.object(Weights, "packed", lambda *a, **k: packed(*a, **k).with_float_scales()).start()
 mock.patch.object(torch.Tensor, "pin_memory", lambda self: self).start()
 mock.patch.object(Operation, "_resolve", noted).start()
+for name in ("tensor", "as_tensor"):
+    mock.patch.object(torch, name, on_the_device(getattr(torch, name))).start()
 for case in cases:
     target, kv_cache = case.split()
     found[case] = {}
@@ -59,17 +84,29 @@ for case in cases:
         )
         engine = Engine(model, options)
         runner = engine._runner
+        runs = []
         for bucket in (runner.buckets[0], runner.buckets[-1]):
-            runner._step(bucket, follows=False).rehearse()
-            runner._step(bucket, follows=True).rehearse()
-            runner._block_step(runner._blocks, bucket).prepare()
+            steps = [runner._step(bucket, follows=follows) for follows in (False, True)]
+            for step in (*steps, runner._block_step(runner._blocks, bucket)._step):
+                step.rehearse()
+                runs.append(step._run)
         engine.submit(Request("prompt", tuple(range(3, 93)), 4))
         (span,) = engine.scheduler.next_spans()
         caches = engine.store.layers[: model.config.num_hidden_layers]
-        model.logits(model.forward(engine._planner.build([span]), caches)[-1:])
+        prompt = engine._planner.build([span])
+        runs.append(lambda: model.logits(model.forward(prompt, caches)[-1:]))
+        runs[-1]()
+        # What has run before, as graphs are recorded.
+        watching = True
+        with Watched():
+            for run in runs:
+                run()
+        watching = False
+    found[case]["copied from the host"] = copied
+    copied = []
 print(json.dumps({case: {name: sorted(of) for name, of in each.items()}
                   for case, each in found.items()}))
-"""
+'''
 
 CASES = [f"{target} {kv_cache}" for target in ("sm_80", "sm_90") for kv_cache in ("nvfp4", "fp8")]
 
@@ -96,8 +133,9 @@ def resolved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_leaves_little_to_torch(resolved, case):
-    found = resolved[case]
+def test_a_step_leaves_little_to_torch_and_asks_nothing_of_the_host(resolved, case):
+    found = dict(resolved[case])
+    assert found.pop("copied from the host") == []
     # All that there is to run: experts, products, caches, selection in two levels, attention.
     assert {"experts", "fp8_block_linear", "hc_gates", "sparse_attention", *TORCH} <= found.keys()
     left = {name for name, backends in found.items() if {"torch", "reference"} & {*backends}}
