@@ -216,11 +216,15 @@ def test_the_cases_of_a_layer_share_its_weights(monkeypatch, clock):
     assert [result.met is None for result in results] == [False, True] * 2
 
 
-def test_a_whole_small_model_takes_steps():
+@pytest.mark.parametrize(
+    ("name", "ratios", "kv_cache"),
+    [("flash", [0, 0, 4, 128], "fp8"), ("flash-41", [0, 0, 2, 2], "nvfp4")],
+)
+def test_a_whole_small_model_takes_steps(name, ratios, kv_cache):
     changes = SMALL | {"vocab_size": 300}
-    model = random_model("flash", torch.device("cpu"), layers=4, experts=8, changes=changes)
-    assert [spec.ratio for spec in model.layer_specs] == [0, 0, 4, 128]
-    given = {"context": 40, "steps": 2}
+    model = random_model(name, torch.device("cpu"), layers=4, experts=8, changes=changes)
+    assert [spec.ratio for spec in model.layer_specs] == ratios
+    given = {"context": 40, "steps": 2, "kv_cache": kv_cache}
     results = list(decode_steps(model, "small", (2,), ("fixed", "plain"), **given))
     assert [result.case for result in results] == [
         "small, batch 2, context 40, fixed",

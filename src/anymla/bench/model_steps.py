@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -26,7 +27,9 @@ from anymla.runtime.options import DecodeMode, EngineOptions
 from anymla.runtime.request import Request
 from anymla.runtime.sampler import best_tokens
 from anymla.runtime.scoring import token_logprobs
+from anymla.testing.published import FLASH_41
 
+WHOLE: dict[str, dict[str, Any]] = MODELS | {"flash-41": FLASH_41}
 PART = "whole model, random weights, decode step"
 # Before times are taken: they compile what is left to compile, record, and warm up.
 _FIRST_STEPS = 4
@@ -35,15 +38,19 @@ _FIRST_STEPS = 4
 def random_model(
     model: str, device: torch.device, *, layers: int, experts: int, changes: dict[str, object]
 ) -> Transformer:
-    """The first layers of a model, with few experts and without draft layers."""
-    published = MODELS[model]
-    values = published | {
+    """The first layers of a model, with few experts, without draft layers and n-grams."""
+    published = WHOLE[model]
+    text = published.get("text_config", published)
+    values = text | {
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": 0,
-        "compress_ratios": published["compress_ratios"][:layers],
-        "num_hash_layers": min(layers, published["num_hash_layers"]),
+        "compress_ratios": text["compress_ratios"][:layers],
+        "num_hash_layers": min(layers, text.get("num_hash_layers", 0)),
         "n_routed_experts": experts,
     }
+    if text is not published:
+        values = published | {"text_config": _shared_values(values, layers) | changes}
+        changes = {}
     config = ModelConfig.from_dict(values | changes)
     weights = RandomWeights(config, device)
     return Builder(
@@ -56,6 +63,18 @@ def random_model(
     ).transformer()
 
 
+def _shared_values(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """V4.1's fields for its first layers; without n-grams, whose tables no device holds."""
+    kept = {k: v for k, v in values.items() if not k.startswith(("dspark_", "engram_"))}
+    sources = {
+        name: [layer for layer in kept[name] if layer < layers]
+        for name in ("kv_source_layer_ids", "index_source_layer_ids")
+    }
+    candidates = kept["candidate_source_layer_id"]
+    keeps = {"candidate_source_layer_id": candidates if candidates < layers else -1}
+    return kept | sources | keeps | {"engram_layer_ids": []}
+
+
 def decode_steps(
     model: Transformer,
     label: str,
@@ -64,6 +83,7 @@ def decode_steps(
     *,
     context: int = 4096,
     steps: int = 32,
+    kv_cache: str = "fp8",
 ) -> Iterator[Result]:
     """Wall time of steps, choosing tokens included.
 
@@ -77,12 +97,13 @@ def decode_steps(
         modes: of ``EngineOptions.decode``.
         context: tokens of a request in front of the first step.
         steps: how many are timed.
+        kv_cache: of ``EngineOptions``.
     """
     for batch in batches:
         wanted: list[list[int]] = []
         for mode in modes:
             start = time.perf_counter()
-            engine = engine_at(model, batch, context, _FIRST_STEPS + steps, mode)
+            engine = engine_at(model, batch, context, _FIRST_STEPS + steps, mode, kv_cache=kv_cache)
             _compile_ahead(model, engine.store, batch, engine.options.max_seq_len)
             times = _times(engine, steps)
             elapsed = time.perf_counter() - start

@@ -106,7 +106,10 @@ def layer(
 
 @click.command()
 @json_option
-@click.option("--model", default="flash", show_default=True, type=click.Choice(["flash", "pro"]))
+@click.option(
+    "--model", default="flash", show_default=True, type=click.Choice(["flash", "pro", "flash-41"])
+)
+@click.option("--kv-cache", default="fp8", show_default=True, type=click.Choice(["fp8", "nvfp4"]))
 @click.option("--layers", default=43, show_default=True, type=click.IntRange(min=1))
 @click.option("--experts", default=8, show_default=True, type=click.IntRange(min=6))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
@@ -114,6 +117,7 @@ def layer(
 def model(
     json_file: Path | None,
     model: str,
+    kv_cache: str,
     layers: int,
     experts: int,
     batches: tuple[int, ...],
@@ -124,18 +128,22 @@ def model(
     As recorded graphs, as the same steps called directly (whose tokens must be the same), and at
     the size of the batch. Requests begin with random cache rows, nothing is prefilled.
     """
-    from anymla.bench.layer_setup import MODELS
-    from anymla.bench.model_steps import decode_steps, random_model
+    from anymla.bench.model_steps import WHOLE, decode_steps, random_model
 
-    published = MODELS[model]["num_hidden_layers"]
+    published = WHOLE[model].get("text_config", WHOLE[model])["num_hidden_layers"]
     if layers > published:
         raise BadInput(f"--layers {layers}: {model} has {published}")
     require_gpu()
     network = random_model(model, torch.device("cuda"), layers=layers, experts=experts, changes={})
     label = f"{model}, {layers} layers, {experts} experts"
+    label += f", {kv_cache} caches" * (kv_cache != "fp8")
     facts = gpu_facts()
     modes: tuple[DecodeMode, ...] = ("graph", "fixed", "plain")
-    tell(decode_steps(network, label, batches, modes, context=context), json_file, facts)
+    tell(
+        decode_steps(network, label, batches, modes, context=context, kv_cache=kv_cache),
+        json_file,
+        facts,
+    )
 
 
 @click.command()
