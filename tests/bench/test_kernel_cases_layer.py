@@ -10,7 +10,7 @@ from anymla.ops import device as device_facts
 )
 def test_what_is_timed_is_a_call_that_works():
     """Interpreted, what does not take gigabytes of weights there."""
-    every = list(cases(tokens=(2,), linear_tokens=(1,), site_tokens=(2,), device="cpu"))
+    every = list(cases(tokens=(2,), linear_tokens=(1,), site_tokens=(2,)))
     assert len({case.label for case in every}) == 5 + 3 + 4 + 2
     for case in every:
         assert case.bytes_moved > 0

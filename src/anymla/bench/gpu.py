@@ -14,6 +14,7 @@ from anymla.bench import kernels, runner
 from anymla.bench.gpu_timing import copies_for
 from anymla.bench.kernels import Case
 from anymla.bench.runner import Clock, Subject, Values, Verdict, rounded
+from anymla.ops.device import target_of
 from anymla.ops.pdl import pdl_enabled
 
 
@@ -30,6 +31,13 @@ def device_facts() -> dict[str, Any]:
     """The device as rows name it."""
     import triton
 
+    if not torch.cuda.is_available():
+        return {
+            "device": torch.xpu.get_device_properties(0).name,
+            "multiprocessors": target_of(torch.device("xpu", 0)).sm_count,
+            "xpu": torch.version.xpu,
+            "triton": triton.__version__,
+        }
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
@@ -66,7 +74,9 @@ def _subject(case: Case, clock: Clock) -> Iterator[Subject]:
             found["share_of_same_copy"] = found["copy_us"] / us
         return found
 
-    yield Subject("us", [case.setup() for _ in range(copies_for(moved))], after=after)
+    with clock.device:
+        calls = [case.setup() for _ in range(copies_for(moved))]
+    yield Subject("us", calls, after=after)
 
 
 def _row(case: Case, values: Values) -> tuple[Values, Verdict]:

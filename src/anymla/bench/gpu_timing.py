@@ -1,4 +1,4 @@
-"""Times on a GPU: CUDA-graph replay over rotating inputs, medians."""
+"""Times on a GPU over rotating inputs, medians: of CUDA graphs, or between events on XPU."""
 
 from __future__ import annotations
 
@@ -62,21 +62,50 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> flo
     return statistics.median(times)
 
 
+def event_time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> float:
+    """Median microseconds of one call on an Intel GPU, the calls launched one after the other.
+
+    What a launch costs the host counts where the kernels do not take longer.
+
+    Args:
+        calls: the same call on different inputs.
+        repetitions: rounds of the calls that are timed, after one that is not.
+    """
+    for call in calls:
+        call()
+    torch.xpu.synchronize()
+    times = []
+    for _ in range(repetitions):
+        start = torch.xpu.Event(enable_timing=True)
+        end = torch.xpu.Event(enable_timing=True)
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def _time_on(device: str) -> Callable[..., float]:
+    return event_time_us if device == "xpu" else time_us
+
+
 @functools.cache
-def copy_bandwidth() -> float:
+def copy_bandwidth(device: str = "cuda") -> float:
     """Measured bytes a second of a device copy, read and written bytes together.
 
     The faster of the driver's copy and an elementwise kernel, which are not the same.
     """
-    source = torch.zeros(1 << 28, dtype=torch.float32, device="cuda")
+    source = torch.zeros(1 << 28, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    microseconds = min(time_us([way] * 2, repetitions=10) for way in ways)
+    microseconds = min(_time_on(device)([way] * 2, repetitions=10) for way in ways)
     return 2 * source.nbytes / microseconds * 1e6
 
 
 @functools.cache
-def copy_us(bytes_moved: int) -> float:
+def copy_us(bytes_moved: int, device: str = "cuda") -> float:
     """Measured microseconds of a copy that reads and writes ``bytes_moved`` bytes together.
 
     Of the same size as a case and timed in the same way, its launch included, where the bandwidth
@@ -85,34 +114,35 @@ def copy_us(bytes_moved: int) -> float:
     elements = max(1, bytes_moved // 4)
 
     def ready() -> Callable[[], object]:
-        source = torch.zeros(elements, dtype=torch.bfloat16, device="cuda")
+        source = torch.zeros(elements, dtype=torch.bfloat16, device=device)
         target = torch.empty_like(source)
         return lambda: torch.neg(source, out=target)
 
-    return time_us([ready() for _ in range(copies_for(bytes_moved))])
+    return _time_on(device)([ready() for _ in range(copies_for(bytes_moved))])
 
 
 @functools.cache
-def matmul_rate() -> float:
+def matmul_rate(device: str = "cuda") -> float:
     """Measured bfloat16 floating-point operations a second of an 8192 x 8192 product."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(a)
-    microseconds = time_us([lambda: torch.mm(a, b, out=out)] * 2, repetitions=5)
+    microseconds = _time_on(device)([lambda: torch.mm(a, b, out=out)] * 2, repetitions=5)
     return 2 * 8192**3 / microseconds * 1e6
 
 
-def kernel_times(call: Callable[[], object]) -> list[tuple[str, float]]:
+def kernel_times(call: Callable[[], object], device: str = "cuda") -> list[tuple[str, float]]:
     """Names and microseconds of the kernels of one call."""
+    module, kind = getattr(torch, device), device.upper()
     call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    module.synchronize()
+    with profile(activities=[getattr(ProfilerActivity, kind)]) as seen:
         call()
-        torch.cuda.synchronize()
+        module.synchronize()
     return [
         (event.name, event.device_time_total)
         for event in seen.events()
-        if event.device_type == DeviceType.CUDA
+        if event.device_type == getattr(DeviceType, kind)
     ]
 
 
@@ -125,15 +155,16 @@ def sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
     return {name: round(taken, 1) for name, taken in ordered}
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
+def peak_bytes(call: Callable[[], object], device: str = "cuda") -> int:
     """Memory that a call takes beyond what is held before it."""
+    module = getattr(torch, device)
     call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    module.synchronize()
+    before = module.memory_allocated()
+    module.reset_peak_memory_stats()
     call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    module.synchronize()
+    return int(module.max_memory_allocated() - before)
 
 
 class GraphClock:
@@ -150,3 +181,24 @@ class GraphClock:
     def release(self) -> None:
         """Give memory that is free back to the device."""
         torch.cuda.empty_cache()
+
+
+class EventClock:
+    """The runner's clock on the current Intel GPU, where nothing is captured in a graph."""
+
+    device = torch.device("xpu")
+    time_us = staticmethod(event_time_us)
+    copy_us = staticmethod(functools.partial(copy_us, device="xpu"))
+    peak_bytes = staticmethod(functools.partial(peak_bytes, device="xpu"))
+    kernel_times = staticmethod(functools.partial(kernel_times, device="xpu"))
+    copy_bandwidth = staticmethod(functools.partial(copy_bandwidth, "xpu"))
+    matmul_rate = staticmethod(functools.partial(matmul_rate, "xpu"))
+
+    def release(self) -> None:
+        """Give memory that is free back to the device."""
+        torch.xpu.empty_cache()
+
+
+def gpu_clock() -> GraphClock | EventClock:
+    """The clock of the GPU that torch sees."""
+    return GraphClock() if torch.cuda.is_available() else EventClock()

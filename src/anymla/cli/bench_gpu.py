@@ -30,7 +30,7 @@ def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
     from anymla.bench.gpu import cases, families
 
     require_known("--family", chosen, families())
-    require_gpu()
+    require_gpu(intel=True)
     measure(
         cases(list(chosen) or families()),
         json_file,

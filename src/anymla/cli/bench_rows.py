@@ -54,10 +54,13 @@ def require_cases(filters: str, cases: Iterable[_Case], without: Sequence[object
     return selected
 
 
-def require_gpu() -> None:
-    """Raise BadInput where torch sees none."""
-    if not torch.cuda.is_available():
-        raise BadInput("torch sees no GPU on this machine")
+def require_gpu(*, intel: bool = False) -> None:
+    """Raise BadInput where torch sees none; ``intel``: one of Intel's will do."""
+    if torch.cuda.is_available() or (intel and torch.xpu.is_available()):
+        return
+    if torch.xpu.is_available():
+        raise BadInput("needs CUDA; on Intel's GPUs there are bench gpu and doctor")
+    raise BadInput("torch sees no GPU on this machine")
 
 
 def require_peer(option: str, peer: Peer) -> None:
@@ -108,11 +111,11 @@ def measure(
         facts: more of every row.
         failures_are_rows: a case that raises is one, and does not end the command.
     """
-    from anymla.bench.gpu_timing import GraphClock
+    from anymla.bench.gpu_timing import gpu_clock
     from anymla.bench.runner import ceilings as measured
     from anymla.bench.runner import run
 
-    clock = GraphClock()
+    clock = gpu_clock()
     rows = run(cases, clock, failures_are_rows=failures_are_rows)
     common = gpu_facts(peers) | (facts or {})
     tell(itertools.chain(measured(clock, ceilings), rows), json_file, common, hidden)

@@ -255,7 +255,7 @@ def _recorded(
     from anymla.bench.report import append_lines
 
     facts: dict[str, Any] = environment(f"anymla conformance {words}".rstrip())
-    if subject.device.type == "cuda":
+    if subject.device.type in ("cuda", "xpu"):
         from anymla.bench.gpu import device_facts
 
         facts |= device_facts()

@@ -15,8 +15,8 @@ class Case:
 
     Attributes:
         label: "operation, sizes".
-        setup: makes fresh inputs on the GPU and returns the call; made several times, so that
-            successive calls do not find their inputs in the cache.
+        setup: makes fresh inputs on torch's default device and returns the call; made several
+            times, so that successive calls do not find their inputs in the cache.
         bytes_moved: bytes that the call must read and write.
         flops: floating-point operations that it must do; 0 where bytes are what matters.
         most_us: asked of it, microseconds; None for nothing.

@@ -64,18 +64,18 @@ def _layout(shape: AttentionShape) -> str:
 
 
 def _setup(shape: AttentionShape, batch_invariant: bool) -> Callable[[], object]:
-    q = torch.randn(shape.tokens, shape.heads, shape.dim, device="cuda").bfloat16()
-    sink = torch.randn(shape.heads, device="cuda")
+    q = torch.randn(shape.tokens, shape.heads, shape.dim).bfloat16()
+    sink = torch.randn(shape.heads)
     extra = shape.entries > 0
-    layout = _layout(shape)
+    layout, device = _layout(shape), torch.get_default_device()
     return functools.partial(
         sparse_attention,
         q,
-        shared_rows(layout, _WINDOW_SLOTS, _PAGE, "cuda"),
+        shared_rows(layout, _WINDOW_SLOTS, _PAGE, device),
         _slots(_WINDOW_SLOTS, shape.tokens, shape.window),
         _lengths(shape.tokens, shape.window),
         sink=sink,
-        extra_cache=shared_rows(layout, _ENTRY_SLOTS, _PAGE, "cuda") if extra else None,
+        extra_cache=shared_rows(layout, _ENTRY_SLOTS, _PAGE, device) if extra else None,
         extra_indices=_slots(_ENTRY_SLOTS, shape.tokens, shape.entries) if extra else None,
         extra_lengths=_lengths(shape.tokens, shape.entries) if extra else None,
         layout=layout,
@@ -86,8 +86,8 @@ def _setup(shape: AttentionShape, batch_invariant: bool) -> Callable[[], object]
 
 
 def _slots(size: int, tokens: int, width: int) -> Tensor:
-    return torch.randint(0, size, (tokens, width), dtype=torch.int32, device="cuda")
+    return torch.randint(0, size, (tokens, width), dtype=torch.int32)
 
 
 def _lengths(tokens: int, width: int) -> Tensor:
-    return torch.full((tokens,), width, dtype=torch.int32, device="cuda")
+    return torch.full((tokens,), width, dtype=torch.int32)

@@ -6,6 +6,7 @@ request and, for the compressor, at the end of a window; beyond, it is one reque
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -49,7 +50,7 @@ _COMPRESSORS = (
 )
 
 
-def cases(tokens: Sequence[int] = TOKENS, device: str = "cuda") -> Iterator[Case]:
+def cases(tokens: Sequence[int] = TOKENS) -> Iterator[Case]:
     """Every operation at every number of tokens."""
     row = get_layout(MAIN_FP8).entry_bytes
     for count in tokens:
@@ -65,9 +66,9 @@ def cases(tokens: Sequence[int] = TOKENS, device: str = "cuda") -> Iterator[Case
             ("dequant_gather_slots", _gather_slots, (2 * _DIM + 4 + row) * count),
             ("dequantize_and_gather_k_cache", _gather_rows, (2 * _DIM + row) * count),
         ):
-            yield _case(f"{name}, {count} tokens", _on(device, setup, count), moved, count)
+            yield _case(f"{name}, {count} tokens", functools.partial(setup, count), moved, count)
         for kind in _COMPRESSORS:
-            yield from _compressor_cases(kind, count, device)
+            yield from _compressor_cases(kind, count)
 
 
 def _case(
@@ -78,18 +79,10 @@ def _case(
     return Case(label, setup, bytes_moved, share=_SHARE)
 
 
-def _on(
-    device: str, setup: Callable[[int], Callable[[], object]], tokens: int
-) -> Callable[[], Callable[[], object]]:
-    def made() -> Callable[[], object]:
-        with torch.device(device):
-            return setup(tokens)
-
-    return made
-
-
 def _table(positions: int) -> Tensor:
-    return cos_sin_table(inv_freq(V4_FLASH.rope, 10000.0).to(torch.empty(0).device), 0, positions)
+    return cos_sin_table(
+        inv_freq(V4_FLASH.rope, 10000.0).to(torch.get_default_device()), 0, positions
+    )
 
 
 def _normal(*size: int) -> Tensor:
@@ -101,7 +94,7 @@ def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     pages = -(-rows // PAGE_SIZE)
     with torch.device("cpu"):
         table = torch.randperm(pages)
-    table = table.to(torch.empty(0).device)
+    table = table.to(torch.get_default_device())
     position = torch.arange(rows)
     slots = table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
     cache = get_layout(MAIN_FP8).allocate(pages, PAGE_SIZE, device=slots.device)
@@ -158,9 +151,7 @@ def _gather_rows(tokens: int) -> Callable[[], object]:
     )
 
 
-def _compressor_cases(
-    kind: tuple[str, CompressorShape, str, bool], tokens: int, device: str
-) -> Iterator[Case]:
+def _compressor_cases(kind: tuple[str, CompressorShape, str, bool], tokens: int) -> Iterator[Case]:
     name, shape, layout, hadamard = kind
     window, entries = shape.window, shape.page_size
     ratio, dim, width, page = window.ratio, window.channels, window.width, window.page_size
@@ -217,11 +208,11 @@ def _compressor_cases(
     size = f"{name}, {tokens} tokens"
     if layout != INDEX_MXFP4:  # the states are the same whatever the entries are
         saved = (2 * 2 * width * 4 + 16) * tokens
-        yield _case(f"save_partial_states {size}", _on(device, save, tokens), saved, tokens)
+        yield _case(f"save_partial_states {size}", functools.partial(save, tokens), saved, tokens)
     read = 2 * states * dim * 4
     moved = (read + get_layout(layout).entry_bytes) * closed + 28 * tokens
     label = f"compress_norm_rope_insert {size}, {layout}{' with Hadamard' if hadamard else ''}"
-    setup = _on(device, compress, tokens)
+    setup = functools.partial(compress, tokens)
     if decoding and moved > 2**24:  # no longer a matter of latency
         yield Case(label, setup, moved, share=_SHARE)
     else:

@@ -29,7 +29,7 @@ _ENTRIES = (8192, 32_768)
 
 
 def cases() -> Iterator[Case]:
-    """All cases; arguments live on the current CUDA or XPU device."""
+    """All cases."""
     yield from _queries()
     for batch in _DECODES:
         for entries in _ENTRIES:
@@ -40,19 +40,14 @@ def cases() -> Iterator[Case]:
     yield from _selection()
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "xpu")
-
-
 def _queries() -> Iterator[Case]:
     for tokens in (1, 64, 4096):
 
         def setup(tokens: int = tokens) -> Callable[[], object]:
-            device = _device()
-            q = torch.randn(tokens, _HEADS, _WIDTH, dtype=torch.bfloat16, device=device)
-            weights = torch.randn(tokens, _HEADS, dtype=torch.bfloat16, device=device)
-            positions = torch.randint(0, 65_536, (tokens,), device=device)
-            table = torch.rand(65_536, 64, device=device)
+            q = torch.randn(tokens, _HEADS, _WIDTH, dtype=torch.bfloat16)
+            weights = torch.randn(tokens, _HEADS, dtype=torch.bfloat16)
+            positions = torch.randint(0, 65_536, (tokens,))
+            table = torch.rand(65_536, 64)
             return lambda: indexer_q_rope_quant(
                 q,
                 weights,
@@ -68,19 +63,19 @@ def _queries() -> Iterator[Case]:
 
 
 def _codes(*shape: int) -> Tensor:
-    return torch.randn(shape, device=_device()).to(torch.float8_e4m3fn)
+    return torch.randn(shape).to(torch.float8_e4m3fn)
 
 
 def _paged_keys(requests: int, entries: int) -> tuple[Tensor, Tensor]:
     """A cache of coded keys and a block table of shuffled pages."""
-    device, layout = _device(), get_layout(INDEX_FP8)
+    layout = get_layout(INDEX_FP8)
     pages = requests * entries // _PAGE
-    cache = layout.allocate(pages, _PAGE, device=device)
+    cache = layout.allocate(pages, _PAGE, device=torch.get_default_device())
     data, scales = layout.planes(cache)
     data.copy_(_codes(pages, _PAGE, _WIDTH).view(torch.uint8))
     assert scales is not None
-    scales.copy_(torch.full((pages, _PAGE, 1), 0.25, device=device).view(torch.uint8))
-    table = torch.randperm(pages, device=device).view(requests, -1).int()
+    scales.copy_(torch.full((pages, _PAGE, 1), 0.25).view(torch.uint8))
+    table = torch.randperm(pages).view(requests, -1).int()
     return cache, table
 
 
@@ -91,8 +86,8 @@ def _flops(rows: int, keys: int) -> int:
 def _decode(batch: int, entries: int) -> Iterator[Case]:
     def inputs() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         cache, table = _paged_keys(batch, entries)
-        weights = torch.randn(batch, _HEADS, device=_device())
-        lens = torch.full((batch,), entries, dtype=torch.int32, device=_device())
+        weights = torch.randn(batch, _HEADS)
+        lens = torch.full((batch,), entries, dtype=torch.int32)
         arguments = (_codes(batch, 1, _HEADS, _WIDTH), cache, weights, lens, table)
         return arguments, {"max_context": entries, "backend": "triton"}
 
@@ -124,13 +119,12 @@ def _decode(batch: int, entries: int) -> Iterator[Case]:
 
 def _prefill(rows: int, keys: int) -> Iterator[Case]:
     def dense() -> Callable[[], object]:
-        device = _device()
-        starts = torch.zeros(rows, dtype=torch.int32, device=device)
+        starts = torch.zeros(rows, dtype=torch.int32)
         arguments = (
             _codes(rows, _HEADS, _WIDTH),
             _codes(keys, _WIDTH),
-            torch.rand(keys, device=device) + 0.5,
-            torch.randn(rows, _HEADS, device=device),
+            torch.rand(keys) + 0.5,
+            torch.randn(rows, _HEADS),
             starts,
             torch.full_like(starts, keys),
         )
@@ -138,8 +132,8 @@ def _prefill(rows: int, keys: int) -> Iterator[Case]:
 
     def paged() -> Callable[[], object]:
         cache, table = _paged_keys(1, keys)
-        weights = torch.randn(rows, _HEADS, device=_device())
-        lens = torch.full((1, rows), keys, dtype=torch.int32, device=_device())
+        weights = torch.randn(rows, _HEADS)
+        lens = torch.full((1, rows), keys, dtype=torch.int32)
         q = _codes(1, rows, _HEADS, _WIDTH)
         return lambda: paged_mqa_logits(
             q, cache, weights, lens, table, max_context=keys, backend="triton"
@@ -152,8 +146,8 @@ def _prefill(rows: int, keys: int) -> Iterator[Case]:
 
 def _topk(rows: int, columns: int) -> Case:
     def setup() -> Callable[[], object]:
-        logits = torch.randn(rows, columns, device=_device())
-        starts = torch.zeros(rows, dtype=torch.int32, device=_device())
+        logits = torch.randn(rows, columns)
+        starts = torch.zeros(rows, dtype=torch.int32)
         ends = torch.full_like(starts, columns)
         return lambda: topk_per_row(logits, starts, ends, _TOPK, backend="triton")
 
@@ -165,15 +159,15 @@ def _selection() -> Iterator[Case]:
     for tokens in (64, 4096):
 
         def arguments(tokens: int = tokens) -> tuple[Tensor, Tensor, Tensor]:
-            device, requests = _device(), min(tokens, 64)
-            table = torch.randperm(requests * 512, device=device).view(requests, 512).int()
-            request = torch.arange(tokens, device=device, dtype=torch.int32) % requests
-            positions = torch.randint(1000, 512 * _PAGE, (tokens,), device=device)
+            requests = min(tokens, 64)
+            table = torch.randperm(requests * 512).view(requests, 512).int()
+            request = torch.arange(tokens, dtype=torch.int32) % requests
+            positions = torch.randint(1000, 512 * _PAGE, (tokens,))
             return positions, request, table
 
         def selected(tokens: int = tokens) -> Callable[[], object]:
             positions, request, table = arguments(tokens)
-            chosen = torch.randint(0, 8192, (tokens, _TOPK), device=_device()).int()
+            chosen = torch.randint(0, 8192, (tokens, _TOPK)).int()
             valid = torch.ones_like(positions, dtype=torch.bool)
             return lambda: compute_global_topk_indices_and_lens(
                 chosen, request, table, _PAGE, valid, backend="triton"

@@ -51,18 +51,17 @@ def cases(
     tokens: Sequence[int] = TOKENS,
     linear_tokens: Sequence[int] = LINEAR_TOKENS,
     site_tokens: Sequence[int] = SITE_TOKENS,
-    device: str = "cuda",
 ) -> Iterator[Case]:
     """Every operation at every number of tokens; what gives codes in layers gives them here."""
     for count in site_tokens:
-        yield from _site_cases(count, device)
+        yield from _site_cases(count)
     for count in tokens:
-        setup = functools.partial(_swiglu, count, device)
+        setup = functools.partial(_swiglu, count)
         yield _case("swiglu", setup, count * (3 * 2 + 1) * _INNER, count)
-        yield from _head_cases(count, device)
+        yield from _head_cases(count)
     for count in linear_tokens:
-        yield from _linear_cases(count, device)
-        yield from _expert_cases(count, device)
+        yield from _linear_cases(count)
+        yield from _expert_cases(count)
 
 
 def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> Case:
@@ -72,7 +71,7 @@ def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> Ca
     return Case(label, setup, moved, share=_SHARE)
 
 
-def _site_cases(tokens: int, device: str) -> Iterator[Case]:
+def _site_cases(tokens: int) -> Iterator[Case]:
     row = 2 * _HIDDEN
     streams, result = _STREAMS * row, row + _HIDDEN
     for name, setup, moved in (
@@ -85,14 +84,14 @@ def _site_cases(tokens: int, device: str) -> Iterator[Case]:
         ),
         ("hc_head", _head, tokens * (streams + row) + _WEIGHTS // 6),
     ):
-        yield _case(name, functools.partial(setup, tokens, device), moved, tokens)
+        yield _case(name, functools.partial(setup, tokens), moved, tokens)
 
 
-def _head_cases(tokens: int, device: str) -> Iterator[Case]:
+def _head_cases(tokens: int) -> Iterator[Case]:
     values = tokens * _HEADS * _DIM
     angles = tokens * (8 + 4 * _ROPE)
     codes = values + values // 128 * 4
-    setup = functools.partial(_quantised_heads, tokens, device)
+    setup = functools.partial(_quantised_heads, tokens)
     yield _case("inverse_rope_fp8_quant", setup, 2 * values + codes + angles, tokens)
     weight = _GROUPS * _RANK * _HEADS // _GROUPS * _DIM
     result = 2 * tokens * _GROUPS * _RANK
@@ -101,11 +100,11 @@ def _head_cases(tokens: int, device: str) -> Iterator[Case]:
         ("grouped_output_projection", _projected, 2 * values + angles + 2 * weight + result),
         ("grouped_output_projection_fp8", _projected_codes, codes + weight + result),
     ):
-        setup = functools.partial(projected, tokens, device)
+        setup = functools.partial(projected, tokens)
         yield Case(f"{name}, {tokens} tokens", setup, moved, flops)
 
 
-def _linear_cases(tokens: int, device: str) -> Iterator[Case]:
+def _linear_cases(tokens: int) -> Iterator[Case]:
     weight, activations = _HIDDEN * _HIDDEN, 2 * 2 * tokens * _HIDDEN
     flops = 2 * tokens * weight
     for kind, stored in (
@@ -114,105 +113,104 @@ def _linear_cases(tokens: int, device: str) -> Iterator[Case]:
         ("mxfp4", weight // 2 + weight // 32),
         ("nvfp4", weight // 2 + weight // 16),
     ):
-        setup = functools.partial(_linear, kind, tokens, device)
+        setup = functools.partial(_linear, kind, tokens)
         label = f"{kind} linear 4096 x 4096, {tokens} tokens"
         yield Case(label, setup, stored + activations, flops)
 
 
-def _expert_cases(tokens: int, device: str) -> Iterator[Case]:
-    setup = functools.partial(_route, tokens, device)
+def _expert_cases(tokens: int) -> Iterator[Case]:
+    setup = functools.partial(_route, tokens)
     gate = 2 * _EXPERTS * _HIDDEN
     moved = gate + tokens * (2 * _HIDDEN + 8 * _CHOSEN)
     yield Case(f"route_biased, {tokens} tokens", setup, moved)
     used = min(_EXPERTS, tokens * _CHOSEN)
     matrices = 3 * _INNER * _HIDDEN
     moved = used * (matrices // 2 + matrices // 32) + tokens * 4 * _HIDDEN
-    setup = functools.partial(_routed_experts, tokens, device)
+    setup = functools.partial(_routed_experts, tokens)
     flops = 2 * tokens * _CHOSEN * matrices
     yield Case(f"experts mxfp4, {tokens} tokens", setup, moved, flops)
 
 
-def _normal(*shape: int, device: str) -> Tensor:
-    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16)
 
 
-def _site(tokens: int, device: str) -> dict[str, Any]:
-    fn = torch.randn(_MIXES, _STREAMS * _HIDDEN, device=device) / 128
+def _site(tokens: int) -> dict[str, Any]:
+    fn = torch.randn(_MIXES, _STREAMS * _HIDDEN) / 128
     return {
-        "h": _normal(tokens, _STREAMS, _HIDDEN, device=device),
+        "h": _normal(tokens, _STREAMS, _HIDDEN),
         "fn": fn,
-        "base": torch.randn(_MIXES, device=device),
-        "scale": torch.ones(3, device=device),
+        "base": torch.randn(_MIXES),
+        "scale": torch.ones(3),
     }
 
 
-def _left(tokens: int, device: str) -> dict[str, Any]:
+def _left(tokens: int) -> dict[str, Any]:
     return {
-        "u": _normal(tokens, _HIDDEN, device=device),
-        "post": torch.rand(tokens, _STREAMS, device=device),
-        "comb": torch.rand(tokens, _STREAMS, _STREAMS, device=device),
+        "u": _normal(tokens, _HIDDEN),
+        "post": torch.rand(tokens, _STREAMS),
+        "comb": torch.rand(tokens, _STREAMS, _STREAMS),
     }
 
 
-def _codes(tokens: int, width: int, device: str) -> dict[str, Any]:
-    quantised = QuantizedRows.empty(tokens, width, torch.device(device))
+def _codes(tokens: int, width: int) -> dict[str, Any]:
+    quantised = QuantizedRows.empty(tokens, width, torch.get_default_device())
     return {"codes": quantised.codes, "code_scales": quantised.scales}
 
 
-def _norm(tokens: int, device: str) -> dict[str, Any]:
-    return {"norm_weight": _normal(_HIDDEN, device=device), **_codes(tokens, _HIDDEN, device)}
+def _norm(tokens: int) -> dict[str, Any]:
+    return {"norm_weight": _normal(_HIDDEN), **_codes(tokens, _HIDDEN)}
 
 
-def _pre(tokens: int, device: str) -> _Call:
-    site, norm = _site(tokens, device), _norm(tokens, device)
+def _pre(tokens: int) -> _Call:
+    site, norm = _site(tokens), _norm(tokens)
     return functools.partial(hc_pre, **site, **norm, **_OPTIONS, iters=20)
 
 
-def _post(tokens: int, device: str) -> _Call:
-    h = _normal(tokens, _STREAMS, _HIDDEN, device=device)
-    return functools.partial(hc_post, h=h, **_left(tokens, device), backend="triton")
+def _post(tokens: int) -> _Call:
+    h = _normal(tokens, _STREAMS, _HIDDEN)
+    return functools.partial(hc_post, h=h, **_left(tokens), backend="triton")
 
 
-def _fused(tokens: int, device: str) -> _Call:
-    given = {**_site(tokens, device), **_left(tokens, device), **_norm(tokens, device)}
+def _fused(tokens: int) -> _Call:
+    given = {**_site(tokens), **_left(tokens), **_norm(tokens)}
     return functools.partial(hc_post_pre_norm, **given, **_OPTIONS, iters=20)
 
 
-def _head(tokens: int, device: str) -> _Call:
-    site = _site(tokens, device)
+def _head(tokens: int) -> _Call:
+    site = _site(tokens)
     head = {"fn": site["fn"][:4], "base": site["base"][:4], "scale": site["scale"][:1]}
     return functools.partial(hc_head, site["h"], **head, **_OPTIONS)
 
 
-def _swiglu(tokens: int, device: str) -> _Call:
-    gate, up = (_normal(tokens, _INNER, device=device) for _ in range(2))
-    codes = _codes(tokens, _INNER, device)
+def _swiglu(tokens: int) -> _Call:
+    gate, up = (_normal(tokens, _INNER) for _ in range(2))
+    codes = _codes(tokens, _INNER)
     return functools.partial(swiglu, gate, up, 10.0, **codes, backend="triton")
 
 
-def _heads(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    positions = torch.arange(tokens, device=device)
-    table = torch.rand(max(2, tokens), _ROPE, device=device)
-    return _normal(tokens, _HEADS, _DIM, device=device), positions, table
+def _heads(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    positions = torch.arange(tokens)
+    table = torch.rand(max(2, tokens), _ROPE)
+    return _normal(tokens, _HEADS, _DIM), positions, table
 
 
-def _quantised_heads(tokens: int, device: str) -> _Call:
-    heads = _heads(tokens, device)
+def _quantised_heads(tokens: int) -> _Call:
+    heads = _heads(tokens)
     return functools.partial(inverse_rope_fp8_quant, *heads, n_groups=_GROUPS, backend="triton")
 
 
-def _projected(tokens: int, device: str) -> _Call:
-    wo_a = _normal(_GROUPS, _RANK, _HEADS // _GROUPS * _DIM, device=device)
-    heads = _heads(tokens, device)
+def _projected(tokens: int) -> _Call:
+    wo_a = _normal(_GROUPS, _RANK, _HEADS // _GROUPS * _DIM)
+    heads = _heads(tokens)
     return functools.partial(grouped_output_projection, *heads, wo_a, backend="triton")
 
 
-def _projected_codes(tokens: int, device: str) -> _Call:
-    heads = _heads(tokens, device)
+def _projected_codes(tokens: int) -> _Call:
+    heads = _heads(tokens)
     codes, scales = inverse_rope_fp8_quant(*heads, n_groups=_GROUPS, backend="triton")
     pairs = [
-        quantize_fp8_weight(torch.randn(_RANK, _HEADS // _GROUPS * _DIM, device=device))
-        for _ in range(_GROUPS)
+        quantize_fp8_weight(torch.randn(_RANK, _HEADS // _GROUPS * _DIM)) for _ in range(_GROUPS)
     ]
     weight, weight_scales = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return functools.partial(
@@ -220,9 +218,9 @@ def _projected_codes(tokens: int, device: str) -> _Call:
     )
 
 
-def _linear(kind: str, tokens: int, device: str) -> _Call:
-    x = _normal(tokens, _HIDDEN, device=device)
-    weight = torch.randn(_HIDDEN, _HIDDEN, device=device)
+def _linear(kind: str, tokens: int) -> _Call:
+    x = _normal(tokens, _HIDDEN)
+    weight = torch.randn(_HIDDEN, _HIDDEN)
     if kind == "nvfp4":
         return functools.partial(nvfp4_linear, x, *quantize_nvfp4(weight), backend="triton")
     if kind == "mxfp4":
@@ -234,25 +232,25 @@ def _linear(kind: str, tokens: int, device: str) -> _Call:
     )
 
 
-def _route(tokens: int, device: str) -> _Call:
-    x, gate = _normal(tokens, _HIDDEN, device=device), _normal(_EXPERTS, _HIDDEN, device=device)
-    bias = torch.zeros(_EXPERTS, device=device)
+def _route(tokens: int) -> _Call:
+    x, gate = _normal(tokens, _HIDDEN), _normal(_EXPERTS, _HIDDEN)
+    bias = torch.zeros(_EXPERTS)
     return functools.partial(route_biased, x, gate, bias, k=_CHOSEN, scale=1.5, backend="triton")
 
 
-def _routed_experts(tokens: int, device: str, count: int = _EXPERTS) -> _Call:
+def _routed_experts(tokens: int, count: int = _EXPERTS) -> _Call:
     def codes(*shape: int) -> list[Tensor]:
-        return list(torch.randint(0, 256, (count, *shape), dtype=torch.uint8, device=device))
+        return list(torch.randint(0, 256, (count, *shape), dtype=torch.uint8))
 
     def scales(*shape: int) -> list[Tensor]:
-        return list(torch.full((count, *shape), 120, dtype=torch.uint8, device=device))
+        return list(torch.full((count, *shape), 120, dtype=torch.uint8))
 
-    ids = torch.rand(tokens, count, device=device).argsort(1)[:, :_CHOSEN].int()
+    ids = torch.rand(tokens, count).argsort(1)[:, :_CHOSEN].int()
     return functools.partial(
         experts,
-        _normal(tokens, _HIDDEN, device=device),
+        _normal(tokens, _HIDDEN),
         ids,
-        torch.rand(tokens, _CHOSEN, device=device),
+        torch.rand(tokens, _CHOSEN),
         codes(_INNER, _HIDDEN // 2),
         codes(_INNER, _HIDDEN // 2),
         codes(_HIDDEN, _INNER // 2),
