@@ -24,10 +24,16 @@ def test_a_build_fits_and_spills_no_more_than_declared():
     assert not problem()
     assert problem("sm_86", shared_bytes=100 * 1024) == "102400 bytes of shared memory, 101376 fit"
     assert not problem("sm_90", shared_bytes=100 * 1024)
-    assert problem(spills=3) == "3 spills, 0 declared"
+    assert problem(spills=3) == "3 spills, 0 accepted"
     assert not problem(spills=3, build={"spills": 3})
     assert "no instruction" in problem(instructions=0)
     assert problem(built=False, error="CompilationError: no") == "CompilationError: no"
+
+
+def test_intels_gpus_spill_nothing_and_arc_a_a_few_registers():
+    assert problem("xpu_bmg", spills=1, build={"spills": 8}) == "1 spills, 0 accepted"
+    assert not problem("xpu_dg2", spills=64)
+    assert problem("xpu_dg2", spills=65, build={"spills": 100}) == "65 spills, 64 accepted"
 
 
 def test_a_refusal_that_is_expected_must_be_that_refusal():

@@ -73,6 +73,11 @@ class Target:
         return self.backend == "hip" and self.warp_size == 32
 
     @property
+    def intel(self) -> bool:
+        """Intel: threads have 256 registers at most; tiles are those that spill none of them."""
+        return self.backend == "xpu"
+
+    @property
     def arc_a(self) -> bool:
         """Arc A: registers of 32 bytes, half of what Intel's others have.
 

@@ -1,13 +1,17 @@
 """What a selection runs and how much of it at a time, by sizes alone."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anymla.ops.device import TARGETS
 from anymla.ops.indexer import config as configs
 from anymla.ops.indexer.config import choose_select_config, sm90_context_splits
 
 LEAST = 1 << 24
+HOPPER = TARGETS["sm_90"]
 
 
 @given(
@@ -23,7 +27,7 @@ def test_configs_stay_within_their_scratch(rows, entries, k, sm_count, scratch, 
         rows,
         entries,
         k,
-        sm_count=sm_count,
+        target=dataclasses.replace(HOPPER, sm_count=sm_count),
         scratch_bytes=scratch,
         histograms=histograms,
     )
@@ -62,7 +66,7 @@ def test_configs_stay_within_their_scratch(rows, entries, k, sm_count, scratch, 
     ],
 )
 def test_shapes_take_what_was_measured(rows, entries, k, algorithm, splits, by_histograms):
-    limits = {"sm_count": 132, "scratch_bytes": 1 << 30}
+    limits = {"target": HOPPER, "scratch_bytes": 1 << 30}
     config = choose_select_config(rows, entries, k, **limits)
     assert (config.algorithm, config.splits) == (algorithm, splits)
     assert (
@@ -100,11 +104,21 @@ def test_scores_take_the_config_that_was_measured(items, tiles, pairs, config):
     assert configs.choose_sm90_score_config(items, tiles, pairs, 132) == config
 
 
+def test_groups_on_intels_gpus_are_those_whose_addresses_fit_shared_memory():
+    limits = {"scratch_bytes": 1 << 30}
+    for name, k, algorithm in (
+        ("sm_90", 1024, "groups"), ("xpu_bmg", 512, "groups"), ("xpu_bmg", 1024, "samples"),
+        ("xpu_dg2", 256, "groups"), ("xpu_dg2", 512, "samples"),
+    ):  # fmt: skip
+        config = choose_select_config(32, 65_536, k, target=TARGETS[name], **limits)
+        assert config.algorithm == algorithm, (name, k)
+
+
 def test_a_million_tokens_go_in_whole_waves():
-    config = choose_select_config(16_384, 262_144, 512, sm_count=132, scratch_bytes=512 << 20)
+    config = choose_select_config(16_384, 262_144, 512, target=HOPPER, scratch_bytes=512 << 20)
     assert config.chunk == 264
     with pytest.raises(ValueError, match="scratch_bytes must be >= "):
-        choose_select_config(1, 1 << 24, 512, sm_count=132, scratch_bytes=LEAST)
+        choose_select_config(1, 1 << 24, 512, target=HOPPER, scratch_bytes=LEAST)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def score_only(backend: str, given: Inputs, shape: SelectShape) -> None:
         shape.rows,
         shape.keys,
         TOPK,
-        sm_count=target.sm_count,
+        target=target,
         scratch_bytes=SCRATCH_BYTES,
         histograms=backend == "gluon_sm90",
     )

@@ -319,7 +319,7 @@ def _mixing(
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         SINGLE=chosen.chunks == 1,
-        JOINED=joins_streams(n, target),
+        JOINED=joins_streams(n, dtype, target),
         DIRECT=chosen.direct and n == 4,
         WIDE=target.arc_a,
         MANY=many,

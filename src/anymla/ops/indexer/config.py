@@ -123,7 +123,7 @@ def choose_select_config(
     entries: int,
     k: int,
     *,
-    sm_count: int,
+    target: Target,
     scratch_bytes: int,
     histograms: bool = False,
 ) -> SelectConfig:
@@ -133,7 +133,7 @@ def choose_select_config(
         rows: tokens.
         entries: entries that a token may see.
         k: entries that it keeps.
-        sm_count: SMs of the device.
+        target: of the device, with its number of SMs.
         scratch_bytes: bound of what ``rows`` rows take.
         histograms: top-k by histograms in shared memory (sm_90), for which neither few rows nor
             many are worth sampling.
@@ -151,7 +151,7 @@ def choose_select_config(
     groups = next_power_of_2(cdiv(entries, GROUP))
     if entries <= max_row:
         config = SelectConfig("row", rows, padded_k, elements=next_power_of_2(max(entries, 64)))
-    elif few or short or k > MAX_GROUPS_K or groups > MAX_GROUPS:
+    elif few or short or k > _max_groups_k(target) or groups > MAX_GROUPS:
         # Enough for three standard deviations of sampling and then some.
         capacity = 4096 if k <= 1024 else 8192
         splits = _ROW_SPLITS if few else 1
@@ -164,7 +164,7 @@ def choose_select_config(
             f"select_topk: scratch_bytes must be >= {config.row_bytes(entries)} for rows of "
             f"{entries} entries, got {scratch_bytes}"
         )
-    wave = _CHUNK_ROWS_PER_SM * sm_count
+    wave = _CHUNK_ROWS_PER_SM * target.sm_count
     if most < rows and most >= wave:
         most = most // wave * wave
     elif most < rows and most > 1:
@@ -172,10 +172,22 @@ def choose_select_config(
     return dataclasses.replace(config, chunk=min(rows, most))
 
 
+def _max_groups_k(target: Target) -> int:
+    """Most entries that a row's top-k groups may be kept for.
+
+    Intel's compiler moves the addresses of their 16 k scores through shared memory: 72 KiB for 512.
+    """
+    if not target.intel:
+        return MAX_GROUPS_K
+    return 256 if target.arc_a else 512
+
+
 def row_warps(elements: int, groups: int, rows: int, target: Target) -> int:
     """Warps of "row" and "groups": 32 values a thread at most, and small CTAs for many rows."""
     lanes = max(elements, groups) * (2 if target.arc_a else 1)
-    threads = max(64, min(1024, lanes // 32 if rows > _SMALL_CTA_ROWS else lanes // 16))
+    # Intel: 32 values a thread spill 52 registers.
+    small = rows > _SMALL_CTA_ROWS and not target.intel
+    threads = max(64, min(1024, lanes // (32 if small else 16)))
     return max(1, threads // target.warp_size)
 
 
@@ -265,7 +277,8 @@ def choose_score_config(
     """
     padded_heads = next_power_of_2(heads)
     narrow = target.narrow
-    columns = 64 if math == "fp32" or rows == 1 or narrow else 128
+    # Arc A: two rows spill 120 registers, and take a third more instructions than one and one.
+    columns = 64 if math == "fp32" or rows == 1 or narrow or target.arc_a else 128
     together = 1 if rows == 1 else max(1, columns // padded_heads)
     padded_heads = max(padded_heads, 16 // together)
     columns = together * padded_heads
@@ -418,6 +431,9 @@ def rank_warps(target: Target) -> int:
     return 8 if target.arc_a else 4
 
 
-def sort_warps(winners: int) -> int:
+def sort_warps(winners: int, target: Target) -> int:
     """Warps of a CTA that sorts so many winners."""
+    if target.intel:
+        # 256 winners a warp spill 202 registers.
+        return max(1, min(winners // 128, 16))
     return max(1, min(winners // 256, 8))

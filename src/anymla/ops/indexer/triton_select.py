@@ -558,7 +558,7 @@ def select_with(
             # Without pages all scores are -inf, and the first entries win.
             inputs.covered if len(pages_of(inputs.keys)) else 0,
             inputs.k,
-            sm_count=target.sm_count,
+            target=target,
             scratch_bytes=scratch_bytes,
             histograms=row_topk is not None,
         )

@@ -437,7 +437,7 @@ def _order_winners(
         block = max(next_power_of_2(kept), 64)
         sort_kernel[(rows,)](
             bits, bits.stride(0), starts, winners, out, out.stride(0), k, kept,
-            BLOCK=block, num_warps=sort_warps(block),
+            BLOCK=block, num_warps=sort_warps(block, target_of(bits.device)),
         )  # fmt: skip
     else:
         rank_kernel[(rows, triton.cdiv(k, _RANKED))](

@@ -249,10 +249,14 @@ def choose_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -
     if tile.block_m == _MAX_BLOCK_M and target.name not in OPERANDS_IN_SHARED:
         # Operands pass through registers there, and decoding takes more of them.
         block_k = 32
+    elif target.intel and formats.x is torch.float16 and operand == torch.bfloat16:
+        # Two operands for each of x, which spill 66 registers with 128 channels.
+        block_k = 32
+    # Two products follow each other: the warps of a linear layer spill 154 registers on Arc B.
+    warps = tile.num_warps * (2 if target.intel and not target.arc_a else 1)
     return GemmConfig(
-        False, grouped, tile.block_m, tile.block_n, block_k, operand, tile.num_warps,
-        tile.num_stages,
-    )  # fmt: skip
+        False, grouped, tile.block_m, tile.block_n, block_k, operand, warps, tile.num_stages
+    )
 
 
 def _takes_swap_ab(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> bool:
@@ -273,11 +277,17 @@ def _takes_swap_ab(shape: ExpertsShape, formats: ExpertFormats, target: Target) 
 def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> GemmConfig:
     grouped, share = shape.tokens > 1, shape.pairs_per_expert
     if formats.weight == "fp8":
-        # Hopper's sums of 128 products of e4m3 would keep 13 bits.
-        return GemmConfig(True, grouped, 16, 64, 128, torch.float16, 4, 4)
+        # Hopper's sums of 128 products of e4m3 would keep 13 bits. Intel: 4 warps spill 97
+        # registers.
+        warps = 8 if target.intel else 4
+        return GemmConfig(True, grouped, 16, 64, 128, torch.float16, warps, 4)
     if not formats.quantized or share > _MAX_SCALED_SUMS:
         block_m, block_k = next((m, k) for most, m, k in _BF16_TILES if share <= most)
-        block_m = min(block_m, 64) if target.narrow else block_m
+        # Intel: 128 pairs of float16 spill 18 registers.
+        few = target.narrow or (target.intel and formats.x is torch.float16)
+        block_m = min(block_m, 64) if few else block_m
+        # Steps of one scale take half as many instructions there; longer ones spill 51 registers.
+        block_k = 32 if target.intel else block_k
         return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, 3)
     operand = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
     if not uses_wgmma(target):
@@ -379,9 +389,10 @@ def choose_router_config(
         route = (1, padded, 8 if padded <= 256 else 4, 1)
     else:
         route = (max(1, min(_MAX_ROUTE_TOKENS, _ROUTE_SCORES // padded)), padded, 1, 4)
-    warps = 4
-    if target.arc_a:
-        warps, route = 16, (*route[:3], 2 * route[3])
+    if target.intel:
+        # Half as many warps spill 38 registers, and 88 of Arc A's.
+        route = (*route[:3], (4 if target.arc_a else 2) * route[3])
+    warps = 16 if target.arc_a else 4
     return RouterConfig(block_m, block_n, block_k, warps, split, -(-width // split), *route)
 
 

@@ -59,7 +59,8 @@ class InsertConfig:
 
 def choose_norm_config(width: int, target: Target) -> RowsConfig:
     """Rows of ``width`` that are normed."""
-    return _rows_config(width, target, _NORM_TILE, _NORM_PER_THREAD)
+    per_thread = _NORM_PER_THREAD // 2 if target.intel else _NORM_PER_THREAD
+    return _rows_config(width, target, _NORM_TILE, per_thread)
 
 
 def choose_rope_config(width: int, target: Target) -> RowsConfig:

@@ -637,4 +637,4 @@ def invariant_splits(keys: int, tile: Tile) -> int:
 def combine_warps(splits: int, target: Target) -> int:
     """Warps of a program of the portable combine."""
     warps = 4 if splits > 8 else 2
-    return 2 * warps if target.arc_a else warps
+    return 2 * warps if target.intel else warps
