@@ -235,3 +235,13 @@ def test_device_functions_alone():
     assert int(twice(machine.argument(21))) == 42
     assert twice(machine.argument(2**30)) == -(2**31)
     assert torch.equal(twice(as_value(torch.tensor([1.5, 2]))).tensor, torch.tensor([3.0, 4]))
+
+
+def test_tma_begins_at_multiples_of_16_bytes():
+    # An instruction that begins elsewhere is illegal on an H200.
+    rows = Descriptor(torch.zeros(8, 64), [1, 8])
+    rows.read([3, 4])
+    with pytest.raises(Hazard, match="16 bytes"):
+        rows.read([3, 2])
+    with pytest.raises(Hazard, match="16 bytes"):
+        rows.write([3, 2], torch.ones(1, 8))

@@ -19,6 +19,9 @@ from anymla.testing.gluon.values import Value, as_value
 if TYPE_CHECKING:
     from anymla.testing.gluon.machine import Machine
 
+# Bytes that a box's innermost coordinate is a multiple of; else an instruction is illegal.
+_TMA_STEP = 16
+
 
 @dataclasses.dataclass
 class Descriptor:
@@ -59,6 +62,8 @@ class Descriptor:
         """Of the tensor, and of the box."""
         if len(at) != self.base.ndim or len(self.block_shape) != self.base.ndim:
             raise Hazard(f"{len(at)} coordinates of a box of {self.base.ndim} dimensions")
+        if int(at[-1]) * self.base.element_size() % _TMA_STEP:
+            raise Hazard(f"a box that begins at {int(at[-1])}, not at a multiple of 16 bytes")
         here, there = [], []
         for first, count, size in zip(at, self.block_shape, self.base.shape, strict=True):
             start = int(first)
