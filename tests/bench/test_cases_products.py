@@ -57,6 +57,16 @@ def test_experts_against_the_bytes_of_those_that_are_visited(monkeypatch, clock,
     assert one.values["kernels_us"] == {"decode_kernel": 3.0, "nvjet": 2.5}
 
 
+def test_experts_by_a_backend_that_is_named(monkeypatch, scripted):
+    monkeypatch.setattr(moe, "MODELS", {"pro": experts_of})
+    (row,) = run(moe.cases(["pro"], 6, [5], ["torch", "reference"]), scripted(40, 20, 80))
+    values = row.values
+    assert (values["us"], values["torch_us"], values["reference_us"]) == (40.0, 20.0, 80.0)
+    assert values["torch_tflops"] == round(2 * 5 * 2 * 3 * 128 * 256 / 20e6, 1)
+    assert values["torch_distance"] < 1e-2
+    assert values["reference_distance"] < 1e-2
+
+
 @pytest.fixture
 def single(monkeypatch):
     """A family of cases with everything that may be asked of one."""

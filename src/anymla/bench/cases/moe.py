@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import sums
-from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
+from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.moe import experts
 from anymla.ops.moe.shapes import MODELS
 
@@ -20,15 +20,18 @@ _BATCHES = 4
 _NAME = 48  # characters of a kernel's name that tell it apart
 
 
-def cases(models: Iterable[str], count: int, tokens: Iterable[int]) -> Iterator[Case]:
+def cases(
+    models: Iterable[str], count: int, tokens: Iterable[int], backends: Iterable[str] = ()
+) -> Iterator[Case]:
     """Experts of every model and number of tokens.
 
     Args:
         models: "flash" or "pro".
         count: experts that there are; tokens choose among them evenly.
         tokens: of a call.
+        backends: timed beside what is chosen, on the same inputs.
     """
-    tokens = tuple(tokens)
+    tokens, backends = tuple(tokens), tuple(backends)
     for model in models:
         shape = MODELS[model](1, count)
         # Held for all numbers of tokens.
@@ -37,7 +40,7 @@ def cases(models: Iterable[str], count: int, tokens: Iterable[int]) -> Iterator[
             yield Case(
                 "experts",
                 f"{model} experts, mxfp4, {count} of them, {batch} tokens",
-                functools.partial(_subjects, weights, batch, shape.experts_per_token),
+                functools.partial(_subjects, weights, batch, shape.experts_per_token, backends),
                 judge=_row,
             )
 
@@ -60,7 +63,11 @@ def random_experts(count: int, d: int, inner: int, device: torch.device) -> dict
 
 
 def _subjects(
-    made: Callable[[torch.device], dict[str, Any]], tokens: int, chosen: int, clock: Clock
+    made: Callable[[torch.device], dict[str, Any]],
+    tokens: int,
+    chosen: int,
+    backends: tuple[str, ...],
+    clock: Clock,
 ) -> Iterator[Subject]:
     device, weights = clock.device, made(clock.device)
     count, (inner, packed) = len(weights["w1"]), weights["w1"][0].shape
@@ -98,8 +105,22 @@ def _subjects(
         }
 
     yield Subject("us", calls, after=after)
+    for backend in backends:
+        named = [functools.partial(call, backend=backend) for call in calls]
+
+        def distance(backend: str = backend, named: Sequence[Call] = named) -> Values:
+            got, chosen = named[0]().double(), calls[0]().double()
+            return {f"{backend}_distance": ((got - chosen).norm() / chosen.norm()).item()}
+
+        def rate(us: float, backend: str = backend) -> Values:
+            return {f"{backend}_tflops": flops / us * 1e-6}
+
+        yield Subject(f"{backend}_us", named, before=distance, after=rate)
 
 
 def _row(values: Values) -> tuple[Values, Verdict]:
     digits = dict.fromkeys(("us", "visited_experts", "bytes_us", "gb_per_s", "tflops"), 1)
+    for name in values:
+        if name.endswith(("_us", "_tflops")) and name != "kernels_us":
+            digits[name] = 1
     return rounded(values, digits | {"share_of_copy": 3, "share_of_product": 3}), None
