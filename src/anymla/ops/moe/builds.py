@@ -28,6 +28,7 @@ from anymla.ops.moe.shapes import (
     ExpertsShape,
     flash,
     odd,
+    pro,
     step_tokens,
     v41,
 )
@@ -78,6 +79,10 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             for shape in (sized(tokens, count) for tokens in step_tokens(sized, count)):
                 if choose_sm90_config(shape) is not None:
                     yield _label(shape, _V4), functools.partial(_experts, shape, _V4)
+        # On both sides of the blocks' size, of all experts.
+        for shape in (flash(1024), flash(4096), pro(1024), pro(4096)):
+            call = functools.partial(_experts, shape, _V4, "gluon_sm90_w4a8")
+            yield _label(shape, _V4) + ", W4A8", call
         yield from _experts_calls(None)
     yield from _experts_calls("triton")
     yield from _v41_calls()
@@ -210,6 +215,9 @@ def judgement(build: Build, target: Target) -> Judgement:
     constants = build.constants
     if build.name == "grouped_gemm_kernel":
         return Judgement("e4m3")
+    if build.name == "w4a8_gemm_kernel":
+        # What is the same for all tiles and stages, kept across the partitions; none in a stage.
+        return Judgement("e4m3", spills=8 if constants["N"] == 128 else 0)
     if build.name == "logits_kernel":
         # A few registers too many on sm_80, outside of loops.
         return Judgement(build.types["x"] == build.types["gate"] != "*fp32", spills=8)

@@ -5,6 +5,8 @@ pairs grouped by expert in blocks of ``block_m``:
 
 - "gluon_sm90" (``choose_sm90_config``): MXFP4 weights and quantised activations, few pairs an
   expert; persistent CTAs load the weights without a gap between work tiles.
+- "gluon_sm90_w4a8" (``choose_w4a8_config``): the same with many pairs an expert, for those who
+  name it; it has not been measured.
 - "triton" (``choose_config``): with ``swap_ab`` rows of the weight are rows of the matrix
   instruction, and it goes from memory into registers without masks; else any format and size.
 
@@ -25,7 +27,7 @@ from anymla.ops._gemm_config import (
     within_quant_blocks,
 )
 from anymla.ops.device import TARGETS, Target, numba_problem, runs_gluon, triton_support
-from anymla.ops.moe.inputs import expected_alignment
+from anymla.ops.moe.inputs import expected_addresses, expected_alignment, lie_evenly
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
 from anymla.ops.registry import Support
 
@@ -110,6 +112,46 @@ def choose_sm90_config(shape: ExpertsShape) -> tuple[Sm90Config, Sm90Config] | N
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class W4A8Config:
+    """Blocks and pipelines of the grouped GEMMs for many tokens.
+
+    Attributes:
+        block_m: pairs of a block, 64 or 128.
+        gate_up_stages: of the ring of w1 and w3.
+        down_stages: of w2's.
+        consumer_registers: of a thread of the second consumer.
+        producer_registers: of a thread that is no consumer's.
+    """
+
+    block_m: int
+    gate_up_stages: int
+    down_stages: int
+    consumer_registers: int = 216
+    producer_registers: int = 72
+
+
+# Pairs an expert up to which blocks have 64: in one of 128 more than half would be empty or nearly.
+_MAX_HALF_BLOCKS = 48
+_MAX_W4A8_STAGES = 8
+
+
+def _w4a8_stages(block_m: int, width: int) -> int:
+    """Stages that shared memory holds beside two tiles' scales and the epilogue's scratch."""
+    stage = 128 * 64 + block_m * (128 + 4)
+    rest = 2 * (width // 128) * 512 + 8192 + 2048
+    return min(_MAX_W4A8_STAGES, (_SHARED - rest) // stage)
+
+
+def choose_w4a8_config(shape: ExpertsShape) -> W4A8Config | None:
+    """For many pairs an expert; None if there is none."""
+    if shape.inner % 512 or shape.d % 512:
+        return None
+    block_m = 64 if shape.pairs <= _MAX_HALF_BLOCKS * shape.experts else 128
+    stages = _w4a8_stages(block_m, shape.d), _w4a8_stages(block_m, shape.inner)
+    return W4A8Config(block_m, *stages) if min(stages) >= 3 else None
+
+
 # --- experts on a CPU ----------------------------------------------------------------------------
 
 # Pairs an expert, on average, up to which weights are decoded in registers rather than first, and
@@ -186,6 +228,42 @@ def gluon_support(
     if min(map(expected_alignment, matrices)) < 16 or min(map(expected_alignment, scales)) < 4:
         return Support(False, "matrices at multiples of 16 bytes, scales at multiples of 4")
     return Support(True)
+
+
+def w4a8_support(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: list[Tensor] | Tensor,
+    w3: list[Tensor] | Tensor,
+    w2: list[Tensor] | Tensor,
+    s1: list[Tensor] | Tensor,
+    s3: list[Tensor] | Tensor,
+    s2: list[Tensor] | Tensor,
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int = 0,
+    shared: Tensor | None = None,
+) -> Support:
+    """``supports`` of ``experts`` by ``gluon_sm90_w4a8``, which runs for those who name it."""
+    support = triton_support(x)
+    if not support:
+        return support
+    if not runs_gluon(x.device):
+        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
+    if weight_format != "mxfp4" or not quantize_activations or x.dtype is not torch.bfloat16:
+        return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
+    if not len(w1) or not ids.numel():
+        return Support(False, "at least one expert and one pair")
+    (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
+    if choose_w4a8_config(ExpertsShape(tokens, k, len(w1), inner, d)) is None:
+        return Support(False, f"whole multiples of 512 channels, got {(inner, d)}")
+    for each in (w1, w3, w2, s1, s3, s2):
+        if not lie_evenly(*expected_addresses(each), each[0].shape[-1]):
+            return Support(False, "experts at even distances, at multiples of 16 bytes")
+    return Support(True, "not measured on a GPU", automatic=False)
 
 
 # --- experts by Triton ---------------------------------------------------------------------------

@@ -119,11 +119,29 @@ class ExpertTensors:
         """See ``Addresses``; of none the largest."""
         return 16 if self.addresses is None else self.addresses.unit
 
+    def evenly(self) -> ExpertTensors:
+        """The same, or a copy, at distances as of ``lie_evenly``."""
+        found = self.addresses
+        if found is None or lie_evenly(found.alignment, found.stride, self.shape[-1]):
+            return self
+        return ExpertTensors(torch.stack(list(self._kept)))
+
     def pointers(self, unit: int = 1) -> Pointers:
         """What a kernel is given; distances of a table are in units of so many elements."""
         if self.addresses is None:
             return None, 0, None
         return self.first, self.addresses.stride or 0, self.addresses.table(unit)
+
+
+def lie_evenly(alignment: int, stride: int | None, row: int) -> bool:
+    """Whether experts follow each other by whole rows, all at multiples of 16 bytes.
+
+    Args:
+        alignment: of all addresses.
+        stride: elements from one expert to the next, or None.
+        row: elements of a row.
+    """
+    return alignment == _MAX_ALIGNMENT and stride is not None and stride >= 0 and stride % row == 0
 
 
 def _count(tensors: list[Tensor] | Tensor) -> int:
@@ -148,29 +166,39 @@ def _copied(tensor: Tensor, alignment: int) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % alignment else tensor
 
 
-_alignments: dict[tuple[int, int, int], int] = {}
+_expected: dict[tuple[int, int, int], tuple[int, int | None]] = {}
 
 
-def expected_alignment(tensors: list[Tensor] | Tensor) -> int:
-    """Bytes that all addresses were multiples of when this list was first looked at.
+def expected_addresses(tensors: list[Tensor] | Tensor) -> tuple[int, int | None]:
+    """Alignment and stride, as of ``Addresses``, when this list was first looked at.
 
     For ``supports``, which is called as often as the operation and need not read every address:
     whoever then runs does, and copies what has moved to where it does not suit.
     """
     if not len(tensors):
-        return _MAX_ALIGNMENT
+        return _MAX_ALIGNMENT, 0
     if isinstance(tensors, Tensor):
-        return _addresses(tensors).alignment if tensors[0].is_contiguous() else _MAX_ALIGNMENT
+        if not tensors[0].is_contiguous():
+            return _MAX_ALIGNMENT, None
+        found = _addresses(tensors)
+        return found.alignment, found.stride
     key = id(tensors), len(tensors), tensors[0].data_ptr()
-    found = _alignments.get(key)
-    if found is None:
-        if len(_alignments) >= _REMEMBERED:
-            _alignments.clear()
+    answer = _expected.get(key)
+    if answer is None:
+        if len(_expected) >= _REMEMBERED:
+            _expected.clear()
+        contiguous = all(tensor.is_contiguous() for tensor in tensors)
         # Copies that are contiguous begin where allocations do.
         pointers = [tensor.data_ptr() for tensor in tensors if tensor.is_contiguous()]
         bits = functools.reduce(int.__or__, pointers, _MAX_ALIGNMENT)
-        found = _alignments[key] = bits & -bits
-    return found
+        stride = _addresses(tensors).stride if contiguous else None
+        answer = _expected[key] = bits & -bits, stride
+    return answer
+
+
+def expected_alignment(tensors: list[Tensor] | Tensor) -> int:
+    """Bytes that all addresses are expected to be multiples of; see ``expected_addresses``."""
+    return expected_addresses(tensors)[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._quantized import QUANT_BLOCKS, check_codes, in_blocks_of, in_blocks_of_128
 from anymla.ops.device import Support, float32_support, has_numba
-from anymla.ops.moe.config import gluon_support, numba_support
+from anymla.ops.moe.config import gluon_support, numba_support, w4a8_support
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
@@ -286,4 +286,11 @@ experts.register_lazy(
 )
 experts.register_lazy(
     "gluon_sm90", "anymla.ops.moe.gluon_sm90_launch", supports=in_blocks_of_128(gluon_support)
+)
+# Not chosen before it has been measured: docs/performance/experts.md, "Many tokens".
+experts.register_lazy(
+    "gluon_sm90_w4a8",
+    "anymla.ops.moe.gluon_sm90_w4a8_launch",
+    supports=in_blocks_of_128(w4a8_support),
+    automatic=False,
 )

@@ -1,0 +1,552 @@
+"""Grouped GEMM of MXFP4 experts for many tokens on Hopper, by the FP8 instruction (W4A8).
+
+    work tile   128 rows of an expert's weights (64 of w1 and the same 64 of w3, or 128 of w2) for a
+                block of N pairs; CTAs are resident and take every so-many-th
+    stage       128 channels of a tile: packed codes, e4m3 operands of the pairs, their scales
+
+    producer    1 warp: stages by TMA into a ring
+    scales      2 warps: a tile ahead, each row's exponent and what e4m3 codes of its groups add
+    consumers   2 warpgroups, 32 rows of either half of a tile each: decode, multiply, promote
+
+Barriers: full[i] TMA -> consumers, empty[i] back; scales_full[i], scales_empty[i] likewise.
+
+Rows of the weight are rows of the matrix instruction, pairs its columns (swap AB), so decoded
+weights go from registers into it. e2m1 times 2^k is exact in e4m3 for any k of a range of WINDOW
+binades, so the scales of a row's groups are multiplied into its codes relative to the largest of
+them: a group's eight magnitudes are a table of 8 bytes, which ``prmt`` looks codes up in. A row
+whose scales are further apart is multiplied once for every WINDOW binades that occur in its tile,
+groups of other windows being zero, from the smallest to the largest; so every weight is exact.
+
+Sums of 128 channels come out of the instruction, which keeps 13 bits below the largest of what it
+adds, and are scaled and added in float32.
+"""
+
+# mypy: ignore-errors
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anymla.ops._gluon import gdc_launch_dependents, gdc_wait, opaque, view
+
+# Binades of scales that e4m3 holds exactly with every code of e2m1, 0.5 being a normal number.
+WINDOW = 12
+_WINDOW = gl.constexpr(WINDOW)
+_NEXT_WINDOW = gl.constexpr(2.0**-WINDOW)
+# Bits of the windows that a tile takes, of 255 / WINDOW at most, and from this bit on their number.
+_COUNT_BIT = gl.constexpr(24)
+# Codes of 1.5, 1, 0.5, 0 and of 6, 4, 3, 2 times 2^-5, the bottom of a window; 6 * 2^6 is the most
+# that e4m3 holds.
+_LOW = gl.constexpr(0x14100800)
+_HIGH = gl.constexpr(0x24201C18)
+_TOP_UNIT = gl.constexpr(2.0**-6)
+
+# The name changed after triton 3.6.
+_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+class Ring(NamedTuple):
+    """Shared memory and barriers of the partitions.
+
+    Attributes:
+        codes: packed codes of stages: int32 [4 STAGES, 32, 16], a stage's two halves of either
+            part of a tile.
+        loaded: the same, as TMA fills it: uint8 [2 STAGES, 64, 64].
+        x: e4m3 [STAGES, N, 128].
+        x_scales: float32 [STAGES, N].
+        x_loaded: the same, as TMA fills it: [STAGES, 1, N].
+        shifts: int32 [2 K / 128, 128], four groups of a row to a word; see ``_prepare_scales``.
+        shift_parts: the same as [8 K / 128, 32].
+        factors: float32 [2, 128], of rows.
+        factor_parts: the same as [8, 32].
+        windows: int32 [2, 1], bits of the windows that occur.
+        full: barriers, as the next.
+        empty: see the file.
+        scales_full: likewise.
+        scales_empty: likewise.
+    """
+
+    codes: Any
+    loaded: Any
+    x: Any
+    x_scales: Any
+    x_loaded: Any
+    shifts: Any
+    shift_parts: Any
+    factors: Any
+    factor_parts: Any
+    windows: Any
+    full: Any
+    empty: Any
+    scales_full: Any
+    scales_empty: Any
+
+
+@gluon.jit
+def _work_tile(blocks, count, work_tile, TILES: gl.constexpr):
+    """Expert, tile, and the block's first and end place."""
+    block = work_tile // TILES
+    expert = gl.load(blocks + block)
+    place = gl.load(blocks + count + block)
+    end = gl.load(blocks + 2 * count + block)
+    return expert, work_tile - block * TILES, place, end
+
+
+@gluon.jit
+def _tiles_of_cta(work_tiles):
+    """How many of them are this CTA's."""
+    ctas = gl.num_programs(0)
+    return (work_tiles - gl.program_id(0) + ctas - 1) // ctas
+
+
+@gluon.jit
+def _read_windows(ring, slot):
+    """Bits of the windows of a tile."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(ring.windows.index(slot).load(ONE), 0)
+
+
+@gluon.jit
+def _produce(
+    x_desc, x_scale_desc, a_desc, b_desc, ring, blocks, count, a_rows, b_rows, work_tiles,
+    K: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """TMA loads of all stages of a CTA's tiles."""
+    BYTES: gl.constexpr = 128 * 64 + N * 128 + N * 4
+    step = 0
+    for number in range(_tiles_of_cta(work_tiles)):
+        work_tile = gl.program_id(0) + number * gl.num_programs(0)
+        expert, tile, place, _ = _work_tile(blocks, count, work_tile, TILES)
+        scales_at = work_tile // TILES * (K // 128)
+        row_a = expert * a_rows + tile * (64 if UP else 128)
+        row_b = expert * b_rows + tile * (64 if UP else 128) + (0 if UP else 64)
+        slot = number % 2
+        mbarrier.wait(ring.scales_full.index(slot), (number // 2) & 1)
+        # Read before the stages that consumers wait for, so they release it for this partition too.
+        windows = _read_windows(ring, slot)
+        for back in range(windows >> _COUNT_BIT):
+            window = (windows >> _COUNT_BIT) - 1 - back
+            if ((windows >> window) & 1) != 0:
+                for qb in range(K // 128):
+                    s = step % STAGES
+                    mbarrier.wait(ring.empty.index(s), ((step // STAGES) & 1) ^ 1)
+                    full = ring.full.index(s)
+                    mbarrier.expect(full, BYTES)
+                    _async_load(a_desc, [row_a, qb * 64], full, ring.loaded.index(2 * s))
+                    _async_load(b_desc, [row_b, qb * 64], full, ring.loaded.index(2 * s + 1))
+                    _async_load(x_desc, [place, qb * 128], full, ring.x.index(s))
+                    _async_load(x_scale_desc, [scales_at + qb, 0], full, ring.x_loaded.index(s))
+                    step += 1
+
+
+@gluon.jit
+def _byte(words, j: gl.constexpr):
+    return (words >> (8 * j)) & 255
+
+
+@gluon.jit
+def _largest_byte(words):
+    """Of each word's four; 255, which is NaN, does not count."""
+    largest = gl.zeros_like(words)
+    for j in gl.static_range(4):
+        byte = _byte(words, j)
+        largest = gl.maximum(largest, gl.where(byte == 255, 0, byte))
+    return largest
+
+
+@gluon.jit
+def _has_nan(words):
+    # Adding one to 255 overflows into bit 7.
+    return ((((words & 0x7F7F7F7F) + 0x01010101) & words & -0x7F7F7F80) != 0).to(gl.int32)
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def _windows_of(words, top):
+    """Bits of the windows in which a word's four groups are, below the row's largest."""
+    bits = gl.zeros_like(words)
+    for j in gl.static_range(4):
+        byte = _byte(words, j)
+        window = (top - byte) // _WINDOW
+        bits = bits | gl.where(byte == 255, 0, 1 << window)
+    return bits
+
+
+@gluon.jit
+def _scale_rows(s1, s3, a_offset, b_offset, row, K: gl.constexpr):
+    """Pointers to rows of scales as words: the first 64 of one tensor, then 64 of the other."""
+    at = gl.where(row < 64, s1 + a_offset, s3 + b_offset) + row % 64 * (K // 32)
+    return at.to(gl.pointer_type(gl.int32))
+
+
+@gluon.jit
+def _split4(words):
+    """Words [M, 4] as four [M]."""
+    M: gl.constexpr = words.shape[0]
+    lower, upper = gl.split(gl.permute(gl.reshape(words, [M, 2, 2]), (0, 2, 1)))
+    first, second = gl.split(lower)
+    third, fourth = gl.split(upper)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _prepare_scales(
+    s1, s1_stride, s3, s3_stride, ring, blocks, count, work_tiles,
+    K: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Rows' factors, groups' distances from the largest, and the windows that they take.
+
+    A byte of ``shifts`` is how far below its row's largest a group's exponent is, 255 for NaN.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
+    KB: gl.constexpr = K // 128
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, L))
+    for number in range(_tiles_of_cta(work_tiles)):
+        work_tile = gl.program_id(0) + number * gl.num_programs(0)
+        expert, tile, _, _ = _work_tile(blocks, count, work_tile, TILES)
+        ROWS: gl.constexpr = 64 if UP else 128
+        a_offset = expert.to(gl.int64) * s1_stride + tile * (ROWS * (K // 32))
+        b_offset = expert.to(gl.int64) * s3_stride + tile * (ROWS * (K // 32))
+        if not UP:
+            b_offset += 64 * (K // 32)
+        # In place: addresses kept across partitions would be spilled.
+        row = opaque(gl.arange(0, 128, layout=gl.SliceLayout(1, L)))
+        at = gl.expand_dims(_scale_rows(s1, s3, a_offset, b_offset, row, K), 1)
+        at = at + gl.expand_dims(word, 0)
+        top = gl.zeros([128, 4], gl.int32, L)
+        spoiled = gl.zeros([128, 4], gl.int32, L)
+        for qb in range(0, KB, 4):
+            words = gl.load(at + qb)
+            top = gl.maximum(top, _largest_byte(words))
+            spoiled = spoiled | _has_nan(words)
+        row_top = gl.max(top, 1)
+        factor = (gl.maximum(row_top << 23, 0x00400000)).to(gl.float32, bitcast=True)
+        factor = gl.where(gl.max(spoiled, 1) != 0, float("nan"), factor * _TOP_UNIT)
+        slot = number % 2
+        mbarrier.wait(ring.scales_empty.index(slot), ((number // 2) & 1) ^ 1)
+        below = gl.expand_dims(row_top, 1)
+        bits = gl.zeros([128, 4], gl.int32, L)
+        for qb in range(0, KB, 4):
+            words = gl.load(at + qb)
+            bits = bits | _windows_of(words, below)
+            shift = gl.zeros([128, 4], gl.int32, L)
+            for j in gl.static_range(4):
+                byte = _byte(words, j)
+                shift = shift | (gl.where(byte == 255, 255, below - byte) << (8 * j))
+            w0, w1, w2, w3 = _split4(shift)
+            ring.shifts.index(slot * KB + qb).store(w0)
+            ring.shifts.index(slot * KB + qb + 1).store(w1)
+            ring.shifts.index(slot * KB + qb + 2).store(w2)
+            ring.shifts.index(slot * KB + qb + 3).store(w3)
+        ring.factors.index(slot).store(factor)
+        # A tile that is nothing but NaN is multiplied as well.
+        bits = gl.reduce(gl.reduce(bits, 1, _or), 0, _or) | 1
+        windows = 1
+        for i in gl.static_range(1, 22):
+            windows = gl.where((bits >> i) != 0, i + 1, windows)
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        ring.windows.index(slot).store(
+            gl.full([1], 0, gl.int32, ONE) + (bits | (windows << _COUNT_BIT))
+        )
+        mbarrier.arrive(ring.scales_full.index(slot), count=1)
+
+
+@gluon.jit
+def _decode(words, low, high):
+    """Codes int32 [R, 16] with their tables: e4m3 of even and of odd channels, four to a word."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 m, a, b, c, d, s, t;
+        and.b32 m, $2, 0x77777777;
+        prmt.b32 a, $3, $4, m;
+        shr.u32 m, m, 16;
+        prmt.b32 b, $3, $4, m;
+        prmt.b32 c, a, b, 0x6420;
+        prmt.b32 d, a, b, 0x7531;
+        shl.b32 s, $2, 4;
+        and.b32 s, s, 0x80808080;
+        and.b32 t, $2, 0x80808080;
+        or.b32 $0, s, c;
+        or.b32 $1, t, d; }""",
+        "=r,=r,r,r,r", [words, low, high], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _decode_part(ring, s, shift_at, part, group, window, WORDS: gl.constexpr):
+    """A part's codes of a stage: even and odd channels int32 [32, 16], four words a group."""
+    words = ring.codes.index(4 * s + part).load(WORDS)
+    below = ring.shift_parts.index(4 * shift_at + part).load(gl.SliceLayout(1, WORDS))
+    below = (gl.expand_dims(below, 1) >> (gl.expand_dims(group, 0) * 8)) & 255
+    # From the bottom of the window.
+    up = (_WINDOW - 1 + _WINDOW * window) - below
+    inside = (up >= 0) & (up < _WINDOW)
+    low = gl.where(inside, up * 0x08080800 + _LOW, 0)
+    high = gl.where(inside, up * 0x08080808 + _HIGH, 0)
+    return _decode(words, low, high)
+
+
+@gluon.jit
+def _bytes(words):
+    """The four bytes of int32 words in order, uint8 [..., 2, 2]."""
+    even = gl.join((words & 255).to(gl.uint8), ((words >> 16) & 255).to(gl.uint8))
+    odd = gl.join(((words >> 8) & 255).to(gl.uint8), ((words >> 24) & 255).to(gl.uint8))
+    return gl.join(even, odd)
+
+
+@gluon.jit
+def _decode_stage(
+    ring, s, shift_at, group, window,
+    CONSUMER: gl.constexpr, A: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """A consumer's operand [64, 128]: rows of the first part and of the second, eight by eight."""
+    a_even, a_odd = _decode_part(ring, s, shift_at, CONSUMER, group, window, WORDS)
+    b_even, b_odd = _decode_part(ring, s, shift_at, 2 + CONSUMER, group, window, WORDS)
+    words = gl.join(gl.join(a_even, a_odd), gl.join(b_even, b_odd))
+    codes = gl.reshape(_bytes(words), [4, 8, 4, 4, 2, 2, 4])
+    codes = gl.reshape(gl.permute(codes, (0, 5, 1, 3, 4, 2, 6)), [64, 128])
+    return gl.convert_layout(codes.to(gl.float8e4nv, bitcast=True), A)
+
+
+@gluon.jit
+def _clamped_swiglu(gate, up, limit):
+    """As ``triton_swiglu.clamped_swiglu``."""
+    gate = gl.where(gate > limit, limit, gate)
+    up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _store(
+    value, out, sorted_pairs, place, end, channel, WIDTH: gl.constexpr, SORTED: gl.constexpr
+):
+    """Store [32, N], channels from ``channel`` on of a block's rows, sorted or by their pairs."""
+    N: gl.constexpr = value.shape[1]
+    L: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
+    value = gl.convert_layout(value.to(out.dtype.element_ty), L)
+    line = place + gl.arange(0, N, layout=gl.SliceLayout(0, L))
+    inside = line < end
+    if not SORTED:
+        line = gl.load(sorted_pairs + line, mask=inside, other=0)
+    row = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
+    to = out + gl.expand_dims(line.to(gl.int64) * WIDTH + channel, 0) + gl.expand_dims(row, 1)
+    gl.store(to, value, mask=gl.expand_dims(inside, 0))
+
+
+@gluon.jit
+def _pair_weights(weights, sorted_pairs, place, end, N: gl.constexpr, L: gl.constexpr):
+    """Of a block's pairs, a thread's of which are then those of its columns."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    line = place + gl.arange(0, N, layout=EACH)
+    pair = gl.load(sorted_pairs + line, mask=line < end, other=0)
+    weight = gl.load(weights + pair, mask=line < end, other=0.0)
+    return gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(0, L)), 0)
+
+
+@gluon.jit
+def _consume(
+    ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
+    K: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Products of 32 rows of either part of every tile, and what follows them."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=4)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
+    # A thread has 32 channels of its rows, which have one scale.
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
+    )
+    KB: gl.constexpr = K // 128
+    DT: gl.constexpr = out.dtype.element_ty
+    group = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)) // 4
+    zeros = gl.zeros([64, N], gl.float32, ACC)
+    step = 0
+    for number in range(_tiles_of_cta(work_tiles)):
+        work_tile = gl.program_id(0) + number * gl.num_programs(0)
+        _, tile, place, end = _work_tile(blocks, count, work_tile, TILES)
+        slot = number % 2
+        mbarrier.wait(ring.scales_full.index(slot), (number // 2) & 1)
+        windows = _read_windows(ring, slot)
+        sums = gl.zeros([64, N], gl.float32, ACC)
+        for back in range(windows >> _COUNT_BIT):
+            window = (windows >> _COUNT_BIT) - 1 - back
+            if back > 0:
+                # What there is, in units of the next window.
+                sums = sums * _NEXT_WINDOW
+            if ((windows >> window) & 1) != 0:
+                shift_at = slot * KB
+                s = step % STAGES
+                mbarrier.wait(ring.full.index(s), (step // STAGES) & 1)
+                a = _decode_stage(ring, s, shift_at, group, window, CONSUMER, A, WORDS)
+                p = warpgroup_mma(
+                    a, ring.x.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                for qb in range(1, KB):
+                    t = (step + 1) % STAGES
+                    mbarrier.wait(ring.full.index(t), ((step + 1) // STAGES) & 1)
+                    a = _decode_stage(ring, t, shift_at + qb, group, window, CONSUMER, A, WORDS)
+                    x_scale = gl.expand_dims(ring.x_scales.index(s).load(COLUMN), 0)
+                    p = warpgroup_mma_wait(0, deps=[p])
+                    sums += p * x_scale
+                    fence_async_shared()
+                    mbarrier.arrive(ring.empty.index(s), count=1)
+                    p = warpgroup_mma(
+                        a, ring.x.index(t).permute((1, 0)), zeros, use_acc=False, is_async=True
+                    )
+                    step += 1
+                    s = t
+                x_scale = gl.expand_dims(ring.x_scales.index(s).load(COLUMN), 0)
+                p = warpgroup_mma_wait(0, deps=[p])
+                sums += p * x_scale
+                fence_async_shared()
+                mbarrier.arrive(ring.empty.index(s), count=1)
+                step += 1
+        parts = gl.permute(gl.reshape(sums, [4, 2, 8, N]), (0, 2, 3, 1))
+        first, second = gl.split(parts)
+        first, second = gl.reshape(first, [32, N]), gl.reshape(second, [32, N])
+        L: gl.constexpr = first.type.layout
+        ROW: gl.constexpr = gl.SliceLayout(1, L)
+        factor = ring.factor_parts.index(4 * slot + CONSUMER).load(ROW)
+        first = first * gl.expand_dims(factor, 1)
+        factor = ring.factor_parts.index(4 * slot + 2 + CONSUMER).load(ROW)
+        second = second * gl.expand_dims(factor, 1)
+        mbarrier.arrive(ring.scales_empty.index(slot), count=1)
+        if UP:
+            gate, up = first.to(DT).to(gl.float32), second.to(DT).to(gl.float32)
+            value = _clamped_swiglu(gate, up, limit)
+            value = value * _pair_weights(weights, sorted_pairs, place, end, N, L)
+            channel = tile * 64 + 32 * CONSUMER
+            _store(value, out, sorted_pairs, place, end, channel, OUT, True)
+        else:
+            channel = tile * 128 + 32 * CONSUMER
+            _store(first, out, sorted_pairs, place, end, channel, OUT, False)
+            _store(second, out, sorted_pairs, place, end, channel + 64, OUT, False)
+
+
+@gluon.jit
+def _consume_first(
+    ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
+    K: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    _consume(
+        ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles, K, OUT, N, UP, TILES,
+        STAGES, 0,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume_second(
+    ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
+    K: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    _consume(
+        ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles, K, OUT, N, UP, TILES,
+        STAGES, 1,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["count", "a_rows", "b_rows"])
+def w4a8_gemm_kernel(
+    x_desc, x_scale_desc, a_desc, b_desc, weights, sorted_pairs, blocks, s1, s1_stride, s3,
+    s3_stride, out, count, a_rows, b_rows, limit,
+    K: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One grouped GEMM: w1 and w3 with SwiGLU and the pairs' weights (UP), or w2.
+
+    Args:
+        x_desc: e4m3 [P, K], operands of sorted pairs in the order of decoded weights; boxes
+            [N, 128].
+        x_scale_desc: float32 [blocks * K / 128, N], their scales, block by block; boxes [1, N].
+        a_desc: uint8, rows of packed codes of all experts' w1 (or w2), K / 2 bytes each; boxes
+            [64, 64].
+        b_desc: likewise of w3 (or w2).
+        weights: float32, of pairs; with UP.
+        sorted_pairs: int32, pairs by expert.
+        blocks: int32 [3 * count + 1]: see ``triton_align``.
+        s1: uint8, the first expert's scales of w1 (or w2).
+        s1_stride: from one expert's to the next's.
+        s3: likewise of w3 (or w2).
+        s3_stride: likewise.
+        out: with UP [P, OUT] in the order of ``sorted_pairs``, else in that of pairs.
+        count: see ``blocks``.
+        a_rows: rows of ``a_desc`` from one expert to the next.
+        b_rows: likewise.
+        limit: of SwiGLU.
+        K: channels, a multiple of 512.
+        OUT: rows of the result.
+        N: pairs of a block, 64 or 128.
+        UP: w1 and w3 and what follows them, or w2.
+        STAGES: of the ring.
+        CONSUMER_REGISTERS: of a thread of the second consumer; the first has what is left.
+        PRODUCER_REGISTERS: of a thread of the other partitions.
+        PDL: see ``pdl_launch``.
+    """
+    TILES: gl.constexpr = OUT // (64 if UP else 128)
+    KB: gl.constexpr = K // 128
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ML: gl.constexpr = mbarrier.MBarrierLayout()
+    loaded = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 64, 64], a_desc.layout)
+    codes = view(loaded, gl.int32, [4 * STAGES, 32, 16], gl.NVMMASharedLayout(64, 32, rank=2))
+    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], x_desc.layout)
+    x_loaded = gl.allocate_shared_memory(gl.float32, [STAGES, 1, N], x_scale_desc.layout)
+    x_scales = view(x_loaded, gl.float32, [STAGES, N], FLAT)
+    shifts = gl.allocate_shared_memory(gl.int32, [2 * KB, 128], FLAT)
+    shift_parts = view(shifts, gl.int32, [8 * KB, 32], FLAT)
+    factors = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT)
+    factor_parts = view(factors, gl.float32, [8, 32], FLAT)
+    windows = gl.allocate_shared_memory(gl.int32, [2, 1], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
+    scales_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    scales_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(scales_full.index(i), count=1)
+        mbarrier.init(scales_empty.index(i), count=2)
+    ring = Ring(
+        codes, loaded, x, x_scales, x_loaded, shifts, shift_parts, factors, factor_parts, windows,
+        full, empty, scales_full, scales_empty,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    work_tiles = gl.load(blocks + 3 * count) * TILES
+    gl.warp_specialize(
+        [
+            (_consume_first, (
+                ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
+                K, OUT, N, UP, TILES, STAGES,
+            )),
+            (_consume_second, (
+                ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
+                K, OUT, N, UP, TILES, STAGES,
+            )),
+            (_prepare_scales, (
+                s1, s1_stride, s3, s3_stride, ring, blocks, count, work_tiles, K, UP, TILES,
+            )),
+            (_produce, (
+                x_desc, x_scale_desc, a_desc, b_desc, ring, blocks, count, a_rows, b_rows,
+                work_tiles, K, N, UP, TILES, STAGES,
+            )),
+        ],
+        [4, 2, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Launch the grouped GEMMs of MXFP4 experts for many tokens on Hopper (``gluon_sm90_w4a8_gemm``).
+
+align, close_gaps   pairs by expert, in blocks side by side
+quantize_pairs      activations of sorted pairs -> e4m3 [P, D]
+w4a8_gemm           w1 and w3, SwiGLU, routing weight -> inner [P, I], sorted
+quantize_pairs      inner -> e4m3 [P, I]
+w4a8_gemm           w2 -> results [P, D], in the order of pairs
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
+from anymla.ops.device import target_of
+from anymla.ops.moe.config import W4A8Config, choose_w4a8_config
+from anymla.ops.moe.gluon_sm90_w4a8_gemm import w4a8_gemm_kernel
+from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
+from anymla.ops.moe.shapes import ExpertsShape
+from anymla.ops.moe.triton_align import AlignedPairs
+from anymla.ops.moe.triton_launch import run_experts
+from anymla.ops.moe.triton_sort_quantize import align_closely, quantize_pairs
+from anymla.ops.pdl import pdl_launch
+from anymla.ops.streams import scratch
+
+_CODES = NVMMASharedLayout(64, 8, rank=2)
+_OPERANDS = NVMMASharedLayout(128, 8, rank=2)
+_SCALES = NVMMASharedLayout(0, 32, rank=2)
+# Rows and bytes of a box of packed codes.
+_BOX = 64
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: list[Tensor] | Tensor,
+    w3: list[Tensor] | Tensor,
+    w2: list[Tensor] | Tensor,
+    s1: list[Tensor] | Tensor,
+    s3: list[Tensor] | Tensor,
+    s2: list[Tensor] | Tensor,
+    *,
+    weight_format: str,
+    swiglu_limit: float,
+    quantize_activations: bool,
+    expert_offset: int = 0,
+    shared: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
+) -> Tensor:
+    """See ``interface.experts``."""
+    projections = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2, s1, s3, s2)]
+    return run_experts(
+        _grouped_gemm, x, ids, weights, projections, weight_format=weight_format,
+        swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
+        expert_offset=expert_offset, shared=shared,
+    )  # fmt: skip
+
+
+def _grouped_gemm(inputs: ExpertInputs, results: Tensor) -> None:
+    config = choose_w4a8_config(inputs.shape)
+    assert config is not None
+    grouped_gemm(inputs, results, config)
+
+
+def grouped_gemm(inputs: ExpertInputs, results: Tensor, config: W4A8Config) -> None:
+    """Write what every pair's expert makes of its token to results [P, D].
+
+    Args:
+        inputs: of MXFP4 experts, one tensor a projection or as good as, and activations that are
+            quantised.
+        results: contiguous; pairs without an expert here are not written.
+        config: blocks and pipeline.
+    """
+    x, shape = inputs.x, inputs.shape
+    aligned = align_closely(inputs.ids, shape.experts, inputs.expert_offset, config.block_m)
+    inner = scratch((shape.pairs, shape.inner), x.dtype, x.device)
+    gate_up, down = _launches(shape, config, float(inputs.swiglu_limit), x.device)
+    operands = quantize_pairs(x, shape.pairs, aligned, config.block_m, shape.experts_per_token)
+    parts = (inputs.w1.evenly(), inputs.s1.evenly()), (inputs.w3.evenly(), inputs.s3.evenly())
+    _multiply(gate_up, operands, parts, inputs, aligned, config, inner)
+    operands = quantize_pairs(inner, shape.pairs, aligned, config.block_m, 0)
+    parts = ((inputs.w2.evenly(), inputs.s2.evenly()),) * 2
+    _multiply(down, operands, parts, inputs, aligned, config, results)
+
+
+def _multiply(
+    launch: PreparedLaunch,
+    operands: tuple[Tensor, Tensor],
+    parts: tuple[tuple[ExpertTensors, ExpertTensors], ...],
+    inputs: ExpertInputs,
+    aligned: AlignedPairs,
+    config: W4A8Config,
+    out: Tensor,
+) -> None:
+    codes, scales = operands
+    (w1, s1), (w3, s3) = parts
+    n = config.block_m
+    x_desc = TensorDescriptor.from_tensor(
+        codes.view(torch.float8_e4m3fn), [n, FP8_BLOCK], _OPERANDS
+    )
+    a_desc, a_rows = _codes_descriptor(w1)
+    b_desc, b_rows = _codes_descriptor(w3)
+    launch(
+        x_desc, TensorDescriptor.from_tensor(scales, [1, n], _SCALES), a_desc, b_desc,
+        inputs.weights, aligned.sorted_pairs, aligned.blocks, *s1.pointers()[:2],
+        *s3.pointers()[:2], out, aligned.count, a_rows, b_rows,
+    )  # fmt: skip
+
+
+def _codes_descriptor(w: ExpertTensors) -> tuple[TensorDescriptor, int]:
+    """Rows of all experts, and how many there are from one expert to the next."""
+    assert w.first is not None
+    assert w.addresses is not None
+    assert w.addresses.stride is not None
+    rows, width = w.shape
+    step = w.addresses.stride // width
+    shape = [(w.count - 1) * step + rows, width]
+    return TensorDescriptor(w.first, shape, [width, 1], [_BOX, _BOX], _CODES), step
+
+
+@functools.lru_cache(LAUNCHES)
+def _launches(
+    shape: ExpertsShape, config: W4A8Config, limit: float, device: torch.device
+) -> tuple[PreparedLaunch, PreparedLaunch]:
+    """Of w1 and w3 with SwiGLU's limit, and of w2."""
+    options: dict[str, Any] = {
+        "N": config.block_m,
+        "CONSUMER_REGISTERS": config.consumer_registers,
+        "PRODUCER_REGISTERS": config.producer_registers,
+        "num_warps": 4,
+        **pdl_launch(device),
+    }
+    grid = (target_of(device).sm_count,)
+    gate_up = PreparedLaunch(
+        w4a8_gemm_kernel, grid, limit, K=shape.d, OUT=shape.inner, UP=True,
+        STAGES=config.gate_up_stages, **options,
+    )  # fmt: skip
+    down = PreparedLaunch(
+        w4a8_gemm_kernel, grid, 0.0, K=shape.inner, OUT=shape.d, UP=False,
+        STAGES=config.down_stages, **options,
+    )  # fmt: skip
+    return gate_up, down

@@ -1,0 +1,152 @@
+"""Activations of (token, expert) pairs as operands of the W4A8 GEMMs, sorted by expert.
+
+    blocks with gaps -> blocks side by side, and how many there are
+    rows of sorted pairs -> e4m3 [P, K] in the order of decoded weights, scales [K / 128, N] a block
+
+Scales of a block lie by themselves, because TMA begins at multiples of 16 bytes.
+
+Of 128 channels the instruction that is j-th takes eight of every 32: channel 32 t + 8 j + 2 b + h
+is its 16 h + 4 t + b-th. So a thread of a row's four has 16 bytes of packed codes that lie side by
+side, all with one scale.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
+from anymla.ops._triton_quantize import quantize_blocks
+from anymla.ops.moe.triton_align import AlignedPairs, align
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
+from anymla.ops.streams import scratch
+
+_AT_ONCE = 1024
+# Rows of a CTA, and their quant blocks.
+_ROWS, _QUANT_BLOCKS = 4, 4
+
+
+@triton.jit(do_not_specialize=["count"])
+def close_gaps_kernel(blocks, closed, count, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
+    """Blocks that have pairs, in their order; one CTA."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    found = 0
+    for start in range(0, count, AT_ONCE):
+        block = start + tl.arange(0, AT_ONCE)
+        exists = block < count
+        expert = tl.load(blocks + block, exists, other=-1)
+        first = tl.load(blocks + count + block, exists, other=0)
+        end = tl.load(blocks + 2 * count + block, exists, other=0)
+        here = (expert >= 0).to(tl.int32)
+        place = closed + found + tl.cumsum(here, 0) - here
+        tl.store(place, expert, here != 0)
+        tl.store(place + count, first, here != 0)
+        tl.store(place + 2 * count, end, here != 0)
+        found += tl.sum(here, 0)
+    tl.store(closed + 3 * count, found)
+
+
+def align_closely(ids: Tensor, experts: int, offset: int, block_m: int) -> AlignedPairs:
+    """As ``align``, in blocks without gaps between them and their number behind them."""
+    aligned = align(ids, experts, offset, block_m)
+    closed = scratch((3 * aligned.count + 1,), torch.int32, ids.device)
+    launch = _closing(aligned.count, ids.device)
+    launch(aligned.blocks, closed)
+    return AlignedPairs(aligned.sorted_pairs, closed, aligned.count)
+
+
+@functools.lru_cache(LAUNCHES)
+def _closing(count: int, device: torch.device) -> PreparedLaunch:
+    return PreparedLaunch(close_gaps_kernel, (1,), count, AT_ONCE=_AT_ONCE, **pdl_launch(device))
+
+
+@triton.jit(do_not_specialize=["count"])
+def quantize_pairs_kernel(
+    x,
+    sorted_pairs,
+    blocks,
+    codes,
+    scales,
+    count,
+    K: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUANT_BLOCKS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """QUANT_BLOCKS of ROWS rows of a block of pairs; PER_TOKEN is 0 for rows that are sorted."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = tl.program_id(0) // (BLOCK_M // ROWS)
+    first = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS
+    exists = block < tl.load(blocks + 3 * count)
+    begin = tl.load(blocks + count + block, exists, other=0)
+    end = tl.load(blocks + 2 * count + block, exists, other=0)
+    if begin + first < end:
+        i = tl.arange(0, ROWS * QUANT_BLOCKS)
+        line = first + i // QUANT_BLOCKS
+        of_row = tl.program_id(1) * QUANT_BLOCKS + i % QUANT_BLOCKS
+        inside = (begin + line < end) & (of_row < K // 128)
+        row = (begin + line).to(tl.int64)
+        source = row
+        if PER_TOKEN > 0:
+            source = (tl.load(sorted_pairs + row, inside, other=0) // PER_TOKEN).to(tl.int64)
+        channel = tl.arange(0, 128)
+        at = (source * K + of_row * 128)[:, None] + channel[None, :]
+        value = tl.load(x + at, inside[:, None], other=0.0).to(tl.float32)
+        encoded, scale = quantize_blocks(value, FLOOR, True)
+        encoded = tl.reshape(encoded, (ROWS * QUANT_BLOCKS, 4, 4, 4, 2))
+        encoded = tl.permute(encoded, (0, 2, 4, 1, 3))
+        encoded = tl.reshape(encoded, (ROWS * QUANT_BLOCKS, 128))
+        to = (row * K + of_row * 128)[:, None] + channel[None, :]
+        tl.store(codes + to, encoded, inside[:, None])
+        to = (block * (K // 128) + of_row).to(tl.int64) * BLOCK_M + line
+        tl.store(scales + to, scale, inside)
+
+
+def quantize_pairs(
+    x: Tensor, pairs: int, aligned: AlignedPairs, block_m: int, per_token: int
+) -> tuple[Tensor, Tensor]:
+    """Operands e4m3 [pairs, K] of contiguous x, and their scales [blocks * K / 128, block_m].
+
+    Args:
+        x: rows of tokens, or with ``per_token`` 0 of sorted pairs.
+        pairs: all, also those that have no expert here.
+        aligned: see ``align_closely``.
+        block_m: pairs of a block.
+        per_token: pairs of a token.
+    """
+    width = x.shape[1]
+    codes = scratch((pairs, width), torch.uint8, x.device)
+    scales = scratch((aligned.count * (width // FP8_BLOCK), block_m), torch.float32, x.device)
+    launch = _quantization(width, aligned.count, block_m, per_token, x.device)
+    launch(x, aligned.sorted_pairs, aligned.blocks, codes, scales)
+    return codes, scales
+
+
+@functools.lru_cache(LAUNCHES)
+def _quantization(
+    width: int, count: int, block_m: int, per_token: int, device: torch.device
+) -> PreparedLaunch:
+    return PreparedLaunch(
+        quantize_pairs_kernel,
+        (count * (block_m // _ROWS), cdiv(width // FP8_BLOCK, _QUANT_BLOCKS)),
+        count,
+        K=width,
+        PER_TOKEN=per_token,
+        BLOCK_M=block_m,
+        ROWS=_ROWS,
+        QUANT_BLOCKS=_QUANT_BLOCKS,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
+        **pdl_launch(device),
+    )
