@@ -98,12 +98,32 @@ def decoded(rows: NgramRows, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).flatten(1)
 
 
-class Engram(nn.Module):
-    """Adds a value to every stream, as much of it as the stream and its key agree on.
+def add_gated(h: Tensor, projected: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Streams [T, N, hidden] with a value added to each, as much as the stream and its key agree.
 
     ``h_j += sigmoid(sgn(d) sqrt(max(|d|, 1e-6))) value`` with
-    ``d = sum q_j k_j h_j key_j / (rms(h_j) rms(key_j) sqrt(hidden))`` per stream j; keys and the
-    value are projected from the rows of the token's n-grams.
+    ``d = sum q_j k_j h_j key_j / (rms(h_j) rms(key_j) sqrt(hidden))`` per stream j.
+
+    Args:
+        h: [T, N, hidden].
+        projected: [T, (N + 1) * hidden], the streams' keys, then the value.
+        weight: float32 [N, hidden], product of the streams' and the keys' norm weights.
+        eps: of the norms.
+    """
+    streams, hidden = h.shape[1:]
+    wide = torch.promote_types(h.dtype, torch.float32)
+    projected = projected.to(wide).unflatten(1, (streams + 1, hidden))
+    keys, value = projected[:, :streams], projected[:, streams:]
+    state = h.to(wide)
+    dot = (state * weight * keys).sum(-1) * hidden**-0.5
+    for each in (state, keys):
+        dot = dot * torch.rsqrt(each.square().mean(-1) + eps)
+    gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=_LEAST_DOT).sqrt(), dot))
+    return (state + gate.unsqueeze(-1) * value).to(h.dtype)
+
+
+class Engram(nn.Module):
+    """Adds a value to every stream (``add_gated``), projected from the token's n-grams' rows.
 
     The rows are read before the layer runs: which ones depends on tokens alone, and a table too
     large for a device lies on the host.
@@ -145,13 +165,4 @@ class Engram(nn.Module):
     def forward(self, h: Tensor, step: Step) -> Tensor:
         """Map streams [T, N, hidden] to the same; needs the layer's ``Step.ngrams``."""
         rows = decoded(step.ngrams[self.layer], h.dtype)
-        streams, hidden = h.shape[1:]
-        wide = torch.promote_types(h.dtype, torch.float32)
-        projected = self.wkv(rows).to(wide).unflatten(1, (streams + 1, hidden))
-        keys, value = projected[:, :streams], projected[:, streams:]
-        state = h.to(wide)
-        dot = (state * self.weight * keys).sum(-1) * hidden**-0.5
-        for each in (state, keys):
-            dot = dot * torch.rsqrt(each.square().mean(-1) + self.eps)
-        gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=_LEAST_DOT).sqrt(), dot))
-        return (state + gate.unsqueeze(-1) * value).to(h.dtype)
+        return add_gated(h, self.wkv(rows), self.weight, self.eps)

@@ -177,11 +177,11 @@ class HyperConnection(_Collapse):
             iters=self.options.iterations,
             backend=self.backend,
         )
-        x = _collapsed(h, streams.pre, self.norm, self.options, self.backend, quantised)
+        x = collapsed(h, streams.pre, self.norm, self.options, self.backend, quantised)
         return Entered(h, x, quantised, Mix(post, comb), pre)
 
 
-def _collapsed(
+def collapsed(
     h: Tensor,
     pre: Tensor | None,
     norm: Tensor | None,
@@ -221,7 +221,7 @@ class DelayedHead(nn.Module):
 
     def leave(self, streams: Streams) -> Tensor:
         """What the last layer's streams, all returned, leave for ``forward``: [T, 1, hidden]."""
-        at = _collapsed(streams.h, streams.pre, self.norm, self.options, self.backend)
+        at = collapsed(streams.h, streams.pre, self.norm, self.options, self.backend)
         return at.unsqueeze(1)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class DelayedHead(nn.Module):
 
     def collapse(self, streams: Streams) -> Tensor:
         """[T, hidden] of streams, all returned; not normed."""
-        return _collapsed(streams.h, streams.pre, None, self.options, self.backend)
+        return collapsed(streams.h, streams.pre, None, self.options, self.backend)
 
     def normed(self, y: Tensor) -> Tensor:
         """Normalise [..., hidden]."""
