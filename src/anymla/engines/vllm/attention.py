@@ -1,4 +1,4 @@
-"""vLLM's DeepSeek-V4 attention layer with anymla's operations inside."""
+"""vLLM's DeepSeek-V4 attention layer with anymla's operations inside, and what V4.1's shares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 
 from anymla.engines.vllm import report
-from anymla.engines.vllm.metadata import SPARSE_BACKEND, WINDOW_BACKEND
+from anymla.engines.vllm.metadata import ANY, SPARSE_BACKEND, WINDOW_BACKEND
 from anymla.engines.vllm.pinned import PLATFORMS
 from anymla.engines.vllm.prefill import Chunk, plans_of_step, scratch_memory, workspace_rows
 from anymla.formats.fp8_block import dequantize_fp8_weight
@@ -27,8 +27,8 @@ _MODULE, _, _CLASS = PLATFORMS[report.this_machine().platform].base.partition(":
 _Base: Any = getattr(importlib.import_module(_MODULE), _CLASS)
 
 
-class AnymlaAttention(_Base):
-    """One class for every device: projections, caches and metadata are vLLM's own.
+class AttentionAdapter(ANY):
+    """Mixed in before an attention class of vLLM's: projections, caches, metadata stay its own.
 
     Attributes:
         backend: of anymla's operations; None lets each choose by device.
@@ -37,22 +37,10 @@ class AnymlaAttention(_Base):
 
     backend: str | None = None
     scratch_bytes = 0
-    backend_cls = SPARSE_BACKEND
-    swa_backend_cls = WINDOW_BACKEND
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.wo_a.quant_method.process_weights_after_loading = self._keep_wo_a
-        sizes = self.max_model_len, self.max_num_batched_tokens, self.window_size
-        rows = workspace_rows(*sizes, self.compress_ratio, self.PREFILL_CHUNK_SIZE)
-        self.scratch_bytes = rows * self.head_dim * torch.bfloat16.itemsize
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
         return num_heads
-
-    def _wrap_wo_a_process_weights_after_loading(self) -> None:
-        """Nothing: here vLLM's CPU layer would have its own packing of ``wo_a`` called."""
 
     def _keep_wo_a(self, layer: nn.Module) -> None:
         """Decode the grouped weight as loaded; it never runs as a linear layer of vLLM's."""
@@ -73,18 +61,6 @@ class AnymlaAttention(_Base):
         qr, kv = fused_q_kv_rmsnorm(qr, kv, *weights, self.eps, backend=self.backend)
         return qr, None, kv
 
-    def _fused_qnorm_rope_kv_insert(
-        self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any
-    ) -> Tensor:
-        if not isinstance(attn_metadata, dict):
-            return q  # memory profiling: there are no caches yet
-        window = self.swa_cache_layer
-        slots = attn_metadata[window.prefix].slot_mapping
-        table = self.rotary_emb.cos_sin_cache
-        return qnorm_rope_kv_insert(
-            q, kv, window.kv_cache, slots, positions, table, self.eps, backend=self.backend
-        )
-
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         attn_metadata = get_forward_context().attn_metadata
         with scratch_memory(self.scratch_bytes):
@@ -101,9 +77,7 @@ class AnymlaAttention(_Base):
         end = before + window.num_prefill_tokens
         decoding = Rows(window.decode_swa_indices, window.decode_swa_lens)
         self._attend_by_slots(q, attn_metadata, slice(0, before), decoding, output)
-        chunks = plans_of_step(attn_metadata, window).chunks(
-            window, positions, self.compress_ratio, self.PREFILL_CHUNK_SIZE
-        )
+        chunks = self._chunks(attn_metadata, positions)
         for chunk in chunks:
             self._attend_decoded(q, attn_metadata, chunk, output)
         if chunks:
@@ -113,6 +87,10 @@ class AnymlaAttention(_Base):
             self._attend_by_slots(q, attn_metadata, slice(before, end), prefilled, output)
         if end < len(output):
             output[end:].zero_()
+
+    def _chunks(self, attn_metadata: dict[str, Any], positions: Tensor) -> list[Chunk]:
+        """Those prefills of the step that attend to a workspace."""
+        return []
 
     def _attend_decoded(
         self, q: Tensor, attn_metadata: dict[str, Any], chunk: Chunk, output: Tensor
@@ -167,7 +145,7 @@ class AnymlaAttention(_Base):
             rows.lengths,
             sink=self.attn_sink,
             scale=self.scale,
-            extra_cache=entries and self.kv_cache,
+            extra_cache=entries and self._compressed_kv_cache(),
             extra_indices=entries and entries.indices,
             extra_lengths=entries and entries.lengths,
             plan=plans.of((self.compress_ratio, tokens.start), q.shape[1], rows, entries),
@@ -176,15 +154,13 @@ class AnymlaAttention(_Base):
         )
 
     def _entries(self, attn_metadata: Any, tokens: slice) -> Rows | None:
-        """The entries of tokens in the compressed cache."""
-        if self.compress_ratio <= 1:
-            return None
-        metadata = attn_metadata[self.prefix]
-        if self.indexer is None:
-            return Rows(
-                metadata.c128a_global_decode_topk_indices[tokens],
-                metadata.c128a_decode_topk_lens[tokens],
-            )
+        """The entries of tokens in the compressed cache; None for a layer of windows alone."""
+        raise NotImplementedError
+
+    def _selected_entries(
+        self, metadata: Any, attn_metadata: dict[str, Any], tokens: slice
+    ) -> Rows:
+        """The entries that were selected for tokens, in the cache of that metadata."""
         slots, lengths = compute_global_topk_indices_and_lens(
             self.topk_indices_buffer[tokens],
             metadata.req_id_per_token[tokens],
@@ -201,12 +177,66 @@ class AnymlaAttention(_Base):
         return self.wo_b(z)
 
 
+class AnymlaAttention(AttentionAdapter, _Base):
+    """DeepSeek-V4's layer, one class for every device."""
+
+    backend_cls = SPARSE_BACKEND
+    swa_backend_cls = WINDOW_BACKEND
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.wo_a.quant_method.process_weights_after_loading = self._keep_wo_a
+        sizes = self.max_model_len, self.max_num_batched_tokens, self.window_size
+        rows = workspace_rows(*sizes, self.compress_ratio, self.PREFILL_CHUNK_SIZE)
+        self.scratch_bytes = rows * self.head_dim * torch.bfloat16.itemsize
+
+    def _wrap_wo_a_process_weights_after_loading(self) -> None:
+        """Nothing: here vLLM's CPU layer would have its own packing of ``wo_a`` called."""
+
+    def _fused_qnorm_rope_kv_insert(
+        self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any
+    ) -> Tensor:
+        if not isinstance(attn_metadata, dict):
+            return q  # memory profiling: there are no caches yet
+        window = self.swa_cache_layer
+        slots = attn_metadata[window.prefix].slot_mapping
+        table = self.rotary_emb.cos_sin_cache
+        return qnorm_rope_kv_insert(
+            q, kv, window.kv_cache, slots, positions, table, self.eps, backend=self.backend
+        )
+
+    def _compressed_kv_cache(self) -> Tensor:
+        return self.kv_cache
+
+    def _chunks(self, attn_metadata: dict[str, Any], positions: Tensor) -> list[Chunk]:
+        window = attn_metadata[self.swa_cache_layer.prefix]
+        return plans_of_step(attn_metadata, window).chunks(
+            window, positions, self.compress_ratio, self.PREFILL_CHUNK_SIZE
+        )
+
+    def _entries(self, attn_metadata: Any, tokens: slice) -> Rows | None:
+        if self.compress_ratio <= 1:
+            return None
+        metadata = attn_metadata[self.prefix]
+        if self.indexer is not None:
+            return self._selected_entries(metadata, attn_metadata, tokens)
+        return Rows(
+            metadata.c128a_global_decode_topk_indices[tokens],
+            metadata.c128a_decode_topk_lens[tokens],
+        )
+
+
 def _decoded(layer: Any) -> Tensor:
-    """The weight of a linear layer that vLLM has just loaded, in bfloat16."""
+    """The weight of a linear layer that vLLM has just loaded, of 16 or 32 bits."""
     weight, scale = layer.weight.data, getattr(layer, "weight_scale_inv", None)
-    if weight.dtype == torch.bfloat16:
+    by_row = getattr(layer, "weight_scale", None)
+    if weight.dtype in (torch.bfloat16, torch.float32):
         return weight
+    if weight.dtype == torch.float8_e4m3fn and scale is None and by_row is not None:
+        # V4.1's blocks are of 32 rows, whose scale vLLM has repeated for each of them.
+        scales = by_row.data.view(torch.uint8)[::32]
+        return dequantize_fp8_weight(weight.view(torch.uint8), scales, torch.bfloat16, 32)
     if weight.dtype != torch.float8_e4m3fn or scale is None:
-        raise NotImplementedError(f"wo_a is neither bf16 nor FP8 in blocks, but {weight.dtype}")
+        raise NotImplementedError(f"wo_a is neither plain nor FP8 in blocks, but {weight.dtype}")
     scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale.float()
     return dequantize_fp8_weight(weight.view(torch.uint8), scale.data, torch.bfloat16)

@@ -14,7 +14,15 @@ from vllm.model_executor.layers.mhc import HCHeadOp, MHCFusedPostPreOp, MHCPostO
 from anymla.engines.vllm import codes
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.layers.codes import as_kwargs
-from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
+from anymla.layers.hyper_connection import HyperConnectionOptions, collapsed
+from anymla.ops.hyper_connection import (
+    hc_collapse_norm,
+    hc_gates,
+    hc_head,
+    hc_post,
+    hc_post_pre_norm,
+    hc_pre,
+)
 
 
 def pre(
@@ -149,6 +157,77 @@ def head(
     return y.view(*hidden_states.shape[:-2], -1)
 
 
+def pre_delayed(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    pre_mix: Tensor | None = None,
+    x: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gates of a site of V4.1, and its input through the gates of the site before.
+
+    The first site's ``fn`` is whole here (``shared_model``), so that the embedding ``x``, of which
+    all streams are copies, is not needed.
+
+    Returns:
+        How the output returns: to the streams, and between them; the normed input; the gates that
+        the next site reads through.
+    """
+    _check_numbers(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, norm_weight, norm_eps)
+    pre, gate, comb = hc_gates(
+        residual,
+        fn,
+        hc_base,
+        hc_scale,
+        norm_eps=rms_eps,
+        hc_eps=hc_pre_eps,
+        iters=sinkhorn_repeat,
+    )
+    options = HyperConnectionOptions(rms_eps, hc_pre_eps, sinkhorn_repeat, delayed=True)
+    return gate.unsqueeze(-1), comb, collapsed(residual, pre_mix, norm_weight, options, None), pre
+
+
+def shifted_post_pre(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    *site: Any,
+    capture_aux: bool = False,
+    stream: Any = None,
+    reduce_results: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    """``post`` of one sublayer, ``pre_delayed`` of the next; the streams' mean if asked for."""
+    assert isinstance(x, Tensor)  # nothing is left to the all-reduce of a later kernel
+    assert not reduce_results
+    assert stream is None
+    residual = post(x, residual, post_layer_mix, comb_res_mix)
+    aux = residual.mean(dim=1) if capture_aux else residual.new_empty(0, residual.shape[-1])
+    return (residual, *pre_delayed(residual, *site, **kwargs), aux)
+
+
+def collapse(x: Tensor, pre_mix: Tensor) -> Tensor:
+    """Streams [T, N, D] read through the last site's gates."""
+    y: Tensor = hc_collapse_norm(x, pre_mix, None, norm_eps=0.0)
+    return y
+
+
+# Of V4.1's model.
+SHARED_FUNCTIONS = {
+    "mhc_pre_delayed_tilelang": pre_delayed,
+    "mhc_shifted_post_pre": shifted_post_pre,
+    "mhc_post_tilelang": post,
+    "hc_collapse_triton": collapse,
+}
 FUNCTIONS = {
     "mhc_pre_tilelang": pre,
     "mhc_pre_broadcast_tilelang": pre_broadcast,

@@ -11,7 +11,7 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
 
-from anymla.engines.vllm.metadata import INDEXER_BACKEND
+from anymla.engines.vllm.metadata import ANY, INDEXER_BACKEND
 from anymla.engines.vllm.prefill import scratch_memory
 from anymla.engines.vllm.step import once
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
@@ -27,10 +27,50 @@ class AnymlaIndexerCache(DeepseekV4IndexerCache):
         return INDEXER_BACKEND
 
 
-class AnymlaIndexer(DeepseekV4Indexer):
-    """Index queries; the compressor inside writes the keys, whosever it is."""
+class IndexerAdapter(ANY):
+    """Mixed in before an indexer of vLLM's: its queries, where entries have to be chosen."""
 
     backend: str | None = None
+
+    def _fits(self, step: Any, positions: Tensor) -> bool:
+        """Whether every entry of the step's requests fits the selection."""
+        fits: bool = step.max_seq_len // self.compress_ratio <= self.topk_tokens
+        return fits and not _is_captured(positions)
+
+    def _choose_all(self, step: Any, made_of: object) -> None:
+        """Select every entry, unless a layer before did so for the same ``made_of``."""
+        buffer = self.topk_indices_buffer
+
+        def write() -> None:
+            chosen = all_entries(step.visible, self.topk_tokens)
+            buffer[: len(chosen)] = chosen
+
+        once(("entries", id(buffer)), write, of=made_of)
+
+    def _queries(
+        self,
+        qr: Tensor,
+        qr_scale: Tensor | None,
+        weights: Tensor,
+        positions: Tensor,
+        rotary_emb: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Queries, scales of packed ones, and weights of the heads."""
+        q, q_scales, weights = indexer_q_rope_quant(
+            self._wq_b_proj(qr, qr_scale).unflatten(-1, (self.n_head, self.head_dim)),
+            weights,
+            positions,
+            rotary_emb.cos_sin_cache,
+            softmax_scale=self.softmax_scale,
+            head_scale=self.n_head**-0.5,
+            quant="mxfp4" if self.use_fp4_kv else "fp8",
+            backend=self.backend,
+        )
+        return q, q_scales if self.use_fp4_kv else None, weights
+
+
+class AnymlaIndexer(IndexerAdapter, DeepseekV4Indexer):
+    """Index queries; the compressor inside writes the keys, whosever it is."""
 
     def _get_cache_cls(self) -> type:
         return AnymlaIndexerCache
@@ -55,26 +95,10 @@ class AnymlaIndexer(DeepseekV4Indexer):
         attn_metadata = get_forward_context().attn_metadata
         if isinstance(attn_metadata, dict):
             step = attn_metadata[self.k_cache.prefix]
-            fits = step.max_seq_len // self.compress_ratio <= self.topk_tokens
-            if fits and not _is_captured(positions):
-                shared = "entries", id(self.topk_indices_buffer)
-                once(shared, lambda: self._choose_all(step), of=attn_metadata)
+            if self._fits(step, positions):
+                self._choose_all(step, attn_metadata)
                 return None, None, None
-        q, q_scales, weights = indexer_q_rope_quant(
-            self._wq_b_proj(qr, qr_scale).unflatten(-1, (self.n_head, self.head_dim)),
-            indexer_weights,
-            positions,
-            rotary_emb.cos_sin_cache,
-            softmax_scale=self.softmax_scale,
-            head_scale=self.n_head**-0.5,
-            quant="mxfp4" if self.use_fp4_kv else "fp8",
-            backend=self.backend,
-        )
-        return q, q_scales if self.use_fp4_kv else None, weights
-
-    def _choose_all(self, step: Any) -> None:
-        chosen = all_entries(step.visible, self.topk_tokens)
-        self.topk_indices_buffer[: len(chosen)] = chosen
+        return self._queries(qr, qr_scale, indexer_weights, positions, rotary_emb)
 
 
 class AnymlaSparseAttnIndexer(SparseAttnIndexer):

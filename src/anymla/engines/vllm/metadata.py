@@ -17,9 +17,12 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 from anymla.engines.vllm.prefill import StepPlans, decodes_rows, has_workspaces
 from anymla.ops.selection import compressed_rows
 
+# Where a class is mixed in before one of vLLM's, which has the rest of what it uses.
+ANY: Any = object
 
-class IndexBuilder(DeepseekV4SparseMLAMetadataBuilder):
-    """Metadata of index keys; vLLM's builder for them asks for DeepGEMM."""
+
+class IndexMetadata(ANY):
+    """Mixed in before the builder of entries: of index keys, for which vLLM's asks for DeepGEMM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,6 +46,10 @@ class IndexBuilder(DeepseekV4SparseMLAMetadataBuilder):
         return built
 
 
+class IndexBuilder(IndexMetadata, DeepseekV4SparseMLAMetadataBuilder):
+    """Metadata of DeepSeek-V4's index keys."""
+
+
 def _visible(positions: Tensor, slots: Tensor, ratio: int) -> Tensor:
     """Entries closed up to each token's position; none for padding, whose position is stale."""
     return torch.where(slots >= 0, (positions + 1) // ratio, 0)
@@ -54,7 +61,7 @@ def _selections(builder: Any, cm: Any, built: Any) -> list[tuple[slice, int]]:
     The work of a call follows its longest request: seven decodes after 32,800 tokens had the choice
     for 8,185 tokens of a new prompt take 509 us instead of 243 on an H200.
     """
-    decodes, prefills, before, prefilled = _split(builder, cm)
+    decodes, prefills, before, prefilled = split_requests(builder, cm)
     if not decodes or not prefills:  # captured graphs serve longer requests as well
         return [(slice(0, built.num_actual_tokens), built.max_seq_len // builder.compress_ratio)]
     lengths = cm.seq_lens_cpu_upper_bound
@@ -65,7 +72,7 @@ def _selections(builder: Any, cm: Any, built: Any) -> list[tuple[slice, int]]:
     return [(tokens, int(some.max()) // builder.compress_ratio) for tokens, some in spans]
 
 
-def _split(builder: Any, cm: Any) -> tuple[int, int, int, int]:
+def split_requests(builder: Any, cm: Any) -> tuple[int, int, int, int]:
     """Requests and tokens of a step: decodes, prefills; their tokens likewise."""
     counts: tuple[int, int, int, int] = utils.split_decodes_and_prefills(
         cm, decode_threshold=builder.reorder_batch_threshold or 1
@@ -101,7 +108,7 @@ def _by_slots(builder: Any, cm: Any) -> int:
     tokens: int = cm.num_actual_tokens
     if not has_workspaces(cm.positions.device):
         return tokens
-    decodes, prefills, before, prefilled = _split(builder, cm)
+    decodes, prefills, before, prefilled = split_requests(builder, cm)
     if not prefills:
         return tokens
     lengths = cm.seq_lens_cpu_upper_bound[decodes : decodes + prefills].tolist()
@@ -122,17 +129,19 @@ class WindowBuilder(sparse_swa.DeepseekSparseSWAMetadataBuilder):
         return dict.fromkeys(("swaonly", "c4a", "c128a", "c1a", "c2a"), StepPlans())
 
 
-def _backend(name: str, base: Any, builder: type) -> type:
+def backend_of(name: str, base: Any, builder: type, **more: Any) -> type:
     """A backend of vLLM's with that name in its logs, that builder, and no demand on the device."""
     methods: dict[str, Any] = {
         "__module__": __name__,
         "get_name": staticmethod(lambda: name),
         "get_builder_cls": staticmethod(lambda: builder),
         "supports_compute_capability": staticmethod(lambda capability: True),
-    }
+    } | {method: staticmethod(function) for method, function in more.items()}
     return type(name, (base,), methods)
 
 
-SPARSE_BACKEND = _backend("ANYMLA_SPARSE_DSV4", DeepseekV4SparseMLABackend, CompressedBuilder)
-INDEXER_BACKEND = _backend("ANYMLA_INDEXER_DSV4", DeepseekV4IndexerBackend, IndexBuilder)
-WINDOW_BACKEND = _backend("ANYMLA_WINDOW_DSV4", sparse_swa.DeepseekSparseSWABackend, WindowBuilder)
+SPARSE_BACKEND = backend_of("ANYMLA_SPARSE_DSV4", DeepseekV4SparseMLABackend, CompressedBuilder)
+INDEXER_BACKEND = backend_of("ANYMLA_INDEXER_DSV4", DeepseekV4IndexerBackend, IndexBuilder)
+WINDOW_BACKEND = backend_of(
+    "ANYMLA_WINDOW_DSV4", sparse_swa.DeepseekSparseSWABackend, WindowBuilder
+)

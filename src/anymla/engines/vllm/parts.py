@@ -28,11 +28,7 @@ class _WithParts:
         super().__init__(*args, **kwargs)
         layer: Any = self
         if layer.compressor is not None and COMPRESSOR in self.parts:
-            if layer.kv_cache_dtype != "fp8_ds_mla":
-                raise ValueError(
-                    f"{VARIABLE} asks for {COMPRESSOR}, but {type(self).__name__} keeps its cache "
-                    f"as {layer.kv_cache_dtype}: ask for attention as well, or choose FlashMLA"
-                )
+            check_rows(layer)
             _exchange(layer.compressor, AnymlaCompressor)
         if layer.indexer is not None:
             theirs: Any = type(layer.indexer)
@@ -46,6 +42,19 @@ class _WithParts:
     def _get_indexer_cls(self, vllm_config: Any) -> type:
         base: Any = super()
         return _indexer(base._get_indexer_cls(vllm_config), self.parts)
+
+
+def check_rows(layer: Any) -> None:
+    """A compressor of anymla's writes rows of 584 bytes.
+
+    Raises:
+        ValueError: the layer keeps others.
+    """
+    if layer.kv_cache_dtype != "fp8_ds_mla":
+        raise ValueError(
+            f"{VARIABLE} asks for {COMPRESSOR}, but {type(layer).__name__} keeps its cache "
+            f"as {layer.kv_cache_dtype}: ask for attention as well, or choose FlashMLA"
+        )
 
 
 class _PoolingIndexer:

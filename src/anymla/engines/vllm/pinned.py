@@ -45,6 +45,8 @@ PLATFORMS = {
 }
 
 ATTENTION_MODULE = f"{_V4}.attention"
+# DeepSeek-V4.1, one model for all platforms but ROCm.
+SHARED_MODEL = "vllm.models.deepseek_v41.nvidia.model"
 WARM_UP_MODULE = "vllm.model_executor.warmup.jit_warmup"  # used where it is there
 
 # vLLM's CUDA models call the functions in ``hyper_connection.FUNCTIONS`` past its own CustomOps.
@@ -77,9 +79,8 @@ class Seam:
     optional: bool = False
 
 
-def _seam(
-    place: str, parameters: str = "", attributes: str = "", *, optional: bool = False
-) -> Seam:
+def seam(place: str, parameters: str = "", attributes: str = "", *, optional: bool = False) -> Seam:
+    """A seam of names with spaces between."""
     return Seam(place, tuple(parameters.split()), tuple(attributes.split()), optional)
 
 
@@ -99,95 +100,95 @@ _STREAMS += "sinkhorn_repeat n_splits norm_weight norm_eps"
 _GATES = "x residual post_layer_mix comb_res_mix"
 
 _BUILDER = (
-    _seam(
+    seam(
         f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder",
         attributes="req_id_per_token_buffer compress_ratio",
     ),
-    _seam(
+    seam(
         f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder.build",
         "common_prefix_len common_attn_metadata fast_build",
     ),
-    _seam(
+    seam(
         f"{_SPARSE}:DeepseekV4FlashMLAMetadata",
         attributes="num_actual_tokens max_seq_len block_table req_id_per_token block_size",
     ),
-    _seam(
+    seam(
         "vllm.v1.attention.backend:CommonAttentionMetadata",
         attributes="num_actual_tokens max_seq_len positions block_table_tensor slot_mapping",
     ),
-    _seam("vllm.v1.attention.backend:AttentionBackend.get_name"),
-    _seam("vllm.v1.attention.backend:AttentionBackend.get_builder_cls"),
-    _seam("vllm.v1.attention.backend:AttentionBackend.supports_compute_capability"),
+    seam("vllm.v1.attention.backend:AttentionBackend.get_name"),
+    seam("vllm.v1.attention.backend:AttentionBackend.get_builder_cls"),
+    seam("vllm.v1.attention.backend:AttentionBackend.supports_compute_capability"),
 )
 # What an audit looks at, of vLLM's own layers and of anymla's in their place.
 _RUNNER, _RUNNER2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 _AUDIT = (
-    _seam(f"{_RUNNER}:GPUModelRunner.execute_model", "scheduler_output"),
-    _seam(f"{_RUNNER}:GPUModelRunner._determine_batch_execution_and_padding"),
-    _seam(f"{_RUNNER}:GPUModelRunner", attributes="input_batch"),
-    _seam(
+    seam(f"{_RUNNER}:GPUModelRunner.execute_model", "scheduler_output"),
+    seam(f"{_RUNNER}:GPUModelRunner._determine_batch_execution_and_padding"),
+    seam(f"{_RUNNER}:GPUModelRunner", attributes="input_batch"),
+    seam(
         "vllm.v1.core.sched.output:SchedulerOutput",
         attributes="finished_req_ids preempted_req_ids total_num_scheduled_tokens",
     ),
-    _seam(f"{_LAYER}._run_parallel_input_projections", "hidden_states"),
-    _seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
-    _seam(f"{_LAYER}._fused_qnorm_rope_kv_insert", "q kv positions attn_metadata"),
-    _seam(f"{_LAYER}.forward_mqa", "q kv positions output"),
-    _seam(f"{_LAYER}._o_proj", "o positions"),
-    _seam(
+    seam(f"{_LAYER}._run_parallel_input_projections", "hidden_states"),
+    seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
+    seam(f"{_LAYER}._fused_qnorm_rope_kv_insert", "q kv positions attn_metadata"),
+    seam(f"{_LAYER}.forward_mqa", "q kv positions output"),
+    seam(f"{_LAYER}._o_proj", "o positions"),
+    seam(
         _LAYER,
         attributes="prefix compress_ratio window_size hidden_size head_dim q_lora_rank o_lora_rank "
         "n_local_heads n_local_groups padded_heads eps scale fused_wqa_wkv wq_b wo_a wo_b q_norm "
         "kv_norm rotary_emb attn_sink swa_cache_layer kv_cache topk_indices_buffer indexer "
         "compressor",
     ),
-    _seam(f"{_WINDOW}:DeepseekV4SWACache", attributes="prefix kv_cache"),
-    _seam(
+    seam(f"{_WINDOW}:DeepseekV4SWACache", attributes="prefix kv_cache"),
+    seam(
         f"{_WINDOW}:DeepseekSparseSWAMetadata",
         attributes="slot_mapping block_table is_valid_token token_to_req_indices "
         "num_decode_tokens decode_swa_indices decode_swa_lens prefill_swa_indices "
         "prefill_swa_lens",
     ),
-    _seam(f"{_SPARSE}:DeepseekV4FlashMLAMetadata", attributes="block_table slot_mapping"),
-    _seam(f"{_INDEXER}._wq_b_proj", "qr qr_scale"),
-    _seam(
+    seam(f"{_SPARSE}:DeepseekV4FlashMLAMetadata", attributes="block_table slot_mapping"),
+    seam(f"{_INDEXER}._wq_b_proj", "qr qr_scale"),
+    seam(
         f"{_INDEXER}.forward",
         "hidden_states qr compressed_kv_score indexer_weights",
     ),
-    _seam(
+    seam(
         _INDEXER,
         attributes="compressor k_cache indexer_op wq_b weights_proj n_head head_dim "
         "softmax_scale use_fp4_kv",
     ),
-    _seam(_INDEX_CACHE, attributes="prefix kv_cache"),
-    _seam(
+    seam(_INDEX_CACHE, attributes="prefix kv_cache"),
+    seam(
         "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.forward_native",
         "hidden_states q_quant k weights",
     ),
-    _seam(f"{_COMPRESSOR}:DeepseekCompressor.forward", "kv_score positions rotary_emb"),
-    _seam(
+    seam(f"{_COMPRESSOR}:DeepseekCompressor.forward", "kv_score positions rotary_emb"),
+    seam(
         f"{_COMPRESSOR}:DeepseekCompressor",
         attributes="state_cache compress_ratio overlap head_dim use_fp4_cache ape norm "
         "fused_wkv_wgate rms_norm_eps k_cache_prefix _static_forward_context",
     ),
-    _seam(f"{_COMPRESSOR}:CompressorStateCache", attributes="prefix kv_cache"),
-    _seam(f"{_COMPRESSOR}:CompressorMetadata", attributes="block_table slot_mapping"),
-    _seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn hc_attn_fn hc_ffn_fn"),
-    _seam(f"{_MODEL}:DeepseekV4MoE.forward", "hidden_states input_ids"),
-    _seam(
+    seam(f"{_COMPRESSOR}:CompressorStateCache", attributes="prefix kv_cache"),
+    seam(f"{_COMPRESSOR}:CompressorMetadata", attributes="block_table slot_mapping"),
+    seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn hc_attn_fn hc_ffn_fn"),
+    seam(f"{_MODEL}:DeepseekV4MoE.forward", "hidden_states input_ids"),
+    seam(
         f"{_MODEL}:DeepseekV4MoE",
         attributes="prefix tp_size gate experts shared_experts n_routed_experts "
         "n_activated_experts routed_scaling_factor scoring_func renormalize hidden_size "
         "swiglu_limit",
     ),
-    _seam(f"{_MODEL}:DeepseekV4MLP", attributes="gate_up_proj down_proj"),
-    _seam("vllm.model_executor.layers.linear:RowParallelLinear", attributes="reduce_results"),
-    _seam(
+    seam(f"{_MODEL}:DeepseekV4MLP", attributes="gate_up_proj down_proj"),
+    seam("vllm.model_executor.layers.linear:RowParallelLinear", attributes="reduce_results"),
+    seam(
         f"{_MOE}.routed_experts:RoutedExperts.forward_modular",
         "x topk_weights topk_ids",
     ),
     *(
-        _seam(f"{_MHC}:{layer}.forward_cuda", parameters)
+        seam(f"{_MHC}:{layer}.forward_cuda", parameters)
         for layer, parameters in {
             "MHCPreOp": _STREAMS,
             "MHCPostOp": _GATES,
@@ -199,233 +200,235 @@ _AUDIT = (
 # By the part of ``report.PARTS`` that relies on it, or the audit; "" for all of them.
 _SEAMS: dict[str, tuple[Seam, ...]] = {
     "": (
-        _seam("vllm.model_executor.models.registry:_ModelRegistry.register_model"),
-        _seam("vllm.logger:init_logger"),
-        _seam(f"{_V4}:DeepseekV4ForCausalLM"),
-        _seam(f"{_V4}:DeepSeekV4MTP"),
-        _seam("vllm.forward_context:get_forward_context"),
-        _seam("vllm.forward_context:ForwardContext", attributes="attn_metadata additional_kwargs"),
-        _seam("vllm.config.kernel:KernelConfig", attributes="enable_jit_warmup"),
-        _seam(f"{ATTENTION_MODULE}:SparseAttnIndexer"),
+        seam("vllm.model_executor.models.registry:_ModelRegistry.register_model"),
+        seam("vllm.logger:init_logger"),
+        seam(f"{_V4}:DeepseekV4ForCausalLM"),
+        seam(f"{_V4}:DeepSeekV4MTP"),
+        seam("vllm.forward_context:get_forward_context"),
+        seam("vllm.forward_context:ForwardContext", attributes="attn_metadata additional_kwargs"),
+        seam("vllm.config.kernel:KernelConfig", attributes="enable_jit_warmup"),
+        seam(f"{ATTENTION_MODULE}:SparseAttnIndexer"),
     ),
     "attention": (
         *_BUILDER,
-        _seam(f"{_MODEL}:DeepseekV4Model", attributes="layers start_layer end_layer"),
-        _seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn"),
-        _seam(f"{_MODEL}:DeepseekV4MoE", attributes="gate"),
-        _seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
-        _seam(f"{_LAYER}._fused_qnorm_rope_kv_insert", "q kv positions attn_metadata"),
-        _seam(f"{_LAYER}.forward_mqa", "q kv positions output"),
-        _seam(f"{_LAYER}._o_proj", "o positions"),
-        _seam(f"{_LAYER}.get_padded_num_q_heads", "num_heads"),
-        _seam(
+        seam(f"{_MODEL}:DeepseekV4Model", attributes="layers start_layer end_layer"),
+        seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn"),
+        seam(f"{_MODEL}:DeepseekV4MoE", attributes="gate"),
+        seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
+        seam(f"{_LAYER}._fused_qnorm_rope_kv_insert", "q kv positions attn_metadata"),
+        seam(f"{_LAYER}.forward_mqa", "q kv positions output"),
+        seam(f"{_LAYER}._o_proj", "o positions"),
+        seam(f"{_LAYER}.get_padded_num_q_heads", "num_heads"),
+        seam(
             _LAYER,
             attributes="backend_cls swa_backend_cls prefix q_lora_rank head_dim o_lora_rank "
             "n_local_groups q_norm kv_norm eps scale attn_sink rotary_emb wo_a wo_b "
             "swa_cache_layer kv_cache compress_ratio indexer compressor topk_indices_buffer",
         ),
-        _seam(f"{_WINDOW}:DeepseekV4SWACache", attributes="prefix kv_cache"),
-        _seam(f"{_WINDOW}:DeepseekSparseSWABackend"),
-        _seam(
+        seam(f"{_WINDOW}:DeepseekV4SWACache", attributes="prefix kv_cache"),
+        seam(f"{_WINDOW}:DeepseekSparseSWABackend"),
+        seam(
             f"{_WINDOW}:DeepseekSparseSWAMetadataBuilder.build_tile_scheduler",
             "num_decode_tokens",
         ),
-        _seam(
+        seam(
             f"{_WINDOW}:DeepseekSparseSWAMetadata",
             attributes="slot_mapping is_valid_token num_decode_tokens num_prefill_tokens "
             "decode_swa_indices decode_swa_lens prefill_swa_indices prefill_swa_lens "
             "tile_sched_swaonly",
         ),
-        _seam(f"{_SPARSE}:DeepseekV4SparseMLABackend"),
-        _seam(
+        seam(f"{_SPARSE}:DeepseekV4SparseMLABackend"),
+        seam(
             f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder._build_c128a_metadata",
             "cm req_id_per_token",
         ),
-        _seam(
+        seam(
             f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder",
             attributes="c128a_global_decode_buffer c128a_decode_lens_buffer",
         ),
-        _seam(
+        seam(
             f"{_SPARSE}:DeepseekV4FlashMLAMetadata",
             attributes="c128a_global_decode_topk_indices c128a_decode_topk_lens",
         ),
     ),
     "indexer": (
         *_BUILDER,
-        _seam(_LAYER, attributes="indexer"),
-        _seam(
+        seam(_LAYER, attributes="indexer"),
+        seam(
             f"{_INDEXER}.forward",
             "hidden_states qr compressed_kv_score indexer_weights positions rotary_emb qr_scale "
             "skip_compressor",
         ),
-        _seam(f"{_INDEXER}._wq_b_proj", "qr qr_scale"),
-        _seam(
+        seam(f"{_INDEXER}._wq_b_proj", "qr qr_scale"),
+        seam(
             _INDEXER,
             attributes="compressor k_cache compress_ratio topk_tokens topk_indices_buffer n_head "
             "head_dim softmax_scale use_fp4_kv",
         ),
-        _seam(f"{_INDEX_CACHE}.get_attn_backend"),
-        _seam(_INDEX_CACHE, attributes="prefix kv_cache"),
-        _seam(f"{_MLA}.indexer:DeepseekV4IndexerBackend"),
-        _seam(
+        seam(f"{_INDEX_CACHE}.get_attn_backend"),
+        seam(_INDEX_CACHE, attributes="prefix kv_cache"),
+        seam(f"{_MLA}.indexer:DeepseekV4IndexerBackend"),
+        seam(
             "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.__init__",
             "k_cache quant_block_size scale_fmt topk_tokens head_dim max_model_len "
             "max_total_seq_len topk_indices_buffer skip_k_cache_insert use_fp4_cache "
             "compress_ratio",
         ),
-        _seam(
+        seam(
             "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.forward_native",
             "hidden_states q_quant k weights",
         ),
-        _seam(f"{_CUSTOM_OP}.__init__"),
-        _seam(f"{_LAYER}._get_indexer_cls", "vllm_config", optional=True),
-        _seam(f"{_INDEXER}._get_cache_cls", optional=True),
-        _seam(f"{_INDEXER}._get_attn_cls", optional=True),
+        seam(f"{_CUSTOM_OP}.__init__"),
+        seam(f"{_LAYER}._get_indexer_cls", "vllm_config", optional=True),
+        seam(f"{_INDEXER}._get_cache_cls", optional=True),
+        seam(f"{_INDEXER}._get_attn_cls", optional=True),
     ),
     "compressor": (
-        _seam(_LAYER, attributes="compressor indexer kv_cache_dtype"),
-        _seam(f"{_COMPRESSOR}:DeepseekCompressor.forward", "kv_score positions rotary_emb"),
-        _seam(
+        seam(_LAYER, attributes="compressor indexer kv_cache_dtype"),
+        seam(f"{_COMPRESSOR}:DeepseekCompressor.forward", "kv_score positions rotary_emb"),
+        seam(
             f"{_COMPRESSOR}:DeepseekCompressor",
             attributes="state_cache compress_ratio overlap head_dim use_fp4_cache ape norm "
             "rms_norm_eps k_cache_prefix _static_forward_context",
         ),
-        _seam(f"{_COMPRESSOR}:CompressorStateCache", attributes="prefix kv_cache"),
-        _seam(
+        seam(f"{_COMPRESSOR}:CompressorStateCache", attributes="prefix kv_cache"),
+        seam(
             f"{_COMPRESSOR}:CompressorMetadata",
             attributes="block_table slot_mapping token_to_req_indices",
         ),
-        _seam(f"{_LAYER}._get_indexer_cls", "vllm_config", optional=True),
-        _seam(f"{_INDEXER}._get_compressor_cls", optional=True),
-        _seam(
+        seam(f"{_LAYER}._get_indexer_cls", "vllm_config", optional=True),
+        seam(f"{_INDEXER}._get_compressor_cls", optional=True),
+        seam(
             f"{_COMPRESSOR}:DeepseekCompressor._compress_norm_rope_store",
             "state_metadata state_cache state_width positions rotary_emb attn_metadata",
             optional=True,
         ),
     ),
     "mhc": (
-        _seam(f"{_CUSTOM_OP}.register_oot", "_decorated_op_cls name"),
-        _seam(f"{_MHC}:MHCPreOp.forward_cuda", _STREAMS),
-        _seam(f"{_MHC}:MHCPostOp.forward_cuda", _GATES),
-        _seam(f"{_MHC}:MHCFusedPostPreOp.forward_cuda", _GATES),
-        _seam(
+        seam(f"{_CUSTOM_OP}.register_oot", "_decorated_op_cls name"),
+        seam(f"{_MHC}:MHCPreOp.forward_cuda", _STREAMS),
+        seam(f"{_MHC}:MHCPostOp.forward_cuda", _GATES),
+        seam(f"{_MHC}:MHCFusedPostPreOp.forward_cuda", _GATES),
+        seam(
             f"{_MHC}:HCHeadOp.forward_cuda",
             "hidden_states hc_fn hc_scale hc_base rms_norm_eps hc_eps",
         ),
     ),
     "experts": (
-        _seam(f"{_MODEL}:DeepseekV4MoE.forward", "hidden_states input_ids mega_gate_metadata"),
-        _seam(
+        seam(f"{_MODEL}:DeepseekV4MoE.forward", "hidden_states input_ids mega_gate_metadata"),
+        seam(
             f"{_MODEL}:DeepseekV4MoE",
             attributes="gate experts shared_experts use_native_mega_moe routed_scaling_factor "
             "n_activated_experts swiglu_limit scoring_func renormalize hidden_size",
         ),
-        _seam(f"{_MXFP4}.process_weights_after_loading", "layer"),
-        _seam(f"{_MXFP4}.get_fused_moe_quant_config", "layer"),
-        _seam(
+        seam(f"{_MXFP4}.process_weights_after_loading", "layer"),
+        seam(f"{_MXFP4}.get_fused_moe_quant_config", "layer"),
+        seam(
             f"{_MXFP4}.apply",
             "layer x topk_weights topk_ids shared_experts shared_experts_input",
         ),
-        _seam(
+        seam(
             _MXFP4,
             attributes="supports_pre_processed_weights skip_forward_padding has_unpadded_output",
         ),
-        _seam(f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase", attributes="is_monolithic"),
-        _seam(
-            f"{_MOE}.runner.moe_runner:MoERunner._maybe_reduce_final_output", "states trunc_size"
-        ),
-        _seam(
+        seam(f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase", attributes="is_monolithic"),
+        seam(f"{_MOE}.runner.moe_runner:MoERunner._maybe_reduce_final_output", "states trunc_size"),
+        seam(
             f"{_MOE}.runner.moe_runner:MoERunner",
             attributes="moe_config router routed_experts enable_dbo",
         ),
-        _seam(
+        seam(
             f"{_MOE}.config:FusedMoEConfig",
             attributes="moe_parallel_config dp_size pcp_size is_sequence_parallel "
             "is_lora_enabled hidden_dim",
         ),
-        _seam(f"{_MOE}.config:FusedMoEParallelConfig", attributes="enable_eplb"),
-        _seam(
+        seam(f"{_MOE}.config:FusedMoEParallelConfig", attributes="enable_eplb"),
+        seam(
             f"{_MOE}.routed_experts:RoutedExperts",
             attributes="quant_method expert_map_manager layer_name swiglu_limit",
         ),
-        _seam(f"{_MOE}.expert_map_manager:ExpertMapManager", attributes="expert_map"),
-        _seam(f"{_MOE}.router.base_router:BaseRouter", attributes="capture_fn"),
-        _seam("vllm.forward_context:ForwardContext", attributes="is_padding"),
-        _seam("vllm.envs:VLLM_MOE_SKIP_PADDING"),
+        seam(f"{_MOE}.expert_map_manager:ExpertMapManager", attributes="expert_map"),
+        seam(f"{_MOE}.router.base_router:BaseRouter", attributes="capture_fn"),
+        seam("vllm.forward_context:ForwardContext", attributes="is_padding"),
+        seam("vllm.envs:VLLM_MOE_SKIP_PADDING"),
     ),
     "linears": (
-        _seam(f"{_FP8}.process_weights_after_loading", "layer"),
-        _seam(f"{_FP8}.apply", "layer x bias"),
-        _seam(_FP8, attributes="weight_block_size"),
-        _seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn hc_attn_fn hc_ffn_fn"),
-        _seam(f"{_MODEL}:DeepseekV4MLP.forward", "x"),
-        _seam(f"{_MODEL}:DeepseekV4MLP", attributes="gate_up_proj down_proj act_fn"),
-        _seam(f"{_MODEL}:DeepseekV4MoE", attributes="shared_experts"),
-        _seam(
+        seam(f"{_FP8}.process_weights_after_loading", "layer"),
+        seam(f"{_FP8}.apply", "layer x bias"),
+        seam(_FP8, attributes="weight_block_size"),
+        seam(f"{_MODEL}:DeepseekV4DecoderLayer", attributes="attn ffn hc_attn_fn hc_ffn_fn"),
+        seam(f"{_MODEL}:DeepseekV4MLP.forward", "x"),
+        seam(f"{_MODEL}:DeepseekV4MLP", attributes="gate_up_proj down_proj act_fn"),
+        seam(f"{_MODEL}:DeepseekV4MoE", attributes="shared_experts"),
+        seam(
             "vllm.model_executor.layers.activation:SiluAndMulWithClamp", attributes="swiglu_limit"
         ),
-        _seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
-        _seam(f"{_LAYER}._o_proj", "o positions"),
-        _seam(
+        seam(f"{_LAYER}._split_qkv_and_norm", "qr_kv"),
+        seam(f"{_LAYER}._o_proj", "o positions"),
+        seam(
             _LAYER,
             attributes="fused_wqa_wkv wq_b wo_a wo_b indexer q_lora_rank head_dim q_norm kv_norm "
             "eps rotary_emb n_local_groups o_lora_rank",
         ),
-        _seam(_INDEXER, attributes="wq_b"),
-        _seam(f"{_V4}.nvidia.ops.o_proj:compute_fp8_einsum_recipe"),
-        _seam("vllm.utils.deep_gemm:fp8_einsum"),
-        _seam("vllm.utils.deep_gemm:is_deep_gemm_supported"),
+        seam(_INDEXER, attributes="wq_b"),
+        seam(f"{_V4}.nvidia.ops.o_proj:compute_fp8_einsum_recipe"),
+        seam("vllm.utils.deep_gemm:fp8_einsum"),
+        seam("vllm.utils.deep_gemm:is_deep_gemm_supported"),
     ),
     "audit": _AUDIT,
 }
+# What the stand-ins for metadata kernels rely on.
+STAND_INS = (
+    seam("vllm.triton_utils.dispatcher:register_kernels"),
+    seam(
+        "vllm.v1.attention.ops.metadata:_token_request_mapping_kernel",
+        "query_start_loc output num_reqs num_mapped num_tokens",
+    ),
+    seam(
+        f"{_WINDOW}:ComputePrefillMetadataKernel.kernel",
+        "prefill_gather_lens_ptr seq_lens_ptr query_start_loc_ptr replay_start_ptr "
+        "num_prefills num_decodes window_size BLOCK_SIZE",
+    ),
+    seam(f"{_WINDOW}:ComputeSWAIndicesAndLensKernel.kernel"),
+    seam(
+        f"{_WINDOW}:_compute_swa_indices_and_lens_kernel",
+        "swa_indices_ptr swa_indices_stride swa_lens_ptr window_size index_width "
+        "left_visible_ptr right_visible_ptr query_start_loc_ptr seq_lens_ptr "
+        "token_to_req_indices_ptr is_valid_token_ptr block_table_ptr block_table_stride "
+        "block_size replay_start_ptr token_offset HAS_IMAGE TRITON_BLOCK_SIZE",
+    ),
+    seam(
+        f"{_MLA}.compressor_utils:CompressedSlotMappingKernel.kernel",
+        "compressed_slot_mapping_ptr slot_mapping_ptr query_start_loc_ptr seq_lens_ptr "
+        "block_table_ptr block_table_stride block_size dcp_world_size cp_interleave "
+        "COMPRESS_RATIO PAD_ID TRITON_BLOCK_SIZE",
+    ),
+)
 _KERNELS = "vllm.model_executor.kernels.mhc.tilelang"
 # What more a part relies on, on one platform.
 _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
     ("cpu", "attention"): (
-        _seam(f"{_V4}.cpu.cpu_sparse:{_CPU}._wrap_wo_a_process_weights_after_loading"),
-        _seam(f"{_V4}.cpu.cpu_sparse:{_CPU}.process_weights_after_loading", "act_dtype"),
-        _seam(f"{_V4}.cpu.cpu_compressor:DeepseekV4CPUCompressor.cache_norm_weight_fp32"),
-        _seam("vllm.triton_utils.dispatcher:register_kernels"),
-        _seam(
-            "vllm.v1.attention.ops.metadata:_token_request_mapping_kernel",
-            "query_start_loc output num_reqs num_mapped num_tokens",
-        ),
-        _seam(
-            f"{_WINDOW}:ComputePrefillMetadataKernel.kernel",
-            "prefill_gather_lens_ptr seq_lens_ptr query_start_loc_ptr replay_start_ptr "
-            "num_prefills num_decodes window_size BLOCK_SIZE",
-        ),
-        _seam(f"{_WINDOW}:ComputeSWAIndicesAndLensKernel.kernel"),
-        _seam(
-            f"{_WINDOW}:_compute_swa_indices_and_lens_kernel",
-            "swa_indices_ptr swa_indices_stride swa_lens_ptr window_size index_width "
-            "left_visible_ptr right_visible_ptr query_start_loc_ptr seq_lens_ptr "
-            "token_to_req_indices_ptr is_valid_token_ptr block_table_ptr block_table_stride "
-            "block_size replay_start_ptr token_offset HAS_IMAGE TRITON_BLOCK_SIZE",
-        ),
-        _seam(
-            f"{_MLA}.compressor_utils:CompressedSlotMappingKernel.kernel",
-            "compressed_slot_mapping_ptr slot_mapping_ptr query_start_loc_ptr seq_lens_ptr "
-            "block_table_ptr block_table_stride block_size dcp_world_size cp_interleave "
-            "COMPRESS_RATIO PAD_ID TRITON_BLOCK_SIZE",
-        ),
+        seam(f"{_V4}.cpu.cpu_sparse:{_CPU}._wrap_wo_a_process_weights_after_loading"),
+        seam(f"{_V4}.cpu.cpu_sparse:{_CPU}.process_weights_after_loading", "act_dtype"),
+        seam(f"{_V4}.cpu.cpu_compressor:DeepseekV4CPUCompressor.cache_norm_weight_fp32"),
+        *STAND_INS,
     ),
     ("cuda", "mhc"): (
-        *(_seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("pre", "pre_broadcast")),
-        *(_seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("post", "fused_post_pre")),
-        *(_seam(f"{model}:hc_head_fused_kernel_tilelang") for model in CUDA_MODELS),
-        _seam(f"{CUDA_MODELS[1]}:mhc_post_tilelang"),
-        _seam(f"{_KERNELS}:mhc_pre_tilelang", _STREAMS),
-        _seam(f"{_KERNELS}:mhc_pre_broadcast_tilelang", f"{_STREAMS} fn_broadcast"),
-        _seam(f"{_KERNELS}:mhc_post_tilelang", _GATES),
-        _seam(f"{_KERNELS}:mhc_fused_post_pre_tilelang", _GATES),
+        *(seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("pre", "pre_broadcast")),
+        *(seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("post", "fused_post_pre")),
+        *(seam(f"{model}:hc_head_fused_kernel_tilelang") for model in CUDA_MODELS),
+        seam(f"{CUDA_MODELS[1]}:mhc_post_tilelang"),
+        seam(f"{_KERNELS}:mhc_pre_tilelang", _STREAMS),
+        seam(f"{_KERNELS}:mhc_pre_broadcast_tilelang", f"{_STREAMS} fn_broadcast"),
+        seam(f"{_KERNELS}:mhc_post_tilelang", _GATES),
+        seam(f"{_KERNELS}:mhc_fused_post_pre_tilelang", _GATES),
     ),
     ("cuda", "audit"): (
-        _seam(f"{_RUNNER2}:GPUModelRunner.execute_model", "scheduler_output"),
-        _seam(f"{_RUNNER2}:GPUModelRunner.prepare_attn", "input_batch"),
-        _seam(f"{_RUNNER2}:GPUModelRunner", attributes="execute_model_state speculator"),
-        _seam(f"{_RUNNER2}:ExecuteModelState", attributes="attn_metadata"),
-        _seam(
+        seam(f"{_RUNNER2}:GPUModelRunner.execute_model", "scheduler_output"),
+        seam(f"{_RUNNER2}:GPUModelRunner.prepare_attn", "input_batch"),
+        seam(f"{_RUNNER2}:GPUModelRunner", attributes="execute_model_state speculator"),
+        seam(f"{_RUNNER2}:ExecuteModelState", attributes="attn_metadata"),
+        seam(
             "vllm.v1.worker.gpu.input_batch:InputBatch",
             attributes="req_ids num_reqs num_tokens query_start_loc_np num_computed_tokens_np "
             "positions",
@@ -437,8 +440,8 @@ _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
 def seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
     """What replacing these parts, or "audit", relies on on a platform; of other names nothing."""
     here, found = PLATFORMS[platform], list(_SEAMS[""])
-    found.append(_seam(f"{here.module}:{here.name}"))
-    found.append(_seam(here.base))
+    found.append(seam(f"{here.module}:{here.name}"))
+    found.append(seam(here.base))
     for part in parts:
         found += _SEAMS.get(part, ()) + _ON_PLATFORM.get((platform, part), ())
     return list(dict.fromkeys(found))

@@ -9,6 +9,7 @@ from anymla.engines.vllm import report
 from anymla.engines.vllm.pinned import installed_version
 
 _MODEL = "anymla.engines.vllm.model"
+_SHARED_MODEL = "anymla.engines.vllm.shared_model"
 
 
 def register() -> None:
@@ -24,14 +25,12 @@ def register() -> None:
         _say(logging.WARNING, f"anymla replaces nothing: {refused}")
         return
     machine = report.this_machine()
+    _register_shared(machine, chosen)
     parts = report.plan(machine, chosen)
     if refused := report.refusal_by_source(machine, parts):
         _say(logging.WARNING, f"anymla replaces nothing: {refused}")
         return
     replaced = {part.name for part in parts if part.replaced}
-    # Whoever serves the other model gets none of what the following promises.
-    for line in report.lines(machine, [report.shared_layers(machine)] if replaced else []):
-        _say(logging.INFO, line)
     if not replaced and not report.audited():
         for line in report.lines(machine, parts):
             _say(logging.INFO, line)
@@ -41,6 +40,21 @@ def register() -> None:
     ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{_MODEL}:AnymlaDeepseekV4")
     if report.DRAFT_MODEL in replaced:
         ModelRegistry.register_model("DeepSeekV4MTPModel", f"{_MODEL}:AnymlaDeepseekV4Draft")
+
+
+def _register_shared(machine: report.Machine, chosen: str) -> None:
+    """The same of DeepSeek-V4.1, which may be left alone by itself."""
+    parts = report.shared_plan(machine, chosen)
+    if not any(part.replaced for part in parts):
+        for line in report.lines(machine, parts, report.V41):
+            _say(logging.INFO, line)
+        return
+    if refused := report.shared_refusal_by_source(machine, parts):
+        _say(logging.WARNING, f"anymla replaces nothing of {report.V41}: {refused}")
+        return
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("DeepseekV41ForCausalLM", f"{_SHARED_MODEL}:AnymlaDeepseekV41")
 
 
 def _say(level: int, line: str) -> None:

@@ -8,12 +8,19 @@ import os
 from typing import Any
 
 from anymla.engines.vllm.pinned import PLATFORMS, VERSIONS, installed_version
-from anymla.engines.vllm.seams import missing_seams, source_of_vllm
+from anymla.engines.vllm.seams import (
+    missing_seams,
+    missing_shared_seams,
+    source_of_vllm,
+)
 
 VARIABLE = "ANYMLA_VLLM"
 MODES = ("auto", "force", "off")
 PARTS = ("attention", "indexer", "compressor", "mhc", "experts", "linears")
 ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS, LINEARS = PARTS
+# Of DeepSeek-V4.1: n-grams, and neither experts nor linear layers.
+ENGRAM = "engram"
+SHARED_PARTS = (ATTENTION, INDEXER, COMPRESSOR, MHC, ENGRAM)
 AUDIT = "audit"
 DRAFT_MODEL, METADATA_KERNELS = "draft model (MTP)", "metadata kernels"
 V41 = "DeepSeek-V4.1"
@@ -101,8 +108,9 @@ def asked(chosen: str) -> frozenset[str]:
     """
     if chosen in (*MODES, AUDIT):
         return frozenset()
-    names, parts = [name.strip() for name in chosen.split(",")], ", ".join(PARTS)
-    if not set(names) <= set(PARTS):
+    every = (*PARTS, ENGRAM)
+    names, parts = [name.strip() for name in chosen.split(",")], ", ".join(every)
+    if not set(names) <= set(every):
         modes = ", ".join((*MODES, AUDIT))
         raise ValueError(f"{VARIABLE} must be one of {modes}, or parts of {parts}, got {chosen!r}")
     return frozenset(names)
@@ -133,7 +141,17 @@ def refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
     None if everything is there that replacing these parts, and an audit that is asked for, rely on.
     """
     names = [part.name for part in parts if part.replaced] + [AUDIT] * audited()
-    missing = missing_seams(source_of_vllm(), machine.platform, names) if names else []
+    return _refusal(missing_seams(source_of_vllm(), machine.platform, names) if names else [])
+
+
+def shared_refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
+    """The same of DeepSeek-V4.1, which is not audited."""
+    names = [part.name for part in parts if part.replaced]
+    root = source_of_vllm()
+    return _refusal(missing_shared_seams(root, machine.platform, names) if names else [])
+
+
+def _refusal(missing: list[str]) -> str | None:
     more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
     return f"in vLLM {installed_version()} {missing[0]}{more}" if missing else None
 
@@ -241,24 +259,51 @@ def within(parts: list[Part], vllm_config: Any) -> list[Part]:
     ]
 
 
-def shared_layers(machine: Machine) -> Part:
-    """The DeepSeek-V4.1 of vLLM, of which nothing is replaced: it has layers of its own.
+def shared_plan(machine: Machine, chosen: str) -> list[Part]:
+    """The parts of DeepSeek-V4.1, as ``plan`` has those of DeepSeek-V4.
 
-    It has a model for CUDA and one for ROCm. Of the former, attention is FlashMLA's or, on sm_12x,
-    FlashInfer's, and the indexer DeepGEMM's.
+    vLLM has a model of it for CUDA and one for ROCm. On other devices the former is built, and
+    every part of it replaced. Nothing is replaced for speed: nothing was measured.
     """
-    lacking = None
-    if machine.platform == "cuda":
-        lacking = _lacking(ATTENTION, machine) or _lacking(INDEXER, machine)
-    elif machine.platform != "rocm":
-        lacking = "vLLM has it for CUDA and ROCm"
-    runs = lacking or f"vLLM's own runs on {machine.name}"
-    return Part(V41, False, f"the plugin has no adapters for its layers; {runs}")
+    parts = [_shared(name, machine, chosen) for name in SHARED_PARTS]
+    if machine.platform == "cpu" and parts[0].replaced:
+        parts.append(Part(METADATA_KERNELS, True, "Triton has no compiler for CPUs"))
+    return parts
 
 
-def lines(machine: Machine, parts: list[Part]) -> list[str]:
-    """For the log, one line a part: whether it is replaced on this machine, and why."""
-    return [f"anymla on {machine.name}: {part.name} {part.action} ({part.why})" for part in parts]
+def _shared(name: str, machine: Machine, chosen: str) -> Part:
+    """One part of DeepSeek-V4.1 by itself."""
+    if chosen == "off":
+        return Part(name, False, f"{VARIABLE}=off")
+    if machine.platform not in PLATFORMS:
+        return Part(name, False, f"the plugin has no adapter for {machine.name}")
+    capability = machine.capability or (0, 0)
+    if capability[0] == 10:
+        return Part(name, False, f"the plugin has no adapter for vLLM's rows on {machine.name}")
+    if machine.platform != "cuda":
+        return Part(name, True, "vLLM has its own for CUDA and ROCm")
+    # Both convert FP8, by Triton.
+    if lacking := _lacking(COMPRESSOR if name == ENGRAM else name, machine):
+        return Part(name, True, lacking)
+    if chosen == "force":
+        return Part(name, True, f"{VARIABLE}=force")
+    if name in asked(chosen):
+        return Part(name, True, f"{VARIABLE} asks for it")
+    if chosen != "auto":
+        return Part(name, False, f"{VARIABLE} does not ask for it")
+    return Part(name, False, f"vLLM's own runs on {machine.name}; {VARIABLE}={name} replaces it")
+
+
+def lines(machine: Machine, parts: list[Part], model: str = "") -> list[str]:
+    """For the log, one line a part: whether it is replaced on this machine, and why.
+
+    Args:
+        machine: this one.
+        parts: of a model.
+        model: its name, if it is not DeepSeek-V4.
+    """
+    where = f"anymla on {machine.name}: {model} ".rstrip() + " "
+    return [f"{where}{part.name} {part.action} ({part.why})" for part in parts]
 
 
 def plugin_view() -> list[dict[str, str]]:
@@ -282,6 +327,14 @@ def plugin_view() -> list[dict[str, str]]:
         parts = plan(machine, chosen)
         refused = refusal_by_source(machine, parts)
     rows = [{"part": "vLLM", "action": version, "why": refused or VERSIONS[version]}]
-    for part in [] if refused else [*parts, shared_layers(machine)]:
-        rows.append({"part": part.name, "action": part.action, "why": part.why})
+    rows += [] if refused else [_row(part.name, part) for part in parts]
+    if version in VERSIONS:
+        shared = shared_plan(machine, chosen)
+        if left := shared_refusal_by_source(machine, shared):
+            shared = [Part(part.name, False, left) for part in shared]
+        rows += [_row(f"{V41} {part.name}", part) for part in shared]
     return rows
+
+
+def _row(name: str, part: Part) -> dict[str, str]:
+    return {"part": name, "action": part.action, "why": part.why}

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from anymla.engines.vllm.pinned import Seam, seams_of
+from anymla.engines.vllm.pinned_shared import shared_seams_of
 
 
 def source_of_vllm() -> Path:
@@ -28,6 +29,12 @@ def missing_seams(root: Path, platform: str, parts: Collection[str]) -> list[str
         parts: of ``report.PARTS``, those that are to be replaced.
     """
     return [line for seam in seams_of(platform, parts) if (line := _missing(root, seam))]
+
+
+def missing_shared_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
+    """The same of DeepSeek-V4.1; ``parts`` of ``report.SHARED_PARTS``."""
+    every = shared_seams_of(platform, parts)
+    return [line for seam in every if (line := _missing(root, seam))]
 
 
 def _missing(root: Path, seam: Seam) -> str | None:
@@ -79,7 +86,7 @@ def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
 
 @functools.cache
 def _members(node: ast.AST) -> dict[str, ast.AST]:
-    """Of a class: what its body binds, and what its methods assign to ``self``."""
+    """Of a class: what its body binds, and what its methods assign to ``self`` or register."""
     if not isinstance(node, ast.ClassDef):
         return {}
     found = dict(_bound(node.body))
@@ -91,6 +98,13 @@ def _members(node: ast.AST) -> dict[str, ast.AST]:
             and each.value.id == "self"
         ):
             found.setdefault(each.attr, each)
+        if (
+            isinstance(each, ast.Call)
+            and isinstance(each.func, ast.Attribute)
+            and each.func.attr == "register_buffer"
+            and isinstance(each.args[0], ast.Constant)
+        ):
+            found.setdefault(str(each.args[0].value), each)
     return found
 
 

@@ -1,0 +1,137 @@
+"""vLLM's DeepSeek-V4.1 model, built with anymla's layers; imported where a model is loaded.
+
+It is the text model: what a checkpoint has for images is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.models.deepseek_v41.nvidia.model import DeepseekV41LLMForCausalLM
+from vllm.triton_utils.dispatcher import register_kernels
+
+from anymla.engines.vllm import cpu_kernels, hyper_connection, report
+from anymla.engines.vllm.parts import check_rows
+from anymla.engines.vllm.pinned import METADATA_KERNELS, SHARED_MODEL
+from anymla.engines.vllm.shared_attention import AnymlaSharedAttention
+from anymla.engines.vllm.shared_compressor import AnymlaSharedCompressor
+from anymla.engines.vllm.shared_engram import AnymlaEngram, AnymlaNgrams
+from anymla.engines.vllm.shared_indexer import AnymlaSharedIndexer
+
+_LOG = init_logger("vllm.plugins.anymla")  # only loggers below vllm have a handler
+_MACHINE = report.this_machine()
+_PLAN = report.shared_plan(_MACHINE, report.mode())
+_REPLACED = frozenset(part.name for part in _PLAN if part.replaced)
+_THEIRS: Any = importlib.import_module(SHARED_MODEL)
+
+if report.METADATA_KERNELS in _REPLACED:
+    register_kernels({name: vars(cpu_kernels)[ours] for name, ours in METADATA_KERNELS.items()})
+
+
+class _WithSharedParts:
+    """Mixed in before an attention class, vLLM's or anymla's.
+
+    Attributes:
+        parts: those of ``report.SHARED_PARTS`` that are replaced.
+    """
+
+    parts: frozenset[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        layer: Any = self
+        if layer.compressor is not None and report.COMPRESSOR in self.parts:
+            check_rows(layer)
+            layer.compressor.__class__ = AnymlaSharedCompressor
+            layer.compressor.adopt()
+
+    def _indexer_cls(self, k_cache: Any) -> type:
+        base: Any = super()
+        return AnymlaSharedIndexer if report.INDEXER in self.parts else base._indexer_cls(k_cache)
+
+
+@functools.cache
+def _with_parts(attention: type, parts: frozenset[str]) -> type:
+    """The attention class, of the same name, that builds these parts as anymla's."""
+    if not parts & {report.INDEXER, report.COMPRESSOR}:
+        return attention
+    return type(attention.__name__, (_WithSharedParts, attention), {"parts": parts})
+
+
+@contextlib.contextmanager
+def _anymla_layers(vllm_config: Any) -> Iterator[None]:
+    """While a model is built, and from then on for functions, names of vLLM's are anymla's.
+
+    As in V4's model, vLLM's Triton kernels are not compiled at start-up while attention is
+    replaced.
+    """
+    parts = _REPLACED
+    select, kernels = _THEIRS._select_dsv4_attn_cls, vllm_config.kernel_config
+    names: dict[str, Any] = {
+        "_select_dsv4_attn_cls": lambda config: _with_parts(
+            AnymlaSharedAttention if report.ATTENTION in parts else select(config), parts
+        )
+    }
+    if report.ENGRAM in parts:
+        names |= {"Engram": AnymlaEngram, "NgramHashState": AnymlaNgrams}
+    if report.MHC in parts:
+        vars(_THEIRS).update(hyper_connection.SHARED_FUNCTIONS)
+        names["supports_mhc_overlap"] = lambda _: False
+    before = {name: vars(_THEIRS)[name] for name in names}
+    warmup = kernels.enable_jit_warmup
+    vars(_THEIRS).update(names)
+    kernels.enable_jit_warmup = warmup and report.ATTENTION not in parts
+    try:
+        yield
+    finally:
+        vars(_THEIRS).update(before)
+        kernels.enable_jit_warmup = warmup
+
+
+def _check(vllm_config: Any) -> None:
+    """What the adapters do not have.
+
+    Raises:
+        NotImplementedError: it is asked for.
+    """
+    refused = {
+        "drafts": vllm_config.speculative_config is not None,
+        "contexts that are split between ranks": (
+            vllm_config.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "microbatches": vllm_config.parallel_config.use_ubatching,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise NotImplementedError(f"the plugin's adapters of {report.V41} have no {what}")
+
+
+class AnymlaDeepseekV41(DeepseekV41LLMForCausalLM):
+    """The backbone."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        for line in report.lines(_MACHINE, _PLAN, report.V41):
+            _LOG.info_once(line, scope="global")
+        _check(vllm_config)
+        with _anymla_layers(vllm_config):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        """As vLLM's; without a vision tower, vLLM's router has no bias for images either."""
+        if not self.config.vision_n_layers:
+            weights = (each for each in weights if not each[0].endswith(".gate.bias_vl"))
+        loaded: set[str] = super().load_weights(weights)
+        return loaded
+
+    def process_weights_after_loading(self) -> None:
+        """As vLLM's; the first site keeps its weight for each of the streams."""
+        first = self.model.layers[self.model.start_layer]
+        first.hc_attn_fn_broadcast = None  # it may have been called before
+        super().process_weights_after_loading()
+        if report.MHC in _REPLACED:
+            first.hc_attn_fn_broadcast = first.hc_attn_fn.data
