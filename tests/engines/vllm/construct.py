@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 
-class _Empty(types.ModuleType):
+class Empty(types.ModuleType):
     """A module whose functions do nothing."""
 
     __path__: list[str] = []  # noqa: RUF012
@@ -41,24 +41,24 @@ class _Operations:
         return lambda *_: False
 
 
-def pretend() -> Any:
-    """From now on vLLM finds a GPU of sm_90; its platform is returned."""
+def pretend(major: int = 9, minor: int = 0) -> Any:
+    """From now on vLLM finds a GPU of that compute capability; its platform is returned."""
     for name in ("_C", "_moe_C"):
         for module in (name, f"{name}_stable_libtorch"):
-            sys.modules[f"vllm.{module}"] = _Empty(module)
+            sys.modules[f"vllm.{module}"] = Empty(module)
         setattr(torch.ops, name, _Operations())
     for module in ("vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
-        sys.modules[f"vllm.{module}"] = _Empty(module)
+        sys.modules[f"vllm.{module}"] = Empty(module)
     for name in ("Event", "Stream"):  # torch's own need CUDA
         setattr(torch.cuda, name, type(name, (), {}))
     from vllm import platforms
     from vllm.platforms import cuda
     from vllm.platforms.interface import DeviceCapability
 
-    class Hopper(cuda.NonNvmlCudaPlatform):
+    class Pretended(cuda.NonNvmlCudaPlatform):
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
-            return DeviceCapability(9, 0)
+            return DeviceCapability(major, minor)
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
@@ -68,8 +68,8 @@ def pretend() -> Any:
         def get_device_total_memory(cls, device_id: int = 0) -> int:
             return 140 << 30
 
-    platforms._current_platform = Hopper()
-    return Hopper
+    platforms._current_platform = Pretended()
+    return Pretended
 
 
 class NoExperts(nn.Module):

@@ -21,6 +21,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         tensor_parallel_size=request["ranks"],
         worker_extension_cls="probe.Probe",
         seed=0,
+        **request["engine"],
     )
     answer: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
     answer["classes"] = llm.collective_rpc("anymla_classes")
@@ -47,6 +48,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
                 max_tokens=request["new_tokens"],
                 ignore_eos=True,
                 prompt_logprobs=0 if scored else None,
+                logprobs=0 if scored else None,
             )
             begun = time.perf_counter()
             output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
@@ -62,6 +64,14 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
                     "tokens": list(output.outputs[0].token_ids),
                     "seconds": time.perf_counter() - begun,
                     "prompt_logprobs": logprobs,
+                    "logprobs": [
+                        entry[token].logprob
+                        for token, entry in zip(
+                            output.outputs[0].token_ids,
+                            output.outputs[0].logprobs or [],
+                            strict=scored,
+                        )
+                    ],
                 }
             )
     if request["record"] is not None:

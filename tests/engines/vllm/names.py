@@ -21,7 +21,10 @@ from anymla.engines.vllm import pinned, plugin, report
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 OWN_HELPERS = {"_entries", "_keep_wo_a", "backend", "layout", "scratch_bytes", "_select"}
-OWN_HELPERS |= {"_choose_all"}
+OWN_HELPERS |= {"_choose_all", "_fits", "_queries", "_chunks", "_selected_entries"}
+OWN_HELPERS |= {"_compressed_kv_cache"}  # V4.1's
+# Of V4.1's adapters.
+OWN_HELPERS |= {"_insert_window", "adopt", "_hashes", "coded"}
 OWN_HELPERS |= {"_attend", "_attend_by_slots", "_attend_decoded"}
 OWN_HELPERS |= {"_hold_wo_a", "prepare_wo_a", "wo_a_codes", "site", "held"}
 OWN_HELPERS |= {"_keep_table", "_route", "run", "lists", "first", "side", "token_experts"}
@@ -75,6 +78,11 @@ def changed_overrides() -> list[str]:
         indexer,
         linears,
         metadata,
+        shared_attention,
+        shared_compressor,
+        shared_engram,
+        shared_indexer,
+        shared_metadata,
     )
 
     classes = [
@@ -91,18 +99,31 @@ def changed_overrides() -> list[str]:
         linears.Fp8Linear,
         linears.SharedExpert,
         *(metadata.SPARSE_BACKEND, metadata.INDEXER_BACKEND, metadata.WINDOW_BACKEND),
+        shared_attention.AnymlaSharedAttention,
+        shared_compressor.AnymlaStateCache,
+        shared_compressor.AnymlaSharedCompressor,
+        shared_engram.AnymlaEngram,
+        shared_engram.AnymlaNgrams,
+        shared_indexer.AnymlaSharedIndexerCache,
+        shared_indexer.AnymlaSharedIndexer,
+        shared_metadata.SharedIndexBuilder,
+        *(shared_metadata.SPARSE_BACKEND, shared_metadata.INDEXER_BACKEND),
     ]
+    mixins = attention.AttentionAdapter, indexer.IndexerAdapter, metadata.IndexMetadata
     cpu_only = {"_wrap_wo_a_process_weights_after_loading", "process_weights_after_loading"}
     problems = []
     for ours in classes:
-        bases = [ours.__mro__[1]]
+        above = ours.__mro__[1]
+        mixed = vars(above) if above in mixins else {}
+        bases = [ours.__mro__[2] if above in mixins else above]
         if ours is attention.AnymlaAttention:
             bases.append(DeepseekV4Attention)
-        for name, value in vars(ours).items():
+        for name, value in {**mixed, **vars(ours)}.items():
             if name.startswith("__") or name in OWN_HELPERS | FROM_033_ON:
                 continue
             for base in bases:
-                if base is DeepseekV4Attention and name in cpu_only:
+                layer = base in (DeepseekV4Attention, shared_attention.DeepseekV4Attention)
+                if layer and name in cpu_only:
                     continue
                 if not hasattr(base, name):
                     if name not in base.__annotations__:
@@ -130,8 +151,9 @@ def changed_overrides() -> list[str]:
 
 
 def names_of(function: Any) -> list[str]:
-    """Parameters by name."""
-    return list(inspect.signature(function).parameters)
+    """Parameters by name, without one for all others."""
+    every = inspect.signature(function).parameters.values()
+    return [each.name for each in every if each.kind is not each.VAR_KEYWORD]
 
 
 def changed_kernels() -> list[str]:

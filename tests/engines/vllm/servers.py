@@ -59,6 +59,7 @@ class Run:
         record: file for the first steps that are compared, or None.
         unwritten: of each prompt the positions [first, end) whose index keys are not written in a
             run of its own, before all others; None for no such run.
+        engine: more of vLLM's arguments.
     """
 
     prompts: list[list[int]]
@@ -71,6 +72,7 @@ class Run:
     mode: str = "auto"
     record: str | None = None
     unwritten: list[tuple[int, int]] | None = None
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def environment(mode: str, **more: str) -> dict[str, str]:

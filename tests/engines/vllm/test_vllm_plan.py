@@ -1,6 +1,5 @@
 import ast
 import logging
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,8 +206,10 @@ def test_where_nothing_is_replaced_the_log_says_so_of_each_part(
     with caplog.at_level(logging.INFO):
         plugin.register()  # registers no model: vLLM need not be here
     said = [record.getMessage() for record in caplog.records]
-    assert said == report.lines(cuda(9), report.plan(cuda(9), "auto"))
-    assert said[0].startswith("anymla on sm_90: attention kept (vLLM's own runs on sm_90")
+    shared = report.lines(cuda(9), report.shared_plan(cuda(9), "auto"), report.V41)
+    assert said == shared + report.lines(cuda(9), report.plan(cuda(9), "auto"))
+    assert said[0].startswith("anymla on sm_90: DeepSeek-V4.1 attention kept (vLLM's own runs on")
+    assert said[len(shared)].startswith("anymla on sm_90: attention kept (vLLM's own runs on sm_90")
 
 
 @pytest.mark.parametrize("mode", ["auto", "force"])
@@ -239,7 +240,8 @@ def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(report.VARIABLE, "attention")
     monkeypatch.setattr(report, "installed_version", lambda: ADMITTED)
     monkeypatch.setattr(report, "this_machine", lambda: cuda(9))
-    monkeypatch.setattr(report, "refusal_by_source", lambda *_: None)
+    for refusal in ("refusal_by_source", "shared_refusal_by_source"):
+        monkeypatch.setattr(report, refusal, lambda *_: None)
     head, *rows = report.plugin_view()
     assert head == {"part": "vLLM", "action": ADMITTED, "why": pinned.VERSIONS[ADMITTED]}
     assert [(row["part"], row["action"]) for row in rows] == [
@@ -250,37 +252,52 @@ def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> N
         ("experts", "kept"),
         ("linears", "kept"),
         ("draft model (MTP)", "replaced"),
-        ("DeepSeek-V4.1", "kept"),
+        ("DeepSeek-V4.1 attention", "replaced"),
+        ("DeepSeek-V4.1 indexer", "kept"),
+        ("DeepSeek-V4.1 compressor", "kept"),
+        ("DeepSeek-V4.1 mhc", "kept"),
+        ("DeepSeek-V4.1 engram", "kept"),
     ]
 
 
+SHARED = set(report.SHARED_PARTS)
+
+
 @machines
-def test_of_v41_nothing_is_replaced_and_the_reason_says_whether_it_runs(machine: Machine) -> None:
-    part = report.shared_layers(machine)
-    assert not part.replaced
-    own, _, runs = part.why.partition("; ")
-    assert own == "the plugin has no adapters for its layers"
-    lacks = LACKING[machine] & {report.ATTENTION, report.INDEXER}
-    assert (runs == f"vLLM's own runs on {machine.name}") == (not lacks)
+def test_of_v41_what_vllm_lacks_is_replaced_and_nothing_else(machine: Machine) -> None:
+    found = {part.name for part in report.shared_plan(machine, "auto") if part.replaced}
     if machine.platform != "cuda":
-        assert runs == "vLLM has it for CUDA and ROCm"
-    assert report.shared_layers(Machine("rocm")).why.endswith("vLLM's own runs on ROCM")
+        assert found >= SHARED
+        assert (report.METADATA_KERNELS in found) == (machine.platform == "cpu")
+    elif machine.capability[0] == 10:
+        assert not found
+    else:
+        converts = {report.ENGRAM} if machine.capability < (8, 9) else set()
+        assert found == LACKING[machine] & SHARED | converts
+    assert not any(part.replaced for part in report.shared_plan(machine, "off"))
 
 
-def test_where_something_is_replaced_the_log_says_that_v41_is_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv(report.VARIABLE, raising=False)
-    monkeypatch.setattr(plugin, "installed_version", lambda: ADMITTED)
-    monkeypatch.setattr(report, "this_machine", lambda: cuda(8))
-    monkeypatch.setattr(report, "refusal_by_source", lambda *_: None)
-    registry = SimpleNamespace(ModelRegistry=SimpleNamespace(register_model=lambda *_: None))
-    monkeypatch.setitem(sys.modules, "vllm", registry)
-    with caplog.at_level(logging.INFO):
-        plugin.register()
-    assert [record.getMessage() for record in caplog.records] == [
-        "anymla on sm_80: DeepSeek-V4.1 kept (the plugin has no adapters for its layers; vLLM's "
-        "own needs FlashMLA, which does not run on sm_80)"
+def test_of_v41_nothing_is_taken_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in report.SHARED_PARTS:
+        monkeypatch.setitem(report.FASTER, (part, "sm_90", ADMITTED), "a file")
+    monkeypatch.setattr(report, "installed_version", lambda: ADMITTED)
+    for chosen, wanted in (("auto", set()), ("engram,mhc", {"engram", "mhc"}), ("force", SHARED)):
+        found = {part.name for part in report.shared_plan(cuda(9), chosen) if part.replaced}
+        assert found == wanted
+    for machine, why in ((cuda(10), "no adapter for vLLM's rows"), (Machine("rocm"), "ROCM")):
+        parts = report.shared_plan(machine, "force")
+        assert all(not part.replaced and why in part.why for part in parts)
+
+
+def test_of_v41_the_log_of_the_worker_has_a_line_for_each_part() -> None:
+    machine = cuda(8, 9)
+    lines = report.lines(machine, report.shared_plan(machine, "auto"), report.V41)
+    assert [line.split(" (")[0] for line in lines] == [
+        "anymla on sm_89: DeepSeek-V4.1 attention replaced",
+        "anymla on sm_89: DeepSeek-V4.1 indexer replaced",
+        "anymla on sm_89: DeepSeek-V4.1 compressor kept",
+        "anymla on sm_89: DeepSeek-V4.1 mhc replaced",
+        "anymla on sm_89: DeepSeek-V4.1 engram kept",
     ]
 
 

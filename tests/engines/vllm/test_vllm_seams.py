@@ -4,14 +4,17 @@ import dataclasses
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from servers import SOURCE, needs_source, needs_vllm
 
 from anymla.engines.vllm import plugin, report, seams
 from anymla.engines.vllm.pinned import PLATFORMS, Seam, seams_of
+from anymla.engines.vllm.pinned_shared import shared_seams_of
 from anymla.engines.vllm.report import Machine
 
 EXAMPLE = """
@@ -26,6 +29,7 @@ class Layer(Chosen):
 
     def __init__(self, first):
         self.assigned, (self.one, self.other) = first
+        self.register_buffer("held", first)
 
     @classmethod
     def method(cls, first, second, *, third):
@@ -53,7 +57,9 @@ def example(tmp_path: Path) -> Path:
         Seam("vllm.top:function", ("first",)),
         Seam("vllm.top:Layer.method", ("first", "second")),
         Seam("vllm.top:Layer.method", ("first", "second", "third")),
-        Seam("vllm.top:Layer", attributes=("written", "assigned", "one", "other", "method")),
+        Seam(
+            "vllm.top:Layer", attributes=("written", "assigned", "one", "other", "method", "held")
+        ),
         Seam("vllm.top:Layer.other_method", optional=True),
     ],
     ids=lambda seam: seam.place,
@@ -91,6 +97,7 @@ def test_a_missing_seam_refuses_in_one_line_and_replaces_nothing(
     for module in (plugin, report):
         monkeypatch.setattr(module, "installed_version", lambda: "0.33.0")
     monkeypatch.setattr(report, "source_of_vllm", lambda: Path("vllm"))
+    monkeypatch.setattr(report, "shared_plan", lambda *_: [])
     asked = []
 
     def missing(root: Path, platform: str, parts: list[str]) -> list[str]:
@@ -106,6 +113,35 @@ def test_a_missing_seam_refuses_in_one_line_and_replaces_nothing(
     assert asked == [(Path("vllm"), "cuda", "attention", "draft model (MTP)")]
     (row,) = report.plugin_view()
     assert "vllm.top has no Layer" in row["why"]
+
+
+def test_each_model_is_refused_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(report, "this_machine", lambda: Machine("cuda", (8, 0)))
+    for module in (plugin, report):
+        monkeypatch.setattr(module, "installed_version", lambda: "0.33.0")
+    monkeypatch.setattr(report, "source_of_vllm", lambda: Path("vllm"))
+    registered: list[str] = []
+    registry = SimpleNamespace(register_model=lambda name, _: registered.append(name))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
+    gone = ["vllm.top has no Layer"]
+    for missing, shared, wanted in (
+        ([], gone, {"DeepseekV4ForCausalLM", "DeepSeekV4MTPModel"}),
+        (gone, [], {"DeepseekV41ForCausalLM"}),
+    ):
+        monkeypatch.setattr(report, "missing_seams", lambda *_, found=missing: found)
+        monkeypatch.setattr(report, "missing_shared_seams", lambda *_, found=shared: found)
+        registered.clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            plugin.register()
+        assert set(registered) == wanted
+        (record,) = caplog.records
+        assert ("of DeepSeek-V4.1" in record.getMessage()) == bool(shared)
+        rows = {row["part"]: row["action"] for row in report.plugin_view()}
+        assert rows["DeepSeek-V4.1 attention"] == ("kept" if shared else "replaced")
+        assert rows.get("attention") == (None if missing else "replaced")
 
 
 def test_an_audit_relies_on_what_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,18 +169,25 @@ def test_each_part_relies_on_what_it_replaces() -> None:
         for part in EVERY:
             assert set(seams_of(platform, [part])) > of_none
         assert set(seams_of(platform, [report.DRAFT_MODEL])) == of_none
+        of_none = set(shared_seams_of(platform, []))
+        for part in report.SHARED_PARTS:
+            assert set(shared_seams_of(platform, [part])) > of_none
 
 
 EVERY = (*report.PARTS, report.AUDIT)
 
 
 def every_seam() -> set[Seam]:
-    return {seam for platform in PLATFORMS for seam in seams_of(platform, EVERY)}
+    found = {seam for platform in PLATFORMS for seam in seams_of(platform, EVERY)}
+    for platform in PLATFORMS:
+        found |= set(shared_seams_of(platform, report.SHARED_PARTS))
+    return found
 
 
 def assert_every_seam_is_there(root: Path, others: Path) -> None:
     for platform in PLATFORMS:
         assert seams.missing_seams(root, platform, EVERY) == []
+        assert seams.missing_shared_seams(root, platform, report.SHARED_PARTS) == []
     for seam in every_seam():
         for changed in renamed(root, others, seam):
             assert seams._missing(changed, seam), seam

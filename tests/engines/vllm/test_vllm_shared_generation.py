@@ -1,0 +1,102 @@
+"""DeepSeek-V4.1 through vLLM on a CPU, for which vLLM has no model of it by itself."""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inputs import UNREACHED_LIMIT, prompt_of
+from servers import HERE, Run, generate, needs_worker
+
+from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from anymla.testing.tiny_options import TinySharing, default_shared_ratios
+
+pytestmark = needs_worker
+
+# 300 entries of ratio 1 for a selection of 16, within 4 blocks of 8.
+LENGTHS = (300, 61)
+NEW_TOKENS = 24
+RATIOS = default_shared_ratios(8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers of ratio 0, 0, 2, 2, 1, 1, 1, 1, in bfloat16."""
+    directory = tmp_path_factory.mktemp("shared")
+    sharing = dataclasses.replace(TinySharing.of(RATIOS), candidate_blocks=4)
+    options = TinyOptions(ratios=RATIOS, hash_layers=0, mtp=0, index_topk=16, sharing=sharing)
+    twin = directory / "bf16"
+    write_tiny_checkpoint(directory / "fp4", options, twin=twin)
+    config = json.loads((twin / "config.json").read_text())
+    config["text_config"]["swiglu_limit"] = UNREACHED_LIMIT
+    (twin / "config.json").write_text(json.dumps(config))
+    return twin
+
+
+@pytest.fixture(scope="module")
+def answer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    prompts = [prompt_of(length) for length in LENGTHS]
+    asked = Run(prompts, NEW_TOKENS, score=True, engine={"gpu_memory_utilization": 0.3})
+    return generate(asked, checkpoint, tmp_path_factory.mktemp("run"))
+
+
+def test_every_part_is_anymlas_and_the_log_says_so(answer: dict[str, Any]) -> None:
+    (classes,) = answer["classes"]
+    wanted = {
+        "AnymlaSharedAttention": 8,
+        "AnymlaSharedCompressor": 2,
+        "AnymlaStateCache": 1,
+        "AnymlaSharedIndexer": 3,
+        "AnymlaSharedScores": 3,
+        "AnymlaSharedIndexerCache": 2,
+        "AnymlaEngram": 2,
+        "AnymlaNgrams": 1,
+    }
+    assert {name: classes[name] for name in wanted} == wanted
+    lines = [line for line in answer["log"].splitlines() if "anymla on CPU: DeepSeek-V4.1" in line]
+    said = [line.partition("DeepSeek-V4.1 ")[2].partition(" replaced")[0] for line in lines]
+    parts = ["attention", "indexer", "compressor", "mhc", "engram", "metadata kernels"]
+    assert said == parts
+
+
+def test_log_probabilities_differ_from_anymlas_as_two_precisions_of_it_do(
+    answer: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of the prompts' tokens and of those that were decoded, given the same text.
+
+    vLLM's router rounds its logits to bfloat16 on a CPU, and so does the yardstick's.
+    """
+    found: list[float] = []
+    noise: list[float] = []
+    for run, length in zip(answer["runs"], LENGTHS, strict=True):
+        assert len(run["tokens"]) == NEW_TOKENS
+        scored = run["prompt_logprobs"] + run["logprobs"]
+        assert len(scored) == length - 1 + NEW_TOKENS
+        text = prompt_of(length) + run["tokens"]
+        wide = scores(checkpoint, text, "fp32", tmp_path, ["-m", "anymla"])
+        narrow = scores(checkpoint, text, "bf16", tmp_path, [str(HERE / "score_rounded.py")])
+        found += differences(scored, wide)
+        noise += differences(narrow, wide)
+    # Two samples of 407 of the same distribution: a median of so many varies by 6 %.
+    for measure in (statistics.median, statistics.mean):
+        assert measure(found) < 1.25 * measure(noise)
+
+
+def scores(
+    checkpoint: Path, text: list[int], dtype: str, directory: Path, program: list[str]
+) -> list[float]:
+    """Of each token after the first, by ``anymla score`` with vLLM's cache rows."""
+    given, made = directory / "text.json", directory / "scores.json"
+    given.write_text(json.dumps(text))
+    command = [sys.executable, *program, "score", "--checkpoint", str(checkpoint)]
+    command += ["--token-ids", str(given), "--json", str(made), "--dtype", dtype]
+    subprocess.run([*command, "--kv-cache", "fp8"], check=True, capture_output=True)
+    return json.loads(made.read_text())["logprobs"][1:]
+
+
+def differences(a: list[float], b: list[float]) -> list[float]:
+    return [abs(x - y) for x, y in zip(a, b, strict=True)]
