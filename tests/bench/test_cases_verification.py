@@ -32,7 +32,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("sharing", [False, True])
 def test_all_sides_are_right(shape, pays, sharing, clock, monkeypatch):
     monkeypatch.setattr(family, "decoding_pays_in_steps", lambda *_: pays)
-    monkeypatch.setattr(family, "sharing_pays", lambda *_: sharing)
+    monkeypatch.setattr(family, "sharing_pays", lambda *_, quantized: sharing)
     (result,) = run(family.verification_cases([shape], "torch", PEER), clock)
     values = result.values
     shared = sharing and not shape.extra

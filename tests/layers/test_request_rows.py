@@ -10,7 +10,7 @@ from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.prefill_attention.config import decoding_pays_in_steps
 from anymla.ops.selection import compressed_rows, window_rows
-from anymla.ops.sparse_attention import config, sparse_attention
+from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.config import sharing_pays
 from anymla.ops.sparse_attention.windows import window_lists
 
@@ -184,7 +184,6 @@ def test_steps_decode_beforehand_where_that_was_faster(requests, queries, heads,
         (8, 8, 128, True), (32, 8, 16, True), (8, 8, 16, False), (256, 1, 64, False),
     ],
 )  # fmt: skip
-def test_windows_are_shared_where_that_was_faster(requests, queries, heads, pays, monkeypatch):
-    assert not sharing_pays(requests, queries, heads)  # not measured as layers call it
-    monkeypatch.setattr(config, "_MEASURED_QUANTIZED", True)
-    assert sharing_pays(requests, queries, heads) is pays
+def test_windows_are_shared_where_that_was_faster(requests, queries, heads, pays):
+    assert sharing_pays(requests, queries, heads, quantized=False) is pays
+    assert not sharing_pays(requests, queries, heads, quantized=True)  # not measured

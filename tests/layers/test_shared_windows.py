@@ -14,7 +14,6 @@ from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.layers import heads as module
 from anymla.layers.heads import AttentionInputs, Heads
 from anymla.ops.device import TARGETS
-from anymla.ops.sparse_attention import config
 from anymla.ops.sparse_attention import gluon_sm90_windows_launch as launcher
 from anymla.runtime import workspaces
 from anymla.runtime.device_step import Batch, BatchSizes, Reads, device_step
@@ -136,13 +135,12 @@ def test_the_hopper_kernel_gives_layers_what_they_have_by_slots(heads, hopper):
 
 
 @pytest.mark.parametrize(
-    ("heads", "entries", "fp8", "measured", "reads"),
+    ("heads", "entries", "fp8", "quantized", "reads"),
     [
-        (64, 0, True, True, Reads.SHARED), (64, 0, True, False, Reads.DECODED),
-        (64, 0, False, True, Reads.DECODED), (64, 64, True, True, Reads.DECODED),
-        (8, 0, True, True, Reads.SHARED), (8, 64, True, True, Reads.SLOTS),
+        (64, 0, True, False, Reads.SHARED), (64, 0, True, True, Reads.DECODED),
+        (64, 0, False, False, Reads.DECODED), (64, 64, True, False, Reads.DECODED),
+        (8, 0, True, False, Reads.SHARED), (8, 64, True, False, Reads.SLOTS),
     ],
 )  # fmt: skip
-def test_a_bucket_has_one_choice(heads, entries, fp8, measured, reads, monkeypatch):
-    monkeypatch.setattr(config, "_MEASURED_QUANTIZED", measured)
-    assert workspaces._choice(32, 8, heads, 132, fp8, entries) == reads
+def test_a_bucket_has_one_choice(heads, entries, fp8, quantized, reads):
+    assert workspaces._choice(32, 8, heads, 132, fp8, quantized, entries) == reads

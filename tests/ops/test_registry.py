@@ -352,6 +352,21 @@ def test_a_lazy_backend_is_imported_when_it_first_runs(monkeypatch, tmp_path):
     assert list(contract_probe_lazy.backends) == ["torch", "reference"]
 
 
+def test_a_lazy_backend_is_imported_without_checks_too(monkeypatch, tmp_path):
+    @operation(outputs=_like_x)
+    def contract_probe_unchecked(x: Tensor) -> Tensor:
+        """Return -x."""
+
+    text = "def contract_probe_unchecked(x):\n    return -x\n"
+    (tmp_path / "unchecked_probe.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    contract_probe_unchecked.register_lazy("torch", "unchecked_probe")
+    with skip_checks():
+        assert torch.equal(contract_probe_unchecked(X), -X)
+    own = sys.modules.pop("unchecked_probe").contract_probe_unchecked
+    assert contract_probe_unchecked.backends["torch"].run is own
+
+
 def test_memory_of_kinds_is_bounded():
     probe = _Asked().add("torch")
     for k in range(1, 2 * registry._MOST_KINDS):

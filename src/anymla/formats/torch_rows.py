@@ -225,18 +225,26 @@ def _e4m3_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torc
     return decode_e4m3(codes, dtype).to(device), torch.uint8
 
 
-@functools.cache
 def _e2m1_bounds(device: torch.device) -> Tensor:
     """Upper bounds (included) of codes 0..6: the midpoints, just below where a tie goes up.
 
-    Filled in one by one: a device would make its caller wait for a copy.
+    Kept, but for those made while a graph is captured, which have no values before it is replayed.
     """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _made_e2m1_bounds(device) if capturing else _kept_e2m1_bounds(device)
+
+
+def _made_e2m1_bounds(device: torch.device) -> Tensor:
+    """Filled in one by one: a device would make its caller wait for a copy."""
     values = decode_e2m1(torch.arange(8, dtype=torch.uint8))
     midpoints = (values[1:] + values[:-1]) / 2
     upper_is_even = torch.arange(7) % 2 == 1
     below = torch.nextafter(midpoints, torch.zeros(()))
     bounds = torch.where(upper_is_even, below, midpoints).tolist()
     return torch.stack([torch.full((), bound, device=device) for bound in bounds])
+
+
+_kept_e2m1_bounds = functools.cache(_made_e2m1_bounds)
 
 
 def _in_pairs(values: Tensor) -> Tensor:

@@ -76,11 +76,11 @@ def angles_of(to, token):
 
 
 @gluon.jit
-def prefetch_angles(to, token, WARPS: gl.constexpr = 4):
-    """The same, long before the angles are needed, which are then near; by so many warps."""
+def prefetch_angles(to, token):
+    """The same, long before the angles are needed, which are then near."""
     angles = angles_of(to, token)
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    words = gl.arange(0, 32 * WARPS, layout=L) % to.ROPE_DIM
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    words = gl.arange(0, 128, layout=L) % to.ROPE_DIM
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [angles + words],
         dtype=gl.int32, is_pure=False, pack=1,

@@ -18,6 +18,8 @@ block, of a quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`
     mxfp4    bfloat16 (float16 as two of them) / float32 / bfloat16         -
     nvfp4    bfloat16 / float16 / float32                                   the tensor's
 
+(On Arc A every operand is float32.)
+
 With swapped operands the weight's rows are those of the matrix instruction, which has many, and
 tokens its columns, of which it may have 8. Packed e2m1 is read as int32 and goes from registers
 into the instruction (``formats.triton_words``); for that its activations come in the order of the

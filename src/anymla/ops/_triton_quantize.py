@@ -125,7 +125,7 @@ def launch_quantize_rows(
         codes: uint8, at least T rows of K.
         scales: float32, [T, ceil(K/block)], or with ``column`` [ceil(K/block), column].
         column: distance of a row's scales; 0 for scales that are row-major.
-        block: channels that share a scale, a power of two.
+        block: channels that share a scale: 32, 64 or 128.
     """
     rows, width = x.shape
     if not x.numel():

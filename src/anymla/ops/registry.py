@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import operator
+import threading
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -198,6 +199,7 @@ class Operation:
         self._hosts: tuple[Backend, ...] = ()  # for CPU tensors, if they are asked by kind alone
         self._host: Backend | None = None  # what CPU tensors take, if it needs no asking
         self._resolved: dict[Hashable, Backend] = {}
+        self._changing = threading.RLock()  # the tables above
         self._contract = contract
         self._outputs = outputs
         self._signature = inspect.signature(contract)
@@ -243,10 +245,11 @@ class Operation:
                 on them is known by as little as if no backend were asked.
         """
         order = {known: place for place, known in enumerate(_PRIORITY)}
-        made = self._backends | {name: Backend(name, run, supports, automatic, by_kind)}
-        ranked = sorted(made.values(), key=lambda b: order.get(b.name, len(order)))
-        asked = [each for each in ranked if each.name in _PRIORITY and each.automatic]
-        self._set_backends(ranked, asked)
+        with self._changing:
+            made = self._backends | {name: Backend(name, run, supports, automatic, by_kind)}
+            ranked = sorted(made.values(), key=lambda b: order.get(b.name, len(order)))
+            asked = [each for each in ranked if each.name in _PRIORITY and each.automatic]
+            self._set_backends(ranked, asked)
 
     def register_lazy(
         self,
@@ -271,8 +274,9 @@ class Operation:
 
     def unregister(self, name: str) -> None:
         """Remove a backend."""
-        rest = [each for each in self._backends.values() if each.name != name]
-        self._set_backends(rest, [each for each in self._automatic if each.name != name])
+        with self._changing:
+            rest = [each for each in self._backends.values() if each.name != name]
+            self._set_backends(rest, [each for each in self._automatic if each.name != name])
 
     @contextlib.contextmanager
     def with_backends(self, backends: Iterable[Backend]) -> Iterator[None]:
@@ -375,7 +379,7 @@ class Operation:
         on_host = backend is None and isinstance(first, Tensor) and first.is_cpu
         host = self._host if on_host else None
         if host is not None and _skipped.get():
-            return host, args, kwargs
+            return self._imported(host), args, kwargs
         asks = not on_host or not self._hosts
         kind = _kind_of(args, kwargs, backend, asks=asks)
         try:
@@ -400,11 +404,12 @@ class Operation:
         if not isinstance(chosen.run, LazyFunction):
             return chosen
         made = dataclasses.replace(chosen, run=chosen.run.load())
-        ranked, automatic = (
-            [made if each is chosen else each for each in table]
-            for table in (self._backends.values(), self._automatic)
-        )
-        self._set_backends(ranked, automatic)
+        with self._changing:
+            ranked, automatic = (
+                [made if each is chosen else each for each in table]
+                for table in (self._backends.values(), self._automatic)
+            )
+            self._set_backends(ranked, automatic)
         return made
 
     def _accept(

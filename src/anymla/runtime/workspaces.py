@@ -37,13 +37,21 @@ def reads_in(model: Transformer, store: CacheStore, bucket: Bucket) -> ChooseRea
         attention.heads.count,
         target_of(model.device).sm_count,
         fp8 and attention.spec.window <= WINDOW_PLACES,
+        attention.output.quantize_heads,
     )
 
 
 def _choice(
-    requests: int, queries: int, heads: int, sm_count: int, sharable: bool, entries: int
+    requests: int,
+    queries: int,
+    heads: int,
+    sm_count: int,
+    sharable: bool,
+    quantized: bool,
+    entries: int,
 ) -> Reads:
-    if sharable and not entries and sharing_pays(requests, queries, heads):
+    pays = functools.partial(sharing_pays, requests, queries, heads, quantized=quantized)
+    if sharable and not entries and pays():
         return Reads.SHARED
     if decoding_pays_in_steps(requests, queries, heads, entries, sm_count):
         return Reads.DECODED

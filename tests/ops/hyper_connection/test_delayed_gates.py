@@ -42,6 +42,19 @@ def test_apart_they_are_the_whole_site(backend, tokens, streams):
     torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
+@no_triton
+def test_many_tokens_of_equal_streams(monkeypatch):
+    """Where products are a matrix instruction's; before the first layer streams are one tensor."""
+    from anymla.ops.hyper_connection import triton_delayed
+
+    site = _site(515, 4)
+    site["h"] = site["h"][:, :1].bfloat16().expand(-1, 4, -1)
+    expected = hc_gates(**site, backend="reference")
+    monkeypatch.setattr(triton_delayed, "takes_many_tokens", lambda h: True)
+    for gates, one in zip(hc_gates(**site, backend="triton"), expected, strict=True):
+        torch.testing.assert_close(gates, one.to(gates.dtype), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_blocks_of_tokens_give_what_all_give(monkeypatch, backend, tokens):

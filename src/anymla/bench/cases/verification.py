@@ -275,9 +275,9 @@ def _verification(
 
 
 def _way(shape: Verification, sm_count: int) -> str:
-    """How layers read the rows."""
+    """How layers of FP8 projections read the rows."""
     batch, rows, heads = shape.batch, shape.rows, shape.heads
-    if not shape.extra and sharing_pays(batch, rows, heads):
+    if not shape.extra and sharing_pays(batch, rows, heads, quantized=True):
         return "shared"
     pays = decoding_pays_in_steps(batch, rows, heads, shape.extra, sm_count)
     return "decoded" if pays and not shape.chosen else "slots"

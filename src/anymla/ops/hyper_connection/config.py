@@ -80,7 +80,7 @@ def _large_tile(tokens: int, d: int) -> MixConfig:
 
 
 def _width(d: int) -> int:
-    """A power of two, d or the next one, at least what a matrix instruction takes_many_tokens."""
+    """A power of two, d or the next one, at least what a matrix instruction takes."""
     return max(16, next_power_of_2(d))
 
 

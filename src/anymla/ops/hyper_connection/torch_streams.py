@@ -177,7 +177,7 @@ def _block_tokens(h: Tensor) -> int:
 
 @functools.cache
 def _scale_of_row(n: int, device: torch.device) -> Tensor:
-    """Which of the three scales each of fn's (2 + N) N rows takes_many_tokens."""
+    """Which of the three scales each of fn's (2 + N) N rows takes."""
     return torch.tensor([0] * n + [1] * n + [2] * (n * n), device=device)
 
 

@@ -15,7 +15,8 @@ weights go from registers into it. e2m1 times 2^k is exact in e4m3 for any k of 
 binades, so the scales of a row's groups are multiplied into its codes relative to the largest of
 them: a group's eight magnitudes are a table of 8 bytes, which ``prmt`` looks codes up in. A row
 whose scales are further apart is multiplied once for every WINDOW binades that occur in its tile,
-groups of other windows being zero, from the smallest to the largest; so every weight is exact.
+groups of other windows being zero, from the smallest to the largest; so every weight is exact,
+down to 2^-126 of the units of its row's largest scale.
 
 Sums of 128 channels come out of the instruction, which keeps 13 bits below the largest of what it
 adds, and are scaled and added in float32.

@@ -437,25 +437,25 @@ _WINDOW_COST = 3.0
 
 # Work tiles, 64 heads of a query each, from which on it paid: with as many heads, and with fewer.
 _SHARED_HEADS, _SHARED_TILES, _SHARED_TILES_OF_FEW_HEADS = SWAP_AB_HEADS + 1, 48, 256
-# Layers attend with their output quantised: "shared" against the other ways of
-# ``quantized_microseconds`` in ``anymla bench attention --verification`` has not been measured.
-_MEASURED_QUANTIZED = False
 
 
-def sharing_pays(requests: int, queries: int, heads: int) -> bool:
+def sharing_pays(requests: int, queries: int, heads: int, *, quantized: bool) -> bool:
     """Whether queries of a request attend sooner to a window whose rows are decoded once for some.
 
     Measured on an H200, us by slots or decoded beforehand, and shared
     (docs/performance/verification.md): 64 heads, 8 queries: 1 request 7.4, 8.6; 8: 10.7, 9.3; 32:
     19.8, 16.4; 64: 36.6, 29.1; of 6 queries 7.3, 8.7; 10.4, 9.1; 18.7, 15.6. 128 heads, 8 queries:
-    8 requests 12.8, 10.9; 32: 34.2, 28.4. 16 heads, 32 requests: 14.1, 13.2.
+    8 requests 12.8, 10.9; 32: 34.2, 28.4. 16 heads, 32 requests: 14.1, 13.2. With quantised output
+    it has not been measured, so the answer is no (``shared_quantized_microseconds`` of ``anymla
+    bench attention --verification``).
 
     Args:
         requests: R.
         queries: of a request.
         heads: query heads.
+        quantized: the output is.
     """
-    if not _MEASURED_QUANTIZED or queries < 2:
+    if quantized or queries < 2:
         return False
     least = _SHARED_TILES if heads >= _SHARED_HEADS else _SHARED_TILES_OF_FEW_HEADS
     return requests * queries * -(-heads // M64) >= least
