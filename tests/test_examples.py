@@ -43,6 +43,9 @@ OTHERS = {
 # Words of anymla's commands that are parsed but not run, and why.
 ELSEWHERE = {
     "cuda": "needs a GPU",
+    "gpu": "needs a GPU",
+    "--reads": "needs a GPU",
+    "--flash-mla": "needs FlashMLA",
     "xpu": "needs an Intel GPU",
     "flash_mla": "needs FlashMLA",
     "--vllm": "needs vLLM",

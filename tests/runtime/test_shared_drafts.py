@@ -9,6 +9,7 @@ import traceback
 import pytest
 import torch
 
+from anymla.model import load
 from anymla.model.load import load_model
 from anymla.runtime.cache_view import read_rows
 from anymla.runtime.engine import Engine
@@ -135,7 +136,10 @@ def test_drafts_do_not_change_the_tokens(model, alone, draft_tokens, decode):
 
 
 @pytest.mark.parametrize("kv_cache", ["nvfp4", "fp8"])
-def test_other_rows_in_the_caches(model, kv_cache):
+def test_other_rows_in_the_caches(directory, kv_cache, monkeypatch):
+    """In float64: products of several rows are rounded otherwise, and codes are whole steps."""
+    monkeypatch.setitem(load.DTYPES, "fp64", torch.float64)
+    model = load_model(directory, dtype=torch.float64, progress=False)
     texts = [
         _texts(_serve(_engine(model, kv_cache=kv_cache, draft_tokens=drafts, decode=decode)))
         for drafts, decode in ((0, "plain"), (5, "fixed"))

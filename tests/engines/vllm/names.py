@@ -106,6 +106,7 @@ def changed_overrides() -> list[str]:
         shared_engram.AnymlaNgrams,
         shared_indexer.AnymlaSharedIndexerCache,
         shared_indexer.AnymlaSharedIndexer,
+        shared_indexer.AnymlaSharedScores,
         shared_metadata.SharedIndexBuilder,
         *(shared_metadata.SPARSE_BACKEND, shared_metadata.INDEXER_BACKEND),
     ]

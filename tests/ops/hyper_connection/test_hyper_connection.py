@@ -302,7 +302,7 @@ def test_long_rows_and_many_tokens_by_triton(
     monkeypatch.setattr(config, "FEW_TOKENS", 5)
     for module in (triton_mix, triton_collapse):
         monkeypatch.setattr(module, "MANY_TOKENS", 1 if bulk else 100)
-    monkeypatch.setattr(triton_collapse, "_TOGETHER", 32)
+    monkeypatch.setattr(triton_collapse, "TOGETHER_MANY", 32)
     monkeypatch.setattr(
         triton_launch, "takes_many_tokens", lambda h: bulk and h.dtype == torch.bfloat16
     )

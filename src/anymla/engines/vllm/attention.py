@@ -227,12 +227,19 @@ class AnymlaAttention(AttentionAdapter, _Base):
 
 
 def _decoded(layer: Any) -> Tensor:
-    """The weight of a linear layer that vLLM has just loaded, of 16 or 32 bits."""
+    """The weight of a linear layer that vLLM has just loaded, in bfloat16 or float32."""
     weight, scale = layer.weight.data, getattr(layer, "weight_scale_inv", None)
     by_row = getattr(layer, "weight_scale", None)
     if weight.dtype in (torch.bfloat16, torch.float32):
         return weight
-    if weight.dtype == torch.float8_e4m3fn and scale is None and by_row is not None:
+    by_32 = len(weight), weight.shape[1] // 32
+    if (
+        weight.dtype == torch.float8_e4m3fn
+        and scale is None
+        and by_row is not None
+        and by_row.element_size() == 1
+        and by_row.shape == by_32
+    ):
         # V4.1's blocks are of 32 rows, whose scale vLLM has repeated for each of them.
         scales = by_row.data.view(torch.uint8)[::32]
         return dequantize_fp8_weight(weight.view(torch.uint8), scales, torch.bfloat16, 32)

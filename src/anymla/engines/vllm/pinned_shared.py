@@ -51,7 +51,15 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
         seam("vllm.forward_context:ForwardContext", attributes="attn_metadata additional_kwargs"),
         seam("vllm.config.kernel:KernelConfig", attributes="enable_jit_warmup"),
         seam("vllm.config.cache:CacheConfig", attributes="swa_bounded_replay"),
-        seam("vllm.config.vllm:VllmConfig", attributes="speculative_config"),
+        seam(
+            "vllm.config.vllm:VllmConfig",
+            attributes="speculative_config parallel_config cache_config kernel_config "
+            "attention_config engram_config model_config",
+        ),
+        seam(
+            "vllm.config.parallel:ParallelConfig",
+            attributes="prefill_context_parallel_size decode_context_parallel_size use_ubatching",
+        ),
         seam(f"{SHARED_MODEL}:_select_dsv4_attn_cls", "vllm_config"),
         seam(
             f"{SHARED_MODEL}:DeepseekV41LLMForCausalLM",

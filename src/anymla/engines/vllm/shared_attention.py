@@ -30,8 +30,6 @@ class AnymlaSharedAttention(AttentionAdapter, DeepseekV4Attention):
     swa_backend_cls = WINDOW_BACKEND
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        # With fewer tokens than the model's, its last layers would run past their adapters.
-        vllm_config.cache_config.swa_bounded_replay = False
         super().__init__(vllm_config, *args, **kwargs)
         if self.kv_mxfp8:
             raise NotImplementedError("vLLM keeps rows of another format than 584 bytes here")

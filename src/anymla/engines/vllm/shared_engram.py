@@ -54,8 +54,8 @@ class AnymlaNgrams(NgramHashState):
         if kept is not None:
             assert slot_mapping is not None
             slots = slot_mapping[: len(tokens)]
-            written = slots >= 0
-            kept[slots[written]] = tokens[: len(slots)][written].to(kept.dtype)
+            own, at = tokens[: len(slots)].to(kept.dtype), slots.clamp(min=0)
+            kept[at] = torch.where(slots >= 0, own, kept[at])  # slot 0 is nobody's
         known = torch.where(lookback_dead_mask, -1, lookback_token_ids.long())
         missing = ~lookback_dead_mask & (lookback_token_ids < 0)
         request = token_to_request(query_start_loc, len(tokens)).clamp(min=0)

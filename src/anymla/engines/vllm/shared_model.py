@@ -99,12 +99,16 @@ def _check(vllm_config: Any) -> None:
     Raises:
         NotImplementedError: it is asked for.
     """
+    parallel, engram = vllm_config.parallel_config, vllm_config.engram_config
     refused = {
         "drafts": vllm_config.speculative_config is not None,
         "contexts that are split between ranks": (
-            vllm_config.parallel_config.prefill_context_parallel_size > 1
+            parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1
         ),
-        "microbatches": vllm_config.parallel_config.use_ubatching,
+        "microbatches": parallel.use_ubatching,
+        "n-gram tables in huge pages": (
+            report.ENGRAM in _REPLACED and engram is not None and engram.use_thp
+        ),
     }
     for what, asked in refused.items():
         if asked:
@@ -118,6 +122,12 @@ class AnymlaDeepseekV41(DeepseekV41LLMForCausalLM):
         for line in report.lines(_MACHINE, _PLAN, report.V41):
             _LOG.info_once(line, scope="global")
         _check(vllm_config)
+        if report.audited():
+            _LOG.warning_once("anymla: %s is not audited", report.V41, scope="global")
+        if vllm_config.model_config.hf_config.vision_n_layers:
+            _LOG.info_once("anymla: the text model alone, images are not read", scope="global")
+        # With fewer tokens than the model's, its last layers would run past their adapters.
+        vllm_config.cache_config.swa_bounded_replay = False
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
@@ -131,7 +141,8 @@ class AnymlaDeepseekV41(DeepseekV41LLMForCausalLM):
     def process_weights_after_loading(self) -> None:
         """As vLLM's; the first site keeps its weight for each of the streams."""
         first = self.model.layers[self.model.start_layer]
-        first.hc_attn_fn_broadcast = None  # it may have been called before
+        if report.MHC in _REPLACED:
+            first.hc_attn_fn_broadcast = None  # it may have been called before
         super().process_weights_after_loading()
         if report.MHC in _REPLACED:
             first.hc_attn_fn_broadcast = first.hc_attn_fn.data

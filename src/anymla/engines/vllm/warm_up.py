@@ -57,6 +57,8 @@ class _Warmup(VllmJitKernel[int]):
         try:
             self.rehearsal.run()
         except Exception:  # a server that compiles at first use is better than none
+            if self.rehearsal.config.parallel_config.world_size > 1:
+                raise  # other ranks wait for this one
             _LOG.exception("anymla: steps were not rehearsed; kernels are compiled at first use")
         else:
             _LOG.info("anymla: steps rehearsed in %.0f s", time.perf_counter() - start)
