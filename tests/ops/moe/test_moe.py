@@ -26,7 +26,7 @@ from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops.device import TARGETS, XPU, has_triton, numba_problem
 from anymla.ops.moe import config, experts, route_biased, route_hash, swiglu, torch_experts
-from anymla.ops.moe.config import choose_config, choose_sm90_config
+from anymla.ops.moe.config import choose_config, choose_sm90_config, choose_w4a8_config
 from anymla.ops.moe.inputs import ExpertTensors, expected_alignment
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape, flash, pro
 from anymla.ops.registry import Support
@@ -849,6 +849,35 @@ def test_a_hopper_runs_its_grouped_gemm(tokens: int, block_m: int, strided: bool
     got, again = (experts(*moved, **given) for _ in range(2))
     assert_identical(got, again)
     assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize(("tokens", "block_m"), [(1, 64), (130, 64), (900, 128)])
+def test_a_hopper_runs_w4a8_where_it_is_named(tokens: int, block_m: int, offset: int) -> None:
+    device, count = a_device(), 9
+    bank, (ids, weights) = Bank("mxfp4", count, d=1024, inner=512), routing(tokens, 3, count)
+    ids[0, 1] = -1
+    chosen = choose_w4a8_config(ExpertsShape(tokens, 3, count, 1024, 512))
+    assert chosen is not None
+    assert chosen.block_m == block_m
+    x = torch.randn(tokens, 1024).bfloat16()
+    arguments = {**bank.arguments(), "quantize_activations": True, "expert_offset": offset}
+    want = experts(x, ids, weights, **arguments)
+    given = moved_to(device, arguments)
+    moved = x.to(device), ids.to(device), weights.to(device)
+    support = experts.explain(*moved, **given)[1]["gluon_sm90_w4a8"]
+    if not support:
+        pytest.skip(support.reason)
+    got, again = (experts(*moved, **given, backend="gluon_sm90_w4a8") for _ in range(2))
+    assert_identical(got, again)
+    # Sums of 128 channels keep 13 bits, after which a value of w2's input may round otherwise.
+    assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = experts(*moved, **given, backend="gluon_sm90_w4a8")
+    graph.replay()
+    assert_identical(recorded, got)
 
 
 @pytest.mark.gpu

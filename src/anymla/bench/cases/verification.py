@@ -92,7 +92,7 @@ class Verification:
 def shapes() -> Iterator[Verification]:
     """V4-Flash's three kinds of layer at 8,192 and 131,072 tokens, V4-Pro's, and a rank's heads."""
     for batch in (1, 8, 32, 128):
-        for rows in (6, 8):
+        for rows in (6, 7, 8):
             for extra in (0, 64, 1024):
                 yield Verification(batch, rows, 64, extra)
             yield Verification(batch, rows, 64, 512, chosen=True)

@@ -99,26 +99,40 @@ _STREAMS = "residual fn hc_scale hc_base rms_eps hc_pre_eps hc_sinkhorn_eps hc_p
 _STREAMS += "sinkhorn_repeat n_splits norm_weight norm_eps"
 _GATES = "x residual post_layer_mix comb_res_mix"
 
+
+def builder_seams(sparse: str) -> tuple[Seam, ...]:
+    """What either model's metadata builder relies on.
+
+    Args:
+        sparse: module of vLLM's builder.
+    """
+    backend = "vllm.v1.attention.backend"
+    return (
+        seam(
+            f"{sparse}:DeepseekV4SparseMLAMetadataBuilder",
+            attributes="req_id_per_token_buffer compress_ratio",
+        ),
+        seam(
+            f"{sparse}:DeepseekV4SparseMLAMetadataBuilder.build",
+            "common_prefix_len common_attn_metadata fast_build",
+        ),
+        seam(
+            f"{sparse}:DeepseekV4FlashMLAMetadata",
+            attributes="num_actual_tokens max_seq_len block_table req_id_per_token block_size",
+        ),
+        seam(
+            f"{backend}:CommonAttentionMetadata",
+            attributes="num_actual_tokens max_seq_len positions slot_mapping",
+        ),
+        seam(f"{backend}:AttentionBackend.get_name"),
+        seam(f"{backend}:AttentionBackend.get_builder_cls"),
+        seam(f"{backend}:AttentionBackend.supports_compute_capability"),
+    )
+
+
 _BUILDER = (
-    seam(
-        f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder",
-        attributes="req_id_per_token_buffer compress_ratio",
-    ),
-    seam(
-        f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder.build",
-        "common_prefix_len common_attn_metadata fast_build",
-    ),
-    seam(
-        f"{_SPARSE}:DeepseekV4FlashMLAMetadata",
-        attributes="num_actual_tokens max_seq_len block_table req_id_per_token block_size",
-    ),
-    seam(
-        "vllm.v1.attention.backend:CommonAttentionMetadata",
-        attributes="num_actual_tokens max_seq_len positions block_table_tensor slot_mapping",
-    ),
-    seam("vllm.v1.attention.backend:AttentionBackend.get_name"),
-    seam("vllm.v1.attention.backend:AttentionBackend.get_builder_cls"),
-    seam("vllm.v1.attention.backend:AttentionBackend.supports_compute_capability"),
+    *builder_seams(_SPARSE),
+    seam("vllm.v1.attention.backend:CommonAttentionMetadata", attributes="block_table_tensor"),
 )
 # What an audit looks at, of vLLM's own layers and of anymla's in their place.
 _RUNNER, _RUNNER2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"

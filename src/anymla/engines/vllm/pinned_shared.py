@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from anymla.engines.vllm.pinned import SHARED_MODEL, STAND_INS, Seam, seam
+from anymla.engines.vllm.pinned import SHARED_MODEL, STAND_INS, Seam, builder_seams, seam
 
 _V41, _MLA = "vllm.models.deepseek_v41", "vllm.v1.attention.backends.mla"
 _LAYER = f"{_V41}.attention:DeepseekV4Attention"
@@ -18,28 +18,10 @@ _SITE = "hc_scale hc_base rms_eps hc_pre_eps hc_sinkhorn_eps hc_post_mult_value 
 _SCORES = "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer"
 
 _BUILDER = (
-    seam(f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder"),
-    seam(
-        f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder",
-        attributes="req_id_per_token_buffer compress_ratio",
-    ),
-    seam(
-        f"{_SPARSE}:DeepseekV4SparseMLAMetadataBuilder.build",
-        "common_prefix_len common_attn_metadata fast_build",
-    ),
-    seam(
-        f"{_SPARSE}:DeepseekV4FlashMLAMetadata",
-        attributes="num_actual_tokens max_seq_len block_table req_id_per_token block_size "
-        "slot_mapping",
-    ),
-    seam(
-        f"{_BACKEND}:CommonAttentionMetadata",
-        attributes="num_actual_tokens max_seq_len positions slot_mapping query_start_loc_cpu",
-    ),
-    seam(f"{_BACKEND}:AttentionBackend.get_name"),
-    seam(f"{_BACKEND}:AttentionBackend.get_builder_cls"),
+    *builder_seams(_SPARSE),
+    seam(f"{_SPARSE}:DeepseekV4FlashMLAMetadata", attributes="slot_mapping"),
+    seam(f"{_BACKEND}:CommonAttentionMetadata", attributes="query_start_loc_cpu"),
     seam(f"{_BACKEND}:AttentionBackend.get_supported_kernel_block_sizes", "kv_cache_spec"),
-    seam(f"{_BACKEND}:AttentionBackend.supports_compute_capability"),
     seam(f"{_BACKEND}:MultipleOf"),
 )
 # By the part of ``report.SHARED_PARTS`` that relies on it; "" for all of them.

@@ -192,6 +192,26 @@ def numba_support(
     return Support(True, automatic=ids.numel() <= _NUMBA_PAIRS_AN_EXPERT * len(w1))
 
 
+def _hopper_support(
+    x: Tensor,
+    ids: Tensor,
+    w1: list[Tensor] | Tensor,
+    weight_format: str,
+    quantize_activations: bool,
+) -> Support:
+    """What both of Hopper's grouped GEMMs ask for."""
+    support = triton_support(x)
+    if not support:
+        return support
+    if not runs_gluon(x.device):
+        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
+    if weight_format != "mxfp4" or not quantize_activations or x.dtype is not torch.bfloat16:
+        return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
+    if not len(w1) or not ids.numel():
+        return Support(False, "at least one expert and one pair")
+    return support
+
+
 def gluon_support(
     x: Tensor,
     ids: Tensor,
@@ -210,15 +230,9 @@ def gluon_support(
     shared: Tensor | None = None,
 ) -> Support:
     """``supports`` of ``experts``; nothing is launched."""
-    support = triton_support(x)
+    support = _hopper_support(x, ids, w1, weight_format, quantize_activations)
     if not support:
         return support
-    if not runs_gluon(x.device):
-        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
-    if weight_format != "mxfp4" or not quantize_activations or x.dtype is not torch.bfloat16:
-        return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
-    if not len(w1) or not ids.numel():
-        return Support(False, "at least one expert and one pair")
     (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
     if inner % 128 or d % 128:
         return Support(False, f"whole blocks of 128 channels, got {(inner, d)}")
@@ -248,22 +262,16 @@ def w4a8_support(
     shared: Tensor | None = None,
 ) -> Support:
     """``supports`` of ``experts`` by ``gluon_sm90_w4a8``, which runs for those who name it."""
-    support = triton_support(x)
+    support = _hopper_support(x, ids, w1, weight_format, quantize_activations)
     if not support:
         return support
-    if not runs_gluon(x.device):
-        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
-    if weight_format != "mxfp4" or not quantize_activations or x.dtype is not torch.bfloat16:
-        return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
-    if not len(w1) or not ids.numel():
-        return Support(False, "at least one expert and one pair")
     (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
     if choose_w4a8_config(ExpertsShape(tokens, k, len(w1), inner, d)) is None:
         return Support(False, f"whole multiples of 512 channels, got {(inner, d)}")
     for each in (w1, w3, w2, s1, s3, s2):
         if not lie_evenly(*expected_addresses(each), each[0].shape[-1]):
             return Support(False, "experts at even distances, at multiples of 16 bytes")
-    return Support(True, "not measured on a GPU", automatic=False)
+    return Support(True)
 
 
 # --- experts by Triton ---------------------------------------------------------------------------
