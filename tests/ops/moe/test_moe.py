@@ -865,14 +865,20 @@ def test_a_hopper_runs_w4a8_where_it_is_named(tokens: int, block_m: int, offset:
     arguments = {**bank.arguments(), "quantize_activations": True, "expert_offset": offset}
     want = experts(x, ids, weights, **arguments)
     given = moved_to(device, arguments)
+    # Experts at even distances, as checkpoints are loaded.
+    stacks = {name: torch.stack(v) for name, v in given.items() if isinstance(v, list)}
+    given |= {name: list(stack) for name, stack in stacks.items()}
     moved = x.to(device), ids.to(device), weights.to(device)
     support = experts.explain(*moved, **given)[1]["gluon_sm90_w4a8"]
     if not support:
         pytest.skip(support.reason)
     got, again = (experts(*moved, **given, backend="gluon_sm90_w4a8") for _ in range(2))
     assert_identical(got, again)
-    # Sums of 128 channels keep 13 bits, after which a value of w2's input may round otherwise.
-    assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
+    # Sums of 128 channels keep 13 bits, so a value of w2's input moves by up to 2^-11 of itself.
+    # Of neighbours in e4m3, 2^-4 apart or more, one in 32 then rounds otherwise, by 2^-3 at most.
+    noise = 2.0**-3 / 32**0.5 * want.float().square().mean().sqrt().item()
+    assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4) + 6 * noise)
+    assert (got.cpu().float() - want.float()).square().mean().sqrt() <= noise
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         recorded = experts(*moved, **given, backend="gluon_sm90_w4a8")

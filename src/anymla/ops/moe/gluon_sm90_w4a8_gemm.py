@@ -322,6 +322,45 @@ def _decode_stage(
 
 
 @gluon.jit
+def _multiply(a, sums, ring, s):
+    """Begin a stage's product."""
+    ACC: gl.constexpr = sums.type.layout
+    zeros = gl.zeros(sums.shape, gl.float32, ACC)
+    x = ring.x.index(s).permute((1, 0))
+    return warpgroup_mma(a, x, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _promote(p, sums, ring, s):
+    """Wait for a stage's product, scale and add it, and release the stage."""
+    COLUMN: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
+    x_scale = ring.x_scales.index(s).load(COLUMN)
+    p = warpgroup_mma_wait(0, deps=[p])
+    sums += p * gl.expand_dims(x_scale, 0)
+    fence_async_shared()
+    mbarrier.arrive(ring.empty.index(s), count=1)
+    return sums
+
+
+@gluon.jit
+def _multiply_and_decode(
+    a, sums, ring, step, shift_at, group, window,
+    STAGES: gl.constexpr, CONSUMER: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """A stage's product, while the next one's operand is decoded.
+
+    A product begins and ends here: ptxas keeps the registers of its operand until the wait, but
+    not from one round of a loop to the next, where what is decoded would overwrite them.
+    """
+    A: gl.constexpr = a.type.layout
+    s, t = step % STAGES, (step + 1) % STAGES
+    p = _multiply(a, sums, ring, s)
+    mbarrier.wait(ring.full.index(t), ((step + 1) // STAGES) & 1)
+    following = _decode_stage(ring, t, shift_at, group, window, CONSUMER, A, WORDS)
+    return following, _promote(p, sums, ring, s)
+
+
+@gluon.jit
 def _clamped_swiglu(gate, up, limit):
     """As ``triton_swiglu.clamped_swiglu``."""
     gate = gl.where(gate > limit, limit, gate)
@@ -365,7 +404,6 @@ def _consume(
     """Products of 32 rows of either part of every tile, and what follows them."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=4)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
     # A thread has 32 channels of its rows, which have one scale.
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
@@ -373,7 +411,6 @@ def _consume(
     KB: gl.constexpr = K // 128
     DT: gl.constexpr = out.dtype.element_ty
     group = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)) // 4
-    zeros = gl.zeros([64, N], gl.float32, ACC)
     step = 0
     for number in range(_tiles_of_cta(work_tiles)):
         work_tile = gl.program_id(0) + number * gl.num_programs(0)
@@ -388,33 +425,23 @@ def _consume(
                 # What there is, in units of the next window.
                 sums = sums * _NEXT_WINDOW
             if ((windows >> window) & 1) != 0:
-                shift_at = slot * KB
-                s = step % STAGES
-                mbarrier.wait(ring.full.index(s), (step // STAGES) & 1)
-                a = _decode_stage(ring, s, shift_at, group, window, CONSUMER, A, WORDS)
-                p = warpgroup_mma(
-                    a, ring.x.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                for qb in range(1, KB):
-                    t = (step + 1) % STAGES
-                    mbarrier.wait(ring.full.index(t), ((step + 1) // STAGES) & 1)
-                    a = _decode_stage(ring, t, shift_at + qb, group, window, CONSUMER, A, WORDS)
-                    x_scale = gl.expand_dims(ring.x_scales.index(s).load(COLUMN), 0)
-                    p = warpgroup_mma_wait(0, deps=[p])
-                    sums += p * x_scale
-                    fence_async_shared()
-                    mbarrier.arrive(ring.empty.index(s), count=1)
-                    p = warpgroup_mma(
-                        a, ring.x.index(t).permute((1, 0)), zeros, use_acc=False, is_async=True
+                at = slot * KB
+                mbarrier.wait(ring.full.index(step % STAGES), (step // STAGES) & 1)
+                a = _decode_stage(ring, step % STAGES, at, group, window, CONSUMER, A, WORDS)
+                for qb in range(0, KB - 2, 2):
+                    b, sums = _multiply_and_decode(
+                        a, sums, ring, step, at + qb + 1, group, window, STAGES, CONSUMER, WORDS
                     )
-                    step += 1
-                    s = t
-                x_scale = gl.expand_dims(ring.x_scales.index(s).load(COLUMN), 0)
-                p = warpgroup_mma_wait(0, deps=[p])
-                sums += p * x_scale
-                fence_async_shared()
-                mbarrier.arrive(ring.empty.index(s), count=1)
-                step += 1
+                    a, sums = _multiply_and_decode(
+                        b, sums, ring, step + 1, at + qb + 2, group, window, STAGES, CONSUMER, WORDS
+                    )
+                    step += 2
+                b, sums = _multiply_and_decode(
+                    a, sums, ring, step, at + KB - 1, group, window, STAGES, CONSUMER, WORDS
+                )
+                p = _multiply(b, sums, ring, (step + 1) % STAGES)
+                sums = _promote(p, sums, ring, (step + 1) % STAGES)
+                step += 2
         parts = gl.permute(gl.reshape(sums, [4, 2, 8, N]), (0, 2, 3, 1))
         first, second = gl.split(parts)
         first, second = gl.reshape(first, [32, N]), gl.reshape(second, [32, N])
