@@ -874,8 +874,9 @@ def test_a_hopper_runs_w4a8_where_it_is_named(tokens: int, block_m: int, offset:
         pytest.skip(support.reason)
     got, again = (experts(*moved, **given, backend="gluon_sm90_w4a8") for _ in range(2))
     assert_identical(got, again)
-    # Sums of 128 channels keep 13 bits, so a value of w2's input moves by up to 2^-11 of itself.
-    # Of neighbours in e4m3, 2^-4 apart or more, one in 32 then rounds otherwise, by 2^-3 at most.
+    # Sums of 128 channels keep 13 bits, so a value of w2's input moves by 2^-11 of itself, and by
+    # four times that where terms cancel. Neighbours in e4m3 are 2^-4 apart or more: up to one in 32
+    # rounds otherwise, by 2^-3 at most.
     noise = 2.0**-3 / 32**0.5 * want.float().square().mean().sqrt().item()
     assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4) + 6 * noise)
     assert (got.cpu().float() - want.float()).square().mean().sqrt() <= noise
