@@ -57,9 +57,9 @@ __all__ = [
 ]
 
 # Best first; a backend that is not listed here is only used when it is named.
-_PRIORITY = ("gluon_sm90", "vendor", "triton", "numba", "torch", "reference")
+_PRIORITY = ("gluon_sm90_w4a8", "gluon_sm90", "vendor", "triton", "numba", "torch", "reference")
 # Kernels for accelerators, which on CPU tensors only run (interpreted) when they are named.
-_ACCELERATED = ("gluon_sm90", "vendor", "triton")
+_ACCELERATED = ("gluon_sm90_w4a8", "gluon_sm90", "vendor", "triton")
 # Addresses are known to a choice modulo this many bytes: the widest load, and TMA's boxes.
 _ALIGNMENT = 16
 _LISTS = (list, tuple)

@@ -854,7 +854,7 @@ def test_a_hopper_runs_its_grouped_gemm(tokens: int, block_m: int, strided: bool
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 2])
 @pytest.mark.parametrize(("tokens", "block_m"), [(1, 64), (130, 64), (900, 128)])
-def test_a_hopper_runs_w4a8_where_it_is_named(tokens: int, block_m: int, offset: int) -> None:
+def test_a_hopper_runs_w4a8(tokens: int, block_m: int, offset: int) -> None:
     device, count = a_device(), 9
     bank, (ids, weights) = Bank("mxfp4", count, d=1024, inner=512), routing(tokens, 3, count)
     ids[0, 1] = -1

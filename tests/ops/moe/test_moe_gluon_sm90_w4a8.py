@@ -200,19 +200,23 @@ def test_no_pairs():
     assert out.isnan().all()
 
 
-def test_the_backend_runs_for_those_who_name_it(monkeypatch):
+def test_what_the_backend_runs_and_where_it_is_chosen(monkeypatch):
     for name, answer in (("triton_support", Support(True)), ("runs_gluon", True)):
         monkeypatch.setattr(config, name, lambda *_, answer=answer: answer)
     size, count = 1024, 4
     codes = torch.zeros(3, count, size, size // 2, dtype=torch.uint8)
     scales = torch.zeros(3, count, size, size // 32, dtype=torch.uint8)
 
-    def supports(dtype=torch.bfloat16, matrices=codes, width=size, **options):
-        given = torch.zeros(500, width, dtype=dtype), torch.zeros(500, 2).int(), torch.zeros(500, 2)
+    def supports(dtype=torch.bfloat16, matrices=codes, width=size, tokens=500, **options):
+        x = torch.zeros(tokens, width, dtype=dtype)
+        given = x, torch.zeros(tokens, 2).int(), torch.zeros(tokens, 2)
         how = {"weight_format": "mxfp4", "swiglu_limit": LIMIT, "quantize_activations": True}
         return config.w4a8_support(*given, *matrices, *scales, **(how | options))
 
-    assert supports()
+    assert supports().automatic
+    # 32 pairs an expert.
+    assert supports(tokens=64).automatic
+    assert not supports(tokens=63).automatic
     assert supports(matrices=[list(each) for each in codes])
     assert "bfloat16" in supports(torch.float16).reason
     assert "mxfp4" in supports(weight_format="fp8").reason
@@ -220,8 +224,7 @@ def test_the_backend_runs_for_those_who_name_it(monkeypatch):
     assert "512" in supports(width=size + 128).reason
     apart = [codes[0, 0], codes[0, 1], codes[0, 3]]
     assert "even" in supports(matrices=[apart] * 3).reason
-    assert "gluon_sm90_w4a8" in experts.backends
-    assert "gluon_sm90_w4a8" not in [each.name for each in experts._automatic]
+    assert "gluon_sm90_w4a8" in [each.name for each in experts._automatic]
 
 
 def test_experts_that_lie_anywhere_are_copied():

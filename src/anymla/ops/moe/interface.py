@@ -287,10 +287,8 @@ experts.register_lazy(
 experts.register_lazy(
     "gluon_sm90", "anymla.ops.moe.gluon_sm90_launch", supports=in_blocks_of_128(gluon_support)
 )
-# Not chosen before it has been measured: docs/performance/experts.md, "Many tokens".
 experts.register_lazy(
     "gluon_sm90_w4a8",
     "anymla.ops.moe.gluon_sm90_w4a8_launch",
     supports=in_blocks_of_128(w4a8_support),
-    automatic=False,
 )
