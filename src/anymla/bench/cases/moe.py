@@ -1,10 +1,11 @@
-"""Grouped experts at a model's sizes, against the bytes they must read."""
+"""Grouped experts at a model's sizes, against the bytes they must read, next to other libraries."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,14 +15,42 @@ from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rou
 from anymla.ops.moe import experts
 from anymla.ops.moe.shapes import MODELS
 
+if TYPE_CHECKING:
+    from anymla.bench.peers.experts import ExpertsPeer, Run
+
 TOKENS = (1, 2, 8, 32, 128, 4096)
 _LIMIT = 10.0
 _BATCHES = 4
 _NAME = 48  # characters of a kernel's name that tell it apart
+_CHECKED = 256  # tokens of a peer's result that are compared with the reference's
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What the cases of a model share.
+
+    Attributes:
+        weights: drawn once, for all numbers of tokens.
+        chosen: experts of a token.
+        backends: timed beside what is chosen.
+        peers: timed beside it.
+        prepared: a peer's function of tokens, made once, or why there is none.
+    """
+
+    weights: Callable[[torch.device], dict[str, Any]]
+    chosen: int
+    backends: tuple[str, ...]
+    peers: tuple[ExpertsPeer, ...]
+    prepared: dict[str, Run | str] = dataclasses.field(default_factory=dict)
 
 
 def cases(
-    models: Iterable[str], count: int, tokens: Iterable[int], backends: Iterable[str] = ()
+    models: Iterable[str],
+    count: int,
+    tokens: Iterable[int],
+    backends: Iterable[str] = (),
+    peers: Iterable[ExpertsPeer] = (),
+    tensor_parallel: int = 1,
 ) -> Iterator[Case]:
     """Experts of every model and number of tokens.
 
@@ -30,17 +59,25 @@ def cases(
         count: experts that there are; tokens choose among them evenly.
         tokens: of a call.
         backends: timed beside what is chosen, on the same inputs.
+        peers: other libraries, likewise, if their results are right.
+        tensor_parallel: GPUs that share an expert's inner size, of which this is one.
     """
-    tokens, backends = tuple(tokens), tuple(backends)
+    tokens, backends, peers = tuple(tokens), tuple(backends), tuple(peers)
+    shard = "" if tensor_parallel == 1 else f", 1/{tensor_parallel} of each"
     for model in models:
         shape = MODELS[model](1, count)
-        # Held for all numbers of tokens.
-        weights = functools.cache(functools.partial(random_experts, count, shape.d, shape.inner))
+        inner = shape.inner // tensor_parallel
+        given = _Given(
+            functools.cache(functools.partial(random_experts, count, shape.d, inner)),
+            shape.experts_per_token,
+            backends,
+            peers,
+        )
         for batch in tokens:
             yield Case(
                 "experts",
-                f"{model} experts, mxfp4, {count} of them, {batch} tokens",
-                functools.partial(_subjects, weights, batch, shape.experts_per_token, backends),
+                f"{model} experts, mxfp4, {count} of them{shard}, {batch} tokens",
+                functools.partial(_subjects, given, batch),
                 judge=_row,
             )
 
@@ -62,14 +99,8 @@ def random_experts(count: int, d: int, inner: int, device: torch.device) -> dict
     }
 
 
-def _subjects(
-    made: Callable[[torch.device], dict[str, Any]],
-    tokens: int,
-    chosen: int,
-    backends: tuple[str, ...],
-    clock: Clock,
-) -> Iterator[Subject]:
-    device, weights = clock.device, made(clock.device)
+def _subjects(given: _Given, tokens: int, clock: Clock) -> Iterator[Subject]:
+    device, weights, chosen = clock.device, given.weights(clock.device), given.chosen
     count, (inner, packed) = len(weights["w1"]), weights["w1"][0].shape
     d = 2 * packed
     calls, read = [], 0
@@ -105,7 +136,7 @@ def _subjects(
         }
 
     yield Subject("us", calls, after=after)
-    for backend in backends:
+    for backend in given.backends:
         named = [functools.partial(call, backend=backend) for call in calls]
 
         def distance(backend: str = backend, named: Sequence[Call] = named) -> Values:
@@ -116,6 +147,66 @@ def _subjects(
             return {f"{backend}_tflops": flops / us * 1e-6}
 
         yield Subject(f"{backend}_us", named, before=distance, after=rate)
+    exact = functools.cache(functools.partial(_reference, calls[0]))
+    for peer in given.peers:
+        timed = functools.partial(_timed, peer, given, calls, exact, flops, clock)
+        yield Subject(f"{peer.name}_us", before=timed)
+
+
+def _reference(call: functools.partial[Tensor]) -> Tensor:
+    """The reference's result for the first tokens, without quantised activations."""
+    x, ids, routing = (given[:_CHECKED] for given in call.args)
+    exact = call.keywords | {"quantize_activations": False, "backend": "reference"}
+    return experts(x, ids, routing, **exact).double()
+
+
+def _timed(
+    peer: ExpertsPeer,
+    given: _Given,
+    calls: Sequence[functools.partial[Tensor]],
+    exact: Callable[[], Tensor],
+    flops: int,
+    clock: Clock,
+) -> Values:
+    """A peer's fields: its time and error, or why it has none.
+
+    A peer that fails or is wrong costs no row, whatever it raises.
+    """
+    if peer.name not in given.prepared:
+        given.prepared[peer.name] = _prepared(peer, given, clock)
+    run = given.prepared[peer.name]
+    if isinstance(run, str):
+        return {f"{peer.name}_absent": run}
+    named = [functools.partial(run, *call.args) for call in calls]
+    try:
+        want = exact()
+        error = ((named[0]()[:_CHECKED].double() - want).norm() / want.norm()).item()
+        if not error <= peer.bound:
+            wrong = f"its results are {error:.3g} off the reference, more than {peer.bound}"
+            return {f"{peer.name}_absent": wrong}
+        us = clock.time_us(named)
+    except Exception as problem:
+        return {f"{peer.name}_absent": _said(problem)}
+    return {
+        f"{peer.name}_us": us,
+        f"{peer.name}_error": error,
+        f"{peer.name}_tflops": flops / us * 1e-6,
+        f"{peer.name}_note": peer.note,
+    }
+
+
+def _prepared(peer: ExpertsPeer, given: _Given, clock: Clock) -> Run | str:
+    support = peer.available()
+    if not support:
+        return support.reason
+    try:
+        return peer.prepare(given.weights(clock.device), _LIMIT)
+    except Exception as problem:
+        return _said(problem)
+
+
+def _said(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0][:160]}"
 
 
 def _row(values: Values) -> tuple[Values, Verdict]:
