@@ -7,7 +7,9 @@ with whatever sorting, quantising and adding up a peer does for it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,3 +52,8 @@ class ExpertsPeer(Peer):
 def stacked(weights: Weights, *names: str) -> Tensor:
     """One tensor of all experts, the named matrices' rows after each other."""
     return torch.cat([torch.stack(weights[name]) for name in names], 1)
+
+
+def kernels() -> Any:
+    """Kernels that peers need around their own; they need Triton."""
+    return importlib.import_module("anymla.bench.peers._triton_experts")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.peers.experts import E4M3_BOUND, ExpertsPeer, Run, Weights, stacked
+from anymla.bench.peers.experts import E4M3_BOUND, ExpertsPeer, Run, Weights, kernels, stacked
 from anymla.bench.peers.marlin import Marlin
 from anymla.ops.registry import Support
 
@@ -67,7 +67,7 @@ class Humming(ExpertsPeer):
 
     def prepare(self, weights: Weights, limit: float) -> Run:
         """Weights in its layout; see ``ExpertsPeer``."""
-        count = len(weights["w1"])
+        own, count = kernels(), len(weights["w1"])
         # Making a layer changes it in place, which must be no inference tensor.
         with torch.inference_mode(False):
             gate_up, down = (
@@ -85,8 +85,6 @@ class Humming(ExpertsPeer):
         }
 
         def run(x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
-            from anymla.bench.peers._triton_experts import weighted_sum
-
             align = functools.cache(lambda block: self._vllm.align(ids, block, count))
             rows = x
             options: dict[str, str] = {}
@@ -105,7 +103,8 @@ class Humming(ExpertsPeer):
                     **common,
                 )  # fmt: skip
                 options = activation
-            return weighted_sum(rows, routing)
+            out: Tensor = own.weighted_sum(rows, routing)
+            return out
 
         return run
 

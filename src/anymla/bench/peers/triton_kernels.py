@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.peers.experts import BFLOAT16_BOUND, ExpertsPeer, Run, Weights, stacked
+from anymla.bench.peers.experts import BFLOAT16_BOUND, ExpertsPeer, Run, Weights, kernels, stacked
 
 # vLLM's settings for Hopper.
 _WARPS, _SPLIT_K = 8, 1
@@ -55,8 +55,7 @@ class TritonKernels(ExpertsPeer):
 
     def prepare(self, weights: Weights, limit: float) -> Run:
         """Weights swizzled, rows of gate and up alternating; see ``ExpertsPeer``."""
-        from anymla.bench.peers._triton_experts import chosen_bits, interleaved_swiglu
-
+        own = kernels()
         ogs, routes, tensor = self.module, self._part("routing"), self._part("tensor")
         flags = self._part("matmul_ogs_details.opt_flags")
         flags.update_opt_flags_constraints({"split_k": _SPLIT_K})
@@ -70,11 +69,11 @@ class TritonKernels(ExpertsPeer):
             products.append((matrix, ogs.PrecisionConfig(weight_scale=scale)))
         (gate_up, gate_up_scale), (down, down_scale) = products
         activation = ogs.FusedActivation(
-            ogs.FnSpecs("clamped_swiglu", interleaved_swiglu, ("limit",)), (limit,), 2
+            ogs.FnSpecs("clamped_swiglu", own.interleaved_swiglu, ("limit",)), (limit,), 2
         )
 
         def run(x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
-            bits, wide_ids, wide_weights = chosen_bits(ids, routing, count)
+            bits, wide_ids, wide_weights = own.chosen_bits(ids, routing, count)
             shape = [len(x), 32 * bits.shape[1]]
             matrix = tensor.Bitmatrix(bits.view(torch.uint32), shape, list(shape))
             data, gather, scatter = routes.routing_from_bitmatrix(
