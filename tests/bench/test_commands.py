@@ -127,6 +127,27 @@ def test_experts(bench, monkeypatch):
     assert "kernels_us" not in said
 
 
+@pytest.mark.parametrize("asked", ["all", "marlin"])
+def test_experts_next_to_libraries_that_are_not_here(bench, monkeypatch, asked):
+    monkeypatch.setattr(moe, "MODELS", {"flash": small_shapes.experts_of})
+    monkeypatch.setattr("anymla.bench.peers.Peer._found", (None, "no"))
+    rows, said = bench(f"experts --experts 6 --tokens 2 --tensor-parallel 2 --peer {asked}")
+    assert rows[-1]["case"] == "flash experts, mxfp4, 6 of them, 1/2 of each, 2 tokens"
+    titles = {"marlin": "vLLM's Marlin"}
+    if asked == "all":
+        titles |= {
+            "triton_kernels": "triton_kernels",
+            "humming": "Humming",
+            "humming_token": "Humming, a scale a token",
+        }
+    reasons = {
+        f"{name}_absent": f"{title} cannot be imported (no)" for name, title in titles.items()
+    }
+    assert {k: v for k, v in rows[-1].items() if k.endswith("_absent")} == reasons
+    assert not [field for field in rows[-1] if field.removesuffix("_us") in titles]
+    assert "vLLM's Marlin cannot be imported" in said
+
+
 def test_single_kernels_go_on_after_one_that_fails(bench, monkeypatch):
     def fails(_):
         raise RuntimeError("no memory")

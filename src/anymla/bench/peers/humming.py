@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class Humming(ExpertsPeer):
     modules = ("humming.layer",)
     bound = E4M3_BOUND
     note = (
-        "activations e4m3 {group}; clamped SwiGLU in its quantiser, pairs put in order by vLLM's "
+        "activations e4m3 {group}; what lies 12 binades below a row's largest scale is rounded "
+        "when weights are loaded; clamped SwiGLU in its quantiser, pairs put in order by vLLM's "
         "kernel, the sum by one like vLLM's"
     )
 
@@ -49,6 +51,13 @@ class Humming(ExpertsPeer):
         """Whether it is here, and vLLM's kernel too."""
         own = super().available()
         return own and self._vllm.available()
+
+    def version(self) -> str | None:
+        """Of its distribution, if that says one."""
+        try:
+            return metadata.version("humming-kernels")
+        except metadata.PackageNotFoundError:
+            return None
 
     def layer(self, codes: Tensor, scales: Tensor) -> Any:
         """Its layer of MXFP4 codes [E, N, K/2] and scales [E, N, K/32]."""
