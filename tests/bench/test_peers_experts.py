@@ -78,6 +78,12 @@ def test_bounds_tell_the_formats_of_activations_apart(clock):
     assert BFLOAT16_BOUND < row["exact_error"] < E4M3_BOUND
 
 
+def test_the_bound_leaves_room_for_ten_roundings_and_not_for_twenty_five():
+    x = torch.randn(1 << 16).double()
+    rounding = ((x.bfloat16().double() - x).norm() / x.norm()).item()
+    assert 10**0.5 * rounding < BFLOAT16_BOUND < 25**0.5 * rounding
+
+
 def test_a_peer_that_is_not_here_or_raises_is_named_with_the_reason(clock):
     def fails(name):
         raise ImportError(f"No module named {name!r}")

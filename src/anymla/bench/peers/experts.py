@@ -17,8 +17,8 @@ from torch import Tensor
 from anymla.bench.peers import Peer
 
 # A peer's results may be so far from the reference that quantises no activations, relative to it,
-# root of the mean square. Bfloat16 roundings of 0.0011 each, of which a result passes at most five
-# here and five there, are 0.0035 together; a wrong layout or a wrong scale is near 1.
+# root of the mean square. Rounding to bfloat16 is 0.0017, and a result passes at most five of them
+# here and five there, 0.0053 together; a wrong layout or a wrong scale is near 1.
 BFLOAT16_BOUND = 0.008
 # Rounding the inputs of both products to e4m3 is 0.046 (docs/vllm.md, "Experts and linears").
 E4M3_BOUND = 0.07
