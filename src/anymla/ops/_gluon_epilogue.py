@@ -162,9 +162,14 @@ def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constex
 
 
 @gluon.jit
-def store_quantized_rows(x, to, token, H, head, ROWS: gl.constexpr, PART: gl.constexpr):
-    """Store half the channels of heads from ``head`` on, eight to a thread: [ROWS, 256]."""
-    codes, exponent = _blocks(x, to, token, ROWS, PART)
+def store_quantized_rows(
+    x, to, token, H, head, ROWS: gl.constexpr, PART: gl.constexpr, ORDERED: gl.constexpr = True
+):
+    """Store half the channels of heads from ``head`` on, eight to a thread: [ROWS, 256].
+
+    ORDERED: the tail is in ``tail_order``.
+    """
+    codes, exponent = _blocks(x, to, token, ROWS, PART, ORDERED)
     row = token.to(gl.int64) * H + head
     L: gl.constexpr = codes.type.layout
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
@@ -173,7 +178,7 @@ def store_quantized_rows(x, to, token, H, head, ROWS: gl.constexpr, PART: gl.con
     r = gl.expand_dims(gl.expand_dims(r, 1), 2)
     block = gl.expand_dims(gl.expand_dims(block, 0), 2)
     pair = gl.expand_dims(gl.expand_dims(place, 0), 1)
-    if PART == 1:
+    if PART == 1 and ORDERED:
         order = gl.expand_dims(gl.expand_dims(_stored_pair(place), 0), 1)
         pair = gl.where(block == 1, order, pair)
     at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
@@ -270,7 +275,9 @@ def store_quantized_block(
 
 
 @gluon.jit
-def store_quantized_chunks(chunks, first, to, angles, token, head, H, PART: gl.constexpr):
+def store_quantized_chunks(
+    chunks, first, to, angles, token, head, H, PART: gl.constexpr, ORDERED: gl.constexpr
+):
     """Store half the channels of heads ``head`` .. ``head`` + 63 of a token from shared memory.
 
     Args:
@@ -281,7 +288,8 @@ def store_quantized_chunks(chunks, first, to, angles, token, head, H, PART: gl.c
         token: of which token.
         head: the first of the heads.
         H: heads.
-        PART: 0 for channels 0 .. 255, 1 for the others, the tail in ``tail_order``.
+        PART: 0 for channels 0 .. 255, 1 for the others.
+        ORDERED: the tail is in ``tail_order``.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = token.to(gl.int64) * H + head
@@ -289,4 +297,6 @@ def store_quantized_chunks(chunks, first, to, angles, token, head, H, PART: gl.c
     for block in range(0, 2):
         low = chunks.index(first + block * 2).load(L)
         high = chunks.index(first + block * 2 + 1).load(L)
-        store_quantized_block(low, high, to, angles, row, there, PART * 2 + block, PART == 1, True)
+        store_quantized_block(
+            low, high, to, angles, row, there, PART * 2 + block, PART == 1, ORDERED
+        )

@@ -77,7 +77,7 @@ def decode(kind, schedule):
     want, want_lse = sparse_attention(q, *scopes[0], **more)
     out = torch.full((tokens, heads, 512), torch.nan).bfloat16().cuda()
     lse = torch.full((tokens, heads), torch.nan).cuda()
-    rows = [launcher.CacheRows.of(*(x.cuda() for x in each)) for each in scopes]
+    rows = [launcher.CacheRows.of(*(x.cuda() for x in each), kind) for each in scopes]
     call = launcher.Call(q.cuda(), rows, sink.cuda(), channels**-0.5, schedule)
     launcher.attend(call, launcher.AttentionOut(out, lse))
     off = (out.cpu().float() - want.float()).norm() / want.float().norm()

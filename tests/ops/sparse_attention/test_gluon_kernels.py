@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.triton_rows import row_codec
 from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import config
@@ -96,11 +97,13 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf, to=None, seed=0,
         TWO=len(scopes) > 1, LENGTH0=True, LENGTH1=True,
         PAGE0=first.cache.shape[1], PAGE1=second.cache.shape[1],
         STEP0=first.cache.stride(0), STEP1=second.cache.stride(0), SINK=made.sink is not None,
-        Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1), PRODUCER_REGISTERS=0, **form, seed=seed,
+        Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1), PRODUCER_REGISTERS=0,
+        CODEC0=row_codec(first.layout), CODEC1=row_codec(second.layout), **form, seed=seed,
     )  # fmt: skip
     if schedule.cut:
         sink = sink if made.sink is not None else None
-        combined(schedule, part, sums, spans, sink, out, lse, empty, to)
+        lifted = LIFTED if first.layout == MAIN_FP8 else CHANNELS
+        combined(schedule, part, sums, spans, sink, out, lse, empty, to, lifted)
     return out, lse
 
 

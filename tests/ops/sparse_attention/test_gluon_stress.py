@@ -103,7 +103,7 @@ def repeated(heads, tokens, width, extra, way):
     plan = None
     if way == "planned":
         plan = launcher.make_plan(schedule, tokens, *(each[2] for each in scopes), widths)
-    rows = [launcher.CacheRows.of(*each) for each in scopes]
+    rows = [launcher.CacheRows.of(*each, kind) for each in scopes]
     call = launcher.Call(q, rows, sink, q.shape[2] ** -0.5, schedule, plan)
     out = torch.empty(tokens, heads, 512, dtype=q.dtype, device="cuda")
     lse = torch.empty(tokens, heads, device="cuda")

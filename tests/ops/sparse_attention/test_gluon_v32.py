@@ -48,7 +48,7 @@ def run(made, schedule, scale=CHANNELS**-0.5, empty=-torch.inf):
         PAGE0=main.cache.shape[1], PAGE1=main.cache.shape[1],
         STEP0=main.cache.stride(0), STEP1=main.cache.stride(0), SINK=made.sink is not None,
         Q_HEAD=q.stride(1) // 2, OUT_HEAD=out.stride(1), CONSUMER1_REGISTERS=0,
-        PRODUCER_REGISTERS=0, V32=True, q_desc=None,
+        PRODUCER_REGISTERS=0, V32=True, CODEC0=None, CODEC1=None, q_desc=None,
         out_desc=rows(out) if heads % 64 == 0 else None,
         part_desc=rows(part) if schedule.cut else None,
     )  # fmt: skip

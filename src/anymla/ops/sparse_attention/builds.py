@@ -52,6 +52,9 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"{call}, captured", functools.partial(_captured, call)
         for call in CALLS:
             yield str(call), functools.partial(attend, call)
+        for call in V41_CALLS:
+            if call.layout != MAIN_FP8:
+                yield str(call), functools.partial(attend, call, backend="gluon_sm90")
         for heads, page, counted, quantized in (
             (64, 64, False, False),
             (64, 256, False, False),

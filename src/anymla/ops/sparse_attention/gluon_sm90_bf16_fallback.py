@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anymla.formats.nvfp4 import NVFP4_BLOCK
+from anymla.formats.page_layout import V41_MAIN_FP8, get_layout
 from anymla.ops._gluon import view, warpgroup_barrier
 from anymla.ops._gluon_epilogue import CHANNELS, angles_of, store_quantized_block
 from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
@@ -42,6 +44,8 @@ from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import KEYS, split_at
 _CHUNK = gl.constexpr(64)
 _CHUNKS = gl.constexpr(CHANNELS.value // 64)
 _CODED = gl.constexpr(NOPE.value // 64)
+_FP8_BLOCK = gl.constexpr(get_layout(V41_MAIN_FP8).block)
+_NVFP4_BLOCK = gl.constexpr(NVFP4_BLOCK)
 # Partials are scaled to less than 2^8, so that LIFT times that is less than 2^15.
 _LARGEST_EXPONENT = gl.constexpr(127 + 7)
 
@@ -76,6 +80,50 @@ def _fetch_rows(valid, data, scales_at, to, L: gl.constexpr):
         to.index(chunk).store(rows.to(gl.bfloat16))
     tail = (gl.expand_dims(data, 1) + NOPE + column * 2).to(gl.pointer_type(gl.bfloat16))
     to.index(_CODED).store(gl.load(tail, mask=there, other=0.0))
+
+
+@gluon.jit
+def _fetch_codes(valid, data, scales_at, to, FP8: gl.constexpr, L: gl.constexpr):
+    """The same of rows without a tail, e4m3 or NVFP4."""
+    BLOCK: gl.constexpr = _FP8_BLOCK if FP8 else _NVFP4_BLOCK
+    PER_BYTE: gl.constexpr = 1 if FP8 else 2
+    column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    there = gl.expand_dims(valid, 1) & (column >= 0)
+    at = gl.expand_dims(data, 1) + column // PER_BYTE
+    scale_at = gl.expand_dims(scales_at, 1) + column // BLOCK
+    for chunk in range(0, _CHUNKS):
+        codes = (at + chunk * (_CHUNK // PER_BYTE)).to(gl.pointer_type(gl.uint8))
+        codes = gl.load(codes, mask=there, other=0)
+        byte = (scale_at + chunk * (_CHUNK // BLOCK)).to(gl.pointer_type(gl.uint8))
+        byte = gl.load(byte, mask=there, other=0)
+        if FP8:
+            bits = byte.to(gl.int32)
+            bits = gl.where(bits == 0, 0x00400000, gl.where(bits == 255, 0x7FC00000, bits << 23))
+            factor = bits.to(gl.float32, bitcast=True)
+            rows = codes.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+        else:
+            factor = byte.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+            code = codes.to(gl.int32) >> (column % 2 * 4)
+            # As e4m3 its exponent is 6 less.
+            code = (code & 8) << 4 | (code & 7) << 2
+            rows = code.to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float32) * 64.0
+        to.index(chunk).store((rows * factor).to(gl.bfloat16))
+
+
+@gluon.jit
+def _fetch_block(slots, here, lists, to, L: gl.constexpr):
+    """Decode a block's rows to [8, 64, 64], and whether there is each; here: of the first list."""
+    valid, data, scales_at = address(slots, here, lists)
+    if lists.TAIL:
+        _fetch_rows(valid, data, scales_at, to, L)
+    elif lists.FP8 and lists.FP4:
+        if here:
+            _fetch_codes(valid, data, scales_at, to, lists.FP8_FIRST, L)
+        else:
+            _fetch_codes(valid, data, scales_at, to, not lists.FP8_FIRST, L)
+    else:
+        _fetch_codes(valid, data, scales_at, to, lists.FP8, L)
+    return valid
 
 
 @gluon.jit
@@ -147,8 +195,7 @@ def _pass(
             valid, data = v32_address(slots, lists)
             _fetch_v32_rows(valid, data, k_s, k_tail, L)
         else:
-            valid, data, scales_at = address(slots, block < split.blocks0, lists)
-            _fetch_rows(valid, data, scales_at, k_s, L)
+            valid = _fetch_block(slots, block < split.blocks0, lists, k_s, L)
         fence_async_shared()
         warpgroup_barrier()
         scores = gl.zeros([64, KEYS], gl.float32, S)
@@ -200,7 +247,7 @@ def _store_output(params, split, head, head0, column, low, high, top, sums):
 @gluon.jit
 def _store_partial(
     params, slot, head, head0, column, low, high, top, sums, largest,
-    ROWS: gl.constexpr, V32: gl.constexpr,
+    ROWS: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Store a quarter of a split's partial, times a power of two with which float16 holds it.
 
@@ -216,7 +263,7 @@ def _store_partial(
     work = gl.expand_dims(gl.where(sums == 0, 0.0, 1.0 / sums) * down, 1)
     _store(to, CHANNELS, head, head0, H, column, low * work * LIFT, S)
     tail = LIFT
-    if not V32:
+    if TAIL:
         tail = gl.where(column + _CHUNK == NOPE, 1.0, LIFT)
     _store(to, CHANNELS, head, head0, H, column + _CHUNK, high * work * tail, S)
     at = partials.sums + (slot.to(gl.int64) * ROWS + (head - head0)) * SUMS
@@ -243,7 +290,7 @@ def any_overflow(overflowed, ROWS: gl.constexpr):
 @gluon.jit
 def _store_quarter(
     params, work, split, head, head0, quarter, low, high, top, sums, largest,
-    ROWS: gl.constexpr, V32: gl.constexpr,
+    ROWS: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Store a quarter of the channels of a split, as output or as partial."""
     column = quarter * (2 * _CHUNK)
@@ -254,11 +301,11 @@ def _store_quarter(
             _store_output(params, split, head, head0, column, low, high, top, sums)
         else:
             _store_partial(
-                params, split.slot, head, head0, column, low, high, top, sums, largest, ROWS, V32
+                params, split.slot, head, head0, column, low, high, top, sums, largest, ROWS, TAIL
             )
     else:
         _store_partial(
-            params, split.slot, head, head0, column, low, high, top, sums, largest, ROWS, V32
+            params, split.slot, head, head0, column, low, high, top, sums, largest, ROWS, TAIL
         )
 
 
@@ -320,5 +367,5 @@ def bf16_fallback(
                 else:
                     _store_quarter(
                         params, work, split, head, head0, quarter, low, high, top, sums, largest,
-                        ROWS, V32,
+                        ROWS, lists.TAIL,
                     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Decode attention over FP8 rows on Hopper, 64 heads as the rows of matrices (M = 64).
+"""Decode attention over coded rows on Hopper, 64 heads as the rows of matrices (M = 64).
 
 Grid: at most one CTA an SM; each walks its splits of ``gluon_sm90_tile_scheduler``.
 
@@ -173,10 +173,10 @@ def consumer1(lists, work, params, shared, V32: gl.constexpr):
     for k in range(0, work.count):
         split = split_at(k, work, lists)
         if TMA:
-            q_load_wait(shared.q_chunks, barriers.q_full, k, FLOAT16, 1, not V32)
+            q_load_wait(shared.q_chunks, barriers.q_full, k, FLOAT16, 1, lists.TAIL)
         else:
             mbarrier.wait(barriers.q_free, (k & 1) ^ 1)
-            q_load(params, split, shared, work, 1, not V32)
+            q_load(params, split, shared, work, 1, lists.TAIL)
         fence_async_shared()
         mbarrier.arrive(barriers.q_ready, count=1)
         angles = out.table
@@ -213,13 +213,15 @@ def consumer1(lists, work, params, shared, V32: gl.constexpr):
         flags = params.partials.flags + split.number * HEADS
         gl.store(flags + gl.arange(0, HEADS, layout=R), wrong)
         low = gl.expand_dims(factor * unlift(split.whole, work), 1)
-        if V32:
-            y = acc * low
-        else:
+        if lists.TAIL:
             y = acc * gl.where(column < NOPE - HALF, low, gl.expand_dims(factor, 1))
+        else:
+            y = acc * low
         last_buffer = (done + 1) % 2
-        stage(y, shared.right, last_buffer, out, work, split.whole, not V32)
-        store_half_split(shared.right, last_buffer, barriers.free, params, angles, work, split, 1)
+        stage(y, shared.right, last_buffer, out, work, split.whole, lists.TAIL)
+        store_half_split(
+            shared.right, last_buffer, barriers.free, params, angles, work, split, 1, lists.TAIL
+        )
     shared.overflowed.store(found)
     stores_done()
 
@@ -330,7 +332,9 @@ def consumer0(lists, work, params, shared, V32: gl.constexpr):
         y = acc * gl.expand_dims(gl.convert_layout(scaled, R) * unlift(split.whole, work), 1)
         last_buffer = (done + 1) % 2
         stage(y, shared.left, last_buffer, out, work, split.whole, False)
-        store_half_split(shared.left, last_buffer, barriers.free, params, out.table, work, split, 0)
+        store_half_split(
+            shared.left, last_buffer, barriers.free, params, out.table, work, split, 0, lists.TAIL
+        )
         if not work.SPLIT:
             store_lse(params, split, head, top, sums)
         elif work.PARTLY:
@@ -368,18 +372,19 @@ def decode_m64_kernel(
     PAGE0: gl.constexpr, PAGE1: gl.constexpr, STEP0: gl.constexpr, STEP1: gl.constexpr,
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
     CONSUMER1_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ROPE_DIM: gl.constexpr,
-    V32: gl.constexpr,
+    V32: gl.constexpr, CODEC0: gl.constexpr, CODEC1: gl.constexpr,
 ):  # fmt: skip
     """Attend; see the file.
 
     The constants from CUT to ONE_BLOCK are those of ``config.Schedule``. q_token and Q_HEAD count
-    int32, limit0 and limit1 rows, STEP0 and STEP1 bytes. What comes after ``empty``, and ROPE_DIM,
-    is as in ``_gluon_epilogue.Output``. The descriptors are None where threads move heads.
+    int32, limit0 and limit1 rows, STEP0 and STEP1 bytes; CODEC0 and CODEC1 are those of ``Lists``.
+    What comes after ``empty``, and ROPE_DIM, is as in ``_gluon_epilogue.Output``. The descriptors
+    are None where threads move heads.
     """
     lists = Lists(
         (rows0_ptr, rows1_ptr), (list0_ptr, list1_ptr), (length0_ptr, length1_ptr),
         (width0, width1), (limit0, limit1), (stride0, stride1),
-        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1, CODEC0, CODEC1,
     )  # fmt: skip
     work = work_range(
         lists, T, splits, spans_ptr, HEAD_TILES, CUT, LONGEST_FIRST, PLANNED, BY_WIDTH, ONE_BLOCK,

@@ -1,4 +1,4 @@
-"""Decode attention over FP8 rows on Hopper for at most 32 heads: keys are the rows (swap AB).
+"""Decode attention over coded rows on Hopper for at most 32 heads: keys are the rows (swap AB).
 
 Grid: at most one CTA an SM; each walks its splits of ``gluon_sm90_tile_scheduler``.
 
@@ -168,7 +168,7 @@ def consumer(lists, work, params, shared, HEADS: gl.constexpr, BUFFERS: gl.const
     for k in range(0, work.count):
         split = split_at(k, work, lists)
         load_query(params, split, shared.q_packed.index(0), HEADS, 0, False)
-        load_query(params, split, shared.q_packed.index(1), HEADS, 1, True)
+        load_query(params, split, shared.q_packed.index(1), HEADS, 1, lists.TAIL)
         fence_async_shared()
         warpgroup_barrier()
         head = split.tile * HEADS + gl.arange(0, HEADS, layout=COLUMN)
@@ -203,20 +203,23 @@ def consumer(lists, work, params, shared, HEADS: gl.constexpr, BUFFERS: gl.const
         flags = params.partials.flags + split.number * HEADS
         gl.store(flags + gl.arange(0, HEADS, layout=COLUMN), wrong)
         top = highest * factor - SHIFT
-        low = channel < NOPE - HALF
+        low = channel < (NOPE - HALF if lists.TAIL else HALF)
         packed = shared.q_packed
+        TAIL: gl.constexpr = lists.TAIL
         if not work.SPLIT:
-            store_output(left, right, low, sums, top, packed, params, sink, split, HEADS, L)
+            store_output(left, right, low, sums, top, packed, params, sink, split, TAIL, HEADS, L)
         elif work.PARTLY:
             if split.whole:
-                store_output(left, right, low, sums, top, packed, params, sink, split, HEADS, L)
+                store_output(
+                    left, right, low, sums, top, packed, params, sink, split, TAIL, HEADS, L
+                )
             else:
-                store_partial(left, right, sums, top, packed, params, split, HEADS, L)
+                store_partial(left, right, sums, top, packed, params, split, TAIL, HEADS, L)
             if not work.TAIL:
                 work_tile = split.token * work.HEAD_TILES + split.tile
                 record_span(params.partials.spans, work_tile, split, lists, work)
         else:
-            store_partial(left, right, sums, top, packed, params, split, HEADS, L)
+            store_partial(left, right, sums, top, packed, params, split, TAIL, HEADS, L)
     shared.overflowed.store(found)
 
 
@@ -245,12 +248,13 @@ def decode_swap_ab_kernel(
     SINK: gl.constexpr, Q_HEAD: gl.constexpr, OUT_HEAD: gl.constexpr,
     HEADS: gl.constexpr, BUFFERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     ROPE_DIM: gl.constexpr, HEAD_TILES: gl.constexpr,
+    CODEC0: gl.constexpr, CODEC1: gl.constexpr,
 ):  # fmt: skip
     """As ``decode_m64_kernel``; HEADS is 16 or 32."""
     lists = Lists(
         (rows0_ptr, rows1_ptr), (list0_ptr, list1_ptr), (length0_ptr, length1_ptr),
         (width0, width1), (limit0, limit1), (stride0, stride1),
-        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1, CODEC0, CODEC1,
     )  # fmt: skip
     work = work_range(
         lists, T, splits, spans_ptr, HEAD_TILES, CUT, LONGEST_FIRST, PLANNED, BY_WIDTH, ONE_BLOCK,

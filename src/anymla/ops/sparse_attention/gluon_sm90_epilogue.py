@@ -201,13 +201,15 @@ def _tma_store_half(packed, to, token, head, H, buffer, TYPE: gl.constexpr, PART
 
 
 @gluon.jit
-def _store_out(packed, buffer, params, angles, split, PART: gl.constexpr):
+def _store_out(packed, buffer, params, angles, split, PART: gl.constexpr, TAIL: gl.constexpr):
     out = params.out
     token, tile = split.token, split.tile
     if out.ROPE_DIM > 0:
         chunks = _chunks(packed, out.TYPE)
         head = tile * HEADS
-        store_quantized_chunks(chunks, buffer * CHUNKS, out, angles, token, head, params.H, PART)
+        store_quantized_chunks(
+            chunks, buffer * CHUNKS, out, angles, token, head, params.H, PART, TAIL
+        )
     elif params.out_desc is not None:
         head = tile * HEADS
         _tma_store_half(packed, params.out_desc, token, head, params.H, buffer, out.TYPE, PART)
@@ -237,13 +239,18 @@ def _store_part(packed, buffer, params, split, PART: gl.constexpr):
 
 
 @gluon.jit
-def store_half_split(packed, buffer, free, params, angles, work, split, PART: gl.constexpr):
-    """Store what ``stage`` has put there as output or partial, and give the buffer back."""
+def store_half_split(
+    packed, buffer, free, params, angles, work, split, PART: gl.constexpr, TAIL: gl.constexpr
+):
+    """Store what ``stage`` has put there as output or partial, and give the buffer back.
+
+    TAIL: rows have one, so that quantised output is staged in ``tail_order``.
+    """
     if not work.SPLIT:
-        _store_out(packed, buffer, params, angles, split, PART)
+        _store_out(packed, buffer, params, angles, split, PART, TAIL)
     elif work.PARTLY:
         if split.whole:
-            _store_out(packed, buffer, params, angles, split, PART)
+            _store_out(packed, buffer, params, angles, split, PART, TAIL)
         else:
             _store_part(packed, buffer, params, split, PART)
     else:
@@ -305,62 +312,67 @@ def _transposed(y, packed, TYPE: gl.constexpr, PART: gl.constexpr, HEADS: gl.con
 
 
 @gluon.jit
-def _store_heads(rows, to, H, HEAD: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr):
-    """Write half of all heads; HEAD: stride of ``to``."""
+def _store_heads(
+    rows, to, H, HEAD: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr, HEADS: gl.constexpr
+):
+    """Write half of all heads; HEAD: stride of ``to``; TAIL: see ``store_half_split``."""
     L: gl.constexpr = rows.type.layout
     head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)), 1)
     channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
-    if PART == 1:
+    if PART == 1 and TAIL:
         channel = stored(channel, 1)
     at = to + (head * HEAD + gl.expand_dims(channel, 0) + PART * HALF)
     gl.store(at, rows, mask=head < H)
 
 
 @gluon.jit
-def _store_rows(y, packed, params, token, head0, PART: gl.constexpr, HEADS: gl.constexpr):
+def _store_rows(
+    y, packed, params, token, head0, PART: gl.constexpr, TAIL: gl.constexpr, HEADS: gl.constexpr
+):
     out = params.out
     rows = _transposed(y, packed, out.TYPE, PART, HEADS)
     if out.ROPE_DIM > 0:
-        store_quantized_rows(rows, out, token, params.H, head0, HEADS, PART)
+        store_quantized_rows(rows, out, token, params.H, head0, HEADS, PART, TAIL)
     else:
         to = out.heads + token.to(gl.int64) * params.out_token + head0 * params.OUT_HEAD
-        _store_heads(rows, to, params.H - head0, params.OUT_HEAD, PART, HEADS)
+        _store_heads(rows, to, params.H - head0, params.OUT_HEAD, PART, TAIL, HEADS)
 
 
 @gluon.jit
 def store_output(
     left, right, low, sums, top, packed, params, sink, split,
-    HEADS: gl.constexpr, L: gl.constexpr,
+    TAIL: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Store the output of a whole work tile.
 
-    low: whether a row of right is before the tail.
+    low: whether a row of right is before the tail; TAIL: there is one.
     """
     head0 = split.tile * HEADS
     head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
     bottom = denominator(sums, top, sink)
     work = gl.expand_dims(gl.where(sums > 0, 1.0 / bottom, 0.0), 0)
     small = work * (1.0 / LIFT)
-    _store_rows(left * small, packed, params, split.token, head0, 0, HEADS)
+    _store_rows(left * small, packed, params, split.token, head0, 0, TAIL, HEADS)
     right = right * gl.where(low, small, work)
-    _store_rows(right, packed, params, split.token, head0, 1, HEADS)
+    _store_rows(right, packed, params, split.token, head0, 1, TAIL, HEADS)
     store_lse(params, split, head, top, sums)
 
 
 @gluon.jit
 def store_partial(
-    left, right, sums, top, packed, params, split, HEADS: gl.constexpr, L: gl.constexpr
-):
-    """Store the partial of a split."""
+    left, right, sums, top, packed, params, split,
+    TAIL: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Store the partial of a split; TAIL: rows have one."""
     partials, slot = params.partials, split.slot
     H = params.H
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
     to = partials.heads + slot.to(gl.int64) * (HEADS * CHANNELS)
     work = gl.expand_dims(gl.where(sums > 0, 1.0 / sums, 0.0), 0)
     rows = _transposed(left * work, packed, gl.float16, 0, HEADS)
-    _store_heads(rows, to, H, CHANNELS, 0, HEADS)
+    _store_heads(rows, to, H, CHANNELS, 0, TAIL, HEADS)
     rows = _transposed(right * work, packed, gl.float16, 1, HEADS)
-    _store_heads(rows, to, H, CHANNELS, 1, HEADS)
+    _store_heads(rows, to, H, CHANNELS, 1, TAIL, HEADS)
     at = partials.sums + (slot.to(gl.int64) * HEADS + head) * SUMS
     gl.store(at, top, mask=head < H)
     gl.store(at + 1, sums, mask=head < H)

@@ -1,4 +1,4 @@
-"""KV producer warpgroups: fetch FP8 rows, decode them to float16, and leave them in shared memory.
+"""KV producer warpgroups: fetch coded rows, decode them to float16, leave them in shared memory.
 
 V4's rows: 448 codes, seven scale bytes in a plane of their own, 64 bfloat16 (the tail). Channels
 are stored times ``LIFT`` = 2^7 (the first 448) and as they are (the tail), so that every value a
@@ -10,7 +10,12 @@ have a buffer of their own. Four lanes share a row, and each reads all four scal
 outside the range in which float16 is exact for powers of two, or a tail that float16 does not hold,
 sets the row's bias to NaN; other scales are rounded to float16, and so are the products.
 
-Four lanes share a row. A lane takes 16 bytes of each 64, so that 16 codes become 32 bytes of
+V4.1's rows have no tail: 512 codes with a scale byte for 32 of them, or (NVFP4) 512 codes of four
+bits with an e4m3 scale for 16. All channels are stored times ``LIFT``. Scales that float16 does not
+hold then, bytes as above and e4m3 above 80, set the row's bias to NaN. The lists' rows may differ:
+the loads are the same, either with a predicate of its own, and a block is decoded as its list says.
+
+Four lanes share a row. A lane takes 16 codes of each 64, 16 bytes or 8, which become 32 bytes of
 float16 that are neighbours in shared memory. The tail is read as two times 64 bytes for the four
 lanes, which leaves its groups of eight channels in ``tail_order``, which q and the output get too.
 
@@ -27,12 +32,10 @@ from anymla.ops._gluon import gdc_wait
 from anymla.ops.sparse_attention import float16_range
 from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import KEYS, split_at
 
-_LAYOUT = get_layout(MAIN_FP8)
-_DATA = gl.constexpr(_LAYOUT.data_bytes)
-_SCALES = gl.constexpr(_LAYOUT.scale_bytes)
-NOPE = gl.constexpr(_LAYOUT.nope)
+NOPE = gl.constexpr(get_layout(MAIN_FP8).nope)
 LIFT = gl.constexpr(2.0**float16_range.LIFT)
 assert float16_range.exact_scale_bytes(float16_range.LIFT) == (105, 127)  # see ``_inexact_bytes``
+assert float16_range.largest_nvfp4_scale(float16_range.LIFT) == 80.0  # see ``_large_bytes``
 MASKED = gl.constexpr(-1e30)
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
 _LOAD_IF = (  # rows leave L2 first, not what the next call begins with
@@ -43,16 +46,51 @@ _LOAD_IF = (  # rows leave L2 first, not what the next call begins with
 )
 _LOAD = gl.constexpr(_LOAD_IF % ".nc")
 _LOAD_HERE = gl.constexpr(_LOAD_IF % "")  # stays between barriers
+# Twice 8 bytes: of e4m3 rows both halves of a lane's 16 codes; of NVFP4 rows its 16 codes, and with
+# some of them 8 of the row's scales. One load of 16 bytes or 8 into the same registers would wait
+# for the other, whatever the predicates.
+_LOAD_TWICE_IF = (
+    "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
+    "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; setp.ne.s32 q, $6, 0; "
+    "@q ld.global%s.L1::evict_last.L2::cache_hint.L2::128B.v2.u32 {$0, $1}, [$4], p; "
+    "setp.ne.s32 q, $7, 0; "
+    "@q ld.global%s.L1::evict_last.L2::cache_hint.L2::128B.v2.u32 {$2, $3}, [$5], p; }"
+)
+_LOAD_TWICE = gl.constexpr(_LOAD_TWICE_IF % (".nc", ".nc"))
+_LOAD_TWICE_HERE = gl.constexpr(_LOAD_TWICE_IF % ("", ""))
 _KEEP_ORDER = gl.constexpr("bar.warp.sync 0xffffffff; mov.u32 $0, 0;")
 _INTO_L2 = gl.constexpr(
     "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; "
     "@q prefetch.global.L2 [$1 + 256]; setp.ne.s32 q, $4, 0; @q prefetch.global.L2 [$3]; "
     "mov.u32 $0, 0; }"
 )
+_CODES_INTO_L2 = gl.constexpr(
+    "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; "
+    "setp.ne.s32 q, $3, 0; @q prefetch.global.L2 [$1 + 256]; "
+    "setp.ne.s32 q, $5, 0; @q prefetch.global.L2 [$4]; mov.u32 $0, 0; }"
+)
 _DECODE = gl.constexpr(
     "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
     "cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
     "mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $3; }"
+)
+# Of eight e2m1 codes the upper bytes of float16's magnitudes, whose lower ones are zeros, from a
+# table; signs from their places, either of a byte's in the upper half of one.
+_PAIR = (
+    "prmt.b32 s, m, $4, %s; and.b32 s, s, 0x80008000; prmt.b32 c, %s, 0, %s; or.b32 s, s, c; "
+    "mul.rn.f16x2 $%d, s, $5; "
+)
+_DECODE_E2M1 = gl.constexpr(
+    "{ .reg .b32 a, b, c, m, s; "
+    "and.b32 m, $4, 0x77777777; prmt.b32 a, 0x3E3C3800, 0x46444240, m; "
+    "shr.u32 m, m, 16; prmt.b32 b, 0x3E3C3800, 0x46444240, m; shl.b32 m, $4, 4; "
+    + _PAIR % ("0x4000", "a", "0x1404", 0) + _PAIR % ("0x5010", "a", "0x3424", 1)
+    + _PAIR % ("0x6020", "b", "0x1404", 2) + _PAIR % ("0x7030", "b", "0x3424", 3) + "}"
+)  # fmt: skip
+# An e4m3 scale of a lane, times ``LIFT``, as two float16.
+_NVFP4_FACTOR = gl.constexpr(
+    "{ .reg .b32 t, u; .reg .b16 l, h; prmt.b32 t, $1, $1, $2; mov.b32 {l, h}, t; "
+    "cvt.rn.f16x2.e4m3x2 t, l; mov.b32 u, 0x58005800; mul.rn.f16x2 $0, t, u; }"
 )
 _FLOAT16_PAIRS = gl.constexpr(
     "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; cvt.rn.f16x2.f32 $0, b, a; }"
@@ -92,6 +130,15 @@ def slots_of(block, split, lists, r):
     return gl.load(row + column, mask=(column < n) & (block < split.last), other=-1)
 
 
+@gluon.constexpr_function
+def _places(codec, page):
+    """Bytes from an entry of a page to the next, to the first scales, from scales to scales."""
+    whole = codec.data_bytes + codec.scale_bytes
+    if codec.interleaved:
+        return whole, codec.data_bytes, whole
+    return codec.data_bytes, page * codec.data_bytes, codec.scale_bytes
+
+
 @gluon.jit
 def address(slots, here, lists):
     """Whether there is a row, and the addresses of its data and of its scales.
@@ -120,7 +167,17 @@ def address(slots, here, lists):
     else:
         start = pages.to(gl.int64) * STEP0 + base
     entry = (slots - pages * entries).to(gl.int32)
-    return valid, start + entry * _DATA, start + (entries * _DATA + entry * _SCALES)
+    A: gl.constexpr = _places(lists.CODEC0, PAGE0)
+    if lists.TWO and lists.CODEC0 != lists.CODEC1:
+        B: gl.constexpr = _places(lists.CODEC1, PAGE1)
+        data = start + entry * gl.where(here, A[0], B[0])
+        scales_at = gl.where(here, A[1], B[1]) + entry * gl.where(here, A[2], B[2])
+        return valid, data, start + scales_at
+    elif A[0] == A[2]:  # interleaved
+        data = start + entry * A[0]
+        return valid, data, data + A[1]
+    else:
+        return valid, start + entry * A[0], start + (entries * A[0] + entry * A[2])
 
 
 @gluon.jit
@@ -138,6 +195,86 @@ def _load(address, there, BETWEEN: gl.constexpr = False):
         _LOAD_HERE if BETWEEN else _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def _chunk(at, near, there, fp8, NUMBER: gl.constexpr, lists, BETWEEN: gl.constexpr = False):
+    """A lane's codes of 64 channels, as four int32; of NVFP4 two, and maybe two of scales.
+
+    Args:
+        at: where the lane's codes of the first 64 channels are.
+        near: of e4m3 rows the second half of them, of NVFP4 the row's scales.
+        there: whether there is a row.
+        fp8: see ``_is_fp8``.
+        NUMBER: which 64 channels; the first two of a half bring its scales.
+        lists: see ``produce``.
+        BETWEEN: likewise.
+    """
+    if not lists.FP4:
+        return _load(at + 64 * NUMBER, there, BETWEEN)
+    else:
+        SCALES: gl.constexpr = NUMBER // 4 * 16 + NUMBER % 4 * 8
+        both = there
+        if not lists.FP8:
+            at, near = at + 32 * NUMBER, near + SCALES
+            if NUMBER % 4 >= 2:
+                both = there * 0
+        else:
+            at = at + gl.where(fp8, 64, 32) * NUMBER
+            near = near + gl.where(fp8, 64 * NUMBER, SCALES)
+            if NUMBER % 4 >= 2:
+                both = there * gl.where(fp8, 1, 0)
+        return gl.inline_asm_elementwise(
+            _LOAD_TWICE_HERE if BETWEEN else _LOAD_TWICE, "=&r,=&r,=&r,=&r,l,l,r,r",
+            [at, near, there, both],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _last_chunk(at, near, there, fp8, lists, BETWEEN: gl.constexpr):
+    """``_chunk`` of the last 64 channels; of a tail two times 16 bytes, as eight int32."""
+    if lists.TAIL:
+        first = _load(at + NOPE, there, BETWEEN)
+        return first + _load(at + NOPE + 64, there, BETWEEN)
+    else:
+        return _chunk(at, near, there, fp8, 7, lists, BETWEEN)
+
+
+@gluon.jit
+def _is_fp8(block, split, lists):
+    """Whether a block's rows are e4m3, where lists differ; which list it is of otherwise."""
+    if lists.FP4 and lists.FP8 and not lists.FP8_FIRST:
+        return block >= split.blocks0
+    else:
+        return block < split.blocks0
+
+
+@gluon.jit
+def _lanes_codes(valid, data, scales_at, lane, fp8, lists):
+    """Of rows the first three arguments of ``_chunk``."""
+    there = gl.expand_dims(valid, 1).to(gl.int32)
+    data = gl.expand_dims(data, 1)
+    scales_at = gl.expand_dims(scales_at, 1)
+    if not lists.FP4:
+        return data + lane, data, there
+    elif not lists.FP8:
+        return data + lane // 2, scales_at, there
+    else:
+        at = data + gl.where(fp8, lane, lane // 2)
+        return at, gl.where(fp8, at + 8, scales_at), there
+
+
+@gluon.jit
+def _scale_words(scales_at, valid, fp8, lists, BETWEEN: gl.constexpr):
+    """All scales of e4m3 rows without a tail, as four int32; zeros of other rows."""
+    there = valid.to(gl.int32)
+    if not lists.FP8:
+        return there * 0, there * 0, there * 0, there * 0
+    elif lists.FP4:
+        return _load(scales_at, there * gl.where(fp8, 1, 0), BETWEEN)
+    else:
+        return _load(scales_at, there, BETWEEN)
 
 
 @gluon.jit
@@ -172,11 +309,38 @@ def _into_l2(data, scales_at, valid, lane):
 
 
 @gluon.jit
+def _codes_into_l2(data, scales_at, valid, lane, fp8, lists):
+    """The same of rows without a tail: eight times 64 bytes, or four, and their scales."""
+    there = gl.expand_dims(valid, 1).to(gl.int32) + lane * 0
+    more = there
+    if not lists.FP8:
+        more = there * 0
+    elif lists.FP4:
+        more = there * gl.where(fp8, 1, 0)
+    scales_at = gl.expand_dims(scales_at, 1) + lane * 0
+    first = there * (lane == 0).to(gl.int32)
+    gl.inline_asm_elementwise(
+        _CODES_INTO_L2, "=r,l,r,r,l,r",
+        [gl.expand_dims(data, 1) + lane * 4, there, more, scales_at, first],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _decode(codes, factor):
     """Four codes of each int32 times the factor, as two packed pairs of float16."""
     return gl.inline_asm_elementwise(
         _DECODE, "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def _decode_e2m1(codes, factor):
+    """Eight codes of each int32 times the factor, as four packed pairs of float16."""
+    return gl.inline_asm_elementwise(
+        _DECODE_E2M1, "=&r,=&r,=&r,=&r,r,r", [codes, factor],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -194,7 +358,9 @@ def _factor(lifted, PLACE: gl.constexpr):
     pair = gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1
     )
-    return gl.expand_dims(pair, 1)
+    if len(pair.shape) == 1:
+        pair = gl.expand_dims(pair, 1)
+    return pair
 
 
 @gluon.jit
@@ -203,6 +369,48 @@ def _inexact_bytes(low, high):
     fine_low = ((low & 0x7F7F7F7F) + 0x17171717) & ~low
     fine_high = ((high & 0x7F7F7F7F) + 0x17171717) & ~high
     return (~fine_low & -0x7F7F7F80) | (~fine_high & 0x00808080)
+
+
+@gluon.jit
+def _outside(word):
+    """Where one of four scale bytes is outside 105 .. 127, as a non-zero int32."""
+    return ~(((word & 0x7F7F7F7F) + 0x17171717) & ~word) & -0x7F7F7F80
+
+
+@gluon.jit
+def _large_bytes(word):
+    """Where one of four e4m3 scales is NaN or above 80 (0x6A), as a non-zero int32."""
+    return ((word & 0x7F7F7F7F) + 0x15151515) & -0x7F7F7F80
+
+
+@gluon.jit
+def _any_outside(a, b, c, d):
+    return _outside(a) | _outside(b) | _outside(c) | _outside(d)
+
+
+@gluon.jit
+def _any_large(a, b, c, d):
+    """Of NVFP4's scales, which all four lanes of a row have."""
+    left = _large_bytes(a[2]) | _large_bytes(a[3]) | _large_bytes(b[2]) | _large_bytes(b[3])
+    right = _large_bytes(c[2]) | _large_bytes(c[3]) | _large_bytes(d[2]) | _large_bytes(d[3])
+    return gl.max(((left | right) != 0).to(gl.int32), 1)
+
+
+@gluon.jit
+def _bias_of(scales, a, b, c, d, fp8, lists):
+    """Bias of rows without a tail: NaN where float16 does not hold one.
+
+    scales: see ``_scale_words``; a .. d: chunks that have those of NVFP4.
+    """
+    if not lists.FP4:
+        wrong = _any_outside(scales[0], scales[1], scales[2], scales[3])
+    elif not lists.FP8:
+        wrong = _any_large(a, b, c, d)
+    elif fp8:
+        wrong = _any_outside(scales[0], scales[1], scales[2], scales[3])
+    else:
+        wrong = _any_large(a, b, c, d)
+    return gl.where(wrong != 0, float("nan"), 0.0)
 
 
 @gluon.jit
@@ -224,11 +432,11 @@ def _block(x, lifted, PLACE: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _tail(x, y, ROWS: gl.constexpr):
+def _tail(x, ROWS: gl.constexpr):
     """The bfloat16 channels of every row, in ``tail_order``: [ROWS, 32] pairs."""
     return _row_of_eight(
         float16_pairs(x[0]), float16_pairs(x[1]), float16_pairs(x[2]), float16_pairs(x[3]),
-        float16_pairs(y[0]), float16_pairs(y[1]), float16_pairs(y[2]), float16_pairs(y[3]), ROWS,
+        float16_pairs(x[4]), float16_pairs(x[5]), float16_pairs(x[6]), float16_pairs(x[7]), ROWS,
     )  # fmt: skip
 
 
@@ -240,11 +448,63 @@ def _half_row(a, b, c, d, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _nvfp4_block(x, scales, lane, ROWS: gl.constexpr):
+    """64 channels of every row: [ROWS, 32] pairs. scales: of their four blocks, a byte each."""
+    factor = gl.inline_asm_elementwise(
+        _NVFP4_FACTOR, "=r,r,r", [scales, lane // 16 * 0x1111],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    a, b, c, d = _decode_e2m1(x[0], factor)
+    e, f, g, h = _decode_e2m1(x[1], factor)
+    return _row_of_eight(a, b, c, d, e, f, g, h, ROWS)
+
+
+@gluon.jit
+def _fp8_half(a, b, c, d, low, high, lane, ROWS: gl.constexpr):
+    """256 channels of every e4m3 row: [ROWS, 128] pairs. low, high: bytes of their scales."""
+    # Of the two blocks in 64 channels a lane has 16 of one.
+    lifted = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r",
+        [gl.expand_dims(low, 1), gl.expand_dims(high, 1), 0x6420 + lane // 32 * 0x1111],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    lifted = lifted + 0x07070707
+    return _half_row(
+        _block(a, lifted, 0, ROWS), _block(b, lifted, 1, ROWS),
+        _block(c, lifted, 2, ROWS), _block(d, lifted, 3, ROWS), ROWS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _nvfp4_half(a, b, c, d, lane, ROWS: gl.constexpr):
+    """The same of NVFP4 rows, whose scales the first two chunks have."""
+    return _half_row(
+        _nvfp4_block(a, a[2], lane, ROWS), _nvfp4_block(b, a[3], lane, ROWS),
+        _nvfp4_block(c, b[2], lane, ROWS), _nvfp4_block(d, b[3], lane, ROWS), ROWS,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
     if ROWS == KEYS:
         buffer.store(x)
     else:
         buffer.slice(ROW0, ROWS, dim=0).store(x)
+
+
+@gluon.jit
+def _put_half(
+    buffer, a, b, c, d, low, high, lane, fp8, lists, ROWS: gl.constexpr, ROW0: gl.constexpr
+):
+    """Store half of every row without a tail: four chunks, and of e4m3 rows their scales."""
+    if not lists.FP4:
+        _put(buffer, _fp8_half(a, b, c, d, low, high, lane, ROWS), ROWS, ROW0)
+    elif not lists.FP8:
+        _put(buffer, _nvfp4_half(a, b, c, d, lane, ROWS), ROWS, ROW0)
+    elif fp8:
+        _put(buffer, _fp8_half(a, b, c, d, low, high, lane, ROWS), ROWS, ROW0)
+    else:
+        _put(buffer, _nvfp4_half(a, b, c, d, lane, ROWS), ROWS, ROW0)
 
 
 @gluon.jit
@@ -284,7 +544,7 @@ def produce(
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
     TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1, BETWEEN: gl.constexpr = False,
 ):  # fmt: skip
-    """Fill the buffers with the blocks of all splits of V4's rows.
+    """Fill the buffers with the blocks of all splits of V4's rows, or of V4.1's.
 
     Producers either take rows ROW0 .. ROW0 + ROWS of every block, or all rows of every TURNS-th
     block. These are counted over all splits, so that no producer skips a buffer's turn: a barrier
@@ -321,65 +581,89 @@ def produce(
         slots = _first_slots(own, split, lists, work, r, TURNS)
         upcoming = slots_of(own + TURNS, split, lists, r)
         valid, data, scales_at = address(slots, own < split.blocks0, lists)
-        scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
-        there = gl.expand_dims(valid, 1).to(gl.int32)
-        at = gl.expand_dims(data, 1) + lane
-        x0 = _load(at, there, BETWEEN)
-        x1 = _load(at + 64, there, BETWEEN)
-        x2 = _load(at + 128, there, BETWEEN)
-        x3 = _load(at + 192, there, BETWEEN)
-        x4 = _load(at + 256, there, BETWEEN)
-        x5 = _load(at + 320, there, BETWEEN)
-        x6 = _load(at + 384, there, BETWEEN)
-        y0 = _load(at + NOPE, there, BETWEEN)
-        y1 = _load(at + NOPE + 64, there, BETWEEN)
+        fp8 = _is_fp8(own, split, lists)
+        if lists.TAIL:
+            scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
+        else:
+            scales = _scale_words(scales_at, valid, fp8, lists, BETWEEN)
+        at, near, there = _lanes_codes(valid, data, scales_at, lane, fp8, lists)
+        x0 = _chunk(at, near, there, fp8, 0, lists, BETWEEN)
+        x1 = _chunk(at, near, there, fp8, 1, lists, BETWEEN)
+        x2 = _chunk(at, near, there, fp8, 2, lists, BETWEEN)
+        x3 = _chunk(at, near, there, fp8, 3, lists, BETWEEN)
+        x4 = _chunk(at, near, there, fp8, 4, lists, BETWEEN)
+        x5 = _chunk(at, near, there, fp8, 5, lists, BETWEEN)
+        x6 = _chunk(at, near, there, fp8, 6, lists, BETWEEN)
+        x7 = _last_chunk(at, near, there, fp8, lists, BETWEEN)
         for block in range(own, split.last, TURNS):
             place = before + block - split.first
             buffer = place % BUFFERS
             if NEAR:
                 following = block + TURNS < split.blocks0
                 next_valid, data, scales_at = address(upcoming, following, lists)
-                _into_l2(data, scales_at, next_valid, lane)
+                next_fp8 = _is_fp8(block + TURNS, split, lists)
+                if lists.TAIL:
+                    _into_l2(data, scales_at, next_valid, lane)
+                else:
+                    _codes_into_l2(data, scales_at, next_valid, lane, next_fp8, lists)
             mbarrier.wait(free.index(buffer), ((place // BUFFERS) & 1) ^ 1)
             if not NEAR:
                 following = block + TURNS < split.blocks0
                 next_valid, data, scales_at = address(upcoming, following, lists)
-            next_scales = gl.load(
-                scales_at.to(gl.pointer_type(gl.int64)), mask=next_valid, other=_ONES
-            )
-            there = gl.expand_dims(next_valid, 1).to(gl.int32)
-            at = gl.expand_dims(data, 1) + lane
-            low = scales.to(gl.int32)
-            high = (scales >> 32).to(gl.int32)
+                next_fp8 = _is_fp8(block + TURNS, split, lists)
+            if lists.TAIL:
+                next_scales = gl.load(
+                    scales_at.to(gl.pointer_type(gl.int64)), mask=next_valid, other=_ONES
+                )
+            at, near, there = _lanes_codes(next_valid, data, scales_at, lane, next_fp8, lists)
             # A row that float16 does not hold makes all scores NaN.
-            row_bias = gl.where(_inexact_bytes(low, high) != 0, float("nan"), 0.0)
-            low = low + 0x07070707
-            high = high + 0x07070707
-            half = _half_row(
-                _block(x0, low, 0, ROWS), _block(x1, low, 1, ROWS),
-                _block(x2, low, 2, ROWS), _block(x3, low, 3, ROWS), ROWS,
-            )  # fmt: skip
-            _put(shared.left.index(buffer), half, ROWS, ROW0)
-            x0 = _load(at, there, BETWEEN)
-            x1 = _load(at + 64, there, BETWEEN)
-            x2 = _load(at + 128, there, BETWEEN)
-            x3 = _load(at + 192, there, BETWEEN)
+            if lists.TAIL:
+                low = scales.to(gl.int32)
+                high = (scales >> 32).to(gl.int32)
+                row_bias = gl.where(_inexact_bytes(low, high) != 0, float("nan"), 0.0)
+                low = low + 0x07070707
+                high = high + 0x07070707
+                half = _half_row(
+                    _block(x0, low, 0, ROWS), _block(x1, low, 1, ROWS),
+                    _block(x2, low, 2, ROWS), _block(x3, low, 3, ROWS), ROWS,
+                )  # fmt: skip
+                _put(shared.left.index(buffer), half, ROWS, ROW0)
+            else:
+                row_bias = _bias_of(scales, x0, x1, x4, x5, fp8, lists)
+                _put_half(
+                    shared.left.index(buffer), x0, x1, x2, x3, scales[0], scales[1], lane, fp8,
+                    lists, ROWS, ROW0,
+                )  # fmt: skip
+            x0 = _chunk(at, near, there, next_fp8, 0, lists, BETWEEN)
+            x1 = _chunk(at, near, there, next_fp8, 1, lists, BETWEEN)
+            x2 = _chunk(at, near, there, next_fp8, 2, lists, BETWEEN)
+            x3 = _chunk(at, near, there, next_fp8, 3, lists, BETWEEN)
             _loads_before_here(BETWEEN)
-            half = _half_row(
-                _block(x4, high, 0, ROWS), _block(x5, high, 1, ROWS),
-                _block(x6, high, 2, ROWS), _tail(y0, y1, ROWS), ROWS,
-            )  # fmt: skip
-            _put(shared.right.index(buffer), half, ROWS, ROW0)
-            x4 = _load(at + 256, there, BETWEEN)
-            x5 = _load(at + 320, there, BETWEEN)
-            x6 = _load(at + 384, there, BETWEEN)
-            y0 = _load(at + NOPE, there, BETWEEN)
-            y1 = _load(at + NOPE + 64, there, BETWEEN)
+            if lists.TAIL:
+                half = _half_row(
+                    _block(x4, high, 0, ROWS), _block(x5, high, 1, ROWS),
+                    _block(x6, high, 2, ROWS), _tail(x7, ROWS), ROWS,
+                )  # fmt: skip
+                _put(shared.right.index(buffer), half, ROWS, ROW0)
+            else:
+                _put_half(
+                    shared.right.index(buffer), x4, x5, x6, x7, scales[2], scales[3], lane, fp8,
+                    lists, ROWS, ROW0,
+                )  # fmt: skip
+            x4 = _chunk(at, near, there, next_fp8, 4, lists, BETWEEN)
+            x5 = _chunk(at, near, there, next_fp8, 5, lists, BETWEEN)
+            x6 = _chunk(at, near, there, next_fp8, 6, lists, BETWEEN)
+            x7 = _last_chunk(at, near, there, next_fp8, lists, BETWEEN)
+            if lists.TAIL:
+                scales = next_scales
+            else:
+                # Only now: registers do not suffice for both blocks' scales.
+                scales = _scale_words(scales_at, next_valid, next_fp8, lists, BETWEEN)
             _loads_before_here(BETWEEN)
             _put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
             valid = next_valid
-            scales = next_scales
+            fp8 = next_fp8
             upcoming = slots_of(block + 2 * TURNS, split, lists, r)
         before += split.last - split.first
 
@@ -493,7 +777,7 @@ def produce_v32(
             x5 = _load(at + 320, there)
             x6 = _load(at + 384, there)
             x7 = _load(at + 448, there)
-            _put(shared.tail.index(buffer), _tail(y0, y1, ROWS), ROWS, ROW0)
+            _put(shared.tail.index(buffer), _tail(y0 + y1, ROWS), ROWS, ROW0)
             # A row that float16 does not hold makes all scores NaN.
             wrong = (
                 _inexact_scale(z[0])

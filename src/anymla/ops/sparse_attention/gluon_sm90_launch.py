@@ -1,4 +1,4 @@
-"""Launch decode attention over FP8 rows on Hopper: the kernel, and the combine of what was cut."""
+"""Launch decode attention over coded rows on Hopper: the kernel, the combine of what was cut."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.formats.pages import pages_of
+from anymla.formats.triton_rows import RowCodec, row_codec
 from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
 from anymla.ops._triton_epilogue import inverse_rope_quantize
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
@@ -57,19 +58,21 @@ class CacheRows:
     cache: Tensor
     indices: Tensor
     lengths: Tensor | None
+    layout: str
 
     @classmethod
-    def of(cls, cache: Tensor, indices: Tensor, lengths: Tensor | None) -> CacheRows:
+    def of(cls, cache: Tensor, indices: Tensor, lengths: Tensor | None, layout: str) -> CacheRows:
         """From arguments of the operation."""
         indices = indices.squeeze(1) if indices.ndim == 3 else indices
         if indices.numel() and indices.stride(1) != 1:
             indices = indices.contiguous()
-        return cls(pages_of(cache), indices, None if lengths is None else lengths.contiguous())
+        dense = None if lengths is None else lengths.contiguous()
+        return cls(pages_of(cache), indices, dense, layout)
 
     def part(self, tokens: slice) -> CacheRows:
         """The same for some of the tokens."""
         lengths = None if self.lengths is None else self.lengths[tokens]
-        return CacheRows(self.cache, self.indices[tokens], lengths)
+        return CacheRows(self.cache, self.indices[tokens], lengths, self.layout)
 
     @property
     def width(self) -> int:
@@ -82,7 +85,7 @@ class CacheRows:
         return min(self.cache.shape[0] * self.cache.shape[1], _LARGEST_INT32)
 
 
-Listed = tuple[Tensor | None, Tensor | None, Tensor | None]
+Listed = tuple[Tensor | None, Tensor | None, Tensor | None, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +119,14 @@ class Call:
         batch_invariant: bool,
         plan: Tensor | None,
     ) -> Call:
-        """From arguments of the operation; cache, lists and lengths of either cache."""
+        """From arguments of the operation; cache, lists, lengths and layout of either cache."""
         plan = None if batch_invariant else plan
         tokens, heads, channels = q.shape
         rows = []
-        for cache, indices, lengths in (first, second):
+        for cache, indices, lengths, layout in (first, second):
             if cache is not None and indices is not None:
-                rows.append(CacheRows.of(cache, indices, _lengths(lengths, tokens, q.device)))
+                lengths = _lengths(lengths, tokens, q.device)
+                rows.append(CacheRows.of(cache, indices, lengths, layout))
         schedule = choose_schedule(
             tokens,
             heads,
@@ -178,8 +182,8 @@ def sparse_attention(
         out = torch.empty((tokens, heads, _CHANNELS), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens and heads:
-        first = (k_cache, indices, lengths)
-        second = (extra_cache, extra_indices, extra_lengths)
+        first = (k_cache, indices, lengths, layout)
+        second = (extra_cache, extra_indices, extra_lengths, extra_layout)
         call = Call.of(q, first, second, sink, scale, batch_invariant, plan)
         empty = float("-inf") if empty_lse is None else empty_lse
         attend(call, AttentionOut(out, lse, empty))
@@ -209,8 +213,8 @@ def sparse_attention_fp8_quant(
     to = QuantizedOut.allocate(q, positions, cos_sin_cache, native=True)
     if q.shape[0] and q.shape[1]:
         lse = scratch(tuple(q.shape[:2]), torch.float32, q.device)
-        first = (k_cache, indices, lengths)
-        second = (extra_cache, extra_indices, extra_lengths)
+        first = (k_cache, indices, lengths, layout)
+        second = (extra_cache, extra_indices, extra_lengths, extra_layout)
         call = Call.of(q, first, second, sink, scale, batch_invariant, plan)
         # The combine rotates any channels, the kernels' epilogue those of V4.
         if to.rope.dim == _ROPE_DIM or call.schedule.combined:
@@ -267,7 +271,7 @@ def attend(call: Call, to: AttentionOut) -> None:
 
 def _launch(call: Call, to: AttentionOut) -> None:
     q, schedule, sink, lse = call.q, call.schedule, call.sink, to.lse
-    tokens, heads, channels = q.shape
+    tokens, heads, _ = q.shape
     slots, rows = schedule.slots(tokens), schedule.heads
     cut = schedule.cut != Cut.NONE
     sums = scratch((slots, rows, SUMS.value), torch.float32, q.device)
@@ -289,9 +293,12 @@ def _launch(call: Call, to: AttentionOut) -> None:
         first.cache.shape[1], second.cache.shape[1], first.cache.stride(0), second.cache.stride(0),
     )  # fmt: skip
     strides = q.stride(1) // 2, to.out.stride(1)
-    rope_dim, v32 = 0 if quantized is None else quantized.rope.dim, channels != _CHANNELS
+    codecs = _codec(first.layout), _codec(second.layout)
+    rope_dim = 0 if quantized is None else quantized.rope.dim
     descriptors = _descriptors(schedule, q, own_out, part if cut else None)
-    launch = _decoding(schedule, tokens, lists, strides, rope_dim, sink is not None, v32, q.device)
+    launch = _decoding(
+        schedule, tokens, lists, codecs, strides, rope_dim, sink is not None, q.device
+    )
     launch(
         q, first.cache, second.cache, first.indices, second.indices,
         _or(first.lengths, first.indices), _or(second.lengths, second.indices), _or(sink, lse),
@@ -302,8 +309,13 @@ def _launch(call: Call, to: AttentionOut) -> None:
         *epilogue_pointers(quantized, lse), *descriptors,
     )  # fmt: skip
     if cut:
-        lifted = _CHANNELS if channels == _V32.channels else _LAYOUT.nope
+        lifted = _LAYOUT.nope if first.layout == MAIN_FP8 else _CHANNELS
         combine(schedule, Partials(part, sums, spans, lifted), sink, to)
+
+
+def _codec(layout: str) -> RowCodec | None:
+    """What ``Lists`` has of rows; None for V3.2's."""
+    return None if layout == V32_FP8 else row_codec(layout)
 
 
 @functools.lru_cache(LAUNCHES)
@@ -311,10 +323,10 @@ def _decoding(
     schedule: Schedule,
     tokens: int,
     lists: tuple[bool, bool, bool, int, int, int, int],
+    codecs: tuple[RowCodec | None, RowCodec | None],
     strides: tuple[int, int],
     rope_dim: int,
     sink: bool,
-    v32: bool,
     device: torch.device,
 ) -> PreparedLaunch:
     """Of either kernel; of both caches' lists: whether there are two, lengths, pages, strides."""
@@ -322,14 +334,14 @@ def _decoding(
     constants = schedule_constants(schedule, tokens) | {
         "TWO": two, "LENGTH0": length0, "LENGTH1": length1, "PAGE0": page0, "PAGE1": page1,
         "STEP0": step0, "STEP1": step1, "SINK": sink, "Q_HEAD": strides[0],
-        "OUT_HEAD": strides[1], "ROPE_DIM": rope_dim,
+        "OUT_HEAD": strides[1], "ROPE_DIM": rope_dim, "CODEC0": codecs[0], "CODEC1": codecs[1],
     }  # fmt: skip
     if schedule.heads == M64:
         kernel = decode_m64_kernel
         constants |= {
             "CONSUMER1_REGISTERS": CONSUMER1_REGISTERS,
             "PRODUCER_REGISTERS": M64_PRODUCER_REGISTERS,
-            "V32": v32,
+            "V32": codecs[0] is None,
         }
     else:
         kernel = decode_swap_ab_kernel

@@ -86,6 +86,10 @@ class Lists:
         LENGTH0: lists have lengths; LENGTH1 likewise.
         PAGE0: rows of a page; PAGE1 likewise.
         STEP0: bytes from one page to the next; STEP1 likewise.
+        CODEC0: how rows are coded, a ``RowCodec``; None for V3.2's; CODEC1 likewise.
+        TAIL: the last channels of rows are bfloat16 (V4's).
+        FP8: rows of a list are e4m3; FP8_FIRST: those of the first.
+        FP4: rows of a list are NVFP4.
     """
 
     rows: object
@@ -101,11 +105,17 @@ class Lists:
     PAGE1: gl.constexpr
     STEP0: gl.constexpr
     STEP1: gl.constexpr
+    CODEC0: gl.constexpr
+    CODEC1: gl.constexpr
+    TAIL: gl.constexpr
+    FP8: gl.constexpr
+    FP8_FIRST: gl.constexpr
+    FP4: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, rows, slots, lengths, widths, limits, strides,
-        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1,
+        TWO, LENGTH0, LENGTH1, PAGE0, PAGE1, STEP0, STEP1, CODEC0=None, CODEC1=None,
     ):  # fmt: skip
         self.rows, self.slots, self.lengths = rows, slots, lengths
         self.widths, self.limits, self.strides = widths, limits, strides
@@ -116,6 +126,12 @@ class Lists:
         self.PAGE1 = gl.constexpr(PAGE1)
         self.STEP0 = gl.constexpr(STEP0)
         self.STEP1 = gl.constexpr(STEP1)
+        self.CODEC0, self.CODEC1 = gl.constexpr(CODEC0), gl.constexpr(CODEC1)
+        codecs = [] if CODEC0 is None else [CODEC0, CODEC1]
+        self.TAIL = gl.constexpr(any(each.nope < each.channels for each in codecs))
+        fp8 = [each.kind == "split_fp8" for each in codecs]
+        self.FP8, self.FP8_FIRST = gl.constexpr(any(fp8)), gl.constexpr(any(fp8[:1]))
+        self.FP4 = gl.constexpr(any(each.kind == "row_nvfp4" for each in codecs))
 
 
 @gluon.jit

@@ -148,12 +148,18 @@ CALLS = tuple(_calls())
 def _v41_calls() -> Iterator[AttentionCall]:
     """V4.1's layers: windows, entries of either record beside them; and V4's with 4-bit entries."""
     shape = AttentionShape(32, 64, 128, 512)
-    for tokens, heads in ((1, 16), (32, 64), (512, 32)):
-        yield AttentionCall(
+    for tokens, heads in ((1, 16), (32, 64), (128, 64), (192, 64), (128, 128), (512, 32)):
+        mixed = AttentionCall(
             dataclasses.replace(shape, tokens=tokens, heads=heads), page=32,
             layout=V41_MAIN_FP8, extra_layout=V41_COMPRESSED_NVFP4,
         )  # fmt: skip
-    yield AttentionCall(shape, page=32, extra_page=128, layout=V41_MAIN_FP8)
+        yield mixed
+        if heads < 128:
+            yield dataclasses.replace(mixed, quantized=True)
+    fp8 = AttentionCall(shape, page=32, extra_page=128, layout=V41_MAIN_FP8)
+    for tokens in (32, 128, 192):
+        yield dataclasses.replace(fp8, shape=dataclasses.replace(shape, tokens=tokens))
+    yield dataclasses.replace(fp8, shape=dataclasses.replace(shape, tokens=512, heads=32))
     yield AttentionCall(dataclasses.replace(shape, entries=0), page=32, layout=V41_MAIN_FP8)
     yield AttentionCall(
         shape, layout=V41_MAIN_FP8_SPLIT, extra_layout=V41_COMPRESSED_NVFP4_SPLIT, page=32
@@ -161,7 +167,7 @@ def _v41_calls() -> Iterator[AttentionCall]:
     yield AttentionCall(shape, extra_layout=V41_COMPRESSED_NVFP4)
 
 
-# Of Triton's kernels alone: Hopper's read V4's and V3.2's records.
+# The last of Triton's kernels alone: Hopper's do not read V4's rows beside V4.1's.
 V41_CALLS = tuple(_v41_calls())
 # Lists that are full, without sinks, in odd pages; while a graph is captured they have no lengths.
 CAPTURED_CALLS = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, V41_LAYOUTS, get_layout
 from anymla.formats.records import (
     InlineFp8Layout,
     PlainRowsLayout,
@@ -77,8 +77,9 @@ def gluon_attention_support(
         support = _v32_support(q, extra_cache, value_dim)
         if not support:
             return support
-    elif layout != MAIN_FP8 or (extra_cache is not None and extra_layout != MAIN_FP8):
-        return Support(False, f"caches must be {MAIN_FP8}, got {layout} and {extra_layout}")
+    elif not _decoded_alike(layout, layout if extra_cache is None else extra_layout):
+        words = f"caches must both be {MAIN_FP8}, or both of V4.1's layouts"
+        return Support(False, f"{words}, got {layout} and {extra_layout}")
     elif value_dim not in (None, q.shape[2]):
         return Support(False, f"all {q.shape[2]} channels are values, got {value_dim}")
     if scale is not None and not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
@@ -90,8 +91,15 @@ def gluon_attention_support(
             return Support(False, "pages must lie at multiples of 16 bytes")
         if cache.shape[1] * cache.shape[-1] > _LARGEST_PAGE:
             return Support(False, f"pages must be below {_LARGEST_PAGE} bytes")
-    # float16 queries are promised more than products of float16 probabilities keep.
-    return Support(True, automatic=q.dtype == torch.bfloat16)
+    # float16 queries are promised more than products of float16 probabilities keep. Over V4.1's
+    # rows the kernels have not been run on a GPU: they run where they are named.
+    return Support(True, automatic=q.dtype == torch.bfloat16 and layout not in V41_LAYOUTS)
+
+
+def _decoded_alike(layout: str, extra_layout: str) -> bool:
+    """Whether rows all end in a tail (V4), or none do (V4.1)."""
+    both = {layout, extra_layout}
+    return both == {MAIN_FP8} or both <= set(V41_LAYOUTS)
 
 
 def _v32_support(q: Tensor, extra_cache: Tensor | None, value_dim: int | None) -> Support:
