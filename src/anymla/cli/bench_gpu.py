@@ -9,9 +9,11 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
+from anymla.bench.environment import environment
 from anymla.bench.report import append_lines
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import (
+    command_line,
     json_option,
     measure,
     require_cases,
@@ -95,12 +97,14 @@ def build_matrix(
         old = [] if json_file is None else rows_of(json_file)
     known = recorded(old)
     missing = [job for job in work if job.key not in known]
+    made = environment(command_line())
+    made = {name: made[name] for name in ("date", "command", "commit")}
     fresh = {}
     built = tqdm(
         run(missing, workers), total=len(missing), desc="building", unit="kernel", disable=None
     )
     for job, row in zip(missing, built, strict=True):
-        fresh[job.key] = row
+        fresh[job.key] = row = {**row, **made}
         if json_file is not None:
             append_lines(json_file, [row])
     rows = [known.get(job.key) or fresh[job.key] for job in work]
