@@ -189,7 +189,6 @@ def collapse_known_kernel(
     PDL: tl.constexpr,
 ):
     """A token's y, normalised if there is a norm_weight."""
-    to = Collapsed(y, norm_weight, codes, code_scales, row_stride, run_stride)
     row = tl.program_id(0).to(tl.int64)
     weight = norm_weight
     if norm_weight is not None:
@@ -206,7 +205,9 @@ def collapse_known_kernel(
         code_scales += row * row_stride
     gates = load_columns(pre, row, row >= 0, N)
     store_collapsed(
-        loaded, weight, h, stream_stride, gates, y + row * D, to, codes, code_scales, norm_eps,
+        loaded, weight, h, stream_stride, gates, y + row * D,
+        Collapsed(y, norm_weight, codes, code_scales, row_stride, run_stride),
+        codes, code_scales, norm_eps,
         N, D, COLUMNS, FLOOR, NATIVE,
     )  # fmt: skip
 
