@@ -129,6 +129,8 @@ def collapse_columns(d: int, many: bool, target: Target) -> tuple[int, int]:
     """Channels of a tile and warps of the collapsing kernel."""
     columns = min(_WIDEST, next_power_of_2(d))
     warps = 4 if columns <= 4096 and not many else 8
+    if target.arc_a:
+        return columns, 4 * warps
     return columns, 2 * warps if target.intel else warps
 
 
