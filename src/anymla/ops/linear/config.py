@@ -55,7 +55,8 @@ MAX_SWAP_AB_TOKENS = 32
 _CTAS, _MIN_SPLIT = 512, 512
 _SWAP_AB_CTAS_PER_SM, _SWAP_AB_MIN_SPLIT = 3, 512
 # Intel: rows of a tile, and channels of a step up to which its 4 warps spill nothing: V4.1's FP8 in
-# blocks of 32, 46 instructions for 1,000 multiply-adds, and 85 by 8 warps (built for Arc B).
+# blocks of 32, 43 to 47 instructions for 1,000 multiply-adds, 82 to 87 by 8 warps (built for Arc
+# B); MXFP4 spills 11 registers on Max.
 _INTEL_ROWS, _INTEL_SHORT_STEP = 64, 32
 
 # CPU. Tokens up to which weights are decoded in registers rather than first: 4096 x 4096, one core,
@@ -232,7 +233,8 @@ def choose_triton_config(
     tile = choose_tile(shape.tokens, operand, target)
     if quantized or weight_format == "fp8":
         tile = within_quant_blocks(tile, quant_block)
-    if target.intel and tile.block_m == _INTEL_ROWS and tile.block_k <= _INTEL_SHORT_STEP:
+    short = tile.block_m == _INTEL_ROWS and tile.block_k <= _INTEL_SHORT_STEP
+    if target.intel and weight_format == "fp8" and short:
         tile = dataclasses.replace(tile, num_warps=4)
     k = max(1, shape.k)
     splits = max(1, min(_CTAS // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
