@@ -71,7 +71,9 @@ def choose_rope_config(width: int, target: Target) -> RowsConfig:
 def choose_insert_config(heads: int, channels: int, target: Target) -> InsertConfig:
     """Tokens of so many heads, heads and rows of ``channels``."""
     together = max(1, min(_HEADS_TILE // channels, triton.next_power_of_2(heads)))
-    warps = _HEADS_TILE // (_HEADS_PER_THREAD * target.warp_size)
+    # Arc A: rows of V4.1 spill 87 registers with as many channels a thread.
+    per_thread = _HEADS_PER_THREAD // 2 if target.arc_a else _HEADS_PER_THREAD
+    warps = _HEADS_TILE // (per_thread * target.warp_size)
     return InsertConfig(together, max(1, _KV_TILE // channels), warps)
 
 

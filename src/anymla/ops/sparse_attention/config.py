@@ -637,4 +637,6 @@ def invariant_splits(keys: int, tile: Tile) -> int:
 def combine_warps(splits: int, target: Target) -> int:
     """Warps of a program of the portable combine."""
     warps = 4 if splits > 8 else 2
+    if target.arc_a:
+        return 4 * warps
     return 2 * warps if target.intel else warps
