@@ -12,7 +12,7 @@ import torch
 from anymla.bench.models import engine_with, load, prompt, tiny
 from anymla.bench.peers.transformers import Generation, Transformers
 from anymla.bench.report import Result
-from anymla.bench.timing import interleaved, median, ratio_by_round, spread
+from anymla.bench.timing import CountedCalls, interleaved, median, ratio_by_round, spread
 from anymla.model.transformer import Transformer
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Request
@@ -21,6 +21,7 @@ PART = "whole tiny model, 4 layers, ratios 0,4,128,4, batch 1"
 PROMPT_TOKENS = 700
 _TARGET = 4.0
 _BLOCK = 16
+_COUNTED = 4  # steps, one of which closes windows of four tokens
 _PEER = "transformers fp32"
 _VARIANTS = {
     "anymla bf16, FP8 cache": (torch.bfloat16, "fp8"),
@@ -33,7 +34,10 @@ class PeerMissing(RuntimeError):
 
 
 def decode(directory: Path, rounds: int) -> list[Result]:
-    """Prefill and decode speed of anymla and of transformers, in turns.
+    """Prefill and decode speed of anymla and of transformers, in turns and in processor time.
+
+    What else a machine runs takes no processor time of this process; threads add theirs up. Calls
+    are the operators that torch is asked for in a step, numba's kernels not among them.
 
     Args:
         directory: empty; a bfloat16 checkpoint is written there, which both load.
@@ -51,7 +55,7 @@ def decode(directory: Path, rounds: int) -> list[Result]:
     runs: dict[str, Callable[[], int]] = {}
     prefill: dict[str, float] = {}
     chosen: dict[str, list[int]] = {}
-    limit = _BLOCK * (rounds + 2)
+    limit = _BLOCK * (rounds + 2) + _COUNTED
     for name, (dtype, kv_cache) in _VARIANTS.items():
         model = load(checkpoint, dtype)
         _Ours(model, kv_cache, limit)  # warms up
@@ -62,9 +66,15 @@ def decode(directory: Path, rounds: int) -> list[Result]:
     Generation(network, ids)  # warms up
     peer = Generation(network, ids)
     prefill[_PEER], chosen[_PEER], runs[_PEER] = peer.prefill_s, peer.tokens, peer.next_token
-    times = interleaved(runs, rounds=rounds, block=_BLOCK, warm_up=_BLOCK)
+    times = interleaved(runs, rounds=rounds, block=_BLOCK, warm_up=_BLOCK, clock=time.process_time)
     same = chosen["anymla fp32, fp32 cache"][: 2 * _BLOCK] == chosen[_PEER][: 2 * _BLOCK]
     assert same, "anymla and transformers choose different tokens in float32"
+    calls = {}
+    for name, run in runs.items():
+        with CountedCalls() as counted:
+            for _ in range(_COUNTED):
+                run()
+        calls[name] = counted.count / _COUNTED
     results = []
     for name in runs:
         low, high = spread(times[name])
@@ -74,6 +84,8 @@ def decode(directory: Path, rounds: int) -> list[Result]:
             "decode_ms_p10": low * 1e3,
             "decode_ms_p90": high * 1e3,
             "tokens_per_s": 1 / median(times[name]),
+            "torch_calls": calls[name],
+            "clock": "process_time",
         }
         if name == _PEER:
             results.append(Result(PART, name, values | {"version": transformers.version()}))
@@ -101,10 +113,10 @@ class _Ours:
         request = Request("bench", prompt(model, PROMPT_TOKENS), max_new_tokens=limit)
         self.engine: Engine = engine_with(model, request, kv_cache)
         self.tokens: list[int] = []
-        start = time.perf_counter()
+        start = time.process_time()
         while not self.tokens:
             self.next_token()
-        self.prefill_s = time.perf_counter() - start
+        self.prefill_s = time.process_time() - start
 
     def next_token(self) -> int:
         """One step."""

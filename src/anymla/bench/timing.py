@@ -5,6 +5,28 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CountedCalls(TorchDispatchMode):
+    """Inside, ``count`` counts the operators that torch is asked for, views and copies included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Count one, and run it."""
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def median(times: list[float]) -> float:

@@ -42,16 +42,16 @@ class Generation:
 
     Attributes:
         tokens: so far.
-        prefill_s: seconds that the prompt took.
+        prefill_s: seconds of processor time that the prompt took.
     """
 
     def __init__(self, network: Any, ids: tuple[int, ...]) -> None:
         """Read the prompt."""
         self._network = network
         self.tokens: list[int] = []
-        start = time.perf_counter()
+        start = time.process_time()
         self._run(torch.tensor([ids]), None)
-        self.prefill_s = time.perf_counter() - start
+        self.prefill_s = time.process_time() - start
 
     def next_token(self) -> int:
         """One forward pass of one token."""
