@@ -1,0 +1,198 @@
+"""Rows of tensors inside numba's kernels of few tokens on a CPU: where they lie, and their bits.
+
+A kernel takes addresses, because a tensor's address costs a tenth of what NumPy's view of it
+costs, and a kernel of a decode step may take two microseconds in all. Whoever launches one has made
+sure of what lies there: its backend's ``supports`` of dtypes, ``contiguous`` of strides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+# Sums may be made in any order, which is one order for a length: rows are summed in vectors.
+SUMS = {"reassoc", "nsz", "contract"}
+# Options of a kernel: divisions by zero give what they give in torch, and other threads may run.
+KERNEL = {"cache": True, "nogil": True, "error_model": "numpy"}
+
+
+def _pointer_to(kind):
+    @intrinsic
+    def pointer(context, place):
+        def emit(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(types.CPointer(kind)))
+
+        return types.CPointer(kind)(types.intp), emit
+
+    return pointer
+
+
+_to_u8, _to_u16 = _pointer_to(types.uint8), _pointer_to(types.uint16)
+_to_i32, _to_i64 = _pointer_to(types.int32), _pointer_to(types.int64)
+_to_f32 = _pointer_to(types.float32)
+
+
+@njit(inline="always")
+def u8_at(place, count):
+    """Bytes from an address on."""
+    return carray(_to_u8(place), (count,))
+
+
+@njit(inline="always")
+def u16_at(place, count):
+    """Bits of bfloat16 numbers from an address on."""
+    return carray(_to_u16(place), (count,))
+
+
+@njit(inline="always")
+def i32_at(place, count):
+    """Integers of 32 bits from an address on."""
+    return carray(_to_i32(place), (count,))
+
+
+@njit(inline="always")
+def i64_at(place, count):
+    """Integers of 64 bits from an address on."""
+    return carray(_to_i64(place), (count,))
+
+
+@njit(inline="always")
+def f32_at(place, count):
+    """Float32 numbers from an address on."""
+    return carray(_to_f32(place), (count,))
+
+
+@intrinsic
+def float_of(context, bits):
+    """The float32 of 32 bits."""
+
+    def emit(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), emit
+
+
+@intrinsic
+def bits_of(context, value):
+    """The 32 bits of a float32."""
+
+    def emit(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), emit
+
+
+@njit(inline="always")
+def from_bf16(bits):
+    """The float32 of bfloat16's bits."""
+    return float_of(np.uint32(bits) << np.uint32(16))
+
+
+@njit(inline="always")
+def to_bf16(value):
+    """Bfloat16's bits of a float32, rounded to nearest, ties to even."""
+    bits = bits_of(np.float32(value))
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+
+
+@njit(cache=True)
+def widen(bits, out):
+    """Bfloat16 bits to float32."""
+    for i in range(len(out)):
+        out[i] = from_bf16(bits[i])
+
+
+@njit(cache=True)
+def narrow(values, bits):
+    """Float32 to bfloat16 bits."""
+    for i in range(len(bits)):
+        bits[i] = to_bf16(values[i])
+
+
+@njit(cache=True, fastmath=SUMS)
+def dot_bf16(bits, x):
+    """Sum of products of bfloat16 bits and float32 numbers."""
+    total = np.float32(0)
+    for i in range(len(x)):
+        total += from_bf16(bits[i]) * x[i]
+    return total
+
+
+@njit(cache=True, fastmath=SUMS)
+def dot(row, x):
+    """Sum of products of float32 numbers."""
+    total = np.float32(0)
+    for i in range(len(x)):
+        total += row[i] * x[i]
+    return total
+
+
+@njit(cache=True)
+def gemv_bf16(weight, rows, x, out):
+    """Products ``out[r] = weight[r] . x`` of a bfloat16 weight [rows, K] at an address."""
+    width = len(x)
+    for row in range(rows):
+        out[row] = dot_bf16(u16_at(weight + 2 * row * width, width), x)
+
+
+@njit(cache=True)
+def gemv_f32(weight, rows, x, out):
+    """``gemv_bf16`` of a float32 weight."""
+    width = len(x)
+    for row in range(rows):
+        out[row] = dot(f32_at(weight + 4 * row * width, width), x)
+
+
+@njit(cache=True, error_model="numpy")
+def inverse_rms(x, eps):
+    """``1 / sqrt(mean(x^2) + eps)`` of float32 numbers."""
+    return np.float32(1) / np.sqrt(dot(x, x) / np.float32(len(x)) + np.float32(eps))
+
+
+@njit(cache=True)
+def rope_row(x, table, pairs, sign):
+    """Rotate the last ``2 * pairs`` of x in place.
+
+    Args:
+        x: float32 [D].
+        table: address of the position's float32 row, cosines and then sines.
+        pairs: half of the row.
+        sign: -1 rotates backwards.
+    """
+    row = f32_at(table, 2 * pairs)
+    first = len(x) - 2 * pairs
+    for i in range(pairs):
+        cos, sin = row[i], np.float32(sign) * row[pairs + i]
+        even, odd = x[first + 2 * i], x[first + 2 * i + 1]
+        x[first + 2 * i] = even * cos - odd * sin
+        x[first + 2 * i + 1] = odd * cos + even * sin
+
+
+@njit(cache=True)
+def table_row(table, rows, width, position):
+    """Address of a float32 table's row for a position, which is clamped to the table."""
+    return table + 4 * width * min(max(position, 0), rows - 1)
+
+
+@njit(cache=True)
+def widen_fp8_block(codes, exponent, out):
+    """E4m3 codes times a power of two, given as a ue8m0 byte, to float32; exact, NaN included."""
+    bits = np.uint32(exponent) << np.uint32(23)
+    if exponent == 0:
+        bits = np.uint32(0x00400000)
+    if exponent == 255:
+        bits = np.uint32(0x7FC00000)
+    scale = float_of(bits)
+    for i in range(len(out)):
+        code = np.uint32(codes[i])
+        magnitude = code & np.uint32(0x7F)
+        normal = float_of((magnitude << np.uint32(20)) + np.uint32(120 << 23))
+        small = np.float32(magnitude) * np.float32(2.0**-9)
+        value = small if magnitude < 8 else normal
+        value = float_of(np.uint32(0x7FC00000)) if magnitude == 0x7F else value
+        out[i] = (-value if code >= 0x80 else value) * scale
