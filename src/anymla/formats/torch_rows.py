@@ -283,7 +283,7 @@ def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Te
     peaks = np.maximum.reduce((quantised & _MAGNITUDE).reshape(-1, width), axis=1)
     if max(peaks.tolist()) >= _INFINITY:
         return False
-    scale_bytes, scales, inverses, codes = _tables()
+    scale_bytes, scales, inverses, codes = fp8_tables()
     wide = (quantised.astype(np.uint32) << _HALF).view(np.float32).reshape(-1, width)
     wide *= inverses[peaks, None]
 
@@ -307,7 +307,7 @@ def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Te
 
 
 @functools.cache
-def _tables() -> tuple[Bytes, NDArray[np.float32], NDArray[np.float32], Bytes]:
+def fp8_tables() -> tuple[Bytes, NDArray[np.float32], NDArray[np.float32], Bytes]:
     """By the bits of a bfloat16 magnitude: scale byte, scale, its inverse; by all bits: code."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     bits = scale_bits(every[:_INFINITY].unsqueeze(1), E4M3_MAX, KV_AMAX_FLOOR)
