@@ -10,11 +10,13 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._epilogue import check_quantized, composed, quantized_results
 from anymla.ops._pages import check_cache
+from anymla.ops.device import has_numba
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
 from anymla.ops.sparse_attention.support import (
     gluon_attention_support,
     gluon_fp8_quant_support,
     gluon_rows_support,
+    numba_attention_support,
     triton_attention_support,
 )
 
@@ -259,6 +261,13 @@ for _operation in (sparse_attention, sparse_attention_rows):
     _operation.register_lazy("torch", f"{_FAMILY}.torch_device")
 sparse_attention.register_lazy("gluon_sm90", _GLUON, supports=gluon_attention_support)
 sparse_attention.register_lazy("triton", _TRITON, supports=triton_attention_support)
+sparse_attention.register_lazy(
+    "numba",
+    f"{_FAMILY}.numba_decode",
+    supports=numba_attention_support,
+    automatic=has_numba(),
+    by_kind=True,
+)
 sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_attention_support)
 sparse_attention_rows.register_lazy(
     "gluon_sm90",

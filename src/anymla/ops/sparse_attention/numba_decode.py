@@ -1,0 +1,190 @@
+"""Sparse attention of few tokens and heads on a CPU: rows are decoded once, and attended at once.
+
+Tiles of rows stay in a core's own cache; the softmax is kept up with the largest score so far.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numba import njit
+
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.pages import pages_of
+from anymla.ops._numba_rows import (
+    KERNEL,
+    SUMS,
+    f32_at,
+    from_bf16,
+    i32_at,
+    narrow,
+    u8_at,
+    u16_at,
+    widen,
+    widen_fp8_block,
+)
+
+# Rows of a tile: 64 KiB of float32 with 512 channels.
+_TILE = 32
+_NOTHING = (0, 0, 1, 0), (0, 1, 0, 0), (0, 0, 0)
+
+
+def sparse_attention(
+    q, k_cache, indices, lengths=None, *, sink=None, scale=None,
+    extra_cache=None, extra_indices=None, extra_lengths=None,
+    layout=MAIN_FP8, extra_layout=MAIN_FP8, value_dim=None, empty_lse=None,
+    batch_invariant=False, plan=None, out=None,
+):  # fmt: skip
+    """See ``interface.sparse_attention``."""
+    tokens, heads, dim = q.shape
+    values = dim if value_dim is None else value_dim
+    given = out
+    if out is None or not out.is_contiguous():
+        out = torch.empty((tokens, heads, values), dtype=q.dtype)
+    lse = torch.empty((tokens, heads), dtype=torch.float32)
+    # Whatever is made contiguous lives until the kernel has run.
+    first, held = _listed(k_cache, layout, indices, lengths)
+    second, more = _NOTHING, ()
+    if extra_cache is not None:
+        second, more = _listed(extra_cache, extra_layout, extra_indices, extra_lengths)
+    q = q.contiguous()
+    if sink is not None:
+        sink = sink.contiguous()
+    _attend(
+        (q.data_ptr(), 0 if sink is None else sink.data_ptr(), out.data_ptr(), lse.data_ptr()),
+        (tokens, heads, dim, values), dim**-0.5 if scale is None else float(scale),
+        -math.inf if empty_lse is None else float(empty_lse), first, second,
+    )  # fmt: skip
+    del held, more
+    return out if given is None or given is out else given.copy_(out), lse
+
+
+def _listed(cache, layout, indices, lengths):
+    """Pages, layout and lists of one cache as the kernel takes them, and what has to live on."""
+    pages, rows = pages_of(cache), get_layout(layout)
+    slots = indices.contiguous()
+    counts = None if lengths is None else lengths.contiguous()
+    return (
+        (pages.data_ptr(), pages.shape[0], pages.shape[1], pages.stride(0)),
+        (rows.nope, rows.block, rows.data_bytes, rows.scale_bytes),
+        (slots.data_ptr(), indices.shape[-1], 0 if counts is None else counts.data_ptr()),
+    ), (slots, counts)
+
+
+@njit(**KERNEL)
+def _attend(places, sizes, scale, empty_lse, first, second):
+    q, sink, out, lse = places
+    tokens, heads, dim, values = sizes
+    queries, total = np.empty((heads, dim), np.float32), np.empty((heads, values), np.float32)
+    tile, slots = np.empty((_TILE, dim), np.float32), np.empty(_TILE, np.int64)
+    largest, sums = np.empty(heads, np.float32), np.empty(heads, np.float32)
+    weights = np.empty(_TILE, np.float32)
+    for token in range(tokens):
+        widen(u16_at(q + 2 * token * heads * dim, heads * dim), queries.reshape(-1))
+        total[:] = 0
+        largest[:] = -np.inf
+        sums[:] = 0
+        count = 0
+        for cache, layout, listed in (first, second):
+            indices = i32_at(listed[0] + 4 * token * listed[1], listed[1])
+            width = listed[1]
+            if listed[2] != 0:
+                width = min(width, i32_at(listed[2], tokens)[token])
+            column = 0
+            while column < width:
+                rows = 0
+                while column < width and rows < _TILE:
+                    slot = indices[column]
+                    if 0 <= slot < cache[1] * cache[2]:
+                        slots[rows] = slot
+                        rows += 1
+                    column += 1
+                for row in range(rows):
+                    _read_row(cache, layout, slots[row], tile[row])
+                count += rows
+                for head in range(heads if rows else 0):
+                    _scores(queries[head], tile, rows, weights)
+                    _add_tile(scale, tile, rows, weights, largest, sums, head, total[head])
+        to_lse = f32_at(lse + 4 * token * heads, heads)
+        for head in range(heads):
+            to = u16_at(out + 2 * (token * heads + head) * values, values)
+            factor = np.float32(0)
+            if count:
+                to_lse[head] = largest[head] + np.float32(math.log(sums[head]))
+                factor = np.float32(1) / sums[head]
+                if sink != 0:
+                    logit = np.float64(f32_at(sink, heads)[head])
+                    factor *= np.float32(1.0 / (1.0 + math.exp(logit - to_lse[head])))
+            else:
+                to_lse[head] = empty_lse
+            for i in range(values):
+                total[head, i] *= factor
+            narrow(total[head], to)
+
+
+@njit(cache=True)
+def _read_row(cache, layout, slot, row):
+    """Decode the row at a slot to float32."""
+    start, _, entries, stride = cache
+    nope, block, data_bytes, scale_bytes = layout
+    page, entry = start + slot // entries * stride, slot % entries
+    data = page + entry * data_bytes
+    exponents = u8_at(page + entries * data_bytes + entry * scale_bytes, scale_bytes)
+    for number in range(nope // block):
+        codes = u8_at(data + number * block, block)
+        widen_fp8_block(codes, exponents[number], row[number * block : (number + 1) * block])
+    rest = u16_at(data + nope, len(row) - nope)
+    for i in range(len(row) - nope):
+        row[nope + i] = from_bf16(rest[i])
+
+
+@njit(cache=True, fastmath=SUMS)
+def _scores(query, tile, rows, scores):
+    """Products of a query with rows, four of them at a time."""
+    for row in range(0, rows, 4):
+        # Rows behind the last one hold anything; their products are not used.
+        r0, r1, r2, r3 = tile[row], tile[row + 1], tile[row + 2], tile[row + 3]
+        s0 = s1 = s2 = s3 = np.float32(0)
+        for i in range(len(query)):
+            value = query[i]
+            s0 += value * r0[i]
+            s1 += value * r1[i]
+            s2 += value * r2[i]
+            s3 += value * r3[i]
+        scores[row], scores[row + 1], scores[row + 2], scores[row + 3] = s0, s1, s2, s3
+
+
+@njit(cache=True, error_model="numpy")
+def _add_tile(scale, tile, rows, weights, largest, sums, head, total):
+    """Scores to weights, whose rows are added to a head's sum."""
+    before = top = largest[head]
+    for row in range(rows):
+        weights[row] *= np.float32(scale)
+        if weights[row] > top:
+            top = weights[row]
+    fade = np.float32(1) if before == top else np.float32(math.exp(before - top))
+    sums[head] *= fade
+    for row in range(rows):
+        weights[row] = np.float32(math.exp(weights[row] - top))
+        sums[head] += weights[row]
+    largest[head] = top
+    if fade != 1:
+        for i in range(len(total)):
+            total[i] *= fade
+    whole = rows // 4 * 4
+    for row in range(0, whole, 4):
+        w0, w1, w2, w3 = weights[row], weights[row + 1], weights[row + 2], weights[row + 3]
+        r0, r1, r2, r3 = tile[row], tile[row + 1], tile[row + 2], tile[row + 3]
+        _add_four(total, w0, r0, w1, r1, w2, r2, w3, r3)
+    for row in range(whole, rows):
+        weight, each = weights[row], tile[row]
+        for i in range(len(total)):
+            total[i] += weight * each[i]
+
+
+@njit(cache=True, fastmath=SUMS)
+def _add_four(total, w0, r0, w1, r1, w2, r2, w3, r3):
+    for i in range(len(total)):
+        total[i] += w0 * r0[i] + w1 * r1[i] + w2 * r2[i] + w3 * r3[i]
