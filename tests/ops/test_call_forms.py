@@ -14,9 +14,9 @@ BACKENDS = [None, "reference", "torch", *(["triton"] if INTERPRETED and has_trit
 
 
 def _of_cpu_tensors(operation):
-    """The backend that the sample call takes; experts are plain ones, which numba leaves."""
-    packed = operation.name in ("fp8_block_linear", "mxfp4_linear")
-    return "numba" if has_numba() and packed else "torch"
+    """The backend that the sample call takes; numba mostly leaves activations in float32."""
+    taken = operation.name in ("fp8_block_linear", "mxfp4_linear", "save_partial_states")
+    return "numba" if has_numba() and taken else "torch"
 
 
 def _positional(operation):

@@ -14,13 +14,12 @@ from anymla.layers import heads
 from anymla.layers.output_projection import OutputProjection
 from anymla.model.load import load_model
 from anymla.ops import registry
-from anymla.ops.linear import fp8_block_linear, mxfp4_linear
-from anymla.ops.moe import experts
 from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 from anymla.runtime.sampler import Sampling
+from anymla.testing.conformance.ops import all_operations
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 
@@ -71,10 +70,11 @@ def test_chunks_do_not_change_the_tokens(tiny_model, alone, chunk_size):
 
 @pytest.fixture
 def one_backend_a_call():
-    """Products by torch alone: where numba is there too, which of them runs depends on shapes."""
+    """torch alone: where numba is there too, which of them runs depends on shapes."""
     with ExitStack() as stack:
-        for operation in (fp8_block_linear, mxfp4_linear, experts):
-            stack.enter_context(operation.with_backends([operation.backends["torch"]]))
+        for operation in all_operations().values():
+            if "numba" in operation.backends:
+                stack.enter_context(operation.with_backends([operation.backends["torch"]]))
         yield
 
 
