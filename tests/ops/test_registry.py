@@ -434,6 +434,19 @@ def test_a_backend_asked_by_kind_knows_cpu_tensors_by_dtype_and_shape():
     assert probe.asked == ["numba", "numba"]
 
 
+def test_where_checks_are_skipped_a_choice_is_made_by_dtypes_and_sizes():
+    probe = _Asked().add("numba", _few, by_kind=True).add("torch")
+    with skip_checks():
+        for x in (WIDE[:2], WIDE[:4:2], WIDE[:5], WIDE[:2]):
+            probe.operation(x, None, [x, x])
+        assert probe.ran == ["numba", "numba", "torch", "numba"]
+        assert probe.asked == ["numba", "numba"]  # sizes that are new; strides say nothing
+        with pytest.raises(ValueError, match="x must be"):  # no call of its size has been checked
+            probe.operation(WIDE[0])
+    probe.operation(WIDE[:2], None, [WIDE[:2]])
+    assert probe.asked == ["numba"] * 3  # elsewhere a kind is known by more
+
+
 def test_a_backend_that_is_not_automatic_is_not_asked():
     probe = _Asked().add("numba", _few, automatic=False).add("torch")
     probe.operation(WIDE[:2])

@@ -117,11 +117,11 @@ _skipped: ContextVar[bool] = ContextVar("skipped", default=False)
 
 @contextlib.contextmanager
 def skip_checks(skip: bool = True) -> Iterator[None]:
-    """Skip checks of CPU tensors that call for no choice inside, if ``skip``.
+    """Skip checks of CPU tensors inside, if ``skip``, and choose for them by dtypes and sizes.
 
     For a caller whose arguments follow from what has been checked, as an engine's steps do from
     its weights and caches: of a small model's decode step, even to see that a call is of a known
-    kind takes a hundredth. Everywhere else calls are checked by their kind.
+    kind takes a twentieth. Everywhere else calls are checked by their kind.
     """
     token = _skipped.set(skip)
     try:
@@ -171,6 +171,28 @@ def _kind_of(
             facts += type(value), len(value), _kind_of(value[:1], {}, None, asks=False)
         else:
             facts += type(value), value
+    return tuple(facts)
+
+
+def _sizes_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the choice of a call on CPU tensors depends on that needs no checks: a shorter kind.
+
+    No kind begins with its first element, the type of this function.
+    """
+    facts: list[Any] = [types.FunctionType]
+    add = facts.append
+    values = args
+    if kwargs:
+        facts += kwargs
+        values = (*args, *kwargs.values())
+    for value in values:
+        if isinstance(value, Tensor):
+            add(value.dtype)
+            add(value.shape)
+        elif isinstance(value, _LISTS):
+            facts += type(value), len(value), _sizes_of(value[:1], {})
+        else:
+            add(value)
     return tuple(facts)
 
 
@@ -312,7 +334,9 @@ class Operation:
         if torch.compiler.is_compiling():
             return self._call_traced(args, kwargs, backend)
         chosen, args, kwargs = self._resolve(args, kwargs, backend)
-        workspace = None if chosen is self._host and args[0].is_cpu else active_workspace()
+        # numba takes no scratch memory, nor does what runs where there is no choice on a CPU.
+        alone = chosen.name == "numba" or (chosen is self._host and args[0].is_cpu)
+        workspace = None if alone else active_workspace()
         if workspace is None:
             return chosen.run(*args, **kwargs)
         with workspace.scope():
@@ -378,10 +402,14 @@ class Operation:
         first = args[0] if args else None
         on_host = backend is None and isinstance(first, Tensor) and first.is_cpu
         host = self._host if on_host else None
-        if host is not None and _skipped.get():
+        skips = _skipped.get()
+        if host is not None and skips:
             return self._imported(host), args, kwargs
         asks = not on_host or not self._hosts
-        kind = _kind_of(args, kwargs, backend, asks=asks)
+        if skips and not asks:
+            kind = _sizes_of(args, kwargs)
+        else:
+            kind = _kind_of(args, kwargs, backend, asks=asks)
         try:
             found = self._resolved.get(kind)
         except TypeError:  # it has no hash; the contract knows what it should have been
