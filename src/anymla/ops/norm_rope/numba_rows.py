@@ -39,7 +39,16 @@ def rms_norm(x, weight, eps):
 
 def fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, eps, *, codes=None, code_scales=None):
     """See ``interface.fused_q_kv_rmsnorm``."""
-    return rms_norm(qr, q_weight, eps), rms_norm(kv, kv_weight, eps)
+    q_out, kv_out = torch.empty(qr.shape, dtype=qr.dtype), torch.empty(kv.shape, dtype=kv.dtype)
+    qr, kv, q_weight, kv_weight = (
+        qr.contiguous(), kv.contiguous(), q_weight.contiguous(), kv_weight.contiguous()
+    )  # fmt: skip
+    _norms(
+        (qr.data_ptr(), q_weight.data_ptr(), q_out.data_ptr(), qr.shape[1]),
+        (kv.data_ptr(), kv_weight.data_ptr(), kv_out.data_ptr(), kv.shape[1]),
+        len(qr), eps,
+    )  # fmt: skip
+    return q_out, kv_out
 
 
 @njit(**KERNEL)
@@ -51,6 +60,12 @@ def _norm(x, weight, out, rows, width, eps):
         to = u16_at(out + 2 * row * width, width)
         for i in range(width):
             to[i] = to_bf16(wide[i] * inverse * factors[i])
+
+
+@njit(**KERNEL)
+def _norms(first, second, rows, eps):
+    _norm(first[0], first[1], first[2], rows, first[3], eps)
+    _norm(second[0], second[1], second[2], rows, second[3], eps)
 
 
 def qnorm_rope_kv_insert(

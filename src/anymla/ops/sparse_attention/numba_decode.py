@@ -77,12 +77,13 @@ def _listed(cache, layout, indices, lengths):
 def _attend(places, sizes, scale, empty_lse, first, second):
     q, sink, out, lse = places
     tokens, heads, dim, values = sizes
-    queries, total = np.empty((heads, dim), np.float32), np.empty((heads, values), np.float32)
+    even = heads + heads % 2  # heads go in pairs, the last one maybe with one of zeros
+    queries, total = np.zeros((even, dim), np.float32), np.empty((even, values), np.float32)
     tile, slots = np.empty((_TILE, dim), np.float32), np.empty(_TILE, np.int64)
-    largest, sums = np.empty(heads, np.float32), np.empty(heads, np.float32)
-    weights = np.empty(_TILE, np.float32)
+    largest, sums = np.empty(even, np.float32), np.empty(even, np.float32)
+    weights = np.empty((2, _TILE), np.float32)
     for token in range(tokens):
-        widen(u16_at(q + 2 * token * heads * dim, heads * dim), queries.reshape(-1))
+        widen(u16_at(q + 2 * token * heads * dim, heads * dim), queries[:heads].reshape(-1))
         total[:] = 0
         largest[:] = -np.inf
         sums[:] = 0
@@ -104,9 +105,13 @@ def _attend(places, sizes, scale, empty_lse, first, second):
                 for row in range(rows):
                     _read_row(cache, layout, slots[row], tile[row])
                 count += rows
-                for head in range(heads if rows else 0):
-                    _scores(queries[head], tile, rows, weights)
-                    _add_tile(scale, tile, rows, weights, largest, sums, head, total[head])
+                for head in range(0, heads if rows else 0, 2):
+                    w0, w1 = weights[0], weights[1]
+                    t0, t1 = total[head], total[head + 1]
+                    _scores(queries[head], queries[head + 1], tile, rows, w0, w1)
+                    _to_weights(scale, rows, w0, largest, sums, head, t0)
+                    _to_weights(scale, rows, w1, largest, sums, head + 1, t1)
+                    _add_rows(tile, rows, w0, w1, t0, t1)
         to_lse = f32_at(lse + 4 * token * heads, heads)
         for head in range(heads):
             to = u16_at(out + 2 * (token * heads + head) * values, values)
@@ -141,24 +146,28 @@ def _read_row(cache, layout, slot, row):
 
 
 @njit(cache=True, fastmath=SUMS)
-def _scores(query, tile, rows, scores):
-    """Products of a query with rows, four of them at a time."""
+def _scores(q0, q1, tile, rows, w0, w1):
+    """Products of two queries with rows, four of them at a time."""
     for row in range(0, rows, 4):
         # Rows behind the last one hold anything; their products are not used.
         r0, r1, r2, r3 = tile[row], tile[row + 1], tile[row + 2], tile[row + 3]
-        s0 = s1 = s2 = s3 = np.float32(0)
-        for i in range(len(query)):
-            value = query[i]
-            s0 += value * r0[i]
-            s1 += value * r1[i]
-            s2 += value * r2[i]
-            s3 += value * r3[i]
-        scores[row], scores[row + 1], scores[row + 2], scores[row + 3] = s0, s1, s2, s3
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+        for i in range(len(q0)):
+            a0 += q0[i] * r0[i]
+            a1 += q0[i] * r1[i]
+            a2 += q0[i] * r2[i]
+            a3 += q0[i] * r3[i]
+            b0 += q1[i] * r0[i]
+            b1 += q1[i] * r1[i]
+            b2 += q1[i] * r2[i]
+            b3 += q1[i] * r3[i]
+        w0[row], w0[row + 1], w0[row + 2], w0[row + 3] = a0, a1, a2, a3
+        w1[row], w1[row + 1], w1[row + 2], w1[row + 3] = b0, b1, b2, b3
 
 
 @njit(cache=True, error_model="numpy")
-def _add_tile(scale, tile, rows, weights, largest, sums, head, total):
-    """Scores to weights, whose rows are added to a head's sum."""
+def _to_weights(scale, rows, weights, largest, sums, head, total):
+    """Scores to weights, and what has been summed to the largest score so far."""
     before = top = largest[head]
     for row in range(rows):
         weights[row] *= np.float32(scale)
@@ -173,18 +182,26 @@ def _add_tile(scale, tile, rows, weights, largest, sums, head, total):
     if fade != 1:
         for i in range(len(total)):
             total[i] *= fade
+
+
+@njit(cache=True)
+def _add_rows(tile, rows, w0, w1, t0, t1):
+    """Add weighted rows to the sums of two heads."""
     whole = rows // 4 * 4
     for row in range(0, whole, 4):
-        w0, w1, w2, w3 = weights[row], weights[row + 1], weights[row + 2], weights[row + 3]
-        r0, r1, r2, r3 = tile[row], tile[row + 1], tile[row + 2], tile[row + 3]
-        _add_four(total, w0, r0, w1, r1, w2, r2, w3, r3)
+        _add_four(tile, row, w0, w1, t0, t1)
     for row in range(whole, rows):
-        weight, each = weights[row], tile[row]
-        for i in range(len(total)):
-            total[i] += weight * each[i]
+        a, b, each = w0[row], w1[row], tile[row]
+        for i in range(len(t0)):
+            t0[i] += a * each[i]
+            t1[i] += b * each[i]
 
 
 @njit(cache=True, fastmath=SUMS)
-def _add_four(total, w0, r0, w1, r1, w2, r2, w3, r3):
-    for i in range(len(total)):
-        total[i] += w0 * r0[i] + w1 * r1[i] + w2 * r2[i] + w3 * r3[i]
+def _add_four(tile, row, w0, w1, t0, t1):
+    r0, r1, r2, r3 = tile[row], tile[row + 1], tile[row + 2], tile[row + 3]
+    a0, a1, a2, a3 = w0[row], w0[row + 1], w0[row + 2], w0[row + 3]
+    b0, b1, b2, b3 = w1[row], w1[row + 1], w1[row + 2], w1[row + 3]
+    for i in range(len(t0)):
+        t0[i] += a0 * r0[i] + a1 * r1[i] + a2 * r2[i] + a3 * r3[i]
+        t1[i] += b0 * r0[i] + b1 * r1[i] + b2 * r2[i] + b3 * r3[i]
