@@ -11,7 +11,7 @@ import torch
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
 
-# Weights that a thread reads for a token. Below, a step's 1,500 calls into torch are its time, and
+# Weights that a thread reads for a token. Below, a step's calls into torch are its time, and
 # threads of such small calls wait for each other: on two cores with a load of nine, 32 tokens of
 # the checkpoint of `anymla make-tiny` (16 MB a token) took 17 s with one thread, 79 to 136 s with
 # two. With nothing beside it, 48 tokens of bfloat16 weights took as long with two threads as with
