@@ -14,7 +14,7 @@ class CountedCalls(TorchDispatchMode):
     """Inside, ``count`` counts the operators that torch is asked for, views and copies included."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(

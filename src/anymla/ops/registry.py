@@ -406,6 +406,7 @@ class Operation:
         if host is not None and skips:
             return self._imported(host), args, kwargs
         asks = not on_host or not self._hosts
+        kind: tuple[Any, ...] | None
         if skips and not asks:
             kind = _sizes_of(args, kwargs)
         else:
