@@ -214,9 +214,9 @@ def test_what_the_backend_runs_and_where_it_is_chosen(monkeypatch):
         return config.w4a8_support(*given, *matrices, *scales, **(how | options))
 
     assert supports().automatic
-    # 32 pairs an expert.
-    assert supports(tokens=64).automatic
-    assert not supports(tokens=63).automatic
+    # 26 pairs an expert, which blocks of 32 take.
+    assert supports(tokens=53).automatic
+    assert not supports(tokens=52).automatic
     assert supports(matrices=[list(each) for each in codes])
     assert "bfloat16" in supports(torch.float16).reason
     assert "mxfp4" in supports(weight_format="fp8").reason
@@ -225,6 +225,10 @@ def test_what_the_backend_runs_and_where_it_is_chosen(monkeypatch):
     apart = [codes[0, 0], codes[0, 1], codes[0, 3]]
     assert "even" in supports(matrices=[apart] * 3).reason
     assert "gluon_sm90_w4a8" in [each.name for each in experts._automatic]
+    # 16, where blocks of 32 do not fit shared memory, and no others are there.
+    monkeypatch.setattr(config, "choose_sm90_config", lambda shape: None)
+    assert supports(tokens=33).automatic
+    assert not supports(tokens=32).automatic
 
 
 def test_experts_that_lie_anywhere_are_copied():

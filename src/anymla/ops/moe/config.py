@@ -72,9 +72,11 @@ _SM90_CONFIGS = (
         (Sm90Config(8, 64, 512, 3, 3, 4, 8),),
     ),
     # 32 tokens. V4-Pro's fit with one CTA of 128 rows only; by themselves they are 3 % slower than
-    # Triton's, a layer is 3 to 6 % faster, since those of Triton do not use PDL.
+    # Triton's, a layer is 3 to 6 % faster, since those of Triton do not use PDL. Blocks of 16, of 32
+    # and Triton, us: V4-Flash, 256 experts, 12 pairs an expert 1,194, 1,528, 1,328; 18: 1,720, 1,520,
+    # 1,812; 32 experts, 12: 158, 201, 178; 18: 231, 205, 262. V4-Pro, 48 experts, 16: 759, none, 911.
     (
-        9,
+        16,
         (Sm90Config(16, 64, 512, 2, 2, 4), Sm90Config(16, 128, 512, 4, 1, 4)),
         (Sm90Config(16, 64, 512, 3, 2, 4, 4), Sm90Config(16, 128, 512, 3, 1, 4, 4)),
     ),
@@ -132,10 +134,12 @@ class W4A8Config:
     producer_registers: int = 72
 
 
-# Pairs an expert from which on it is chosen. V4-Flash, 256 experts, us by it and by the best other:
-# 1,024 tokens 1,691, 1,654; 2,048: 1,779, 2,608; 4,096: 2,739, 4,238; 32 experts, 256 tokens: 261,
-# 359; 1,024: 679, 1,061.
-_W4A8_PAIRS_AN_EXPERT = 32
+# Pairs an expert from which on it is chosen: more than blocks of 32 take, and more than blocks of 16
+# where those of 32 do not fit. Us by it and by the best other: V4-Flash, 256 experts, 24 pairs an
+# expert 1,718, 1,675; 30: 1,726, 2,411; 96: 2,739, 4,238; 32 experts, 24: 253, 231; 30: 253, 340.
+# V4-Pro, 48 experts, 16: 842, 759; 24: 851, 930; 32: 858, 1,326.
+_W4A8_PAIRS_AN_EXPERT = 26
+_W4A8_PAIRS_AN_EXPERT_ALONE = 16
 # Pairs an expert up to which blocks have 64: in one of 128 more than half would be empty or nearly.
 _MAX_HALF_BLOCKS = 48
 _MAX_W4A8_STAGES = 8
@@ -307,12 +311,15 @@ def w4a8_support(
     if not support:
         return support
     (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
-    if choose_w4a8_config(ExpertsShape(tokens, k, len(w1), inner, d)) is None:
+    shape = ExpertsShape(tokens, k, len(w1), inner, d)
+    if choose_w4a8_config(shape) is None:
         return Support(False, f"whole multiples of 512 channels, got {(inner, d)}")
     for each in (w1, w3, w2, s1, s3, s2):
         if not lie_evenly(*expected_addresses(each), each[0].shape[-1]):
             return Support(False, "experts at even distances, at multiples of 16 bytes")
-    return Support(True, automatic=tokens * k >= _W4A8_PAIRS_AN_EXPERT * len(w1))
+    alone = choose_sm90_config(shape) is None
+    least = _W4A8_PAIRS_AN_EXPERT_ALONE if alone else _W4A8_PAIRS_AN_EXPERT
+    return Support(True, automatic=shape.pairs > least * shape.experts)
 
 
 # --- experts by Triton ---------------------------------------------------------------------------
