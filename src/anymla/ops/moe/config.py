@@ -72,9 +72,10 @@ _SM90_CONFIGS = (
         (Sm90Config(8, 64, 512, 3, 3, 4, 8),),
     ),
     # 32 tokens. V4-Pro's fit with one CTA of 128 rows only; by themselves they are 3 % slower than
-    # Triton's, a layer is 3 to 6 % faster, since those of Triton do not use PDL. Blocks of 16, of 32
-    # and Triton, us: V4-Flash, 256 experts, 12 pairs an expert 1,194, 1,528, 1,328; 18: 1,720, 1,520,
-    # 1,812; 32 experts, 12: 158, 201, 178; 18: 231, 205, 262. V4-Pro, 48 experts, 16: 759, none, 911.
+    # Triton's, a layer is 3 to 6 % faster, since those of Triton do not use PDL. Blocks of 16, of
+    # 32 and Triton, us: V4-Flash, 256 experts, 12 pairs an expert 1,194, 1,528, 1,328; 18: 1,720,
+    # 1,520, 1,812; 32 experts, 12: 158, 201, 178; 18: 231, 205, 262. V4-Pro, 48 experts, 16: 759,
+    # none, 911.
     (
         16,
         (Sm90Config(16, 64, 512, 2, 2, 4), Sm90Config(16, 128, 512, 4, 1, 4)),
@@ -134,7 +135,7 @@ class W4A8Config:
     producer_registers: int = 72
 
 
-# Pairs an expert from which on it is chosen: more than blocks of 32 take, and more than blocks of 16
+# Pairs an expert beyond which it is chosen: what blocks of 32 take, and what blocks of 16 take
 # where those of 32 do not fit. Us by it and by the best other: V4-Flash, 256 experts, 24 pairs an
 # expert 1,718, 1,675; 30: 1,726, 2,411; 96: 2,739, 4,238; 32 experts, 24: 253, 231; 30: 253, 340.
 # V4-Pro, 48 experts, 16: 842, 759; 24: 851, 930; 32: 858, 1,326.
