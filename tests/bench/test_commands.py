@@ -10,7 +10,13 @@ import small_shapes
 from click.testing import CliRunner
 
 from anymla.bench import layer
-from anymla.bench.cases import linear, moe, prefill_attention, sparse_attention
+from anymla.bench.cases import (
+    linear,
+    moe,
+    prefill_attention,
+    sparse_attention,
+    v41_attention,
+)
 from anymla.bench.cases.prefill_attention import ListedRows, PrefillCase
 from anymla.bench.cases.sparse_attention import Decode
 from anymla.bench.layer_setup import LayerSetup
@@ -69,6 +75,8 @@ def small(monkeypatch):
         monkeypatch.setattr(sparse_attention, name, lambda two=two: two)
     v32 = [Decode(1, 2, 2, 0, lengths=False, width=64, v32=True)]
     monkeypatch.setattr(sparse_attention, "v32_shapes", lambda: v32)
+    v41 = [Decode(1, 1, 2, extra) for extra in (64, 0)]
+    monkeypatch.setattr(v41_attention, "shapes", lambda: v41)
 
 
 @pytest.mark.usefixtures("small", "peer")
@@ -91,6 +99,18 @@ def test_attention(bench, words, part, count):
     assert part in said
     assert "ragged" not in said
     assert "seed" not in said
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_of_v41(bench):
+    rows, said = bench("attention --backend torch --v41")
+    assert [row["extra"] for row in rows] == [64, 0]
+    for row in rows:
+        assert row["ratio"] == 1.0
+        for kind in ("v4", "fp8", "nvfp4", "portable"):
+            assert row[f"{kind}_us"] == 10.0
+            assert row[f"{kind}_error"] < 4e-3
+    assert v41_attention.PART in said
 
 
 @pytest.mark.usefixtures("peer")

@@ -27,6 +27,7 @@ from anymla.cli.bench_rows import (
     "--vllm-xpu", is_flag=True, help="Instead: portable Triton next to vLLM's path for Intel XPU."
 )
 @click.option("--v32", is_flag=True, help="Instead: over the rows of DeepSeek-V3.2.")
+@click.option("--v41", is_flag=True, help="Instead: over the rows of DeepSeek-V4.1, and V4's.")
 @click.option("--fused-end", is_flag=True, help="Instead: with FP8 heads, fused and apart.")
 @click.option("--verification", is_flag=True, help="Instead: steps that verify drafts.")
 @click.option("--random", "drawn", type=click.IntRange(min=1), help="Instead: so many shapes.")
@@ -40,6 +41,7 @@ def attention(
     flash_mla: bool,
     vllm_xpu: bool,
     v32: bool,
+    v41: bool,
     fused_end: bool,
     verification: bool,
     drawn: int | None,
@@ -53,6 +55,7 @@ def attention(
 
     from anymla.bench.cases import decode_schedules
     from anymla.bench.cases import sparse_attention as family
+    from anymla.bench.cases import v41_attention as v41_rows
     from anymla.bench.cases import verification as steps
     from anymla.bench.peers import Peer
     from anymla.bench.peers.flash_mla import FlashMla
@@ -60,17 +63,19 @@ def attention(
     from anymla.ops.device import target_of
     from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 
-    if vllm_xpu + v32 + fused_end + verification + (drawn is not None) > 1:
-        raise BadInput("one of --vllm-xpu, --v32, --fused-end, --verification and --random")
+    if vllm_xpu + v32 + v41 + fused_end + verification + (drawn is not None) > 1:
+        raise BadInput("one of --vllm-xpu, --v32, --v41, --fused-end, --verification and --random")
     if drawn is None and _was_given("seed"):
         raise BadInput(f"--seed {seed}: is of --random")
     if schedules and (drawn is None or flash_mla or planned or backend != "gluon_sm90"):
         raise BadInput("--schedules is of --random and gluon_sm90, alone")
-    if planned and (vllm_xpu or v32 or fused_end or verification):
+    if planned and (vllm_xpu or v32 or v41 or fused_end or verification):
         raise BadInput(
-            "--planned is of the comparison without --vllm-xpu, --v32, --fused-end and "
+            "--planned is of the comparison without --vllm-xpu, --v32, --v41, --fused-end and "
             "--verification"
         )
+    if v41 and flash_mla:
+        raise BadInput("--v41 is next to V4's rows alone, not --flash-mla")
     if vllm_xpu and flash_mla:
         raise BadInput("--vllm-xpu is next to vLLM's path alone, not --flash-mla")
     if vllm_xpu and backend != "triton" and _was_given("backend"):
@@ -82,6 +87,8 @@ def attention(
         shapes = family.portable_shapes()
     elif v32:
         shapes = family.v32_shapes()
+    elif v41:
+        shapes = v41_rows.shapes()
     elif fused_end:
         shapes = family.fp8_heads_shapes()
     elif drawn is not None:
@@ -105,6 +112,8 @@ def attention(
         peers, cases = [path], family.portable_cases(chosen, path)
     elif verification:
         cases = steps.verification_cases(chosen, backend, module)
+    elif v41:
+        cases = v41_rows.v41_cases(chosen, backend)
     elif fused_end:
         cases = family.fp8_heads_cases(chosen, backend, module)
     elif schedules:

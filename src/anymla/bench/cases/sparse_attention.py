@@ -85,9 +85,9 @@ class Decode:
         return V32_DECODE if self.v32 else FLASH_DECODE
 
     @property
-    def layout(self) -> str:
-        """Of the rows."""
-        return V32_FP8 if self.v32 else MAIN_FP8
+    def layouts(self) -> tuple[str, str]:
+        """Of the rows of both lists."""
+        return (V32_FP8, V32_FP8) if self.v32 else (MAIN_FP8, MAIN_FP8)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -238,10 +238,10 @@ class DecodeInputs:
     def draw(cls, shape: Decode, device: torch.device) -> DecodeInputs:
         """Random inputs, as many sets of lists as make the rows cold."""
         page = 64 if shape.v32 else 256
-        cache = shared_rows(shape.layout, _WINDOW_SLOTS, page, device)
+        cache = shared_rows(shape.layouts[0], _WINDOW_SLOTS, page, device)
         extra_cache = None
         if shape.extra:
-            extra_cache = shared_rows(shape.layout, _EXTRA_SLOTS, shape.page, device)
+            extra_cache = shared_rows(shape.layouts[1], _EXTRA_SLOTS, shape.page, device)
         batch, rows = shape.batch, shape.rows
         q = torch.randn(batch, rows, shape.heads, shape.model.dim, device=device).bfloat16()
         lengths = extra = None
@@ -251,8 +251,8 @@ class DecodeInputs:
             extra = torch.full((batch,), shape.extra, dtype=torch.int32, device=device)
             if shape.ragged:
                 extra = torch.randint_like(extra, 0, shape.extra + 1)
-        entry = get_layout(shape.layout).entry_bytes
-        moved = batch * rows * (shape.width + shape.extra) * entry
+        entry, more = (get_layout(each).entry_bytes for each in shape.layouts)
+        moved = batch * rows * (shape.width * entry + shape.extra * more)
         draw = functools.partial(torch.randint, dtype=torch.int32, device=device)
         lists = [
             (
@@ -300,9 +300,10 @@ class DecodeInputs:
         """Calls of ``sparse_attention``."""
         flat, values = self.q.flatten(0, 1), self.shape.model.values
         out = flat.new_empty(*flat.shape[:2], self.shape.model.out_dim)
+        layout, extra_layout = self.shape.layouts
         return self.ours(
-            sparse_attention, out=out, layout=self.shape.layout, value_dim=values,
-            backend=backend, planned=planned,
+            sparse_attention, out=out, layout=layout, extra_layout=extra_layout,
+            value_dim=values, backend=backend, planned=planned,
         )  # fmt: skip
 
     def error(self, out: Tensor) -> float:
@@ -312,20 +313,22 @@ class DecodeInputs:
         window, extra = self.lists[0]
         wrong = right = 0.0
         for b in {0, shape.batch // 2, shape.batch - 1}:
-            keys = self._decoded(self.cache, window[b, 0])
+            layout, extra_layout = shape.layouts
+            keys = self._decoded(self.cache, window[b, 0], layout)
             if extra is not None and self.extra_cache is not None:
                 length = self.extra_lengths
                 used = extra[b, 0, : shape.extra if length is None else int(length[b])]
-                keys = torch.cat((keys, self._decoded(self.extra_cache, used)))
+                more = self._decoded(self.extra_cache, used, extra_layout)
+                keys = torch.cat((keys, more))
             sink = None if self.sink is None else self.sink.cpu().double()
             want, *_ = attend(self.q[b, 0].cpu().double(), keys, sink, None, model.out_dim)
             wrong += (out[b, 0].cpu().double() - want).norm().item() ** 2
             right += want.norm().item() ** 2
         return (wrong / right) ** 0.5
 
-    def _decoded(self, cache: Tensor, slots: Tensor) -> Tensor:
-        data, scales = read_entries(cache, slots.long(), self.shape.layout)
-        return ROW_FORMATS[self.shape.layout].decode(data.cpu(), scales.cpu()).double()
+    def _decoded(self, cache: Tensor, slots: Tensor, layout: str) -> Tensor:
+        data, scales = read_entries(cache, slots.long(), layout)
+        return ROW_FORMATS[layout].decode(data.cpu(), scales.cpu()).double()
 
     def checked(
         self, calls: list[Callable[[], Tensor]], field: str, error: str, **more: Any

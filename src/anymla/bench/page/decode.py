@@ -1,4 +1,4 @@
-"""Decode over V3.2's rows, and with FP8 heads, as Markdown tables."""
+"""Decode over V3.2's and V4.1's rows, and with FP8 heads, as Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from anymla.bench.page.rows import Row, case_of, source
 from anymla.bench.page.table import Table, markdown
 
 _V32 = "decode attention over V3.2's rows beside FlashMLA"
+_V41 = "decode attention over V4.1's rows beside V4's"
 _END = "decode attention with FP8 heads"
 
 
 def decode_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Tables by the marks that they stand between; without rows none."""
-    made = {"decode_v32": _v32(rows), "decode_end": _end(rows)}
+    made = {"decode_v32": _v32(rows), "decode_v41": _v41(rows), "decode_end": _end(rows)}
     return {
         name: [*markdown(table), "", f"({table.source})"]
         for name, table in made.items()
@@ -37,6 +38,21 @@ def _v32(rows: Sequence[Row]) -> Table:
     ]
     head = ["shape", "FlashMLA us", "us", "times", "TFLOP/s", "error FlashMLA", "error"]
     return Table("decode-v32", "Decode over V3.2's rows", head, body, source(used))
+
+
+def _v41(rows: Sequence[Row]) -> Table:
+    used = [row for row in rows if row.get("part") == _V41]
+    body = [
+        [
+            case_of(row),
+            *(f"{row[name]:.1f}" for name in ("v4_us", "fp8_us", "nvfp4_us")),
+            f"{row['v4_us'] / row['fp8_us']:.2f}",
+            f"{'' if row.get('met') else '!'}{row['ratio']:.2f}",
+        ]
+        for row in used
+    ]
+    head = ["shape", "584 us", "528 + 528", "528 + 288", "584 / 528 + 528", "584 / 528 + 288"]
+    return Table("decode-v41", "Decode over V4.1's rows", head, body, source(used))
 
 
 def _end(rows: Sequence[Row]) -> Table:

@@ -54,7 +54,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield str(call), functools.partial(attend, call)
         for call in V41_CALLS:
             if call.layout != MAIN_FP8:
-                yield str(call), functools.partial(attend, call, backend="gluon_sm90")
+                yield str(call), functools.partial(attend, call)
         for heads, page, counted, quantized in (
             (64, 64, False, False),
             (64, 256, False, False),

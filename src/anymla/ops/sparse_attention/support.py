@@ -115,9 +115,8 @@ def gluon_attention_support(
             return Support(False, "pages must lie at multiples of 16 bytes")
         if cache.shape[1] * cache.shape[-1] > _LARGEST_PAGE:
             return Support(False, f"pages must be below {_LARGEST_PAGE} bytes")
-    # float16 queries are promised more than products of float16 probabilities keep. Over V4.1's
-    # rows the kernels have not been run on a GPU: they run where they are named.
-    return Support(True, automatic=q.dtype == torch.bfloat16 and layout not in V41_LAYOUTS)
+    # float16 queries are promised more than products of float16 probabilities keep.
+    return Support(True, automatic=q.dtype == torch.bfloat16)
 
 
 def _decoded_alike(layout: str, extra_layout: str) -> bool:
