@@ -63,5 +63,5 @@ def test_what_is_asked(chosen, ratio, met, scripted):
 
 def test_shapes_are_distinct():
     every = list(family.shapes())
-    assert len(set(every)) == len(every) == 32 + 4 + 18
+    assert len(set(every)) == len(every) == 48 + 4 + 18
     assert lists.FLASH_DECODE.window == 128

@@ -178,12 +178,14 @@ def test_steps_decode_beforehand_where_that_was_faster(requests, queries, heads,
 
 
 @pytest.mark.parametrize(
-    ("requests", "queries", "heads", "pays"),
+    ("requests", "queries", "heads", "pays", "of_a_layer"),
     [
-        (1, 8, 64, False), (8, 6, 64, True), (32, 8, 64, True), (64, 8, 64, True),
-        (8, 8, 128, True), (32, 8, 16, True), (8, 8, 16, False), (256, 1, 64, False),
+        (1, 8, 64, False, False), (8, 6, 64, True, False), (32, 8, 64, True, True),
+        (64, 8, 64, True, True), (8, 8, 128, True, False), (32, 8, 16, True, False),
+        (8, 8, 16, False, False), (256, 1, 64, False, False),
     ],
 )  # fmt: skip
-def test_windows_are_shared_where_that_was_faster(requests, queries, heads, pays):
+def test_windows_are_shared_where_that_was_faster(requests, queries, heads, pays, of_a_layer):
     assert sharing_pays(requests, queries, heads, quantized=False) is pays
-    assert not sharing_pays(requests, queries, heads, quantized=True)  # not measured
+    # Of a layer, whose output is quantised.
+    assert sharing_pays(requests, queries, heads, quantized=True) is of_a_layer

@@ -435,8 +435,10 @@ WINDOW_UPDATER_REGISTERS = 80
 # Time until a CTA's rows are there and its last result has left, in queries; reckoned.
 _WINDOW_COST = 3.0
 
-# Work tiles, 64 heads of a query each, from which on it paid: with as many heads, and with fewer.
-_SHARED_HEADS, _SHARED_TILES, _SHARED_TILES_OF_FEW_HEADS = SWAP_AB_HEADS + 1, 48, 256
+# Work tiles, 64 heads of a query each, from which on it paid: with as many heads, with quantised
+# output of a whole layer, and with fewer heads.
+_SHARED_HEADS, _SHARED_TILES = SWAP_AB_HEADS + 1, 48
+_SHARED_TILES_QUANTIZED, _SHARED_TILES_OF_FEW_HEADS = 256, 256
 
 
 def sharing_pays(requests: int, queries: int, heads: int, *, quantized: bool) -> bool:
@@ -445,9 +447,10 @@ def sharing_pays(requests: int, queries: int, heads: int, *, quantized: bool) ->
     Measured on an H200, us by slots or decoded beforehand, and shared
     (docs/performance/verification.md): 64 heads, 8 queries: 1 request 7.4, 8.6; 8: 10.7, 9.3; 32:
     19.8, 16.4; 64: 36.6, 29.1; of 6 queries 7.3, 8.7; 10.4, 9.1; 18.7, 15.6. 128 heads, 8 queries:
-    8 requests 12.8, 10.9; 32: 34.2, 28.4. 16 heads, 32 requests: 14.1, 13.2. With quantised output
-    it has not been measured, so the answer is no (``shared_quantized_microseconds`` of ``anymla
-    bench attention --verification``).
+    8 requests 12.8, 10.9; 32: 34.2, 28.4. 16 heads, 32 requests: 14.1, 13.2. With quantised
+    output, 64 heads, 8 queries: 8 requests 12.5, 10.0; 32: 20.3, 16.3; 64: 37.1, 30.5; but a whole
+    layer of 8 requests takes 298 and 308 to 315, of 32 704 to 708 and 701 to 707, of 64 1,123 and
+    1,117, of 128 1,613 and 1,605. Few heads have not been measured with it.
 
     Args:
         requests: R.
@@ -455,9 +458,11 @@ def sharing_pays(requests: int, queries: int, heads: int, *, quantized: bool) ->
         heads: query heads.
         quantized: the output is.
     """
-    if quantized or queries < 2:
+    if queries < 2 or (quantized and heads < _SHARED_HEADS):
         return False
-    least = _SHARED_TILES if heads >= _SHARED_HEADS else _SHARED_TILES_OF_FEW_HEADS
+    least = _SHARED_TILES_QUANTIZED if quantized else _SHARED_TILES
+    if heads < _SHARED_HEADS:
+        least = _SHARED_TILES_OF_FEW_HEADS
     return requests * queries * -(-heads // M64) >= least
 
 
