@@ -360,7 +360,10 @@ def test_the_cache_of_the_published_models() -> None:
 
 def least_ratio(row) -> float:
     """Time of the fastest library that does all of a row's work, over ours."""
-    names = ("flash_mla_us", "flash_mla_microseconds", "peer_us", "topk_us", "vllm_us", "xpu_us")
+    names = (
+        "flash_mla_us", "flash_mla_microseconds", "peer_us", "topk_us", "vllm_us", "xpu_us",
+        "marlin_us", "triton_kernels_us", "humming_us", "humming_token_us",
+    )  # fmt: skip
     others = [row[name] for name in names if name in row]
     if row.get("part") == "decode layer" and "others_us" in row:
         others.append(row["others_us"])

@@ -15,8 +15,12 @@ PEERS = {
     "topk_us": "DeepGEMM + torch.topk",
     "vllm_us": "DeepGEMM + vLLM top-k",
     "xpu_us": "vLLM XPU path",
+    "marlin_us": "Marlin",
+    "triton_kernels_us": "triton_kernels",
+    "humming_us": "Humming",
+    "humming_token_us": "Humming, scale a token",
 }
-_OURS = ("us", "microseconds", "gluon_sm90_us", "triton_us")
+_OURS = ("us", "microseconds", "gluon_sm90_us", "gluon_sm90_w4a8_us", "triton_us")
 _INDEX_CASE = re.compile(r"(decode|prefill) (\d+) x (?:(\d+) x )?(\d+)$")
 
 
