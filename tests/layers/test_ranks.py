@@ -19,6 +19,7 @@ from anymla.model.config import ConfigError
 from anymla.model.load import load_model
 from anymla.runtime import launch
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from anymla.testing.tiny_options import TinySharing
 
 OPTIONS = TinyOptions(
     weights="fp4",
@@ -37,10 +38,31 @@ OPTIONS = TinyOptions(
 )
 
 
-@pytest.fixture(scope="module", params=["mtp", "dspark"])
+_RATIOS = (0, 2, 2, 1, 1, 1)
+CHECKPOINTS = {
+    "mtp": dataclasses.replace(OPTIONS, drafter="mtp"),
+    "dspark": dataclasses.replace(OPTIONS, drafter="dspark"),
+    # Rows, keys and selections that layers share, n-grams, and their drafter's own experts.
+    "v4.1": TinyOptions.shared(
+        ratios=_RATIOS,
+        sharing=TinySharing.of(_RATIOS, candidate_blocks=5, candidate_block_size=4),
+        heads=4,
+        o_groups=2,
+        experts=7,
+        experts_per_token=2,
+        moe_size=256,
+        index_topk=16,
+        drafter="dspark",
+        draft_experts=5,
+        draft_experts_per_token=2,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
 def checkpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("shared")
-    write_tiny_checkpoint(directory, dataclasses.replace(OPTIONS, drafter=request.param))
+    write_tiny_checkpoint(directory, CHECKPOINTS[request.param])
     return directory
 
 
