@@ -19,9 +19,6 @@ pytest.importorskip("triton")
 TORCH = {
     "linear": "torch stands for the vendor's library, which multiplies on cuda and xpu alone",
     "linear_float32": "likewise",
-    "compress_norm": "the sources of ratio 2: three layers of V4.1-Flash's forty",
-    "select_candidate_blocks": "one layer, with more than 16,384 entries",
-    "mask_candidates": "four layers, likewise",
 }
 
 # In a process that does not interpret kernels, which are not launched.

@@ -11,13 +11,19 @@ import torch
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
 from anymla.formats.state_layout import allocate_states
 from anymla.ops._build import Build, Judgement, empty, float32, int32, int64
-from anymla.ops.compressor.interface import compress_norm_rope_insert, save_partial_states
+from anymla.ops.compressor.config import Window
+from anymla.ops.compressor.interface import (
+    compress_norm,
+    compress_norm_rope_insert,
+    save_partial_states,
+)
 from anymla.ops.compressor.shapes import (
     ROPE_DIM,
     SHAPES,
     TOKENS,
     V4_INDEX,
     V4_RATIO4,
+    V41_RATIO2,
     CompressorShape,
 )
 from anymla.ops.device import Target
@@ -31,7 +37,12 @@ _COLUMNS, _ANY_COLUMNS = 1024, 1001
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     """Named calls, with tensors on the meta device."""
     for shape in SHAPES:
-        yield shape.label, functools.partial(_save, shape)
+        yield shape.label, functools.partial(_save, shape.window)
+    label = "ratio 2, 512 channels, V4.1's"
+    yield label, functools.partial(_save, V41_RATIO2)
+    for weights in ("fp32", "bf16"):
+        call = functools.partial(_norm, V41_RATIO2, weights)
+        yield f"{label}, neither rotated nor stored, weights {weights}", call
     for shape, tokens in itertools.product(SHAPES, TOKENS):
         for layout in shape.layouts:
             for hadamard in (False, True) if shape is V4_INDEX else (False,):
@@ -48,9 +59,9 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"{V4_RATIO4.label}, 1 token, {MAIN_FP8}, weights fp16", call
 
 
-def _save(shape: CompressorShape) -> None:
+def _save(window: Window) -> None:
     """The projections of values and scores are one product."""
-    tokens, window = TOKENS[0], shape.window
+    tokens = TOKENS[0]
     save_partial_states(
         *float32((tokens, 2 * window.width)).split(window.width, dim=1),
         float32((window.ratio, window.width)),
@@ -58,6 +69,21 @@ def _save(shape: CompressorShape) -> None:
         allocate_states(_PAGES, window.page_size, window.width, "meta"),
         int64(tokens),
         compress_ratio=window.ratio,
+    )
+
+
+def _norm(window: Window, weights: str) -> None:
+    tokens = TOKENS[0]
+    compress_norm(
+        allocate_states(_PAGES, window.page_size, window.width, "meta"),
+        int32((_REQUESTS, _COLUMNS)),
+        int64(tokens),
+        int32(tokens),
+        int64(tokens),
+        empty(window.channels, dtype=_DTYPES[weights]),
+        _EPS,
+        compress_ratio=window.ratio,
+        overlap=window.overlap,
     )
 
 

@@ -102,6 +102,21 @@ def choose_compress_config(tokens: int, window: Window, target: Target) -> Compr
 
 
 @dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """States of a tile of the kernel that only pools and norms; warps."""
+
+    block_states: int
+    num_warps: int
+
+
+def choose_norm_config(window: Window, target: Target) -> NormConfig:
+    """Tiles of a short window, whatever its length: 32 scores and as many values a thread."""
+    block_states = min(_SHORT_TILE, _next_power_of_2(window.states))
+    warps = min(8, max(1, block_states * window.channels // (32 * target.warp_size)))
+    return NormConfig(block_states, 2 * warps if target.arc_a else warps)
+
+
+@dataclasses.dataclass(frozen=True)
 class SaveConfig:
     """Tokens and channels of a tile of the kernel that saves states; warps."""
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from anymla.ops._pages import check_cache
-from anymla.ops.compressor.support import numba_save_support
+from anymla.ops.compressor.support import norm_support, numba_save_support
 from anymla.ops.device import float32_support, has_numba
 from anymla.ops.registry import (
     FLOAT32_UP,
@@ -219,6 +219,7 @@ for _operation, _kernel in (
     _operation.register_lazy("torch", f"{_FAMILY}.torch_{_kernel}")
 for _operation, _kernel in ((save_partial_states, "save"), (compress_norm_rope_insert, "compress")):
     _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=float32_support)
+compress_norm.register_lazy("triton", f"{_FAMILY}.triton_norm", supports=norm_support)
 save_partial_states.register_lazy(
     "numba",
     f"{_FAMILY}.numba_save",

@@ -34,6 +34,8 @@ V4_RATIO4 = CompressorShape(Window(4, True, 512, 4), 64, _ENTRY_LAYOUTS)
 V4_RATIO128 = CompressorShape(Window(128, False, 512, 8), 2, _ENTRY_LAYOUTS)
 V4_INDEX = CompressorShape(Window(4, True, 128, 4), 64, INDEX_LAYOUTS)
 SHAPES = (V4_RATIO4, V4_RATIO128, V4_INDEX)
+# DeepSeek-V4.1's layers of ratio 2 that project index keys from entries, states in pages of 8.
+V41_RATIO2 = Window(2, False, 512, 8)
 ROPE_DIM = 64
 # Tokens of a step, on both sides of every threshold of ``config``.
 TOKENS = (1, FEW_TOKENS, FEW_TOKENS + 1, MOST_PDL, MOST_PDL + 1)

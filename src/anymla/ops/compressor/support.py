@@ -1,11 +1,13 @@
-"""Calls that numba's compressor takes."""
+"""Calls that the compressor's backends take."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from anymla.ops._few_tokens import few_tokens_support
-from anymla.ops.device import Support
+from anymla.ops.device import Support, float32_support
 
 
 def numba_save_support(
@@ -20,3 +22,20 @@ def numba_save_support(
 ) -> Support:
     """``supports`` of ``save_partial_states``."""
     return few_tokens_support(len(slot_mapping), (), (kv, score, ape, state_cache))
+
+
+def norm_support(
+    state_cache: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    norm_weight: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Support:
+    """``supports`` of ``compress_norm`` by Triton: a tile holds whole entries."""
+    channels = len(norm_weight)
+    if channels & (channels - 1):
+        return Support(False, f"a power of two channels, got {channels}")
+    return float32_support(state_cache, norm_weight, *args, **kwargs)

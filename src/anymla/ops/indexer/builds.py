@@ -22,12 +22,16 @@ from anymla.ops.device import Target
 from anymla.ops.indexer.config import MAX_GROUPS_K, MAX_ROW_ENTRIES
 from anymla.ops.indexer.interface import (
     indexer_q_rope_quant,
+    mask_candidates,
     mqa_logits,
     paged_mqa_logits,
+    select_candidate_blocks,
     select_topk,
     topk_per_row,
 )
 from anymla.ops.indexer.shapes import (
+    CANDIDATE_BLOCK,
+    CANDIDATE_BLOCKS,
     RAGGED_SELECTIONS,
     RANKINGS,
     SELECTIONS,
@@ -82,6 +86,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"top {k}, ragged {shape.label}, from starts, {backend}", call
     for rows in RANKINGS:
         yield str(rows), functools.partial(_rank, rows)
+    yield f"{CANDIDATE_BLOCKS} blocks of {CANDIDATE_BLOCK} scores", _candidates
 
 
 def _queries(kind: str, *shape: int) -> tuple[Tensor, Tensor | None]:
@@ -153,6 +158,13 @@ def _select(
 def _rank(shape: RowsShape) -> None:
     bounds = int32(shape.rows), int32(shape.rows)
     topk_per_row(float32((shape.rows, shape.columns)), *bounds, shape.k, backend="triton")
+
+
+def _candidates() -> None:
+    """What is kept of a request with 65,536 entries, and what of the others' scores."""
+    logits, size = float32((1, 65_536)), CANDIDATE_BLOCK
+    blocks = select_candidate_blocks(logits, int32(1), CANDIDATE_BLOCKS, block_size=size)
+    mask_candidates(logits, blocks, block_size=size)
 
 
 def judgement(build: Build, target: Target) -> Judgement:

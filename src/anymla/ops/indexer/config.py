@@ -426,6 +426,11 @@ def topk_warps(block: int, target: Target) -> int:
     return 2 * warps if target.arc_a else warps
 
 
+def candidates_warps(target: Target) -> int:
+    """Warps of a CTA that takes blocks of scores, or hides them."""
+    return 8 if target.arc_a else 4
+
+
 def rank_warps(target: Target) -> int:
     """Warps of a CTA that ranks winners by counting."""
     return 8 if target.arc_a else 4

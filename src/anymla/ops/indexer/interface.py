@@ -474,6 +474,8 @@ for _operation, _kernel, _supports in (
     (mqa_logits, "scores", support.dense_support),
     (paged_mqa_logits, "scores", support.paged_support),
     (topk_per_row, "topk", float32_support),
+    (select_candidate_blocks, "candidates", support.candidates_support),
+    (mask_candidates, "candidates", support.candidates_support),
     (select_topk, "select", support.select_support),
 ):
     _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=_supports)

@@ -105,3 +105,5 @@ RANKINGS = (
     RowsShape(32, 32_768, 2048),
     RowsShape(32, 32_768, 4096),
 )
+# DeepSeek-V4.1's blocks of entries that later layers select within: entries of a block, and blocks.
+CANDIDATE_BLOCK, CANDIDATE_BLOCKS = 8, 2048

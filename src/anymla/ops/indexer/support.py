@@ -15,6 +15,7 @@ from anymla.ops.device import Support, float32_support, target_of, triton_proble
 _MAX_WIDTH = 512
 _MAX_HEADS = 256
 _MAX_K = 2048
+_MAX_CANDIDATE_BLOCK = 2048
 
 
 def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
@@ -48,6 +49,13 @@ def paged_support(
     if index_cache.numel() and (stride % step or index_cache.data_ptr() % step):
         return Support(False, f"pages must start at multiples of {step} bytes")
     return float32_support(q, index_cache, *args, **kwargs)
+
+
+def candidates_support(logits: Tensor, *args: Any, block_size: int, **kwargs: Any) -> Support:
+    """Of ``select_candidate_blocks`` and ``mask_candidates``: a tile holds a block."""
+    if block_size > _MAX_CANDIDATE_BLOCK:
+        return Support(False, f"blocks of at most {_MAX_CANDIDATE_BLOCK} entries, got {block_size}")
+    return float32_support(logits, *args, **kwargs)
 
 
 def select_support(

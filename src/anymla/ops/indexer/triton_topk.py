@@ -393,16 +393,35 @@ def topk_per_row(
     if not rows or not kept:
         best.fill_(-1)
         return best if out is None or out is best else out.copy_(best)
-    config = choose_topk_config(rows, columns, kept)
     # As integers, so that a score is its bits, whatever they mean.
     bits = (logits if logits.stride(1) == 1 else logits.contiguous()).view(torch.int32)
-    stride = bits.stride(0)
     starts, ends = starts.contiguous(), ends.contiguous()
-    target = target_of(logits.device)
-    winners = scratch((rows, kept), torch.int32, logits.device)
+    winners = winners_of(bits, starts, ends, k)
+    by_sorting = choose_topk_config(rows, columns, kept).sorted
+    _order_winners(bits, starts, ends, winners, best, by_sorting)
+    return best if out is None or out is best else out.copy_(best)
+
+
+def winners_of(bits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
+    """Columns of the k highest scores of each row, ascending.
+
+    Args:
+        bits: [M, N] int32 of unit stride in a row, the float32 scores; M, N >= 1.
+        starts: [M] int32, contiguous.
+        ends: [M] int32, contiguous.
+        k: any number >= 1.
+
+    Returns:
+        [M, min(k, N)] int32 in scratch memory: columns, then -1.
+    """
+    rows, columns = bits.shape
+    kept = min(k, columns)
+    config, target = choose_topk_config(rows, columns, kept), target_of(bits.device)
+    stride = bits.stride(0)
+    winners = scratch((rows, kept), torch.int32, bits.device)
     candidates = winners
     if config.splits > 1:
-        candidates = scratch((rows, config.splits * kept), torch.int32, logits.device)
+        candidates = scratch((rows, config.splits * kept), torch.int32, bits.device)
     select_kernel[(rows, config.splits)](
         bits, stride, starts, ends, candidates, candidates, columns, k, kept, config.splits,
         MERGE=False, RESIDENT=config.resident, BLOCK=config.block,
@@ -414,8 +433,7 @@ def topk_per_row(
             MERGE=True, RESIDENT=config.merge_resident, BLOCK=config.merge_block,
             num_warps=topk_warps(config.merge_block, target),
         )  # fmt: skip
-    _order_winners(bits, starts, ends, winners, best, config.sorted)
-    return best if out is None or out is best else out.copy_(best)
+    return winners
 
 
 def _order_winners(
