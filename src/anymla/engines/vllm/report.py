@@ -42,7 +42,7 @@ _HOPPER = "H200, benchmarks/results/vllm_h200.jsonl"
 FASTER: dict[tuple[str, str, str], str] = {
     (part, "sm_90", "0.32.0"): _HOPPER for part in (ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS)
 }
-# Where all parts together were faster than vLLM, and each by itself is not known to be.
+# Where all parts together were measured, and no layer has been audited on the device.
 FASTER_TOGETHER = {("sm_90", "0.33.0"): _HOPPER}
 
 
@@ -192,8 +192,8 @@ def _decided(name: str, machine: Machine, chosen: str) -> Part:
     if measured := FASTER.get((name, machine.name, version)):
         return Part(name, True, f"measured faster: {measured}", for_speed=True)
     if measured := FASTER_TOGETHER.get((machine.name, version)):
-        why = f"all parts together were measured faster ({measured}): {VARIABLE}=force takes them"
-        return Part(name, False, why)
+        why = f"measured faster with all parts, {measured}, but no layer was audited there yet"
+        return Part(name, False, f"{why}: {VARIABLE}=force takes them")
     return Part(name, False, f"vLLM's own runs on {machine.name}; {VARIABLE}={name} replaces it")
 
 
