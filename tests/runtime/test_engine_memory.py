@@ -1,6 +1,7 @@
 import re
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from anymla.ops.memory import NotEnoughMemory
 from anymla.ops.streams import Workspace
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.engine import Engine
+from anymla.runtime.ngrams import NgramReader
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 
@@ -90,6 +92,33 @@ def test_wide_steps_are_reckoned_too(has):
     refused(lambda: Engine(model, EngineOptions(**long)), r"\(streams of a step: ")
     model.config.hidden_size, model.config.vocab_size = 2, 2**30
     refused(lambda: Engine(model, EngineOptions(**long)), r"\(logits of a step: 4\.3 GB\)")
+
+
+@pytest.mark.parametrize(("scaled", "token"), [(True, 2 * 16 * 33), (False, 2 * 16 * 64)])
+def test_rows_of_ngrams(has, monkeypatch, scaled, token):
+    """Two layers that read sixteen rows of 32 values each, in FP8 with a scale or plain."""
+    has(64e9)
+    weight = torch.empty(1, 32, dtype=torch.uint8 if scaled else torch.bfloat16)
+    table = SimpleNamespace(weight=weight, scale=weight[:, :1] if scaled else None)
+    ngrams = SimpleNamespace(moduli=torch.ones(4, 4))
+    model = FakeModel(WINDOW_ONLY)
+    model.engrams = [SimpleNamespace(layer=at, table=table, ngrams=ngrams) for at in range(2)]
+    assert NgramReader(model.engrams, model.device).token_bytes == token
+    many = {"max_seq_len": 10**9, "max_requests": 1, "pages": {"window": 4}}
+    refused(
+        lambda: Engine(model, EngineOptions(chunk_size=10**9 - 1, **many)),
+        rf"needs .*\(n-gram rows of a step: {token / 1e3:.1f} TB\)",
+    )
+    asked = []
+    monkeypatch.setattr(
+        "anymla.runtime.engine_memory.require_memory", lambda what, parts, *_: asked.append(parts)
+    )
+    few = {"max_requests": 3, "draft_tokens": 1, "max_seq_len": 100, "chunk_size": 1}
+    drafting = FakeBlockModel()
+    drafting.engrams = model.engrams
+    for mode, rows in (("plain", 0), ("fixed", 6)):
+        Engine(drafting, EngineOptions(decode=mode, **few))
+        assert asked.pop().get("n-gram buffers", 0) == rows * token
 
 
 def test_a_wide_window(has):

@@ -218,6 +218,14 @@ class DecodeRunner:
         return self._side if self._options.runs_beside(bucket.rows) else INLINE
 
 
+def decode_mode(options: EngineOptions, device: torch.device) -> str:
+    """``options.decode``, which "auto" leaves to the device."""
+    if options.decode != "auto":
+        return options.decode
+    # ROCm's graphs have not been tried; they can be asked for.
+    return "graph" if device.type == "cuda" and torch.version.hip is None else "plain"
+
+
 def decode_runner(
     model: Transformer,
     store: CacheStore,
@@ -235,13 +243,9 @@ def decode_runner(
     Raises:
         ValueError: graphs are asked for, and the model is not on a CUDA device.
     """
-    on_cuda = store.device.type == "cuda"
-    mode = options.decode
-    if mode == "auto":
-        # ROCm's graphs have not been tried; they can be asked for.
-        mode = "graph" if on_cuda and torch.version.hip is None else "plain"
+    mode = decode_mode(options, store.device)
     if mode == "plain":
         return None
-    if mode == "graph" and not on_cuda:
+    if mode == "graph" and store.device.type != "cuda":
         raise ValueError(f"decode='graph' needs a CUDA device, and the model is on {store.device}")
     return DecodeRunner(model, store, options, record=mode == "graph", blocks=blocks)

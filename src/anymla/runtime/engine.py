@@ -15,7 +15,7 @@ from anymla.ops.streams import Workspace
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
-from anymla.runtime.decode_runner import decode_runner
+from anymla.runtime.decode_runner import decode_mode, decode_runner
 from anymla.runtime.draft_width import DraftWidth
 from anymla.runtime.dspark_drafts import DSparkDrafter
 from anymla.runtime.dspark_step import DraftBlocks
@@ -99,6 +99,7 @@ class Engine:
         specs = running_specs(model, options)
         groups = cache_groups(specs)
         formats, pages = cache_format(options), pool_sizes(groups, options)
+        ngrams = NgramReader(model.engrams, model.device)
         self._require_memory = functools.partial(
             require_engine_memory,
             model.config,
@@ -109,6 +110,8 @@ class Engine:
             options,
             dtype=model.dtype,
             device=model.device,
+            ngram_bytes=ngrams.token_bytes,
+            ngram_buffers=decode_mode(options, model.device) != "plain",
         )
         self._require_memory()
         self.store = CacheStore(
@@ -125,7 +128,7 @@ class Engine:
             self.store,
             backend=model.backend,
             chunks=attends_to_workspaces(model),
-            ngrams=NgramReader(model.engrams, model.device),
+            ngrams=ngrams,
         )
         self._blocks: DraftBlocks | None = None
         if drafts_blocks(specs):

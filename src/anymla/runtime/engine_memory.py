@@ -32,6 +32,8 @@ def require_engine_memory(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    ngram_bytes: int = 0,
+    ngram_buffers: bool = False,
     padded: bool = False,
 ) -> None:
     """Raise unless the device, and the host beside it, have what an engine takes at the least.
@@ -45,6 +47,8 @@ def require_engine_memory(
         options: the engine's sizes.
         dtype: of the activations.
         device: of the model.
+        ngram_bytes: of the n-gram rows of a token, in all layers that read some.
+        ngram_buffers: whether decode steps keep theirs at fixed addresses.
         padded: reckon with steps as large as the options allow, though no requests could fill them.
 
     Raises:
@@ -63,8 +67,13 @@ def require_engine_memory(
         ),
         **_blocks(config, specs, cache_format, options, dtype.itemsize),
         "rotary table": 4 * options.max_seq_len * config.qk_rope_head_dim,
-        **_largest_step(config, groups, options, dtype.itemsize, padded=padded),
+        **_largest_step(config, groups, options, dtype.itemsize, ngram_bytes, padded=padded),
     }
+    buffers = {}
+    if ngram_bytes and ngram_buffers:
+        rows = options.max_requests * (1 + options.draft_tokens)
+        buffers["n-gram buffers"] = rows * ngram_bytes
+    parts |= buffers
     bookkeeping = {
         "page and request lists": _NUMBER_BYTES * sum(pages.values())
         + (_DEQUE_BYTES * len(groups) + _NUMBER_BYTES) * options.max_requests
@@ -77,7 +86,7 @@ def require_engine_memory(
         require_memory(what, parts | bookkeeping)
     else:
         require_memory(what, parts, device)
-        require_memory(what, bookkeeping)
+        require_memory(what, bookkeeping | buffers)  # copied from as many on the host
 
 
 def _blocks(
@@ -105,10 +114,11 @@ def _largest_step(
     groups: Sequence[CacheGroup],
     options: EngineOptions,
     itemsize: int,
+    ngram_bytes: int,
     *,
     padded: bool,
 ) -> dict[str, int]:
-    """Bytes of the largest step's streams, logits, and lists of rows to attend to."""
+    """Bytes of the largest step's streams, logits, n-gram rows, and lists of rows to attend to."""
     held = options.max_requests * options.max_seq_len
     tokens, chosen = options.batch_tokens, options.max_requests * (1 + options.draft_tokens)
     if not padded:
@@ -123,5 +133,6 @@ def _largest_step(
         # What a layer is given and what it leaves.
         "streams of a step": 2 * tokens * config.hc_mult * config.hidden_size * itemsize,
         "logits of a step": 4 * chosen * config.vocab_size,
+        "n-gram rows of a step": tokens * ngram_bytes,
         "row lists of a step": _SLOT_BYTES * tokens * listed,
     }

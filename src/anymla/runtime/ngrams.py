@@ -32,6 +32,17 @@ class NgramReader:
         self._engrams = engrams
         self._device = device
 
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's rows in all layers."""
+        tables = ((each.ngrams.moduli.numel(), each.table) for each in self._engrams)
+        return sum(
+            columns * part.shape[1] * part.itemsize
+            for columns, table in tables
+            for part in (table.weight, table.scale)
+            if part is not None
+        )
+
     def read(self, spans: Sequence[Span]) -> dict[int, NgramRows]:
         """Rows of the spans' tokens, one after the other, by layer."""
         return _each(self.found(spans), lambda host: to_device(host, self._device))

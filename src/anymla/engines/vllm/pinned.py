@@ -122,7 +122,13 @@ def builder_seams(sparse: str) -> tuple[Seam, ...]:
         ),
         seam(
             f"{backend}:CommonAttentionMetadata",
-            attributes="num_actual_tokens max_seq_len positions slot_mapping",
+            attributes="num_actual_tokens max_seq_len positions slot_mapping "
+            "seq_lens_cpu_upper_bound",
+        ),
+        seam(f"{backend}:AttentionMetadataBuilder", attributes="reorder_batch_threshold"),
+        seam(
+            f"{backend}s.utils:split_decodes_and_prefills",
+            "common_attn_metadata decode_threshold",
         ),
         seam(f"{backend}:AttentionBackend.get_name"),
         seam(f"{backend}:AttentionBackend.get_builder_cls"),

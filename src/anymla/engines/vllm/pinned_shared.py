@@ -193,7 +193,13 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
             "offsets multipliers",
         ),
         seam(f"{_ENGRAM}:_engram_head_shard_weight_loader", "param loaded_weight"),
-        seam("vllm.config.engram:EngramConfig", attributes="cpu_offload"),
+        # Anymla's table stands in its place.
+        seam(f"{_ENGRAM}:ParallelEngramEmbedding.lookup", "indices out background"),
+        seam(
+            f"{_ENGRAM}:ParallelEngramEmbedding",
+            attributes="dp_size tp_size n_hash_cols part_n_hash_cols",
+        ),
+        seam("vllm.config.engram:EngramConfig", attributes="cpu_offload use_thp"),
         seam("vllm.model_executor.utils:set_weight_attrs"),
         seam("vllm.utils.platform_utils:is_pin_memory_available"),
         seam("vllm.utils.torch_utils:get_accelerator_view_from_cpu_tensor"),
