@@ -1,7 +1,7 @@
-"""vLLM's CUDA model with parts of anymla's, built on the meta device of a machine without a GPU:
-``construct.py ANSWER.json CHECKPOINT``.
+"""vLLM's model with parts of anymla's, built on the meta device of a machine without that device:
+``construct.py ANSWER.json CHECKPOINT DEVICE``, DEVICE as ``Machine.name``.
 
-The platform says that it is an H200, and compiled modules of vLLM's are empty: what is built is all
+The platform says that it is such a device, and compiled modules of vLLM's are empty: what is built is all
 but the experts, whose kernels are looked up while they are built. With another version's source in
 front of the path it is that version's model, as far as it goes with the packages installed here.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib
 import json
 import sys
 import types
@@ -41,16 +42,22 @@ class _Operations:
         return lambda *_: False
 
 
-def pretend(major: int = 9, minor: int = 0) -> Any:
-    """From now on vLLM finds a GPU of that compute capability; its platform is returned."""
+def pretend(device: str = "sm_90") -> Any:
+    """From now on vLLM finds that device; its platform is returned."""
+    for name in ("Event", "Stream"):  # torch's own need the device
+        for module in (torch.cuda, torch.xpu):
+            setattr(module, name, type(name, (), {}))
+    return _pretend_xpu() if device == "XPU" else _pretend_cuda(device)
+
+
+def _pretend_cuda(device: str) -> Any:
+    major, minor = divmod(int(device.removeprefix("sm_")), 10)
     for name in ("_C", "_moe_C"):
         for module in (name, f"{name}_stable_libtorch"):
             sys.modules[f"vllm.{module}"] = Empty(module)
         setattr(torch.ops, name, _Operations())
     for module in ("vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
         sys.modules[f"vllm.{module}"] = Empty(module)
-    for name in ("Event", "Stream"):  # torch's own need CUDA
-        setattr(torch.cuda, name, type(name, (), {}))
     from vllm import platforms
     from vllm.platforms import cuda
     from vllm.platforms.interface import DeviceCapability
@@ -72,6 +79,26 @@ def pretend(major: int = 9, minor: int = 0) -> Any:
     return Pretended
 
 
+def _pretend_xpu() -> Any:
+    kernels = "", "._C", "._moe_C", "._xpu_C", ".flash_attn_interface", ".rotary"
+    for module in (*kernels, ".fused_moe_interface", ".xpumem_allocator"):
+        sys.modules[f"vllm_xpu_kernels{module}"] = Empty(f"vllm_xpu_kernels{module}")
+    from vllm import platforms
+    from vllm.platforms import xpu
+
+    class Pretended(xpu.XPUPlatform):
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "Intel Data Center GPU Max"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 64 << 30
+
+    platforms._current_platform = Pretended()
+    return Pretended
+
+
 class NoExperts(nn.Module):
     shared_experts = None
 
@@ -87,14 +114,15 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.models.deepseek_v4.nvidia import model as theirs
 
     import anymla.engines.vllm.experts  # noqa: F401  while vLLM's class has its name
     from anymla.engines.vllm import model, parts, report
+    from anymla.engines.vllm.pinned import PLATFORMS
 
     config = EngineArgs(checkpoint, max_model_len=4096, max_num_seqs=4).create_engine_config()
     config.kernel_config.enable_jit_warmup = False  # it asks for TileLang and CuTe
     platform.device_type, scores.has_deep_gemm = "meta", lambda: True
+    theirs: Any = importlib.import_module(PLATFORMS[report.this_machine().platform].module)
     theirs.DeepseekV4MoE = NoExperts
     theirs.DeepseekV4ForCausalLM.set_moe_parameters = lambda self: None
     exchange, exchanged, found = parts._exchange, collections.Counter(), {}
@@ -125,4 +153,4 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.bfloat16)
-    Path(sys.argv[1]).write_text(json.dumps(build(sys.argv[2], pretend())))
+    Path(sys.argv[1]).write_text(json.dumps(build(sys.argv[2], pretend(sys.argv[3]))))

@@ -16,31 +16,6 @@ import construct
 import torch
 
 
-def pretend(device: str) -> Any:
-    """From now on vLLM finds that device; its platform is returned."""
-    if device != "XPU":
-        return construct.pretend(*divmod(int(device.removeprefix("sm_")), 10))
-    kernels = "", "._C", "._moe_C", "._xpu_C", ".flash_attn_interface", ".rotary"
-    for module in (*kernels, ".fused_moe_interface", ".xpumem_allocator"):
-        sys.modules[f"vllm_xpu_kernels{module}"] = construct.Empty(f"vllm_xpu_kernels{module}")
-    for name in ("Event", "Stream"):  # torch's own need CUDA; vLLM's runner has XPU's there
-        setattr(torch.cuda, name, type(name, (), {}))
-    from vllm import platforms
-    from vllm.platforms import xpu
-
-    class Pretended(xpu.XPUPlatform):
-        @classmethod
-        def get_device_name(cls, device_id: int = 0) -> str:
-            return "Intel Data Center GPU Max"
-
-        @classmethod
-        def get_device_total_memory(cls, device_id: int = 0) -> int:
-            return 64 << 30
-
-    platforms._current_platform = Pretended()
-    return Pretended
-
-
 def build(checkpoint: str, platform: Any) -> dict[str, Any]:
     """By what was asked for: how many modules of each class, and what the log says of each part."""
     import vllm.model_executor.layers.sparse_attn_indexer as scores
@@ -90,5 +65,5 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.bfloat16)
-    found = build(sys.argv[2], pretend(sys.argv[3]))
+    found = build(sys.argv[2], construct.pretend(sys.argv[3]))
     Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,9 +1,11 @@
-"""vLLM's CUDA model is built with each part of anymla's, where a CPU pretends to be a GPU."""
+"""vLLM's model is built with each part of anymla's, where a CPU pretends to be another device."""
 
 import os
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+import pytest
 from servers import SOURCE, look_up, needs_source, needs_vllm
 
 pytestmark = needs_vllm
@@ -30,12 +32,20 @@ THEIRS = {
 
 # What ``auto`` takes on sm_90 for speed, on one GPU, by vLLM's version.
 FASTER = {"attention", "indexer", "compressor", "mhc", "experts"}
+# What vLLM lacks on other devices, so that it is anymla's whatever is asked for.
+LACKING = {
+    "sm_86": {"attention", "indexer", "compressor", "mhc"},
+    "sm_89": {"attention", "indexer", "mhc"},
+    "XPU": {"attention"},
+}
 
 
-def assert_each_part_is_anymlas_where_asked(found: dict[str, Any], auto: set[str]) -> None:
+def assert_each_part_is_anymlas_where_asked(
+    found: dict[str, Any], auto: set[str], lacking: Set[str] = frozenset()
+) -> None:
     of_modes = {"auto": auto, "auto on two GPUs": set(), "force": set(COUNTS)}
     for chosen, built in found.items():
-        asked = of_modes.get(chosen, {chosen})
+        asked = of_modes.get(chosen, {chosen}) | lacking
         for part in COUNTS:
             ours, others = (COUNTS, THEIRS) if part in asked else (THEIRS, COUNTS)
             for name, count in ours[part].items():
@@ -47,7 +57,7 @@ def assert_each_part_is_anymlas_where_asked(found: dict[str, Any], auto: set[str
 
 def test_the_model_of_the_vllm_installed_here(checkpoint: Path, tmp_path: Path) -> None:
     """0.32 has the classes of what it has built exchanged."""
-    found = look_up("construct.py", tmp_path, "off", str(checkpoint))
+    found = look_up("construct.py", tmp_path, "off", str(checkpoint), "sm_90")
     assert_each_part_is_anymlas_where_asked(found, FASTER)
     index = {"AnymlaIndexer": 2, "AnymlaIndexerCache": 2}
     assert found["force"]["exchanged"] == {"AnymlaCompressor": 5, **index}
@@ -60,10 +70,26 @@ def test_the_model_of_another_vllm_is_asked_for_its_classes(
 ) -> None:
     """From 0.33 on no class is exchanged but that of the main compressors."""
     source = Path(os.environ[SOURCE])
-    found = look_up("construct.py", tmp_path, "off", str(checkpoint), source=source)
+    found = look_up("construct.py", tmp_path, "off", str(checkpoint), "sm_90", source=source)
     assert_each_part_is_anymlas_where_asked(found, set())
     main = {"AnymlaCompressor": 3}
     expected = {"compressor": main, "force": main}
     assert {chosen: each["exchanged"] for chosen, each in found.items()} == {
         chosen: expected.get(chosen, {}) for chosen in found
     }
+
+
+@pytest.mark.parametrize("device", LACKING)
+def test_the_model_on_another_device(checkpoint: Path, tmp_path: Path, device: str) -> None:
+    found = look_up("construct.py", tmp_path, "off", str(checkpoint), device)
+    assert_each_part_is_anymlas_where_asked(found, set(), LACKING[device])
+
+
+@needs_source
+@pytest.mark.parametrize("device", LACKING)
+def test_the_model_of_another_vllm_on_another_device(
+    checkpoint: Path, tmp_path: Path, device: str
+) -> None:
+    source = Path(os.environ[SOURCE])
+    found = look_up("construct.py", tmp_path, "off", str(checkpoint), device, source=source)
+    assert_each_part_is_anymlas_where_asked(found, set(), LACKING[device])
