@@ -1,7 +1,8 @@
 """vLLM's model with parts of anymla's, built on the meta device of a machine without that device:
 ``construct.py ANSWER.json CHECKPOINT DEVICE``, DEVICE as ``Machine.name``.
 
-The platform says that it is such a device, and compiled modules of vLLM's are empty: what is built is all
+The platform says that it is such a device, and
+compiled modules of vLLM's are empty: what is built is all
 but the experts, whose kernels are looked up while they are built. With another version's source in
 front of the path it is that version's model, as far as it goes with the packages installed here.
 """
