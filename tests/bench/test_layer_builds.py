@@ -49,5 +49,5 @@ def test_what_layers_launch_is_built():
     found = [line.split(", ") for line in done.stdout.splitlines()]
     assert [family for _, family, *_ in found] == ["linear", "moe", "shared"] * 2
     for target, family, kernels, *missing in found:
-        assert int(kernels) > 1, (target, family)
+        assert int(kernels) >= (1 if family == "shared" else 2), (target, family)
         assert not missing, (target, family)

@@ -41,7 +41,7 @@ def no_device(monkeypatch):
         ),
         (
             "attention --backend foo",
-            "--backend foo: there are gluon_sm90, triton, torch, reference",
+            "--backend foo: there are gluon_sm90, triton, numba, torch, reference",
         ),
         ("prefill --backend foo", "--backend foo: there are gluon_sm90, triton, torch, reference"),
         ("indexer --backend torch", "--backend torch: there are triton, gluon_sm90"),
@@ -54,13 +54,13 @@ def no_device(monkeypatch):
         ("model --layers 44", "--layers 44: flash has 43"),
         (
             "attention --v32 --fused-end",
-            "one of --vllm-xpu, --v32, --fused-end, --verification and --random",
+            "one of --vllm-xpu, --v32, --v41, --fused-end, --verification and --random",
         ),
         ("attention --seed 3", "--seed 3: is of --random"),
         ("attention --vllm-xpu --backend torch", "--backend torch: --vllm-xpu is of triton"),
         (
             "attention --v32 --planned",
-            "--planned is of the comparison without --vllm-xpu, --v32, --fused-end and "
+            "--planned is of the comparison without --vllm-xpu, --v32, --v41, --fused-end and "
             "--verification",
         ),
         (

@@ -137,9 +137,10 @@ def test_the_hopper_kernel_gives_layers_what_they_have_by_slots(heads, hopper):
 @pytest.mark.parametrize(
     ("heads", "entries", "fp8", "quantized", "reads"),
     [
-        (64, 0, True, False, Reads.SHARED), (64, 0, True, True, Reads.DECODED),
+        (64, 0, True, False, Reads.SHARED), (64, 0, True, True, Reads.SHARED),
         (64, 0, False, False, Reads.DECODED), (64, 64, True, False, Reads.DECODED),
-        (8, 0, True, False, Reads.SHARED), (8, 64, True, False, Reads.SLOTS),
+        (8, 0, True, False, Reads.SHARED), (8, 0, True, True, Reads.SLOTS),
+        (8, 64, True, False, Reads.SLOTS),
     ],
 )  # fmt: skip
 def test_a_bucket_has_one_choice(heads, entries, fp8, quantized, reads):

@@ -35,11 +35,12 @@ def test_a_plan_for_other_shapes_is_refused():
     pytest.importorskip("triton")
     launcher = pytest.importorskip("anymla.ops.sparse_attention.gluon_sm90_launch")
     q, cache = torch.randn(8, 40, 512).bfloat16(), get_layout(MAIN_FP8).allocate(1, 64)
-    first = (cache, torch.zeros(8, 2048, dtype=torch.int32), counts(*range(8)))
+    first = (cache, torch.zeros(8, 2048, dtype=torch.int32), counts(*range(8)), MAIN_FP8)
 
     def call(numbers):
         plan = torch.zeros(numbers, dtype=torch.int32)
-        return launcher.Call.of(q, first, (None, None, None), None, None, False, plan)
+        nothing = (None, None, None, MAIN_FP8)
+        return launcher.Call.of(q, first, nothing, None, None, False, plan)
 
     sms = 1  # of a machine without a GPU
     fitting = 8 + 1
