@@ -201,6 +201,8 @@ def sample_block_and_warps(rows: int, config: SelectConfig, target: Target) -> t
     many = rows > _SMALL_CTA_ROWS
     threads = 256 if many and config.capacity <= 4096 else 512
     block = config.block or (4096 if many else 8192)
+    if target.arc_a:
+        block //= 4  # whole, it spills up to 155 registers there; a quarter, 45
     return block, max(1, threads // target.warp_size)
 
 
@@ -420,10 +422,13 @@ def choose_topk_config(rows: int, columns: int, kept: int) -> TopkConfig:
     )
 
 
-def topk_warps(block: int, target: Target) -> int:
-    """Warps of a CTA that loads ``block`` columns together."""
-    warps = 8 if block > _TOPK_SMALL_BLOCK else 4
-    return 2 * warps if target.arc_a else warps
+def topk_warps(block: int, resident: bool, target: Target) -> int:
+    """Warps of a CTA that loads ``block`` columns together, once and for all if ``resident``."""
+    large = block > _TOPK_SMALL_BLOCK
+    if target.arc_a:
+        # 16 spill 77 registers where columns stay in registers, 32 spill 133 where they do not.
+        return (32 if resident else 16) if large else 8
+    return 8 if large else 4
 
 
 def candidates_warps(target: Target) -> int:
@@ -439,6 +444,6 @@ def rank_warps(target: Target) -> int:
 def sort_warps(winners: int, target: Target) -> int:
     """Warps of a CTA that sorts so many winners."""
     if target.intel:
-        # 256 winners a warp spill 202 registers.
-        return max(1, min(winners // 128, 16))
+        # 256 winners a warp spill 202 registers; on Arc A 128 spill 230.
+        return max(1, min(winners // (64 if target.arc_a else 128), 32 if target.arc_a else 16))
     return max(1, min(winners // 256, 8))

@@ -425,13 +425,13 @@ def winners_of(bits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
     select_kernel[(rows, config.splits)](
         bits, stride, starts, ends, candidates, candidates, columns, k, kept, config.splits,
         MERGE=False, RESIDENT=config.resident, BLOCK=config.block,
-        num_warps=topk_warps(config.block, target),
+        num_warps=topk_warps(config.block, config.resident, target),
     )  # fmt: skip
     if config.splits > 1:
         select_kernel[(rows, 1)](
             bits, stride, starts, ends, candidates, winners, columns, k, kept, config.splits,
             MERGE=True, RESIDENT=config.merge_resident, BLOCK=config.merge_block,
-            num_warps=topk_warps(config.merge_block, target),
+            num_warps=topk_warps(config.merge_block, config.merge_resident, target),
         )  # fmt: skip
     return winners
 
