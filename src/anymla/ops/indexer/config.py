@@ -146,6 +146,8 @@ def choose_select_config(
         return SelectConfig("all", rows, padded_k)
     any_row = histograms or rows <= _MANY_ROWS
     max_row = min(GROUP * k, MAX_ROW_ENTRIES if any_row else _MANY_ROWS_ENTRIES)
+    if target.arc_a:
+        max_row = min(max_row, MAX_ROW_ENTRIES // 2)  # all of them spill 122 registers there
     few = rows <= _FEW_ROWS and entries >= _LONG_ROW and not histograms
     short = not any_row and entries <= _SHORT_ROW
     groups = next_power_of_2(cdiv(entries, GROUP))
