@@ -23,6 +23,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from anymla.ops._gemm import EXACT_BYTES
+from anymla.ops._numba_cache import CACHE
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _POINTER = ir.FloatType(), ir.PointerType()
@@ -516,7 +517,7 @@ def _rows_of(kind, codes, scales, x, out, first, last):
     return tiles
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=CACHE)
 def fp8_bf16(codes, scales, x, out, first, last):
     """Store rows of ``x @ weight^T``, an e4m3 weight with a scale for 128 x 128 values.
 
@@ -532,19 +533,19 @@ def fp8_bf16(codes, scales, x, out, first, last):
     _rows(0, codes, scales, x, out, first, last)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=CACHE)
 def fp8_float32(codes, scales, x, out, first, last):
     """Like ``fp8_bf16`` with float32 x and any scales, uint8 or float32."""
     _rows(1, codes, scales, x, out, first, last)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=CACHE)
 def mxfp4_bf16(codes, scales, x, out, first, last):
     """Like ``fp8_bf16`` of packed e2m1 [N, K/2] with scales [N, K/32], and x ``in_words``."""
     _rows(2, codes, scales, x, out, first, last)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=CACHE)
 def mxfp4_float32(codes, scales, x, out, first, last):
     """Like ``mxfp4_bf16`` with float32 x and any scales."""
     _rows(3, codes, scales, x, out, first, last)

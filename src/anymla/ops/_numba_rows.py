@@ -12,10 +12,12 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from anymla.ops._numba_cache import CACHE
+
 # Sums may be made in any order, which is one order for a length: rows are summed in vectors.
 SUMS = {"reassoc", "nsz", "contract"}
 # Options of a kernel: divisions by zero give what they give in torch, and other threads may run.
-KERNEL = {"cache": True, "nogil": True, "error_model": "numpy"}
+KERNEL = {"cache": CACHE, "nogil": True, "error_model": "numpy"}
 
 
 def _pointer_to(kind):
@@ -100,21 +102,21 @@ def to_bf16(value):
     return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def widen(bits, out):
     """Bfloat16 bits to float32."""
     for i in range(len(out)):
         out[i] = from_bf16(bits[i])
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def narrow(values, bits):
     """Float32 to bfloat16 bits."""
     for i in range(len(bits)):
         bits[i] = to_bf16(values[i])
 
 
-@njit(cache=True, fastmath=SUMS)
+@njit(cache=CACHE, fastmath=SUMS)
 def dot_bf16(bits, x):
     """Sum of products of bfloat16 bits and float32 numbers."""
     total = np.float32(0)
@@ -123,7 +125,7 @@ def dot_bf16(bits, x):
     return total
 
 
-@njit(cache=True, fastmath=SUMS)
+@njit(cache=CACHE, fastmath=SUMS)
 def dot(row, x):
     """Sum of products of float32 numbers."""
     total = np.float32(0)
@@ -132,7 +134,7 @@ def dot(row, x):
     return total
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def gemv_bf16(weight, rows, x, out):
     """Products ``out[r] = weight[r] . x`` of a bfloat16 weight [rows, K] at an address."""
     width = len(x)
@@ -140,7 +142,7 @@ def gemv_bf16(weight, rows, x, out):
         out[row] = dot_bf16(u16_at(weight + 2 * row * width, width), x)
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def gemv_f32(weight, rows, x, out):
     """``gemv_bf16`` of a float32 weight."""
     width = len(x)
@@ -148,13 +150,13 @@ def gemv_f32(weight, rows, x, out):
         out[row] = dot(f32_at(weight + 4 * row * width, width), x)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=CACHE, error_model="numpy")
 def inverse_rms(x, eps):
     """``1 / sqrt(mean(x^2) + eps)`` of float32 numbers."""
     return np.float32(1) / np.sqrt(dot(x, x) / np.float32(len(x)) + np.float32(eps))
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def rope_row(x, table, pairs, sign):
     """Rotate the last ``2 * pairs`` of x in place.
 
@@ -173,13 +175,13 @@ def rope_row(x, table, pairs, sign):
         x[first + 2 * i + 1] = odd * cos + even * sin
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def table_row(table, rows, width, position):
     """Address of a float32 table's row for a position, which is clamped to the table."""
     return table + 4 * width * min(max(position, 0), rows - 1)
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def widen_fp8_block(codes, exponent, out):
     """E4m3 codes times a power of two, given as a ue8m0 byte, to float32; exact, NaN included."""
     bits = np.uint32(exponent) << np.uint32(23)

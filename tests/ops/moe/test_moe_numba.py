@@ -112,6 +112,14 @@ def test_routers_of_equal_extreme_and_missing_scores():
     assert torch.equal(weights.isnan(), others.isnan())
 
 
+@pytest.mark.parametrize("expert", [8, -1, 2**40])
+def test_an_expert_that_is_not_there_is_refused(expert):
+    x, gate = torch.randn(1, 64).bfloat16(), torch.randn(8, 64)
+    table = torch.tensor([[1, expert]]).expand(10, 2)
+    with pytest.raises(IndexError, match="tid2eid"):
+        route_hash(x, gate, torch.tensor([3]), table, scale=1.0, backend="numba")
+
+
 def test_swiglu_clamps_the_gate_from_above_only():
     gate = torch.tensor([[-200.0, -30.0, -2.0, 0.5, 9.0, 11.0, 300.0, torch.nan]]).bfloat16()
     up = torch.tensor([[1.0, 3.0, -12.0, 12.0, -0.25, -300.0, 1.0, 1.0]]).bfloat16()

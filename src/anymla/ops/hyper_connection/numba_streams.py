@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from anymla.ops._numba_cache import CACHE
 from anymla.ops._numba_rows import (
     KERNEL,
     dot,
@@ -50,7 +51,9 @@ def _enter(u, h, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, ite
     new_post = torch.empty((tokens, n), dtype=torch.float32)
     new_comb = torch.empty((tokens, n, n), dtype=torch.float32)
     fn, base, scale = fn.contiguous(), base.contiguous(), scale.contiguous()
-    norm = 0 if norm_weight is None else norm_weight.contiguous().data_ptr()
+    if norm_weight is not None:
+        norm_weight = norm_weight.contiguous()
+    norm = 0 if norm_weight is None else norm_weight.data_ptr()
     _site(
         (tokens, n, width), h.data_ptr(), before, streams.data_ptr(),
         (fn.data_ptr(), base.data_ptr(), scale.data_ptr(), norm), norm_eps, hc_eps, iters,
@@ -98,7 +101,7 @@ def _return(shape, h, before, out):
             narrow(total, u16_at(out + 2 * (token * n + j) * width, width))
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def _add(factor, row, total):
     for d in range(len(total)):
         total[d] += factor * row[d]
@@ -144,12 +147,12 @@ def _site(
                 to[d] = to_bf16(x[d] * inverse_of_x * norms[d])
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=CACHE, error_model="numpy")
 def _sigmoid(x):
     return 1.0 / (1.0 + math.exp(-x))
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def _collapse(f, pre, x):
     """The streams [N D] weighted by gates [N]."""
     width = len(x)
@@ -158,7 +161,7 @@ def _collapse(f, pre, x):
         _add(pre[i], f[i * width : (i + 1) * width], x)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=CACHE, error_model="numpy")
 def _balance(c, eps, iters):
     """Softmax of every row + eps, then Sinkhorn's iterations, which begin and end on columns."""
     n = len(c)

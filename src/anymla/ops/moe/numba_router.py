@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from anymla.ops._numba_cache import CACHE
 from anymla.ops._numba_rows import (
     KERNEL,
     f32_at,
@@ -56,14 +57,14 @@ def _routed(tokens, k):
     return torch.empty((tokens, k), dtype=torch.int32), torch.empty((tokens, k))
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def _score(product):
     """The root of softplus, which torch takes to be its argument above 20."""
     x = np.float64(product)
     return np.float32(math.sqrt(np.float32(x if x > 20 else math.log1p(math.exp(x)))))
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=CACHE, error_model="numpy")
 def _weigh(scores, ids, scale, weights):
     total = np.float32(0)
     for i in range(len(ids)):
@@ -89,6 +90,8 @@ def _hash(places, sizes, scale, ids_at, weights_at):
         widen(u16_at(x + 2 * token * width, width), wide)
         listed = i64_at(tid2eid + 8 * known[token] * k, k)
         for i in range(k):
+            if not 0 <= listed[i] < experts:
+                raise IndexError("tid2eid names an expert that gate has no row of")
             ids[i] = listed[i]
             gemv_f32(gate + 4 * listed[i] * width, 1, wide, one)
             scores[listed[i]] = _score(one[0])
@@ -134,7 +137,7 @@ def swiglu(gate, up, limit, *, codes=None, code_scales=None):
     return out
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=CACHE, error_model="numpy")
 def _activated(gate, up, limit):
     """``silu(min(gate, limit)) * clamp(up)``; a NaN stays one."""
     gate = limit if gate > limit else gate

@@ -13,6 +13,7 @@ from numba import njit
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import pages_of
+from anymla.ops._numba_cache import CACHE
 from anymla.ops._numba_rows import (
     KERNEL,
     SUMS,
@@ -129,7 +130,7 @@ def _attend(places, sizes, scale, empty_lse, first, second):
             narrow(total[head], to)
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def _read_row(cache, layout, slot, row):
     """Decode the row at a slot to float32."""
     start, _, entries, stride = cache
@@ -145,7 +146,7 @@ def _read_row(cache, layout, slot, row):
         row[nope + i] = from_bf16(rest[i])
 
 
-@njit(cache=True, fastmath=SUMS)
+@njit(cache=CACHE, fastmath=SUMS)
 def _scores(q0, q1, tile, rows, w0, w1):
     """Products of two queries with rows, four of them at a time."""
     for row in range(0, rows, 4):
@@ -165,7 +166,7 @@ def _scores(q0, q1, tile, rows, w0, w1):
         w1[row], w1[row + 1], w1[row + 2], w1[row + 3] = b0, b1, b2, b3
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=CACHE, error_model="numpy")
 def _to_weights(scale, rows, weights, largest, sums, head, total):
     """Scores to weights, and what has been summed to the largest score so far."""
     before = top = largest[head]
@@ -184,7 +185,7 @@ def _to_weights(scale, rows, weights, largest, sums, head, total):
             total[i] *= fade
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def _add_rows(tile, rows, w0, w1, t0, t1):
     """Add weighted rows to the sums of two heads."""
     whole = rows // 4 * 4
@@ -197,7 +198,7 @@ def _add_rows(tile, rows, w0, w1, t0, t1):
             t1[i] += b * each[i]
 
 
-@njit(cache=True, fastmath=SUMS)
+@njit(cache=CACHE, fastmath=SUMS)
 def _add_four(tile, row, w0, w1, t0, t1):
     r0, r1, r2, r3 = tile[row], tile[row + 1], tile[row + 2], tile[row + 3]
     a0, a1, a2, a3 = w0[row], w0[row + 1], w0[row + 2], w0[row + 3]
