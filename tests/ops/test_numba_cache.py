@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("numba")
 
 # As on a read-only file system, of a user without a home.
-NOWHERE = '''
+NOWHERE = """
 import numba.core.caching as caching
 
 def refuse(self):
@@ -25,7 +25,7 @@ from anymla.ops.norm_rope import rms_norm
 with torch.inference_mode():
     out = rms_norm(torch.ones(1, 128).bfloat16(), torch.ones(128), 1e-6, backend="numba")
 print(CACHE, out.unique().tolist())
-'''
+"""
 
 
 def test_kernels_are_compiled_though_they_cannot_be_kept():
