@@ -95,6 +95,8 @@ def choose_compress_config(tokens: int, window: Window, target: Target) -> Compr
     if target.backend == "xpu":
         # Intel's compiler has no layout for the Hadamard transform of a row in fewer threads.
         warps = max(warps, min(4, width // target.warp_size))
+    if target.intel and apart:
+        warps = 8  # 4 spill 3 registers on Max
     if target.arc_a:
         warps = 2 * warps
     pdl = tokens <= MOST_PDL or warps > 1
