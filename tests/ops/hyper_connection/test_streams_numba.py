@@ -104,3 +104,13 @@ def test_what_is_taken():
     rows = QuantizedRows.empty(FEW_TOKENS, 64, torch.device("cpu"))
     quantised = {"codes": rows.codes, "code_scales": rows.scales}
     assert hc_pre.resolve(**few, **OPTIONS, **quantised).name == "torch"
+
+
+def test_a_norm_of_every_second_number_lives_until_the_kernel_has_run():
+    given, norm = site(1, 4, 4096), torch.rand(4096, 2)[:, 0] + 0.5
+    spread = torch.stack([norm, norm], 1)[:, 0]
+    assert not spread.is_contiguous()
+    want, *_ = hc_pre(**given, norm_weight=norm.contiguous(), **OPTIONS, backend="numba")
+    for _ in range(5):
+        got, *_ = hc_pre(**given, norm_weight=spread, **OPTIONS, backend="numba")
+        assert torch.equal(got, want)

@@ -120,6 +120,22 @@ def test_an_expert_that_is_not_there_is_refused(expert):
         route_hash(x, gate, torch.tensor([3]), table, scale=1.0, backend="numba")
 
 
+@pytest.mark.parametrize("wrong", [torch.randn(INNER // 2, D).bfloat16(), torch.randn(INNER, D)])
+def test_an_expert_unlike_the_first_is_refused(wrong):
+    """Its memory is read as the first one's."""
+    up = [torch.randn(INNER, D).bfloat16() for _ in range(3)]
+    down = [torch.randn(D, INNER).bfloat16() for _ in range(3)]
+    given = {
+        "w1": up, "w3": list(up), "w2": down, "s1": [], "s3": [], "s2": [],
+        "weight_format": "plain", "swiglu_limit": 2.0, "quantize_activations": False,
+    }  # fmt: skip
+    x, ids = torch.randn(1, D).bfloat16(), torch.tensor([[0, 2]], dtype=torch.int32)
+    experts(x, ids, torch.rand(1, 2), **given, backend="numba")
+    given["w3"][2] = wrong
+    with pytest.raises(ValueError, match="expert 2"):
+        experts(x, ids, torch.rand(1, 2), **given, backend="numba")
+
+
 def test_swiglu_clamps_the_gate_from_above_only():
     gate = torch.tensor([[-200.0, -30.0, -2.0, 0.5, 9.0, 11.0, 300.0, torch.nan]]).bfloat16()
     up = torch.tensor([[1.0, 3.0, -12.0, 12.0, -0.25, -300.0, 1.0, 1.0]]).bfloat16()

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymla.formats.page_layout import MAIN_FP8, V41_MAIN_FP8_SPLIT
+from anymla.formats.page_layout import MAIN_FP8, V41_MAIN_FP8_SPLIT, get_layout
 from anymla.ops._few_tokens import FEW_TOKENS
 from anymla.ops.device import numba_problem
+from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.registry import BackendUnavailable
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.testing.conformance.scene import Scene, scope
@@ -116,3 +117,18 @@ def test_what_is_taken():
     plain = Scene(torch.randn(1, 8, 512).bfloat16(), scope(1, 9, layout="rows_bf16_512"))
     with pytest.raises(BackendUnavailable, match="plane"):
         run(plain)
+
+
+def test_scores_that_overflow_weigh_nothing_though_they_come_first():
+    """A whole tile of them, before rows of ordinary scores."""
+    rows = torch.randn(40, 512).bfloat16()
+    rows[:35, 0], rows[35:, 0] = -4.0, 0.0
+    cache = get_layout(MAIN_FP8).allocate(1, 64)
+    quantize_and_insert_k_cache(rows, cache, torch.arange(40))
+    q = torch.randn(1, 3, 512).bfloat16() / 8
+    q[0, :2, 0] = 3e38
+    slots = torch.arange(40, dtype=torch.int32)[None]
+    out, lse = sparse_attention(q, cache, slots, backend="numba")
+    want, exact = sparse_attention(q.double(), cache, slots, backend="reference")
+    torch.testing.assert_close(out.double(), want, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), exact.double(), atol=1e-3, rtol=1e-3)

@@ -158,6 +158,7 @@ def plain_experts(x, ids, weights, w1, w3, w2, limit, offset, shared):
     tokens, width = x.shape
     x, weights = x.contiguous(), weights.contiguous()
     inner = w1[0].shape[0]
+    firsts = [(each[0].shape, each[0].dtype) for each in (w1, w3, w2)]
     out = torch.empty(x.shape, dtype=x.dtype)
     if shared is not None:
         shared = shared.contiguous()
@@ -166,6 +167,9 @@ def plain_experts(x, ids, weights, w1, w3, w2, limit, offset, shared):
         for e in row:
             if 0 <= e - offset < len(w1):
                 three = [each[e - offset].contiguous() for each in (w1, w3, w2)]
+                # What the contract looks at are the first; the kernel reads all by their addresses.
+                if [(each.shape, each.dtype) for each in three] != firsts:
+                    raise ValueError(f"experts: expert {e} is not of the first one's sizes")
                 held.append(three)
                 chosen += [each.data_ptr() for each in three]
             else:

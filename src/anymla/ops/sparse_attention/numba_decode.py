@@ -176,8 +176,10 @@ def _to_weights(scale, rows, weights, largest, sums, head, total):
             top = weights[row]
     fade = np.float32(1) if before == top else np.float32(math.exp(before - top))
     sums[head] *= fade
+    # Scores that overflow weigh nothing, also while there is no other: not exp(-inf + inf).
+    origin = top if top > -np.inf else np.float32(0)
     for row in range(rows):
-        weights[row] = np.float32(math.exp(weights[row] - top))
+        weights[row] = np.float32(math.exp(weights[row] - origin))
         sums[head] += weights[row]
     largest[head] = top
     if fade != 1:
