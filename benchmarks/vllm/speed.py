@@ -535,7 +535,8 @@ def _joining(
             values["step_ms"].append(step)
     for child in children:
         child("end")
-    report.row("joining 8", f"{length:,} tokens beside 8 that decode", found, "ms")
+    case = f"{length:,} tokens beside 8 that decode, {options.layers} layers"
+    report.row("joining 8", case, found, "ms")
 
 
 def _traffic(options: argparse.Namespace, children: list[Child], report: Report, spec: str) -> None:
@@ -548,6 +549,7 @@ def _traffic(options: argparse.Namespace, children: list[Child], report: Report,
             for key, value in values.items():
                 found.setdefault(child.mode, {}).setdefault(key, []).append(value)
     case = f"{count:.0f} requests, {rate:g} a second, {length:,.0f} + {new:.0f}"
+    case += f", {options.layers} layers"
     for key in ("ttft_ms", "itl_ms"):
         print("   ", key, {m: round(statistics.median(v[key]), 2) for m, v in found.items()})
     report.row("traffic, tokens/s", case, found, "tokens_s")
