@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -34,6 +35,15 @@ def test_products_with_and_without_hoppers_kernels(monkeypatch, scripted, record
     for result in results:
         assert set(result.values) == recorded_fields("linear_h200", result.part)
     assert clock.seen[:3] == [(1, 20), (1, 20), "release"]
+
+
+def test_products_of_v41_quantise_their_activations(monkeypatch, scripted):
+    small = dataclasses.replace(LAYER, quant_block=32)
+    monkeypatch.setattr(linear, "V41_MODELS", {"flash-41": small})
+    monkeypatch.setattr(linear, "copies_for", lambda _: 2)
+    results = list(run(linear.cases(["flash-41"], [2]), scripted(30, 60)))
+    assert results[0].case == "flash-41, 5 products of a layer, 2 tokens"
+    assert len(results) == 1 + 5
 
 
 def test_what_is_besides_hopper_is_all_but_hopper():

@@ -12,11 +12,15 @@ from anymla.cli.bench_rows import json_option, measure, require_gpu
 @click.command()
 @json_option
 @click.option(
-    "--model", "models", multiple=True, type=click.Choice(["flash", "pro"]), default=("flash",)
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Choice(["flash", "pro", "flash-41"]),
+    default=("flash",),
 )
 @click.option("--tokens", "tokens", multiple=True, type=click.IntRange(min=1), help="Repeatable.")
 def linear(json_file: Path | None, models: tuple[str, ...], tokens: tuple[int, ...]) -> None:
-    """Time the FP8 products of a decode layer, of activations that come quantised.
+    """Time the FP8 products of a decode layer, of activations that come quantised (V4.1's do not).
 
     Weights are random and more than the device's cache holds; calls are replayed as a CUDA graph.
     "layer" is all products of a layer, one after the other; ``others_us`` is what the backends

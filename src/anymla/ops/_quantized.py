@@ -17,15 +17,19 @@ QUANT_BLOCKS = (FP8_BLOCK, 32)
 
 
 def in_blocks_of(
-    sizes: tuple[int, ...], supports: Callable[..., Support]
+    sizes: tuple[int, ...], supports: Callable[..., Support], *, told: bool = False
 ) -> Callable[..., Support]:
-    """``supports`` of a kernel that knows these sizes, for operations that are told one."""
+    """``supports`` of a kernel that knows these sizes, for operations that are told one.
+
+    ``told``: it takes the size as well.
+    """
 
     def answer(*args: Any, quant_block: int = FP8_BLOCK, **kwargs: Any) -> Support:
         if quant_block not in sizes:
             known = " or ".join(map(str, sizes))
             return Support(False, f"scales of blocks of {known}, got {quant_block}")
-        return supports(*args, **kwargs)
+        size = {"quant_block": quant_block} if told else {}
+        return supports(*args, **kwargs, **size)
 
     return answer
 

@@ -17,7 +17,7 @@ from anymla.ops.linear.gluon_sm90_gemm import (
     warp_split_k_kernel,
     warp_split_n_kernel,
 )
-from anymla.ops.linear.shapes import MODELS
+from anymla.ops.linear.shapes import MODELS, V41_FLASH
 from anymla.testing.gluon import Descriptor, run
 from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 
@@ -25,30 +25,32 @@ from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 FP8_SUMS = Bound(2 * (128 / 32) ** 0.5 * 2.0**-13, "2 * sqrt(128 / 32) * 2^-13, FP8 instructions")
 
 
-def made(tokens, groups, n, runs, scale_format, normal=False):
+def made(tokens, groups, n, runs, scale_format, normal=False, block=128):
     """Activations, their scales, a weight, its scales; the product and its terms' magnitude.
 
-    The weight has any codes, or those of normally distributed values.
+    The weight has any codes, or those of normally distributed values; ``block`` of its rows and of
+    all channels share a scale.
     """
-    width = runs * 128
-    x, x_scales = quantize_fp8_rows(torch.randn(tokens * groups, width))
+    width, blocks = runs * 128, runs * 128 // block
+    x = torch.randn(tokens * groups, blocks, block) * 2.0 ** torch.randint(-9, 9, (blocks, 1))
+    x, x_scales = quantize_fp8_rows(x.flatten(1), block)
     w = torch.randint(0, 256, (groups, n, width), dtype=torch.uint8)
     w[(w & 127) == 127] = 1
     if normal:
         w = encode_e4m3(torch.randn(groups, n, width) * 100)
-    scales = torch.randint(120, 130, (groups, -(-n // 128), runs), dtype=torch.uint8)
+    scales = torch.randint(120, 130, (groups, -(-n // block), blocks), dtype=torch.uint8)
     factors = decode_ue8m0(scales, torch.float64)
     if scale_format == "fp32":
         scales = factors.float() * 1.25
         factors = scales.double()
-    factors = factors.repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)
+    factors = factors.repeat_interleave(block, 1)[:, :n].repeat_interleave(block, 2)
     weight = decode_e4m3(w, torch.float64) * factors
-    given = dequantize_fp8_rows(x, x_scales, torch.float64).view(tokens, groups, width)
+    given = dequantize_fp8_rows(x, x_scales, torch.float64, block).view(tokens, groups, width)
     want = torch.einsum("tgk,gnk->tgn", given, weight)
     scale = torch.einsum("tgk,gnk->tgn", given.abs(), weight.abs())
     return (
         x.view(tokens, groups, width),
-        x_scales.view(tokens, groups, runs),
+        x_scales.view(tokens, groups, blocks),
         w,
         scales,
         want,
@@ -68,7 +70,7 @@ def words(codes, lines):
     return codes.view(torch.int32).view(lines, -1)
 
 
-def warp_split_k(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3):
+def warp_split_k(x, x_scales, w, scales, rows, warps, programs, columns=8, stages=3, block=128):
     (tokens, groups, width), n = x.shape, w.shape[1]
     out = torch.full((tokens, groups, n), torch.nan)
     tiles = groups * n // rows
@@ -80,8 +82,7 @@ def warp_split_k(x, x_scales, w, scales, rows, warps, programs, columns=8, stage
         warp_split_k_kernel, (min(programs, tiles), 1), given, x_scales, weight, scales, out,
         tokens, n, width // 128, tiles, groups, x_scales.stride(0), x_scales.stride(2),
         BLOCK_N=rows, BLOCK_M=columns, WARPS=warps,
-        STAGES=stages, MN_MAJOR=x_scales.stride(0) == 1, BF16=False,
-        PDL=True,
+        STAGES=stages, MN_MAJOR=x_scales.stride(0) == 1, BF16=False, QUANT=block, PDL=True,
     )  # fmt: skip
     return out
 
@@ -135,6 +136,21 @@ def test_few_tokens(tokens, groups, n, runs, rows, warps, programs, scale_format
         check(got, want, scale, runs * 128)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "groups", "n", "runs", "rows", "warps", "programs"),
+    [(1, 1, 96, 5, 32, 4, 2), (8, 2, 64, 6, 16, 4, 3), (13, 1, 192, 4, 32, 2, 9)],
+)
+@pytest.mark.parametrize("scale_format", ["ue8m0", "fp32"])
+def test_scales_of_32_rows_and_channels(
+    tokens, groups, n, runs, rows, warps, programs, scale_format
+):
+    x, x_scales, w, scales, want, scale = made(tokens, groups, n, runs, scale_format, block=32)
+    columns = 8 if tokens <= 8 else 16
+    for given in (x_scales, by_run(x_scales)):
+        got = warp_split_k(x, given, w, scales, rows, warps, programs, columns, block=32)
+        check(got, want, scale, runs * 128)
+
+
 def test_products_of_bfloat16_in_float32():
     tokens, n, runs, warps, rows = 5, 96, 6, 4, 32
     x, w = torch.randn(tokens, runs * 64).bfloat16(), torch.randn(n, runs * 64).bfloat16()
@@ -145,7 +161,8 @@ def test_products_of_bfloat16_in_float32():
     out = torch.full((tokens, 1, n), torch.nan)
     run(
         warp_split_k_kernel, (2, 1), given, None, weight, None, out, tokens, n, runs, n // rows, 1,
-        0, 0, BLOCK_N=rows, BLOCK_M=8, WARPS=warps, STAGES=2, MN_MAJOR=False, BF16=True, PDL=True,
+        0, 0, BLOCK_N=rows, BLOCK_M=8, WARPS=warps, STAGES=2, MN_MAJOR=False, BF16=True, QUANT=128,
+        PDL=True,
     )  # fmt: skip
     x, w = x.double(), w.double()
     check(out[:, 0], x @ w.T, x.abs() @ w.abs().T, runs * 64)
@@ -184,15 +201,20 @@ def test_tens_of_tokens(tokens, groups, n, runs, rows, programs, at_once):
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
-def test_every_shape_has_a_config(tokens):
-    products = [product for sizes in MODELS.values() for product in sizes.products()]
+@pytest.mark.parametrize("block", [128, 32])
+def test_every_shape_has_a_config(tokens, block):
+    if block == 32 and tokens > 32:
+        pytest.skip("of blocks of 32 Hopper's kernels take up to 32 tokens")
+    products = [product for sizes in (*MODELS.values(), V41_FLASH) for product in sizes.products()]
     shapes = [(max(1, each.groups), each.n, each.k // 128) for each in products]
     for groups, n, runs in ((1, 64, 4), (1, 576, 12), *shapes):
+        if runs % 4 and tokens > 32:
+            continue  # left to Triton
         shape = GemmShape(tokens, n, runs * 128, groups)
-        chosen = choose_sm90_config(shape, TARGETS["sm_90"])
+        chosen = choose_sm90_config(shape, TARGETS["sm_90"], block)
         assert chosen.block_m >= tokens
         assert n % chosen.block_n == 0
-        assert 128 % chosen.block_n == 0  # one scale for all channels of a run
+        assert block % chosen.block_n == 0  # one scale for all rows of a tile
         assert (chosen.kernel == "fp8_wgmma") == (tokens > 32)
         assert runs % chosen.in_flight == 0
         line = 128 * (chosen.block_n + chosen.block_m)
@@ -233,3 +255,19 @@ def test_on_a_gpu(tokens, groups, n, runs):
     bound = FP8_SUMS if rounded else accumulation(runs * 128, torch.float32)
     got = got[0].cpu().view(tokens, groups, n)
     assert_close(got, want, atol=bound, rtol=ulps(torch.bfloat16, 0.5), scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 32])
+@pytest.mark.parametrize(("n", "runs"), [(576, 12), (1792, 40), (5120, 18)])
+@pytest.mark.parametrize("scale_format", ["ue8m0", "fp32"])
+def test_blocks_of_32_on_a_gpu(tokens, n, runs, scale_format):
+    x, x_scales, w, scales, want, scale = made(tokens, 1, n, runs, scale_format, block=32)
+    exact = dequantize_fp8_rows(x[:, 0], x_scales[:, 0], block=32).cuda()
+    how = {"quantize_activations": True, "quant_block": 32, "backend": "gluon_sm90"}
+    weight = w[0].cuda(), scales[0].cuda()
+    if not fp8_block_linear.supports(exact, *weight, **how):
+        pytest.skip("needs Hopper")
+    got = [fp8_block_linear(exact, *weight, **how) for _ in range(2)]
+    assert torch.equal(*got)
+    check(got[0].cpu(), want[:, 0], scale[:, 0], runs * 128)

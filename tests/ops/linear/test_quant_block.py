@@ -13,11 +13,11 @@ from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops._gemm_config import TileConfig
 from anymla.ops.device import INTERPRETED, has_triton
-from anymla.ops.linear import fp8_block_linear, mxfp4_linear
+from anymla.ops.linear import fp8_block_linear, mxfp4_linear, support
 from anymla.ops.linear.config import TritonConfig
 from anymla.ops.moe import config, experts
 from anymla.ops.moe.inputs import ExpertTensors
-from anymla.ops.registry import BackendUnavailable
+from anymla.ops.registry import BackendUnavailable, Support
 
 BLOCK = 32
 
@@ -222,17 +222,29 @@ def test_a_large_channel_hides_those_of_its_block_alone(backend):
         assert out.tolist() == [[left] * 32] * 2
 
 
+def test_hoppers_kernels_take_up_to_32_tokens(monkeypatch):
+    monkeypatch.setattr(support, "triton_support", lambda *_: Support(True))
+    monkeypatch.setattr(support, "runs_gluon", lambda _: True)
+    codes, scales = quantize_fp8_weight(torch.randn(128, 256), block=BLOCK)
+    how = {"quantize_activations": True, "quant_block": BLOCK, "backend": "gluon_sm90"}
+    few, many = torch.randn(32, 256).bfloat16(), torch.randn(33, 256).bfloat16()
+    assert fp8_block_linear.supports(few, codes, scales, **how)
+    found = fp8_block_linear.supports(many, codes, scales, **how)
+    assert found.reason == "blocks of 32 with up to 32 tokens, got 33"
+
+
 def test_kernels_that_know_blocks_of_128_alone_say_so():
     x = torch.randn(2, 128)
     codes, scales = quantize_fp8_weight(torch.randn(128, 128), block=BLOCK)
     reason = "scales of blocks of 128, got 32"
-    for backend in ("gluon_sm90", "vendor", "numba"):
+    for backend in ("vendor", "numba"):
         found = fp8_block_linear.supports(x, codes, scales, quant_block=BLOCK, backend=backend)
         assert not found
         assert reason in found.reason
     with pytest.raises(BackendUnavailable, match=reason):
         fp8_block_linear(x, codes, scales, quant_block=BLOCK, backend="vendor")
-    found = fp8_block_linear.supports(x, codes, scales[:2, :2], quant_block=64, backend="triton")
-    assert "scales of blocks of 128 or 32, got 64" in found.reason
+    for backend in ("triton", "gluon_sm90"):
+        found = fp8_block_linear.supports(x, codes, scales[:2, :2], quant_block=64, backend=backend)
+        assert "scales of blocks of 128 or 32, got 64" in found.reason
     with pytest.raises(ValueError, match=r"fp8_block_linear: scale must be \[1, 1\]"):
         fp8_block_linear(x, codes, scales)

@@ -12,43 +12,46 @@ from torch import Tensor
 
 from anymla.bench.gpu_timing import copies_for
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
-from anymla.formats.fp8_block import quantize_fp8_rows
+from anymla.formats.fp8_block import FP8_BLOCK, quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops.linear import fp8_block_linear, grouped_output_projection_fp8, linear_float32
-from anymla.ops.linear.shapes import MODELS, ProductShape
+from anymla.ops.linear.shapes import MODELS, V41_MODELS, ProductShape
 
 TOKENS = (1, 8, 16, 32, 64, 128)
 _LAYERS = 3
 _HOPPER = "gluon_sm90"
-# Of a product [N, K], in the layer's order.
+# Codes and scales of a product [N, K], in the layer's order.
 Weights = dict[ProductShape, list[tuple[Tensor, Tensor]]]
 
 
 def cases(models: Iterable[str], tokens: Iterable[int]) -> Iterator[Case]:
     """A layer's products, then each of them, then the compressors', for every number of tokens.
 
+    Of V4.1 the output projection by groups, which is bfloat16, and the compressors are left out.
+
     Args:
-        models: "flash" or "pro".
+        models: "flash", "pro" or "flash-41".
         tokens: of a call.
     """
     tokens = tuple(tokens)
     for model in models:
-        sizes = MODELS[model]
-        shapes = sizes.products()
+        sizes = (MODELS | V41_MODELS)[model]
+        block, shapes = sizes.quant_block, sizes.products()
+        if block != FP8_BLOCK:
+            shapes = tuple(shape for shape in shapes if not shape.groups)
         # Held for all numbers of tokens.
-        weights = functools.cache(functools.partial(_weights, shapes))
+        weights = functools.cache(functools.partial(_weights, shapes, block))
         for batch in tokens:
             read = sum(shape.elements for shape in shapes)
             label = f"{model}, {len(shapes)} products of a layer, {batch} tokens"
-            yield _case(
-                "layer", label, functools.partial(_layer, shapes, weights, batch), read, batch
-            )
+            layer = functools.partial(_layer, shapes, weights, batch, block)
+            yield _case("layer", label, layer, read, batch)
             for shape in shapes:
-                one = functools.partial(_product, shape, weights, batch)
+                one = functools.partial(_product, shape, weights, batch, block)
                 label = f"{model} {shape}, {batch} tokens"
                 yield _case("product", label, one, shape.elements, batch)
         both = sizes.compressors[0]
-        for batch in tokens:
+        for batch in tokens if block == FP8_BLOCK else ():
             plain = functools.partial(_compressors, both, batch)
             label = f"{model} {both} bfloat16, {batch} tokens"
             yield _case("product", label, plain, both.elements, batch, width=2)
@@ -96,25 +99,27 @@ def _case(
     return Case(part, label, subjects, judge=judge)
 
 
-def _weights(shapes: tuple[ProductShape, ...], device: torch.device) -> Weights:
-    return {shape: _random_weights(shape, device) for shape in shapes}
+def _weights(shapes: tuple[ProductShape, ...], block: int, device: torch.device) -> Weights:
+    return {shape: _random_weights(shape, block, device) for shape in shapes}
 
 
-def _random_weights(shape: ProductShape, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def _random_weights(
+    shape: ProductShape, block: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
     groups, n, k = max(1, shape.groups), shape.n, shape.k
     made = []
     for _ in range(max(_LAYERS, copies_for(shape.elements))):
         codes = torch.randint(0, 256, (groups, n, k), dtype=torch.uint8, device=device)
         codes[(codes & 127) == 127] = 0  # no NaN
-        scales = torch.randint(118, 124, (groups, n // 128, k // 128), device=device)
+        scales = torch.randint(118, 124, (groups, n // block, k // block), device=device)
         made.append((codes, torch.exp2(scales.float() - 127)))
     return made
 
 
 def _calls(
-    shape: ProductShape, weights: list[tuple[Tensor, Tensor]], tokens: int
+    shape: ProductShape, weights: list[tuple[Tensor, Tensor]], tokens: int, block: int
 ) -> list[Callable[[], object]]:
-    """One call for every weight, of activations that come quantised."""
+    """One call for every weight, of activations that come quantised where a scale is of 128."""
     groups, k = shape.groups, shape.k
     x = torch.randn(tokens * max(1, groups), k, device=weights[0][0].device).bfloat16()
     codes, scales = quantize_fp8_rows(x)
@@ -125,9 +130,11 @@ def _calls(
             functools.partial(grouped_output_projection_fp8, heads, scales, *weight)
             for weight in weights
         ]
-    rows = QuantizedRows.empty(tokens, k, x.device)
-    rows.codes[:tokens], rows.scales[:tokens] = codes, scales
-    given: dict[str, Any] = {"codes": rows.codes, "code_scales": rows.scales}
+    given: dict[str, Any] = {"quant_block": block}
+    if block == FP8_BLOCK:
+        rows = QuantizedRows.empty(tokens, k, x.device)
+        rows.codes[:tokens], rows.scales[:tokens] = codes, scales
+        given = {"codes": rows.codes, "code_scales": rows.scales}
     return [
         functools.partial(
             fp8_block_linear, x, codes[0], scales[0], quantize_activations=True, **given
@@ -137,18 +144,23 @@ def _calls(
 
 
 def _product(
-    shape: ProductShape, weights: Callable[[torch.device], Weights], tokens: int, clock: Clock
+    shape: ProductShape,
+    weights: Callable[[torch.device], Weights],
+    tokens: int,
+    block: int,
+    clock: Clock,
 ) -> tuple[list[Callable[[], object]], int]:
-    return _calls(shape, weights(clock.device)[shape], tokens), 1
+    return _calls(shape, weights(clock.device)[shape], tokens, block), 1
 
 
 def _layer(
     shapes: tuple[ProductShape, ...],
     weights: Callable[[torch.device], Weights],
     tokens: int,
+    block: int,
     clock: Clock,
 ) -> tuple[list[Callable[[], object]], int]:
-    calls = [_calls(shape, weights(clock.device)[shape], tokens) for shape in shapes]
+    calls = [_calls(shape, weights(clock.device)[shape], tokens, block) for shape in shapes]
     return [lambda: [each[i]() for i in range(_LAYERS) for each in calls]], _LAYERS
 
 

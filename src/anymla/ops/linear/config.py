@@ -26,9 +26,13 @@ OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float
 
 # Threshold, and what it was measured on (rows of the weight x channels).
 #
-# Hopper. Tiles over SMs: nearly two waves, not so nearly, more than one, nearly one, and most of
-# one: all products of both models, 1 to 128 tokens.
-_TWO_WAVES, _HALF_OF_TWO, _MORE_THAN_ONE, _ONE_WAVE, _MOST_OF_ONE = 1.8, 1.6, 1.2, 0.9, 0.65
+# Hopper. Tiles over SMs: nearly two waves, more than one, nearly one, and most of one: all products
+# of both models, 17 to 128 tokens.
+_TWO_WAVES, _MORE_THAN_ONE, _ONE_WAVE, _MOST_OF_ONE = 1.8, 1.2, 0.9, 0.65
+# Tokens up to which two CTAs an SM are best, in chains of all products: V4-Flash's six with 1, 8
+# and 16 tokens 43.5, 43.3 and 46.7 us (45.0, 46.4 and 53.6 with one), V4-Pro's 99.6, 99.5 and 103.9
+# (99.4, 102.3 and 123.3).
+_VERY_FEW = 16
 # K blocks up to which a tile's sums are soon exchanged, which warps with rows of their own need
 # not do: wq_b, 32768 x 1024 and 65536 x 1536. K blocks from which what a deep ring gains is more
 # than what the next kernel does, which does not fit beside it then: wo_b of V4-Pro, 7168 x 16384,
@@ -117,38 +121,52 @@ class Sm90Config:
     in_flight: int = 1
 
 
-def choose_sm90_config(shape: GemmShape, target: Target) -> Sm90Config:
-    """The config of FP8 products, 1 to 128 tokens by a multiple of 64 rows."""
+def choose_sm90_config(
+    shape: GemmShape, target: Target, quant_block: int = FP8_BLOCK
+) -> Sm90Config:
+    """The config of FP8 products, 1 to 128 tokens by a multiple of 64 rows.
+
+    With 32 rows and channels a scale it is "warp_split_k", for up to MAX_EXACT_TOKENS.
+    """
 
     def waves(block_n: int) -> float:
         tiles = shape.groups * shape.n / block_n
         return tiles / target.sm_count if shape.n % block_n == 0 else 0.0
 
-    few = shape.tokens <= MAX_EXACT_TOKENS
-    config = (_mma_config if few else _wgmma_config)(shape.tokens, shape.k // FP8_BLOCK, waves)
+    few, k_blocks = shape.tokens <= MAX_EXACT_TOKENS, shape.k // FP8_BLOCK
+    if shape.tokens <= _VERY_FEW:
+        config = _very_few_config(shape.tokens, k_blocks, waves)
+    elif quant_block != FP8_BLOCK:
+        config = _small_blocks_config(waves)
+    else:
+        config = (_mma_config if few else _wgmma_config)(shape.tokens, k_blocks, waves)
     least = 0.5 if few else _MOST_OF_ONE
     while config.block_n > 16 and waves(config.block_n) < least:
         config = dataclasses.replace(config, block_n=config.block_n // 2)
     return config
 
 
+def _very_few_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> Sm90Config:
+    """Two CTAs an SM; where there are few tiles, more of them, and K shared by more warps."""
+    block_m = 8 if tokens <= 8 else 16
+    if waves(32) <= 1.0 and k_blocks > _SHORT_K:
+        return Sm90Config("warp_split_k", 16, block_m, 8, 2, 2, 80)
+    return Sm90Config("warp_split_k", 32, block_m, 4, 3, 2, 96)
+
+
 def _mma_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> Sm90Config:
-    short = k_blocks <= _SHORT_K and waves(128) > _TWO_WAVES
-    if tokens <= 8:
-        if short and k_blocks % 8:
-            return Sm90Config("warp_split_k", 64, 8, 4, 3, 1, 104)
-        if _MORE_THAN_ONE < waves(32) < _HALF_OF_TWO:
-            return Sm90Config("warp_split_k", 16, 8, 8, 4, 1, 64)
-        return Sm90Config("warp_split_k", 32, 8, 8, 2, 1, 64)
-    if tokens <= 16:
-        if short:
-            return Sm90Config("warp_split_k", 64, 16, 4, 3, 1, 128)
-        return Sm90Config("warp_split_k", 32, 16, 8, 2, 1, 80)
-    if short:
+    if k_blocks <= _SHORT_K and waves(128) > _TWO_WAVES:
         return Sm90Config("warp_split_n", 128, 32, 4, 2, 2, 96)
     if waves(32) > _MORE_THAN_ONE:
         return Sm90Config("warp_split_k", 32, 32, 4, 3, 2, 104)
     return Sm90Config("warp_split_k", 32, 32, 8, 2, 1, 128)
+
+
+def _small_blocks_config(waves: Callable[[int], float]) -> Sm90Config:
+    """A scale for 32 rows and channels: no tile has rows of two."""
+    if waves(32) < _MOST_OF_ONE:
+        return Sm90Config("warp_split_k", 16, 32, 8, 3, 1, 104)
+    return Sm90Config("warp_split_k", 32, 32, 4, 2, 2, 128)
 
 
 def _wgmma_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> Sm90Config:

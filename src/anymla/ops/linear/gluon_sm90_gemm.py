@@ -19,8 +19,10 @@ Barriers: full[i] TMA -> consumer, empty[i] consumer -> producer.
 Consumers of mma.sync decode codes to float16 in registers, whose products are exact, and add them
 in float32; the sum of each K block is then scaled. Channels go into the instruction in another
 order, the same for both operands: a thread has eight neighbours of a line's 32 packed int32, so
-that it reads 16 bytes at a time. A tile of fp8_wgmma has few rows rather than a part of K, so that
-no sums are exchanged; its activations are read once more for every tile, from L2.
+that it reads 16 bytes at a time. Where 32 channels share a scale (warp_split_k alone takes that) it
+has two of each eight, so that the channels of an instruction are of one quant block. A tile of
+fp8_wgmma has few rows rather than a part of K, so that no sums are exchanged; its activations are
+read once more for every tile, from L2.
 """
 
 from typing import Any, NamedTuple
@@ -70,7 +72,7 @@ class Gemm(NamedTuple):
         tiles: of all CTAs.
         groups: products.
         x_scale_token: elements from a token's scale to the next token's.
-        x_scale_k: elements from a K block's scale to the next K block's.
+        x_scale_k: elements from a quant block's scale to the next quant block's.
     """
 
     x_scales: Any
@@ -86,11 +88,12 @@ class Gemm(NamedTuple):
 
 
 @gluon.constexpr_function
-def packed_layout(warps, rows):
+def packed_layout(warps, rows, quant):
     """[warps, rows, 32] packed int32 as operands: warps, rows of eight, 4 threads a row."""
-    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    mine, of_row = ((1, 2, 4), (8, 16)) if quant == 128 else ((1, 8, 16), (2, 4))
+    registers = [[0, 0, word] for word in mine]
     registers += [[0, 1 << bit, 0] for bit in range(3, rows.bit_length() - 1)]
-    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    lanes = [[0, 0, word] for word in of_row] + [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
     shared = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, shared, [], [warps, rows, 32])
 
@@ -110,11 +113,24 @@ def _e4m3_to_fp16(packed):
 
 @gluon.jit
 def decode_e4m3(packed):
-    """Packed e4m3 int32 [.., 32] to float16 [.., 128], in the order of ``packed_layout``."""
+    """Packed e4m3 int32 [.., n] to float16 [.., 4 n], in the order of ``packed_layout``."""
     W: gl.constexpr = packed.shape[0]
     BLOCK_N: gl.constexpr = packed.shape[1]
-    value = gl.reshape(_e4m3_to_fp16(packed), (W, BLOCK_N, 4, 8, 4))
-    return gl.reshape(gl.permute(value, (0, 1, 3, 2, 4)), (W, BLOCK_N, _K_BLOCK))
+    WORDS: gl.constexpr = packed.shape[2]
+    value = gl.reshape(_e4m3_to_fp16(packed), (W, BLOCK_N, 4, WORDS // 4, 4))
+    return gl.reshape(gl.permute(value, (0, 1, 3, 2, 4)), (W, BLOCK_N, 4 * WORDS))
+
+
+@gluon.jit
+def quarters(packed):
+    """Packed int32 [.., 32] as four [.., 8]."""
+    W: gl.constexpr = packed.shape[0]
+    BLOCK_N: gl.constexpr = packed.shape[1]
+    parts = gl.permute(gl.reshape(packed, (W, BLOCK_N, 2, 2, 8)), (0, 1, 4, 2, 3))
+    even, odd = gl.split(parts)
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
 
 
 @gluon.jit
@@ -238,12 +254,22 @@ def produce(
 
 
 @gluon.jit
+def _load_scales(at, stride, mask, BLOCKS: gl.constexpr):
+    """A tuple of the scales at ``at`` and of those of the BLOCKS - 1 quant blocks after."""
+    found = ()
+    for block in gl.static_range(BLOCKS):
+        found = found + (gl.load(at + block * stride, mask=mask, other=0),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
 def _consume_split_k(
     ring, gemm,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    MN_MAJOR: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
+    MN_MAJOR: gl.constexpr, BF16: gl.constexpr, QUANT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k = gemm
+    BLOCKS: gl.constexpr = 128 // QUANT  # quant blocks of a K block
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2 if BF16 else 4)
     B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2 if BF16 else 4)
@@ -253,19 +279,17 @@ def _consume_split_k(
     )
     first = gl.program_id(0)
     ctas = gl.num_programs(0)
-    blocks = (n + 127) // 128
+    row_blocks = (n + QUANT - 1) // QUANT
+    line_scales = k_blocks * BLOCKS
     column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, FACTORS))
     k_block = gl.arange(0, WARPS, layout=gl.SliceLayout(1, FACTORS))
     out_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, STORE)))
     out_token = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(0, STORE)))
     if not BF16:
         x_group = first * BLOCK_N // n
-        s_at = (
-            scales
-            + (x_group * blocks + (first * BLOCK_N - x_group * n) // 128) * k_blocks
-            + k_block
-        )
-        w_scale = gl.load(s_at, mask=k_block < k_blocks, other=0)
+        row_block = (first * BLOCK_N - x_group * n) // QUANT
+        s_at = scales + (x_group * row_blocks + row_block) * line_scales + k_block * BLOCKS
+        w_scales = _load_scales(s_at, 1, k_block < k_blocks, BLOCKS)
     if PDL:
         gdc_wait()
     if not BF16:
@@ -273,14 +297,14 @@ def _consume_split_k(
             # MN-major scales have memory for rows in multiples of 16.
             x_scale_k = x_scale_k // 16 * 16
         f_at = gl.expand_dims(column if MN_MAJOR else column * x_scale_token, 0)
-        f_at = x_scales + (f_at + gl.expand_dims(k_block * x_scale_k, 1))
+        f_at = x_scales + (f_at + gl.expand_dims(k_block * BLOCKS * x_scale_k, 1))
         inside = gl.expand_dims((column // 16 * 16 if MN_MAJOR else column) < tokens, 0)
         # Of the step after the one that is multiplied.
         x_tile = first
         x_block = 0
-        scale = gl.load(
-            f_at + x_group * k_blocks * x_scale_k,
-            mask=gl.expand_dims(k_block < k_blocks, 1) & inside, other=0.0,
+        factors = _load_scales(
+            f_at + x_group * line_scales * x_scale_k, x_scale_k,
+            gl.expand_dims(k_block < k_blocks, 1) & inside, BLOCKS,
         )  # fmt: skip
     step = 0
     for tile in range(first, tiles, ctas):
@@ -288,24 +312,25 @@ def _consume_split_k(
         sums = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=SUMS)
         for _ in range(0, k_blocks, WARPS):
             if not BF16:
-                factor = scale * gl.expand_dims(decode_scale(w_scale), 1)
+                now, w_now = factors, w_scales
                 x_block += WARPS
                 if x_block >= k_blocks:
                     x_block = 0
                     x_tile += ctas
                     x_group = x_tile * BLOCK_N // n
-                    block = (x_tile * BLOCK_N - x_group * n) // 128
-                    s_at = scales + (x_group * blocks + block) * k_blocks + k_block
+                    row_block = (x_tile * BLOCK_N - x_group * n) // QUANT
+                    s_at = scales + (x_group * row_blocks + row_block) * line_scales
+                    s_at += k_block * BLOCKS
                 remaining = gl.where(x_tile < tiles, k_blocks - x_block, 0)
-                scale = gl.load(
-                    f_at + (x_group * k_blocks + x_block) * x_scale_k,
-                    mask=gl.expand_dims(k_block < remaining, 1) & inside, other=0.0,
+                factors = _load_scales(
+                    f_at + (x_group * line_scales + x_block * BLOCKS) * x_scale_k, x_scale_k,
+                    gl.expand_dims(k_block < remaining, 1) & inside, BLOCKS,
                 )  # fmt: skip
-                w_scale = gl.load(s_at + x_block, mask=k_block < remaining, other=0)
+                w_scales = _load_scales(s_at + x_block * BLOCKS, 1, k_block < remaining, BLOCKS)
             slot = step % STAGES
             mbarrier.wait(ring.full.index(slot), (step // STAGES) & 1)
-            packed = ring.w.index(slot).load(packed_layout(WARPS, BLOCK_N))
-            x_packed = ring.x.index(slot).load(packed_layout(WARPS, BLOCK_M))
+            packed = ring.w.index(slot).load(packed_layout(WARPS, BLOCK_N, QUANT))
+            x_packed = ring.x.index(slot).load(packed_layout(WARPS, BLOCK_M, QUANT))
             # What has been read must have arrived before TMA writes valid again: a
             # barrier alone does not wait for reads in flight.
             fence_async_shared()
@@ -315,10 +340,14 @@ def _consume_split_k(
                 b = gl.convert_layout(gl.permute(unpack_bf16(x_packed), (0, 2, 1)), B)
                 sums = mma_v2(a, b, sums)
             else:
-                a = gl.convert_layout(decode_e4m3(packed), A)
-                b = gl.convert_layout(gl.permute(decode_e4m3(x_packed), (0, 2, 1)), B)
-                part = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=SUMS))
-                sums += part * gl.expand_dims(factor, 1)
+                w_parts = (packed,) if BLOCKS == 1 else quarters(packed)
+                x_parts = (x_packed,) if BLOCKS == 1 else quarters(x_packed)
+                for block in gl.static_range(BLOCKS):
+                    a = gl.convert_layout(decode_e4m3(w_parts[block]), A)
+                    b = gl.convert_layout(gl.permute(decode_e4m3(x_parts[block]), (0, 2, 1)), B)
+                    none = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=SUMS)
+                    factor = now[block] * gl.expand_dims(decode_scale(w_now[block]), 1)
+                    sums += mma_v2(a, b, none) * gl.expand_dims(factor, 1)
             step += 1
         total = gl.sum(gl.convert_layout(sums, STORE), 0)
         at = gl.expand_dims(out_token * groups + group, 0) * n
@@ -335,16 +364,16 @@ def warp_split_k_kernel(
     x_desc, x_scales, w_desc, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token,
     x_scale_k,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    MN_MAJOR: gl.constexpr, BF16: gl.constexpr, PDL: gl.constexpr,
+    MN_MAJOR: gl.constexpr, BF16: gl.constexpr, QUANT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """X @ w^T with a K block a warp (``warp_split_k``).
 
     Args:
         x_desc: int32 [groups * K / 128, T, 32], e4m3 codes; boxes [WARPS, BLOCK_M, 32].
-        x_scales: float32, of K block r of token t and group g at
-            t * x_scale_token + (g * k_blocks + r) * x_scale_k.
+        x_scales: float32, of quant block r of token t and group g at
+            t * x_scale_token + (g * K / QUANT + r) * x_scale_k.
         w_desc: int32 [K / 128, groups * n, 32], the weight's codes; boxes [WARPS, BLOCK_N, 32].
-        scales: uint8 (ue8m0) or float32 [groups, ceil(n / 128), K / 128].
+        scales: uint8 (ue8m0) or float32 [groups, ceil(n / QUANT), K / QUANT].
         out: [T, groups, n].
         tokens: T, at most BLOCK_M.
         n: rows of a group, a multiple of BLOCK_N.
@@ -353,12 +382,13 @@ def warp_split_k_kernel(
         groups: see above.
         x_scale_token: see above.
         x_scale_k: see above.
-        BLOCK_N: 16, 32 or 64.
+        BLOCK_N: 16, 32 or 64, at most QUANT.
         BLOCK_M: tokens of the tile, at least 8.
         WARPS: of the consumer.
         STAGES: of the ring.
         MN_MAJOR: x_scale_token is 1; there are scales of as many rows as ``QuantizedRows`` has.
         BF16: both operands are bfloat16, K blocks are 64 channels, and there are no scales.
+        QUANT: rows of the weight, and channels of both operands, that share a scale: 128 or 32.
         PDL: launched before what makes x has ended.
     """
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, BLOCK_N, 32], w_desc.layout)
@@ -375,8 +405,7 @@ def warp_split_k_kernel(
     gl.warp_specialize(
         [
             (_consume_split_k, (
-                ring, gemm, BLOCK_N, BLOCK_M, WARPS, STAGES, MN_MAJOR,
-                BF16, PDL,
+                ring, gemm, BLOCK_N, BLOCK_M, WARPS, STAGES, MN_MAJOR, BF16, QUANT, PDL,
             )),
             (produce, (
                 x_desc, w_desc, ring, n, k_blocks, tiles, BLOCK_N,

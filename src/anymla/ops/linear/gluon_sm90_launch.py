@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import ROW_STEP
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
-from anymla.ops._triton_quantize import quantize_rows_mn_major
+from anymla.ops._triton_quantize import quantize_rows, quantize_rows_mn_major
 from anymla.ops.device import target_of
 from anymla.ops.linear.config import (
     BF16_BLOCK_K,
@@ -49,7 +49,9 @@ def fp8_block_linear(
     assert quantize_activations
     rows = x.reshape(-1, x.shape[-1])
     tokens = len(rows)
-    if codes is None or code_scales is None:
+    if quant_block != FP8_BLOCK:
+        codes, code_scales = quantize_rows(rows.contiguous(), quant_block)
+    elif codes is None or code_scales is None:
         codes, code_scales = quantize_rows_mn_major(rows.contiguous(), ROW_STEP)
     out = _gemm(
         codes[:tokens].unsqueeze(1),
@@ -57,6 +59,7 @@ def fp8_block_linear(
         weight.unsqueeze(0),
         scale.unsqueeze(0),
         x.dtype,
+        quant_block,
     )
     return out.view(*x.shape[:-1], len(weight))
 
@@ -76,11 +79,20 @@ def grouped_output_projection_fp8(
     return _gemm(codes, scales, wo_a, wo_a_scale, OUT_DTYPES[out_dtype]).flatten(1)
 
 
-def _gemm(x: Tensor, x_scales: Tensor, w: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    out_dtype: torch.dtype,
+    quant_block: int = FP8_BLOCK,
+) -> Tensor:
     """``launch_gemm`` with the config for the shape."""
     (tokens, groups, k), target = x.shape, target_of(x.device)
-    config = choose_sm90_config(GemmShape(tokens, w.shape[1], k, groups), target)
-    return launch_gemm(x, x_scales, w, scales, out_dtype, config, target.sm_count)
+    config = choose_sm90_config(GemmShape(tokens, w.shape[1], k, groups), target, quant_block)
+    return launch_gemm(
+        x, x_scales, w, scales, out_dtype, config, target.sm_count, quant_block=quant_block
+    )
 
 
 def launch_gemm(
@@ -92,30 +104,33 @@ def launch_gemm(
     config: Sm90Config,
     sm_count: int,
     pdl: bool = True,
+    quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """Multiply every group's activations by its weight.
 
     Args:
         x: uint8 [T, G, K], contiguous e4m3 codes.
-        x_scales: float32 [T, G, K / 128]; groups lie as if they were K blocks. Where tokens are
-            next to each other, there is memory for as many as ``QuantizedRows`` has.
+        x_scales: float32 [T, G, K / b], b = quant_block; groups lie as if they were quant blocks.
+            Where tokens are next to each other, there is memory for as many as ``QuantizedRows``
+            has.
         w: uint8 [G, N, K], contiguous codes.
-        scales: contiguous [G, ceil(N / 128), K / 128].
+        scales: contiguous [G, ceil(N / b), K / b].
         out_dtype: of the result.
         config: kernel and tile.
         sm_count: of the device.
         pdl: launch as a programmatic dependent of the grid before.
+        quant_block: rows of the weight, and channels, that share a scale; 32 in "warp_split_k".
 
     Returns:
         [T, G, N].
     """
     tokens, groups, width = x.shape
     n, k_blocks = w.shape[1], width // FP8_BLOCK
-    assert groups == 1 or x_scales.stride(1) == k_blocks * x_scales.stride(2)
+    assert groups == 1 or x_scales.stride(1) == width // quant_block * x_scales.stride(2)
     out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)
     tiles = groups * n // config.block_n
     numbers = (tokens, n, k_blocks, tiles, groups, x_scales.stride(0), x_scales.stride(2))
-    launch = _multiplication(config, numbers, sm_count, pdl, x.device)
+    launch = _multiplication(config, numbers, sm_count, pdl, x.device, quant_block)
     given = (_aligned(x), tokens, groups * k_blocks, config.block_m)
     weight = (w, groups * n, k_blocks, config.block_n)
     if config.kernel == "warp_split_k":
@@ -130,20 +145,27 @@ def launch_gemm(
 
 @functools.lru_cache(LAUNCHES)
 def _multiplication(
-    config: Sm90Config, numbers: tuple[int, ...], sm_count: int, pdl: bool, device: torch.device
+    config: Sm90Config,
+    numbers: tuple[int, ...],
+    sm_count: int,
+    pdl: bool,
+    device: torch.device,
+    quant_block: int,
 ) -> PreparedLaunch:
     """Of kernels for FP8 weights, which have the same ``numbers``."""
     tiles, scale_stride = numbers[3], numbers[5]
     grid = (min(tiles, config.ctas_per_sm * sm_count),)
     constants = {"BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "STAGES": config.stages}
     constants |= _options(config, device, pdl)
+    assert quant_block == FP8_BLOCK or config.kernel == "warp_split_k"
     if config.kernel == "fp8_wgmma":
         constants["IN_FLIGHT"] = config.in_flight
         return PreparedLaunch(fp8_wgmma_kernel, grid, *numbers, **constants)
     constants |= {"WARPS": config.warps, "MN_MAJOR": scale_stride == 1}
     if config.kernel == "warp_split_n":
         return PreparedLaunch(warp_split_n_kernel, grid, *numbers, **constants)
-    return PreparedLaunch(warp_split_k_kernel, grid, *numbers, BF16=False, **constants)
+    constants |= {"BF16": False, "QUANT": quant_block}
+    return PreparedLaunch(warp_split_k_kernel, grid, *numbers, **constants)
 
 
 def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int, pdl: bool = True) -> Tensor:
@@ -155,7 +177,7 @@ def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int, pdl: bool
         _blocked_descriptor(_aligned(x), tokens, k_blocks, config.block_m, config.warps), None,
         _blocked_descriptor(w, n, k_blocks, config.block_n, config.warps), None, out, tokens, n,
         k_blocks, tiles, 1, 0, 0, BLOCK_N=config.block_n, BLOCK_M=config.block_m,
-        WARPS=config.warps, STAGES=config.stages, MN_MAJOR=False, BF16=True,
+        WARPS=config.warps, STAGES=config.stages, MN_MAJOR=False, BF16=True, QUANT=FP8_BLOCK,
         **_options(config, x.device, pdl),
     )  # fmt: skip
     return out

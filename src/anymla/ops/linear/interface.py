@@ -412,7 +412,7 @@ for _operation, _backend, _module, _supports in (
     (linear_float32, "vendor", _VENDOR, vendor_plain_support),
     (linear_float32, "gluon_sm90", _SM90, gluon_bf16_support),
     (fp8_block_linear, "vendor", _VENDOR, in_blocks_of_128(vendor_support)),
-    (fp8_block_linear, "gluon_sm90", _SM90, in_blocks_of_128(gluon_support)),
+    (fp8_block_linear, "gluon_sm90", _SM90, in_blocks_of(QUANT_BLOCKS, gluon_support, told=True)),
     (fp8_block_linear, "triton", _LAUNCH, in_blocks_of(QUANT_BLOCKS, float32_support)),
     (mxfp4_linear, "triton", _LAUNCH, in_blocks_of(QUANT_BLOCKS, float32_support)),
     (nvfp4_linear, "triton", _LAUNCH, float32_support),

@@ -49,6 +49,7 @@ class LayerShape:
         o_rank: rows of a group of the output projection.
         index_heads: heads of the indexer.
         index_dim: their channels.
+        quant_block: rows and channels of an FP8 weight that share a scale.
     """
 
     hidden: int
@@ -60,6 +61,7 @@ class LayerShape:
     o_rank: int = 1024
     index_heads: int = 64
     index_dim: int = 128
+    quant_block: int = 128
 
     def products(self, ranks: int = 1) -> tuple[ProductShape, ...]:
         """The FP8 products of every layer, in its order, as one of so many GPUs has them."""
@@ -100,10 +102,13 @@ class LayerShape:
 
 V4_FLASH = LayerShape(hidden=4096, q_rank=1024, heads=64, groups=8, inner=2048)
 V4_PRO = LayerShape(hidden=7168, q_rank=1536, heads=128, groups=16, inner=3072)
-V41_FLASH = LayerShape(hidden=5120, q_rank=1280, heads=64, groups=8, inner=2304, index_heads=32)
+V41_FLASH = LayerShape(
+    hidden=5120, q_rank=1280, heads=64, groups=8, inner=2304, index_heads=32, quant_block=32
+)
 # Keys and value of V4.1's n-grams, from 24 rows of 256 channels.
 V41_NGRAMS = ProductShape("engram wkv", 5 * V41_FLASH.hidden, 24 * 256)
 MODELS = {"flash": V4_FLASH, "pro": V4_PRO}
+V41_MODELS = {"flash-41": V41_FLASH}
 # No whole blocks of rows or channels.
 ODD = ProductShape("odd", 1000, 1120)
 # GPUs that share a model.

@@ -47,6 +47,7 @@ def gluon_support(
     quantize_activations: bool = False,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Support:
     """``supports`` of ``fp8_block_linear`` by Hopper's kernels."""
     support = triton_support(x)
@@ -55,6 +56,9 @@ def gluon_support(
     if not quantize_activations or x.dtype == torch.float64:
         return Support(False, "only activations of up to 32 bits that are quantised")
     tokens = x.numel() // max(1, x.shape[-1])
+    if quant_block != FP8_BLOCK and tokens > MAX_EXACT_TOKENS:
+        reason = f"blocks of {quant_block} with up to {MAX_EXACT_TOKENS} tokens, got {tokens}"
+        return Support(False, reason)
     return _gluon_gemm_support(tokens, weight, scale, x.dtype == torch.float32)
 
 
