@@ -230,7 +230,7 @@ def test_hoppers_kernels_take_up_to_32_tokens(monkeypatch):
     few, many = torch.randn(32, 256).bfloat16(), torch.randn(33, 256).bfloat16()
     assert fp8_block_linear.supports(few, codes, scales, **how)
     found = fp8_block_linear.supports(many, codes, scales, **how)
-    assert found.reason == "blocks of 32 with up to 32 tokens, got 33"
+    assert "blocks of 32 with up to 32 tokens, got 33" in found.reason
 
 
 def test_kernels_that_know_blocks_of_128_alone_say_so():
