@@ -112,16 +112,20 @@ def test_what_was_measured_faster_is_taken_there_alone(monkeypatch: pytest.Monke
     assert not replaced(cuda(10), "auto")
     (mhc,) = [part for part in report.plan(cuda(9), "auto") if part.name == report.MHC]
     assert mhc.why == "measured faster: a file"
-    monkeypatch.setattr(report, "installed_version", lambda: ADMITTED)
+    monkeypatch.setattr(report, "installed_version", lambda: "0.31.0")
     assert not replaced(cuda(9), "auto")
 
 
-def test_what_is_faster_as_a_whole_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_faster_as_a_whole_is_taken_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "installed_version", lambda: "0.33.0")
-    for capability, said in ((9, True), (10, False)):
-        for part in report.plan(cuda(capability), "auto")[:4]:
-            assert not part.replaced
-            assert ("ANYMLA_VLLM=force takes them" in part.why) == said
+    taken = [part for part in report.plan(cuda(9), "auto") if part.name in report.PARTS]
+    assert {part.name for part in taken} == set(report.PARTS)
+    for part in taken:
+        assert (part.replaced, part.for_speed) == (True, True)
+        assert (
+            part.why == "measured faster with all parts: H200, benchmarks/results/vllm_h200.jsonl"
+        )
+    assert not replaced(cuda(10), "auto")
 
 
 @pytest.mark.parametrize(

