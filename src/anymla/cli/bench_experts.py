@@ -18,7 +18,11 @@ _PEERS = ("marlin", "triton_kernels", "humming", "humming_token")
 @click.command()
 @json_option
 @click.option(
-    "--model", "models", multiple=True, type=click.Choice(["flash", "pro"]), default=("flash",)
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Choice(["flash", "pro", "flash-41"]),
+    default=("flash",),
 )
 @click.option("--experts", "count", default=32, show_default=True, type=click.IntRange(min=6))
 @click.option("--tokens", "tokens", multiple=True, type=click.IntRange(min=1), help="Repeatable.")

@@ -18,9 +18,9 @@ E, K, D, I = 4, 2, 512, 512  # noqa: E741
 LIMIT = 1.5
 
 
-def operands(x):
+def operands(x, quant=128):
     """Codes in the order of decoded words, and scales."""
-    codes, scales = quantize_fp8_rows(x)
+    codes, scales = quantize_fp8_rows(x, quant)
     place = torch.arange(x.shape[1])
     within = place % 32
     channel = place - within + 8 * (within // 4 % 4) + 2 * (within % 4) + within // 16
@@ -46,8 +46,8 @@ def plan(ids, columns, experts=E):
 
 
 def launched(x, x_scales, weights, made, tensors, out, columns, config_):
-    """One of the two products by a kernel of ``config_``: CTAs, rows, channels, IN_FLIGHT."""
-    ctas, rows, channels, in_flight = config_
+    """One of the two products by a kernel of ``config_``: CTAs, rows, channels, IN_FLIGHT, QUANT."""
+    ctas, rows, channels, in_flight, quant = config_
     order, table, most = made
     matrices = [each for tensor in tensors for each in (tensor, tensor.stride(0), None)]
     up = len(tensors) == 4
@@ -57,7 +57,7 @@ def launched(x, x_scales, weights, made, tensors, out, columns, config_):
         *([] if up else [None] * 6), out, most, LIMIT, K=width, OUT=out.shape[1],
         PER_TOKEN=K if up else 1, M=rows, N=columns, CHUNK=channels,
         STAGES=width // channels - 1, UP=up, W_UNIT=1, WARPS=rows // 16, CTAS_PER_SM=1,
-        BATCH=2, IN_FLIGHT=in_flight, PDL=True, num_warps=rows // 16,
+        BATCH=2, IN_FLIGHT=in_flight, QUANT=quant, PDL=True, num_warps=rows // 16,
     )  # fmt: skip
 
 
@@ -68,21 +68,23 @@ def random_matrices():
     return (*quantize_mxfp4(torch.stack((w1, w3))), *quantize_mxfp4(w2))
 
 
-def both(x, ids, weights, matrices, columns, up, down):
+def both(x, ids, weights, matrices, columns, up, down, quant=128):
     """The sum over a token's experts by the kernels, and by the reference."""
     tokens, (w13, s13, w2, s2) = len(x), matrices
     made = plan(ids, columns)
     inner, results = (torch.full((tokens * K, n), torch.nan).bfloat16() for n in (I, D))
     flat = weights.flatten()
-    launched(*operands(x), flat, made, (w13[0], s13[0], w13[1], s13[1]), inner, columns, up)
-    launched(inner, None, flat, made, (w2, s2), results, columns, down)
+    gate_up = w13[0], s13[0], w13[1], s13[1]
+    launched(*operands(x, quant), flat, made, gate_up, inner, columns, (*up, quant))
+    launched(inner, None, flat, made, (w2, s2), results, columns, (*down, quant))
     here = ((ids >= 0) & (ids < E)).flatten()
     assert results[~here].isnan().all()
     results[~here] = 0
     got = results.view(tokens, K, D).float().sum(1).bfloat16()
     want = experts(
         x, ids, weights, *(list(w) for w in (*w13, w2)), *(list(s) for s in (*s13, s2)),
-        weight_format="mxfp4", swiglu_limit=LIMIT, quantize_activations=True, backend="reference",
+        weight_format="mxfp4", swiglu_limit=LIMIT, quantize_activations=True, quant_block=quant,
+        backend="reference",
     )  # fmt: skip
     return got, want
 
@@ -94,14 +96,17 @@ def both(x, ids, weights, matrices, columns, up, down):
         (11, 16, (4, 128, 256, 0), (3, 64, 256, 4)),
     ],
 )
-def test_grouped_gemms(tokens, columns, up, down):
+@pytest.mark.parametrize("quant", [128, 32])
+def test_grouped_gemms(tokens, columns, up, down, quant):
     matrices = random_matrices()
     s2 = matrices[3]
     s2[1, 5, 3], s2[1, 9, 2] = 0, 255
-    x, weights = torch.randn(tokens, D).bfloat16(), torch.rand(tokens, K)
+    # Channels of unlike size, so that it matters which of them share a scale.
+    sizes = (2.0 ** torch.randint(-6, 3, (D // 32,))).repeat_interleave(32)
+    x, weights = (torch.randn(tokens, D) * sizes).bfloat16(), torch.rand(tokens, K)
     ids = torch.rand(tokens, E).argsort(1)[:, :K].int()
     ids[0, 0] = E + 3
-    got, want = both(x, ids, weights, matrices, columns, up, down)
+    got, want = both(x, ids, weights, matrices, columns, up, down, quant)
     spoiled = want.isnan()
     assert torch.equal(got.isnan(), spoiled)
     assert spoiled.any() == (ids == 1).any()
@@ -125,11 +130,12 @@ def test_one_token_is_a_row_of_two():
 @pytest.mark.parametrize(
     ("tokens", "columns", "count"), [(2, 8, E), (9, 8, E), (90, 16, E), (150, 8, 70)]
 )
-def test_pairs_by_expert_and_operands(tokens, columns, count):
+@pytest.mark.parametrize("quant", [128, 32])
+def test_pairs_by_expert_and_operands(tokens, columns, count, quant):
     ids = torch.rand(tokens, count).argsort(1)[:, :K].int() + 3
     ids[0, 0], ids[-1, 1] = -1, count + 3
     x = torch.randn(tokens, 128).bfloat16()
-    coded, scales, made = align_and_quantize(x, ids, count, 3, columns)
+    coded, scales, made = align_and_quantize(x, ids, count, 3, columns, quant)
     order, table, most = plan(ids - 3, columns, count)
     assert made.count == most
     assert_identical(made.sorted_pairs[: len(order)], order)
@@ -137,7 +143,7 @@ def test_pairs_by_expert_and_operands(tokens, columns, count):
     assert made.blocks[-1] == blocks
     got, want = made.blocks[:-1].view(3, most), table[:-1].view(3, most)
     assert_identical(got[:, :blocks], want[:, :blocks])
-    want_codes, want_scales = operands(x)
+    want_codes, want_scales = operands(x, quant)
     assert_identical(coded, want_codes)
     assert_identical(scales, want_scales)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from anymla.bench.gpu_timing import sums
 from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.moe import experts
-from anymla.ops.moe.shapes import MODELS
+from anymla.ops.moe.shapes import MODELS, V41_MODELS
 
 if TYPE_CHECKING:
     from anymla.bench.peers.experts import ExpertsPeer, Run
@@ -34,6 +34,7 @@ class _Given:
         chosen: experts of a token.
         backends: timed beside what is chosen.
         peers: timed beside it.
+        options: of the operation, by name.
         prepared: a peer's function of tokens, made once, or why there is none.
     """
 
@@ -41,6 +42,7 @@ class _Given:
     chosen: int
     backends: tuple[str, ...]
     peers: tuple[ExpertsPeer, ...]
+    options: dict[str, int]
     prepared: dict[str, Run | str] = dataclasses.field(default_factory=dict)
 
 
@@ -55,7 +57,7 @@ def cases(
     """Experts of every model and number of tokens.
 
     Args:
-        models: "flash" or "pro".
+        models: "flash", "pro" or "flash-41".
         count: experts that there are; tokens choose among them evenly.
         tokens: of a call.
         backends: timed beside what is chosen, on the same inputs.
@@ -65,13 +67,14 @@ def cases(
     tokens, backends, peers = tuple(tokens), tuple(backends), tuple(peers)
     shard = "" if tensor_parallel == 1 else f", 1/{tensor_parallel} of each"
     for model in models:
-        shape = MODELS[model](1, count)
+        shape = (MODELS | V41_MODELS)[model](1, count)
         inner = shape.inner // tensor_parallel
         given = _Given(
             functools.cache(functools.partial(random_experts, count, shape.d, inner)),
             shape.experts_per_token,
             backends,
             peers,
+            {"quant_block": 32} if model in V41_MODELS else {},
         )
         for batch in tokens:
             yield Case(
@@ -116,6 +119,7 @@ def _subjects(given: _Given, tokens: int, clock: Clock) -> Iterator[Subject]:
             weight_format="mxfp4",
             swiglu_limit=_LIMIT,
             quantize_activations=True,
+            **given.options,
         )
         calls.append(call)
     visited = read / len(calls)

@@ -41,6 +41,7 @@ _V4 = ExpertFormats(_BF16, "mxfp4", _U8, True)
 _V4_FORMATS = (_V4, ExpertFormats(_FP32, "mxfp4", _U8, False))
 # V4.1 as released, and its blocks in experts of FP8.
 _V41 = ExpertFormats(_BF16, "mxfp4", _U8, True, quant_block=32)
+_OF_MODELS = (*((sized, _V4) for sized in MODELS.values()), (v41, _V41))
 _V41_FORMATS = (_V41, ExpertFormats(_BF16, "fp8", _U8, True, quant_block=32))
 # What else the experts take and the dtype of their scales, with tokens that each have another tile.
 _OTHER_FORMATS = (
@@ -74,18 +75,19 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield label, functools.partial(_swiglu, width, x, coded)
     if target.name == "sm_90":
         # How pairs are grouped follows from the number of experts, all else from pairs an expert.
-        for sized, ranks in itertools.product(MODELS.values(), RANKS[:-1]):
+        for (sized, formats), ranks in itertools.product(_OF_MODELS, RANKS[:-1]):
             count = sized(1).experts // ranks
             for shape in (sized(tokens, count) for tokens in step_tokens(sized, count)):
-                if choose_sm90_config(shape) is not None:
-                    yield _label(shape, _V4), functools.partial(_experts, shape, _V4)
+                if choose_sm90_config(shape, formats.quant_block) is not None:
+                    yield _label(shape, formats), functools.partial(_experts, shape, formats)
         # On both sides of the blocks' size, of all experts.
         for shape in (flash(1024), flash(4096), pro(1024), pro(4096)):
             call = functools.partial(_experts, shape, _V4, "gluon_sm90_w4a8")
             yield _label(shape, _V4) + ", W4A8", call
         yield from _experts_calls(None)
+        yield from _v41_calls(None)
     yield from _experts_calls("triton")
-    yield from _v41_calls()
+    yield from _v41_calls("triton")
     # The sum over a token's experts: without the shared one, or before it is there.
     for late in (False, True):
         shape, end = flash(1, _OTHER_EXPERTS), ", shared late" if late else ", none shared"
@@ -114,17 +116,17 @@ def _experts_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None
         yield _label(shape, _V4) + end, functools.partial(_experts, shape, _V4, backend)
 
 
-def _v41_calls() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Quant blocks of 32, which Triton's kernels alone take."""
+def _v41_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Quant blocks of 32."""
+    end = "" if backend is None else ", Triton"
     count = v41(1).experts // RANKS[-1]
     for tokens in step_tokens(v41, count):
-        yield (
-            _label(v41(tokens, count), _V41),
-            functools.partial(_experts, v41(tokens, count), _V41),
-        )
+        call = functools.partial(_experts, v41(tokens, count), _V41, backend)
+        yield _label(v41(tokens, count), _V41) + end, call
     for tokens, formats in itertools.product(_OTHER_TOKENS, _V41_FORMATS):
         for shape in (v41(tokens, _OTHER_EXPERTS), odd(tokens)):
-            yield _label(shape, formats), functools.partial(_experts, shape, formats)
+            call = functools.partial(_experts, shape, formats, backend)
+            yield _label(shape, formats) + end, call
 
 
 def _name(dtype: torch.dtype) -> str:

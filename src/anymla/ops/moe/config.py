@@ -16,10 +16,12 @@ Thresholds were measured on an H200; docs/performance/experts.md has the rows na
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
+from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._few_tokens import FEW_ELEMENTS, few_tokens_support
 from anymla.ops._gemm_config import (
     choose_tile,
@@ -50,7 +52,7 @@ class Sm90Config:
         stages: of the ring.
         ctas_per_sm: resident at a time.
         in_flight: products in flight while those before are added up.
-        quantize_batch: of w2's input, quant blocks of a row that are loaded at once.
+        quantize_batch: of w2's input, K blocks of 128 channels of a row that are loaded at once.
     """
 
     block_m: int
@@ -86,11 +88,11 @@ _SM90_CONFIGS = (
 )
 
 
-def _fitted(configs: tuple[Sm90Config, ...], width: int) -> Sm90Config | None:
+def _fitted(configs: tuple[Sm90Config, ...], width: int, quant_block: int) -> Sm90Config | None:
     """The first of which shared memory holds two stages or more, with as many as it holds."""
     for config in configs:
         for block_k in (512, 256):
-            activations = config.block_m * width + config.block_m * (width // 128) * 4
+            activations = config.block_m * width + config.block_m * (width // quant_block) * 4
             factors = config.block_n * (block_k // 32) * 4
             stage = config.block_n * (block_k // 2 + block_k // 32)
             memory = min(_SHARED, _SHARED_OF_SM // config.ctas_per_sm - _RESERVED)
@@ -100,19 +102,25 @@ def _fitted(configs: tuple[Sm90Config, ...], width: int) -> Sm90Config | None:
                 width // block_k - 1,
             )
             if width % block_k == 0 and stages >= 2:
-                return dataclasses.replace(config, block_k=block_k, stages=stages)
+                batch = math.gcd(config.quantize_batch, width // 128)
+                return dataclasses.replace(
+                    config, block_k=block_k, stages=stages, quantize_batch=batch
+                )
     return None
 
 
-def choose_sm90_config(shape: ExpertsShape) -> tuple[Sm90Config, Sm90Config] | None:
+def choose_sm90_config(
+    shape: ExpertsShape, quant_block: int = FP8_BLOCK
+) -> tuple[Sm90Config, Sm90Config] | None:
     """For w1 and w3, and for w2; None if there is none."""
     for most, ups, downs in _SM90_CONFIGS:
         if shape.pairs <= most * shape.experts:
-            up, down = _fitted(ups, shape.d), _fitted(downs, shape.inner)
+            up = _fitted(ups, shape.d, quant_block)
+            down = _fitted(downs, shape.inner, quant_block)
             if up is None or down is None:
                 return None
             whole = not (2 * shape.inner % up.block_n or shape.d % down.block_n)
-            return (up, down) if whole and not shape.inner // 128 % down.quantize_batch else None
+            return (up, down) if whole else None
     return None
 
 
@@ -274,6 +282,7 @@ def gluon_support(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
+    quant_block: int = FP8_BLOCK,
 ) -> Support:
     """``supports`` of ``experts``; nothing is launched."""
     support = _hopper_support(x, ids, w1, weight_format, quantize_activations)
@@ -282,7 +291,7 @@ def gluon_support(
     (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
     if inner % 128 or d % 128:
         return Support(False, f"whole blocks of 128 channels, got {(inner, d)}")
-    if choose_sm90_config(ExpertsShape(tokens, k, len(w1), inner, d)) is None:
+    if choose_sm90_config(ExpertsShape(tokens, k, len(w1), inner, d), quant_block) is None:
         return Support(False, f"few pairs of experts that fit shared memory, got {ids.numel()}")
     matrices, scales = (w1, w3, w2), (s1, s3, s2)
     if min(map(expected_alignment, matrices)) < 16 or min(map(expected_alignment, scales)) < 4:

@@ -16,7 +16,8 @@ which may hold what was at their place before.
 Rows of the weight are rows of the matrix instruction, tokens its columns (swap AB). Eight codes are
 a packed int32, which becomes e4m3 operands in registers (``formats.triton_words``); activations lie
 in shared memory in the order in which that leaves them. A product is over 32 channels, which have
-one scale of the weight; the sum over 128 channels has one scale of the activations.
+one scale of the weight; the sum over 128 channels, or each product, has one scale of the
+activations.
 """
 
 # mypy: ignore-errors
@@ -106,13 +107,24 @@ def _issue_wgmma(words, x, number, ACC: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _wait_and_scale(parts, factor, ACC: gl.constexpr, IN_FLIGHT: gl.constexpr):
-    """Their sum with factors [M, 4]; IN_FLIGHT products may still be in flight."""
+def _wait_and_scale(
+    parts, factor, x_factor, k_block, ACC: gl.constexpr, IN_FLIGHT: gl.constexpr,
+    QUANT: gl.constexpr,
+):  # fmt: skip
+    """Their sum with factors [M, 4] and the activations'; IN_FLIGHT may still be in flight."""
     p0, p1, p2, p3 = parts
     f0, f1, f2, f3 = _split4(factor)
     p0, p1, p2, p3 = warpgroup_mma_wait(IN_FLIGHT, deps=[p0, p1, p2, p3])
-    total = p0 * _as_column(f0, ACC) + p1 * _as_column(f1, ACC)
-    return total + p2 * _as_column(f2, ACC) + p3 * _as_column(f3, ACC)
+    if QUANT == 128:
+        total = p0 * _as_column(f0, ACC) + p1 * _as_column(f1, ACC)
+        total = total + p2 * _as_column(f2, ACC) + p3 * _as_column(f3, ACC)
+        return total * _x_scale(x_factor, k_block, ACC)
+    else:
+        qb = 4 * k_block
+        total = p0 * _as_column(f0, ACC) * _x_scale(x_factor, qb, ACC)
+        total += p1 * _as_column(f1, ACC) * _x_scale(x_factor, qb + 1, ACC)
+        total += p2 * _as_column(f2, ACC) * _x_scale(x_factor, qb + 2, ACC)
+        return total + p3 * _as_column(f3, ACC) * _x_scale(x_factor, qb + 3, ACC)
 
 
 @gluon.jit
@@ -131,33 +143,35 @@ def _split2(words):
 
 
 @gluon.jit
-def _x_scale(x_factor, qb, RC: gl.constexpr):
+def _x_scale(x_factor, qb, ACC: gl.constexpr):
     """Factors [1, N] of what the products of a quant block add up to."""
-    return gl.expand_dims(x_factor.index(qb).load(RC) * _UNIT, 0)
+    return gl.expand_dims(x_factor.index(qb).load(gl.SliceLayout(0, ACC)) * _UNIT, 0)
 
 
 @gluon.jit
-def _quantize_block(value, x_bytes, x_factor, qb, N: gl.constexpr, L: gl.constexpr):
+def _quantize_block(value, x_bytes, x_groups, k_block, N: gl.constexpr, QUANT: gl.constexpr):
     """128 channels [N, 128] as codes in the order of decoded weights, and their scales."""
-    value = value.to(gl.float32)
-    ratio = gl.maximum(gl.max(gl.abs(value), 1), _FLOOR) * (1.0 / 448.0)
+    value = gl.reshape(value.to(gl.float32), [N, 128 // QUANT, QUANT])
+    ratio = gl.maximum(gl.max(gl.abs(value), 2), _FLOOR) * (1.0 / 448.0)
     bits = ratio.to(gl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
     # An infinite value has exponent 128, whose inverse is no normal number.
     inverse = (gl.maximum(-exponent, -126) + 127) << 23
-    value = value * gl.expand_dims(inverse.to(gl.float32, bitcast=True), 1)
+    value = value * gl.expand_dims(inverse.to(gl.float32, bitcast=True), 2)
     codes = value.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
     codes = gl.permute(gl.reshape(codes, [N, 4, 4, 4, 2]), (1, 0, 4, 2, 3))
-    x_bytes.index(qb).store(gl.reshape(codes, [4 * N, 32]))
-    x_factor.index(qb).store(((exponent + 127) << 23).to(gl.float32, bitcast=True))
+    x_bytes.index(k_block).store(gl.reshape(codes, [4 * N, 32]))
+    scale = ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+    x_groups.index(k_block).store(gl.permute(scale, (1, 0)))
 
 
 @gluon.jit
 def _quantize_activations(
-    x, sorted_pairs, blocks, block, count, x_bytes, x_factor,
+    x, sorted_pairs, blocks, block, count, x_bytes, x_groups,
     K: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr, BATCH: gl.constexpr,
+    QUANT: gl.constexpr,
 ):  # fmt: skip
-    """The rows of a block's pairs, BATCH quant blocks of each at once."""
+    """The rows of a block's pairs, BATCH K blocks of each at once."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     column = gl.arange(0, N, layout=gl.SliceLayout(1, L))
     begin = gl.load(blocks + count + block)
@@ -166,12 +180,12 @@ def _quantize_activations(
     channel = gl.arange(0, 128, layout=gl.SliceLayout(0, L))
     at = x + gl.expand_dims(pair.to(gl.int64) * K, 1) + gl.expand_dims(channel, 0)
     inside = gl.expand_dims(inside, 1)
-    for qb in range(0, K // 128, BATCH):
+    for k_block in range(0, K // 128, BATCH):
         values = ()
         for i in gl.static_range(BATCH):
             values += (gl.load(at + i * 128, mask=inside, other=0.0),)
         for i in gl.static_range(BATCH):
-            _quantize_block(values[i], x_bytes, x_factor, qb + i, N, L)
+            _quantize_block(values[i], x_bytes, x_groups, k_block + i, N, QUANT)
         at += BATCH * 128
 
 
@@ -246,10 +260,10 @@ def _load_weights(
 def _load_activations(
     x, x_scales, sorted_pairs, x_words, x_factors, place, end, part,
     K: gl.constexpr, N: gl.constexpr, CHUNK: gl.constexpr, PER_TOKEN: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, QUANT: gl.constexpr,
 ):  # fmt: skip
     """CHUNK channels of the operands of a block's pairs, and their scales."""
-    K_BLOCKS: gl.constexpr = CHUNK // 128
+    QUANT_BLOCKS: gl.constexpr = CHUNK // QUANT
     FX: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
     FF: gl.constexpr = gl.BlockedLayout([1, 1], [32 // N, N], [WARPS, 1], [1, 0])
     group = gl.arange(0, CHUNK // 32 * N, layout=gl.SliceLayout(1, FX))
@@ -264,8 +278,8 @@ def _load_activations(
     )  # fmt: skip
     there = place + gl.arange(0, N, layout=gl.SliceLayout(0, FF))
     token = gl.load(sorted_pairs + there, mask=there < end, other=0) // PER_TOKEN
-    qb = part * K_BLOCKS + gl.arange(0, K_BLOCKS, layout=gl.SliceLayout(1, FF))
-    at = x_scales + gl.expand_dims(token.to(gl.int64) * (K // 128), 0) + gl.expand_dims(qb, 1)
+    qb = part * QUANT_BLOCKS + gl.arange(0, QUANT_BLOCKS, layout=gl.SliceLayout(1, FF))
+    at = x_scales + gl.expand_dims(token.to(gl.int64) * (K // QUANT), 0) + gl.expand_dims(qb, 1)
     _copy(x_factors, at, mask=gl.expand_dims(there < end, 0))
 
 
@@ -313,13 +327,13 @@ def grouped_gemm_kernel(
     K: gl.constexpr, OUT: gl.constexpr, PER_TOKEN: gl.constexpr, M: gl.constexpr,
     N: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, UP: gl.constexpr,
     W_UNIT: gl.constexpr, WARPS: gl.constexpr, CTAS_PER_SM: gl.constexpr, BATCH: gl.constexpr,
-    IN_FLIGHT: gl.constexpr, PDL: gl.constexpr,
+    IN_FLIGHT: gl.constexpr, QUANT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One grouped GEMM: w1 and w3 with SwiGLU (UP), or w2.
 
     Args:
         x: with UP uint8, e4m3 operands [T, K] in the order of decoded weights, else any [pairs, K].
-        x_scales: with UP float32 [T, K / 128].
+        x_scales: with UP float32 [T, K / QUANT].
         weights: float32 pairs' weights, with UP.
         sorted_pairs: int32, pairs by expert.
         blocks: int32 [3 * count + 1]: see ``triton_align``.
@@ -349,12 +363,12 @@ def grouped_gemm_kernel(
         W_UNIT: of the tables.
         WARPS: of a CTA; 16 rows each.
         CTAS_PER_SM: CTAs of an SM.
-        BATCH: quant blocks of a row of w2's input that are quantised at once.
+        BATCH: K blocks of 128 channels of a row of w2's input that are quantised at once.
         IN_FLIGHT: products in flight while those before are added up, 4 or 0.
+        QUANT: channels of activations that share a scale, 128 or 32.
         PDL: launched while the kernels before still qb.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 32])
-    RC: gl.constexpr = gl.SliceLayout(0, ACC)
     C: gl.constexpr = CHUNK // 8
     CHUNKS: gl.constexpr = K // CHUNK
     K_BLOCKS: gl.constexpr = CHUNK // 128
@@ -394,8 +408,10 @@ def grouped_gemm_kernel(
         x_s, gl.int32, [CHUNKS, CHUNK // 32 * N, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
     )
     x_bytes = view(x_s, gl.uint8, [K // 128, 4 * N, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
-    x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, K_BLOCKS, N], FLAT)
-    x_factor = view(x_factors, gl.float32, [CHUNKS * K_BLOCKS, N], LINE)
+    QUANT_BLOCKS: gl.constexpr = CHUNK // QUANT
+    x_factors = gl.allocate_shared_memory(gl.float32, [CHUNKS, QUANT_BLOCKS, N], FLAT)
+    x_factor = view(x_factors, gl.float32, [K // QUANT, N], LINE)
+    x_groups = view(x_factors, gl.float32, [K // 128, 128 // QUANT, N], FLAT)
 
     if PDL and UP:
         # Which weights are read follows from the blocks, so nothing can be loaded before.
@@ -428,7 +444,7 @@ def grouped_gemm_kernel(
             if UP:
                 _load_activations(
                     x, x_scales, sorted_pairs, x_words.index(part), x_factors.index(part), place,
-                    end, part, K, N, CHUNK, PER_TOKEN, WARPS,
+                    end, part, K, N, CHUNK, PER_TOKEN, WARPS, QUANT,
                 )  # fmt: skip
             part += 1
         async_copy.commit_group()
@@ -456,11 +472,12 @@ def grouped_gemm_kernel(
                     work_tile // TILES,
                     count,
                     x_bytes,
-                    x_factor,
+                    x_groups,
                     K,
                     N,
                     WARPS,
                     BATCH,
+                    QUANT,
                 )
                 fence_async_shared()
         factor = factors.load(FACTORS)
@@ -477,42 +494,42 @@ def grouped_gemm_kernel(
                 M, K, CHUNK, UP, WARPS,
             )  # fmt: skip
         number = chunk * (CHUNK // 32)
-        qb = chunk * K_BLOCKS
+        k_block = chunk * K_BLOCKS
         if K_BLOCKS == 2:
             r0, r1 = _split2(words)
             f0, f1 = _split2(factor)
             p0 = _issue_wgmma(r0, x_s, number, ACC, N)
             if IN_FLIGHT == 0:
-                sums += _wait_and_scale(p0, f0, ACC, 0) * _x_scale(x_factor, qb, RC)
+                sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, 0, QUANT)
             p1 = _issue_wgmma(r1, x_s, number + 4, ACC, N)
             if IN_FLIGHT != 0:
-                sums += _wait_and_scale(p0, f0, ACC, IN_FLIGHT) * _x_scale(x_factor, qb, RC)
-            sums += _wait_and_scale(p1, f1, ACC, 0) * _x_scale(x_factor, qb + 1, RC)
+                sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, IN_FLIGHT, QUANT)
+            sums += _wait_and_scale(p1, f1, x_factor, k_block + 1, ACC, 0, QUANT)
         else:
             r0, r1, r2, r3 = _split4(words)
             f0, f1, f2, f3 = _split4(factor)
             p0 = _issue_wgmma(r0, x_s, number, ACC, N)
             if IN_FLIGHT == 0:
-                sums += _wait_and_scale(p0, f0, ACC, 0) * _x_scale(x_factor, qb, RC)
+                sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, 0, QUANT)
             p1 = _issue_wgmma(r1, x_s, number + 4, ACC, N)
             if IN_FLIGHT != 0:
-                sums += _wait_and_scale(p0, f0, ACC, IN_FLIGHT) * _x_scale(x_factor, qb, RC)
+                sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, IN_FLIGHT, QUANT)
             else:
-                sums += _wait_and_scale(p1, f1, ACC, 0) * _x_scale(x_factor, qb + 1, RC)
+                sums += _wait_and_scale(p1, f1, x_factor, k_block + 1, ACC, 0, QUANT)
             p2 = _issue_wgmma(r2, x_s, number + 8, ACC, N)
             if IN_FLIGHT != 0:
-                sums += _wait_and_scale(p1, f1, ACC, IN_FLIGHT) * _x_scale(x_factor, qb + 1, RC)
+                sums += _wait_and_scale(p1, f1, x_factor, k_block + 1, ACC, IN_FLIGHT, QUANT)
             else:
-                sums += _wait_and_scale(p2, f2, ACC, 0) * _x_scale(x_factor, qb + 2, RC)
+                sums += _wait_and_scale(p2, f2, x_factor, k_block + 2, ACC, 0, QUANT)
             p3 = _issue_wgmma(r3, x_s, number + 12, ACC, N)
             if IN_FLIGHT != 0:
-                sums += _wait_and_scale(p2, f2, ACC, IN_FLIGHT) * _x_scale(x_factor, qb + 2, RC)
-            sums += _wait_and_scale(p3, f3, ACC, 0) * _x_scale(x_factor, qb + 3, RC)
+                sums += _wait_and_scale(p2, f2, x_factor, k_block + 2, ACC, IN_FLIGHT, QUANT)
+            sums += _wait_and_scale(p3, f3, x_factor, k_block + 3, ACC, 0, QUANT)
         if more:
             if UP and (load_tile == first) | (load_tile % TILES == 0):
                 _load_activations(
                     x, x_scales, sorted_pairs, x_words.index(part), x_factors.index(part), place,
-                    end, part, K, N, CHUNK, PER_TOKEN, WARPS,
+                    end, part, K, N, CHUNK, PER_TOKEN, WARPS, QUANT,
                 )  # fmt: skip
             part += 1
         async_copy.commit_group()

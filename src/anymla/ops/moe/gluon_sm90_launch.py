@@ -45,12 +45,12 @@ def experts(
     return run_experts(
         _multiply, x, ids, weights, matrices + scales, weight_format=weight_format,
         swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
-        expert_offset=expert_offset, shared=shared,
+        expert_offset=expert_offset, shared=shared, quant_block=quant_block,
     )  # fmt: skip
 
 
 def _multiply(inputs: ExpertInputs, results: Tensor) -> None:
-    chosen = choose_sm90_config(inputs.shape)
+    chosen = choose_sm90_config(inputs.shape, inputs.quant_block)
     assert chosen is not None
     grouped_gemm(inputs, results, *chosen)
 
@@ -66,11 +66,11 @@ def grouped_gemm(inputs: ExpertInputs, results: Tensor, up: Sm90Config, down: Sm
     """
     x, shape = inputs.x, inputs.shape
     operands, x_scales, aligned = align_and_quantize(
-        x, inputs.ids, shape.experts, inputs.expert_offset, up.block_m
+        x, inputs.ids, shape.experts, inputs.expert_offset, up.block_m, inputs.quant_block
     )
     inner = scratch((shape.pairs, shape.inner), x.dtype, x.device)
     given = (inputs.weights, aligned.sorted_pairs, aligned.blocks)
-    numbers = aligned.count, float(inputs.swiglu_limit), inputs.unit
+    numbers = aligned.count, float(inputs.swiglu_limit), inputs.unit, inputs.quant_block
     gate_up, down_launch = _launches(shape, up, down, numbers, x.device)
     gate_up(operands, x_scales, *given, *inputs.gate_up_pointers, inner)
     down_launch(inner, None, *given, *inputs.down_pointers, *(None,) * 6, results)
@@ -81,19 +81,19 @@ def _launches(
     shape: ExpertsShape,
     up: Sm90Config,
     down: Sm90Config,
-    numbers: tuple[int, float, int],
+    numbers: tuple[int, float, int, int],
     device: torch.device,
 ) -> tuple[PreparedLaunch, PreparedLaunch]:
-    """``numbers``: blocks, SwiGLU's limit, and the unit of distances."""
-    count, limit, unit = numbers
+    """``numbers``: blocks, SwiGLU's limit, the unit of distances, and channels of a scale."""
+    count, limit, unit, quant = numbers
     pdl, sm_count = pdl_launch(device), target_of(device).sm_count
     gate_up = PreparedLaunch(
         grouped_gemm_kernel, (sm_count * up.ctas_per_sm,), count, limit, K=shape.d,
-        OUT=shape.inner, PER_TOKEN=shape.experts_per_token, UP=True, **_options(up, unit), **pdl,
+        OUT=shape.inner, PER_TOKEN=shape.experts_per_token, UP=True, QUANT=quant, **_options(up, unit), **pdl,
     )  # fmt: skip
     down_launch = PreparedLaunch(
         grouped_gemm_kernel, (sm_count * down.ctas_per_sm,), count, 0.0, K=shape.inner,
-        OUT=shape.d, PER_TOKEN=1, UP=False, **_options(down, unit), **pdl,
+        OUT=shape.d, PER_TOKEN=1, UP=False, QUANT=quant, **_options(down, unit), **pdl,
     )  # fmt: skip
     return gate_up, down_launch
 

@@ -304,7 +304,9 @@ for _operation, _supports in (
         by_kind=True,
     )
 experts.register_lazy(
-    "gluon_sm90", "anymla.ops.moe.gluon_sm90_launch", supports=in_blocks_of_128(gluon_support)
+    "gluon_sm90",
+    "anymla.ops.moe.gluon_sm90_launch",
+    supports=in_blocks_of(QUANT_BLOCKS, gluon_support, told=True),
 )
 experts.register_lazy(
     "gluon_sm90_w4a8",

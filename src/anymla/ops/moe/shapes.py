@@ -84,6 +84,7 @@ def odd(tokens: int, inner: int = 1984) -> ExpertsShape:
 
 
 MODELS = {"flash": flash, "pro": pro}
+V41_MODELS = {"flash-41": v41}
 # GPUs that share a model.
 RANKS = (1, 2, 4, 8)
 # Sizes of the routers: experts and hidden size.

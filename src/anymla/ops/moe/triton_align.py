@@ -113,13 +113,13 @@ def load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M: tl.co
 @triton.jit
 def _quantize(
     x, operands, scales, first, rows, width, row_blocks,
-    FLOOR: tl.constexpr, QUANT_BLOCKS: tl.constexpr,
+    FLOOR: tl.constexpr, QUANT_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Operands and scales of quant blocks ``first`` .. ``first`` + QUANT_BLOCKS - 1."""
+    """Operands and scales of QUANT_BLOCKS quant blocks of WIDTH channels from ``first`` on."""
     block = tl.cast(first, tl.int64) + tl.arange(0, QUANT_BLOCKS)
     row = block // row_blocks
-    place = tl.arange(0, 128)
-    start = (row * width + (block - row * row_blocks) * 128)[:, None]
+    place = tl.arange(0, WIDTH)
+    start = (row * width + (block - row * row_blocks) * WIDTH)[:, None]
     inside = (row < rows)[:, None]
     value = tl.load(x + start + channel_at(place, 1)[None, :], inside, other=0.0)
     codes, scale = quantize_blocks(value.to(tl.float32), FLOOR, True)
@@ -186,13 +186,14 @@ def align_and_quantize_kernel(
     count,
     FLOOR: tl.constexpr,
     QUANT_BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     COMPARED: tl.constexpr,
     EXPERTS: tl.constexpr,
     PLACED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One expert's pairs, or QUANT_BLOCKS quant blocks of activations."""
+    """One expert's pairs, or QUANT_BLOCKS quant blocks of activations, of WIDTH channels."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -204,32 +205,39 @@ def align_and_quantize_kernel(
         )  # fmt: skip
     else:
         first = (me - experts) * QUANT_BLOCKS
-        _quantize(x, operands, scales, first, rows, width, row_blocks, FLOOR, QUANT_BLOCKS)
+        _quantize(x, operands, scales, first, rows, width, row_blocks, FLOOR, QUANT_BLOCKS, WIDTH)
 
 
 def align_and_quantize(
-    x: Tensor, ids: Tensor, experts: int, offset: int, block_m: int
+    x: Tensor, ids: Tensor, experts: int, offset: int, block_m: int, quant_block: int = FP8_BLOCK
 ) -> tuple[Tensor, Tensor, AlignedPairs]:
-    """Operands e4m3 [T, D] of contiguous x, their scales [T, D / 128], and blocks without gaps."""
+    """Operands e4m3 [T, D] of contiguous x, their scales, and blocks without gaps.
+
+    Scales are float32 [T, D / quant_block].
+    """
     (rows, width), pairs = x.shape, ids.numel()
-    row_blocks = width // FP8_BLOCK
+    row_blocks = width // quant_block
     operands = scratch((rows, width), torch.uint8, x.device)
     scales = scratch((rows, row_blocks), torch.float32, x.device)
     count = pairs // block_m + min(pairs, experts)
     sorted_pairs = scratch((pairs,), torch.int32, x.device)
     blocks = scratch((3 * count + 1,), torch.int32, x.device)
-    launch = _alignment_with_rows((rows, width, pairs, experts, offset, count), block_m, x.device)
+    sizes = rows, width, pairs, experts, offset, count
+    launch = _alignment_with_rows(sizes, block_m, quant_block, x.device)
     launch(x, operands, scales, ids, sorted_pairs, blocks)
     return operands, scales, AlignedPairs(sorted_pairs, blocks, count)
 
 
 @functools.lru_cache(LAUNCHES)
 def _alignment_with_rows(
-    sizes: tuple[int, int, int, int, int, int], block_m: int, device: torch.device
+    sizes: tuple[int, int, int, int, int, int],
+    block_m: int,
+    quant_block: int,
+    device: torch.device,
 ) -> PreparedLaunch:
     rows, width, pairs, experts, offset, count = sizes
-    row_blocks, config = width // FP8_BLOCK, choose_align_config(pairs, experts)
-    quant_blocks = config.num_warps
+    row_blocks, config = width // quant_block, choose_align_config(pairs, experts)
+    quant_blocks = config.num_warps * FP8_BLOCK // quant_block
     return PreparedLaunch(
         align_and_quantize_kernel,
         (experts + cdiv(rows * row_blocks, quant_blocks),),
@@ -242,6 +250,7 @@ def _alignment_with_rows(
         count,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         QUANT_BLOCKS=quant_blocks,
+        WIDTH=quant_block,
         BLOCK_M=block_m,
         COMPARED=config.compared,
         EXPERTS=config.experts,
