@@ -114,6 +114,7 @@ def layer(
 @click.option("--experts", default=8, show_default=True, type=click.IntRange(min=6))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
 @click.option("--context", default=4096, show_default=True, type=click.IntRange(min=1))
+@click.option("--graphs-only", is_flag=True, help="Neither of the other two.")
 def model(
     json_file: Path | None,
     model: str,
@@ -122,6 +123,7 @@ def model(
     experts: int,
     batches: tuple[int, ...],
     context: int,
+    graphs_only: bool,
 ) -> None:
     """Time decode steps of a whole model of real size with random weights and few experts.
 
@@ -138,7 +140,7 @@ def model(
     label = f"{model}, {layers} layers, {experts} experts"
     label += f", {kv_cache} caches" * (kv_cache != "fp8")
     facts = gpu_facts()
-    modes: tuple[DecodeMode, ...] = ("graph", "fixed", "plain")
+    modes: tuple[DecodeMode, ...] = ("graph",) if graphs_only else ("graph", "fixed", "plain")
     tell(
         decode_steps(network, label, batches, modes, context=context, kv_cache=kv_cache),
         json_file,

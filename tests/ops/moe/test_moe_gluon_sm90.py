@@ -46,7 +46,7 @@ def plan(ids, columns, experts=E):
 
 
 def launched(x, x_scales, weights, made, tensors, out, columns, config_):
-    """One of the two products by a kernel of ``config_``: CTAs, rows, channels, IN_FLIGHT, QUANT."""
+    """One product by a kernel of ``config_``: CTAs, rows, channels, IN_FLIGHT, QUANT."""
     ctas, rows, channels, in_flight, quant = config_
     order, table, most = made
     matrices = [each for tensor in tensors for each in (tensor, tensor.stride(0), None)]

@@ -42,7 +42,7 @@ class _Given:
     chosen: int
     backends: tuple[str, ...]
     peers: tuple[ExpertsPeer, ...]
-    options: dict[str, int]
+    options: dict[str, Any]
     prepared: dict[str, Run | str] = dataclasses.field(default_factory=dict)
 
 

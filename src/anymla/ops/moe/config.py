@@ -65,13 +65,20 @@ class Sm90Config:
 
 
 # Pairs an expert up to which a block nearly always holds all of them; configs of w1 and w3, and of
-# w2, the first that fits shared memory. V4-Flash and V4-Pro with 32 experts:
+# w2, the first that fits shared memory. V4-Flash and V4-Pro with 32 experts, and V4.1-Flash, whose
+# w2 has no whole stages of 512 channels: 384 experts, 1, 8, 32 and 128 tokens 54, 255, 782 and
+# 1,710 us, by three CTAs of 256 channels 66, 273, 824 and 1,792, by Triton 64, 399, 1,184, 2,557.
 _SM90_CONFIGS = (
     # 1, 2 and 8 tokens of both; 128 tokens and 256 experts.
     (
         3,
-        (Sm90Config(8, 64, 512, 2, 3, 4), Sm90Config(8, 64, 512, 4, 2, 4)),
-        (Sm90Config(8, 64, 512, 3, 3, 4, 8),),
+        (
+            Sm90Config(8, 64, 512, 2, 3, 4),
+            Sm90Config(8, 64, 512, 4, 2, 4),
+            Sm90Config(8, 64, 256, 4, 3, 4),
+            Sm90Config(8, 64, 256, 8, 2, 4),
+        ),
+        (Sm90Config(8, 64, 512, 3, 3, 4, 8), Sm90Config(8, 64, 256, 3, 4, 4, 8)),
     ),
     # 32 tokens. V4-Pro's fit with one CTA of 128 rows only; by themselves they are 3 % slower than
     # Triton's, a layer is 3 to 6 % faster, since those of Triton do not use PDL. Blocks of 16, of
@@ -80,32 +87,44 @@ _SM90_CONFIGS = (
     # none, 911.
     (
         16,
-        (Sm90Config(16, 64, 512, 2, 2, 4), Sm90Config(16, 128, 512, 4, 1, 4)),
-        (Sm90Config(16, 64, 512, 3, 2, 4, 4), Sm90Config(16, 128, 512, 3, 1, 4, 4)),
+        (
+            Sm90Config(16, 64, 512, 2, 2, 4),
+            Sm90Config(16, 64, 256, 4, 2, 4),
+            Sm90Config(16, 128, 512, 4, 1, 4),
+            Sm90Config(16, 128, 256, 8, 1, 4),
+        ),
+        (
+            Sm90Config(16, 64, 512, 3, 2, 4, 4),
+            Sm90Config(16, 64, 256, 3, 3, 4, 4),
+            Sm90Config(16, 128, 512, 3, 1, 4, 4),
+            Sm90Config(16, 128, 256, 6, 1, 4, 4),
+        ),
     ),
     # V4-Flash, 128 tokens.
-    (26, (Sm90Config(32, 128, 512, 2, 1, 0),), (Sm90Config(32, 128, 512, 3, 1, 0, 2),)),
+    (
+        26,
+        (Sm90Config(32, 128, 512, 2, 1, 0), Sm90Config(32, 128, 256, 4, 1, 0)),
+        (Sm90Config(32, 128, 512, 3, 1, 0, 2), Sm90Config(32, 128, 256, 6, 1, 0, 2)),
+    ),
 )
+# Pairs an expert up to which activations with a scale for 32 channels, whose sums take more work,
+# are left to it: V4.1-Flash, 384 experts, 8: 2,625 us, Triton 2,853; 16: 3,827, 3,823.
+_MOST_PAIRS_OF_SMALL_BLOCKS = 12
 
 
 def _fitted(configs: tuple[Sm90Config, ...], width: int, quant_block: int) -> Sm90Config | None:
     """The first of which shared memory holds two stages or more, with as many as it holds."""
     for config in configs:
-        for block_k in (512, 256):
-            activations = config.block_m * width + config.block_m * (width // quant_block) * 4
-            factors = config.block_n * (block_k // 32) * 4
-            stage = config.block_n * (block_k // 2 + block_k // 32)
-            memory = min(_SHARED, _SHARED_OF_SM // config.ctas_per_sm - _RESERVED)
-            stages = min(
-                (memory - activations - factors) // stage,
-                config.stages * config.block_k // block_k,
-                width // block_k - 1,
-            )
-            if width % block_k == 0 and stages >= 2:
-                batch = math.gcd(config.quantize_batch, width // 128)
-                return dataclasses.replace(
-                    config, block_k=block_k, stages=stages, quantize_batch=batch
-                )
+        block_k = config.block_k
+        activations = config.block_m * width + config.block_m * (width // quant_block) * 4
+        factors = config.block_n * (block_k // 32) * 4
+        stage = config.block_n * (block_k // 2 + block_k // 32)
+        memory = min(_SHARED, _SHARED_OF_SM // config.ctas_per_sm - _RESERVED)
+        held = (memory - activations - factors) // stage
+        stages = min(held, config.stages, width // block_k - 1)
+        if width % block_k == 0 and stages >= 2:
+            batch = math.gcd(config.quantize_batch, width // 128)
+            return dataclasses.replace(config, stages=stages, quantize_batch=batch)
     return None
 
 
@@ -113,6 +132,9 @@ def choose_sm90_config(
     shape: ExpertsShape, quant_block: int = FP8_BLOCK
 ) -> tuple[Sm90Config, Sm90Config] | None:
     """For w1 and w3, and for w2; None if there is none."""
+    small = quant_block != FP8_BLOCK
+    if small and shape.pairs > _MOST_PAIRS_OF_SMALL_BLOCKS * shape.experts:
+        return None
     for most, ups, downs in _SM90_CONFIGS:
         if shape.pairs <= most * shape.experts:
             up = _fitted(ups, shape.d, quant_block)

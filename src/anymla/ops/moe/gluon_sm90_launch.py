@@ -89,7 +89,8 @@ def _launches(
     pdl, sm_count = pdl_launch(device), target_of(device).sm_count
     gate_up = PreparedLaunch(
         grouped_gemm_kernel, (sm_count * up.ctas_per_sm,), count, limit, K=shape.d,
-        OUT=shape.inner, PER_TOKEN=shape.experts_per_token, UP=True, QUANT=quant, **_options(up, unit), **pdl,
+        OUT=shape.inner, PER_TOKEN=shape.experts_per_token, UP=True, QUANT=quant,
+        **_options(up, unit), **pdl,
     )  # fmt: skip
     down_launch = PreparedLaunch(
         grouped_gemm_kernel, (sm_count * down.ctas_per_sm,), count, 0.0, K=shape.inner,
