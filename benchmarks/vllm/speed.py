@@ -55,7 +55,9 @@ class Server:
         self.prompt, self.compiled = random_model.prompt, _compiled()
         self.filled = _Filled()
         requests, contexts = zip(*options.decode, strict=True)
-        context = max(contexts + tuple(options.prompts) + (_BESIDE if options.joining else 0,))
+        beside = (_BESIDE, *options.joining) if options.joining else ()
+        traffic = (round(float(spec.split(":")[2])) for spec in options.traffic)
+        context = max(*contexts, *options.prompts, *beside, *traffic)
         compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted(set(requests))}
         compilation["cudagraph_mode"] = options.graphs
         self.llm = random_model.engine(
@@ -445,27 +447,31 @@ def measure(options: argparse.Namespace, children: list[Child]) -> None:
     """All cases."""
     report = Report(options, children)
     for requests, context in options.decode:
-        with _failing(f"decode {requests} x {context}"):
+        with _failing(f"decode {requests} x {context}", children):
             _decode(options, children, report, requests, context)
     for length in options.prompts:
         for requests in (1, 8):
             if requests * length <= options.most_prompt_tokens:
-                with _failing(f"first token {requests} x {length}"):
+                with _failing(f"first token {requests} x {length}", children):
                     _first_token(options, children, report, requests, length)
     for length in options.joining:
-        with _failing(f"joining {length}"):
+        with _failing(f"joining {length}", children):
             _joining(options, children, report, length)
     for spec in options.traffic:
-        with _failing(f"traffic {spec}"):
+        with _failing(f"traffic {spec}", children):
             _traffic(options, children, report, spec)
 
 
 @contextlib.contextmanager
-def _failing(what: str) -> Iterator[None]:
+def _failing(what: str, children: list[Child]) -> Iterator[None]:
+    """A case that fails is printed, and its requests are let go."""
     try:
         yield
     except RuntimeError as error:
         print(f"FAILED {what}: {str(error)[-1500:]}", flush=True)
+        for child in children:
+            with contextlib.suppress(RuntimeError, EOFError):
+                child("end")
 
 
 def _decode(
