@@ -18,7 +18,7 @@ from anymla.bench.page.figures import figures
 from anymla.bench.page.headline import headline, sentences
 from anymla.bench.page.newest import newest
 from anymla.bench.page.page import FirstScreen, page
-from anymla.bench.page.peers import decode_by_heads
+from anymla.bench.page.peers import decode_by_heads, peer_table
 from anymla.bench.page.reading import batch_of, own_us, peer_us, series_of
 from anymla.bench.page.rows import case_of, load_rows, name_of, source
 from anymla.bench.page.tables import tables
@@ -433,6 +433,14 @@ def test_without_peer_rows_there_is_no_such_figure() -> None:
     assert not any(each.key.startswith("peers") for each in figures(rows))
     assert [own_us(row) for row in rows] == [20.0, 50.0]
     assert peer_us(rows[0]) == {}
+
+
+def test_a_comparison_names_a_device_that_is_not_the_usual_one() -> None:
+    rows = [{**row, "device": "card A"} for row in PEERS[:2]] + [{**PEERS[0], "device": "card B"}]
+    cases = [line[0] for line in peer_table(rows).body]
+    assert [case.endswith(", card B") for case in cases] == [False, False, True]
+    assert not any("card A" in case for case in cases)
+    assert peer_table([]).body == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from anymla.bench.page.figure import Figure, Point, Series, line, short
@@ -18,7 +18,7 @@ from anymla.bench.page.reading import (
     peer_us,
     series_of,
 )
-from anymla.bench.page.rows import Row, case_of, name_of, source
+from anymla.bench.page.rows import Row, case_of, device_of, name_of, source
 from anymla.bench.page.table import Table, slug
 
 # What stands beside a whole layer is put together from several libraries.
@@ -101,19 +101,22 @@ def _series_name(row: Row) -> str:
 
 
 def peer_table(rows: Sequence[Row]) -> Table:
-    """Every shape beside every other library."""
-    body, used = [], []
-    for row in rows:
+    """Every shape beside every other library; the device where it is not most rows' own."""
+    used = [row for row in rows if own_us(row) is not None and peer_us(row)]
+    devices = Counter(device_of(row) for row in used).most_common(1)
+    body = []
+    for row in used:
         mine, others = own_us(row), peer_us(row)
-        if mine is None or not others:
-            continue
-        used.append(row)
+        assert mine is not None
+        where = "" if device_of(row) == devices[0][0] else f", {device_of(row)}"
         for name, theirs in others.items():
             ratio = theirs / mine
             shown = f"{ratio:.2f}" if ratio >= 1 else f"!{ratio:.2f} slower"
             if "scores only" in name:
                 shown = "-"
-            body.append([name_of(row), name, shown, microseconds(mine), microseconds(theirs)])
+            body.append(
+                [name_of(row) + where, name, shown, microseconds(mine), microseconds(theirs)]
+            )
     head = ["case", "other", "times", "us", "its us"]
     note = "times: how many times as fast as the other. Below 1 the other is faster."
     return Table("against", "Against other libraries", head, body, source(used), note)
