@@ -19,8 +19,14 @@ VOCABULARY = 32768
 _FORMAT = "anymla_random"
 
 
-def config(experts: int, layers: int) -> dict[str, Any]:
-    """As in a checkpoint's config.json."""
+def config(experts: int, layers: int, share: int = 1) -> dict[str, Any]:
+    """As in a checkpoint's config.json.
+
+    Args:
+        experts: of each layer.
+        layers: the first so many of V4-Flash.
+        share: one GPU gets what each of so many would get (its kernels are the same).
+    """
     yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 16, "type": "yarn"}
     quantised = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     return {
@@ -29,13 +35,13 @@ def config(experts: int, layers: int) -> dict[str, Any]:
         "hidden_size": 4096,
         "num_hidden_layers": layers,
         "compress_ratios": list(FLASH_RATIOS[:layers]),
-        "num_attention_heads": 64,
+        "num_attention_heads": 64 // share,
         "num_key_value_heads": 1,
         "head_dim": 512,
         "qk_rope_head_dim": 64,
         "q_lora_rank": 1024,
         "o_lora_rank": 1024,
-        "o_groups": 8,
+        "o_groups": 8 // share,
         "index_head_dim": 128,
         "index_n_heads": 64,
         "index_topk": 512,
@@ -50,7 +56,7 @@ def config(experts: int, layers: int) -> dict[str, Any]:
         "n_routed_experts": experts,
         "n_shared_experts": 1,
         "num_experts_per_tok": 6,
-        "moe_intermediate_size": 2048,
+        "moe_intermediate_size": 2048 // share,
         "num_hash_layers": 3,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
@@ -74,11 +80,9 @@ def config(experts: int, layers: int) -> dict[str, Any]:
     }
 
 
-def engine(experts: int = 64, layers: int = 8, **options: Any) -> Any:
-    """The model in an ``LLM`` of vLLM's; further options as that takes them."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-    from vllm.model_executor.model_loader import register_model_loader
+def register_loader() -> None:
+    """Give vLLM the loader of random weights, in this process."""
+    from vllm.model_executor import model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     class RandomLoader(BaseModelLoader):
@@ -88,9 +92,18 @@ def engine(experts: int = 64, layers: int = 8, **options: Any) -> Any:
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
             fill(model)
 
-    register_model_loader(_FORMAT)(RandomLoader)
+    if _FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        model_loader.register_model_loader(_FORMAT)(RandomLoader)
+
+
+def engine(experts: int = 64, layers: int = 8, *, share: int = 1, **options: Any) -> Any:
+    """The model in an ``LLM`` of vLLM's; further options as that takes them."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    register_loader()
     directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps(config(experts, layers)))
+    (directory / "config.json").write_text(json.dumps(config(experts, layers, share)))
     settings = {
         "skip_tokenizer_init": True,
         "load_format": _FORMAT,
@@ -102,6 +115,7 @@ def engine(experts: int = 64, layers: int = 8, **options: Any) -> Any:
         "enable_prefix_caching": False,
         "seed": 0,
         "kernel_config": {"enable_jit_warmup": False},
+        "worker_extension_cls": "in_worker.InWorker",  # the loader, in workers of their own
     }
     return LLM(str(directory), **(settings | options))
 

@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import statistics
 import sys
 import time
@@ -24,23 +23,10 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("off", "force")
+_EXPERTS = "@ep"  # behind a mode: experts are shared out whole
 _DECODE = "1x1024,8x1024,32x1024,128x1024,1x32768,8x32768,32x32768,128x32768,1x262144,8x262144"
+_MORE_STEPS = 64  # in which requests that come at once have begun, beside one for each
 _BESIDE = 8192  # tokens before requests that decode while others join
-# Parts of a step by kernels' names, vLLM's and anymla's.
-PARTS = {
-    "experts' products": r"marlin_moe|Marlin|grouped_gemm_kernel",
-    "experts, rest": r"moe_align|count_and_sort|moe_sum|align_and_quantize|^combine_kernel|silu"
-    r"|act_and_mul|swiglu",
-    "router": r"topkGating|ll_bf16|LLBf16|route_kernel|logits_kernel|dsv4_topk",
-    "FP8 products": r"sm90_fp8_gemm|warp_split|fp8_wgmma|fp8_gemm|swap_ab_kernel",
-    "quantise": r"per_token_group_quant|quantize_rows|inv_rope|inverse_rope",
-    "hyper-connections": r"mhc|collapse|mix_kernel|tf32_hc|prenorm|hc_|expand_kernel|post_kernel",
-    "attention": r"flash_fwd|get_mla_metadata|combine_splits|combine_stream|decode_m64|decode_swap"
-    r"|plan_work|prefill|gather_sequences",
-    "indexer": r"scores_kernel|topk|select|mqa_logits|indexer",
-    "norm, rope, cache": r"norm|rope|insert|compress|save_partial",
-    "other products": r"gemm|cutlass|nvjet|splitK",
-}
 
 
 class Server:
@@ -48,12 +34,11 @@ class Server:
 
     def __init__(self, mode: str, options: argparse.Namespace) -> None:
         """Build the engine, compile, capture graphs."""
-        os.environ["ANYMLA_VLLM"] = mode
+        os.environ["ANYMLA_VLLM"], _, experts = mode.partition(_EXPERTS)
         import random_model
 
         start = time.perf_counter()
-        self.prompt, self.compiled = random_model.prompt, _compiled()
-        self.filled = _Filled()
+        self.prompt, self.filled = random_model.prompt, _Filled()
         requests, contexts = zip(*options.decode, strict=True)
         beside = (_BESIDE, *options.joining) if options.joining else ()
         traffic = (round(float(spec.split(":")[2])) for spec in options.traffic)
@@ -63,15 +48,18 @@ class Server:
         self.llm = random_model.engine(
             experts=options.experts,
             layers=options.layers,
+            share=options.share,
+            tensor_parallel_size=options.gpus,
+            enable_expert_parallel=bool(experts),
             max_model_len=context + 1024,
             max_num_seqs=max(requests) + 8,  # some join
             max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.9 / len(options.modes),
+            gpu_memory_utilization=options.memory or 0.9 / len(options.modes),
             kv_cache_memory_bytes=options.cache_gib << 30,
             compilation_config=compilation,
             kv_transfer_config=_Filled.SETTINGS,
             kernel_config={  # vLLM's own takes ten minutes
-                "enable_jit_warmup": mode != "off" and not options.no_rehearsal
+                "enable_jit_warmup": not mode.startswith("off") and not options.no_rehearsal
             },
             disable_log_stats=True,
         )
@@ -80,18 +68,18 @@ class Server:
 
     def info(self) -> dict[str, Any]:
         """Of the device and the start."""
-        import torch
-
         from anymla.bench.gpu import device_facts
 
-        memory = torch.cuda.max_memory_allocated()
+        memory = self._in_worker("memory")
         return {"start_s": self.started, "memory_gib": memory / 2**30} | device_facts()
 
     def compiles(self) -> list[str]:
         """Kernels that Triton has compiled since the last call."""
-        names = list(self.compiled)
-        self.compiled.clear()
-        return names
+        return list(self._in_worker("compiled"))
+
+    def _in_worker(self, name: str, *args: Any) -> Any:
+        """What the first worker's ``InWorker`` answers; all of them are asked."""
+        return self.llm.collective_rpc(f"bench_{name}", args=args)[0]
 
     def _add(self, length: int, new: int, seed: int = 0) -> str:
         from vllm import SamplingParams
@@ -114,8 +102,12 @@ class Server:
         with self.filled.active():
             self.running = [self._add(context, 900, seed) for seed in range(requests)]
             seen: set[str] = set()
-            while len(seen) < requests:
+            for _ in range(requests + _MORE_STEPS):
                 seen |= self._step().keys()
+                if len(seen) == requests:
+                    break
+            else:
+                raise RuntimeError(f"{len(seen)} of {requests} requests fit in the cache's pages")
         for _ in range(6):
             self._step()
 
@@ -137,33 +129,10 @@ class Server:
 
     def profile(self, count: int) -> dict[str, Any]:
         """Device time of a decode step: in which it is busy, and by parts, in us."""
-        import torch
-
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            for _ in range(count):
-                self._step()
-            torch.cuda.synchronize()
-        spans = [
-            (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
-            for e in found.profiler.kineto_results.events()
-            if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns() > 0
-        ]
-        busy, end = 0, 0
-        parts: dict[str, float] = collections.Counter()
-        names: dict[str, float] = collections.Counter()
-        for first, last, name in sorted(spans):
-            alone = max(0, last - max(first, end))
-            end = max(end, last)
-            busy += alone
-            parts[_part(name)] += alone / count / 1e3
-            names[name[:80]] += (last - first) / count / 1e3
-        return {
-            "busy_us": busy / count / 1e3,
-            "kernels": len(spans) / count,
-            "parts_us": dict(parts),
-            "names_us": dict(collections.Counter(names).most_common(40)),
-        }
+        self._in_worker("profile")
+        for _ in range(count):
+            self._step()
+        return dict(self._in_worker("profiled", count))
 
     def end(self) -> None:
         """Let the requests go."""
@@ -275,46 +244,23 @@ class Server:
         }
 
 
-def _compiled() -> list[str]:
-    """Names of the kernels that Triton compiles from now on."""
-    import triton
-
-    names: list[str] = []
-
-    def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
-        if not cache_hit:
-            names.append(src.name)
-
-    triton.knobs.compilation.listener = note
-    return names
-
-
-def _part(name: str) -> str:
-    return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
-
-
 class _Filled:
-    """vLLM's connector for decode benchmarks, filling pages with random rows while active."""
+    """vLLM's connector for decode benchmarks, active where it is asked for; see ``in_worker``."""
 
     SETTINGS = {  # noqa: RUF012
         "kv_connector": "DecodeBenchConnector",
         "kv_role": "kv_both",
     }
-    _ROWS = 1 << 15
 
     def __init__(self) -> None:
-        """Replace what it fills pages with: zeros would all be selected alike."""
+        """Of the scheduler in this process."""
         from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as module
 
-        self._on, self._drawn, self._numbers = False, {}, random.Random(0)
+        self._on = False
         scheduler: Any = module.DecodeBenchConnectorScheduler
-        worker: Any = module.DecodeBenchConnectorWorker
         count = scheduler.get_num_new_matched_tokens
         scheduler.get_num_new_matched_tokens = lambda this, request, computed: (
             count(this, request, computed) if self._on else (0, False)
-        )
-        worker._fill_blocks = lambda this, group, blocks, tokens: self._fill(
-            [this.kv_caches[name] for name in this.group_to_layers[group]], blocks
         )
 
     @contextlib.contextmanager
@@ -325,40 +271,6 @@ class _Filled:
             yield
         finally:
             self._on = False
-
-    def _fill(self, caches: list[Any], blocks: list[int]) -> None:
-        import torch
-
-        from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
-        from anymla.ops.kv_cache import quantize_and_insert_k_cache
-
-        layouts = {
-            get_layout(name).data_bytes + get_layout(name).scale_bytes: name
-            for name in (MAIN_FP8, INDEX_FP8)
-        }
-        for cache in caches if blocks else []:
-            if cache.dtype != torch.uint8:
-                cache[blocks] = 0.5
-                continue
-            cache = cache.flatten(1, -2)
-            layout, size = layouts[cache.shape[-1]], cache.shape[1]
-            rows = self._rows(get_layout(layout).channels, cache.device)
-            starts = torch.tensor(blocks, device=cache.device) * size
-            slots = (starts[:, None] + torch.arange(size, device=cache.device)).flatten()
-            for some in slots.split(self._ROWS):
-                first = self._numbers.randrange(self._ROWS)
-                values = rows[first : first + len(some)]
-                quantize_and_insert_k_cache(values, cache, some, layout=layout)
-
-    def _rows(self, channels: int, device: Any) -> Any:
-        import torch
-
-        if channels not in self._drawn:
-            generator = torch.Generator(device).manual_seed(channels)
-            shape = 2 * self._ROWS, channels
-            made = torch.randn(shape, device=device, generator=generator)
-            self._drawn[channels] = made.bfloat16()
-        return self._drawn[channels]
 
 
 def serve(connection: Any, mode: str, options: argparse.Namespace, log: str) -> None:
@@ -372,6 +284,8 @@ def serve(connection: Any, mode: str, options: argparse.Namespace, log: str) -> 
         server: Any = None
         while True:
             name, arguments = connection.recv()
+            if name == "leave":
+                return
             try:
                 if name == "start":
                     server, result = Server(mode, options), None
@@ -390,7 +304,8 @@ class Child:
         spawn = multiprocessing.get_context("spawn")
         self.mode, (self.pipe, theirs) = mode, spawn.Pipe()
         log = f"{options.logs}/{mode.replace(',', '-')}.log"
-        self.process = spawn.Process(target=serve, args=(theirs, mode, options, log), daemon=True)
+        # Not a daemon, which has no children: vLLM has a worker for each GPU.
+        self.process = spawn.Process(target=serve, args=(theirs, mode, options, log))
         self.process.start()
 
     def send(self, name: str, *arguments: Any) -> None:
@@ -408,6 +323,14 @@ class Child:
         """Ask and wait."""
         self.send(name, *arguments)
         return self.result()
+
+    def leave(self) -> None:
+        """End it, and its workers with it."""
+        with contextlib.suppress(OSError):
+            self.send("leave")
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
 
 
 class Report:
@@ -474,6 +397,12 @@ def _failing(what: str, children: list[Child]) -> Iterator[None]:
                 child("end")
 
 
+def _layers(options: argparse.Namespace) -> str:
+    text = f"{options.layers} layers"
+    text += f", a share of {options.share}" if options.share > 1 else ""
+    return text + (f", {options.gpus} GPUs" if options.gpus > 1 else "")
+
+
 def _decode(
     options: argparse.Namespace, children: list[Child], report: Report, requests: int, context: int
 ) -> None:
@@ -493,7 +422,7 @@ def _decode(
                 found[child.mode] |= profile
     for child in children:
         child("end")
-    model = f"{options.layers} layers, {options.experts} experts"
+    model = f"{_layers(options)}, {options.experts} experts"
     report.row("decode step", f"{requests} x {context:,}, {model}", found, "ms")
 
 
@@ -511,7 +440,7 @@ def _first_token(
             found[child.mode]["spin_ms"].append(child("spin"))
             took = child("first_token", requests, length, 100 * repeat)
             found[child.mode]["ms"].append(took)
-    case = f"{requests} x {length:,}, {options.layers} layers"
+    case = f"{requests} x {length:,}, {_layers(options)}"
     report.row("time to first token", case, found, "ms")
     if requests == 1 and length in options.timeline:
         for child in children:
@@ -541,7 +470,7 @@ def _joining(
             values["step_ms"].append(step)
     for child in children:
         child("end")
-    case = f"{length:,} tokens beside 8 that decode, {options.layers} layers"
+    case = f"{length:,} tokens beside 8 that decode, {_layers(options)}"
     report.row("joining 8", case, found, "ms")
 
 
@@ -555,7 +484,7 @@ def _traffic(options: argparse.Namespace, children: list[Child], report: Report,
             for key, value in values.items():
                 found.setdefault(child.mode, {}).setdefault(key, []).append(value)
     case = f"{count:.0f} requests, {rate:g} a second, {length:,.0f} + {new:.0f}"
-    case += f", {options.layers} layers"
+    case += f", {_layers(options)}"
     for key in ("ttft_ms", "itl_ms"):
         print("   ", key, {m: round(statistics.median(v[key]), 2) for m, v in found.items()})
     report.row("traffic, tokens/s", case, found, "tokens_s")
@@ -577,6 +506,10 @@ def main() -> None:
         "--modes", default=",".join(MODES), help="ANYMLA_VLLM of each, by ','; parts of one by '+'"
     )
     parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--gpus", type=int, default=1, help="tensor parallel")
+    parser.add_argument(
+        "--share", type=int, default=1, help="a GPU gets what each of so many would get"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument(
         "--decode", type=_points, default=_points(_DECODE), help="requests x context, by ','"
@@ -590,6 +523,7 @@ def main() -> None:
     parser.add_argument("--joining", type=_numbers, default=[2048, 16384])
     parser.add_argument("--traffic", nargs="*", default=["64:16:1024:256", "16:2:8192:256"])
     parser.add_argument("--graphs", default="FULL_DECODE_ONLY", help="vLLM's cudagraph_mode")
+    parser.add_argument("--memory", type=float, help="share of the device that a mode may take")
     parser.add_argument("--cache-gib", type=int, default=30, help="of each mode's pages")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24, help="decode steps of a repeat")
@@ -606,8 +540,12 @@ def main() -> None:
             alive.append(child)
         except (RuntimeError, EOFError) as error:
             print(f"FAILED to start {child.mode}: {str(error)[-2500:]}", flush=True)
-    if alive:
-        measure(options, alive)
+    try:
+        if alive:
+            measure(options, alive)
+    finally:
+        for child in children:
+            child.leave()
 
 
 if __name__ == "__main__":
