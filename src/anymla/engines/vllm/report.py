@@ -243,8 +243,8 @@ def _companions(machine: Machine, attention: Part) -> list[Part]:
 def within(parts: list[Part], vllm_config: Any) -> list[Part]:
     """The parts as one of vLLM's configurations gets them.
 
-    What is replaced for speed alone stays vLLM's where the plugin has not run on GPUs: with drafts,
-    and on several. Hyper-connections are the same everywhere, a token at a time.
+    What is replaced for speed alone stays vLLM's where that was not measured with a whole model:
+    with drafts, and on several GPUs. Hyper-connections are the same everywhere, a token at a time.
     """
     why = ""
     if vllm_config.speculative_config is not None:
