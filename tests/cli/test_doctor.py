@@ -2,7 +2,9 @@ import json
 import subprocess
 import sys
 import types
+import zipfile
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -12,6 +14,7 @@ from anymla.bench.doctor import machine as machine_facts
 from anymla.bench.doctor.clock import Ceilings
 from anymla.bench.doctor.examine import all_probes, examine
 from anymla.bench.doctor.machine import _busy, machine
+from anymla.cli.device_report import report_steps, write_report
 from anymla.cli.main import main
 from anymla.ops import device as device_facts
 from anymla.ops.device import has_numba
@@ -184,3 +187,53 @@ def test_a_part_that_the_plugin_lacks_is_one_line(monkeypatch: pytest.MonkeyPatc
     assert result.exit_code != 0
     assert "--vllm: ANYMLA_VLLM must be one of auto, force, off, audit, or parts" in result.stderr
     assert "attention, indexer, compressor, mhc, experts, linears" in result.stderr
+
+
+def test_a_report_has_every_result_whatever_fails(tmp_path) -> None:
+    steps = [
+        [
+            "doctor",
+            "--device",
+            "cpu",
+            "--no-speed",
+            "--family",
+            "kv_cache",
+            "--json",
+            "doctor.json",
+        ],
+        ["conformance", "--case", "none such"],
+        ["conformance", "--backend", "torch", "--case", "L1", "--json", "conformance.jsonl"],
+    ]
+    file = tmp_path / "report.zip"
+    assert not write_report(file, steps)
+    with zipfile.ZipFile(file) as archive:
+        names = set(archive.namelist())
+        assert names == {
+            "doctor.json", "1-doctor.log", "2-conformance.log", "conformance.jsonl",
+            "3-conformance.log", "steps.txt",
+        }  # fmt: skip
+        codes = [line.split()[0] for line in archive.read("steps.txt").decode().splitlines()]
+        assert codes[0] == codes[2] == "0" != codes[1]
+        assert json.loads(archive.read("doctor.json"))["ok"] is True
+        assert b"L1" in archive.read("3-conformance.log")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_the_commands_of_a_report_exist(device: str) -> None:
+    steps = report_steps(device)
+    assert [words[0] for words in steps] == ["doctor", "conformance", "bench"][
+        : 2 + (device != "cpu")
+    ]
+    for words in steps:
+        command: click.Command | None = main
+        context, rest = click.Context(main), list(words)
+        while isinstance(command, click.Group):
+            command = command.get_command(context, rest.pop(0))
+        assert command is not None
+        command.make_parser(context).parse_args(rest)
+
+
+def test_a_report_takes_a_device_alone(tmp_path) -> None:
+    result = doctor("--report", tmp_path / "report.zip", "--no-speed")
+    assert result.exit_code != 0
+    assert "only --device" in result.output

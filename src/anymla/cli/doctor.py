@@ -17,6 +17,7 @@ from anymla.bench.doctor.examine import CANNOT, Finding, all_probes, examine
 from anymla.bench.doctor.machine import machine
 from anymla.bench.doctor.trial import Probe
 from anymla.cli.bad_input import BadInput, bad_input
+from anymla.cli.device_report import report_steps, write_report
 from anymla.cli.files import STANDARD, OutputFile, write_text
 from anymla.testing.devices import named_device
 
@@ -32,12 +33,19 @@ from anymla.testing.devices import named_device
 )
 @click.option("--family", "families", multiple=True, help="Only this family; repeatable.")
 @click.option("--no-speed", is_flag=True, help="Only which backend, and whether it is right.")
+@click.option(
+    "--report",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Instead: this, conformance and, on a GPU, all times, in one zip to send to somebody.",
+)
 @click.option("--vllm", is_flag=True, help="Show what the vLLM plugin offers here instead.")
 def command(
     device: str | None,
     json_file: Path | None,
     families: tuple[str, ...],
     no_speed: bool,
+    report: Path | None,
     vllm: bool,
 ) -> None:
     """Say what this machine is, and examine every family of operations on it.
@@ -53,6 +61,12 @@ def command(
         return
     with bad_input():
         place = named_device(device)
+    if report is not None:
+        if families or no_speed or json_file is not None:
+            raise BadInput("--report has all of it; only --device goes with it")
+        if not write_report(report, report_steps(place.type)):
+            click.get_current_context().exit(1)
+        return
     chosen = [probe for probe in all_probes() if not families or probe.family in families]
     unknown = sorted(set(families) - {probe.family for probe in chosen})
     if unknown:
