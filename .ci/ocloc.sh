@@ -17,7 +17,7 @@ mkdir -p "$apt/lists/partial" "$apt/cache/archives/partial" "$apt/packages"
 key=/usr/share/keyrings/debian-archive-keyring.gpg
 echo "deb [signed-by=$key] $mirror sid main" > "$apt/sources.list"
 options=(
-  -qq -o "Dir::Etc::sourcelist=$apt/sources.list" -o Dir::Etc::sourceparts=/dev/null
+  -qq -o Acquire::Retries=3 -o "Dir::Etc::sourcelist=$apt/sources.list" -o Dir::Etc::sourceparts=/dev/null
   -o "Dir::State::lists=$apt/lists" -o Dir::State::status=/dev/null -o "Dir::Cache=$apt/cache"
   -o APT::Sandbox::User=root
 )
