@@ -1,13 +1,17 @@
 """Triton kernels compiled for Intel's GPUs, run on a CPU beside the torch backend."""
 
+import json
+
 import pytest
 import torch
+from click.testing import CliRunner
 from paged import LAYOUTS
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from anymla.bench.compiled import compiled  # noqa: E402
+from anymla.cli.main import main  # noqa: E402
 from anymla.formats.page_layout import get_layout  # noqa: E402
 from anymla.formats.triton_cast import fp32_to_e4m3, widen  # noqa: E402
 from anymla.ops._build import Build  # noqa: E402
@@ -102,3 +106,22 @@ def test_inserted_rows_have_the_same_bytes(runtime, layout):
         cache.zero_()
         quantize_and_insert_k_cache(rows, cache, slots, layout=layout.layout_id, backend=backend)
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+def test_conformance_says_that_it_ran_compiled(runtime, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    words = [
+        "conformance",
+        "--backend",
+        "triton",
+        "--compiled",
+        "--case",
+        "L1",
+        "--json",
+        str(file),
+    ]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    row = json.loads(file.read_text())
+    assert (row["subject"], row["status"]) == ("triton, compiled", "passed")
+    assert "--compiled" in row["command"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,7 @@ def command(
     running = _run(cases, subject, words, jobs, timeout)
     if json_file is not None:
         named = f"--against {against}" if against else f"--backend {backend}" if backend else ""
-        running = _recorded(running, json_file, subject, named + " --compiled" * compiled)
+        running = _recorded(running, json_file, subject, named, compiled=compiled)
     outcomes = list(_shown(running, cases))
     counts = dict.fromkeys(("passed", "failed", "not applicable"), 0)
     for outcome in outcomes:
@@ -248,20 +249,26 @@ def _shown(outcomes: Iterable[Outcome], cases: list[Case]) -> Iterator[Outcome]:
 
 
 def _recorded(
-    outcomes: Iterable[Outcome], path: Path, subject: Subject, words: str
+    outcomes: Iterable[Outcome], path: Path, subject: Subject, words: str, *, compiled: bool
 ) -> Iterator[Outcome]:
     """Append a row for each outcome as it comes."""
     from anymla.bench.environment import environment
     from anymla.bench.report import append_lines
 
-    facts: dict[str, Any] = environment(f"anymla conformance {words}".rstrip())
+    facts: dict[str, Any] = environment(
+        f"anymla conformance {words}{' --compiled' * compiled}".rstrip()
+    )
     if subject.device.type in ("cuda", "xpu"):
         from anymla.bench.gpu import device_facts
 
         facts |= device_facts()
     version = subject.adapter.version if subject.adapter is not None else ""
+    if compiled:
+        version = f"by Triton {metadata.version('triton-xpu')} for Intel's GPUs, run on a CPU"
     for outcome in outcomes:
         row = {"part": "conformance", **dataclasses.asdict(outcome), "version": version}
+        if compiled:  # beside what the interpreter says, not in its place
+            row["subject"] += ", compiled"
         append_lines(path, [row | facts])
         yield outcome
 

@@ -44,7 +44,7 @@ def conformance(rows: Sequence[Row]) -> Table:
 def _order(subject: str) -> int:
     """This package's backends before other libraries."""
     own = ("best", "torch", "triton", "gluon_sm90", "vendor", "reference", "anymla.compat")
-    return 0 if subject.split(" ")[0] in own else 1
+    return 0 if subject.split(" ")[0].rstrip(",") in own else 1
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
