@@ -43,7 +43,6 @@ OTHERS = {
 # Words of anymla's commands that are parsed but not run, and why.
 ELSEWHERE = {
     "cuda": "needs a GPU",
-    "gpu": "needs a GPU",
     "--reads": "needs a GPU",
     "--flash-mla": "needs FlashMLA",
     "xpu": "needs an Intel GPU",
