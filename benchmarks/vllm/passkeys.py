@@ -141,6 +141,8 @@ class Served:
 
 def main() -> None:
     """Append the rows, as they come."""
+    # That there is a GPU was asked above; a process that is forked after that has none.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--gpus", type=int, default=1, help="tensor parallel")
