@@ -77,7 +77,8 @@ def metadata(step: Step) -> dict[str, Any]:
 
 def attended(layer: Any, forward: Any, step: Step, built: dict[str, Any]) -> Tensor:
     """Outputs of the real tokens."""
-    context = types.SimpleNamespace(attn_metadata=built, additional_kwargs={})
+    held = built.setdefault("held", {})  # of the step, whose layers share plans
+    context = types.SimpleNamespace(attn_metadata=built, additional_kwargs=held)
     output = torch.full_like(step.q, torch.nan)
     with (
         mock.patch.object(attention, "get_forward_context", return_value=context),
@@ -104,7 +105,7 @@ if __name__ == "__main__":
                 way = "decoded" if has_workspaces else "by slots"
                 answer[way].append(ulps(ours.flatten(1), theirs.flatten(1)))
             window, dense = built["window"], built["main128"]
-            chunks = window.tile_sched_swaonly._chunks
+            chunks = built["held"]["anymla"]["plans"][1]._chunks
             answer["chunks"].append([len(chunks[ratio]) for ratio in RATIOS])
             answer["listed"].append(len(dense.c128a_decode_topk_lens))
             assert (window.num_decodes, window.num_prefills) == (DECODES, step.requests - DECODES)

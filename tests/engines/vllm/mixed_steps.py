@@ -70,8 +70,8 @@ def compared(device: torch.device) -> dict[str, Any]:
                     stand_ins.context.attn_metadata = metadata
                     layer.forward_mqa(step.q, None, step.positions, outputs[-1])
                 if has_workspaces:
-                    chunks = metadata["window"].tile_sched_swaonly._chunks[ratio]
-                    found["chunks"].append(len(chunks))
+                    _, plans = stand_ins.context.additional_kwargs["anymla"]["plans"]
+                    found["chunks"].append(len(plans._chunks[ratio]))
             real = slice(0, step.tokens)
             decoded, by_slots = (out.flatten(1) for out in outputs)
             found["apart"].append(ulps(decoded[real].cpu(), by_slots[real].cpu()))

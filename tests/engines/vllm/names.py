@@ -58,9 +58,10 @@ def wanted_in_source() -> list[tuple[str, str]]:
 
     wanted = [(seam.module, seam.name) for seam in pinned.PLATFORMS.values()]
     wanted += [tuple(seam.base.split(":")) for seam in pinned.PLATFORMS.values()]
-    backbone, draft = pinned.CUDA_MODELS
+    backbone, *drafts = pinned.CUDA_MODELS
     wanted += [(backbone, name) for name in FUNCTIONS]
-    wanted += [(draft, name) for name in ("mhc_post_tilelang", "hc_head_fused_kernel_tilelang")]
+    called = "mhc_post_tilelang", "hc_head_fused_kernel_tilelang"
+    wanted += [(draft, name) for draft in drafts for name in called]
     memory = ("current_workspace_manager", "is_workspace_manager_initialized")
     wanted += [("vllm.v1.worker.workspace", name) for name in memory]
     return wanted
@@ -110,7 +111,12 @@ def changed_overrides() -> list[str]:
         shared_metadata.SharedIndexBuilder,
         *(shared_metadata.SPARSE_BACKEND, shared_metadata.INDEXER_BACKEND),
     ]
-    mixins = attention.AttentionAdapter, indexer.IndexerAdapter, metadata.IndexMetadata
+    mixins = (
+        attention.AttentionAdapter,
+        indexer.IndexerAdapter,
+        metadata.IndexMetadata,
+        metadata.Uneven,
+    )
     cpu_only = {"_wrap_wo_a_process_weights_after_loading", "process_weights_after_loading"}
     problems = []
     for ours in classes:

@@ -255,7 +255,7 @@ def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> N
         ("mhc", "kept"),
         ("experts", "kept"),
         ("linears", "kept"),
-        ("draft model (MTP)", "replaced"),
+        ("draft model", "replaced"),
         ("DeepSeek-V4.1 attention", "replaced"),
         ("DeepSeek-V4.1 indexer", "kept"),
         ("DeepSeek-V4.1 compressor", "kept"),

@@ -110,7 +110,7 @@ def test_a_missing_seam_refuses_in_one_line_and_replaces_nothing(
     (record,) = caplog.records
     said = "anymla replaces nothing: in vLLM 0.33.0 vllm.top has no Layer"
     assert record.getMessage() == said + (", and 2 more" if more else "")
-    assert asked == [(Path("vllm"), "cuda", "attention", "draft model (MTP)")]
+    assert asked == [(Path("vllm"), "cuda", "attention", "draft model")]
     (row,) = report.plugin_view()
     assert "vllm.top has no Layer" in row["why"]
 
@@ -127,7 +127,7 @@ def test_each_model_is_refused_by_itself(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
     gone = ["vllm.top has no Layer"]
     for missing, shared, wanted in (
-        ([], gone, {"DeepseekV4ForCausalLM", "DeepSeekV4MTPModel"}),
+        ([], gone, {"DeepseekV4ForCausalLM", "DeepSeekV4MTPModel", "DSparkDraftModel"}),
         (gone, [], {"DeepseekV41ForCausalLM"}),
     ):
         monkeypatch.setattr(report, "missing_seams", lambda *_, found=missing: found)

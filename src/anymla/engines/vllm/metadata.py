@@ -21,6 +21,18 @@ from anymla.ops.selection import compressed_rows
 ANY: Any = object
 
 
+class Uneven(ANY):
+    """Mixed in before a builder of vLLM's: graphs replay steps whose requests differ in drafts.
+
+    All that layers read is by token, or found from the request of each on the device.
+    """
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """The most tokens of a request in such a step, and its drafts."""
+        return 1 + int(vllm_config.num_speculative_tokens)
+
+
 class IndexMetadata(ANY):
     """Mixed in before the builder of entries: of index keys, for which vLLM's asks for DeepGEMM."""
 
@@ -46,7 +58,7 @@ class IndexMetadata(ANY):
         return built
 
 
-class IndexBuilder(IndexMetadata, DeepseekV4SparseMLAMetadataBuilder):
+class IndexBuilder(IndexMetadata, Uneven, DeepseekV4SparseMLAMetadataBuilder):
     """Metadata of DeepSeek-V4's index keys."""
 
 
@@ -80,7 +92,7 @@ def split_requests(builder: Any, cm: Any) -> tuple[int, int, int, int]:
     return counts
 
 
-class CompressedBuilder(DeepseekV4SparseMLAMetadataBuilder):
+class CompressedBuilder(Uneven, DeepseekV4SparseMLAMetadataBuilder):
     """Metadata of the main compressed cache."""
 
     def _build_c128a_metadata(self, cm: Any, req_id_per_token: Tensor) -> dict[str, Tensor]:
@@ -115,7 +127,7 @@ def _by_slots(builder: Any, cm: Any) -> int:
     return before if decodes_rows(prefilled, lengths, builder.compress_ratio) else tokens
 
 
-class WindowBuilder(sparse_swa.DeepseekSparseSWAMetadataBuilder):
+class WindowBuilder(Uneven, sparse_swa.DeepseekSparseSWAMetadataBuilder):
     """Window metadata; ``build`` is vLLM's own."""
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, StepPlans]:

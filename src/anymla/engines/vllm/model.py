@@ -11,16 +11,21 @@ from typing import Any
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import CustomOp
-from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepSeekV4MTP
+from vllm.models.deepseek_v4 import (
+    DeepseekV4ForCausalLM,
+    DeepSeekV4MTP,
+    DSparkDeepseekV4ForCausalLM,
+)
 from vllm.triton_utils.dispatcher import register_kernels
 
-from anymla.engines.vllm import cpu_kernels, hyper_connection, report
+from anymla.engines.vllm import cpu_kernels, drafts, hyper_connection, report
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.indexer import AnymlaSparseAttnIndexer
 from anymla.engines.vllm.parts import with_parts
 from anymla.engines.vllm.pinned import (
     ATTENTION_MODULE,
     CUDA_MODELS,
+    DSPARK_MODULE,
     METADATA_KERNELS,
     PLATFORMS,
     WARM_UP_MODULE,
@@ -39,6 +44,9 @@ if report.MHC in _REPLACED:
     for _module in CUDA_MODELS if _MACHINE.platform == "cuda" else ():
         _globals = vars(importlib.import_module(_module))
         _globals.update((n, f) for n, f in hyper_connection.FUNCTIONS.items() if n in _globals)
+if report.DRAFT_MODEL in _REPLACED and _MACHINE.platform == "cuda":
+    _drafter: Any = importlib.import_module(DSPARK_MODULE)
+    _drafter._insert_context_kv = drafts.inserting(_drafter._insert_context_kv)
 if report.METADATA_KERNELS in _REPLACED:
     register_kernels({name: vars(cpu_kernels)[ours] for name, ours in METADATA_KERNELS.items()})
 
@@ -111,3 +119,7 @@ class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
 
 class AnymlaDeepseekV4Draft(_WithAnymlaLayers, DeepSeekV4MTP):
     """The draft (MTP) model."""
+
+
+class AnymlaDeepseekV4DSpark(_WithAnymlaLayers, DSparkDeepseekV4ForCausalLM):
+    """The draft model whose tokens see each other (DSpark)."""

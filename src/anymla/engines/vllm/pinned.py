@@ -22,7 +22,7 @@ class Platform:
         module: of the model.
         name: global of that module: the class, or a function of the configuration returning it.
         base: ``module:class`` that anymla's layer extends on this platform.
-        drafts: the platform has a draft (MTP) model.
+        drafts: the platform has draft models (MTP, DSpark).
     """
 
     module: str
@@ -50,7 +50,8 @@ SHARED_MODEL = "vllm.models.deepseek_v41.nvidia.model"
 WARM_UP_MODULE = "vllm.model_executor.warmup.jit_warmup"  # used where it is there
 
 # vLLM's CUDA models call the functions in ``hyper_connection.FUNCTIONS`` past its own CustomOps.
-CUDA_MODELS = (f"{_V4}.nvidia.model", f"{_V4}.nvidia.mtp")
+DSPARK_MODULE = f"{_V4}.nvidia.dspark"
+CUDA_MODELS = (f"{_V4}.nvidia.model", f"{_V4}.nvidia.mtp", DSPARK_MODULE)
 
 # Kernels that build DeepSeek-V4's metadata, and their stand-ins in ``cpu_kernels``.
 _MLA = "vllm.v1.attention.backends.mla"
@@ -138,6 +139,11 @@ def builder_seams(sparse: str) -> tuple[Seam, ...]:
 
 _BUILDER = (
     *builder_seams(_SPARSE),
+    seam(
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.get_varlen_cudagraph_max_query_len",
+        "vllm_config kv_cache_spec",
+    ),
+    seam("vllm.config.vllm:VllmConfig", attributes="num_speculative_tokens"),
     seam("vllm.v1.attention.backend:CommonAttentionMetadata", attributes="block_table_tensor"),
 )
 # What an audit looks at, of vLLM's own layers and of anymla's in their place.
@@ -224,6 +230,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
         seam("vllm.logger:init_logger"),
         seam(f"{_V4}:DeepseekV4ForCausalLM"),
         seam(f"{_V4}:DeepSeekV4MTP"),
+        seam(f"{_V4}:DSparkDeepseekV4ForCausalLM"),
         seam("vllm.forward_context:get_forward_context"),
         seam("vllm.forward_context:ForwardContext", attributes="attn_metadata additional_kwargs"),
         seam("vllm.config.kernel:KernelConfig", attributes="enable_jit_warmup"),
@@ -433,11 +440,14 @@ _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
         seam(f"{_V4}.cpu.cpu_compressor:DeepseekV4CPUCompressor.cache_norm_weight_fp32"),
         *STAND_INS,
     ),
+    ("cuda", "attention"): (
+        seam(f"{DSPARK_MODULE}:_insert_context_kv", "attn kv positions slot_mapping"),
+    ),
     ("cuda", "mhc"): (
         *(seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("pre", "pre_broadcast")),
         *(seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("post", "fused_post_pre")),
         *(seam(f"{model}:hc_head_fused_kernel_tilelang") for model in CUDA_MODELS),
-        seam(f"{CUDA_MODELS[1]}:mhc_post_tilelang"),
+        *(seam(f"{model}:mhc_post_tilelang") for model in CUDA_MODELS[1:]),
         seam(f"{_KERNELS}:mhc_pre_tilelang", _STREAMS),
         seam(f"{_KERNELS}:mhc_pre_broadcast_tilelang", f"{_STREAMS} fn_broadcast"),
         seam(f"{_KERNELS}:mhc_post_tilelang", _GATES),

@@ -40,6 +40,7 @@ def register() -> None:
     ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{_MODEL}:AnymlaDeepseekV4")
     if report.DRAFT_MODEL in replaced:
         ModelRegistry.register_model("DeepSeekV4MTPModel", f"{_MODEL}:AnymlaDeepseekV4Draft")
+        ModelRegistry.register_model("DSparkDraftModel", f"{_MODEL}:AnymlaDeepseekV4DSpark")
 
 
 def _register_shared(machine: report.Machine, chosen: str) -> None:

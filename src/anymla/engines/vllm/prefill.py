@@ -66,6 +66,10 @@ class StepPlans(Plans):
         super().__init__()
         self._chunks: dict[Any, list[Chunk]] = {}
 
+    def anew(self) -> StepPlans:
+        """Of another pass over the same metadata: nothing is planned yet."""
+        return StepPlans()
+
     def chunks(
         self, window: Any, positions: Tensor, ratio: int, requests_a_chunk: int
     ) -> list[Chunk]:
@@ -83,7 +87,9 @@ class StepPlans(Plans):
 
 
 def plans_of_step(attn_metadata: dict[str, Any], window: Any) -> StepPlans:
-    """What all layers of a step share: the plans of the first that asks.
+    """What all layers of a forward pass share: the plans of the first that asks.
+
+    A draft model's passes may share their metadata, whose lengths change in place: each plans anew.
 
     Layers' windows lie in several groups of pages. Their metadata differ in which pages those are,
     and nothing that is planned depends on that.
@@ -92,7 +98,7 @@ def plans_of_step(attn_metadata: dict[str, Any], window: Any) -> StepPlans:
         attn_metadata: of the step.
         window: of the layer's window cache.
     """
-    plans: StepPlans = once("plans", lambda: window.tile_sched_swaonly, of=attn_metadata)
+    plans: StepPlans = once("plans", lambda: window.tile_sched_swaonly.anew(), of=attn_metadata)
     return plans
 
 

@@ -22,7 +22,7 @@ ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS, LINEARS = PARTS
 ENGRAM = "engram"
 SHARED_PARTS = (ATTENTION, INDEXER, COMPRESSOR, MHC, ENGRAM)
 AUDIT = "audit"
-DRAFT_MODEL, METADATA_KERNELS = "draft model (MTP)", "metadata kernels"
+DRAFT_MODEL, METADATA_KERNELS = "draft model", "metadata kernels"
 V41 = "DeepSeek-V4.1"
 
 # Where a part of vLLM's own runs: the library that it needs, and the major compute capabilities

@@ -312,6 +312,9 @@ class _OneChunk(StepPlans):
         super().__init__()
         self.by_ratio: dict[int, Chunk] = {}
 
+    def anew(self) -> StepPlans:
+        return self
+
     def chunks(
         self, window: Any, positions: Tensor, ratio: int, requests_a_chunk: int
     ) -> list[Chunk]:
