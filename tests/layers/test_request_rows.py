@@ -12,7 +12,7 @@ from anymla.ops.prefill_attention.config import decoding_pays_in_steps
 from anymla.ops.selection import compressed_rows, window_rows
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.config import sharing_pays
-from anymla.ops.sparse_attention.windows import window_lists
+from anymla.ops.sparse_attention.interface import window_lists
 
 WINDOW, PAGE, ENTRY_PAGE, QUERIES, RATIO = 16, 8, 4, 6, 4
 LAYOUT = get_layout(MAIN_FP8)

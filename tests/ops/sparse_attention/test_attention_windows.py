@@ -12,7 +12,7 @@ from anymla.ops.sparse_attention import (
     sparse_attention_windows_fp8_quant,
 )
 from anymla.ops.sparse_attention.config import choose_window_group
-from anymla.ops.sparse_attention.windows import window_lists
+from anymla.ops.sparse_attention.interface import window_lists
 
 LAYOUT = get_layout(MAIN_FP8)
 

@@ -4,12 +4,10 @@ from anymla.ops.sparse_attention.interface import (
     sparse_attention,
     sparse_attention_fp8_quant,
     sparse_attention_rows,
-)
-from anymla.ops.sparse_attention.plan import sparse_attention_plan
-from anymla.ops.sparse_attention.windows import (
     sparse_attention_windows,
     sparse_attention_windows_fp8_quant,
 )
+from anymla.ops.sparse_attention.plan import sparse_attention_plan
 
 __all__ = [
     "sparse_attention",

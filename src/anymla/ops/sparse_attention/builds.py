@@ -26,6 +26,8 @@ from anymla.ops.sparse_attention.interface import (
     sparse_attention,
     sparse_attention_fp8_quant,
     sparse_attention_rows,
+    sparse_attention_windows,
+    sparse_attention_windows_fp8_quant,
 )
 from anymla.ops.sparse_attention.plan import sparse_attention_plan
 from anymla.ops.sparse_attention.shapes import (
@@ -35,10 +37,6 @@ from anymla.ops.sparse_attention.shapes import (
     V41_CALLS,
     AttentionCall,
     AttentionShape,
-)
-from anymla.ops.sparse_attention.windows import (
-    sparse_attention_windows,
-    sparse_attention_windows_fp8_quant,
 )
 
 _PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
