@@ -200,11 +200,14 @@ def collapse_token(
 
 @triton.jit
 def finish_gates(
-    partial, site, post, comb, tokens, iters,
+    partial, site, pre, post, comb, tokens, iters,
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
     LANES: tl.constexpr, TOGETHER: tl.constexpr, LAUNCH_LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Post and comb of a token, or of TOGETHER tokens side by side."""
+    """Pre if asked for, post and comb of a token, or of TOGETHER tokens side by side."""
+    of_pre = None
+    if pre is not None:
+        of_pre = load_constants(site, 0, 0, N)
     of_post = load_constants(site, 1, N, N)
     of_comb = load_constants(site, 2, 2 * N, N * N)
     if PDL:
@@ -216,6 +219,9 @@ def finish_gates(
         inside = rows < tokens
         square = lane_sums(partial, rows, inside, 1.0, MIXES, 1, SLICES)[0]
         inverse = tl.rsqrt(square / (N * D) + site.norm_eps)
+        if pre is not None:
+            mixes = lane_sums(partial, rows, inside, inverse, 0, N, SLICES)
+            store_columns(pre, rows, inside, pre_gates(mixes, of_pre, site.hc_eps, N), N)
         mixes = lane_sums(partial, rows, inside, inverse, N, N, SLICES)
         store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
         mixes = lane_sums(partial, rows, inside, inverse, 2 * N, N * N, SLICES)
@@ -225,6 +231,9 @@ def finish_gates(
         row = tl.program_id(0).to(tl.int64)
         sums = slice_sums(partial.sums + row * (SLICES * P), SLICES, LANES, P)
         sums *= tl.rsqrt(entry(sums, MIXES, P) / (N * D) + site.norm_eps)
+        if pre is not None:
+            gates = pre_gates(entries(sums, 0, N, P), of_pre, site.hc_eps, N)
+            store_columns(pre, row, row >= 0, gates, N)
         store_columns(post, row, row >= 0, post_gates(entries(sums, N, N, P), of_post, N), N)
         mixes = entries(sums, 2 * N, N * N, P)
         gates = comb_gates(mixes, of_comb, site.hc_eps, iters, N)
@@ -287,7 +296,7 @@ def collapse_kernel(
         )  # fmt: skip
     elif tl.program_id(0) < gate_ctas:
         finish_gates(
-            sums, site, post, comb, tokens, iters,
+            sums, site, None, post, comb, tokens, iters,
             N, D, MIXES, P, SLICES, LANES, TOGETHER, LAUNCH_LATE, PDL,
         )  # fmt: skip
     else:

@@ -27,6 +27,7 @@ from anymla.ops.hyper_connection.config import (
 )
 from anymla.ops.hyper_connection.triton_collapse import (
     Collapsed,
+    finish_gates,
     load_channels,
     load_norm_weight,
     store_collapsed,
@@ -34,17 +35,8 @@ from anymla.ops.hyper_connection.triton_collapse import (
 from anymla.ops.hyper_connection.triton_gates import (
     PartialMixes,
     Site,
-    comb_gates,
-    entries,
-    entry,
-    lane_sums,
     load_columns,
-    load_constants,
     placed,
-    post_gates,
-    pre_gates,
-    slice_sums,
-    store_columns,
 )
 from anymla.ops.hyper_connection.triton_mix import launch_mix
 from anymla.ops.hyper_connection.triton_mix_many_tokens import launch_many
@@ -76,36 +68,11 @@ def gates_kernel(
     PDL: tl.constexpr,
 ):
     """The gates of a token, or of TOGETHER tokens side by side."""
-    site = Site(base, scale, norm_eps, hc_eps)
-    of_pre = load_constants(site, 0, 0, N)
-    of_post = load_constants(site, 1, N, N)
-    of_comb = load_constants(site, 2, 2 * N, N * N)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    if TOGETHER > 1:
-        sums = PartialMixes(partial, partial_token, partial_slice, partial_mix)
-        rows = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-        inside = rows < tokens
-        square = lane_sums(sums, rows, inside, 1.0, MIXES, 1, SLICES)[0]
-        inverse = tl.rsqrt(square / (N * D) + norm_eps)
-        mixes = lane_sums(sums, rows, inside, inverse, 0, N, SLICES)
-        store_columns(pre, rows, inside, pre_gates(mixes, of_pre, hc_eps, N), N)
-        mixes = lane_sums(sums, rows, inside, inverse, N, N, SLICES)
-        store_columns(post, rows, inside, post_gates(mixes, of_post, N), N)
-        mixes = lane_sums(sums, rows, inside, inverse, 2 * N, N * N, SLICES)
-        gates = comb_gates(mixes, of_comb, hc_eps, iters, N)
-        store_columns(comb, rows, inside, gates, N * N)
-    else:
-        row = tl.program_id(0).to(tl.int64)
-        total = slice_sums(partial + row * (SLICES * P), SLICES, LANES, P)
-        total *= tl.rsqrt(entry(total, MIXES, P) / (N * D) + norm_eps)
-        gates = pre_gates(entries(total, 0, N, P), of_pre, hc_eps, N)
-        store_columns(pre, row, row >= 0, gates, N)
-        gates = post_gates(entries(total, N, N, P), of_post, N)
-        store_columns(post, row, row >= 0, gates, N)
-        gates = comb_gates(entries(total, 2 * N, N * N, P), of_comb, hc_eps, iters, N)
-        store_columns(comb, row, row >= 0, gates, N * N)
+    finish_gates(
+        PartialMixes(partial, partial_token, partial_slice, partial_mix),
+        Site(base, scale, norm_eps, hc_eps), pre, post, comb, tokens, iters,
+        N, D, MIXES, P, SLICES, LANES, TOGETHER, False, PDL,
+    )  # fmt: skip
 
 
 def hc_gates(
