@@ -108,7 +108,7 @@ def test_a_chunk_sees_what_its_lists_say(ratio, padded, layouts):
     out, lse = prefill_attention(
         q[1:],
         rows,
-        plan.runs,
+        plan.ranges,
         None if lists is None else lists[1:],
         window=plan.window,
         entries=plan.entries,

@@ -99,11 +99,11 @@ def test_queries_see_what_their_lists_say(entries):
     # Nothing that was not written is seen, though it be NaN.
     poisoned = torch.full_like(rows, torch.nan)
     kept = made.decode(step.window, step.entries, **kinds)
-    for first, count, more, seen in made.runs.tolist():
+    for first, count, more, seen in made.ranges.tolist():
         for start, number in ((first, count), (more, seen)):
             poisoned[start : start + number] = kept[start : start + number]
     out, lse = prefill_attention(
-        q, poisoned, made.runs, window=made.window, entries=made.entries, sink=sink
+        q, poisoned, made.ranges, window=made.window, entries=made.entries, sink=sink
     )
     torch.testing.assert_close(out, want, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(lse, want_lse, atol=2e-5, rtol=2e-5)
@@ -135,19 +135,19 @@ def test_no_row_of_a_page_that_is_not_there_is_listed():
 
 
 def test_each_row_is_decoded_once_a_request():
-    """Neighbouring queries' runs overlap: a request's rows are its last ones, not its queries'."""
+    """Neighbouring queries' ranges overlap: a request's rows are its last ones, not its queries'."""
     step = Step()
     made = step.rows(entries=False)
     for r, (start, count) in enumerate(REQUESTS):
         lowest = max(start - WINDOW + 1, 0)
         assert int(made.held[r]) == min(start + count, WINDOW + QUERIES - 1)
-        runs = made.runs[r * QUERIES : r * QUERIES + count]
+        ranges = made.ranges[r * QUERIES : r * QUERIES + count]
         if count:
             base = r * made.width + int(made.held[r]) - (start + count)
-            assert (runs[:, 0] - base).tolist() == [
+            assert (ranges[:, 0] - base).tolist() == [
                 max(start + j - WINDOW + 1, 0) for j in range(count)
             ]
-            assert int(runs[0, 0]) - base == lowest
+            assert int(ranges[0, 0]) - base == lowest
 
 
 @pytest.mark.parametrize("wrong", ["first", "count"])
@@ -156,9 +156,9 @@ def test_runs_that_are_off_by_one_are_noticed(wrong):
     q = torch.randn(len(step.positions), 2, 512)
     want, _ = sparse_attention(q, step.window, *step.lists("window"))
     made = step.rows(entries=False)
-    made.runs[:, 0 if wrong == "first" else 1] += 1
+    made.ranges[:, 0 if wrong == "first" else 1] += 1
     rows = made.decode(step.window, None, layout=MAIN_FP8, dtype=torch.float32)
-    out, _ = prefill_attention(q, rows, made.runs, window=WINDOW + 1)
+    out, _ = prefill_attention(q, rows, made.ranges, window=WINDOW + 1)
     assert not ((out - want).abs() < 1e-2).all()
 
 

@@ -16,7 +16,7 @@ class Prefill:
 
     q: Tensor
     rows: Tensor
-    runs: Tensor
+    ranges: Tensor
     lists: Tensor | None
     window: int
     entries: int
@@ -26,7 +26,7 @@ class Prefill:
         return prefill_attention(
             self.q,
             self.rows,
-            self.runs,
+            self.ranges,
             self.lists,
             window=self.window,
             entries=self.entries,
@@ -77,7 +77,7 @@ def prefill(
         window: the most rows of the first.
         rows: N.
         dim: D.
-        hostile: runs that leave the rows, and lists of anything.
+        hostile: ranges that leave the rows, and lists of anything.
         holes: share of a list that is negative.
         sink: there is one.
         device: where.
@@ -89,7 +89,7 @@ def prefill(
         odd = torch.tensor([-3, -70, rows - 5, rows + 9])
         start = torch.where(torch.rand(tokens) < 0.1, odd[torch.randint(0, 4, (tokens,))], start)
         base = torch.where(torch.rand(tokens) < 0.1, odd[torch.randint(0, 4, (tokens,))], base)
-    runs = torch.stack((start, lengths(tokens, window), base, lengths(tokens, entries)), 1).int()
+    ranges = torch.stack((start, lengths(tokens, window), base, lengths(tokens, entries)), 1).int()
     lists = None
     if listed:
         lists = torch.randint(0, max(rows // 2, 1), (tokens, entries)).int()
@@ -102,7 +102,7 @@ def prefill(
     given = Prefill(
         torch.randn(tokens, heads, dim).to(dtype),
         torch.randn(rows, dim).to(dtype),
-        runs,
+        ranges,
         lists,
         window,
         entries,

@@ -51,7 +51,7 @@ def _prefill():
     return {
         "q": torch.randn(TOKENS, 2, 512),
         "rows": torch.randn(5, 512),
-        "runs": int32([0, 2, 2, 1], [1, 2, 2, 2]),
+        "ranges": int32([0, 2, 2, 1], [1, 2, 2, 2]),
     }
 
 

@@ -1,4 +1,4 @@
-"""Block-scaled FP8: weights in square blocks, activations in runs of as many channels.
+"""Block-scaled FP8: weights in square blocks, activations in blocks of as many channels.
 
 Blocks are of 128 x 128 values in DeepSeek-V4, and of 32 x 32 in V4.1.
 """
@@ -81,20 +81,22 @@ def dequantize_fp8_weight(
 def quantize_fp8_rows(
     x: Tensor, block: int = FP8_BLOCK, floor: float = ACTIVATION_AMAX_FLOOR
 ) -> tuple[Tensor, Tensor]:
-    """Quantise activations in runs of ``block`` channels with power-of-two scales.
+    """Quantise activations in blocks of ``block`` channels with power-of-two scales.
 
     Args:
-        x: [..., K] floating point; the last run may be shorter.
+        x: [..., K] floating point; the last block may be shorter.
         block: channels that share a scale.
-        floor: lower bound of a run's amax.
+        floor: lower bound of a block's amax.
 
     Returns:
         e4m3 codes uint8 [..., K]; scales float32 [..., ceil(K/block)], powers of two.
     """
     width = x.shape[-1]
-    runs = -(-width // block)
+    blocks = -(-width // block)
     wide = x if x.dtype == torch.float64 else x.float()
-    padded = torch.nn.functional.pad(wide, (0, runs * block - width)).unflatten(-1, (runs, block))
+    padded = torch.nn.functional.pad(wide, (0, blocks * block - width)).unflatten(
+        -1, (blocks, block)
+    )
     exponent = scale_exponent(padded.abs().amax(-1), E4M3_MAX, floor)
     codes = encode_e4m3(torch.ldexp(padded, -exponent.unsqueeze(-1))).flatten(-2)[..., :width]
     return codes, torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)

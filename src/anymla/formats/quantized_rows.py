@@ -34,8 +34,8 @@ class QuantizedRows:
         """Memory for ``rows`` of ``width`` channels."""
         padded = -(-rows // ROW_STEP) * ROW_STEP
         codes = torch.empty((padded, width), dtype=torch.uint8, device=device)
-        runs = -(-width // FP8_BLOCK)
-        return cls(codes, torch.empty((runs, padded), dtype=torch.float32, device=device).t())
+        blocks = -(-width // FP8_BLOCK)
+        return cls(codes, torch.empty((blocks, padded), dtype=torch.float32, device=device).t())
 
     def decoded(self, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The first rows, [rows, K] of ``dtype``."""

@@ -92,7 +92,7 @@ class AttentionInputs:
             backend=backend,
         )
         chosen = None if self.selected is None else self.selected[self.decodes :]
-        return rows, self.chunk.runs, chosen
+        return rows, self.chunk.ranges, chosen
 
 
 class Heads:

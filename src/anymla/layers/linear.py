@@ -138,7 +138,7 @@ class Linear(nn.Module):
 
     Attributes:
         packed: the weight.
-        quantize_activations: quantise ``x`` in runs of channels before the product, as checkpoints
+        quantize_activations: quantise ``x`` in quant blocks before the product, as checkpoints
             with ``activation_scheme: dynamic`` ask for their FP8 and MXFP4 layers.
         backend: backend asked of the operation; None for the best.
     """

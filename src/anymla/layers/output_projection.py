@@ -19,7 +19,7 @@ class OutputProjection(nn.Module):
 
     The grouped weight is decoded to the activations' dtype and the product taken there, as
     DeepSeek's inference code does; or, with ``quantize_heads``, an FP8 weight is multiplied with
-    heads quantised in runs of 128 channels, as vLLM does on CUDA devices.
+    heads quantised in blocks of 128 channels, as vLLM does on CUDA devices.
 
     Attributes:
         wo_a: [groups * rank, heads per group * head_dim].

@@ -59,15 +59,15 @@ def prefill_rows(
     visible = (positions + 1) // ratio if ratio else torch.zeros_like(positions)
     at = lowest - start.index_select(0, request) + offset.index_select(0, request)
     entry_at = entry_offset.index_select(0, request)
-    runs = torch.stack((at, positions + 1 - lowest, entry_at, visible), 1)
-    runs = torch.where(valid[:, None], runs, 0).int()
+    ranges = torch.stack((at, positions + 1 - lowest, entry_at, visible), 1)
+    ranges = torch.where(valid[:, None], ranges, 0).int()
 
     slots = _slots(window_group, first, start, size, base)
     entry_slots = None
     if compressed is not None:
         nothing = torch.zeros_like(hold)
         entry_slots = _slots(compressed, first, nothing, hold, [0, *accumulate(held)])
-    return PrefillRows(first_token, window, slots, entry_slots, runs, max(held, default=0))
+    return PrefillRows(first_token, window, slots, entry_slots, ranges, max(held, default=0))
 
 
 def _slots(group: GroupStep, first: int, start: Tensor, size: Tensor, base: list[int]) -> Tensor:

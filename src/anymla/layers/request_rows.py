@@ -49,7 +49,7 @@ def request_rows(
     if compressed is not None:
         visible = ((positions + 1) // ratio).clamp(max=entries)
         last = torch.div(stops, ratio, rounding_mode="floor").int()
-    runs = torch.stack(
+    ranges = torch.stack(
         (
             request * width + lowest - first,
             positions + 1 - lowest,
@@ -58,11 +58,11 @@ def request_rows(
         ),
         1,
     )
-    runs = torch.where((token_to_req >= 0).unsqueeze(1), runs, 0).int()
+    ranges = torch.where((token_to_req >= 0).unsqueeze(1), ranges, 0).int()
     return RequestRows(
         window, width, held, stops, window_group.block_table,
         0 if compressed is None else entries, last,
-        None if compressed is None else compressed.block_table, runs,
+        None if compressed is None else compressed.block_table, ranges,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class PrefillRows:
         window: the most rows of a token's window.
         window_slots: int32 [Nw], slots of the window cache.
         entry_slots: int32 [Ne], slots of the compressed cache, or None.
-        runs: int32 [T - first_token, 4], as ``prefill_attention`` takes them.
+        ranges: int32 [T - first_token, 4], as ``prefill_attention`` takes them.
         entries: the most entries that a token sees.
     """
 
@@ -74,7 +74,7 @@ class PrefillRows:
     window: int
     window_slots: Tensor
     entry_slots: Tensor | None
-    runs: Tensor
+    ranges: Tensor
     entries: int
 
     def decode(
@@ -128,7 +128,7 @@ class RequestRows:
 
     The workspace has a fixed size and nothing of it is known on the host: the last W rows of every
     request's window, then its first E entries; ``request_rows`` makes them. What is not there is
-    not written, and no run says it.
+    not written, and no range says it.
 
     Attributes:
         window: the most rows of a token's window.
@@ -139,7 +139,7 @@ class RequestRows:
         entries: E, 0 without entries.
         visible: int32 [R], entries that the last tokens see, or None.
         entry_table: int32 [R, P], pages of the compressed cache, or None.
-        runs: int32 [T, 4], as ``prefill_attention`` takes them.
+        ranges: int32 [T, 4], as ``prefill_attention`` takes them.
         first_token: of the step's tokens, the first that the workspace serves: all.
     """
 
@@ -151,7 +151,7 @@ class RequestRows:
     entries: int
     visible: Tensor | None
     entry_table: Tensor | None
-    runs: Tensor
+    ranges: Tensor
     first_token: int = 0
 
     def decode(

@@ -102,7 +102,7 @@ def weight_of(kind: str, rows: int, columns: int) -> Weight:
 
 
 def as_fp8(x: Tensor) -> Tensor:
-    """What an FP8 kernel sees of activations: runs of 128 channels, scales 2^e, float64."""
+    """What an FP8 kernel sees of activations: blocks of 128 channels, scales 2^e, float64."""
     short = -x.shape[-1] % 128
     runs = torch.nn.functional.pad(x.double(), (0, short)).unflatten(-1, (-1, 128))
     exponent = scale_exponent(runs.abs().amax(-1, keepdim=True).clamp(min=1e-4), 448.0)

@@ -55,7 +55,7 @@ def turned_back(o: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_projection(backend: str, dtype: torch.dtype, tokens: int) -> None:
     skip_float64(backend, dtype)
-    # 144 channels: a run of 128 and a shorter one, which holds the rotated channels.
+    # 144 channels: a block of 128 and a shorter one, which holds the rotated channels.
     o = torch.randn(tokens, 6, 144).to(dtype)
     positions, table = torch.randint(0, 50, (tokens,)), angles()
     wo_a = (torch.randn(3, 20, 288) / 288**0.5).to(dtype)

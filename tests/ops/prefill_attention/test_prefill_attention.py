@@ -22,7 +22,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
 def test_against_the_float64_result(backend, listed, dtype, sink):
@@ -52,7 +52,7 @@ def test_is_the_listed_attention_of_the_same_rows(backend):
         5, tokens=4, heads=2, dtype=torch.float32, listed=False, entries=70, hostile=False
     )
     out, lse = case.run(backend)
-    for token, (start, count, base, more) in enumerate(case.runs.tolist()):
+    for token, (start, count, base, more) in enumerate(case.ranges.tolist()):
         seen = [*range(start, start + min(count, 128)), *range(base, base + min(more, 70))]
         index = torch.tensor([seen], dtype=torch.int32).view(1, -1)
         alone, alone_lse = sparse_attention_rows(
@@ -62,12 +62,12 @@ def test_is_the_listed_attention_of_the_same_rows(backend):
         torch.testing.assert_close(lse[token], alone_lse[0], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 def test_what_is_not_named_never_arrives(backend, listed):
     case = prefill(7, tokens=3, heads=2, dtype=torch.bfloat16, listed=listed, entries=40, rows=300)
     want, want_lse = case.run(backend)
     named = torch.zeros(300, dtype=torch.bool)
-    for token, (start, count, base, more) in enumerate(case.runs.tolist()):
+    for token, (start, count, base, more) in enumerate(case.ranges.tolist()):
         seen = [*range(start, start + min(count, 128))]
         if listed:
             seen += [base + j for j in case.lists[token, : max(more, 0)].tolist() if j >= 0]
@@ -83,9 +83,9 @@ def test_what_is_not_named_never_arrives(backend, listed):
 
 def test_tokens_that_see_nothing(backend):
     case = prefill(1, tokens=3, heads=2, dtype=torch.bfloat16, listed=False, entries=8, rows=50)
-    case.runs[:, 1] = torch.tensor([0, -4, 5])
-    case.runs[:, 3] = 0
-    case.runs[2, 0] = 50
+    case.ranges[:, 1] = torch.tensor([0, -4, 5])
+    case.ranges[:, 3] = 0
+    case.ranges[2, 0] = 50
     out, lse = case.run(backend)
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
@@ -114,9 +114,9 @@ def test_no_tokens(backend):
 def test_arguments_are_checked():
     case = prefill(2, tokens=2, heads=2, dtype=torch.bfloat16, listed=True, entries=8)
     with pytest.raises(ValueError, match="window must be at least 0"):
-        prefill_attention(case.q, case.rows, case.runs, window=-1)
-    with pytest.raises(TypeError, match="runs must be int32"):
-        prefill_attention(case.q, case.rows, case.runs.long(), window=128)
+        prefill_attention(case.q, case.rows, case.ranges, window=-1)
+    with pytest.raises(TypeError, match="ranges must be int32"):
+        prefill_attention(case.q, case.rows, case.ranges.long(), window=128)
 
 
 def test_the_hopper_kernel_says_why_not():

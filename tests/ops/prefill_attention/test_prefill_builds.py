@@ -22,8 +22,8 @@ with recorded_launches(TARGETS["sm_90"]) as launches:
             q = empty(tokens, 64, 512, dtype=torch.bfloat16)
             rows = empty(entries + tokens + 127, 512, dtype=torch.bfloat16)
             lists = empty(tokens, 512) if entries > 512 else None
-            sink, runs = empty(64, dtype=torch.float32), empty(tokens, 4)
-            prefill_attention(q, rows, runs, lists, window=128, entries=entries, sink=sink)
+            sink, ranges = empty(64, dtype=torch.float32), empty(tokens, 4)
+            prefill_attention(q, rows, ranges, lists, window=128, entries=entries, sink=sink)
 print([build.constants["LISTED"] for build in launches.builds.values()])
 """
 

@@ -119,7 +119,7 @@ def check(case: Prefill, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 @pytest.mark.parametrize("heads", [1, 16, 33, 64, 100, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ragged_runs_and_lists(device, listed, heads, dtype):
@@ -133,7 +133,7 @@ def test_ragged_runs_and_lists(device, listed, heads, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 def test_less_than_a_tile(device, listed):
     case = prefill(
         1, tokens=3, heads=5, dtype=torch.float16, listed=listed, entries=30, rows=20, window=16,
@@ -179,7 +179,7 @@ def test_a_graph_is_replayed_with_other_lengths(device):
     with torch.cuda.graph(graph):
         out, lse = held.run(BACKEND)
     for case in cases:
-        for name in ("q", "rows", "runs", "lists", "sink"):
+        for name in ("q", "rows", "ranges", "lists", "sink"):
             getattr(held, name).copy_(getattr(case, name))
         graph.replay()
         torch.cuda.synchronize()
@@ -196,7 +196,7 @@ def test_rotated_and_quantised(device, heads):
     table = torch.cat((angles.cos(), angles.sin()), 1)
     positions = torch.randint(0, 300, (80,), device=device)
     codes, scales = prefill_attention_fp8_quant(
-        case.q, case.rows, case.runs, case.lists, positions, table, n_groups=8,
+        case.q, case.rows, case.ranges, case.lists, positions, table, n_groups=8,
         window=case.window, entries=case.entries, sink=case.sink, backend=BACKEND,
     )  # fmt: skip
     want, want_scales = inverse_rope_fp8_quant(

@@ -52,7 +52,7 @@ def run(
         out = torch.full((tokens, heads, dim // 2), -1, dtype=torch.int16)
         scales = torch.full((tokens, heads, dim // 128), torch.nan)
         rope = (positions, table.flatten(), len(table))
-    listed = case.runs if case.lists is None else case.lists
+    listed = case.ranges if case.lists is None else case.lists
     sink = torch.zeros(heads) if case.sink is None else case.sink
     run_kernel(
         kernel,
@@ -61,7 +61,7 @@ def run(
         Descriptor(case.q.view(-1, dim), (64, dim // 2)),
         Descriptor(case.rows, (64, dim // 2)),
         Descriptor(out.view(tokens * heads, -1), (64, dim // 2)),
-        *(x.flatten() for x in (case.rows, case.runs, listed, sink)),
+        *(x.flatten() for x in (case.rows, case.ranges, listed, sink)),
         out.view(-1),
         scales.view(-1),
         rope[0],
@@ -81,7 +81,7 @@ def run(
         replacements=changed,
         HEAD_BLOCKS=blocks,
         LISTED=case.lists is not None,
-        LISTS_ONLY=case.runs.dim() == 1,
+        LISTS_ONLY=case.ranges.dim() == 1,
         SINK=case.sink is not None,
         WHOLE=heads % 64 == 0,
         QUANTIZED=table is not None,
@@ -103,7 +103,7 @@ def check(case: Prefill, out, lse):
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 @pytest.mark.parametrize("heads", [64, 20, 100])
 def test_numbers(listed, heads):
     case = prefill(
@@ -113,7 +113,7 @@ def test_numbers(listed, heads):
         check(case, *run(case, grid=2, seed=seed))
 
 
-@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 def test_maxima_left_behind(listed):
     case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=listed, entries=400)
     case.q *= torch.rand(7, 64, 1) * 8
@@ -122,15 +122,15 @@ def test_maxima_left_behind(listed):
 
 def test_lists_alone_and_largest_scores():
     case = prefill(4, tokens=7, heads=64, dtype=torch.float16, listed=True, entries=300, window=0)
-    case.runs[:, 2] = 0
-    case.runs[2, 3] = 0
+    case.ranges[:, 2] = 0
+    case.ranges[2, 3] = 0
     peaks = torch.full((7, 64), torch.nan)
-    alone = dataclasses.replace(case, runs=case.runs[:, 3].contiguous())
+    alone = dataclasses.replace(case, ranges=case.ranges[:, 3].contiguous())
     out, lse = run(alone, grid=1, seed=1, lazy=True, peaks=peaks, empty=torch.inf)
     assert bool((lse[2] == torch.inf).all())
     check(case, out, lse.masked_fill(lse == torch.inf, -torch.inf))
     want = torch.empty_like(peaks)
-    indices, lengths = named_rows(case.runs, case.lists, 0, 0)
+    indices, lengths = named_rows(case.ranges, case.lists, 0, 0)
     sparse_attention_rows(
         case.q.float(), case.rows.float(), indices, lengths, max_logits=want, backend="reference"
     )
@@ -173,12 +173,12 @@ def test_nan_reaches_those_who_see_it_and_nobody_else():
         3, tokens=5, heads=64, dtype=torch.float16, listed=True, entries=90, hostile=False
     )
     want, _ = run(case, grid=1, seed=0)
-    row = int(case.runs[1, 0])
-    case.runs[1, 1] = 7
+    row = int(case.ranges[1, 0])
+    case.ranges[1, 1] = 7
     seen = [
         row in range(start, start + min(count, case.window))
         or row - base in case.lists[token, : max(more, 0)].tolist()
-        for token, (start, count, base, more) in enumerate(case.runs.tolist())
+        for token, (start, count, base, more) in enumerate(case.ranges.tolist())
     ]
     assert 0 < sum(seen) < 5
     case.rows[row] = torch.nan
@@ -205,9 +205,9 @@ def of_block_counts(counts: list[int], *, listed: bool = False) -> Prefill:
     for token, count in enumerate(counts):
         first = min(count, token % 3)
         ragged = torch.randint(0, 64, (2,)).tolist()
-        case.runs[token, 1] = max(first * 64 - ragged[0] * (token % 2), 0)
-        case.runs[token, 3] = max((count - first) * 64 - ragged[1] * (token % 5 == 0), 0)
-        case.runs[token, 2] = token % 64
+        case.ranges[token, 1] = max(first * 64 - ragged[0] * (token % 2), 0)
+        case.ranges[token, 3] = max((count - first) * 64 - ragged[1] * (token % 5 == 0), 0)
+        case.ranges[token, 2] = token % 64
     return case
 
 
@@ -219,7 +219,7 @@ def test_every_block_count_after_any_other(seed):
     check(case, *run(case, grid=1, seed=seed))
 
 
-@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 def test_every_pair_of_small_block_counts(listed):
     pairs = list(itertools.product(range(6), repeat=2))
     case = of_block_counts([count for pair in pairs for count in pair], listed=listed)

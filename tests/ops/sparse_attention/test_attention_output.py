@@ -46,7 +46,7 @@ def check(got, out, positions, table, groups):
     assert exact > 0.01, "nothing has been rotated"
 
 
-@pytest.mark.parametrize("listed", [False, True], ids=["runs", "lists"])
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 def test_prefill(backend, listed):
     tokens = 2 if backend == "triton" else 12
     case = prefill(
@@ -56,7 +56,7 @@ def test_prefill(backend, listed):
     got = prefill_attention_fp8_quant(
         case.q,
         case.rows,
-        case.runs,
+        case.ranges,
         case.lists,
         positions,
         table,
@@ -113,10 +113,10 @@ def test_arguments_are_checked():
     positions, table = turning(2)
     with pytest.raises(ValueError, match="multiple of 3 groups"):
         prefill_attention_fp8_quant(
-            case.q, case.rows, case.runs, None, positions, table, n_groups=3, window=8
+            case.q, case.rows, case.ranges, None, positions, table, n_groups=3, window=8
         )
-    wrong = dataclasses.replace(case, runs=case.runs.long())
-    with pytest.raises(TypeError, match="runs must be int32"):
+    wrong = dataclasses.replace(case, ranges=case.ranges.long())
+    with pytest.raises(TypeError, match="ranges must be int32"):
         prefill_attention_fp8_quant(
-            case.q, case.rows, wrong.runs, None, positions, table, n_groups=2, window=8
+            case.q, case.rows, wrong.ranges, None, positions, table, n_groups=2, window=8
         )

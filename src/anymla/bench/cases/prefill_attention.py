@@ -120,8 +120,8 @@ class Call:
             self.lists = _selected(visible, self.entries, case.topk, case.kind == "selected")
             visible = visible.clamp(max=case.topk)
         # Entries first, then the rows of the window.
-        runs = (first - start + self.entries, position + 1 - first, 0 * first, visible)
-        self.runs = torch.stack(runs, 1).int()
+        ranges = (first - start + self.entries, position + 1 - first, 0 * first, visible)
+        self.ranges = torch.stack(ranges, 1).int()
         self.cache = random_rows(MAIN_FP8, self.entries + case.context - start, 64, device)
         self.slots = torch.arange(self.entries + case.context - start, device=device).int()
         self.rows = torch.empty((len(self.slots), 512), dtype=torch.bfloat16, device=device)
@@ -133,11 +133,11 @@ class Call:
         angles = torch.rand((case.context, 32), device=device) * 6.28
         self.table = torch.cat((angles.cos(), angles.sin()), 1)
         self.case = case
-        self.flops = 4 * heads * 512 * int(self.runs[:, 1].sum() + self.runs[:, 3].sum())
+        self.flops = 4 * heads * 512 * int(self.ranges[:, 1].sum() + self.ranges[:, 3].sum())
 
     def roofline_us(self, bytes_per_s: float, flops_per_s: float) -> float:
         """Microseconds at a machine's rates, the slower counting: each byte moved once."""
-        moved = sum(x.nbytes for x in (self.q, self.rows, self.runs, self.out))
+        moved = sum(x.nbytes for x in (self.q, self.rows, self.ranges, self.out))
         moved += 0 if self.lists is None else self.lists.nbytes
         return max(moved / bytes_per_s, self.flops / flops_per_s) * 1e6
 
@@ -148,7 +148,7 @@ class Call:
     def ours(self, backend: str) -> Tensor:
         """Run anymla."""
         out: Tensor = prefill_attention(
-            self.q, self.rows, self.runs, self.lists,
+            self.q, self.rows, self.ranges, self.lists,
             window=WINDOW, entries=self.entries, sink=self.sink, out=self.out, backend=backend,
         )[0]  # fmt: skip
         return out
@@ -156,7 +156,7 @@ class Call:
     def quantised(self, backend: str) -> tuple[Tensor, Tensor]:
         """Run anymla with the output rotated and quantised."""
         codes, scales = prefill_attention_fp8_quant(
-            self.q, self.rows, self.runs, self.lists, self.positions, self.table,
+            self.q, self.rows, self.ranges, self.lists, self.positions, self.table,
             n_groups=max(self.case.heads // _GROUP, 1), window=WINDOW, entries=self.entries,
             sink=self.sink, backend=backend,
         )  # fmt: skip
@@ -174,7 +174,7 @@ class Call:
         heads = self.case.heads
         q, sink = padded_heads(self.q, self.sink)
         assert sink is not None
-        listed, _ = named_rows(self.runs, self.lists, WINDOW, int(self.runs[:, 3].max()))
+        listed, _ = named_rows(self.ranges, self.lists, WINDOW, int(self.ranges[:, 3].max()))
         order = (listed < 0).to(torch.int8).sort(dim=1, stable=True).indices
         listed = listed.gather(1, order)
         lengths = (listed >= 0).sum(1).int()
@@ -189,9 +189,9 @@ class Call:
         some = torch.linspace(0, tokens - 1, _SAMPLES).long().unique().tolist()
         wide = []
         lists = None if self.lists is None else self.lists.cpu()
-        runs = self.runs.cpu().tolist()
+        ranges = self.ranges.cpu().tolist()
         for token in some:
-            start, count, base, visible = runs[token]
+            start, count, base, visible = ranges[token]
             if lists is None:
                 second = torch.arange(base, base + visible)
             else:

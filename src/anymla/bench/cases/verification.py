@@ -183,7 +183,7 @@ class VerificationInputs(DecodeInputs):
     def _workspace(self, rows: RequestRows) -> tuple[Tensor, Tensor, Tensor]:
         dtype = self.q.dtype
         decoded = rows.decode(self.cache, self.extra_cache, layout=MAIN_FP8, dtype=dtype)
-        return self.q.flatten(0, 1), decoded, rows.runs
+        return self.q.flatten(0, 1), decoded, rows.ranges
 
     def error(self, out: Tensor) -> float:
         """Relative L2 error of the first and last queries of three requests against float64."""
@@ -233,7 +233,7 @@ def _rows(
         see(compressed=GroupStep(table.int(), slots, _EXTRA_PAGE), ratio=1, entries=extra),
         visible=torch.full((batch,), extra, dtype=torch.int32, device=device),
     )
-    made.runs[:, 3] = extra
+    made.ranges[:, 3] = extra
     return windows, entries.unsqueeze(1).expand(-1, rows, -1).contiguous(), made, slots
 
 

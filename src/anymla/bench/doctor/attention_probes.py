@@ -193,8 +193,8 @@ def _prefill(tokens: int, device: torch.device) -> Trial:
     q = torch.randn(tokens, _HEADS, _DIM, device=device).bfloat16()
     sink = torch.randn(_HEADS, device=device)
     numbers = torch.arange(tokens)
-    runs = torch.tensor([[0, _WINDOW, near, _ENTRIES]]).repeat(tokens, 1)
-    runs[:, 0] = numbers
+    ranges = torch.tensor([[0, _WINDOW, near, _ENTRIES]]).repeat(tokens, 1)
+    ranges[:, 0] = numbers
     lists = torch.stack([torch.randperm(far)[:_ENTRIES] for _ in range(tokens)])
 
     def verify(result: tuple[Tensor, Tensor]) -> float:
@@ -206,7 +206,7 @@ def _prefill(tokens: int, device: torch.device) -> Trial:
         out, lse = (host(each) for each in result)
         return attend(host(q), seen, host(sink)).check((out, lse))
 
-    args = (q, rows, runs.int().to(device), lists.int().to(device))
+    args = (q, rows, ranges.int().to(device), lists.int().to(device))
     keywords = {"window": _WINDOW, "entries": _ENTRIES, "sink": sink}
     moved = rows.nbytes + 2 * q.nbytes + lists.numel() * 4
     flops = 4 * tokens * _HEADS * (_WINDOW + _ENTRIES) * _DIM

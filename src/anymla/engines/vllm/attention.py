@@ -115,7 +115,7 @@ class AttentionAdapter(ANY):
             prefill_attention(
                 q[tokens],
                 rows.flatten(0, 1),
-                chunk.runs,
+                chunk.ranges,
                 selected,
                 window=chunk.window,
                 entries=chunk.entries,

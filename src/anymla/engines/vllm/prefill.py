@@ -39,7 +39,7 @@ class Chunk:
         entry_lens: int32 [R], their compressed entries, if the layer has such.
         gather_lens: int32 [R], their rows of the window.
         window: the most rows of a token's window.
-        runs: int32 [T, 4], as ``prefill_attention`` takes them.
+        ranges: int32 [T, 4], as ``prefill_attention`` takes them.
     """
 
     requests: slice
@@ -50,7 +50,7 @@ class Chunk:
     entry_lens: Tensor
     gather_lens: Tensor
     window: int
-    runs: Tensor
+    ranges: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -167,13 +167,13 @@ def _chunks(window: Any, positions: Tensor, ratio: int, requests_a_chunk: int) -
             entry_lens=seq_lens // ratio,
             gather_lens=window.prefill_gather_lens[first:end],
             window=window.prefill_window_size,
-            runs=_runs(window, positions, tokens, before + first, ratio, (entries, rows)),
+            ranges=_ranges(window, positions, tokens, before + first, ratio, (entries, rows)),
         )
         made.append(chunk)
     return made
 
 
-def _runs(
+def _ranges(
     window: Any,
     positions: Tensor,
     tokens: slice,
@@ -190,5 +190,5 @@ def _runs(
     held = (window.prefill_seq_lens[: len(gathered)] - gathered)[request - window.num_decodes]
     end = positions[tokens] + 1
     lowest = (end - window.prefill_window_size).maximum(held)
-    runs = torch.stack((base + entries + lowest - held, end - lowest, base, end // ratio), 1)
-    return torch.where(window.is_valid_token[tokens, None], runs, 0).int()
+    ranges = torch.stack((base + entries + lowest - held, end - lowest, base, end // ratio), 1)
+    return torch.where(window.is_valid_token[tokens, None], ranges, 0).int()

@@ -292,7 +292,7 @@ class _Prefill(_Step):
             entry_lens=rows,
             gather_lens=rows,
             window=width,
-            runs=zeros.new_zeros((tokens, 4)),
+            ranges=zeros.new_zeros((tokens, 4)),
         )
         return {
             "num_decode_tokens": 0,

@@ -59,7 +59,7 @@ class Collapsed(NamedTuple):
         codes: e4m3 [T, D] of y, or None, as are ``code_scales`` then.
         code_scales: float32, one for a quant block.
         row_stride: of code_scales, from a token to the next.
-        run_stride: of code_scales, from a quant block to the next.
+        block_stride: of code_scales, from a quant block to the next.
     """
 
     y: Any
@@ -67,7 +67,7 @@ class Collapsed(NamedTuple):
     codes: Any
     code_scales: Any
     row_stride: Any
-    run_stride: Any
+    block_stride: Any
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _collapsed(streams, pre, N: tl.constexpr):
 
 @triton.jit
 def _store_normed(
-    y, out, weight, codes, code_scales, run_stride, first, inverse,
+    y, out, weight, codes, code_scales, block_stride, first, inverse,
     D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Store C channels of y, normed if there is a weight, and what they are quantised."""
@@ -107,7 +107,7 @@ def _store_normed(
         y = (widen(y) * inverse * weight.to(tl.float32)).to(y.dtype)
     tl.store(out + d, y, d < D)
     if codes is not None:
-        store_row_codes(y, codes, code_scales, first, run_stride, D, FLOOR, NATIVE)
+        store_row_codes(y, codes, code_scales, first, block_stride, D, FLOOR, NATIVE)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def store_collapsed(
         wide = widen(value)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + norm_eps)
         _store_normed(
-            value, y, weight, codes, code_scales, to.run_stride, 0, inverse,
+            value, y, weight, codes, code_scales, to.block_stride, 0, inverse,
             D, COLUMNS, FLOOR, NATIVE,
         )  # fmt: skip
     else:
@@ -141,7 +141,7 @@ def store_collapsed(
             if to.norm_weight is not None:
                 weight = load_norm_weight(to.norm_weight, first, D, COLUMNS)
             _store_normed(
-                value, y, weight, codes, code_scales, to.run_stride, first, inverse,
+                value, y, weight, codes, code_scales, to.block_stride, first, inverse,
                 D, COLUMNS, FLOOR, NATIVE,
             )  # fmt: skip
 
@@ -242,7 +242,7 @@ def finish_gates(
 
 @triton.jit(
     do_not_specialize=["tokens", "iters", "partial_token", "partial_slice", "partial_mix",
-                       "gate_ctas", "row_stride", "run_stride"]
+                       "gate_ctas", "row_stride", "block_stride"]
 )  # fmt: skip
 def collapse_kernel(
     h,
@@ -266,7 +266,7 @@ def collapse_kernel(
     partial_slice,
     partial_mix,
     row_stride,
-    run_stride,
+    block_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     MIXES: tl.constexpr,
@@ -291,7 +291,7 @@ def collapse_kernel(
     if not GATES:
         collapse_token(
             streams, sums, site,
-            Collapsed(y, norm_weight, codes, code_scales, row_stride, run_stride),
+            Collapsed(y, norm_weight, codes, code_scales, row_stride, block_stride),
             N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LAUNCH_LATE, PDL,
         )  # fmt: skip
     elif tl.program_id(0) < gate_ctas:
@@ -302,7 +302,7 @@ def collapse_kernel(
     else:
         collapse_token(
             streams, sums, site,
-            Collapsed(y, norm_weight, codes, code_scales, row_stride, run_stride),
+            Collapsed(y, norm_weight, codes, code_scales, row_stride, block_stride),
             N, D, MIXES, P, SLICES, LANES, COLUMNS, TOGETHER > 1, FLOOR, NATIVE, LAUNCH_LATE, PDL,
         )  # fmt: skip
 
@@ -326,14 +326,14 @@ def launch_collapse(
 ) -> None:
     """Fill y [T, D], and what else is given, from ``placed`` h [T, N, D] and partial mixes."""
     # What is read before the kernel in front has ended must not be a copy that is being made.
-    early = base.is_contiguous() and scale.is_contiguous()
-    early = early and (norm_weight is None or norm_weight.is_contiguous())
-    if not early:
+    pdl = base.is_contiguous() and scale.is_contiguous()
+    pdl = pdl and (norm_weight is None or norm_weight.is_contiguous())
+    if not pdl:
         base, scale = base.contiguous(), scale.contiguous()
         norm_weight = None if norm_weight is None else norm_weight.contiguous()
     rows = (0, 0) if code_scales is None else code_scales.stride()
     layout = h.shape, h.stride(), partial.shape, partial.stride(), rows
-    numbers = mixes, norm_eps, hc_eps, iters, post is not None, early
+    numbers = mixes, norm_eps, hc_eps, iters, post is not None, pdl
     launch = _collapse(layout, numbers, h.device)
     launch(h, partial, base, scale, norm_weight, y, post, comb, codes, code_scales)
 
@@ -346,7 +346,7 @@ def _collapse(
 ) -> PreparedLaunch:
     """Of streams and partial mixes of such shapes and strides, and of strides of scales."""
     (tokens, n, d), strides, partial_shape, partial_strides, row_strides = layout
-    mixes, norm_eps, hc_eps, iters, gates, early = numbers
+    mixes, norm_eps, hc_eps, iters, gates, pdl = numbers
     many = tokens >= MANY_TOKENS
     slices, target = partial_shape[1], target_of(device)
     columns, num_warps = collapse_columns(d, many, target)
@@ -376,5 +376,5 @@ def _collapse(
         NATIVE=target.native_e4m3,
         LAUNCH_LATE=dependents_late(tokens, target),
         num_warps=num_warps,
-        **(pdl_launch(device) if early else {"PDL": False}),
+        **(pdl_launch(device) if pdl else {"PDL": False}),
     )

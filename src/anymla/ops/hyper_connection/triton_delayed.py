@@ -95,8 +95,8 @@ def hc_gates(
     h = placed(h)
     partial = launch_many(h, fn) if takes_many_tokens(h) else launch_mix(h, fn)
     # What is read before the kernel in front has ended must not be a copy that is being made.
-    early = base.is_contiguous() and scale.is_contiguous()
-    numbers = norm_eps, hc_eps, iters, early
+    pdl = base.is_contiguous() and scale.is_contiguous()
+    numbers = norm_eps, hc_eps, iters, pdl
     launch = _gates(tuple(h.shape), (partial.shape, partial.stride()), numbers, h.device)
     launch(partial, base.contiguous(), scale.contiguous(), pre, post, comb)
     return pre, post, comb
@@ -112,7 +112,7 @@ def _gates(
     """Of streams of that shape, and partial mixes of such a shape and strides."""
     tokens, n, d = shape
     (_, slices, width), strides = partial
-    norm_eps, hc_eps, iters, early = numbers
+    norm_eps, hc_eps, iters, pdl = numbers
     many = tokens >= MANY_TOKENS
     together = TOGETHER_MANY if many else 1
     return PreparedLaunch(
@@ -131,11 +131,11 @@ def _gates(
         LANES=collapse_lanes(slices, many),
         TOGETHER=together,
         num_warps=4,
-        **(pdl_launch(device) if early else {"PDL": False}),
+        **(pdl_launch(device) if pdl else {"PDL": False}),
     )
 
 
-@triton.jit(do_not_specialize=["row_stride", "run_stride"])
+@triton.jit(do_not_specialize=["row_stride", "block_stride"])
 def collapse_known_kernel(
     h,
     pre,
@@ -147,7 +147,7 @@ def collapse_known_kernel(
     token_stride,
     stream_stride,
     row_stride,
-    run_stride,
+    block_stride,
     N: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -173,7 +173,7 @@ def collapse_known_kernel(
     gates = load_columns(pre, row, row >= 0, N)
     store_collapsed(
         loaded, weight, h, stream_stride, gates, y + row * D,
-        Collapsed(y, norm_weight, codes, code_scales, row_stride, run_stride),
+        Collapsed(y, norm_weight, codes, code_scales, row_stride, block_stride),
         codes, code_scales, norm_eps,
         N, D, COLUMNS, FLOOR, NATIVE,
     )  # fmt: skip
@@ -194,17 +194,17 @@ def hc_collapse_norm(
     if not h.numel():
         return y
     h = placed(h)
-    early = norm_weight is None or norm_weight.is_contiguous()
+    pdl = norm_weight is None or norm_weight.is_contiguous()
     weight = None if norm_weight is None else norm_weight.contiguous()
     rows = (0, 0) if code_scales is None else code_scales.stride()
-    launch = _collapse_known((tuple(h.shape), h.stride(), rows), norm_eps, early, h.device)
+    launch = _collapse_known((tuple(h.shape), h.stride(), rows), norm_eps, pdl, h.device)
     launch(h, pre.contiguous(), weight, y, codes, code_scales)
     return y
 
 
 @functools.lru_cache(LAUNCHES)
 def _collapse_known(
-    layout: tuple[tuple[int, ...], ...], norm_eps: float, early: bool, device: torch.device
+    layout: tuple[tuple[int, ...], ...], norm_eps: float, pdl: bool, device: torch.device
 ) -> PreparedLaunch:
     """Of streams of such a shape and strides, and of strides of scales."""
     (tokens, n, d), strides, row_strides = layout
@@ -222,5 +222,5 @@ def _collapse_known(
         FLOOR=ACTIVATION_AMAX_FLOOR,
         NATIVE=target.native_e4m3,
         num_warps=num_warps,
-        **(pdl_launch(device) if early else {"PDL": False}),
+        **(pdl_launch(device) if pdl else {"PDL": False}),
     )

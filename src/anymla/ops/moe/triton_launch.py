@@ -146,17 +146,17 @@ def run_experts(
     if k and w1.count:
         multiply(inputs, results)
     # Whether what is added last is still being made on another CUDA stream.
-    early = not has_deferred_wait() and (shared is None or shared.is_contiguous())
+    pdl = not has_deferred_wait() and (shared is None or shared.is_contiguous())
     flush_stream_wait()
     shared = None if shared is None else shared.contiguous()
-    launch = _combination((tokens, d, k), expert_offset, w1.count, early, x.device)
+    launch = _combination((tokens, d, k), expert_offset, w1.count, pdl, x.device)
     launch(results, ids, shared, out)
     return out
 
 
 @functools.lru_cache(LAUNCHES)
 def _combination(
-    sizes: tuple[int, int, int], offset: int, experts: int, early: bool, device: torch.device
+    sizes: tuple[int, int, int], offset: int, experts: int, pdl: bool, device: torch.device
 ) -> PreparedLaunch:
     tokens, d, k = sizes
     return PreparedLaunch(
@@ -168,5 +168,5 @@ def _combination(
         d,
         K=k,
         BLOCK=COMBINE_CHANNELS,
-        **(pdl_launch(device) if early else {"PDL": False}),
+        **(pdl_launch(device) if pdl else {"PDL": False}),
     )

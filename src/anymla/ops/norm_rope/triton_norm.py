@@ -149,12 +149,12 @@ def fused_q_kv_rmsnorm(
     tokens = qr.shape[0]
     if not tokens:
         return q_out, kv_out
-    early = q_weight.is_contiguous() and kv_weight.is_contiguous()
-    if not early:
+    pdl = q_weight.is_contiguous() and kv_weight.is_contiguous()
+    if not pdl:
         q_weight, kv_weight = q_weight.contiguous(), kv_weight.contiguous()
     code_strides = (0, 0) if code_scales is None else code_scales.stride()
     strides = *qr.stride(), *kv.stride(), *code_strides
-    launch = _fused(tokens, (qr.shape[1], kv.shape[1]), strides, eps, early, qr.device)
+    launch = _fused(tokens, (qr.shape[1], kv.shape[1]), strides, eps, pdl, qr.device)
     launch(qr, kv, q_weight, kv_weight, q_out, kv_out, codes, code_scales)
     return q_out, kv_out
 
@@ -165,7 +165,7 @@ def _fused(
     widths: tuple[int, int],
     strides: tuple[int, ...],
     eps: float,
-    early: bool,
+    pdl: bool,
     device: torch.device,
 ) -> PreparedLaunch:
     target = target_of(device)
@@ -183,5 +183,5 @@ def _fused(
         NATIVE=target.native_e4m3,
         num_warps=max(q_config.num_warps, kv_config.num_warps),
         enable_fp_fusion=False,
-        **(pdl_launch(device) if early else {"PDL": False}),
+        **(pdl_launch(device) if pdl else {"PDL": False}),
     )

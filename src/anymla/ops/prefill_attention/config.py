@@ -149,7 +149,7 @@ def gluon_support(
 def gluon_fp8_quant_support(
     q: Tensor,
     rows: Tensor,
-    runs: Tensor,
+    ranges: Tensor,
     lists: Tensor | None,
     positions: Tensor,
     cos_sin_cache: Tensor,
@@ -158,4 +158,4 @@ def gluon_fp8_quant_support(
     """``supports`` of backend ``gluon_sm90`` of ``prefill_attention_fp8_quant``."""
     if cos_sin_cache.shape[1] != ROPE_DIM or cos_sin_cache.dtype != torch.float32:
         return Support(False, f"{ROPE_DIM} float32 angles a position")
-    return gluon_support(q, rows, runs, lists, scale=keywords.get("scale"))
+    return gluon_support(q, rows, ranges, lists, scale=keywords.get("scale"))

@@ -16,12 +16,12 @@ _LARGEST_INT32 = 2**31 - 1
 
 
 def named_rows(
-    runs: Tensor, lists: Tensor | None, window: int, entries: int
+    ranges: Tensor, lists: Tensor | None, window: int, entries: int
 ) -> tuple[Tensor, Tensor]:
     """Rows that ``prefill_attention`` names for each token.
 
     Args:
-        runs: int32 [T, 4].
+        ranges: int32 [T, 4].
         lists: int32 [T, K] or None.
         window: the most rows of a window.
         entries: the most rows of a second range.
@@ -30,14 +30,14 @@ def named_rows(
         int32 [T, window + entries] (K for entries if there are lists), -1 for none; and the number
         of leading columns in use, int32 [T].
     """
-    start, count, base, more = runs.long().split(1, dim=1)
-    place = torch.arange(window, device=runs.device)
+    start, count, base, more = ranges.long().split(1, dim=1)
+    place = torch.arange(window, device=ranges.device)
     first = torch.where(place < count, start + place, -1)
     if lists is None:
-        place = torch.arange(entries, device=runs.device)
+        place = torch.arange(entries, device=ranges.device)
         second = torch.where(place < more, base + place, -1)
     else:
-        place = torch.arange(lists.shape[1], device=runs.device)
+        place = torch.arange(lists.shape[1], device=ranges.device)
         second = torch.where((place < more) & (lists >= 0), base + lists, -1)
     width = window + second.shape[1]
     # Where there are entries, the lists begin with the whole width of the window.
@@ -60,7 +60,7 @@ def gathered(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def prefill_attention(
         q: Tensor,
         rows: Tensor,
-        runs: Tensor,
+        ranges: Tensor,
         lists: Tensor | None = None,
         *,
         window: int,
@@ -69,7 +69,7 @@ def gathered(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
         scale: float | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        indices, lengths = named_rows(runs, lists, window, entries)
+        indices, lengths = named_rows(ranges, lists, window, entries)
         same = out is None or out.dtype == q.dtype
         result, lse = sparse_attention_rows(
             q, rows, indices, lengths, sink=sink, scale=scale, value_dim=q.shape[2],

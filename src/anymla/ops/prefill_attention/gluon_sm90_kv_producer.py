@@ -91,7 +91,7 @@ def producer(
     kv,
     kdesc,
     qdesc,
-    runs,
+    ranges,
     lists,
     stride,
     window,
@@ -113,13 +113,15 @@ def producer(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token = tile // HEAD_BLOCKS
         if LISTS_ONLY:
-            count1 = gl.minimum(gl.load(runs + token), width)
+            count1 = gl.minimum(gl.load(ranges + token), width)
             start0, count0, start1 = count1 * 0, count1 * 0, count1 * 0
         else:
-            run = runs + token * 4
-            start0, count0 = _inside(gl.load(run), gl.minimum(gl.load(run + 1), window), rows)
-            start1 = gl.load(run + 2)
-            count1 = gl.minimum(gl.load(run + 3), width)
+            range_at = ranges + token * 4
+            start0, count0 = _inside(
+                gl.load(range_at), gl.minimum(gl.load(range_at + 1), window), rows
+            )
+            start1 = gl.load(range_at + 2)
+            count1 = gl.minimum(gl.load(range_at + 3), width)
         if LISTED:
             count1 = gl.maximum(count1, 0)
         else:

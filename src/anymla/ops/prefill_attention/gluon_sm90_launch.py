@@ -27,7 +27,7 @@ _TILE = NVMMASharedLayout(128, 16, rank=2)
 def prefill_attention(
     q: Tensor,
     rows: Tensor,
-    runs: Tensor,
+    ranges: Tensor,
     lists: Tensor | None = None,
     *,
     window: int,
@@ -41,14 +41,14 @@ def prefill_attention(
     if out is None or not out.is_contiguous() or out.element_size() != 2:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    _launch(q, rows, runs, lists, window, entries, sink, scale, out, lse, None)
+    _launch(q, rows, ranges, lists, window, entries, sink, scale, out, lse, None)
     return (out if given is None or given is out else given.copy_(out)), lse
 
 
 def prefill_attention_fp8_quant(
     q: Tensor,
     rows: Tensor,
-    runs: Tensor,
+    ranges: Tensor,
     lists: Tensor | None,
     positions: Tensor,
     cos_sin_cache: Tensor,
@@ -63,7 +63,7 @@ def prefill_attention_fp8_quant(
     to = QuantizedOut.allocate(q, positions, cos_sin_cache, native=True)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     pairs = to.codes.view(torch.int16)
-    _launch(q, rows, runs, lists, window, entries, sink, scale, pairs, lse, to)
+    _launch(q, rows, ranges, lists, window, entries, sink, scale, pairs, lse, to)
     return to.results(n_groups)
 
 
@@ -103,7 +103,7 @@ def sparse_attention_rows(
 def _launch(
     q: Tensor,
     rows: Tensor,
-    runs: Tensor,
+    ranges: Tensor,
     lists: Tensor | None,
     window: int,
     entries: int,
@@ -115,14 +115,14 @@ def _launch(
     max_logits: Tensor | None = None,
     empty: float = -torch.inf,
 ) -> None:
-    """``runs`` [T, 4], or the lengths [T] of lists that are all there is."""
+    """``ranges`` [T, 4], or the lengths [T] of lists that are all there is."""
     tokens, heads, channels = q.shape
     if not q.numel():
         return
-    q, rows, runs = q.contiguous(), rows.contiguous(), runs.contiguous()
+    q, rows, ranges = q.contiguous(), rows.contiguous(), ranges.contiguous()
     if lists is not None and lists.stride(1) != 1:
         lists = lists.contiguous()
-    listed = runs if lists is None else lists
+    listed = ranges if lists is None else lists
     sink = None if sink is None else sink.float().contiguous()
     scale = channels**-0.5 if scale is None else scale
     box = [HEADS, channels // 2]
@@ -132,14 +132,14 @@ def _launch(
         outputs = TensorDescriptor.from_tensor(out.view(tokens * heads, channels), box, _TILE)
     width = entries if lists is None else lists.shape[1]
     sizes = tokens, heads, window, width, rows.shape[0], listed.stride(0)
-    given = lists is not None, runs.dim() == 1, sink is not None, max_logits is not None
+    given = lists is not None, ranges.dim() == 1, sink is not None, max_logits is not None
     quantized = None if to is None else to.rope.dim
     dtypes = rows.dtype, out.dtype
     launch = _attention(sizes, given, quantized, dtypes, (scale * _LOG2E, empty), q.device)
     launch(
         q, queries, TensorDescriptor.from_tensor(rows, box, _TILE), outputs,
-        rows, runs, listed, lse if sink is None else sink, out,
-        *(epilogue_pointers(to, lse) if to is not None else (lse, runs, lse, 0)),
+        rows, ranges, listed, lse if sink is None else sink, out,
+        *(epilogue_pointers(to, lse) if to is not None else (lse, ranges, lse, 0)),
         lse, lse if max_logits is None else max_logits,
     )  # fmt: skip
 

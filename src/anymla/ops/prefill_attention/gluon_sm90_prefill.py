@@ -414,7 +414,7 @@ def prefill_kernel(
     kdesc,
     odesc,
     kv,
-    runs,
+    ranges,
     lists,
     sink,
     out,
@@ -453,7 +453,7 @@ def prefill_kernel(
         kdesc: of the rows [N, 512], boxes of 64 x 256.
         odesc: of ``out`` as [T * H, 512], boxes of 64 x 256; used if TMA_STORE.
         kv: pointer to the rows.
-        runs: int32 [T, 4].
+        ranges: int32 [T, 4].
         lists: int32 [T, .], ``stride`` apart; used if LISTED.
         sink: float32 [H]; used if SINK.
         out: [T, H, 512]; if QUANTIZED int16 [T, H, 256], two e4m3 codes each.
@@ -473,7 +473,7 @@ def prefill_kernel(
         heads: H.
         HEAD_BLOCKS: ceil(H / 64).
         LISTED: the second scope is listed, not a row range.
-        LISTS_ONLY: there is nothing but lists; ``runs`` are their lengths, int32 [T].
+        LISTS_ONLY: there is nothing but lists; ``ranges`` are their lengths, int32 [T].
         SINK: there is a sink.
         WHOLE: H is a multiple of 64.
         QUANTIZED: heads are rotated back and quantised.
@@ -515,7 +515,7 @@ def prefill_kernel(
             (
                 producer,
                 (
-                    q, kv, kdesc, qdesc, runs, lists, stride, window, width, rows, tiles, heads,
+                    q, kv, kdesc, qdesc, ranges, lists, stride, window, width, rows, tiles, heads,
                     shared, HEAD_BLOCKS, LISTED, LISTS_ONLY,
                 ),
             ),

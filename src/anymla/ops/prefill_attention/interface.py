@@ -23,7 +23,7 @@ def _results(*, q: Tensor, out: Tensor | None = None, **_: object) -> tuple[Tens
 def prefill_attention(
     q: Tensor,
     rows: Tensor,
-    runs: Tensor,
+    ranges: Tensor,
     lists: Tensor | None = None,
     *,
     window: int,
@@ -34,7 +34,7 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend each query to a range of rows, and to a second range or to rows listed for it.
 
-    With ``runs[t] = (a, n, b, m)`` token t sees the rows
+    With ``ranges[t] = (a, n, b, m)`` token t sees the rows
 
         a, a + 1, ..., a + n - 1                                 (its window), and
         b, b + 1, ..., b + m - 1                                 (all visible entries), or
@@ -48,8 +48,8 @@ def prefill_attention(
     Args:
         q: [T, H, D] floating point; any H.
         rows: [N, D] floating point.
-        runs: [T, 4] int32.
-        lists: [T, K] int32, in any order, relative to ``runs[t, 2]``; negative ones are skipped.
+        ranges: [T, 4] int32.
+        lists: [T, K] int32, in any order, relative to ``ranges[t, 2]``; negative ones are skipped.
         window: the most rows of a window; n is cut to it.
         entries: the most entries of a token; m is cut to it, or to K where there are lists.
         sink: [H] float32 or float64, one logit per head that carries no value.
@@ -71,7 +71,7 @@ def prefill_attention(
         name,
         q=(q, "T H D", FLOATS),
         rows=(rows, "N D", FLOATS),
-        runs=(runs, "T 4", INT32),
+        ranges=(ranges, "T 4", INT32),
         lists=(lists, "T K", INT32),
         sink=(sink, "H", FLOAT32_UP),
         out=(out, "T H D", FLOATS),
@@ -84,7 +84,7 @@ def prefill_attention(
 def prefill_attention_fp8_quant(
     q: Tensor,
     rows: Tensor,
-    runs: Tensor,
+    ranges: Tensor,
     lists: Tensor | None,
     positions: Tensor,
     cos_sin_cache: Tensor,
@@ -102,7 +102,7 @@ def prefill_attention_fp8_quant(
     Args:
         q: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
         rows: [N, D] floating point.
-        runs: [T, 4] int32, as for ``prefill_attention``, like all that is not named here.
+        ranges: [T, 4] int32, as for ``prefill_attention``, like all that is not named here.
         lists: [T, K] int32, or None.
         positions: [T] int64, of the queries.
         cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
@@ -124,7 +124,7 @@ def prefill_attention_fp8_quant(
         name,
         dims=dims,
         rows=(rows, "_ D", FLOATS),
-        runs=(runs, "T 4", INT32),
+        ranges=(ranges, "T 4", INT32),
         lists=(lists, "T _", INT32),
         sink=(sink, "H", FLOAT32_UP),
     )

@@ -11,7 +11,7 @@ from anymla.ops._reference import attend
 def prefill_attention(
     q: Tensor,
     rows: Tensor,
-    runs: Tensor,
+    ranges: Tensor,
     lists: Tensor | None = None,
     *,
     window: int,
@@ -24,7 +24,7 @@ def prefill_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     output = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
-    for token, (start, count, base, more) in enumerate(runs.tolist()):
+    for token, (start, count, base, more) in enumerate(ranges.tolist()):
         seen = torch.arange(start, start + max(min(count, window), 0), device=q.device)
         if lists is None:
             second = torch.arange(base, base + max(min(more, entries), 0), device=q.device)

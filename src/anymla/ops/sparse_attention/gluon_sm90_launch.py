@@ -350,8 +350,8 @@ def _decoding(
             "BUFFERS": SWAP_AB_BUFFERS[schedule.heads],
             "PRODUCER_REGISTERS": SWAP_AB_PRODUCER_REGISTERS,
         }
-    early = pdl_launch(device)["PDL"]
-    return PreparedLaunch(kernel, (schedule.ctas,), num_warps=4, launch_pdl=early, **constants)
+    pdl = pdl_launch(device)["PDL"]
+    return PreparedLaunch(kernel, (schedule.ctas,), num_warps=4, launch_pdl=pdl, **constants)
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:

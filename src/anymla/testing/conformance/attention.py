@@ -107,9 +107,9 @@ def _during_prefill(ops: Ops, given: Scene) -> tuple[torch.Tensor, torch.Tensor]
         layout = get_layout(part.layout)
         workspace.append(layout.read(part.cache, torch.arange(slots), torch.bfloat16))
     listed = torch.cat(lists, 1)
-    runs = torch.tensor([[0, 0, 0, listed.shape[1]]], dtype=torch.int32).repeat(len(given.q), 1)
+    ranges = torch.tensor([[0, 0, 0, listed.shape[1]]], dtype=torch.int32).repeat(len(given.q), 1)
     result: tuple[torch.Tensor, torch.Tensor] = ops.prefill_attention(
-        given.q, torch.cat(workspace), runs, listed, window=0, entries=listed.shape[1]
+        given.q, torch.cat(workspace), ranges, listed, window=0, entries=listed.shape[1]
     )
     return result
 

@@ -183,7 +183,7 @@ def _decoded_first(ops: Ops, given: Scene) -> tuple[Tensor, Tensor]:
     """As a chunk of a prompt attends: the listed rows of both caches in one workspace."""
     assert given.extra is not None
     workspace: list[Tensor] = []
-    runs = []
+    ranges = []
     for token in range(len(given.q)):
         run = []
         for part in (given.main, given.extra):
@@ -192,9 +192,9 @@ def _decoded_first(ops: Ops, given: Scene) -> tuple[Tensor, Tensor]:
             ops.dequant_gather_slots(rows, part.cache, slots, layout=part.layout)
             run += [sum(len(each) for each in workspace), len(slots)]
             workspace.append(rows)
-        runs.append(run)
+        ranges.append(run)
     result: tuple[Tensor, Tensor] = ops.prefill_attention(
-        given.q, torch.cat(workspace), torch.tensor(runs, dtype=torch.int32),
+        given.q, torch.cat(workspace), torch.tensor(ranges, dtype=torch.int32),
         window=32, entries=40,
     )  # fmt: skip
     return result

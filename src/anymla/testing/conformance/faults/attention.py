@@ -118,9 +118,9 @@ def lengths_of_plain_rows_ignored(
 
 @fault("prefill_attention", "A5")
 def last_entry_of_a_run_forgotten(
-    q: Tensor, rows: Tensor, runs: Tensor, *args: Any, **rest: Any
+    q: Tensor, rows: Tensor, ranges: Tensor, *args: Any, **rest: Any
 ) -> Any:
-    return GOOD.prefill_attention(q, rows, runs - torch.tensor([0, 0, 0, 1]), *args, **rest)
+    return GOOD.prefill_attention(q, rows, ranges - torch.tensor([0, 0, 0, 1]), *args, **rest)
 
 
 @fault("prefill_attention", "A5")
