@@ -1,4 +1,4 @@
-"""The mixes of many tokens of bfloat16.
+"""The mixes of a site for many tokens: bfloat16 streams times weights in three planes.
 
 As ``triton_mix``, but what is multiplied goes from shared memory to the tensor cores as it is: a
 kernel before splits the float32 weights into three planes of bfloat16 whose sum they are. Streams
