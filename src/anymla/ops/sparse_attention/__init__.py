@@ -3,11 +3,11 @@
 from anymla.ops.sparse_attention.interface import (
     sparse_attention,
     sparse_attention_fp8_quant,
+    sparse_attention_plan,
     sparse_attention_rows,
     sparse_attention_windows,
     sparse_attention_windows_fp8_quant,
 )
-from anymla.ops.sparse_attention.plan import sparse_attention_plan
 
 __all__ = [
     "sparse_attention",

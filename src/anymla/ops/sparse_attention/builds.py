@@ -25,11 +25,11 @@ from anymla.ops.sparse_attention.config import FP8_CODES, NVFP4
 from anymla.ops.sparse_attention.interface import (
     sparse_attention,
     sparse_attention_fp8_quant,
+    sparse_attention_plan,
     sparse_attention_rows,
     sparse_attention_windows,
     sparse_attention_windows_fp8_quant,
 )
-from anymla.ops.sparse_attention.plan import sparse_attention_plan
 from anymla.ops.sparse_attention.shapes import (
     CALLS,
     CAPTURED_CALLS,

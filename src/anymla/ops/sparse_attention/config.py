@@ -216,7 +216,8 @@ def choose_schedule(
         sm_count: SMs of the device.
         lengths: the lists have lengths of their own.
         batch_invariant: cut a token the same way in any batch.
-        planned: what to cut, or the order, is or can be worked out before; see ``plan``.
+        planned: what to cut, or the order, is or can be worked out before; see
+            ``sparse_attention_plan``.
         v32: rows are those of V3.2, which have tiles of 64 heads alone, and whose producers wait
             for the lengths in any case.
     """

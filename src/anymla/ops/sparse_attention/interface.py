@@ -12,8 +12,17 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._epilogue import check_quantized, composed, quantized_results
 from anymla.ops._pages import check_cache
-from anymla.ops.device import has_numba
-from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, operation, require
+from anymla.ops.device import has_numba, runs_gluon, target_of
+from anymla.ops.registry import (
+    FLOAT32_UP,
+    FLOATS,
+    INT32,
+    LazyFunction,
+    check,
+    operation,
+    require,
+)
+from anymla.ops.sparse_attention.config import choose_schedule
 from anymla.ops.sparse_attention.support import (
     gluon_attention_support,
     gluon_fp8_quant_support,
@@ -365,6 +374,52 @@ def _check_windows(
     return dims
 
 
+def sparse_attention_plan(
+    lengths: Tensor | None,
+    extra_lengths: Tensor | None = None,
+    *,
+    heads: int,
+    width: int,
+    extra_width: int | None = None,
+) -> Tensor | None:
+    """Cut the work of calls of ``sparse_attention`` whose lists are as long.
+
+    Layers of a step, or a step's calls of one layer's kind, list as many rows of each token, so
+    that one plan serves them all. It says which CTA computes which splits; results
+    differ by rounding alone, and stay right for lists that are shorter or longer than those it was
+    made of. A plan is made on the device, without waiting for it, and may be captured in a graph.
+
+    Args:
+        lengths: [T] int32, of the first lists; None if they are full.
+        extra_lengths: [T] int32, of the second lists.
+        heads: query heads.
+        width: columns of the first lists.
+        extra_width: columns of the second lists, or None without.
+
+    Returns:
+        For ``plan`` of ``sparse_attention``: int32 on the lengths' device. None where a plan gains
+        nothing (other devices, full lists, few tokens), and under torch.compile.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device of lengths.
+    """
+    name = "sparse_attention_plan"
+    check(name, lengths=(lengths, "T", INT32), extra_lengths=(extra_lengths, "T", INT32))
+    some = extra_lengths if lengths is None else lengths
+    if some is None or not len(some) or not heads or torch.compiler.is_compiling():
+        return None
+    if not runs_gluon(some.device):
+        return None
+
+    widths = (width,) if extra_width is None else (width, extra_width)
+    sms = target_of(some.device).sm_count
+    schedule = choose_schedule(len(some), heads, widths, sms, lengths=True, planned=True)
+    if not schedule.planned:
+        return None
+    made: Tensor = _make_plan(schedule, len(some), lengths, extra_lengths, widths)
+    return made
+
+
 def _check_values(
     name: str, dims: dict[str, int], value_dim: int, out: Tensor | None, dtype: torch.dtype
 ) -> None:
@@ -407,6 +462,7 @@ def _by_lists(
 _FAMILY = "anymla.ops.sparse_attention"
 _TRITON, _GLUON = f"{_FAMILY}.triton_launch", f"{_FAMILY}.gluon_sm90_launch"
 _GLUON_WINDOWS = f"{_FAMILY}.gluon_sm90_windows_launch"
+_make_plan = LazyFunction(_GLUON, "make_plan")
 
 for _operation in (sparse_attention, sparse_attention_rows):
     _operation.register_lazy("reference", f"{_FAMILY}.reference")
