@@ -19,7 +19,7 @@ for each in vars(caching).values():
     if isinstance(each, type) and hasattr(each, "ensure_cache_path"):
         each.ensure_cache_path = refuse
 import torch
-from anymla.ops._numba_cache import CACHE
+from anymla.ops._numba_rows import CACHE
 from anymla.ops.norm_rope import rms_norm
 
 with torch.inference_mode():

@@ -12,8 +12,22 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from anymla.ops._numba_cache import CACHE
 
+def _nothing():
+    """Compiled by nobody."""
+
+
+def _keeps():
+    """Whether a folder can be written, beside the package or of the user; numba refuses if not."""
+    try:
+        njit(cache=True)(_nothing)
+    except RuntimeError:
+        return False
+    return True
+
+
+# Whether numba can keep what it compiles for the next process.
+CACHE = _keeps()
 # Sums may be made in any order, which is one order for a length: rows are summed in vectors.
 SUMS = {"reassoc", "nsz", "contract"}
 # Options of a kernel: divisions by zero give what they give in torch, and other threads may run.

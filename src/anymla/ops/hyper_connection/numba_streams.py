@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numba import njit
 
-from anymla.ops._numba_cache import CACHE
 from anymla.ops._numba_rows import (
+    CACHE,
     KERNEL,
     dot,
     f32_at,

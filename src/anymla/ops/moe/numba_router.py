@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numba import njit
 
-from anymla.ops._numba_cache import CACHE
 from anymla.ops._numba_rows import (
+    CACHE,
     KERNEL,
     f32_at,
     from_bf16,

@@ -13,8 +13,8 @@ from numba import njit
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import pages_of
-from anymla.ops._numba_cache import CACHE
 from anymla.ops._numba_rows import (
+    CACHE,
     KERNEL,
     SUMS,
     f32_at,
