@@ -41,7 +41,7 @@ class Build:
         kernel: the ``triton.jit`` function.
         types: Triton type of every argument that is no constexpr: "*u8", "i64", "fp32", ...
         constants: values of the constexprs.
-        num_warps: warps of a program.
+        num_warps: warps of a CTA.
         num_stages: pipeline depth; None where the launch leaves it to the compiler as well.
         divisible: arguments known to be multiples of 16 (pointers always are).
         judgement: what it must fulfil.

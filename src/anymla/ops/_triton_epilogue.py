@@ -25,7 +25,7 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _FLOOR = tl.constexpr(HEAD_AMAX_FLOOR)
-# Heads of a program of the kernel: 16 values a thread, or 4 for latency.
+# Heads of a CTA of the kernel: 16 values a thread, or 4 for latency.
 _ROWS = 16
 _FEW_ROWS = 4
 # Up to here there are too few heads for more than that to be worth it.

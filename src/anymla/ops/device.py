@@ -52,7 +52,7 @@ class Target:
         backend: Triton's name of the vendor: "cuda", "hip" or "xpu".
         warp_size: threads of a warp; kernels do not depend on it, building them does. Intel's
             compiler makes it 16, or 8, where there are matrix products.
-        shared_bytes: shared memory that one program can have.
+        shared_bytes: shared memory that one CTA can have.
         native_e4m3: conversions from and to OCP e4m3 are instructions, and shorter than bits.
         dot_e4m3: matrix products of OCP e4m3 operands are instructions.
         sm_count: SMs (CUs, Xe cores): how many CTAs that fill one run at a

@@ -10,9 +10,9 @@ constexpr PDL and, after what it can do beforehand,
 
 Where ``PDL`` is False, nothing of it is compiled. What has to hold for every such kernel:
 
-- Every program waits before it ends, also one that has nothing to do. The end of a kernel then says
+- Every CTA waits before it ends, also one that has nothing to do. The end of a kernel then says
   that all kernels before it have ended, and waiting for one is waiting for all.
-- Before it waits, a program writes nothing, and reads only its arguments and what stays as it is
+- Before it waits, a CTA writes nothing, and reads only its arguments and what stays as it is
   while kernels are being launched: weights, their scales, tables. If the kernel in front of it is
   of the same operation, and lets it start only after its own waiting, what was there for that one
   may be read too, past the first-level cache (experts: which weights w2's kernel asks for).

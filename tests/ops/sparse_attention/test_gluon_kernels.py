@@ -169,7 +169,7 @@ def test_tiles_of_few_heads_are_cut(heads, tile, cut):
 @pytest.mark.parametrize("way", ["every", "stream-K", "many heads"])
 def test_the_combine_stores_the_fp8_that_a_second_kernel_would(way, monkeypatch):
     if way == "many heads":
-        monkeypatch.setattr(config, "_COMBINE_PROGRAMS", 1)
+        monkeypatch.setattr(config, "_COMBINE_CTAS", 1)
         way = "every"
     tokens, heads = 2, 20
     schedule = schedule_of(heads, tokens, way, 3)
@@ -194,7 +194,7 @@ def test_the_combine_stores_the_fp8_that_a_second_kernel_would(way, monkeypatch)
 
 
 def test_a_batch_invariant_combine_does_not_see_the_batch(monkeypatch):
-    monkeypatch.setattr(config, "_COMBINE_PROGRAMS", 20)
+    monkeypatch.setattr(config, "_COMBINE_CTAS", 20)
     schedule = Schedule(16, 1, 3, 3, Cut.EVERY, invariant=True)
     part, sums = torch.randn(9, 16, CHANNELS).half(), torch.rand(9, 16, 4) * 9
     results = []
@@ -240,7 +240,7 @@ def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads, w
 )  # fmt: skip
 def test_a_stream_that_cuts_a_task_into_many(heads, way, monkeypatch):
     if heads == 40:  # whose partials several heads of a program combine
-        monkeypatch.setattr(config, "_COMBINE_PROGRAMS", 1)
+        monkeypatch.setattr(config, "_COMBINE_CTAS", 1)
     made = Scene(
         torch.randn(3, heads, CHANNELS).bfloat16(),
         scope(3, 1900, lengths=[40, 1900, 0]),

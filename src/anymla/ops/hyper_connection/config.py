@@ -41,7 +41,7 @@ def next_power_of_2(n: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class MixConfig:
-    """Tokens, channels of a chunk and chunks of a program; warps.
+    """Tokens, channels of a chunk and chunks of a CTA; warps.
 
     Attributes:
         direct: four streams are multiplied from the registers that they were loaded to.

@@ -59,7 +59,7 @@ class TileTimes:
         many: where there are more than ``AT_ONCE`` splits of a work tile.
         by_width: less where nothing waits for lengths.
         one_block: likewise, with splits of one block.
-        stream_k: more of stream-K, whose combine has a program for every CTA and two heads.
+        stream_k: more of stream-K, whose combine has a CTA for two heads of every CTA.
     """
 
     start: float
@@ -385,13 +385,13 @@ def _one_each(ctas: int, work_tiles: int, sample: tuple[int, ...]) -> tuple[floa
 
 @dataclasses.dataclass(frozen=True)
 class CombineTile:
-    """What a program of ``combine_splits_kernel`` combines.
+    """What a CTA of ``combine_splits_kernel`` combines.
 
     Attributes:
         group: heads.
         width: channels.
         at_once: partials that are read at a time.
-        warps: of the program.
+        warps: of the CTA.
     """
 
     group: int
@@ -400,11 +400,11 @@ class CombineTile:
     warps: int
 
 
-# Programs that are launched in the time that one takes; and what more heads are combined by, if
+# CTAs that are launched in the time that one takes; and what more heads are combined by, if
 # they have few partials.
-_COMBINE_PROGRAMS = 1056
+_COMBINE_CTAS = 1056
 _COMBINE_GROUP, FEW_PARTIALS = 4, 4
-# Of stream-K: partials at a time, heads of a program.
+# Of stream-K: partials at a time, heads of a CTA.
 STREAM_K_AT_ONCE, STREAM_K_GROUP = 8, 2
 
 
@@ -419,9 +419,9 @@ def choose_combine_tile(
         most: partials of one at most, 2^n.
         by_blocks: most of them have far fewer.
     """
-    if heads > _COMBINE_PROGRAMS and (most <= FEW_PARTIALS or by_blocks):
+    if heads > _COMBINE_CTAS and (most <= FEW_PARTIALS or by_blocks):
         return CombineTile(_COMBINE_GROUP, channels, most, 4)
-    if heads * 2 > _COMBINE_PROGRAMS:
+    if heads * 2 > _COMBINE_CTAS:
         return CombineTile(1, channels, min(most, 8), 1)
     return CombineTile(1, channels // 2, min(most, 16), 1)
 
@@ -494,19 +494,19 @@ MODES = ("float16", "bfloat16", "float32")
 # (V4), or float32 scales before the tail (V3.2), or no tail (V4.1); NVFP4.
 PLAIN, FP8_TAIL, INLINE, FP8_CODES, NVFP4 = 0, 1, 2, 3, 4
 _KIB = 1024
-# Programs that share a token's lists in a batch-invariant call.
+# CTAs that share a token's lists in a batch-invariant call.
 _INVARIANT_SPLITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a program of the portable kernel computes.
+    """How a CTA of the portable kernel computes.
 
     Attributes:
-        heads: heads of a program, a power of two of at least 16; on Arc A of 8.
+        heads: heads of a CTA, a power of two of at least 16; on Arc A of 8.
         keys: listed rows a step, likewise.
         keys_first: swap_ab: products are rows x heads instead of heads x rows.
-        warps: of a program.
+        warps: of a CTA.
         stages: depth of the pipeline of row loads; 1 is none.
         once: see ``triton_decode.coded_tile``.
         row_parts: rows are one tile whose channels are so many parts (``triton_decode.walk_rows``),
@@ -615,11 +615,11 @@ def choose_tile(
     return _FEW_HEADS if heads <= 16 else _HALF_HEADS
 
 
-def choose_splits(programs: int, keys: int, tile: Tile, sm_count: int) -> int:
-    """How many programs of the portable kernel share a token's lists.
+def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
+    """How many CTAs of the portable kernel share a token's lists.
 
     Args:
-        programs: tokens x blocks of heads.
+        ctas: tokens x blocks of heads.
         keys: columns of the lists of a token.
         tile: of the call.
         sm_count: SMs of the device.
@@ -628,7 +628,7 @@ def choose_splits(programs: int, keys: int, tile: Tile, sm_count: int) -> int:
         At least 1, at most one for every step.
     """
     steps = max(1, -(-keys // tile.keys))
-    most = min(sm_count // max(programs, 1), steps)
+    most = min(sm_count // max(ctas, 1), steps)
     if most <= 1:
         return 1
     # As few as leave the longest split as short.
@@ -636,12 +636,12 @@ def choose_splits(programs: int, keys: int, tile: Tile, sm_count: int) -> int:
 
 
 def invariant_splits(keys: int, tile: Tile) -> int:
-    """How many programs share a token's lists in a batch-invariant call."""
+    """How many CTAs share a token's lists in a batch-invariant call."""
     return choose_splits(1, keys, tile, _INVARIANT_SPLITS)
 
 
 def combine_warps(splits: int, target: Target) -> int:
-    """Warps of a program of the portable combine."""
+    """Warps of a CTA of the portable combine."""
     warps = 4 if splits > 8 else 2
     if target.arc_a:
         return 4 * warps

@@ -2,10 +2,10 @@
 
     combine_float32_kernel    partials of the portable kernel: float32, all tokens cut into the same
                               number of splits. Grid: tokens x heads x slices of ``BV`` values; a
-                              program reads [splits, BV].
+                              CTA reads [splits, BV].
     combine_splits_kernel     partials of Hopper's kernels: float16, work tiles that are all cut
                               into the same number of splits. Grid: work tiles x heads of a tile x
-                              slices of the channels; a program reads one row of each partial.
+                              slices of the channels; a CTA reads one row of each partial.
     combine_stream_k_kernel   the same partials of stream-K. Grid: CTAs of the decode kernel x
                               groups of heads; where a CTA's range begins in a work tile, the first
                               such CTA of the work tile combines it, row by row, partial by partial.
@@ -46,7 +46,7 @@ from anymla.ops.sparse_attention.config import (
 from anymla.ops.sparse_attention.float16_range import LIFT
 
 _FEW = tl.constexpr(FEW_PARTIALS)
-SLICE = 256  # values of a program of ``combine_float32_kernel``
+SLICE = 256  # values of a CTA of ``combine_float32_kernel``
 SUMS = 3
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -308,8 +308,8 @@ def combine_splits_kernel(
         angles: likewise.
         ROWS: heads of a tile.
         CHANNELS: of a row.
-        WIDTH: channels of a program.
-        GROUP: heads of a program, whose channels are all, if it is not 1.
+        WIDTH: channels of a CTA.
+        GROUP: heads of a CTA, whose channels are all, if it is not 1.
         MOST: a power of two, at least the number of splits of any work tile.
         AT_ONCE: partials that are read at a time, a power of two.
         SINK: there is one.
@@ -377,7 +377,7 @@ def combine_stream_k_kernel(
 
     spans_ptr: int32 [work_tiles + ctas, 2]: first and last CTA of each work tile, then for each
     CTA the work tile that its range begins in the middle of, or -1. work_tiles, ctas: of the
-    decode kernel. GROUP: heads of a program.
+    decode kernel. GROUP: heads of a CTA.
     """
     if PDL:
         gdc_wait()

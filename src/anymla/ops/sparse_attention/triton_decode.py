@@ -2,11 +2,11 @@
 
 Grid: one axis of tokens x blocks of heads x splits, the splits of a token side by side.
 
-A program walks over its share of the token's lists, blocks of ``BN`` columns, first those of one
+A CTA walks over its split of the token's lists, blocks of ``BN`` columns, first those of one
 cache, then those of the other, with a running maximum, sums of probabilities and five accumulators
 (128 + 128 + 128 + 64 + 64 channels for V4's rows), or four where the last tile is no value (V3.2's
 rows). Scores are sums of one product a tile. The slots of the next block are read while this one is
-computed. With ``SPLIT`` the programs of a token store partials for ``triton_combine``.
+computed. With ``SPLIT`` the CTAs of a token store partials for ``triton_combine``.
 
 Products are heads x rows, or, with ``KEYS_FIRST`` (swap_ab), rows x heads, which pads no heads
 where a matrix instruction wants 64 rows. Scores are [heads, rows] or [rows, heads], accumulators
@@ -21,7 +21,7 @@ MODE is the precision of the products: 0 for float16, 1 for bfloat16, 2 for floa
 that of ``config.MODES``. FP8 rows are computed in float16: every row is multiplied by ``LIFT``, and
 ``float16_range`` says which scales are exact then. The tail is for magnitudes below 512, or any
 that float16 holds if it is part of the key alone: then the query is multiplied instead. Whatever
-lies outside becomes NaN or infinite on purpose: it shows in the sums, and then the program computes
+lies outside becomes NaN or infinite on purpose: it shows in the sums, and then the CTA computes
 its range again in bfloat16.
 """
 
