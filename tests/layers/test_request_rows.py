@@ -135,7 +135,7 @@ def test_no_row_of_a_page_that_is_not_there_is_listed():
 
 
 def test_each_row_is_decoded_once_a_request():
-    """Neighbouring queries' ranges overlap: a request's rows are its last ones, not its queries'."""
+    """Ranges of neighbouring queries overlap: a request's rows are its last, not its queries'."""
     step = Step()
     made = step.rows(entries=False)
     for r, (start, count) in enumerate(REQUESTS):

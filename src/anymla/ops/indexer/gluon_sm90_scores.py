@@ -541,7 +541,7 @@ def _issue_wgmma(
 
 @gluon.jit
 def _sum_heads(
-    dots, tile, buffer, prev, prev_scale, rows, work, epilogue, pending, pending_at,
+    dots, buffer, prev, prev_scale, rows, work, epilogue, pending, pending_at,
     ROWS: gl.constexpr, FENCED: gl.constexpr,
 ):  # fmt: skip
     """Partial sums of a tile whose products are complete; store the scores of the ``prev`` one.
@@ -550,8 +550,7 @@ def _sum_heads(
 
     Args:
         dots: products.
-        tile: of them; its partial sums lie in buffer 0 or 1.
-        buffer: see above.
+        buffer: 0 or 1, where partial sums lie.
         prev: tile whose partial sums lie in the other buffer; -1 for none.
         prev_scale: of its keys.
         rows: of the call.
@@ -740,19 +739,9 @@ def _consume(
                         pipeline, epilogue, queries, n + 1, DEPTH, INDEX, ACC, L, ROWS
                     )
                     pending, pending_at = _sum_heads(
-                        even,
-                        tile,
-                        0,
-                        prev,
-                        prev_scale,
-                        rows,
-                        work,
-                        epilogue,
-                        pending,
-                        pending_at,
-                        ROWS,
+                        even, 0, prev, prev_scale, rows, work, epilogue, pending, pending_at, ROWS,
                         True,
-                    )
+                    )  # fmt: skip
                     odd, odd_scale = _wait_tile(
                         pipeline, epilogue, odd, odd_scale, n + 1, DEPTH, INDEX
                     )
@@ -761,8 +750,8 @@ def _consume(
                         pipeline, epilogue, queries, n + 2, DEPTH, INDEX, ACC, L, ROWS
                     )
                     pending, pending_at = _sum_heads(
-                        odd, tile + _C, 1, tile, prev_scale, rows, work, epilogue, pending,
-                        pending_at, ROWS, True,
+                        odd, 1, tile, prev_scale, rows, work, epilogue, pending, pending_at, ROWS,
+                        True,
                     )  # fmt: skip
                     even, scale = _wait_tile(pipeline, epilogue, even, scale, n + 2, DEPTH, INDEX)
                     prev, prev_scale = tile + _C, odd_scale
@@ -774,56 +763,26 @@ def _consume(
                         pipeline, epilogue, queries, n, DEPTH, INDEX, ACC, L, ROWS
                     )
                     pending, pending_at = _sum_heads(
-                        even,
-                        tile,
-                        0,
-                        prev,
-                        prev_scale,
-                        rows,
-                        work,
-                        epilogue,
-                        pending,
-                        pending_at,
-                        ROWS,
+                        even, 0, prev, prev_scale, rows, work, epilogue, pending, pending_at, ROWS,
                         True,
-                    )
+                    )  # fmt: skip
                     prev, prev_scale = tile, scale
                     even, scale = _wait_tile(pipeline, epilogue, odd, odd_scale, n, DEPTH, INDEX)
                     n += 1
                     tile = tile + _C
                 buffer = (count - 1) % 2
                 pending, pending_at = _sum_heads(
-                    even,
-                    tile,
-                    buffer,
-                    prev,
-                    prev_scale,
-                    rows,
-                    work,
-                    epilogue,
-                    pending,
-                    pending_at,
-                    ROWS,
+                    even, buffer, prev, prev_scale, rows, work, epilogue, pending, pending_at, ROWS,
                     False,
-                )
+                )  # fmt: skip
                 _store_last(buffer, tile, scale, rows, work, epilogue, pending, pending_at, ROWS)
         else:
             for tile in range(INDEX, tiles, _C):
                 dots, scale = _run_tile(pipeline, epilogue, queries, n, DEPTH, INDEX, ACC, L, ROWS)
                 pending, pending_at = _sum_heads(
-                    dots,
-                    tile,
-                    buffer,
-                    prev,
-                    prev_scale,
-                    rows,
-                    work,
-                    epilogue,
-                    pending,
-                    pending_at,
-                    ROWS,
+                    dots, buffer, prev, prev_scale, rows, work, epilogue, pending, pending_at, ROWS,
                     False,
-                )
+                )  # fmt: skip
                 prev, prev_scale = tile, scale
                 buffer = 1 - buffer
                 n += 1

@@ -103,7 +103,6 @@ def launch_gemm(
     out_dtype: torch.dtype,
     config: Sm90Config,
     sm_count: int,
-    pdl: bool = True,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
     """Multiply every group's activations by its weight.
@@ -118,7 +117,6 @@ def launch_gemm(
         out_dtype: of the result.
         config: kernel and tile.
         sm_count: of the device.
-        pdl: launch as a programmatic dependent of the grid before.
         quant_block: rows of the weight, and channels, that share a scale; 32 in "warp_split_k".
 
     Returns:
@@ -130,7 +128,7 @@ def launch_gemm(
     out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)
     tiles = groups * n // config.block_n
     numbers = (tokens, n, k_blocks, tiles, groups, x_scales.stride(0), x_scales.stride(2))
-    launch = _multiplication(config, numbers, sm_count, pdl, x.device, quant_block)
+    launch = _multiplication(config, numbers, sm_count, x.device, quant_block)
     given = (_aligned(x), tokens, groups * k_blocks, config.block_m)
     weight = (w, groups * n, k_blocks, config.block_n)
     if config.kernel == "warp_split_k":
@@ -148,7 +146,6 @@ def _multiplication(
     config: Sm90Config,
     numbers: tuple[int, ...],
     sm_count: int,
-    pdl: bool,
     device: torch.device,
     quant_block: int,
 ) -> PreparedLaunch:
@@ -156,7 +153,7 @@ def _multiplication(
     tiles, scale_stride = numbers[3], numbers[5]
     grid = (min(tiles, config.ctas_per_sm * sm_count),)
     constants = {"BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "STAGES": config.stages}
-    constants |= _options(config, device, pdl)
+    constants |= _options(config, device)
     assert quant_block == FP8_BLOCK or config.kernel == "warp_split_k"
     if config.kernel == "fp8_wgmma":
         constants["IN_FLIGHT"] = config.in_flight
@@ -168,7 +165,7 @@ def _multiplication(
     return PreparedLaunch(warp_split_k_kernel, grid, *numbers, **constants)
 
 
-def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int, pdl: bool = True) -> Tensor:
+def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int) -> Tensor:
     """Multiply contiguous bfloat16 x [T, K] by contiguous bfloat16 w [N, K] to float32 [T, N]."""
     (tokens, width), n = x.shape, len(w)
     k_blocks, tiles = width // BF16_BLOCK_K, n // config.block_n
@@ -178,14 +175,13 @@ def bf16_gemm(x: Tensor, w: Tensor, config: Sm90Config, sm_count: int, pdl: bool
         _blocked_descriptor(w, n, k_blocks, config.block_n, config.warps), None, out, tokens, n,
         k_blocks, tiles, 1, 0, 0, BLOCK_N=config.block_n, BLOCK_M=config.block_m,
         WARPS=config.warps, STAGES=config.stages, MN_MAJOR=False, BF16=True, QUANT=FP8_BLOCK,
-        **_options(config, x.device, pdl),
+        **_options(config, x.device),
     )  # fmt: skip
     return out
 
 
-def _options(config: Sm90Config, device: torch.device, pdl: bool) -> dict[str, Any]:
-    launch = pdl_launch(device) if pdl else {"PDL": False}
-    return {"num_warps": config.warps, "maxnreg": config.registers, **launch}
+def _options(config: Sm90Config, device: torch.device) -> dict[str, Any]:
+    return {"num_warps": config.warps, "maxnreg": config.registers, **pdl_launch(device)}
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def issue_query(
 
 @gluon.jit
 def finish_query(
-    chunks, HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, FLOAT16: gl.constexpr,
+    chunks, FIRST: gl.constexpr, COUNT: gl.constexpr, FLOAT16: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
     """Wait for what this partition issued, and make it what keys are multiplied with.
@@ -243,7 +243,7 @@ def q_load(params, split, shared, work, PART: gl.constexpr, TAIL: gl.constexpr):
         FLOAT16: gl.constexpr = params.q.dtype.element_ty == gl.float16
         FIRST: gl.constexpr = PART * CHUNKS
         issue_query(params, split, shared.q_chunks, HEADS, FIRST, CHUNKS, TAIL)
-        finish_query(shared.q_chunks, HEADS, FIRST, CHUNKS, FLOAT16, TAIL)
+        finish_query(shared.q_chunks, FIRST, CHUNKS, FLOAT16, TAIL)
 
 
 @gluon.jit

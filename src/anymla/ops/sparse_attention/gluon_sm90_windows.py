@@ -291,7 +291,7 @@ def _load_rows(
 
 
 @gluon.jit
-def _updater(tile, params, shared):
+def _updater(tile, shared):
     """A quarter of the rows; then what every further query sees instead of an older row."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     gdc_wait()
@@ -584,7 +584,7 @@ def windows_kernel(
         [
             (_scores, (tile, params, shared)),
             (_weigh, (tile, params, shared)),
-            (_updater, (tile, params, shared)),
+            (_updater, (tile, shared)),
         ],
         [8, 4],
         [WEIGHING_REGISTERS, UPDATER_REGISTERS],
