@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from anymla.cli.main import main
-from anymla.ops.moe import torch_router
+from anymla.ops.moe import reference
 
 
 def scores(x: Tensor, gate: Tensor) -> Tensor:
@@ -19,5 +19,5 @@ def scores(x: Tensor, gate: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    torch_router._scores = scores
+    reference._scores = scores
     main()

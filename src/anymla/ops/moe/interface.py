@@ -270,14 +270,15 @@ def _experts_support(*args: object, **kwargs: object) -> Support:
 
 _FAMILY = "anymla.ops.moe"
 _TRITON = f"{_FAMILY}.triton_"
-for _operation, _kernel in (
-    (route_hash, "router"),
-    (route_biased, "router"),
-    (swiglu, "experts"),
-    (experts, "experts"),
+# The routers' formulas are as fast as torch can be asked for them.
+for _operation, _torch in (
+    (route_hash, "reference"),
+    (route_biased, "reference"),
+    (swiglu, "torch_experts"),
+    (experts, "torch_experts"),
 ):
     _operation.register_lazy("reference", f"{_FAMILY}.reference")
-    _operation.register_lazy("torch", f"{_FAMILY}.torch_{_kernel}")
+    _operation.register_lazy("torch", f"{_FAMILY}.{_torch}")
 route_hash.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 route_biased.register_lazy("triton", f"{_TRITON}router", supports=float32_support)
 swiglu.register_lazy("triton", f"{_TRITON}swiglu", supports=float32_support)
