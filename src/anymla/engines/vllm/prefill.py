@@ -66,7 +66,7 @@ class StepPlans(Plans):
         super().__init__()
         self._chunks: dict[Any, list[Chunk]] = {}
 
-    def anew(self) -> StepPlans:
+    def of_pass(self) -> StepPlans:
         """Of another pass over the same metadata: nothing is planned yet."""
         return StepPlans()
 
@@ -89,7 +89,8 @@ class StepPlans(Plans):
 def plans_of_step(attn_metadata: dict[str, Any], window: Any) -> StepPlans:
     """What all layers of a forward pass share: the plans of the first that asks.
 
-    A draft model's passes may share their metadata, whose lengths change in place: each plans anew.
+    A draft model's passes may share their metadata, whose lengths change in place: each has
+    plans of its own.
 
     Layers' windows lie in several groups of pages. Their metadata differ in which pages those are,
     and nothing that is planned depends on that.
@@ -98,7 +99,7 @@ def plans_of_step(attn_metadata: dict[str, Any], window: Any) -> StepPlans:
         attn_metadata: of the step.
         window: of the layer's window cache.
     """
-    plans: StepPlans = once("plans", lambda: window.tile_sched_swaonly.anew(), of=attn_metadata)
+    plans: StepPlans = once("plans", lambda: window.tile_sched_swaonly.of_pass(), of=attn_metadata)
     return plans
 
 

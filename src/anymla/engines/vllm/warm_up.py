@@ -312,7 +312,7 @@ class _OneChunk(StepPlans):
         super().__init__()
         self.by_ratio: dict[int, Chunk] = {}
 
-    def anew(self) -> StepPlans:
+    def of_pass(self) -> StepPlans:
         return self
 
     def chunks(
