@@ -233,7 +233,8 @@ def test_the_commands_of_a_report_exist(device: str) -> None:
         command.make_parser(context).parse_args(rest)
 
 
-def test_a_report_takes_a_device_alone(tmp_path) -> None:
-    result = doctor("--report", tmp_path / "report.zip", "--no-speed")
+@pytest.mark.parametrize("other", ["--no-speed", "--vllm"])
+def test_a_report_takes_a_device_alone(tmp_path, other: str) -> None:
+    result = doctor("--report", tmp_path / "report.zip", other)
     assert result.exit_code != 0
     assert "only --device" in result.output

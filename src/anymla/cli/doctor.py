@@ -56,14 +56,14 @@ def command(
     kernels are compiled; needs no GPU and no triton. Ends with exit code 1 if a result is wrong.
     """
     silent = json_file == STANDARD
+    if report is not None and (vllm or families or no_speed or json_file is not None):
+        raise BadInput("--report has all of it; only --device goes with it")
     if vllm:
         _show_plugin(json_file, silent=silent)
         return
     with bad_input():
         place = named_device(device)
     if report is not None:
-        if families or no_speed or json_file is not None:
-            raise BadInput("--report has all of it; only --device goes with it")
         if not write_report(report, report_steps(place.type)):
             click.get_current_context().exit(1)
         return

@@ -61,7 +61,6 @@ def inserted() -> dict[str, bool]:
     insert = drafts.inserting(lambda *given: called.append(given[0]))
     insert(layer, kv, positions, slots)
     expected = layout.allocate(pages=2, entries=64)
-    expected.copy_(layout.allocate(pages=2, entries=64))
     q = torch.zeros(tokens, 1, 512).bfloat16()
     qnorm_rope_kv_insert(q, kv, expected, slots, positions, table, 1e-6)
     written = torch.tensor([3, 9, 70, 127])
