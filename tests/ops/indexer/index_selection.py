@@ -27,7 +27,7 @@ def keys_in(layout, table, entries, count, *, gap=0, keys=None):
     return kind.tensor, keys
 
 
-def by_rule(scores, first, k):
+def by_rule(scores, k):
     """Places of the best k of a list of scores, ascending: higher, NaN highest, then earlier."""
     order = sorted(
         range(len(scores)),
@@ -36,16 +36,16 @@ def by_rule(scores, first, k):
     return sorted(order[:k])
 
 
-def expected(q, keys, weights, lengths, owners, starts, k):
+def expected(q, keys, weights, lengths, owners, k):
     """The selection by hand, from keys [R, N, D] that are stored exactly."""
     rows = []
     for token, request in enumerate(owners):
         chosen = []
         if 0 <= request < len(keys):
-            first, last = max(starts[token], 0), min(lengths[token], keys.shape[1])
-            dots = q[token].double() @ keys[request, first : max(first, last)].double().T
+            last = min(lengths[token], keys.shape[1])
+            dots = q[token].double() @ keys[request, : max(0, last)].double().T
             scores = weights[token].double() @ dots.relu()
-            chosen = by_rule(scores.tolist(), first, k)
+            chosen = by_rule(scores.tolist(), k)
         rows.append(chosen + [-1] * (k - len(chosen)))
     return i32(rows)
 
@@ -65,15 +65,14 @@ class Call:
 
 def a_call(tokens, lengths, owners, k, *, entries=16, heads=2, layout=INDEX_FP8, **options):
     """Tokens with their lengths and requests over an integer cache."""
-    starts, each, gap = options.pop("starts", None), options.pop("each", False), 0
-    gap = options.pop("gap", 0)
+    each, gap = options.pop("each", False), options.pop("gap", 0)
     requests = max(owners) + 1 if each else max(*owners, 1) + 1
     longest = max(1, *lengths)
     pages = -(-longest // entries)
     table = torch.randperm(requests * pages + 2)[: requests * pages].view(requests, pages).int()
     cache, keys = keys_in(layout, table, entries, longest, gap=gap)
     q, weights = integers(tokens, heads, D), integers(tokens, heads)
-    want = expected(q, keys, weights, lengths, owners, starts or [0] * tokens, k)
+    want = expected(q, keys, weights, lengths, owners, k)
     arguments = {
         "q": q,
         "index_cache": cache,
@@ -83,7 +82,6 @@ def a_call(tokens, lengths, owners, k, *, entries=16, heads=2, layout=INDEX_FP8,
         "k": k,
         "layout": layout,
         "token_to_req": None if each else i32(owners),
-        "starts": None if starts is None else i32(starts),
         **options,
     }
     if layout == INDEX_FP8:

@@ -176,7 +176,6 @@ def test_selection_at_full_size(backend, tokens, requests, entries, k):
         "block_table": table.view(requests, pages),
         "k": k,
         "token_to_req": owners,
-        "starts": torch.randint(0, 100, (tokens,), device=device).int(),
     }
     if not (support := select_topk.supports(**arguments, backend=backend)):
         pytest.skip(support.reason)

@@ -40,19 +40,17 @@ def by_rule(scores, k):
 
 @pytest.mark.parametrize("kind", ["random", "ties", "close", "odd", "few"])
 @pytest.mark.parametrize(("groups", "k"), [(0, 20), (128, 20), (128, 16), (128, 3)])
-@pytest.mark.parametrize("cut", [False, True])
-def test_selection(kind, groups, k, cut):
+def test_selection(kind, groups, k):
     rows, covered, kept = 6, 600, 32 if k > 16 else 16
     columns = -(-covered // 256) * 256
     values = rows_of(kind, rows, covered)
     scores = torch.full((rows, columns), torch.nan)
     scores[:, :covered] = values
     lengths = i32([covered, 0, k, k + 1, 355, covered])
-    starts = i32([0, 0, 0, 0, 17, 263]) if cut else i32([0] * rows)
     entry = torch.arange(columns)
     bits = (scores + 0.0).view(torch.int32)
     rank = torch.where(scores.isnan(), 0x7F800001, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    seen = (entry >= starts.unsqueeze(1)) & (entry < lengths.unsqueeze(1))
+    seen = entry < lengths.unsqueeze(1)
     maxima = torch.where(seen, rank, -(2**31)).view(rows, -1, GROUP).amax(2)
     maxima = torch.where(maxima == -(2**31), 0x7FFFFFFF, maxima).int()
     out, slots = (torch.full((rows, k), -7, dtype=torch.int32) for _ in range(2))
@@ -61,7 +59,7 @@ def test_selection(kind, groups, k, cut):
     given = [
         scores.view(torch.int32), columns,
         maxima if groups else None, columns // GROUP,
-        lengths, starts if cut else None, None, out, k,
+        lengths, None, out, k,
         slots, k, counts, table, *table.stride(), table.shape[1], 64,
         0, 1, rows, covered, k,
     ]  # fmt: skip
@@ -70,12 +68,11 @@ def test_selection(kind, groups, k, cut):
         GROUPS=groups, ELEMENTS=512 if groups else 1024, PADDED_K=kept, PDL=True, WARPS=4,
     )  # fmt: skip
     for row in range(rows):
-        first, last = int(starts[row]), int(lengths[row])
-        want = by_rule(values[row, first:last].tolist(), k)
+        want = by_rule(values[row, : int(lengths[row])].tolist(), k)
         count = len(want)
         assert out[row].tolist() == want + [-1] * (k - count)
         assert counts[row] == count
-        places = first + out[row, :count].long()
+        places = out[row, :count].long()
         page = table[row][places // 64]
         slot = torch.where(page < 0, -1, page * 64 + places % 64)
         assert slots[row, :count].tolist() == slot.tolist()

@@ -39,7 +39,6 @@ def test_rule_for_any_scores(name, monkeypatch):
         scores = data.draw(st.lists(score, min_size=count, max_size=count), label="scores")
         k = data.draw(st.integers(1, count + 2), label="k")
         entries = data.draw(st.sampled_from([1, 4, 16]), label="page size")
-        first = data.draw(st.integers(-1, count), label="start")
         last = data.draw(st.integers(0, count + 3), label="length")
         q, keys, weights = arbitrary_scores([scores])
         pages = -(-count // entries)
@@ -53,11 +52,10 @@ def test_rule_for_any_scores(name, monkeypatch):
             table,
             k,
             max_context=count,
-            starts=i32([first]),
             layout=ROWS_FP32_128,
             backend=run,
         )
-        want = by_rule(scores[max(first, 0) : min(last, count)], first, k)
+        want = by_rule(scores[: min(last, count)], k)
         assert got[0].tolist() == want + [-1] * (k - len(want))
 
     check()
@@ -87,7 +85,7 @@ def test_pages_that_are_not_there_score_lowest(run):
         got = select_topk(
             q, cache, weights, i32([64]), table, kept, layout=ROWS_FP32_128, backend=run
         )
-        assert got[0].tolist() == by_rule(every, 0, kept)
+        assert got[0].tolist() == by_rule(every, kept)
     empty = cache[:0]
     got = select_topk(q, empty, weights, i32([64]), table, k, layout=ROWS_FP32_128, backend=run)
     assert got[0].tolist() == list(range(k))
@@ -154,7 +152,7 @@ def test_every_config_selects_alike(sizes, monkeypatch):
     q, keys, weights = arbitrary_scores(rows)
     table = torch.randperm(6 * 5).view(6, 5).int()
     cache, _ = keys_in(ROWS_FP32_128, table, 64, 300, keys=keys)
-    lengths, starts = [300, 299, 250, 300, 300, 200], [0, 17, 33, 5, 0, 48]
+    lengths = [300, 299, 250, 300, 300, 200]
     got = select_topk(
         q,
         cache,
@@ -162,12 +160,11 @@ def test_every_config_selects_alike(sizes, monkeypatch):
         i32(lengths),
         table,
         20,
-        starts=i32(starts),
         layout=ROWS_FP32_128,
         backend=run,
     )
-    for row, (first, last) in enumerate(zip(starts, lengths, strict=True)):
-        assert got[row].tolist() == by_rule(rows[row][first:last], 0, 20), row
+    for row, last in enumerate(lengths):
+        assert got[row].tolist() == by_rule(rows[row][:last], 20), row
 
 
 @pytest.mark.parametrize("splits", [1, 2, 1000])
@@ -179,7 +176,7 @@ def test_every_split_of_scores_selects_alike(splits, monkeypatch):
         return max(1, keys // config.keys // splits) * config.keys
 
     monkeypatch.setattr(module, "split_size", split_size)
-    a_call(3, [150, 90, 140], [0, 0, 1], 10, starts=[0, 40, 33]).check(run)
+    a_call(3, [150, 90, 140], [0, 0, 1], 10).check(run)
 
 
 @pytest.mark.parametrize("name", ["torch", "torch without looking at values"])

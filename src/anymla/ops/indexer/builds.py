@@ -82,8 +82,8 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
                 label = f"top {k}, ragged {shape.label}, {kind} x {layout}, {backend}"
                 call = functools.partial(_select, shape, k, backend, kind, layout, ragged=True)
                 yield label, call
-            call = functools.partial(_select, shape, k, backend, ragged=True, starts=True)
-            yield f"top {k}, ragged {shape.label}, from starts, {backend}", call
+            call = functools.partial(_select, shape, k, backend, ragged=True, slots=True)
+            yield f"top {k}, ragged {shape.label}, slots, {backend}", call
     for rows in RANKINGS:
         yield str(rows), functools.partial(_rank, rows)
     yield f"{CANDIDATE_BLOCKS} blocks of {CANDIDATE_BLOCK} scores", _candidates
@@ -137,15 +137,15 @@ def _select(
     layout: str = INDEX_FP8,
     *,
     ragged: bool = False,
-    starts: bool = False,
+    slots: bool = False,
 ) -> None:
     """Slots and counts as well while decoding, as our layers ask for; vLLM's are ragged."""
     rows, pages = shape.rows, shape.keys // V4_FLASH.page_size
     q, scales = _queries(kind, rows, V4_FLASH.heads)
     options: dict[str, Any] = {}
     if ragged:
-        options = {"token_to_req": int32(rows), "starts": int32(rows) if starts else None}
-    if starts or not (ragged or shape.prefill):
+        options = {"token_to_req": int32(rows)}
+    if slots or not (ragged or shape.prefill):
         options |= {"slots": int32((rows, k)), "counts": int32(rows)}
         options["slot_table"] = int32((shape.requests, pages))
     select_topk(

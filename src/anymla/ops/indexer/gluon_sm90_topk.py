@@ -547,9 +547,7 @@ def _kth_candidate(scratch, count, wanted, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _store_topk(
-    scratch, at, x, entry, start, end, wanted, FEW: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
+def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl.constexpr):
     """Store the entries of the top ``wanted`` scores from ``at`` on, in order.
 
     Counters are zeros, which all threads know, and are not afterwards.
@@ -557,10 +555,9 @@ def _store_topk(
     Args:
         scratch: of ``_reserve_scratch``.
         at: a place in shared memory.
-        x: float32, -inf where an entry is not in [start, end); neighbours in a thread.
+        x: float32, -inf from entry ``end`` on; neighbours in a thread.
         entry: int32, rising; of equal scores the lower entry is better.
-        start: first entry.
-        end: one past the last; at least ``wanted`` there are.
+        end: one past the last entry; at least ``wanted`` there are.
         wanted: at least 1.
         FEW: neighbours in a thread that share a maximum.
         WARPS: of the CTA, at least 4.
@@ -604,7 +601,7 @@ def _store_topk(
         _clear_digits(scratch, WARPS)
         warpgroup_barrier()
         # Computed again, which is rare, so that nothing has to be kept in registers.
-        there = (entry >= start + zero) & (entry < end + zero)
+        there = entry < end + zero
         key = gl.where(there, _ordered(x.to(gl.int32, bitcast=True)), _NOTHING)
         key_limit, above = _radix_select(scratch, key, wanted, WARPS)
         place, taken = _places(key, key_limit, wanted - above)
@@ -621,18 +618,15 @@ def _neighbours(elements, kept, warps):
 
 
 @gluon.jit
-def _row_range(lengths, starts, row_requests, row, first_row, per_request, num_requests, covered):
-    """Request and entries [start, end) of a row; (0, 0) where there is nothing to see."""
+def _row_length(lengths, row_requests, row, first_row, per_request, num_requests, covered):
+    """Request and number of entries of a row."""
     if row_requests is None:
         request = (first_row + row.to(gl.int32)) // per_request
     else:
         request = gl.load(row_requests + row)
-    end = gl.minimum(gl.load(lengths + row), covered)
-    start = 0
-    if starts is not None:
-        start = gl.maximum(gl.load(starts + row), 0)
-    sees = (request >= 0) & (request < num_requests) & (start < end)
-    return request, gl.where(sees, start, 0), gl.where(sees, end, 0)
+    count = gl.minimum(gl.load(lengths + row), covered)
+    sees = (request >= 0) & (request < num_requests) & (count > 0)
+    return request, gl.where(sees, count, 0)
 
 
 @gluon.jit(
@@ -646,7 +640,6 @@ def topk_kernel(
     maxima,
     maxima_stride,
     lengths,
-    starts,
     row_requests,
     out,
     out_stride,
@@ -681,19 +674,15 @@ def topk_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = gl.program_id(0).to(gl.int64)
-    request, start, end = _row_range(
-        lengths, starts, row_requests, row, first_row, per_request, num_requests, covered
+    request, count = _row_length(
+        lengths, row_requests, row, first_row, per_request, num_requests, covered
     )
-    # Whole lines are read, which rows are padded to; where rows begin at 0, without having waited
-    # for their lengths.
-    seen = covered if starts is None else end
+    # Whole lines are read, which rows are padded to, without having waited for lengths.
     scores += row * scores_stride
     element = gl.arange(0, ELEMENTS, layout=ALL)
     if GROUPS == 0:
-        entry = start // 4 * 4 + element
-        if starts is None:
-            entry = element
-        bits = gl.load(scores + entry, mask=entry < (seen + 3) // 4 * 4, other=0)
+        entry = element
+        bits = gl.load(scores + entry, mask=entry < (covered + 3) // 4 * 4, other=0)
         # The row of a CTA that begins when this one ends.
         if gl.program_id(0) + _PREFETCHED < gl.num_programs(0):
             _prefetch_l2(
@@ -702,70 +691,55 @@ def topk_kernel(
     else:
         SOME: gl.constexpr = gl.BlockedLayout([GROUPS // (32 * WARPS)], [32], [WARPS], [0])
         number = gl.arange(0, GROUPS, layout=SOME)
-        if starts is not None:
-            number += start // _G // 4 * 4
-        groups = (seen + _G - 1) // _G
+        groups = (covered + _G - 1) // _G
         best = gl.load(
             maxima + row * maxima_stride + number, mask=number < (groups + 3) // 4 * 4, other=0
         )
     warpgroup_barrier()
-    count = end - start
     if counts is not None:
         gl.store(counts + row, gl.minimum(count, k))
     out += row * out_stride
     place_of = gl.arange(0, PADDED_K, layout=ONE)
     entry_of = gl.where(place_of < count, place_of, -1)
     if count > k:
-        first = start
         if GROUPS > 0:
-            first, last = start // _G, (end + _G - 1) // _G
-            best = gl.where((number >= first) & (number < last), best, _NOTHING)
+            last = (count + _G - 1) // _G
+            best = gl.where(number < last, best, _NOTHING)
             x = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
-            if last - first > k:
+            if last > k:
                 x = gl.where(best == _NOTHING, float("-inf"), x)
                 _store_topk(
-                    scratch, scratch + _GROUPS_CHOSEN * 4, x, number, first, last, k,
+                    scratch, scratch + _GROUPS_CHOSEN * 4, x, number, last, k,
                     _neighbours(GROUPS, PADDED_K, WARPS), WARPS,
                 )  # fmt: skip
             else:
-                _store1(scratch + (_GROUPS_CHOSEN + number - first) * 4, number, best != _NOTHING)
+                _store1(scratch + (_GROUPS_CHOSEN + number) * 4, number, best != _NOTHING)
             _clear_bins(scratch, WARPS)
             warpgroup_barrier()
             line = element // _G
             group = _load1(scratch + (_GROUPS_CHOSEN + gl.minimum(line, PADDED_K - 1)) * 4)
-            entry = gl.where(line < gl.minimum(last - first, k), group, _NO_GROUP) * _G
+            entry = gl.where(line < gl.minimum(last, k), group, _NO_GROUP) * _G
             entry = gl.max_contiguous(gl.multiple_of(entry + element % _G, 4), 4)
             bits = gl.load(scores + entry, mask=entry < _NO_GROUP * _G, other=0)
         x = bits.to(gl.float32, bitcast=True)
-        if starts is None:
-            x = _mask_from(x, entry, end, WARPS)
-        else:
-            x = gl.where((entry >= start) & (entry < end), x, float("-inf"))
+        x = _mask_from(x, entry, count, WARPS)
         _store_topk(
-            scratch,
-            scratch + _ENTRIES * 4,
-            x,
-            entry,
-            start,
-            end,
-            k,
-            _neighbours(ELEMENTS, PADDED_K, WARPS),
-            WARPS,
-        )
+            scratch, scratch + _ENTRIES * 4, x, entry, count, k,
+            _neighbours(ELEMENTS, PADDED_K, WARPS), WARPS,
+        )  # fmt: skip
         warpgroup_barrier()
-        entry_of = _load1(scratch + (_ENTRIES + place_of) * 4) - start
+        entry_of = _load1(scratch + (_ENTRIES + place_of) * 4)
     gl.store(out + place_of, entry_of, mask=place_of < k)
     if slots is not None:
         slots += row * slots_stride
         table += gl.maximum(request, 0).to(gl.int64) * table_row_stride
         known = place_of < gl.minimum(count, k)
-        entry = start + entry_of
-        column = entry // slot_page
+        column = entry_of // slot_page
         page = gl.load(
             table + column.to(gl.int64) * table_column_stride,
             mask=known & (column < table_pages),
             other=-1,
         )
-        slot = page.to(gl.int64) * slot_page + entry % slot_page
+        slot = page.to(gl.int64) * slot_page + entry_of % slot_page
         slot = gl.where((page >= 0) & (slot < 0x80000000), slot, -1)
         gl.store(slots + place_of, slot.to(gl.int32), mask=place_of < k)

@@ -26,7 +26,7 @@ class ScoreInputs:
         key_scale: [N] float32 contiguous, of a list; or None for 1.
         block_table: [R, pages] int32, or None for a list.
         lengths: [rows] int32 contiguous, one past a row's last entry.
-        starts: [rows] int32 contiguous, a row's first entry; None for 0.
+        starts: [rows] int32 contiguous, a row's first entry, of a list; None for 0.
         requests: [rows] int32 contiguous, a row's request; None for ``rows_per_request`` of each.
         rows_per_request: see above.
         first_row: number of the first row in the whole call.
@@ -111,7 +111,6 @@ def select_inputs(
     layout: str,
     block_table: Tensor,
     lengths: Tensor,
-    starts: Tensor | None,
     token_to_req: Tensor | None,
     max_context: int | None,
     k: int,
@@ -128,7 +127,7 @@ def select_inputs(
         None,
         block_table,
         lengths.contiguous(),
-        None if starts is None else starts.contiguous(),
+        None,
         None if token_to_req is None else token_to_req.contiguous(),
         len(q) // requests if requests and token_to_req is None else 1,
         0,

@@ -348,7 +348,6 @@ def select_topk(
     *,
     max_context: int | None = None,
     token_to_req: Tensor | None = None,
-    starts: Tensor | None = None,
     layout: str = INDEX_FP8,
     q_scales: Tensor | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
@@ -360,7 +359,7 @@ def select_topk(
 ) -> Tensor:
     """Top-k index entries of every token, exactly, in memory that the caller bounds.
 
-    Token t of request r sees entries ``starts[t] <= w < lengths[t]`` of r, and scores each as
+    Token t of request r sees entries ``0 <= w < lengths[t]`` of r, and scores each as
     ``sum_h weights[t, h] * relu(q[t, h] . key(r, w))``, key(r, w) being the decoded entry at slot
     ``block_table[r, w // B] * B + w % B`` (-inf where that page is negative or beyond the cache).
     Chosen are the first k by: higher score first, NaN above +inf, and among equal scores (0 and -0
@@ -382,7 +381,6 @@ def select_topk(
         token_to_req: [T] int32, block-table row of each token; outside [0, R) it selects nothing.
             None where each request has T / R tokens, one request after the other. Tokens of a
             request should be neighbours: they then share the keys that are read.
-        starts: [T] int32, first visible entry; None for 0. Results are relative to it.
         layout: layout id of the cache, of D channels.
         q_scales: [T, Hi, D/32] uint8, scale bytes of a packed q.
         scratch_bytes: at most this much memory is allocated beside results, 16 MiB or more.
@@ -395,7 +393,7 @@ def select_topk(
         counts: [T] int32 to be filled with the number of entries chosen; or None.
 
     Returns:
-        [T, k] int32, ``out`` if given: entries relative to ``starts``, ascending, then -1.
+        [T, k] int32, ``out`` if given: entries, ascending, then -1.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or layout; a packed q without q_scales; k
@@ -413,7 +411,6 @@ def select_topk(
         lengths=(lengths, "T", INT32),
         block_table=(block_table, "R _", INT32),
         token_to_req=(token_to_req, "T", INT32),
-        starts=(starts, "T", INT32),
         out=(out, "T K", INT32),
         slot_table=(slot_table, "R _", INT32),
         slots=(slots, "T K", INT32),

@@ -126,7 +126,6 @@ def select_topk(
     *,
     max_context: int | None = None,
     token_to_req: Tensor | None = None,
-    starts: Tensor | None = None,
     layout: str = INDEX_FP8,
     q_scales: Tensor | None = None,
     scratch_bytes: int = 9 << 25,
@@ -148,20 +147,19 @@ def select_topk(
         request = token * requests // len(q) if token_to_req is None else int(token_to_req[token])
         if not 0 <= request < requests:
             continue
-        first = 0 if starts is None else max(int(starts[token]), 0)
         last = min(int(lengths[token]), covered)
-        if first >= last:
+        if last <= 0:
             continue
         row = torch.full((last,), -torch.inf, dtype=torch.float64, device=q.device)
         keys, present = _keys(cache, block_table[request], last, layout)
         row[present] = scores(queries[token], weights[token].double(), keys)[present]
         # The precision in which scores are defined; float64 only computes them well.
-        row = row[first:].to(wide_dtype(q.dtype, weights.dtype))
+        row = row.to(wide_dtype(q.dtype, weights.dtype))
         order = torch.sort(row, descending=True, stable=True).indices[:k].sort().values
         best[token, : len(order)] = order
         chosen[token] = len(order)
         if slot_table is not None:
-            page, place = (order + first) // slot_page_size, (order + first) % slot_page_size
+            page, place = order // slot_page_size, order % slot_page_size
             known = page < slot_table.shape[1]
             page = slot_table[request, page.clamp(max=max(slot_table.shape[1] - 1, 0))].long()
             slot = page * slot_page_size + place

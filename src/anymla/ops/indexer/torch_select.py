@@ -41,7 +41,6 @@ class _Batch:
 
     q: Tensor
     weights: Tensor
-    firsts: Tensor
     lasts: Tensor
     table: Tensor
     keys: PagedKeys
@@ -59,7 +58,6 @@ def select_topk(
     *,
     max_context: int | None = None,
     token_to_req: Tensor | None = None,
-    starts: Tensor | None = None,
     layout: str = INDEX_FP8,
     q_scales: Tensor | None = None,
     scratch_bytes: int = 9 << 25,
@@ -80,10 +78,8 @@ def select_topk(
         owners = torch.arange(tokens, device=q.device) // max(each, 1)
     else:
         owners = token_to_req.long()
-    firsts = torch.zeros_like(owners) if starts is None else starts.long().clamp(min=0)
     known = (owners >= 0) & (owners < requests)
-    lasts = torch.where(known, lengths.long().clamp(max=covered), 0)
-    visible = (lasts - firsts).clamp(min=0)
+    visible = torch.where(known, lengths.long().clamp(0, covered), 0)
 
     column = torch.arange(k, device=q.device)
     top = torch.where(column < visible.unsqueeze(1), column, -1)
@@ -94,8 +90,7 @@ def select_topk(
         batch = _Batch(
             decoded_queries(q, q_scales, wide),
             weights.to(wide),
-            torch.where(scored, firsts, covered),
-            torch.where(scored, lasts, 0),
+            torch.where(scored, visible, 0),
             block_table,
             keys,
             k,
@@ -106,8 +101,7 @@ def select_topk(
             top[rows] = torch.where(scored[rows].unsqueeze(1), chosen, top[rows])
     if slots is not None:
         assert slot_table is not None
-        entry = torch.where(top >= 0, top + firsts.unsqueeze(1), -1)
-        found = slots_of(entry, owners.unsqueeze(1), slot_table, slot_page_size)
+        found = slots_of(top, owners.unsqueeze(1), slot_table, slot_page_size)
         slots.copy_(found.masked_fill_(found > _COLUMN, -1))
     if counts is not None:
         counts.copy_(visible.clamp(max=k))
@@ -153,15 +147,13 @@ def _merged(batch: _Batch) -> int:
 
 
 def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
-    """Entries [rows, k], int64, relative to the first visible, ascending, then -1."""
+    """Entries [rows, k], int64, ascending, then -1."""
     keys, k = batch.keys, batch.k
     q, weights = batch.q[rows], batch.weights[rows]
     shape = (len(groups), len(q) // len(groups))
-    firsts, lasts = batch.firsts[rows], batch.lasts[rows]
-    begin, end = 0, batch.table.shape[1] * keys.page_size
+    lasts, end = batch.lasts[rows], batch.table.shape[1] * keys.page_size
     if _host.on_host(q):
-        begin, end = int(firsts.amin()), int(lasts.amax())
-    begin = begin // keys.page_size * keys.page_size
+        end = int(lasts.amax())
     pages = -(-end // keys.page_size)
     read = keys.of(batch.table[:, :pages].index_select(0, groups))
     width = max(_merged(batch) // len(q) - k, k)
@@ -169,13 +161,13 @@ def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
     width = max(min(width, decoded) // keys.page_size, 1) * keys.page_size
 
     top: Tensor | None = None
-    for at in range(begin, end, width):
+    for at in range(0, end, width):
         stop = min(at + width, end)
         part = q.new_full((len(q), stop - at), -torch.inf)
         score_rows(
             q.unflatten(0, shape),
             weights.unflatten(0, shape),
-            (firsts - at).clamp(0).unflatten(0, shape),
+            torch.zeros_like(lasts).unflatten(0, shape),
             (lasts - at).clamp(max=stop - at).unflatten(0, shape),
             part.unflatten(0, shape),
             lambda first, last, at=at: read(at + first, at + last),  # type: ignore[misc]
@@ -184,7 +176,7 @@ def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
             scratch_bytes=batch.scratch_bytes // 4,
         )
         column = torch.arange(at, stop, device=q.device)
-        hidden = (column < firsts.unsqueeze(1)) | (column >= lasts.unsqueeze(1))
+        hidden = column >= lasts.unsqueeze(1)
         if part.dtype == torch.float64:
             top = _merge_float64(top, part, column, hidden, k)
         else:
@@ -198,7 +190,7 @@ def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
     else:
         entry = torch.where(top == NOT_A_COLUMN, -1, _COLUMN - (top & _COLUMN))
     none = entry < 0
-    entry = torch.where(none, _COLUMN, entry - firsts.unsqueeze(1)).sort(dim=1).values
+    entry = torch.where(none, _COLUMN, entry).sort(dim=1).values
     entry = torch.where(entry == _COLUMN, -1, entry)
     return torch.nn.functional.pad(entry, (0, k - entry.shape[1]), value=-1)
 

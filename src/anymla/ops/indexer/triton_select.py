@@ -69,7 +69,6 @@ def _store_slots(
     table_stride,
     table_pages,
     slot_page,
-    start,
     count,
     k,
     PADDED_K: tl.constexpr,
@@ -80,7 +79,7 @@ def _store_slots(
     """
     place = tl.arange(0, PADDED_K)
     there = place < count
-    entry = start + tl.load(out + place, mask=there, other=0)
+    entry = tl.load(out + place, mask=there, other=0)
     column = entry // slot_page
     page = tl.load(
         table + column.to(tl.int64) * table_stride, mask=there & (column < table_pages), other=-1
@@ -98,7 +97,6 @@ def _store_all(
     table_stride,
     table_pages,
     slot_page,
-    start,
     count,
     k,
     PADDED_K: tl.constexpr,
@@ -109,9 +107,7 @@ def _store_all(
     if slots is not None:
         # Written by other threads of this CTA.
         tl.debug_barrier()
-        _store_slots(
-            out, slots, table, table_stride, table_pages, slot_page, start, count, k, PADDED_K
-        )
+        _store_slots(out, slots, table, table_stride, table_pages, slot_page, count, k, PADDED_K)
 
 
 @triton.jit(
@@ -126,7 +122,6 @@ def row_topk_kernel(
     maxima_stride,
     chosen_groups,
     lengths,
-    starts,
     requests,
     out,
     out_stride,
@@ -160,10 +155,9 @@ def row_topk_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    request, start, end = row_ranges(
-        lengths, starts, requests, row, True, first_row, per_request, num_requests, covered
+    request, _, count = row_ranges(
+        lengths, None, requests, row, True, first_row, per_request, num_requests, covered
     )
-    count = end - start
     if counts is not None:
         tl.store(counts + row, tl.minimum(count, k))
     out += row * out_stride
@@ -173,36 +167,35 @@ def row_topk_kernel(
     # Without scores the first entries are chosen; all there are, unless no score could be had.
     if (count <= k) | (not SCORED):
         _store_all(
-            out, slots, table, table_column_stride, table_pages, slot_page, start,
+            out, slots, table, table_column_stride, table_pages, slot_page,
             tl.minimum(count, k), k, PADDED_K,
         )  # fmt: skip
     else:
         scores += row * scores_stride
         if GROUPS == 0:
             # Whole lines are read, which rows are padded to: masks by lines leave loads wide.
-            line = tl.arange(0, ELEMENTS // _EACH)[:, None] * _EACH + start // _EACH * _EACH
+            line = tl.arange(0, ELEMENTS // _EACH)[:, None] * _EACH
             entry = line + tl.arange(0, _EACH)[None, :]
-            inside = line < end
+            inside = line < count
             at_least = tl.full((), NOTHING + 1, tl.int32)
         else:
             chosen_groups += row * PADDED_K
-            first, last = start // _GROUP, tl.cdiv(end, _GROUP)
-            groups = last - first
+            groups = tl.cdiv(count, _GROUP)
             at_least = tl.full((), NOTHING + 1, tl.int32)
             if groups > k:
-                line = tl.arange(0, GROUPS // _EACH)[:, None] * _EACH + first // _EACH * _EACH
+                line = tl.arange(0, GROUPS // _EACH)[:, None] * _EACH
                 number = line + tl.arange(0, _EACH)[None, :]
                 best = tl.load(
-                    maxima + row * maxima_stride + number, mask=line < last, other=NOTHING
+                    maxima + row * maxima_stride + number, mask=line < groups, other=NOTHING
                 )
-                best = tl.where((number >= first) & (number < last), best, NOTHING)
+                best = tl.where(number < groups, best, NOTHING)
                 limit, above = kth_largest(best, groups, k, True)
                 place, taken = places(best, limit, k - above)
                 tl.store(chosen_groups + place, number, mask=taken)
                 at_least = tl.where(above == k, limit + 1, limit)
             else:
                 every = tl.arange(0, PADDED_K)
-                tl.store(chosen_groups + every, first + every, mask=every < groups)
+                tl.store(chosen_groups + every, every, mask=every < groups)
             # Written by other threads of this CTA.
             tl.debug_barrier()
             kept = tl.arange(0, PADDED_K)
@@ -211,7 +204,7 @@ def row_topk_kernel(
             entry = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
             inside = inside[:, None]
         key = ordered(tl.load(scores + entry, mask=inside, other=0))
-        there = inside & (entry >= start) & (entry < end)
+        there = inside & (entry < count)
         key = tl.where(there & (key >= at_least), key, NOTHING)
         candidates = tl.sum((key != NOTHING).to(tl.int32))
         limit = tl.full((), NOTHING, tl.int32)
@@ -219,27 +212,18 @@ def row_topk_kernel(
         if candidates > k:
             limit, above = kth_largest(key, candidates, k, GROUPS == 0)
         place, taken = places(key, limit, k - above)
-        tl.store(out + place, entry - start, mask=taken)
+        tl.store(out + place, entry, mask=taken)
         if slots is not None:
             # Written by other threads of this CTA.
             tl.debug_barrier()
             _store_slots(
-                out,
-                slots,
-                table,
-                table_column_stride,
-                table_pages,
-                slot_page,
-                start,
-                k,
-                k,
-                PADDED_K,
+                out, slots, table, table_column_stride, table_pages, slot_page, k, k, PADDED_K
             )
 
 
 @triton.jit
-def _load_keys(scores, at, start, end, BLOCK: tl.constexpr):
-    """Entries [at, at + BLOCK), neighbours in a line, and their keys; NOTHING outside of the row's.
+def _load_keys(scores, at, end, BLOCK: tl.constexpr):
+    """Entries [at, at + BLOCK), neighbours in a line, and their keys; NOTHING from ``end`` on.
 
     ``at`` is a multiple of 4. Whole lines are read, which rows are padded to: masks by lines leave
     loads wide.
@@ -247,7 +231,7 @@ def _load_keys(scores, at, start, end, BLOCK: tl.constexpr):
     line = at + tl.arange(0, BLOCK // _EACH)[:, None] * _EACH
     entry = line + tl.arange(0, _EACH)[None, :]
     key = ordered(tl.load(scores + entry, mask=line < end, other=0))
-    return entry, tl.where((entry >= start) & (entry < end), key, NOTHING)
+    return entry, tl.where(entry < end, key, NOTHING)
 
 
 @triton.jit
@@ -276,7 +260,6 @@ def _select_candidates(
     found,
     total,
     k,
-    start,
     out,
     SPLITS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -298,35 +281,34 @@ def _select_candidates(
     if total > k:
         limit, above = kth_largest(key, total, k, False)
     place, taken = places(key, limit, k - above)
-    tl.store(out + place, entry - start, mask=taken)
+    tl.store(out + place, entry, mask=taken)
 
 
 @triton.jit
-def _select_by_bisection(scores, start, end, k, out, BLOCK: tl.constexpr):
+def _select_by_bisection(scores, count, k, out, BLOCK: tl.constexpr):
     """Top-k of any row by bisecting the range of keys, reading the row every time: slow."""
     low = tl.full((), NOTHING + 1, tl.int32)
     high = tl.full((), _LARGEST, tl.int32)
-    begin = start // _EACH * _EACH
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)
         reach = 0
-        for at in range(begin, end, BLOCK):
-            entry, key = _load_keys(scores, at, start, end, BLOCK)
+        for at in range(0, count, BLOCK):
+            entry, key = _load_keys(scores, at, count, BLOCK)
             reach += tl.sum((key >= middle).to(tl.int32))
         if reach >= k:
             low = middle
         else:
             high = middle - 1
     above = 0
-    for at in range(begin, end, BLOCK):
-        entry, key = _load_keys(scores, at, start, end, BLOCK)
+    for at in range(0, count, BLOCK):
+        entry, key = _load_keys(scores, at, count, BLOCK)
         above += tl.sum((key > low).to(tl.int32))
     need = k - above
     written = 0
-    for at in range(begin, end, BLOCK):
-        entry, key = _load_keys(scores, at, start, end, BLOCK)
+    for at in range(0, count, BLOCK):
+        entry, key = _load_keys(scores, at, count, BLOCK)
         place, taken = places(key, low, need)
-        tl.store(out + written + place, entry - start, mask=taken)
+        tl.store(out + written + place, entry, mask=taken)
         written += tl.sum(taken.to(tl.int32))
         need -= tl.minimum(tl.sum((key == low).to(tl.int32)), need)
 
@@ -343,7 +325,6 @@ def sample_collect_kernel(
     entries,
     found,
     lengths,
-    starts,
     requests,
     out,
     out_stride,
@@ -376,10 +357,9 @@ def sample_collect_kernel(
         gdc_launch_dependents()
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    request, start, end = row_ranges(
-        lengths, starts, requests, row, True, first_row, per_request, num_requests, covered
+    request, _, count = row_ranges(
+        lengths, None, requests, row, True, first_row, per_request, num_requests, covered
     )
-    count = end - start
     out += row * out_stride
     if slots is not None:
         slots += row * slots_stride
@@ -389,23 +369,21 @@ def sample_collect_kernel(
     if count <= k:
         if split == 0:
             _store_all(
-                out, slots, table, table_column_stride, table_pages, slot_page, start, count, k,
-                PADDED_K,
-            )  # fmt: skip
+                out, slots, table, table_column_stride, table_pages, slot_page, count, k, PADDED_K
+            )
     else:
         scores += row * scores_stride
         threshold = tl.full((), NOTHING + 1, tl.int32)
         if count > CAPACITY:
-            threshold = _sample_threshold(scores + start, count, k, SAMPLES)
-        begin = start // _EACH * _EACH
-        size = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK) * BLOCK
-        first = begin + split * size
-        last = tl.minimum(first + size, end)
+            threshold = _sample_threshold(scores, count, k, SAMPLES)
+        size = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK) * BLOCK
+        first = split * size
+        last = tl.minimum(first + size, count)
         keys += (row * SPLITS + split) * CAPACITY
         entries += (row * SPLITS + split) * CAPACITY
         collected = 0
         for at in range(first, last, BLOCK):
-            entry, key = _load_keys(scores, at, start, last, BLOCK)
+            entry, key = _load_keys(scores, at, last, BLOCK)
             one = (key >= threshold).to(tl.int32)
             per_line = tl.sum(one, 1)
             if tl.max(per_line, 0) > 0:
@@ -421,15 +399,14 @@ def sample_collect_kernel(
             # Written by other threads of this CTA.
             tl.debug_barrier()
             if (collected >= k) & (collected <= CAPACITY):
-                _select_candidates(keys, entries, found, collected, k, start, out, 1, CAPACITY)
+                _select_candidates(keys, entries, found, collected, k, out, 1, CAPACITY)
             else:
-                _select_by_bisection(scores, start, end, k, out, BLOCK)
+                _select_by_bisection(scores, count, k, out, BLOCK)
             if slots is not None:
                 tl.debug_barrier()
                 _store_slots(
-                    out, slots, table, table_column_stride, table_pages, slot_page, start, k, k,
-                    PADDED_K,
-                )  # fmt: skip
+                    out, slots, table, table_column_stride, table_pages, slot_page, k, k, PADDED_K
+                )
 
 
 @triton.jit(
@@ -444,7 +421,6 @@ def sample_merge_kernel(
     entries,
     found,
     lengths,
-    starts,
     requests,
     out,
     out_stride,
@@ -471,10 +447,9 @@ def sample_merge_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    request, start, end = row_ranges(
-        lengths, starts, requests, row, True, first_row, per_request, num_requests, covered
+    request, _, count = row_ranges(
+        lengths, None, requests, row, True, first_row, per_request, num_requests, covered
     )
-    count = end - start
     if count > k:
         out += row * out_stride
         if slots is not None:
@@ -485,25 +460,14 @@ def sample_merge_kernel(
         each = tl.load(found + row * SPLITS + tl.arange(0, SPLITS))
         total = tl.sum(each, 0)
         if (total >= k) & (total <= CAPACITY):
-            _select_candidates(
-                keys, entries, found + row * SPLITS, total, k, start, out, SPLITS, CAPACITY
-            )
+            _select_candidates(keys, entries, found + row * SPLITS, total, k, out, SPLITS, CAPACITY)
         else:
-            _select_by_bisection(scores + row * scores_stride, start, end, k, out, BLOCK)
+            _select_by_bisection(scores + row * scores_stride, count, k, out, BLOCK)
         if slots is not None:
             # Written by other threads of this CTA.
             tl.debug_barrier()
             _store_slots(
-                out,
-                slots,
-                table,
-                table_column_stride,
-                table_pages,
-                slot_page,
-                start,
-                k,
-                k,
-                PADDED_K,
+                out, slots, table, table_column_stride, table_pages, slot_page, k, k, PADDED_K
             )
 
 
@@ -525,7 +489,6 @@ def select_with(
     *,
     max_context: int | None = None,
     token_to_req: Tensor | None = None,
-    starts: Tensor | None = None,
     layout: str = INDEX_FP8,
     q_scales: Tensor | None = None,
     scratch_bytes: int = 9 << 25,
@@ -540,7 +503,7 @@ def select_with(
     Rows that ``row_topk``, a backend's own top-k kernel, can hold are left to it, if it is given.
     """
     inputs = select_inputs(
-        q, q_scales, weights, index_cache, layout, block_table, lengths, starts, token_to_req,
+        q, q_scales, weights, index_cache, layout, block_table, lengths, token_to_req,
         max_context, k,
     )  # fmt: skip
     device, shape = inputs.q.device, (len(inputs.q), inputs.k)
@@ -608,7 +571,6 @@ def _row_arguments(inputs: ScoreInputs, outputs: SelectOutputs) -> tuple[Any, ..
     slots, table = outputs.slots, outputs.slot_table
     return (
         inputs.lengths,
-        inputs.starts,
         inputs.requests,
         outputs.out,
         outputs.out.stride(0),
@@ -627,7 +589,7 @@ def _row_arguments(inputs: ScoreInputs, outputs: SelectOutputs) -> tuple[Any, ..
     )
 
 
-_COUNTS = 7  # place of ``counts`` among them
+_COUNTS = 6  # place of ``counts`` among them
 
 
 def _launch_topk(

@@ -192,12 +192,6 @@ def all_scores_at_once(*args: Any, **rest: Any) -> Tensor:
 
 
 @fault("select_topk", "I12")
-def first_entry_ignored(*args: Any, starts: Tensor | None = None, **rest: Any) -> Tensor:
-    chosen: Tensor = GOOD.select_topk(*args, **rest)
-    return chosen
-
-
-@fault("select_topk", "I12")
 def tokens_of_the_next_request(
     *args: Any, token_to_req: Tensor | None = None, **rest: Any
 ) -> Tensor:
