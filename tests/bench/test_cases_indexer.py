@@ -151,3 +151,23 @@ def test_large_shapes_are_timed_less_often(only_scores, clock, monkeypatch):
         shape = SelectShape(requests, 1, keys)
         subjects = family._subjects(shape, pool, ["triton"], None, None, clock)
         assert {(len(each.calls), each.repetitions) for each in subjects} == {want}
+
+
+@pytest.mark.usefixtures("small")
+def test_the_scores_that_are_timed_alone_are_those_of_the_selection(monkeypatch):
+    """By a kernel's interpreter: what is selected are the entries of the best scores."""
+    triton_scores = pytest.importorskip("anymla.ops.indexer.triton_scores")
+    shape = SelectShape(1, 2, 640)
+    (given, _) = family.Pool(pages_needed([shape]), torch.device("cpu")).inputs(shape, 2)
+    seen = []
+    write = triton_scores.write_scores
+
+    def written(inputs, scores, maxima, target):
+        write(inputs, scores, maxima, target)
+        seen.append(scores[: len(inputs.q), : shape.keys].topk(TOPK).indices)
+
+    monkeypatch.setattr(triton_scores, "write_scores", written)
+    family.score_only("triton", given, shape)
+    selected = given.select("torch", shape)
+    for mine, other in zip(torch.cat(seen).tolist(), selected.tolist(), strict=True):
+        assert len(set(mine) & set(other)) >= 0.99 * TOPK

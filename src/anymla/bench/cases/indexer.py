@@ -217,7 +217,7 @@ def score_only(backend: str, given: Inputs, shape: SelectShape) -> None:
     if config.algorithm == "groups":
         maxima = torch.empty(config.chunk, columns // GROUP, dtype=torch.int32, device=device)
     inputs = select_inputs(
-        given.q, None, given.weights, given.cache, INDEX_FP8, given.table, given.lengths, None,
+        given.q, None, given.weights, given.cache, INDEX_FP8, given.table, given.lengths,
         None, shape.keys, TOPK,
     )  # fmt: skip
     for first in range(0, shape.rows, config.chunk):
