@@ -480,7 +480,7 @@ def _traffic(options: argparse.Namespace, children: list[Child], report: Report,
     found: dict[str, dict[str, Any]] = {}
     for repeat in range(3):
         for child in children:
-            values = child("traffic", *arguments, repeat)
+            values = child("traffic", *arguments, repeat) | {"compiled": child("compiles")}
             for key, value in values.items():
                 found.setdefault(child.mode, {}).setdefault(key, []).append(value)
     case = f"{count:.0f} requests, {rate:g} a second, {length:,.0f} + {new:.0f}"
