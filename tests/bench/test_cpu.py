@@ -7,13 +7,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from anymla.bench import attention, context, decode, memory, packed
+from anymla.bench import attention, context, decode, memory, packed, selection
 from anymla.bench.models import load, tiny
 from anymla.bench.report import Result, append_rows, table
 from anymla.bench.timing import by_round, interleaved, ratio_by_round
 from anymla.cli.bench import command
 from anymla.ops.device import has_numba
 from anymla.ops.sparse_attention.shapes import AttentionShape
+from anymla.testing.published import FLASH_41
 
 
 def test_functions_are_called_in_turns():
@@ -144,6 +145,16 @@ def test_command_line(tmp_path):
         assert row["threads"] == 1
         assert row["torch"] == torch.__version__
         assert str(tmp_path) not in json.dumps(row)
+
+
+def test_selection_is_timed_at_contexts_of_which_the_blocks_hold_a_part():
+    results = selection.selection(2)
+    cases = [f"{entries} entries" for entries in selection.CONTEXTS]
+    assert [result.case for result in results] == cases
+    assert all(0 < r.values["ms_p10"] <= r.values["ms"] <= r.values["ms_p90"] for r in results)
+    text = FLASH_41["text_config"]
+    held = text["candidate_topk_blocks"] * text["candidate_block_size"]
+    assert selection.CONTEXTS[0] == held < min(selection.CONTEXTS[1:])
 
 
 def test_without_transformers_the_part_is_left_out(monkeypatch):

@@ -13,6 +13,7 @@ from anymla.bench.decode import decode
 from anymla.bench.memory import cache_bytes, loading
 from anymla.bench.packed import packed
 from anymla.bench.report import Result
+from anymla.bench.selection import selection
 
 
 def _in_directory(measure: Callable[[Path], list[Result]]) -> list[Result]:
@@ -33,6 +34,7 @@ def parts(quick: bool) -> dict[str, Callable[[], list[Result]]]:
         "machine": lambda: ceilings(rounds),
         "attention": lambda: attention(rounds),
         "packed": lambda: packed(rounds),
+        "selection": lambda: selection(rounds),
         "decode": lambda: _in_directory(lambda place: decode(place, turns)),
         "context": lambda: _in_directory(lambda place: context_curve(place, contexts, turns)),
         "memory": lambda: _in_directory(cache_bytes) + _in_directory(loading),

@@ -27,7 +27,7 @@ from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import command_line, json_option
 from anymla.cli.run_options import threads_option
 
-_PARTS = ("machine", "attention", "packed", "decode", "context", "memory")
+_PARTS = ("machine", "attention", "packed", "selection", "decode", "context", "memory")
 
 
 @click.group()
@@ -47,7 +47,7 @@ def command() -> None:
 )
 @threads_option("CPU threads.", default=1, show_default=True)
 def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: int) -> None:
-    """Run the CPU suite: attention, packed weights, a whole tiny model, context, memory.
+    """Run the CPU suite: attention, packed weights, selection, a whole tiny model, context, memory.
 
     Everything is compared with something measured in the same process: matrix products, or
     transformers on the same checkpoint. Ends with exit code 1 if a target is missed.
