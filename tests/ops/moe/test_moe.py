@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import itertools
 import math
 from typing import Any
 
@@ -853,11 +854,16 @@ def test_a_hopper_runs_its_grouped_gemm(tokens: int, block_m: int, strided: bool
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 2])
-@pytest.mark.parametrize(("tokens", "block_m"), [(1, 64), (130, 64), (900, 128)])
-def test_a_hopper_runs_w4a8(tokens: int, block_m: int, offset: int) -> None:
+@pytest.mark.parametrize("windows", [1, 4])
+@pytest.mark.parametrize(("tokens", "block_m"), [(1, 32), (70, 32), (130, 64), (900, 128)])
+def test_a_hopper_runs_w4a8(tokens: int, block_m: int, windows: int, offset: int) -> None:
     device, count = a_device(), 9
     bank, (ids, weights) = Bank("mxfp4", count, d=1024, inner=512), routing(tokens, 3, count)
     ids[0, 1] = -1
+    # Some tiles are multiplied once for each window that their scales take.
+    for scales in bank.given[1::2]:
+        for window, expert in itertools.product(range(1, windows), scales):
+            expert[window::384, window::windows] -= 12 * window
     chosen = choose_w4a8_config(ExpertsShape(tokens, 3, count, 1024, 512))
     assert chosen is not None
     assert chosen.block_m == block_m

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from anymla.formats.fp8_block import dequantize_fp8_rows, quantize_fp8_rows
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.ops.moe import config, experts
-from anymla.ops.moe.gluon_sm90_w4a8_gemm import w4a8_gemm_kernel
+from anymla.ops.moe.gluon_sm90_w4a8_gemm import WINDOW, w4a8_gemm_kernel
 from anymla.ops.moe.inputs import ExpertTensors
 from anymla.ops.moe.triton_sort_quantize import align_closely, quantize_pairs
 from anymla.ops.registry import Support
@@ -94,7 +94,7 @@ def both(x, ids, weights, matrices, columns, seed=0):
     return got, want
 
 
-@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("columns", [32, 64, 128])
 def test_grouped_gemms(columns):
     tokens, count, chosen = 90, 3, 2
     x, weights = torch.randn(tokens, D).bfloat16(), torch.rand(tokens, chosen)
@@ -118,15 +118,22 @@ def exact_product(x, codes, scales):
     return given @ dequantize_mxfp4(codes[0], scales[0], torch.float64).T
 
 
-@pytest.mark.parametrize("pairs", [1, 63, 64, 65, 130])
-def test_scales_of_any_distance_are_exact(pairs):
+@pytest.mark.parametrize(
+    ("pairs", "columns"), [(1, 32), (31, 32), (33, 32), (63, 64), (64, 64), (65, 64), (130, 64)]
+)
+def test_scales_of_any_distance_are_exact(pairs, columns):
     # Activations of few bits and rows of one group each: sums are exact in float32 as well.
     x = torch.zeros(pairs, D)
     x[torch.arange(pairs), torch.randint(D, (pairs,))] = 1.0
-    codes = torch.randint(256, (1, 128, D // 2), dtype=torch.uint8)
-    scales = torch.randint(64, 190, (1, 128, D // 32), dtype=torch.uint8)
+    codes = torch.randint(256, (1, 384, D // 2), dtype=torch.uint8)
+    scales = torch.randint(64, 190, (1, 384, D // 32), dtype=torch.uint8)
     scales[0, :64] = torch.randint(118, 130, (64, D // 32), dtype=torch.uint8)
-    assert_identical(product(x, codes, scales).double(), exact_product(x, codes, scales))
+    # Tiles whose scales take one window, and the first two with the least distance between them.
+    scales[0, 128:256] = torch.randint(118, 130, (128, D // 32), dtype=torch.uint8)
+    scales[0, 256:] = 127
+    scales[0, 300, 5] = 127 - WINDOW
+    got = product(x, codes, scales, columns)
+    assert_identical(got.double(), exact_product(x, codes, scales))
 
 
 def test_scales_at_the_ends_of_their_range():
@@ -149,7 +156,9 @@ def test_scales_at_the_ends_of_their_range():
     assert ((got - want).abs() <= 1e-5 * size + 2.0**-140).all()
 
 
-@pytest.mark.parametrize(("tokens", "columns", "count"), [(2, 64, 3), (90, 64, 3), (150, 128, 9)])
+@pytest.mark.parametrize(
+    ("tokens", "columns", "count"), [(2, 32, 3), (90, 32, 3), (90, 64, 3), (150, 128, 9)]
+)
 def test_operands_of_sorted_pairs(tokens, columns, count):
     chosen = 2
     ids = torch.rand(tokens, count).argsort(1)[:, :chosen].int() + 3
@@ -172,9 +181,9 @@ def test_operands_of_sorted_pairs(tokens, columns, count):
         assert_identical(scales[known], want_scales[known])
 
 
-@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("columns", [32, 64, 128])
 def test_experts_with_any_number_of_pairs(columns):
-    loads = (0, 1, 63, 64, 65, 300)
+    loads = (0, 1, columns - 1, columns, columns + 1, 300)
     ids = torch.cat([torch.full((n,), e, dtype=torch.int32) for e, n in enumerate(loads)])
     ids = ids[torch.randperm(len(ids))].unsqueeze(1)
     x, weights = torch.randn(len(ids), D).bfloat16(), torch.rand(len(ids), 1)
@@ -214,9 +223,9 @@ def test_what_the_backend_runs_and_where_it_is_chosen(monkeypatch):
         return config.w4a8_support(*given, *matrices, *scales, **(how | options))
 
     assert supports().automatic
-    # 26 pairs an expert, which blocks of 32 take.
-    assert supports(tokens=53).automatic
-    assert not supports(tokens=52).automatic
+    # 11 pairs an expert, which blocks of 16 take.
+    assert supports(tokens=23).automatic
+    assert not supports(tokens=22).automatic
     assert supports(matrices=[list(each) for each in codes])
     assert "bfloat16" in supports(torch.float16).reason
     assert "mxfp4" in supports(weight_format="fp8").reason
@@ -225,10 +234,6 @@ def test_what_the_backend_runs_and_where_it_is_chosen(monkeypatch):
     apart = [codes[0, 0], codes[0, 1], codes[0, 3]]
     assert "even" in supports(matrices=[apart] * 3).reason
     assert "gluon_sm90_w4a8" in [each.name for each in experts._automatic]
-    # 16, where blocks of 32 do not fit shared memory, and no others are there.
-    monkeypatch.setattr(config, "choose_sm90_config", lambda shape: None)
-    assert supports(tokens=33).automatic
-    assert not supports(tokens=32).automatic
 
 
 def test_experts_that_lie_anywhere_are_copied():

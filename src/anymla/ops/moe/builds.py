@@ -80,8 +80,8 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             for shape in (sized(tokens, count) for tokens in step_tokens(sized, count)):
                 if choose_sm90_config(shape, formats.quant_block) is not None:
                     yield _label(shape, formats), functools.partial(_experts, shape, formats)
-        # On both sides of the blocks' size, of all experts.
-        for shape in (flash(1024), flash(4096), pro(1024), pro(4096)):
+        # Every size of blocks, of all experts.
+        for shape in (sized(tokens) for sized in (flash, pro) for tokens in (1024, 2048, 4096)):
             call = functools.partial(_experts, shape, _V4, "gluon_sm90_w4a8")
             yield _label(shape, _V4) + ", W4A8", call
         yield from _experts_calls(None)
@@ -218,8 +218,8 @@ def judgement(build: Build, target: Target) -> Judgement:
     if build.name == "grouped_gemm_kernel":
         return Judgement("e4m3")
     if build.name == "w4a8_gemm_kernel":
-        # What is the same for all tiles and stages, kept across the partitions; none in a stage.
-        return Judgement("e4m3", spills=8 if constants["N"] == 128 else 0)
+        # By triton 3.7.1 of one build; none by 3.6, which it was timed with.
+        return Judgement("e4m3", spills=4 if constants["N"] == 128 else 0)
     if build.name == "logits_kernel":
         # A few registers too many on sm_80, outside of loops.
         return Judgement(build.types["x"] == build.types["gate"] != "*fp32", spills=8)

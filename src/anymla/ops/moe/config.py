@@ -5,8 +5,8 @@ pairs grouped by expert in blocks of ``block_m``:
 
 - "gluon_sm90" (``choose_sm90_config``): MXFP4 weights and quantised activations, few pairs an
   expert; persistent CTAs load the weights without a gap between work tiles.
-- "gluon_sm90_w4a8" (``choose_w4a8_config``): the same with many pairs an expert, whose weights are
-  operands of the FP8 instruction.
+- "gluon_sm90_w4a8" (``choose_w4a8_config``): the same with more pairs an expert; weights are
+  operands of the FP8 instruction, scales included.
 - "triton" (``choose_config``): with ``swap_ab`` rows of the weight are rows of the matrix
   instruction, and it goes from memory into registers without masks; else any format and size.
 
@@ -148,10 +148,10 @@ def choose_sm90_config(
 
 @dataclasses.dataclass(frozen=True)
 class W4A8Config:
-    """Blocks and pipelines of the grouped GEMMs for many tokens.
+    """Blocks and pipelines of the grouped GEMMs by the FP8 instruction.
 
     Attributes:
-        block_m: pairs of a block, 64 or 128.
+        block_m: pairs of a block, 32, 64 or 128.
         gate_up_stages: of the ring of w1 and w3.
         down_stages: of w2's.
         consumer_registers: of a thread of the second consumer.
@@ -161,19 +161,19 @@ class W4A8Config:
     block_m: int
     gate_up_stages: int
     down_stages: int
-    consumer_registers: int = 216
-    producer_registers: int = 72
+    consumer_registers: int
+    producer_registers: int
 
 
-# Pairs an expert beyond which it is chosen: what blocks of 32 take, and what blocks of 16 take
-# where those of 32 do not fit. Us by it and by the best other: V4-Flash, 256 experts, 24 pairs an
-# expert 1,718, 1,675; 30: 1,726, 2,411; 96: 2,739, 4,238; 32 experts, 24: 253, 231; 30: 253, 340.
-# V4-Pro, 48 experts, 16: 842, 759; 24: 851, 930; 32: 858, 1,326.
-_W4A8_PAIRS_AN_EXPERT = 26
-_W4A8_PAIRS_AN_EXPERT_ALONE = 16
-# Pairs an expert up to which blocks have 64: in one of 128 more than half would be empty or nearly.
-_MAX_HALF_BLOCKS = 48
+# Pairs an expert beyond which it is chosen, and blocks with the pairs an expert up to which they
+# are: in larger ones more than half would be empty or nearly. `anymla bench experts --experts 256
+# --block 32 --block 64 --block 128` measures both; no rows of it are recorded yet.
+_W4A8_PAIRS_AN_EXPERT = 11
+_W4A8_BLOCKS = ((26, 32), (48, 64), (float("inf"), 128))
 _MAX_W4A8_STAGES = 8
+# Of a consumer's and of another thread, by blocks: what they need without spilling. Two warpgroups
+# of consumers and one of the others have 504 together.
+_W4A8_REGISTERS = {16: (208, 88), 32: (208, 88), 64: (208, 88), 128: (216, 72)}
 
 
 def _w4a8_stages(block_m: int, width: int) -> int:
@@ -183,13 +183,14 @@ def _w4a8_stages(block_m: int, width: int) -> int:
     return min(_MAX_W4A8_STAGES, (_SHARED - rest) // stage)
 
 
-def choose_w4a8_config(shape: ExpertsShape) -> W4A8Config | None:
-    """For many pairs an expert; None if there is none."""
+def choose_w4a8_config(shape: ExpertsShape, block_m: int = 0) -> W4A8Config | None:
+    """For many pairs an expert, or for blocks of so many; None if there is none."""
     if shape.inner % 512 or shape.d % 512:
         return None
-    block_m = 64 if shape.pairs <= _MAX_HALF_BLOCKS * shape.experts else 128
+    blocks = (block for most, block in _W4A8_BLOCKS if shape.pairs <= most * shape.experts)
+    block_m = block_m or next(blocks)
     stages = _w4a8_stages(block_m, shape.d), _w4a8_stages(block_m, shape.inner)
-    return W4A8Config(block_m, *stages) if min(stages) >= 3 else None
+    return W4A8Config(block_m, *stages, *_W4A8_REGISTERS[block_m]) if min(stages) >= 3 else None
 
 
 # --- experts on a CPU ----------------------------------------------------------------------------
@@ -349,9 +350,7 @@ def w4a8_support(
     for each in (w1, w3, w2, s1, s3, s2):
         if not lie_evenly(*expected_addresses(each), each[0].shape[-1]):
             return Support(False, "experts at even distances, at multiples of 16 bytes")
-    alone = choose_sm90_config(shape) is None
-    least = _W4A8_PAIRS_AN_EXPERT_ALONE if alone else _W4A8_PAIRS_AN_EXPERT
-    return Support(True, automatic=shape.pairs > least * shape.experts)
+    return Support(True, automatic=shape.pairs > _W4A8_PAIRS_AN_EXPERT * shape.experts)
 
 
 # --- experts by Triton ---------------------------------------------------------------------------

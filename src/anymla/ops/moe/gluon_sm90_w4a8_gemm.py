@@ -1,4 +1,4 @@
-"""Grouped GEMM of MXFP4 experts for many tokens on Hopper, by the FP8 instruction (W4A8).
+"""Grouped GEMM of MXFP4 experts on Hopper, by the FP8 instruction (W4A8).
 
     work tile   128 rows of an expert's weights (64 of w1 and the same 64 of w3, or 128 of w2) for a
                 block of N pairs; CTAs are resident and take every so-many-th
@@ -44,6 +44,8 @@ _WINDOW = gl.constexpr(WINDOW)
 _NEXT_WINDOW = gl.constexpr(2.0**-WINDOW)
 # Bits of the windows that a tile takes, of 255 / WINDOW at most, and from this bit on their number.
 _COUNT_BIT = gl.constexpr(24)
+# What takes bytes from WINDOW on to bit 7.
+_TO_BIT_7 = gl.constexpr((128 - WINDOW) * 0x01010101)
 # Codes of 1.5, 1, 0.5, 0 and of 6, 4, 3, 2 times 2^-5, the bottom of a window; 6 * 2^6 is the most
 # that e4m3 holds.
 _LOW = gl.constexpr(0x14100800)
@@ -116,37 +118,50 @@ def _read_windows(ring, slot):
 
 
 @gluon.jit
+def _passes(windows):
+    """How many windows occur."""
+    passes = 0
+    for i in gl.static_range(22):
+        passes += (windows >> i) & 1
+    return passes
+
+
+@gluon.jit
 def _produce(
     x_desc, x_scale_desc, a_desc, b_desc, ring, blocks, count, a_rows, b_rows, work_tiles,
     K: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """TMA loads of all stages of a CTA's tiles."""
+    KB: gl.constexpr = K // 128
     BYTES: gl.constexpr = 128 * 64 + N * 128 + N * 4
     step = 0
     for number in range(_tiles_of_cta(work_tiles)):
         work_tile = gl.program_id(0) + number * gl.num_programs(0)
         expert, tile, place, _ = _work_tile(blocks, count, work_tile, TILES)
-        scales_at = work_tile // TILES * (K // 128)
+        scales_at = work_tile // TILES * KB
         row_a = expert * a_rows + tile * (64 if UP else 128)
         row_b = expert * b_rows + tile * (64 if UP else 128) + (0 if UP else 64)
-        slot = number % 2
-        mbarrier.wait(ring.scales_full.index(slot), (number // 2) & 1)
-        # Read before the stages that consumers wait for, so they release it for this partition too.
-        windows = _read_windows(ring, slot)
-        for back in range(windows >> _COUNT_BIT):
-            window = (windows >> _COUNT_BIT) - 1 - back
-            if ((windows >> window) & 1) != 0:
-                for qb in range(K // 128):
-                    s = step % STAGES
-                    mbarrier.wait(ring.empty.index(s), ((step // STAGES) & 1) ^ 1)
-                    full = ring.full.index(s)
-                    mbarrier.expect(full, BYTES)
-                    _async_load(a_desc, [row_a, qb * 64], full, ring.loaded.index(2 * s))
-                    _async_load(b_desc, [row_b, qb * 64], full, ring.loaded.index(2 * s + 1))
-                    _async_load(x_desc, [place, qb * 128], full, ring.x.index(s))
-                    _async_load(x_scale_desc, [scales_at + qb, 0], full, ring.x_loaded.index(s))
-                    step += 1
+        passes = 1
+        at = 0
+        while at < passes * KB:
+            if at == KB - 2:
+                # How often stages are multiplied, which they need not wait for to begin. Known
+                # before the stage that consumers end with, so they release it for this partition.
+                slot = number % 2
+                mbarrier.wait(ring.scales_full.index(slot), (number // 2) & 1)
+                passes = _passes(_read_windows(ring, slot))
+            qb = at % KB
+            s = step % STAGES
+            mbarrier.wait(ring.empty.index(s), ((step // STAGES) & 1) ^ 1)
+            full = ring.full.index(s)
+            mbarrier.expect(full, BYTES)
+            _async_load(a_desc, [row_a, qb * 64], full, ring.loaded.index(2 * s))
+            _async_load(b_desc, [row_b, qb * 64], full, ring.loaded.index(2 * s + 1))
+            _async_load(x_desc, [place, qb * 128], full, ring.x.index(s))
+            _async_load(x_scale_desc, [scales_at + qb, 0], full, ring.x_loaded.index(s))
+            step += 1
+            at += 1
 
 
 @gluon.jit
@@ -156,18 +171,15 @@ def _byte(words, j: gl.constexpr):
 
 @gluon.jit
 def _largest_byte(words):
-    """Of each word's four; 255, which is NaN, does not count."""
-    largest = gl.zeros_like(words)
-    for j in gl.static_range(4):
-        byte = _byte(words, j)
-        largest = gl.maximum(largest, gl.where(byte == 255, 0, byte))
-    return largest
+    """Of each word's four."""
+    pairs = gl.maximum(_byte(words, 0), _byte(words, 1))
+    return gl.maximum(pairs, gl.maximum(_byte(words, 2), _byte(words, 3)))
 
 
 @gluon.jit
-def _has_nan(words):
-    # Adding one to 255 overflows into bit 7.
-    return ((((words & 0x7F7F7F7F) + 0x01010101) & words & -0x7F7F7F80) != 0).to(gl.int32)
+def _outside(shifts):
+    """Whether a byte of each word is WINDOW or more: bits 7 of bytes."""
+    return ((shifts & 0x7F7F7F7F) + _TO_BIT_7) | shifts
 
 
 @gluon.jit
@@ -176,13 +188,11 @@ def _or(a, b):
 
 
 @gluon.jit
-def _windows_of(words, top):
-    """Bits of the windows in which a word's four groups are, below the row's largest."""
-    bits = gl.zeros_like(words)
+def _windows_of(shifts):
+    """Bits of the windows in which a word's four groups are."""
+    bits = gl.zeros_like(shifts)
     for j in gl.static_range(4):
-        byte = _byte(words, j)
-        window = (top - byte) // _WINDOW
-        bits = bits | gl.where(byte == 255, 0, 1 << window)
+        bits = bits | (1 << _byte(shifts, j) // _WINDOW)
     return bits
 
 
@@ -191,6 +201,12 @@ def _scale_rows(s1, s3, a_offset, b_offset, row, K: gl.constexpr):
     """Pointers to rows of scales as words: the first 64 of one tensor, then 64 of the other."""
     at = gl.where(row < 64, s1 + a_offset, s3 + b_offset) + row % 64 * (K // 32)
     return at.to(gl.pointer_type(gl.int32))
+
+
+@gluon.jit
+def _shifts(words, top, spoiled):
+    """How far below their rows' largest a word's four bytes are; 0 in rows that have a NaN."""
+    return gl.where(spoiled, 0, top * 0x01010101 - words)
 
 
 @gluon.jit
@@ -210,7 +226,8 @@ def _prepare_scales(
 ):  # fmt: skip
     """Rows' factors, groups' distances from the largest, and the windows that they take.
 
-    A byte of ``shifts`` is how far below its row's largest a group's exponent is, 255 for NaN.
+    A byte of ``shifts`` is how far below its row's largest a group's exponent is. A row that has a
+    NaN is NaN by its factor, and its groups count as equal.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
     KB: gl.constexpr = K // 128
@@ -228,40 +245,40 @@ def _prepare_scales(
         at = gl.expand_dims(_scale_rows(s1, s3, a_offset, b_offset, row, K), 1)
         at = at + gl.expand_dims(word, 0)
         top = gl.zeros([128, 4], gl.int32, L)
-        spoiled = gl.zeros([128, 4], gl.int32, L)
-        for qb in range(0, KB, 4):
-            words = gl.load(at + qb)
-            top = gl.maximum(top, _largest_byte(words))
-            spoiled = spoiled | _has_nan(words)
+        TWICE: gl.constexpr = KB // 8
+        for two in range(TWICE):
+            first, second = gl.load(at + 8 * two), gl.load(at + 8 * two + 4)
+            top = gl.maximum(top, gl.maximum(_largest_byte(first), _largest_byte(second)))
+        if KB % 8 != 0:
+            top = gl.maximum(top, _largest_byte(gl.load(at + 8 * TWICE)))
         row_top = gl.max(top, 1)
         factor = (gl.maximum(row_top << 23, 0x00400000)).to(gl.float32, bitcast=True)
-        factor = gl.where(gl.max(spoiled, 1) != 0, float("nan"), factor * _TOP_UNIT)
+        factor = gl.where(row_top == 255, float("nan"), factor * _TOP_UNIT)
         slot = number % 2
         mbarrier.wait(ring.scales_empty.index(slot), ((number // 2) & 1) ^ 1)
         below = gl.expand_dims(row_top, 1)
-        bits = gl.zeros([128, 4], gl.int32, L)
+        outside = gl.zeros([128, 4], gl.int32, L)
         for qb in range(0, KB, 4):
-            words = gl.load(at + qb)
-            bits = bits | _windows_of(words, below)
-            shift = gl.zeros([128, 4], gl.int32, L)
-            for j in gl.static_range(4):
-                byte = _byte(words, j)
-                shift = shift | (gl.where(byte == 255, 255, below - byte) << (8 * j))
+            shift = _shifts(gl.load(at + qb), below, below == 255)
+            outside = outside | _outside(shift)
             w0, w1, w2, w3 = _split4(shift)
             ring.shifts.index(slot * KB + qb).store(w0)
             ring.shifts.index(slot * KB + qb + 1).store(w1)
             ring.shifts.index(slot * KB + qb + 2).store(w2)
             ring.shifts.index(slot * KB + qb + 3).store(w3)
         ring.factors.index(slot).store(factor)
-        # A tile that is nothing but NaN is multiplied as well.
-        bits = gl.reduce(gl.reduce(bits, 1, _or), 0, _or) | 1
-        windows = 1
-        for i in gl.static_range(1, 22):
-            windows = gl.where((bits >> i) != 0, i + 1, windows)
+        windows = 1 | (1 << _COUNT_BIT)
+        if (gl.reduce(gl.reduce(outside, 1, _or), 0, _or) & -0x7F7F7F80) != 0:
+            bits = gl.zeros([128, 4], gl.int32, L)
+            for qb in range(0, KB, 4):
+                bits = bits | _windows_of(_shifts(gl.load(at + qb), below, below == 255))
+            windows = gl.reduce(gl.reduce(bits, 1, _or), 0, _or)
+            number_of = 1
+            for i in gl.static_range(1, 22):
+                number_of = gl.where((windows >> i) != 0, i + 1, number_of)
+            windows = windows | (number_of << _COUNT_BIT)
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        ring.windows.index(slot).store(
-            gl.full([1], 0, gl.int32, ONE) + (bits | (windows << _COUNT_BIT))
-        )
+        ring.windows.index(slot).store(gl.full([1], 0, gl.int32, ONE) + windows)
         mbarrier.arrive(ring.scales_full.index(slot), count=1)
 
 
@@ -334,8 +351,9 @@ def _multiply(a, sums, ring, s):
 def _promote(p, sums, ring, s):
     """Wait for a stage's product, scale and add it, and release the stage."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
-    x_scale = ring.x_scales.index(s).load(COLUMN)
     p = warpgroup_mma_wait(0, deps=[p])
+    # Not before: they are as many registers as a quarter of blocks of 128 pairs' sums.
+    x_scale = ring.x_scales.index(s).load(COLUMN)
     sums += p * gl.expand_dims(x_scale, 0)
     fence_async_shared()
     mbarrier.arrive(ring.empty.index(s), count=1)
@@ -518,7 +536,7 @@ def w4a8_gemm_kernel(
         limit: of SwiGLU.
         K: channels, a multiple of 512.
         OUT: rows of the result.
-        N: pairs of a block, 64 or 128.
+        N: pairs of a block, 32, 64 or 128.
         UP: w1 and w3 and what follows them, or w2.
         STAGES: of the ring.
         CONSUMER_REGISTERS: of a thread of the second consumer; the first has what is left.

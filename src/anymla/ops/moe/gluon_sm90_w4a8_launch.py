@@ -1,4 +1,4 @@
-"""Launch the grouped GEMMs of MXFP4 experts for many tokens on Hopper (``gluon_sm90_w4a8_gemm``).
+"""Launch the grouped GEMMs of MXFP4 experts by Hopper's FP8 instruction.
 
 align, close_gaps   pairs by expert, in blocks side by side
 quantize_pairs      activations of sorted pairs -> e4m3 [P, D]

@@ -93,7 +93,7 @@ FLASH_ROUTER, PRO_ROUTER = (256, 4096), (384, 7168)
 ROUTER_TOKENS = (1, 16, 17, 512, 513, 4096)
 # Pairs up to which grouping them has another config, and pairs an expert up to which GEMMs have.
 _PAIRS = (16, 32, 64, 128, 256, 512)
-_PAIRS_PER_EXPERT = (3, 12, 16, 26, 32, 48)
+_PAIRS_PER_EXPERT = (3, 11, 12, 16, 26, 32, 48)
 
 
 def step_tokens(sized: Callable[..., ExpertsShape], experts: int) -> list[int]:
