@@ -14,6 +14,7 @@ from anymla.bench.cases import linear, moe
 from anymla.bench.kernels import Case
 from anymla.bench.runner import run
 from anymla.ops.linear import fp8_block_linear
+from anymla.ops.moe.shapes import ExpertsShape
 
 
 def test_products_with_and_without_hoppers_kernels(monkeypatch, scripted, recorded_fields):
@@ -75,6 +76,28 @@ def test_experts_by_a_backend_that_is_named(monkeypatch, scripted):
     assert values["torch_tflops"] == round(2 * 5 * 2 * 3 * 128 * 256 / 20e6, 1)
     assert values["torch_distance"] < 1e-2
     assert values["reference_distance"] < 1e-2
+
+
+def test_experts_in_blocks_that_are_named(monkeypatch, scripted):
+    seen = []
+
+    def run_experts(multiply, x, ids, weights, projections, **given):
+        seen.append(([each.count for each in projections], given))
+        multiply(types.SimpleNamespace(shape=ExpertsShape(5, 2, 6, 512, 512)), x)
+        return x
+
+    launch = types.SimpleNamespace(
+        run_experts=run_experts, grouped_gemm=lambda inputs, out, config: seen.append(config)
+    )
+    monkeypatch.setattr(moe, "MODELS", {"pro": experts_of})
+    monkeypatch.setattr(moe.importlib, "import_module", lambda name: launch)
+    (row,) = run(moe.cases(["pro"], 6, [5], blocks=[32, 64]), scripted(40, 20, 80))
+    assert (row.values["us"], row.values["w4a8_32_us"], row.values["w4a8_64_us"]) == (40, 20, 80)
+    assert row.values["w4a8_64_tflops"] == round(2 * 5 * 2 * 3 * 128 * 256 / 80e6, 1)
+    assert {config.block_m for config in seen[1::2]} == {32, 64}
+    counts, given = seen[0]
+    assert counts == [6] * 6
+    assert given["weight_format"] == "mxfp4"
 
 
 @pytest.fixture

@@ -35,6 +35,13 @@ _PEERS = ("marlin", "triton_kernels", "humming", "humming_token")
 )
 @click.option("--backend", "backends", multiple=True, help="Beside what is chosen; repeatable.")
 @click.option(
+    "--block",
+    "blocks",
+    multiple=True,
+    type=click.Choice(["32", "64", "128"]),
+    help="W4A8 with blocks of so many pairs, beside what is chosen; repeatable.",
+)
+@click.option(
     "--peer",
     "peers",
     multiple=True,
@@ -53,6 +60,7 @@ def experts(
     tokens: tuple[int, ...],
     tensor_parallel: int,
     backends: tuple[str, ...],
+    blocks: tuple[str, ...],
     peers: tuple[str, ...],
     moe_library: Path | None,
 ) -> None:
@@ -62,16 +70,24 @@ def experts(
     each with other tokens. ``share_of_copy`` is the bytes of the visited experts over the time,
     as a share of the measured copy bandwidth; without options 1 to 4096 tokens. A backend that is
     named is timed on the same inputs, and its ``_distance`` is that of its result from the chosen
-    one's, relative to it. Peers are timed on the same inputs too, if their results are as near to
-    the reference as their number formats let them be; ``_error`` is how near, ``_absent`` why one
-    has no time.
+    one's, relative to it; so is W4A8 with each size of blocks that is named. Peers are timed on the
+    same inputs too, if their results are as near to the reference as their number formats let them
+    be; ``_error`` is how near, ``_absent`` why one has no time.
     """
     from anymla.bench.cases.moe import TOKENS, cases
 
     require_gpu()
     libraries = _peers(peers, moe_library)
     measure(
-        cases(models, count, tokens or TOKENS, backends, libraries, tensor_parallel),
+        cases(
+            models,
+            count,
+            tokens or TOKENS,
+            backends,
+            libraries,
+            tensor_parallel,
+            map(int, blocks),
+        ),
         json_file,
         peers=[peer for peer in libraries if peer.available()],
         hidden=("kernels_us", *(f"{peer.name}_note" for peer in libraries)),

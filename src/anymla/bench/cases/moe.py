@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from anymla.bench.gpu_timing import sums
 from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.moe import experts
+from anymla.ops.moe.config import choose_w4a8_config
+from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
 from anymla.ops.moe.shapes import MODELS, V41_MODELS
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ class _Given:
         weights: drawn once, for all numbers of tokens.
         chosen: experts of a token.
         backends: timed beside what is chosen.
+        blocks: of W4A8, timed likewise.
         peers: timed beside it.
         options: of the operation, by name.
         prepared: a peer's function of tokens, made once, or why there is none.
@@ -41,6 +45,7 @@ class _Given:
     weights: Callable[[torch.device], dict[str, Any]]
     chosen: int
     backends: tuple[str, ...]
+    blocks: tuple[int, ...]
     peers: tuple[ExpertsPeer, ...]
     options: dict[str, Any]
     prepared: dict[str, Run | str] = dataclasses.field(default_factory=dict)
@@ -53,6 +58,7 @@ def cases(
     backends: Iterable[str] = (),
     peers: Iterable[ExpertsPeer] = (),
     tensor_parallel: int = 1,
+    blocks: Iterable[int] = (),
 ) -> Iterator[Case]:
     """Experts of every model and number of tokens.
 
@@ -63,8 +69,9 @@ def cases(
         backends: timed beside what is chosen, on the same inputs.
         peers: other libraries, likewise, if their results are right.
         tensor_parallel: GPUs that share an expert's inner size, of which this is one.
+        blocks: pairs of W4A8's, timed as backends are.
     """
-    tokens, backends, peers = tuple(tokens), tuple(backends), tuple(peers)
+    tokens, backends, peers, blocks = tuple(tokens), tuple(backends), tuple(peers), tuple(blocks)
     shard = "" if tensor_parallel == 1 else f", 1/{tensor_parallel} of each"
     for model in models:
         shape = (MODELS | V41_MODELS)[model](1, count)
@@ -73,6 +80,7 @@ def cases(
             functools.cache(functools.partial(random_experts, count, shape.d, inner)),
             shape.experts_per_token,
             backends,
+            blocks,
             peers,
             {"quant_block": 32} if model in V41_MODELS else {},
         )
@@ -140,21 +148,47 @@ def _subjects(given: _Given, tokens: int, clock: Clock) -> Iterator[Subject]:
         }
 
     yield Subject("us", calls, after=after)
-    for backend in given.backends:
-        named = [functools.partial(call, backend=backend) for call in calls]
+    named: dict[str, Sequence[Call]] = {
+        name: [functools.partial(call, backend=name) for call in calls] for name in given.backends
+    }
+    for block in given.blocks:
+        by_blocks = functools.partial(_w4a8, block)
+        named[f"w4a8_{block}"] = [
+            functools.partial(by_blocks, *call.args, **call.keywords) for call in calls
+        ]
+    for name, others in named.items():
 
-        def distance(backend: str = backend, named: Sequence[Call] = named) -> Values:
-            got, chosen = named[0]().double(), calls[0]().double()
-            return {f"{backend}_distance": ((got - chosen).norm() / chosen.norm()).item()}
+        def distance(name: str = name, others: Sequence[Call] = others) -> Values:
+            got, chosen = others[0]().double(), calls[0]().double()
+            return {f"{name}_distance": ((got - chosen).norm() / chosen.norm()).item()}
 
-        def rate(us: float, backend: str = backend) -> Values:
-            return {f"{backend}_tflops": flops / us * 1e-6}
+        def rate(us: float, name: str = name) -> Values:
+            return {f"{name}_tflops": flops / us * 1e-6}
 
-        yield Subject(f"{backend}_us", named, before=distance, after=rate)
+        yield Subject(f"{name}_us", others, before=distance, after=rate)
     exact = functools.cache(functools.partial(_reference, calls[0]))
     for peer in given.peers:
         timed = functools.partial(_timed, peer, given, calls, exact, flops, clock)
         yield Subject(f"{peer.name}_us", before=timed)
+
+
+def _w4a8(block_m: int, x: Tensor, ids: Tensor, weights: Tensor, **given: Any) -> Tensor:
+    """``experts`` by W4A8 with blocks of so many pairs."""
+    launch = importlib.import_module("anymla.ops.moe.gluon_sm90_w4a8_launch")
+    tensors = [
+        ExpertTensors(given.pop(name), alignment=16)
+        for name in ("w1", "w3", "w2", "s1", "s3", "s2")
+    ]
+
+    def multiply(inputs: ExpertInputs, results: Tensor) -> None:
+        config = choose_w4a8_config(inputs.shape, block_m)
+        assert config is not None
+        launch.grouped_gemm(inputs, results, config)
+
+    out: Tensor = launch.run_experts(
+        multiply, x, ids, weights, tensors, expert_offset=0, shared=None, **given
+    )
+    return out
 
 
 def _reference(call: functools.partial[Tensor]) -> Tensor:

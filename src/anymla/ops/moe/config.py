@@ -173,7 +173,7 @@ _W4A8_BLOCKS = ((26, 32), (48, 64), (float("inf"), 128))
 _MAX_W4A8_STAGES = 8
 # Of a consumer's and of another thread, by blocks: what they need without spilling. Two warpgroups
 # of consumers and one of the others have 504 together.
-_W4A8_REGISTERS = {16: (208, 88), 32: (208, 88), 64: (208, 88), 128: (216, 72)}
+_W4A8_REGISTERS = {32: (208, 88), 64: (208, 88), 128: (216, 72)}
 
 
 def _w4a8_stages(block_m: int, width: int) -> int:
