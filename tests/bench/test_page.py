@@ -672,3 +672,26 @@ def test_passkeys_that_were_lost_are_counted_by_length():
         "stale index rows, 512 tokens: 1 of 2 found; lost at depths 0.5"
     )
     assert figure.y_label == "% found, of 1 or 2 depths"
+
+
+def test_figures_of_two_devices_are_told_apart() -> None:
+    """As two rooflines, of which the second, of fewer rows, names its device."""
+
+    def rows(device: str, count: int) -> list[dict[str, object]]:
+        common = {"file": "a.jsonl", "device": device, "cuda": "13.0", "part": "device"}
+        ceilings = [
+            common | {"case": "copy", "tb_per_s": 4.0},
+            common | {"case": "bf16 product 8192^3", "tflops": 700.0},
+        ]
+        timed = [
+            row | {"device": device}
+            for row in newest(load_rows(RESULTS))
+            if row.get("part") == "experts" and row.get("device") == "NVIDIA H200"
+        ]
+        return ceilings + timed[:count]
+
+    made = [each for each in figures(rows("One", 2) + rows("Two", 5)) if "roof" in each.title]
+    assert [(each.key, each.title) for each in made] == [
+        ("roofline", "How close to the roof"),
+        ("roofline-2", "How close to the roof, One"),
+    ]

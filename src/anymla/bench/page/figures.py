@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from anymla.bench.page.figure import Bar, Bars, Figure, Plot, Point, Series, line, scatter
@@ -47,7 +48,7 @@ def figures(rows: Sequence[Row]) -> list[Plot]:
         *_per_device(cpu, _context_memory),
         *_per_device(rows, _retrieval),
     ]
-    return [figure for figure in made if figure is not None]
+    return _told_apart(made)
 
 
 def _by_part(rows: Sequence[Row]) -> list[list[Row]]:
@@ -57,11 +58,29 @@ def _by_part(rows: Sequence[Row]) -> list[list[Row]]:
     return [parts[name] for name in sorted(parts)]
 
 
-def _per_device(rows: Sequence[Row], make: Callable[[list[Row]], Plot | None]) -> list[Plot | None]:
+def _per_device(rows: Sequence[Row], make: Callable[[list[Row]], Plot | None]) -> list[Plot]:
+    """A plot of each device's rows, if they make one; those behind the first name the device."""
     devices: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         devices[device_of(row)].append(row)
-    return [make(some) for some in devices.values()]
+    ordered = sorted(devices, key=lambda name: -len(devices[name]))  # of most rows first
+    made = [(name, plot) for name in ordered if (plot := make(devices[name])) is not None]
+    return [
+        dataclasses.replace(plot, title=f"{plot.title}, {name}") if place else plot
+        for place, (name, plot) in enumerate(made)
+    ]
+
+
+def _told_apart(plots: Sequence[Plot]) -> list[Plot]:
+    """The plots, those whose key came before with a number behind it."""
+    seen: Counter[str] = Counter()
+    told = []
+    for plot in plots:
+        seen[plot.key] += 1
+        number = seen[plot.key]
+        key = plot.key if number == 1 else f"{plot.key}-{number}"
+        told.append(dataclasses.replace(plot, key=key))
+    return told
 
 
 def ceilings_of(rows: Sequence[Row]) -> tuple[float, float] | None:
