@@ -166,9 +166,8 @@ class W4A8Config:
 
 
 # Pairs an expert beyond which it is chosen, and blocks with the pairs an expert up to which they
-# are: in larger ones more than half would be empty or nearly. `anymla bench experts --experts 256
-# --block 32 --block 64 --block 128` measures both (H100):
-# docs/performance/experts.md, blocks of 32 pairs.
+# are: in larger ones more than half would be empty or nearly. Measured on an H100 with 6 to 192
+# pairs an expert: benchmarks/results/experts_blocks_h100.jsonl, docs/performance/experts.md.
 _W4A8_PAIRS_AN_EXPERT = 11
 _W4A8_BLOCKS = ((26, 32), (48, 64), (float("inf"), 128))
 _MAX_W4A8_STAGES = 8
