@@ -255,7 +255,7 @@ def _gathers(levels: TwoLevels, each: int, scores: _Scores, width: int) -> bool:
 
     Scoring all keys of a request reads them once for its ``each`` tokens. It is kept where the
     blocks of a token may have fewer entries than it selects, or lie across pages. So it is on a
-    GPU, which reads a million keys of 68 bytes in the time of a few of the 44 launches.
+    GPU, where gathering, which takes many launches, has not been timed.
     """
     held = levels.blocks.shape[1] * levels.block_size
     return (
