@@ -6,6 +6,7 @@ listed rows. Afterwards the code, the memory of the largest step and the recorde
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -55,7 +56,7 @@ class WarmUp:
     def run(self) -> None:
         """Run every size once, the largest first; compile what can be compiled beforehand."""
         if self._store.device.type != "cpu":
-            with compiled_together() as only_compiled:
+            with self._compiled() as only_compiled:
                 if only_compiled:
                     # Rows and slots are what tensors are indexed with: they must be right.
                     self._sizes(selection="torch")
@@ -65,7 +66,7 @@ class WarmUp:
         """Compile what decode steps of some sizes launch, where it can be done beforehand."""
         if self._store.device.type == "cpu":
             return
-        with compiled_together() as only_compiled:
+        with self._compiled() as only_compiled:
             if not only_compiled:
                 return
             for bucket in buckets:
@@ -78,6 +79,10 @@ class WarmUp:
                 self._run(step)
                 self._guess(bucket.requests, bucket.max_seq_len, "torch")
                 self._model.logits(self._streams(bucket.rows))
+
+    def _compiled(self) -> contextlib.AbstractContextManager[bool]:
+        ranks = self._model.ranks
+        return compiled_together(rank=ranks.rank, ranks=ranks.size)
 
     def _sizes(self, selection: str | None) -> None:
         options = self._options

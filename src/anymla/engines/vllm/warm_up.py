@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
@@ -90,7 +90,7 @@ class Rehearsal:
         with self._one_layer_of_each_kind():
             if next(self.model.parameters()).device.type != "cpu":
                 start = time.perf_counter()
-                with compiled_together() as only_compiled:
+                with compiled_together(**_ranks()) as only_compiled:
                     if only_compiled:
                         with _Zeros():  # type: ignore[no-untyped-call]
                             self.steps()
@@ -167,6 +167,13 @@ class Rehearsal:
             )  # fmt: skip
             if q is not None:
                 indexer.indexer_op(hidden, q if scales is None else (q, scales), None, weights)
+
+
+def _ranks() -> dict[str, int]:
+    """Who launches the same kernels; each process has layers of every kind."""
+    if not distributed.is_initialized():
+        return {}
+    return {"rank": distributed.get_rank(), "ranks": distributed.get_world_size()}
 
 
 class _Zeros(TorchDispatchMode):

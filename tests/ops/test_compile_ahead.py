@@ -1,0 +1,65 @@
+"""Processes that launch the same kernels share out their compiling."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from anymla.ops.compile_ahead import _in_turn
+
+pytest.importorskip("triton")
+KEYS = tuple(f"kernel {n}" for n in range(40))
+
+
+def compiled(rank: int, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """The order in which a process compiles, one at a time, and what it then has."""
+    order: list[str] = []
+    kernels: dict[str, str] = {}
+
+    def submit(mode: Any, key: str) -> Any:
+        return mode.submit(
+            key,
+            lambda: order.append(key) or f"code of {key}",
+            lambda code: kernels.update({key: code}),
+        )
+
+    with ThreadPoolExecutor(1) as pool, _in_turn(pool, rank, ranks) as mode:
+        for key in KEYS:
+            assert submit(mode, key) is submit(mode, key)
+    return order, kernels
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_begins_with_its_own_and_has_all(ranks: int) -> None:
+    orders = []
+    for rank in range(ranks):
+        order, kernels = compiled(rank, ranks)
+        assert kernels == {key: f"code of {key}" for key in KEYS}
+        assert sorted(order) == sorted(KEYS)
+        orders.append(order)
+    # Each begins where the one before it goes on.
+    starts = [orders[0].index(order[0]) for order in orders]
+    assert starts == sorted(set(starts))
+    assert orders == [orders[0][start:] + orders[0][:start] for start in starts]
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_what_is_asked_for_before_its_turn_is_compiled_then(rank: int) -> None:
+    order: list[str] = []
+    with ThreadPoolExecutor(1) as pool, _in_turn(pool, rank, 2) as mode:
+        kernel = mode.submit("kernel", lambda: order.append("kernel") or "code", order.append)
+        assert kernel.result() == "code"
+        assert order[:2] == ["kernel", "code"]
+
+
+def test_a_kernel_that_does_not_compile_is_raised() -> None:
+    def fails() -> None:
+        raise RuntimeError("no such instruction")
+
+    for rank in range(2):
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(RuntimeError, match="no such instruction"),
+            _in_turn(pool, rank, 2) as mode,
+        ):
+            mode.submit("kernel", fails, lambda _: None)
