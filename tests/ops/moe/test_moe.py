@@ -847,8 +847,9 @@ def test_a_hopper_runs_its_grouped_gemm(tokens: int, block_m: int, strided: bool
     moved = x.to(device), ids.to(device), weights.to(device)
     picked, answers = experts.explain(*moved, **given)
     backend = "gluon_sm90" if answers["gluon_sm90"] else None
-    if backend:  # left to itself it is W4A8's turn from 11 pairs an expert on
-        assert picked == (backend if tokens < 60 else "gluon_sm90_w4a8")
+    if backend:  # left to itself it is W4A8's turn from 11 pairs an expert on, if TMA can step
+        many = tokens == 60 and strided
+        assert picked == ("gluon_sm90_w4a8" if many else backend), answers["gluon_sm90_w4a8"]
     got, again = (experts(*moved, **given, backend=backend) for _ in range(2))
     assert_identical(got, again)
     assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
