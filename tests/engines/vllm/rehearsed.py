@@ -51,6 +51,7 @@ class Worker:
             "caches_are_as_they_were": same,
             "bytes": shared,
             "said": [str(call.args[0]) for call in logged.call_args_list],
+            "left_out": _left_out(warm_up),
         }
 
     def _caches(self, model: Any) -> list[Any]:
@@ -64,6 +65,25 @@ class Worker:
                 if layer.indexer is not None:
                     caches.append(layer.indexer.k_cache.kv_cache)
         return [cache for cache in caches if cache is not None and cache.numel()]
+
+
+def _left_out(warm_up: Any) -> list[float]:
+    """What DeepGEMM's products give while they are left out; they are there again afterwards."""
+    import torch
+    from vllm.utils import deep_gemm
+
+    product, einsum = torch.ones(2, 3), torch.ones(2, 3)
+    pair = product, product
+    with (
+        mock.patch.object(deep_gemm, "_fp8_gemm_nt_impl", side_effect=AssertionError) as first,
+        mock.patch.object(deep_gemm, "_fp8_einsum_impl", side_effect=AssertionError) as second,
+    ):
+        with warm_up._without_deep_gemm():
+            deep_gemm.fp8_gemm_nt(pair, pair, product, is_deep_gemm_e8m0_used=False)
+            deep_gemm.fp8_einsum("bhr,hdr->bhd", pair, pair, einsum, recipe=(1, 128, 128))
+        assert deep_gemm._fp8_gemm_nt_impl is first
+        assert deep_gemm._fp8_einsum_impl is second
+    return [product.sum().item(), einsum.sum().item()]
 
 
 def _bytes_of_metadata(warm_up: Any) -> int:

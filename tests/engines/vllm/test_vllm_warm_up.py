@@ -47,3 +47,7 @@ def test_a_server_starts_without_its_rehearsal(found: dict[str, Any]) -> None:
     """It is what saves time; kernels are compiled without it, too."""
     (said,) = found["said"]
     assert "not rehearsed" in said
+
+
+def test_products_that_vllm_is_not_to_warm_up_are_zero(found: dict[str, Any]) -> None:
+    assert found["left_out"] == [0, 0]

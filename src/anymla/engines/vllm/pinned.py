@@ -144,6 +144,9 @@ _BUILDER = (
         "vllm_config kv_cache_spec",
     ),
     seam("vllm.config.vllm:VllmConfig", attributes="num_speculative_tokens"),
+    seam("vllm.envs:VLLM_DEEP_GEMM_WARMUP"),
+    seam("vllm.utils.deep_gemm:_fp8_gemm_nt_impl"),
+    seam("vllm.utils.deep_gemm:_fp8_einsum_impl"),
     seam("vllm.v1.attention.backend:CommonAttentionMetadata", attributes="block_table_tensor"),
 )
 # What an audit looks at, of vLLM's own layers and of anymla's in their place.

@@ -6,12 +6,16 @@ vLLM does, with metadata that name no request: every list is empty and no slot i
 caches stay as they are.
 
 Compiling takes 1 to 3 s a kernel, and there are some 140. So the same steps come first in a form
-that runs nothing and compiles on all cores.
+that runs nothing and compiles on all cores; ranks share out the kernels.
+
+DeepGEMM compiles one kernel after the other, some ten seconds each. That is vLLM's to warm up
+(``VLLM_DEEP_GEMM_WARMUP``): where it is not to, its products are left out here as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -21,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import envs
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKernel
+from vllm.utils import deep_gemm
 
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.prefill import Chunk, StepPlans, decodes_rows
@@ -34,6 +40,8 @@ _LOG = init_logger("vllm.plugins.anymla")
 _SHORTEST = 1024
 # Decodes of every number up to here, in attention alone; a model's other kernels change at few.
 _EVERY_NUMBER = 512
+# DeepGEMM's products that layers of many tokens call, and which argument the result is.
+_RESULT_OF = {"_fp8_gemm_nt_impl": 2, "_fp8_einsum_impl": 3}
 
 
 def register(model: nn.Module, vllm_config: Any) -> None:
@@ -92,10 +100,12 @@ class Rehearsal:
                 start = time.perf_counter()
                 with compiled_together(**_ranks()) as only_compiled:
                     if only_compiled:
-                        with _Zeros():  # type: ignore[no-untyped-call]
+                        with _without_deep_gemm(), _Zeros():  # type: ignore[no-untyped-call]
                             self.steps()
                 _LOG.info("anymla: kernels compiled in %.0f s", time.perf_counter() - start)
-            self.steps()
+            left_out = envs.VLLM_DEEP_GEMM_WARMUP == "skip"
+            with _without_deep_gemm() if left_out else contextlib.nullcontext():
+                self.steps()
 
     @contextlib.contextmanager
     def _one_layer_of_each_kind(self) -> Iterator[None]:
@@ -174,6 +184,24 @@ def _ranks() -> dict[str, int]:
     if not distributed.is_initialized():
         return {}
     return {"rank": distributed.get_rank(), "ranks": distributed.get_world_size()}
+
+
+@contextlib.contextmanager
+def _without_deep_gemm() -> Iterator[None]:
+    """DeepGEMM's products are zero, and nothing is compiled for them."""
+    kept = {name: getattr(deep_gemm, name) for name in _RESULT_OF}
+    for name, product in kept.items():
+        if product is not None:
+            setattr(deep_gemm, name, functools.partial(_zero_result, _RESULT_OF[name]))
+    try:
+        yield
+    finally:
+        for name, product in kept.items():
+            setattr(deep_gemm, name, product)
+
+
+def _zero_result(place: int, *args: Any, **_: Any) -> None:
+    args[place].zero_()
 
 
 class _Zeros(TorchDispatchMode):
