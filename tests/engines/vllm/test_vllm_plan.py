@@ -129,19 +129,36 @@ def test_what_is_faster_as_a_whole_is_taken_as_a_whole(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("drafts", "gpus", "why"),
-    [(None, 1, ""), (object(), 1, "with drafts"), (None, 2, "on several GPUs")],
+    ("version", "drafts", "gpus", "tensor", "experts", "why"),
+    [
+        ("0.32.0", None, 1, 1, False, ""),
+        ("0.33.0", None, 1, 1, True, ""),
+        ("0.33.0", None, 2, 2, False, ""),
+        ("0.32.0", object(), 1, 1, False, "with drafts"),
+        ("0.33.0", object(), 2, 2, False, "with drafts"),
+        ("0.32.0", None, 2, 2, False, "on 2 GPUs"),
+        ("0.33.0", None, 4, 4, False, "on 4 GPUs"),
+        ("0.33.0", None, 2, 1, False, "on 2 GPUs that are not one tensor parallel group"),
+        ("0.33.0", None, 2, 2, True, "with expert parallelism"),
+    ],
 )
-def test_speed_is_no_reason_where_the_plugin_has_not_run(
-    drafts: object, gpus: int, why: str, monkeypatch: pytest.MonkeyPatch
+def test_speed_is_no_reason_where_no_whole_model_was_measured(
+    version: str,
+    drafts: object,
+    gpus: int,
+    tensor: int,
+    experts: bool,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faster = (report.ATTENTION, report.MHC, report.EXPERTS)
     for part in faster:
         monkeypatch.setitem(report.FASTER, (part, "sm_90", "0.32.0"), "a file")
-    monkeypatch.setattr(report, "installed_version", lambda: "0.32.0")
-    config = SimpleNamespace(
-        speculative_config=drafts, parallel_config=SimpleNamespace(world_size_across_dp=gpus)
+    monkeypatch.setattr(report, "installed_version", lambda: version)
+    parallel = SimpleNamespace(
+        world_size_across_dp=gpus, tensor_parallel_size=tensor, enable_expert_parallel=experts
     )
+    config = SimpleNamespace(speculative_config=drafts, parallel_config=parallel)
     found = report.within(report.plan(cuda(9), "auto"), config)
     kept = {part.name: part for part in found if not part.replaced}
     if not why:

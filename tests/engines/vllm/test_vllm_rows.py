@@ -9,17 +9,17 @@ import pytest
 
 from anymla.engines.vllm import report
 
-ROWS = Path(__file__).parents[3] / "benchmarks/results/vllm_h200.jsonl"
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 KINDS = ("decode step", "time to first token", "joining 8")
 AT_FIRST_USE = ", without rehearsal"  # a second run of a case, whose kernels were compiled in it
 
 
 def times(
-    case: str, version: str, *, rehearsed: bool = True
+    case: str, version: str, *, rehearsed: bool = True, rows: str = "vllm_h200.jsonl"
 ) -> dict[tuple[str, str], dict[str, float]]:
     """By kind of step and case: the time of each backend, the newest of each."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for row in map(json.loads, ROWS.read_text().splitlines()):
+    for row in map(json.loads, (RESULTS / rows).read_text().splitlines()):
         if row["part"] not in KINDS or row["vllm"] != version:
             continue
         if case in row["case"] and row["case"].endswith(AT_FIRST_USE) != rehearsed:
@@ -58,3 +58,13 @@ def test_all_parts_together_without_rehearsal(machine: str, version: str) -> Non
     assert {kind for kind, _ in cases} == set(KINDS)
     slower = {key for key, backends in cases.items() if backends["force"] >= backends["off"]}
     assert slower == {("time to first token", "1 x 1,024, 43 layers" + AT_FIRST_USE)}
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus"), [(v, gpus) for v, every in report.FASTER_ON.items() for gpus in every]
+)
+def test_all_parts_together_on_several_gpus(version: str, gpus: int) -> None:
+    cases = times(f"43 layers, {gpus} GPUs", version, rows="vllm_h100.jsonl")
+    assert {kind for kind, _ in cases} == set(KINDS)
+    for case, backends in cases.items():
+        assert backends["force"] < backends["off"], case

@@ -45,6 +45,9 @@ FASTER: dict[tuple[str, str, str], str] = {
 # The same of all parts together, where single ones were not measured in every kind of step: all of
 # them are taken, or none.
 FASTER_TOGETHER = {("sm_90", "0.33.0"): _HOPPER}
+# On how many GPUs besides one all parts together were measured so, by vLLM's version: tensor
+# parallel, experts cut like the rest; benchmarks/results/vllm_h100.jsonl.
+FASTER_ON = {"0.33.0": (2,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,16 +247,24 @@ def within(parts: list[Part], vllm_config: Any) -> list[Part]:
     """The parts as one of vLLM's configurations gets them.
 
     What is replaced for speed alone stays vLLM's where that was not measured with a whole model:
-    with drafts, and on several GPUs. Hyper-connections are the same everywhere, a token at a time.
+    with drafts, and on several GPUs but for ``FASTER_ON``. Hyper-connections are the same
+    everywhere, a token at a time.
     """
+    parallel = vllm_config.parallel_config
+    gpus = parallel.world_size_across_dp
     why = ""
     if vllm_config.speculative_config is not None:
         why = "with drafts"
-    elif vllm_config.parallel_config.world_size_across_dp > 1:
-        why = "on several GPUs"
+    elif gpus > 1:
+        if parallel.enable_expert_parallel:
+            why = "with expert parallelism"
+        elif gpus != parallel.tensor_parallel_size:
+            why = f"on {gpus} GPUs that are not one tensor parallel group"
+        elif gpus not in FASTER_ON.get(installed_version() or "", ()):
+            why = f"on {gpus} GPUs"
     if not why:
         return parts
-    kept = f"taken for speed on one GPU without drafts; {VARIABLE}=force takes it {why}"
+    kept = f"taken for speed where a whole model was measured; {VARIABLE}=force takes it {why}"
     return [
         Part(part.name, False, kept) if part.for_speed and part.name != MHC else part
         for part in parts
