@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import pytest
@@ -47,6 +48,23 @@ def test_both_sides_are_right_and_a_row_says_what_it_always_said(shape, clock, r
         torch.manual_seed(0)
         torch.randn(2, 2, 64, 512)
         assert values["mean_extra_length"] == torch.randint(0, 65, (2,)).double().mean()
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_random_shapes_are_compiled_before_they_are_timed(compiles, monkeypatch):
+    """Each of them once, with what its timing draws; nothing runs where nothing is compiled."""
+    seen = []
+
+    def noted(q, *args, **keywords):
+        seen.append((tuple(q.shape), args[1].shape[-1], keywords["backend"]))
+        return q, None
+
+    monkeypatch.setattr(family, "sparse_attention", noted)
+    monkeypatch.setattr(family, "compiled_together", lambda: contextlib.nullcontext(compiles))
+    shapes = list(family.random_shapes(6, seed=3))
+    family.compile_ahead(shapes, "torch", torch.device("cpu"))
+    asked = [((s.batch * s.rows, s.heads, 512), s.width, "torch") for s in shapes]
+    assert seen == (asked if compiles else [])
 
 
 @pytest.mark.parametrize(

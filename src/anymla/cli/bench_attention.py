@@ -119,6 +119,8 @@ def attention(
     elif schedules:
         cases = decode_schedules.schedule_cases(chosen, target_of(torch.device("cuda")).sm_count)
     else:
+        if drawn is not None:
+            family.compile_ahead(chosen, backend, torch.device("cuda"), planned=planned)
         cases = family.decode_cases(chosen, backend, module, planned=planned)
     hidden = decode_schedules.IN_LABEL if schedules else family.IN_LABEL
     measure(cases, json_file, peers=peers, hidden=steps.IN_LABEL if verification else hidden)

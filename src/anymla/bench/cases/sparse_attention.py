@@ -22,6 +22,7 @@ from anymla.bench.random_caches import shared_rows
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._reference import attend
+from anymla.ops.compile_ahead import compiled_together
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import (
     sparse_attention,
@@ -335,6 +336,22 @@ class DecodeInputs:
     ) -> Subject:
         """Calls of attention, whose result is compared first."""
         return Subject(field, calls, before=lambda: {error: self.error(calls[0]())}, **more)
+
+
+def compile_ahead(
+    chosen: Iterable[Decode], backend: str, device: torch.device, *, planned: bool = False
+) -> None:
+    """Compile what the shapes launch on all cores, where there is something to compile.
+
+    Random shapes share few kernels: one after the other, each takes seconds. Inputs are drawn again
+    when a shape is timed.
+    """
+    with compiled_together() as only_compiled, torch.inference_mode():
+        for shape in chosen if only_compiled else ():
+            inputs = DecodeInputs.draw(shape, device)
+            inputs = dataclasses.replace(inputs, lists=inputs.lists[:1])
+            for call in inputs.attention(backend, planned=planned):
+                call()
 
 
 def first_result(
