@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from inputs import UNREACHED_LIMIT, prompt_of
-from servers import HERE, Run, generate, needs_worker
+from servers import HERE, Run, generate, needs_worker, serve
 
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 from anymla.testing.tiny_options import TinySharing, default_shared_ratios
@@ -100,3 +100,25 @@ def scores(
 
 def differences(a: list[float], b: list[float]) -> list[float]:
     return [abs(x - y) for x, y in zip(a, b, strict=True)]
+
+
+def test_a_server_completes_and_chats(checkpoint: Path, tmp_path: Path) -> None:
+    """Prompts of fewer entries than are selected, and of more blocks than are candidates."""
+    openai = pytest.importorskip("openai")
+    options = "--max-model-len", "1024", "--max-num-seqs", "4"
+    with serve(checkpoint, tmp_path / "log.txt", *options) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0)
+        (listed,) = client.models.list().data
+        asked = {"max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        for length in (10, 300):
+            prompt = prompt_of(length)
+            first, again = (
+                client.completions.create(model=listed.id, prompt=prompt, **asked) for _ in range(2)
+            )
+            assert first.usage.prompt_tokens == length
+            assert first.usage.completion_tokens == 8
+            assert first.choices[0].text == again.choices[0].text
+        said = client.chat.completions.create(
+            model=listed.id, messages=[{"role": "user", "content": "How many sinks?"}], **asked
+        )
+        assert said.usage.completion_tokens == 8

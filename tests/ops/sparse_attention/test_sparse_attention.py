@@ -642,18 +642,52 @@ def test_order_and_padding_of_the_list_do_not_matter(backend):
     same(run(made, backend), want, weight)
 
 
+def moved_pages(cache: Tensor, page: int, order: Tensor) -> tuple[Tensor, Tensor]:
+    """The cache with its pages elsewhere, and where each slot is then."""
+    pages = len(order)
+    moved = get_layout(MAIN_FP8).allocate(pages, page)
+    moved.view(pages, -1)[order] = cache.reshape(pages, -1)
+    slots = torch.arange(pages * page)
+    return moved, order[slots // page] * page + slots % page
+
+
 def test_moved_pages_do_not_matter(backend):
     made = Scene(torch.randn(4, 6, 512).bfloat16(), scope(4, 100, page=16))
     want = run(made, backend)
-    pages = made.main.cache.shape[0]
-    order = torch.randperm(pages)
-    moved = get_layout(MAIN_FP8).allocate(pages, 16)
-    moved.view(pages, -1)[order] = made.main.cache.reshape(pages, -1)
-    slots = made.main.indices.long()
-    indices = (order[slots // 16] * 16 + slots % 16).int()
+    order = torch.randperm(made.main.cache.shape[0])
+    moved, at = moved_pages(made.main.cache, 16, order)
+    indices = at[made.main.indices.long()].int()
     got = sparse_attention(made.q, moved, indices, backend=backend)
     for each, other in zip(got, want, strict=True):
         assert_identical(each, other)
+
+
+@pytest.mark.parametrize("first", [0, 300])
+def test_moved_pages_do_not_matter_to_neighbours(backend, first):
+    """Tokens of a prompt, whose windows overlap: rows may be read once for several of them."""
+    tokens, width, page = bounded(backend, 150, 10), 40, 8
+    rows, layout = torch.randn(512, 512), get_layout(MAIN_FP8)
+    made = layout.allocate(len(rows) // page, page)
+    layout.write(made, torch.arange(len(rows)), rows)
+    q = torch.randn(tokens, 8, 512).bfloat16()
+    position = torch.arange(first, first + tokens).unsqueeze(1)
+    seen = position - width + 1 + torch.arange(width)
+    # Lists begin with the first row that there is, and end before their width.
+    seen += (-seen[:, :1]).clamp(min=0)
+    listed = torch.where(seen <= position, seen, -1)
+    lengths = (position[:, 0] + 1).clamp(max=width).int()
+    pages, results = len(rows) // page, []
+    for order in (torch.arange(pages), torch.arange(pages).flip(0), torch.randperm(pages)):
+        cache, at = moved_pages(made, page, order)
+        slots = torch.where(listed < 0, -1, at[listed]).int()
+        given_lengths = (None, lengths) if first else (lengths,)
+        results.append(
+            [sparse_attention(q, cache, slots, n, backend=backend) for n in given_lengths]
+        )
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert_identical(got[0], want[0])
+            assert_identical(got[1], want[1])
 
 
 def test_parts_merge_by_their_lse(backend):

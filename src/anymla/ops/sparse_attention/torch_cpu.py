@@ -108,8 +108,10 @@ class _Work:
         if tokens < _SMALLEST_TILE:
             self.gather(start, end)
             return
-        unions = [_union(scope, start, end) for scope in self.scopes]
-        union = sum(len(slots) for slots, _ in unions)
+        distinct = [
+            torch.unique(scope.slots[start:end], return_inverse=True) for scope in self.scopes
+        ]
+        union = sum(len(slots) for slots, _ in distinct)
         listed = sum(scope.listed(start, end) for scope in self.scopes)
         heads = self.q.shape[1]
         dense_cost = union * (_DECODE_COST + tokens * heads)
@@ -117,7 +119,7 @@ class _Work:
         wasteful = union * tokens > 1.25 * listed and tokens > 2 * _SMALLEST_TILE
         fits = union * tokens * heads <= _DENSE_SCORES or tokens < 2 * _SMALLEST_TILE
         if fits and not wasteful and dense_cost < gather_cost:
-            if not self.dense(start, end, unions):
+            if not self.dense(start, end, distinct):
                 self.gather(start, end)
         elif tokens > _SMALLEST_TILE and union * 4 < listed:
             middle = start + tokens // 2
@@ -126,12 +128,18 @@ class _Work:
         else:
             self.gather(start, end)
 
-    def dense(self, start: int, end: int, unions: list[tuple[Tensor, Tensor]]) -> bool:
+    def dense(self, start: int, end: int, distinct: list[tuple[Tensor, Tensor]]) -> bool:
         """Attend all tokens to the union of their rows, or return False.
+
+        ``distinct`` has the slots [U] of each scope, and which of them each column is [tokens, n].
 
         A row that is not finite would reach tokens that do not list it, as 0 * NaN; and the count
         of a row that is listed twice would be part of the largest score.
         """
+        unions = [
+            _union(scope, start, end, *each)
+            for scope, each in zip(self.scopes, distinct, strict=True)
+        ]
         counts = torch.cat([counts for _, counts in unions], 1)
         if self.peaks is not None and (counts > 1).any():
             return False
@@ -257,16 +265,26 @@ def _scope(rows: Rows, index: Tensor, lengths: Tensor | None) -> Scope | None:
     if not columns:
         return None
     valid, index = valid[:, :columns], index[:, :columns]
-    some_listed_slot = torch.where(valid, index, -1).max()
+    # The first, and not the largest, which would depend on where the rows lie.
+    some_listed_slot = index[valid][0]
     return Scope(rows, torch.where(valid, index, some_listed_slot), valid, widths)
 
 
-def _union(scope: Scope, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Distinct slots [U] of a tile and how often each token lists each of them, [tokens, U]."""
-    slots, place = torch.unique(scope.slots[start:end], return_inverse=True)
+def _union(
+    scope: Scope, start: int, end: int, slots: Tensor, place: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Distinct slots [U] of a tile and how often each token lists each of them, [tokens, U].
+
+    They come in the order in which the tile lists them first, so that sums do not depend on where
+    the rows lie.
+    """
     counts = torch.zeros(end - start, len(slots), dtype=torch.float32)
     used = counts.new_ones(()) if scope.valid is None else scope.valid[start:end].float()
-    return slots, counts.scatter_add_(1, place, used.expand(place.shape))
+    counts.scatter_add_(1, place, used.expand(place.shape))
+    first = place.new_full(slots.shape, place.numel())
+    first.scatter_reduce_(0, place.view(-1), torch.arange(place.numel()), "amin")
+    order = first.argsort()
+    return slots[order], counts[:, order]
 
 
 @functools.cache
