@@ -43,6 +43,17 @@ def test_drafts_and_neighbours_change_no_token(llm, greedy) -> None:
     assert batch[0].text != greedy.text
 
 
+def test_a_prompt_asked_again_by_itself_gives_the_same_bits() -> None:
+    """Whatever pages it is given: in bfloat16, where a sum in another order rounds otherwise."""
+    alone = LLM(CHECKPOINT, dtype="bf16", device="cpu", drafts="off", max_requests=1)
+    ids = alone.tokenizer.encode((CHECKPOINT.parent / "persuasion.txt").read_text("utf-8"))
+    prompts = [ids[:300], ids[500:670], ids[:300], ids[700:800], ids[:300]]
+    done = alone.generate(prompts, max_new_tokens=8, temperature=0, ignore_eos=True)
+    for again in done[2::2]:
+        assert again.token_ids == done[0].token_ids
+        assert again.logprobs == done[0].logprobs
+
+
 def test_a_stream_is_the_same_text(llm, greedy) -> None:
     parts = list(llm.stream(PROMPT, max_new_tokens=24, temperature=0))
     assert len(parts) > 8

@@ -160,8 +160,8 @@ class LLM:
                 is taken and 128 tokens are generated.
 
         Returns:
-            One result for one text, else a list in the order of the prompts. A text does not
-            depend on what else is in the list, nor on drafts.
+            One result for one text, else a list in the order of the prompts. What else is in the
+            list, and drafts, change a text by no more than the order in which sums are rounded.
 
         Raises:
             ValueError: a prompt that is empty or too long, or unusable options.
