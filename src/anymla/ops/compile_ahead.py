@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -52,34 +53,52 @@ def compiled_together(
             jit.JITFunction.run = run
 
 
-def _in_turn(pool: ThreadPoolExecutor, rank: int, ranks: int) -> Any:
+class _Later(Future[Any]):
+    """A compilation that waits for its turn; who asks for its result before that does it."""
+
+    def __init__(self, compile_kernel: Callable[[], Any]) -> None:
+        super().__init__()
+        self._compile, self._free = compile_kernel, threading.Lock()
+
+    def run(self) -> None:
+        if self._free.acquire(blocking=False):
+            try:
+                self.set_result(self._compile())
+            except Exception as error:
+                self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.run()
+        return super().result(timeout)
+
+
+def _in_turn(pool: Executor, rank: int, ranks: int) -> Any:
     """Triton's mode that compiles in a pool, this rank's kernels first, then the next one's."""
-    from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
     class InTurn(AsyncCompileMode):  # type: ignore[misc]
         def __init__(self) -> None:
-            super().__init__(pool)
-            self.later: list[tuple[int, str, Any]] = []
+            super().__init__(SimpleNamespace(submit=self._queue))
+            self._turn = 0
+            self._later: list[tuple[int, _Later]] = []
 
-        def submit(self, key: str, compile_fn: Any, finalize_fn: Any) -> Any:
-            turn = (zlib.crc32(key.encode()) - rank) % ranks
-            if turn == 0 or key in self.future_kernels:
-                return super().submit(key, compile_fn, finalize_fn)
-            # Who asks for it before its turn compiles it.
-            asked = SimpleNamespace(result=compile_fn)
-            self.future_kernels[key] = FutureKernel(finalize_fn, asked)
-            self.later.append((turn, key, compile_fn))
-            return self.future_kernels[key]
+        def submit(self, key: str, *functions: Any) -> Any:
+            self._turn = (zlib.crc32(key.encode()) - rank) % ranks
+            return super().submit(key, *functions)
+
+        def _queue(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+            if not self._turn:
+                return pool.submit(compile_kernel)
+            later = _Later(compile_kernel)
+            self._later.append((self._turn, later))
+            return later
 
         def __exit__(self, *raised: Any) -> None:
-            for _, key, compile_fn in sorted(self.later, key=itemgetter(0)):
-                future: Any = pool.submit(compile_fn)
-                future._key = key
-                self.future_kernels[key].future = future
-                self.raw_futures.append(future)
+            for _, later in sorted(self._later, key=itemgetter(0)):
+                pool.submit(later.run)
             try:
                 super().__exit__(*raised)
             finally:
-                active_mode.set(None)  # Triton leaves it set when a compilation fails
+                active_mode.set(None)  # Triton may leave it set when a compilation fails
 
     return InTurn()
