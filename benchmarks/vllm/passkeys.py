@@ -25,22 +25,36 @@ from anymla import LLM
 from anymla.bench.environment import environment
 from anymla.engines.vllm.answers import CPU_TAKES, GPU_TAKES, missing_sizes
 from anymla.engines.vllm.pinned import installed_version
+from anymla.model.tokenizer import Tokenizer
+from anymla.testing.graft import graft_dspark
 from anymla.testing.retrieval import ANSWER, Hidden, hide
 from anymla.testing.widen import widen
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
+TEXT = TINY / "persuasion.txt"
 DEPTHS = (0.1, 0.5, 0.9)
 ON_GPU = torch.cuda.is_available()
 
 
-def fitted(out: Path, gpus: int) -> Path:
-    """The checkpoint, padded to what vLLM takes and to what so many GPUs share out."""
+def fitted(out: Path, gpus: int, drafter: str) -> Path:
+    """The checkpoint, padded to what vLLM takes and to what so many GPUs share out.
+
+    DSpark's drafter is put on it: random stages, and the pairs of tokens of the text.
+    """
     config = json.loads((TINY / "checkpoint" / "config.json").read_text())
     sizes = missing_sizes(config, GPU_TAKES if ON_GPU else CPU_TAKES)
     if gpus > 1:  # FP8 layers are cut between blocks
         sizes["moe_intermediate_size"] = 128 * gpus
     widen(TINY / "checkpoint", out, sizes, plain=not ON_GPU)
+    if drafter == "dspark":
+        graft_dspark(out, Tokenizer.from_dir(out).encode(TEXT.read_text("utf-8")))
     return out
+
+
+def captured(asked: argparse.Namespace) -> list[int]:
+    """Tokens of steps that are graphs: 1, 2 or 4 requests, with drafts or without, and blocks."""
+    widths = {1, 2, asked.drafts + 1} | ({asked.drafts} if asked.drafter == "dspark" else set())
+    return sorted({width * requests for width in widths for requests in (1, 2, 4)} - {0})
 
 
 def scored(checkpoint: Path, token_ids: Sequence[int]) -> list[float]:
@@ -70,11 +84,11 @@ class Served:
 
         options: dict[str, Any] = {}
         if asked.drafts:
-            drafts = {"method": "mtp", "num_speculative_tokens": asked.drafts}
+            drafts = {"method": asked.drafter, "num_speculative_tokens": asked.drafts}
             options["speculative_config"] = drafts
         if ON_GPU:
-            sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8], "cudagraph_mode": asked.graphs}
-            options["compilation_config"] = sizes
+            graphs = {"cudagraph_mode": asked.graphs, "cudagraph_capture_sizes": captured(asked)}
+            options["compilation_config"] = graphs
             options["kernel_config"] = {"enable_jit_warmup": False}
             options["enable_sleep_mode"] = asked.sleep
         self.llm = Engine(
@@ -93,7 +107,7 @@ class Served:
             **options,
         )
         self.model = LLM(checkpoint, dtype="fp32", device="cpu")
-        self.text = (TINY / "persuasion.txt").read_text("utf-8")
+        self.text = TEXT.read_text("utf-8")
         self.token_ids = self.model.tokenizer.encode(self.text)[: min(asked.lengths)]
         self.exact = scored(checkpoint, self.token_ids)
 
@@ -147,7 +161,8 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--gpus", type=int, default=1, help="tensor parallel")
     parser.add_argument("--expert-parallel", action="store_true")
-    parser.add_argument("--drafts", type=int, default=0, help="tokens, by the MTP layer")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens")
+    parser.add_argument("--drafter", choices=("mtp", "dspark"), default="mtp")
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode")
@@ -158,7 +173,7 @@ def main() -> None:
     mode = os.environ.get("ANYMLA_VLLM", "auto")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
-        served = Served(asked, fitted(Path(place) / "padded", asked.gpus))
+        served = Served(asked, fitted(Path(place) / "padded", asked.gpus, asked.drafter))
     print(f"started in {time.perf_counter() - began:.0f} s", flush=True)
     hidden = [
         hide(served.model, served.text, length, depth, seed=round(100 * depth) + length)

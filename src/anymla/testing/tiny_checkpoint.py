@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -45,7 +45,9 @@ from anymla.testing.tiny_weights import linear_values, plain_values
 # Of Python's own objects: a tensor with its name, and a token with its number.
 _TENSOR_BYTES, _TOKEN_BYTES = 1000, 200
 
-__all__ = ["TinyOptions", "tiny_config", "write_tiny_checkpoint"]
+_T = TypeVar("_T")
+
+__all__ = ["TinyOptions", "random_tensors", "tiny_config", "write_tiny_checkpoint"]
 
 
 def write_tiny_checkpoint(
@@ -74,7 +76,7 @@ def write_tiny_checkpoint(
         for target in targets:
             stack.enter_context(_prepared(target))
         with threads(1):  # thousands of small tensors gain nothing from more
-            stored, values = _tensors(options, model, keep_values=twin is not None)
+            stored, values = random_tensors(options, model, keep_values=twin is not None)
         _write(targets[0], config, stored, options.shards, vocab, longest)
         if twin is not None:
             plain = {
@@ -95,14 +97,21 @@ def _least_bytes(options: TinyOptions, config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _tensors(
-    options: TinyOptions, config: ModelConfig, *, keep_values: bool
+def random_tensors(
+    options: TinyOptions, config: ModelConfig, *, keep_values: bool = False, prefix: str = ""
 ) -> tuple[Stored, dict[str, Tensor]]:
-    """All tensors as stored, and, for a twin, with linear layers dequantised."""
+    """A checkpoint's tensors as stored, and, for a twin, with linear layers dequantised.
+
+    Args:
+        options: kinds of weights, and the seed; sizes are the configuration's.
+        config: names and sizes.
+        keep_values: give the twin's tensors as well.
+        prefix: only tensors whose names begin so.
+    """
     noise = Noise(options.seed)
     stored: Stored = {}
     values: dict[str, Tensor] = {}
-    for name, expected in expected_plain(config).items():
+    for name, expected in _beginning(expected_plain(config), prefix):
         if name.endswith(".tid2eid"):
             rows, count = expected.shape
             tensor = noise.distinct(name, rows, count, config.n_routed_experts)
@@ -110,19 +119,23 @@ def _tensors(
             tensor = plain_values(noise, name, expected.shape)
             tensor = tensor if _is_float32(name) else tensor.bfloat16()
         stored[name] = values[name] = tensor
-    for prefix, shape in expected_linears(config).items():
-        weight = linear_values(noise, prefix, shape.rows, shape.columns)
-        tensors, value = _store(options, prefix, shape, weight)
+    for name, shape in _beginning(expected_linears(config), prefix):
+        weight = linear_values(noise, name, shape.rows, shape.columns)
+        tensors, value = _store(options, name, shape, weight)
         stored |= tensors
         if keep_values:
-            values[f"{prefix}.weight"] = value
-    for prefix, size in expected_tables(config).items():
-        table = noise.normal(prefix, *size)
+            values[f"{name}.weight"] = value
+    for name, size in _beginning(expected_tables(config), prefix):
+        table = noise.normal(name, *size)
         quantised = options.weights != "bf16"
-        tensors, value = store_table(prefix, table) if quantised else store_plain(prefix, table)
+        tensors, value = store_table(name, table) if quantised else store_plain(name, table)
         stored |= tensors
-        values[f"{prefix}.weight"] = value
+        values[f"{name}.weight"] = value
     return stored, values
+
+
+def _beginning(named: Mapping[str, _T], prefix: str) -> list[tuple[str, _T]]:
+    return [(name, value) for name, value in named.items() if name.startswith(prefix)]
 
 
 def _store(

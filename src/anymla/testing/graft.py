@@ -1,0 +1,101 @@
+"""A checkpoint given a DSpark drafter, so that a trained model can be asked with one.
+
+The drafter's stages are random. Its Markov head knows which token follows which in a text that the
+caller names, so that a part of its guesses is right: a closed form, of low rank, of the logarithms
+of how often.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from anymla.formats.files import naming
+from anymla.formats.untrusted import read_object
+from anymla.model.checkpoint import SINGLE_FILE
+from anymla.model.config import ModelConfig
+from anymla.testing.tiny_checkpoint import TinyOptions, random_tensors
+
+_TAPS = 3
+# Of the logarithm of (times seen + _UNSEEN): a pair seen once is e ** 3 as likely as one not seen.
+_UNSEEN = 0.05
+# Of the norm before the stages' logits: they decide where pairs do not.
+_STAGES = 0.2
+
+
+def graft_dspark(
+    directory: str | Path,
+    token_ids: Sequence[int],
+    *,
+    stages: int = 3,
+    block: int = 5,
+    rank: int = 128,
+    seed: int = 0,
+) -> None:
+    """Put a DSpark drafter in the place of a checkpoint's MTP layers.
+
+    Args:
+        directory: a checkpoint of one file, which is replaced; its ``config.json`` too.
+        token_ids: a text, of which the Markov head learns the pairs.
+        stages: layers of the drafter.
+        block: tokens that it guesses at once.
+        rank: width of the Markov tables, at most the vocabulary.
+        seed: of the stages' values.
+
+    Raises:
+        ValueError: the checkpoint has a DSpark drafter, or fewer than three layers.
+    """
+    path = Path(directory)
+    config = read_object(path / "config.json")
+    before = ModelConfig.from_dict(config)
+    if before.dspark is not None:
+        raise ValueError(f"{directory}: has a DSpark drafter")
+    layers = before.num_hidden_layers
+    if layers < _TAPS:
+        raise ValueError(f"{directory}: {layers} layers, a drafter reads behind {_TAPS}")
+    config |= {
+        "num_nextn_predict_layers": 1,  # as published checkpoints say, whatever they hold
+        "compress_ratios": [*before.backbone_ratios, *[0] * stages],
+        "dspark_block_size": block,
+        "dspark_noise_token_id": before.vocab_size - 1,
+        "dspark_target_layer_ids": list(range(layers))[-_TAPS:],
+        "dspark_markov_rank": rank,
+    }
+    after = ModelConfig.from_dict(config)
+    quantised = "quantization_config" in config
+    options = TinyOptions(weights="fp4" if quantised else "bf16", seed=seed)
+    drafter, _ = random_tensors(options, after, prefix="mtp.")
+    last = f"mtp.{stages - 1}."
+    drafter[f"{last}norm.weight"] *= _STAGES
+    first, second = after.family.markov_tables
+    tables = markov_tables(token_ids, after.vocab_size, rank)
+    for name, table in zip((first, second), tables, strict=True):
+        drafter[f"{last}markov_head.{name}.weight"] = table.bfloat16()
+    kept = load_file(path / SINGLE_FILE)
+    kept = {name: tensor for name, tensor in kept.items() if not name.startswith("mtp.")}
+    tensors = {name: tensor.contiguous() for name, tensor in (kept | drafter).items()}
+    with naming(path):
+        save_file(tensors, path / SINGLE_FILE, {"format": "pt"})
+        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def markov_tables(token_ids: Sequence[int], vocab: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Two float32 [V, rank] whose product is nearest to log((seen + u) / u) of all pairs.
+
+    Args:
+        token_ids: the text.
+        vocab: V, above every token.
+        rank: of the product.
+    """
+    ids = torch.as_tensor(token_ids)
+    seen = torch.zeros(vocab * vocab)
+    seen.scatter_add_(0, ids[:-1] * vocab + ids[1:], torch.ones(len(ids) - 1))
+    bias = ((seen + _UNSEEN) / _UNSEEN).log().view(vocab, vocab)
+    left, sizes, right = torch.linalg.svd(bias, full_matrices=False)
+    root = sizes[:rank].sqrt()
+    return left[:, :rank] * root, right[:rank].T * root
