@@ -32,7 +32,17 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 
-@triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity", "length"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "pages",
+        "columns",
+        "requests",
+        "capacity",
+        "length",
+        "table_stride",
+    ]
+)
 def compress_kernel(
     state,
     pooled,

@@ -20,7 +20,9 @@ from anymla.ops.compressor.triton_pool import closing_tokens, pool_window
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
-@triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity"])
+@triton.jit(
+    do_not_specialize=["tokens", "pages", "columns", "requests", "capacity", "table_stride"]
+)
 def norm_kernel(
     state,
     tables,

@@ -144,7 +144,9 @@ def count_states(
     return found
 
 
-@triton.jit(do_not_specialize=["tokens", "pages", "columns", "requests", "capacity"])
+@triton.jit(
+    do_not_specialize=["tokens", "pages", "columns", "requests", "capacity", "table_stride"]
+)
 def pool_kernel(
     state,
     tables,

@@ -890,7 +890,7 @@ def _load_queries(q_desc, pipeline, item, phase, ROWS: gl.constexpr, STAGES: gl.
 @gluon.jit(
     do_not_specialize=[
         "first_row", "rows", "per_request", "num_requests", "pages", "covered", "k", "split_size",
-        "context", "items",
+        "context", "items", "table_row_stride",
     ]
 )  # fmt: skip
 def scores_kernel(

@@ -631,7 +631,8 @@ def _row_length(lengths, row_requests, row, first_row, per_request, num_requests
 
 @gluon.jit(
     do_not_specialize=[
-        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page"
+        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page",
+        "table_row_stride",
     ]
 )  # fmt: skip
 def topk_kernel(

@@ -356,7 +356,7 @@ def _fill(out, first, last):
 @triton.jit(
     do_not_specialize=[
         "first_row", "rows", "per_request", "num_requests", "pages", "covered", "k", "split",
-        "context",
+        "context", "table_row_stride",
     ]
 )  # fmt: skip
 def scores_kernel(

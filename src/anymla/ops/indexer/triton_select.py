@@ -112,7 +112,8 @@ def _store_all(
 
 @triton.jit(
     do_not_specialize=[
-        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page"
+        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page",
+        "table_row_stride",
     ]
 )  # fmt: skip
 def row_topk_kernel(
@@ -315,7 +316,8 @@ def _select_by_bisection(scores, count, k, out, BLOCK: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page"
+        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page",
+        "table_row_stride",
     ]
 )  # fmt: skip
 def sample_collect_kernel(
@@ -411,7 +413,8 @@ def sample_collect_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page"
+        "first_row", "per_request", "num_requests", "covered", "k", "table_pages", "slot_page",
+        "table_row_stride",
     ]
 )  # fmt: skip
 def sample_merge_kernel(

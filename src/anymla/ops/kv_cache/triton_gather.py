@@ -57,7 +57,7 @@ def gather_slots_kernel(
     tl.store(at, x.to(out.dtype.element_ty), mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["first", "limit", "columns", "pages", "tiles"])
+@triton.jit(do_not_specialize=["first", "limit", "columns", "pages", "tiles", "table_stride"])
 def gather_sequences_kernel(
     out,
     cache,

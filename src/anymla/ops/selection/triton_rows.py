@@ -63,7 +63,7 @@ def request_of(token, starts, first, requests, STARTS: tl.constexpr):
     return tl.where(passed <= requests, passed - 1, -1)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "pages"])
+@triton.jit(do_not_specialize=["tokens", "requests", "pages", "row_stride"])
 def slot_mapping_kernel(
     positions,
     token_to_req,
@@ -109,7 +109,7 @@ def _valid_request(token, token_to_req, is_valid, requests, HAS_VALID: tl.conste
     return tl.where(valid, request, -1)
 
 
-@triton.jit(do_not_specialize=["width", "requests", "pages"])
+@triton.jit(do_not_specialize=["width", "requests", "pages", "row_stride"])
 def global_topk_kernel(
     topk,
     topk_stride,
@@ -142,7 +142,7 @@ def global_topk_kernel(
     tl.store(lens + token, count)
 
 
-@triton.jit(do_not_specialize=["width", "requests", "pages"])
+@triton.jit(do_not_specialize=["width", "requests", "pages", "row_stride"])
 def compressed_rows_kernel(
     positions,
     token_to_req,
@@ -176,7 +176,7 @@ def compressed_rows_kernel(
         tl.store(lens + token, visible)
 
 
-@triton.jit(do_not_specialize=["window", "requests", "pages"])
+@triton.jit(do_not_specialize=["window", "requests", "pages", "row_stride"])
 def window_rows_kernel(
     positions,
     token_to_req,
