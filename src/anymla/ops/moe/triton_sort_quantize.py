@@ -28,7 +28,7 @@ from anymla.ops.streams import scratch
 
 _AT_ONCE = 1024
 # Rows of a CTA, and their quant blocks.
-_ROWS, _QUANT_BLOCKS = 4, 4
+_ROWS, _QUANT_BLOCKS = 4, 8
 
 
 @triton.jit(do_not_specialize=["count"])
