@@ -1,5 +1,7 @@
 """Selection within the blocks of entries that each token lists."""
 
+import dataclasses
+
 import pytest
 import torch
 from index_scores import D, i32, key_cache
@@ -19,13 +21,16 @@ from paged import (
 
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_FP32_128, get_layout
+from anymla.ops import device as device_facts
 from anymla.ops.indexer import (
     mask_candidates,
     paged_mqa_logits,
     select_candidate_blocks,
     select_topk,
     topk_per_row,
+    torch_select,
 )
+from anymla.ops.indexer.config import choose_select_config
 from anymla.ops.selection import compute_global_topk_indices_and_lens
 
 
@@ -204,9 +209,11 @@ def masked(q, cache, weights, lengths, table, k, blocks, size, **options):
     context = table.shape[1] * cache.shape[1]
     named = {"layout": options["layout"], "backend": options["backend"]}
     scales = options.get("q_scales")
+    by_request = (len(table), -1)
     logits = paged_mqa_logits(
-        q.unsqueeze(1), cache, weights, lengths, table, max_context=context,
-        q_scales=None if scales is None else scales.unsqueeze(1), **named,
+        q.unflatten(0, by_request), cache, weights, lengths.unflatten(0, by_request), table,
+        max_context=context,
+        q_scales=None if scales is None else scales.unflatten(0, by_request), **named,
     )  # fmt: skip
     mask_candidates(logits, blocks, block_size=size, backend=options["backend"])
     starts = torch.zeros_like(lengths)
@@ -237,31 +244,76 @@ def test_scores_are_those_of_all_entries_to_the_bit(name, heads, layout, monkeyp
     assert torch.equal(got, want)
 
 
-def random_case(seed, layout, contexts, count, size=8):
-    """Queries, a cache and blocks of tokens of requests of many entries."""
-    random = torch.Generator().manual_seed(seed)
-    page = 64
-    pages = -(-max(contexts) // page)
+def random_case(layout, contexts, each, count, device):
+    """Queries, scales, keys, weights, lengths, pages and blocks of ``each`` tokens a request."""
+    random = torch.Generator().manual_seed(len(contexts))
+    pages, tokens = -(-max(contexts) // 64), len(contexts) * each
     table = torch.randperm(len(contexts) * pages, generator=random).int().view(len(contexts), -1)
-    cache, _ = key_cache(layout, len(contexts) * pages, page, table, list(contexts))
-    q = torch.randn(len(contexts), 64, D, generator=random)
-    weights = torch.randn(len(contexts), 64, generator=random)
-    codes, scales = quantize_mxfp4(q)
-    return codes, scales, cache, weights, i32(contexts), table, lists(contexts, count, size)
+    cache, _ = key_cache(layout, table.numel(), 64, table, list(contexts))
+    lengths = [n - each + 1 + j for n in contexts for j in range(each)]
+    codes, scales = quantize_mxfp4(torch.randn(tokens, 32, D, generator=random))
+    weights = torch.randn(tokens, 32, generator=random)
+    case = (codes, scales, cache, weights, i32(lengths), table, lists(lengths, count, 8))
+    return [one.to(device) for one in case]
+
+
+def check_scores(contexts, each, count, device):
+    """Scores of blocks side by side are those of their entries among all, bit for bit."""
+    from anymla.ops.indexer.inputs import paged_inputs
+    from anymla.ops.indexer.triton_blocks import ListedBlocks
+    from anymla.ops.indexer.triton_scores import write_scores
+
+    target, requests = device_facts.target_of(device), len(contexts)
+    q, scales, cache, weights, lengths, table, blocks = random_case(
+        INDEX_MXFP4, contexts, each, count, device
+    )
+    inputs = paged_inputs(
+        q.unflatten(0, (requests, each)), scales.unflatten(0, (requests, each)), weights, cache,
+        INDEX_MXFP4, lengths.view(requests, each), table, table.shape[1] * 64,
+    )  # fmt: skip
+    every = torch.full((len(q), inputs.covered), torch.nan, device=device)
+    write_scores(inputs, every, None, target)
+    listed = ListedBlocks.of(blocks, 8, len(q))
+    columns = listed.columns_of(inputs, 0, target)
+    alone = torch.full((len(q), columns.covered), torch.nan, device=device)
+    write_scores(columns, alone, None, target)
+    for row, held in enumerate(listed.counts.tolist()):
+        numbers = blocks[row][blocks[row] >= 0].long()
+        entries = (numbers[:, None] * 8 + torch.arange(8, device=device)).flatten()
+        entries = entries[entries < lengths[row]]
+        assert len(entries) == held
+        assert torch.equal(alone[row, :held], every[row, entries])
+        assert bool(alone[row, held:].isnan().all())
+
+
+@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize(("contexts", "each"), [((700, 300, 5), 1), ((333, 640), 3)])
+def test_scores_have_the_bits_of_all_entries(name, contexts, each, monkeypatch):
+    use_backend(name, monkeypatch)
+    check_scores(contexts, each, 30, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("contexts", "each"), [((20_000, 9000, 70), 1), ((20_000, 17_000), 6)])
+def test_scores_have_the_bits_of_all_entries_on_a_device(contexts, each):
+    check_scores(contexts, each, 2048, a_device())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", DEVICE_BACKENDS[1:])
 @pytest.mark.parametrize(
-    ("contexts", "count", "k"),
-    [((70_000, 16_500, 300, 65_537), 2048, 512), ((9000,), 700, 512), ((40_000,) * 3, 4000, 1024)],
-)
+    ("contexts", "each", "count", "k"),
+    [
+        ((70_000, 16_500, 300, 65_537), 1, 2048, 512), ((9000,), 1, 700, 512),
+        ((40_000,) * 3, 1, 4000, 1024), ((40_000, 16_385), 6, 2048, 512),
+    ],
+)  # fmt: skip
 def test_a_device_gives_what_hidden_scores_do_without_waiting(
-    backend, contexts, count, k, monkeypatch
+    backend, contexts, each, count, k, monkeypatch
 ):
     backend = use_device_backend(backend, monkeypatch)
     device = a_device()
-    case = [each.to(device) for each in random_case(1, INDEX_MXFP4, contexts, count)]
+    case = random_case(INDEX_MXFP4, contexts, each, count, device)
     q, scales, cache, weights, lengths, table, blocks = case
     given = (q, cache, weights, lengths, table, k)
     options = {"layout": INDEX_MXFP4, "q_scales": scales, "backend": backend}
@@ -284,10 +336,37 @@ def test_blocks_that_were_kept_hold_the_selection(run):
     call.check(run, blocks=blocks, block_size=8)
 
 
-def test_small_scratch_gives_the_same(run):
-    lengths = [150, 90, 130, 77, 20, 91]
-    call = a_call(6, lengths, [0, 1, 0, 1, 0, 1], 9)
-    check(run, call, lists(lengths, 8, 8), 8, scratch_bytes=1 << 24)
+def test_a_few_rows_at_a_time(run, monkeypatch):
+    lengths, owners = [150, 90, 130, 77, 20, 91, 5], [0, 1, 0, 1, 0, 1, 1]
+    call = a_call(7, lengths, owners, 9)
+    if run == "triton":
+        from anymla.ops.indexer import triton_select
+
+        choose = triton_select.choose_select_config
+        monkeypatch.setattr(
+            triton_select,
+            "choose_select_config",
+            lambda *args, **named: dataclasses.replace(choose(*args, **named), chunk=3),
+        )
+    monkeypatch.setattr(torch_select, "rows_at_once", lambda *args: 3)
+    slots, counts = torch.full((7, 9), 77, dtype=torch.int32), torch.full((7,), 77).int()
+    table = call.arguments["block_table"]
+    given = {"slot_table": table, "slot_page_size": 16, "slots": slots, "counts": counts}
+    want = check(run, call, lists(lengths, 8, 8), 8, **given)
+    assert counts.tolist() == (want >= 0).sum(1).tolist()
+    page = table[i32(owners)[:, None], want.clamp(min=0) // 16]
+    assert torch.equal(slots, torch.where(want < 0, -1, page * 16 + want % 16))
+
+
+def test_scratch_holds_the_lists_as_well():
+    """Rows of a chunk take scores, maxima and both lists of their blocks."""
+    target = device_facts.TARGETS["sm_90"]
+    plain = choose_select_config(4096, 16_384, 512, target=target, scratch_bytes=1 << 24)
+    more = choose_select_config(
+        4096, 16_384, 512, target=target, scratch_bytes=1 << 24, further_row_bytes=8 * 2048 + 4
+    )
+    assert more.chunk < plain.chunk
+    assert more.chunk * (more.row_bytes(16_384) + 8 * 2048 + 4) <= 1 << 24
 
 
 def test_block_sizes_that_are_refused():
